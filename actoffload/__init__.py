@@ -1,0 +1,39 @@
+"""actoffload: saved activations leave the accelerator for host memory or NVMe, and are back before backward needs them.
+
+    import actoffload
+
+    with actoffload.offload_activations(target="nvme", path="/mnt/nvme0", model=model) as offloader:
+        loss = model(batch).loss
+    loss.backward()
+    print(offloader.report())
+
+`offload_activations` and `attach` are the ways in; `OffloadConfig` says what can be set.
+"""
+
+from __future__ import annotations
+
+from . import errors
+from .api import Attachment, attach, offload_activations
+from .config import OffloadConfig
+from .engines.base import StorageEngine
+from .hooks import Offloader, keep, no_offload
+from .planner import Plan
+from .policy import Policy
+from .statistics import Statistics
+from .version import __version__
+
+__all__ = [
+    "Attachment",
+    "OffloadConfig",
+    "Offloader",
+    "Plan",
+    "Policy",
+    "Statistics",
+    "StorageEngine",
+    "__version__",
+    "attach",
+    "errors",
+    "keep",
+    "no_offload",
+    "offload_activations",
+]

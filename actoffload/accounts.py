@@ -1,0 +1,72 @@
+"""The running counts of an offloader, guarded by its lock, and the frozen `Statistics` made from them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from .statistics import Statistics
+
+
+class Accounts:
+    """Counts in bytes unless named otherwise. The caller holds the offloader's lock."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.packed_tensors = 0
+        self.packed_bytes = 0
+        self.deduplicated_bytes = 0
+        self.moved_bytes = 0
+        self.kept_bytes: Counter[str] = Counter()
+        self.forwarded_bytes = 0
+        self.cancelled_bytes = 0
+        self.resident_bytes = 0
+        self.resident_peak_bytes = 0
+        self.baseline_bytes = 0
+        self.baseline_peak_bytes = 0
+        self.pack_wait_s = 0.0
+        self.unpack_wait_s = 0.0
+        self.live_records = 0
+        self.degraded: Counter[str] = Counter()
+
+    def born(self, nbytes: int) -> None:
+        """Autograd saved new bytes."""
+        self.live_records += 1
+        self.saved(nbytes)
+
+    def died(self, nbytes: int) -> None:
+        """The last handle on bytes died."""
+        self.live_records -= 1
+        self.baseline_bytes -= nbytes
+
+    def saved(self, nbytes: int) -> None:
+        """Bytes that a run without offloading would hold from now on."""
+        self.baseline_bytes += nbytes
+        self.baseline_peak_bytes = max(self.baseline_peak_bytes, self.baseline_bytes)
+
+    def came(self, nbytes: int) -> None:
+        """Bytes are on the device from now on."""
+        self.resident_bytes += nbytes
+        self.resident_peak_bytes = max(self.resident_peak_bytes, self.resident_bytes)
+
+    def left(self, nbytes: int) -> None:
+        """Bytes are no longer held on the device."""
+        self.resident_bytes -= nbytes
+
+    def freeze(self, **elsewhere: int) -> Statistics:
+        """The counts as `Statistics`; ``elsewhere`` are those that pools, copies and engines count themselves."""
+        return Statistics(
+            steps=self.steps,
+            packed_tensors=self.packed_tensors,
+            packed_bytes=self.packed_bytes,
+            deduplicated_bytes=self.deduplicated_bytes,
+            kept_bytes=dict(self.kept_bytes),
+            forwarded_bytes=self.forwarded_bytes,
+            cancelled_bytes=self.cancelled_bytes,
+            resident_peak_bytes=self.resident_peak_bytes,
+            baseline_peak_bytes=self.baseline_peak_bytes,
+            pack_wait_s=self.pack_wait_s,
+            unpack_wait_s=self.unpack_wait_s,
+            live_records=self.live_records,
+            degraded=dict(self.degraded),
+            **elsewhere,
+        )

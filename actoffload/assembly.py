@@ -1,0 +1,120 @@
+"""The tiers that a configuration asks for: spool, host pools, and a mover for each type of device."""
+
+from __future__ import annotations
+
+from .cpu_tier import CpuMover
+from .device import Accelerator, accelerator_for, default_device_types
+from .device_tier import DeviceMover
+from .hostpool import HostPool
+from .memory import available_bytes, fix_mmap_threshold, local_ranks
+from .spool import Spool
+from .tiers import Core, Mover
+from .transfer import Transfers
+
+STAGING_BYTES = 1 << 30
+CPU_SLAB_BYTES = 16 << 20
+PINNED_SLAB_BYTES = 256 << 20
+
+
+class Tiers:
+    """What an offloader opens when it is made and closes when it ends.
+
+    Args:
+        core: shared with the movers.
+        accelerator: a device to drive instead of those the configuration names.
+
+    Attributes:
+        movers: by device type; tensors of other types stay.
+    """
+
+    def __init__(self, core: Core, accelerator: Accelerator | None = None) -> None:
+        self.core = core
+        self.spool: Spool | None = None
+        self.pools: list[HostPool] = []
+        self.movers: dict[str, Mover] = {}
+        self._open(accelerator)
+
+    def counts(self) -> dict[str, int]:
+        """What pools, copies and engines count themselves, by the names of `Statistics`."""
+        for pool in self.pools:
+            pool.settle()
+        spool = self.spool.statistics() if self.spool is not None else None
+        copies = [m.transfers for m in self.movers.values() if isinstance(m, DeviceMover)]
+        return {
+            "host_written_bytes": sum(t.written_bytes for t in copies),
+            "host_read_bytes": sum(t.read_bytes for t in copies),
+            "nvme_written_bytes": spool.written_bytes if spool else 0,
+            "nvme_read_bytes": spool.read_bytes if spool else 0,
+            "host_peak_bytes": sum(pool.peak_bytes for pool in self.pools),
+            "nvme_peak_bytes": spool.peak_allocated_bytes if spool else 0,
+        }
+
+    def close(self, *, wait: bool) -> None:
+        """Close the spool and unpin host memory; without ``wait`` what is queued is cancelled."""
+        if self.spool is not None:
+            (self.spool.close if wait else self.spool.abort)()
+        for pool in self.pools:
+            pool.close()
+
+    def after_fork_in_child(self) -> None:
+        """Give up what belongs to the parent."""
+        if self.spool is not None:
+            self.spool.after_fork_in_child()
+
+    def _open(self, accelerator: Accelerator | None) -> None:
+        types = [accelerator.type] if accelerator else list(self.core.config.devices or default_device_types())
+        for device_type in types:
+            device = accelerator or accelerator_for(device_type)
+            if device is not None:
+                self.movers[device_type] = self._device_mover(device)
+            elif device_type == "cpu" and self.core.config.target != "host":
+                self.movers[device_type] = self._cpu_mover()
+
+    def _open_spool(self) -> Spool:
+        if self.spool is None:
+            config = self.core.config
+            self.spool = Spool(
+                config.paths,
+                engine=config.engine,
+                capacity_bytes=None if config.nvme_budget is None else config.size("nvme_budget", 0),
+                threads=config.io_threads,
+                verify=config.verify,
+                poison=config.debug,
+                allow_any_filesystem=config.allow_any_filesystem,
+            )
+        return self.spool
+
+    def _cpu_mover(self) -> Mover:
+        if self.core.config.tune_malloc:
+            fix_mmap_threshold()
+        pool = HostPool(self._host_budget(staging=False), slab_bytes=16 << 20, poison=self.core.config.debug)
+        self.pools.append(pool)
+        return CpuMover(self.core, self._open_spool(), pool)
+
+    def _device_mover(self, device: Accelerator) -> Mover:
+        target = self.core.config.target
+        spool: Spool | None = None
+        if target in ("nvme", "tiered"):
+            spool = self._open_spool()
+        elif target == "auto":
+            try:
+                spool = self._open_spool()
+            except OSError:
+                spool = None  # no usable path: host memory only
+        pool = HostPool(
+            self._host_budget(staging=target == "nvme"),
+            slab_bytes=256 << 20,
+            pin=device.pin,
+            unpin=device.unpin,
+            is_done=device.done,
+            poison=self.core.config.debug,
+        )
+        self.pools.append(pool)
+        spill = {"host": "never", "nvme": "always"}.get(target, "overflow")
+        pending = self.core.config.pending_bytes
+        window = None if pending is None else self.core.config.size("pending_bytes", 0)
+        return DeviceMover(self.core, spool, pool, Transfers(device), spill, window)
+
+    def _host_budget(self, *, staging: bool) -> int:
+        default = available_bytes() // 2 // local_ranks()
+        return self.core.config.size("host_budget", min(STAGING_BYTES, default) if staging else default)

@@ -1,0 +1,5 @@
+"""``python -m actoffload.cli``: the same as the console script."""
+
+from . import main
+
+main()

@@ -1,0 +1,229 @@
+"""``actoffload demo``: the same training run in several modes, each in its own process, side by side."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ..config import format_size
+from ..testing.gpt import GPTConfig
+
+OnStep = Callable[[str, dict[str, Any]], None]
+
+
+class WorkerError(RuntimeError):
+    """A mode's process failed; the message is what it said."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoSpec:
+    """Options of the demo. ``seq`` in bytes of text, ``batch`` in sequences."""
+
+    steps: int
+    layers: int
+    width: int
+    batch: int
+    seq: int
+    seed: int
+    threads: int | None
+    paths: tuple[str, ...] | None
+
+    def gpt(self) -> GPTConfig:
+        """The model; raises `ValueError` for sizes that do not fit together."""
+        return GPTConfig(layers=self.layers, width=self.width, seq=self.seq)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModeResult:
+    """What one mode's process reported."""
+
+    mode: str
+    device: str
+    losses: tuple[float, ...]
+    step_s: tuple[float, ...]
+    end: dict[str, Any]
+
+    @property
+    def median_step_s(self) -> float:
+        """Median of the steps after the first, which also warms up."""
+        return median(self.step_s[1:] or self.step_s)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak device memory, or peak resident memory of the process when the device is the CPU."""
+        device_bytes = self.end["peak_device_bytes"]
+        return int(self.end["peak_rss_bytes"] if device_bytes is None else device_bytes)
+
+    def statistic(self, name: str) -> int | None:
+        """A field of the offloader's statistics; None in the mode that offloads nothing."""
+        statistics = self.end.get("statistics")
+        return None if statistics is None else int(statistics[name])
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoResult:
+    """All modes; the first is ``keep``, which the others are compared with."""
+
+    spec: DemoSpec
+    modes: tuple[ModeResult, ...]
+
+    @property
+    def identical(self) -> bool:
+        """Whether every mode had the same loss in every step, bit for bit."""
+        return len({tuple(loss.hex() for loss in mode.losses) for mode in self.modes}) == 1
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, ready for JSON."""
+        keep = self.modes[0]
+        rows = [
+            asdict(mode)
+            | {
+                "median_step_s": mode.median_step_s,
+                "ratio_to_keep": mode.median_step_s / keep.median_step_s,
+                "losses_hex": [loss.hex() for loss in mode.losses],
+            }
+            for mode in self.modes
+        ]
+        falls = all(mode.losses[-1] < mode.losses[0] for mode in self.modes)
+        return {"spec": asdict(self.spec), "identical": self.identical, "loss_falls": falls, "modes": rows}
+
+
+def run_demo(spec: DemoSpec, target: str, *, quiet: bool) -> DemoResult:
+    """Run every mode, one after the other.
+
+    Raises:
+        ValueError: an option that only the worker could refuse, such as a directory on tmpfs.
+        WorkerError: a mode failed.
+    """
+    modes = list(dict.fromkeys(["keep", *(["host"] if _has_accelerator() else []), target]))
+    with _progress(modes, spec.steps, quiet) as on_step:
+        return DemoResult(spec=spec, modes=tuple(_run_mode(mode, spec, on_step) for mode in modes))
+
+
+def _has_accelerator() -> bool:
+    import torch
+
+    return torch.accelerator.is_available()
+
+
+def _run_mode(mode: str, spec: DemoSpec, on_step: OnStep) -> ModeResult:
+    options = asdict(spec) | {"mode": mode, "gpt": asdict(spec.gpt())}
+    command = [sys.executable, "-m", "actoffload.cli.demo_worker", json.dumps(options)]
+    steps: list[dict[str, Any]] = []
+    begin: dict[str, Any] = {}
+    end: dict[str, Any] | None = None
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for event in _events(process):
+            if event["event"] == "begin":
+                begin = event
+            elif event["event"] == "step":
+                steps.append(event)
+                on_step(mode, event)
+            elif event["event"] == "done":
+                end = event
+            elif event["kind"] == "option":
+                raise ValueError(event["message"])
+            else:
+                raise WorkerError(f"mode {mode}: {event['kind']}: {event['message']}")
+    if end is None or process.returncode != 0:
+        raise WorkerError(f"mode {mode}: its process ended with status {process.returncode} and no result")
+    losses = tuple(float(step["loss"]) for step in steps)
+    return ModeResult(
+        mode=mode, device=begin["device"], losses=losses, step_s=tuple(step["step_s"] for step in steps), end=end
+    )
+
+
+def _events(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
+    """The worker's JSON lines; a line that is not one (a library that prints) goes to standard error."""
+    if process.stdout is None:
+        raise WorkerError("the worker has no standard output")
+    for line in process.stdout:
+        if line.startswith('{"event"'):
+            yield json.loads(line)
+        else:
+            sys.stderr.write(line)
+
+
+@contextmanager
+def _progress(modes: list[str], steps: int, quiet: bool) -> Iterator[OnStep]:
+    if quiet:
+        yield lambda mode, event: None
+        return
+    columns = (
+        TextColumn("{task.description:<8}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+    )
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+        tasks = {mode: progress.add_task(mode, total=steps, loss="") for mode in modes}
+
+        def on_step(mode: str, event: dict[str, Any]) -> None:
+            progress.update(tasks[mode], advance=1, loss=f"loss {event['loss']:.3f}")
+
+        yield on_step
+
+
+def show(result: DemoResult) -> None:
+    """Print the table and what it means."""
+    console = Console()
+    spec = result.spec
+    console.print(
+        f"GPT of {spec.layers} layers, width {spec.width}, on {spec.batch} × {spec.seq} bytes of Python's standard "
+        f"library, {spec.steps} steps on {result.modes[0].device}"
+    )
+    console.print(_table(result))
+    for mode in result.modes:
+        if "report" in mode.end:
+            console.print(f"\n{mode.mode}: {mode.end['report']}", markup=False, highlight=False)
+    console.print()
+    if result.identical:
+        console.print("Losses are equal bit for bit in every step of every mode.", style="green")
+    else:
+        console.print("LOSSES DIFFER between the modes: this is a bug; please report it.", style="bold red")
+    console.print(
+        "Written and read: what the storage engine counted, and what the kernel counted for the whole process. Reads "
+        "that the page cache answers (buffered engines) never reach the kernel's count.",
+        style="dim",
+    )
+
+
+def _table(result: DemoResult) -> Table:
+    """One column for each mode, so that it fits a terminal of 80 columns."""
+    keep = result.modes[0]
+    baseline = next((b for mode in result.modes if (b := mode.statistic("baseline_peak_bytes"))), None)
+    rows: dict[str, Callable[[ModeResult], str]] = {
+        "loss, first → last step": lambda m: f"{m.losses[0]:.4f} → {m.losses[-1]:.4f}",
+        "step time (median)": lambda m: f"{m.median_step_s:.2f} s",
+        "ratio to keep": lambda m: f"{m.median_step_s / keep.median_step_s:.2f}",
+        "resident activation peak": lambda m: _size(
+            m.statistic("resident_peak_bytes") if "statistics" in m.end else baseline
+        ),
+        "  with nothing moved": lambda m: _size(baseline),
+        "peak RSS" if keep.device == "cpu" else "peak device memory": lambda m: _size(m.peak_bytes),
+        "written (engine)": lambda m: _size(m.statistic("nvme_written_bytes")),
+        "written (kernel)": lambda m: _size(m.end.get("kernel_written_bytes")),
+        "read (engine)": lambda m: _size(m.statistic("nvme_read_bytes")),
+        "read (kernel)": lambda m: _size(m.end.get("kernel_read_bytes")),
+    }
+    table = Table()
+    table.add_column("")
+    for mode in result.modes:
+        table.add_column(mode.mode, justify="right")
+    for name, cell in rows.items():
+        table.add_row(name, *(cell(mode) for mode in result.modes))
+    return table
+
+
+def _size(nbytes: int | None) -> str:
+    return "-" if nbytes is None else format_size(nbytes)

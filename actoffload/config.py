@@ -1,0 +1,225 @@
+"""`OffloadConfig`: every option in one frozen dataclass, validated once; errors name the field."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from .engines.base import SpoolFile, StorageEngine
+    from .events import TraceEvent
+    from .planner import Plan
+    from .policy import Policy
+
+Target = Literal["auto", "host", "nvme", "tiered"]
+EngineName = Literal["auto", "posix", "aiofiles", "memory"]
+PathLike = str | os.PathLike[str]
+Size = int | str
+
+PATH_VARIABLE = "ACTOFFLOAD_PATH"
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgtp", start=1):
+    _UNITS[f"{_letter}b"] = 1000**_power
+    _UNITS[f"{_letter}ib"] = 1024**_power
+    _UNITS[_letter] = 1024**_power
+
+
+def parse_size(field: str, value: Size) -> int:
+    """Bytes from an int or from text such as ``"8GiB"``, ``"512 MB"`` or ``"1.5g"``.
+
+    Units: kB/MB/GB/TB are powers of 1000; KiB/MiB/GiB/TiB, and the bare letters, powers of 1024.
+
+    Raises:
+        ConfigError: not a size, or negative; names ``field``.
+
+    >>> parse_size("host_budget", "1.5KiB")
+    1536
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ConfigError(field, value, 'give a size in bytes (an int) or text such as "8GiB"')
+    if isinstance(value, int):
+        nbytes = value
+    else:
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", value, re.IGNORECASE)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ConfigError(field, value, 'not a size; give bytes (an int) or text such as "8GiB" or "512MB"')
+        nbytes = int(float(match[1]) * _UNITS[match[2].lower()])
+    if nbytes < 0:
+        raise ConfigError(field, value, "a size cannot be negative")
+    return nbytes
+
+
+def format_size(nbytes: float) -> str:
+    """Bytes for a person: ``"1.5 GiB"``.
+
+    >>> format_size(1536)
+    '1.5 KiB'
+    """
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
+
+
+def default_path() -> str:
+    """Where the spool goes when no path is given: ``$ACTOFFLOAD_PATH``, else the system's temporary directory."""
+    return os.environ.get(PATH_VARIABLE) or tempfile.gettempdir()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadConfig:
+    """Options of an offloader, in the order in which a user needs them. Sizes: bytes, or text such as ``"8GiB"``."""
+
+    target: Target = "auto"
+    """Where saved tensors go: ``"host"`` (pinned memory), ``"nvme"``, ``"tiered"`` (host, then NVMe), ``"auto"``."""
+    path: PathLike | Sequence[PathLike] | None = None
+    """Directory of the spool, or several (striped). Default: ``$ACTOFFLOAD_PATH``, else the temporary directory."""
+    device_budget: Size | None = None
+    """Most bytes of saved activations on the device. When set, forward waits for room; without it, what cannot be
+    moved in time is kept."""
+    host_budget: Size | None = None
+    """Most bytes of (pinned) host memory for saved activations. Default: half of the memory that is available to this
+    process's share of the machine; with ``"nvme"`` a staging window of at most 1 GiB."""
+    nvme_budget: Size | None = None
+    """Most bytes on disk over all paths. Default: what is free, less a tenth."""
+    min_bytes: Size | None = None
+    """Tensors smaller than this stay. Default: 128 KiB."""
+    policy: str | Policy | Plan = "auto"
+    """What moves: ``"auto"`` (all that is worth it), ``"all"`` (everything above ``min_bytes``), a `Policy`, or a
+    `Plan` to follow."""
+    include: str | Sequence[str] | None = None
+    """Glob patterns of module names; only tensors saved inside a matching module move. Needs ``model=``."""
+    exclude: str | Sequence[str] | None = None
+    """Glob patterns of module names; tensors saved inside a matching module stay. Needs ``model=``."""
+    engine: EngineName | Callable[[SpoolFile], StorageEngine] = "auto"
+    """Storage engine: ``"auto"``, ``"posix"``, ``"aiofiles"``, ``"memory"``, or a factory of your own."""
+    strict: bool = False
+    """Raise `NothingOffloadedError` when a step that reached backward had moved nothing."""
+    verify: bool = False
+    """Checksum what is written and check it when it is read back."""
+    trace: PathLike | Callable[[TraceEvent], None] | None = None
+    """A file for a Chrome/Perfetto trace, or a callable that takes each `TraceEvent`."""
+    prefetch_bytes: Size | None = None
+    """How far ahead of backward to read, in bytes. Default: chosen from what backward is seen to need."""
+    pending_bytes: Size | None = None
+    """Most bytes on their way out at once; beyond it tensors are kept (or, with ``device_budget``, waited for).
+    Default: 256 MiB on CPU; on an accelerator twice the largest tensor, at least 64 MiB."""
+    keep_last_bytes: Size | None = None
+    """From the second step on, the last so many bytes saved in a forward stay, as their backward follows at once.
+    Default: a sixteenth of what the forward saves, at most the prefetch window."""
+    devices: str | Sequence[str] | None = None
+    """Device types whose tensors move. Default: the accelerator if there is one, else ``"cpu"``."""
+    io_threads: int | None = None
+    """Threads of the storage engine. Default: the engine's own choice."""
+    allow_any_filesystem: bool = False
+    """Let the spool live on a file system that is no local disk (tmpfs, NFS, ...)."""
+    tune_malloc: bool = True
+    """On CPU, set glibc's mmap threshold so that freed activations leave the process (process-wide; see docs)."""
+    debug: bool = False
+    """Poison every freed host slot and extent, so that a use after release shows as NaN."""
+
+    def __post_init__(self) -> None:
+        _check_choice("target", self.target, get_args(Target))
+        if isinstance(self.engine, str):
+            _check_choice("engine", self.engine, get_args(EngineName))
+        elif not callable(self.engine):
+            raise ConfigError("engine", self.engine, "give the name of an engine or a factory that takes a SpoolFile")
+        for name in _SIZES:
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, parse_size(name, value))
+        for name in ("include", "exclude", "devices"):
+            object.__setattr__(self, name, _texts(name, getattr(self, name)))
+        object.__setattr__(self, "path", _paths(self.path))
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(name, getattr(self, name), "give True or False")
+        if self.io_threads is not None and (not isinstance(self.io_threads, int) or self.io_threads < 1):
+            raise ConfigError("io_threads", self.io_threads, "give a number of threads, 1 or more")
+        if isinstance(self.policy, str):
+            _check_choice("policy", self.policy, ("auto", "all"))
+        for name in ("device_budget", "pending_bytes", "prefetch_bytes"):
+            if getattr(self, name) == 0:
+                raise ConfigError(name, 0, "must be above 0; leave it out for the default")
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The directories of the spool, with the default filled in."""
+        return self.path or (default_path(),)  # type: ignore[return-value]
+
+    def size(self, name: str, default: int) -> int:
+        """A size option in bytes, or ``default`` where it was left out."""
+        value = getattr(self, name)
+        return default if value is None else int(value)
+
+    def replace(self, **changes: Any) -> OffloadConfig:
+        """A copy with some options changed, validated again."""
+        return replace(self, **changes)
+
+
+_SIZES = (
+    "device_budget",
+    "host_budget",
+    "nvme_budget",
+    "min_bytes",
+    "prefetch_bytes",
+    "pending_bytes",
+    "keep_last_bytes",
+)
+_FLAGS = ("strict", "verify", "allow_any_filesystem", "tune_malloc", "debug")
+
+
+def make_config(options: dict[str, Any]) -> OffloadConfig:
+    """An `OffloadConfig` from keyword options.
+
+    Raises:
+        ConfigError: an option that does not exist (with the nearest name), or a value that cannot work.
+    """
+    known = [f.name for f in fields(OffloadConfig)]
+    for name, value in options.items():
+        if name not in known:
+            import difflib
+
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known options: {', '.join(known)}"
+            raise ConfigError(name, value, f"no such option; {hint}")
+    return OffloadConfig(**options)
+
+
+def _check_choice(field: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ConfigError(field, value, f"choose one of {', '.join(map(repr, choices))}")
+
+
+def _texts(field: str, value: object) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    items = (value,) if isinstance(value, str) else value
+    if not isinstance(items, Sequence) or not items or not all(isinstance(i, str) and i for i in items):
+        raise ConfigError(field, value, "give a string or a sequence of non-empty strings")
+    return tuple(items)
+
+
+def _paths(value: object) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    items = (value,) if isinstance(value, (str, os.PathLike)) else value
+    if not isinstance(items, Sequence) or not items:
+        raise ConfigError("path", value, "give a directory or a sequence of directories")
+    texts = []
+    for item in items:
+        if not isinstance(item, (str, os.PathLike)) or not os.fspath(item):
+            raise ConfigError("path", value, "give a directory or a sequence of directories")
+        texts.append(os.path.abspath(os.path.expanduser(os.fspath(item))))
+    if len(set(texts)) != len(texts):
+        raise ConfigError("path", value, "the same directory is named twice")
+    return tuple(texts)

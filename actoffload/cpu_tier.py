@@ -1,0 +1,185 @@
+"""Records of CPU tensors: written to disk straight from the tensor's memory, read back into reusable aligned memory.
+
+Direct I/O wants aligned memory and lengths, tensors have neither: the aligned body is written where it lies, and the
+few bytes before and after it stay in the record. A restored storage has the old address modulo the alignment, so that
+kernels see the same alignment and round the same way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+
+from .events import EventKind, now
+from .extent_io import Transfer
+from .hostpool import HostPool, Slot
+from .policy import KeepReason
+from .record import Record, State
+from .spool import Spool
+from .tiers import Core, Mover
+
+BOUNCE_BYTES = 64 << 10
+"""A span smaller than this is copied into aligned memory and written from there: its body would be mostly edges."""
+MIN_ALIGNMENT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a span of ``nbytes`` bytes lies around its direct-I/O body.
+
+    Attributes:
+        pad: bytes before the span in a slot that keeps the span's address modulo the alignment.
+        head: the bytes of the span before the body.
+        tail: the bytes of the span after the body.
+        io_begin: where the transfer begins, relative to the span.
+        io_bytes: the length of the transfer.
+    """
+
+    pad: int
+    head: bytes
+    tail: bytes
+    io_begin: int
+    io_bytes: int
+
+    @staticmethod
+    def around(address: int, nbytes: int, alignment: int) -> Layout:
+        """The aligned body of the memory at ``address``, and its edges."""
+        head = -address % alignment
+        body = (nbytes - head) // alignment * alignment
+        tail = nbytes - head - body
+        return Layout(
+            address % max(alignment, MIN_ALIGNMENT),
+            ctypes.string_at(address, head),
+            ctypes.string_at(address + nbytes - tail, tail),
+            head,
+            body,
+        )
+
+    @staticmethod
+    def padded(address: int, nbytes: int, alignment: int) -> Layout:
+        """A slot of its own, written whole."""
+        pad = address % max(alignment, MIN_ALIGNMENT)
+        return Layout(pad, b"", b"", -pad, -(-(pad + nbytes) // alignment) * alignment)
+
+
+class CpuMover(Mover):
+    """CPU memory ↔ NVMe."""
+
+    def __init__(self, core: Core, spool: Spool, pool: HostPool) -> None:
+        super().__init__(core, spool)
+        self._disk = spool
+        self._pool = pool
+
+    def begin(self, record: Record) -> KeepReason | None:
+        address = record.address + record.begin
+        alignment = self._disk.alignment
+        bounce = record.nbytes < BOUNCE_BYTES
+        layout = (Layout.padded if bounce else Layout.around)(address, record.nbytes, alignment)
+        slot = self._pool.acquire(layout.pad + record.nbytes + alignment) if bounce else None
+        if bounce and slot is None:
+            return KeepReason.PRESSURE
+        if not self.allocate_extent(record, layout.io_bytes):
+            return KeepReason.DEGRADED
+        if slot is not None:
+            ctypes.memmove(slot.address + layout.pad, address, record.nbytes)
+            record.data = self._storage(slot, layout, record.nbytes)
+            record.data_begin = record.begin
+            address = slot.address + layout.pad
+        record.io = layout
+        record.to(State.SPILLING)
+        self.core.pending_bytes += record.nbytes
+        since_s = now()
+        assert record.extent is not None, "allocate_extent() gave no extent"
+        record.transfer = self._disk.write(
+            record.extent,
+            address + layout.io_begin,
+            layout.io_bytes,
+            on_done=lambda transfer: self._written(record, transfer, since_s),
+            keepalive=record.data,
+        )
+        return None
+
+    def bring(self, record: Record, *, urgent: bool) -> bool:
+        if record.state is State.SPILLING:
+            if not record.wanted:
+                self.forwarded(record)
+            record.wanted = True
+            if self.cancel_write(record):
+                record.to(State.RESIDENT)
+        elif record.state is State.SPILLED and not self.revive(record):
+            self._fetch(record)
+        elif record.state is State.FETCHING and urgent and record.transfer is not None:
+            record.transfer.promote()
+        return True
+
+    def ready(self, record: Record) -> torch.UntypedStorage | None:
+        return None if record.state is State.FETCHING else record.data
+
+    def drop_near(self, record: Record) -> None:
+        """Nothing to order: transfers hold the memory they use."""
+
+    def wait_for_room(self, nbytes: int, limit_bytes: int) -> None:
+        core = self.core
+        since_s = now()
+        while core.pending_bytes > 0 and core.accounts.resident_bytes + nbytes > limit_bytes and not core.inert:
+            core.changed.wait()
+        core.accounts.pack_wait_s += now() - since_s
+
+    def _fetch(self, record: Record) -> None:
+        layout: Layout = record.io
+        slot = self._pool.acquire(layout.pad + record.nbytes + self._disk.alignment, force=True)
+        assert slot is not None, "force gives a slot"
+        assert record.extent is not None, "a spilled record has an extent"
+        storage = self._storage(slot, layout, record.nbytes)
+        start = slot.address + layout.pad
+        record.to(State.FETCHING)
+        self.count_near(record)
+        since_s = now()
+        record.transfer = self._disk.read(
+            record.extent,
+            start + layout.io_begin,
+            layout.io_bytes,
+            on_done=lambda transfer: self._fetched(record, transfer, storage, start, since_s),
+            keepalive=storage,
+        )
+
+    def _storage(self, slot: Slot, layout: Layout, nbytes: int) -> torch.UntypedStorage:
+        return self._pool.tensor(slot, layout.pad, nbytes, owning=True).untyped_storage()
+
+    def _written(self, record: Record, transfer: Transfer, since_s: float) -> None:
+        dropped = None  # freed after the lock is given back: unmapping takes time
+        with self.core.lock:
+            if self.write_ended(record, transfer):
+                self.core.event(EventKind.WRITE, record, since_s=since_s)
+                if record.wanted and record.waiting:
+                    record.to(State.RESIDENT)
+                else:
+                    dropped = record.data
+                    self.forget_near(record)
+                    record.to(State.SPILLED)
+            elif record.state is State.SPILLING:
+                record.to(State.RESIDENT)
+            self.core.changed.notify_all()
+        del dropped
+
+    def _fetched(
+        self, record: Record, transfer: Transfer, storage: torch.UntypedStorage, start: int, since_s: float
+    ) -> None:
+        with self.core.lock:
+            if record.state is not State.FETCHING:
+                return
+            record.transfer = None
+            if transfer.error is not None:
+                record.error = transfer.error
+                self.forget_near(record)
+                record.to(State.SPILLED)
+            else:
+                layout: Layout = record.io
+                ctypes.memmove(start, layout.head, len(layout.head))
+                ctypes.memmove(start + record.nbytes - len(layout.tail), layout.tail, len(layout.tail))
+                self.hold_near(record, storage, record.begin)
+                record.to(State.RESIDENT)
+                self.core.event(EventKind.READ, record, since_s=since_s)
+            self.core.changed.notify_all()

@@ -1,0 +1,259 @@
+"""What a storage engine is: it moves bytes between an address and an offset of one file, and says how that went.
+
+An engine sees addresses, lengths and offsets, never a tensor; it knows neither extents nor devices.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, unique
+from typing import ClassVar
+
+
+@unique
+class IoKind(Enum):
+    """Direction of a transfer, seen from memory."""
+
+    READ = "read"
+    WRITE = "write"
+
+
+@unique
+class RequestState(Enum):
+    """Life of a request: QUEUED, then RUNNING and DONE or FAILED, or straight to CANCELLED."""
+
+    QUEUED = "queued"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Latch:
+    """A one-way flag to wait for, almost free until somebody does.
+
+    Unlike ``threading.Event``, ``set`` takes no lock that its own thread could hold when a finalizer interrupts it.
+    """
+
+    __slots__ = ("_is_set", "_waiters")
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiters: list[threading.Event] = []
+
+    @property
+    def is_set(self) -> bool:
+        """``set`` has been called."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Wakes everybody who waits, now and later."""
+        self._is_set = True  # first the flag, then the events: a waiter adds its event, then looks at the flag again
+        for event in tuple(self._waiters):
+            event.set()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits at most ``timeout`` seconds for ``set`` and returns whether it has been called."""
+        if self._is_set:
+            return True
+        event = threading.Event()
+        self._waiters.append(event)
+        return self.is_set or event.wait(timeout)
+
+
+class IoRequest:
+    """One positional transfer between memory and the engine's file, and its own ticket.
+
+    The memory must stay valid until the request is final. No lock is used here, only operations of one list that are
+    atomic: ``cancel`` may run inside a finalizer, which may interrupt any thread anywhere, also one that starts this
+    request.
+
+    Args:
+        kind: READ (file to memory) or WRITE (memory to file).
+        address: Address of the memory, a multiple of the engine's alignment.
+        length: Bytes to move, a multiple of the engine's alignment.
+        offset: Position in the file, a multiple of the engine's alignment.
+        before: Runs in the engine's thread just before the transfer; when it raises, the request FAILED with that
+            error.
+        on_done: Called exactly once with the request, in the engine's thread, after DONE or FAILED; never after
+            CANCELLED. Whoever waits may be woken before it has run.
+    """
+
+    __slots__ = ("_claim", "_final", "address", "before", "error", "kind", "length", "offset", "on_done", "state")
+
+    def __init__(
+        self,
+        kind: IoKind,
+        address: int,
+        length: int,
+        offset: int,
+        *,
+        before: Callable[[], None] | None = None,
+        on_done: Callable[[IoRequest], None] | None = None,
+    ) -> None:
+        self.kind = kind
+        self.address = address
+        self.length = length
+        self.offset = offset
+        self.before = before
+        self.on_done = on_done
+        self.state = RequestState.QUEUED
+        self.error: BaseException | None = None
+        self._claim: list[None] = [None]  # whoever pops the one element decides: started or cancelled
+        self._final = Latch()
+
+    def cancel(self) -> bool:
+        """Takes the request back.
+
+        Returns:
+            True when it was still queued: it will never touch memory or file. False when it has started or is final.
+        """
+        if not self._take_claim():
+            return False
+        self.before = self.on_done = None  # it may sit in a queue for a while: do not keep the memory alive from there
+        self._settle(RequestState.CANCELLED)
+        return True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits until the request is final, at most ``timeout`` seconds, and returns whether it is."""
+        return self._final.wait(timeout)
+
+    def try_start(self) -> bool:
+        """For engines: QUEUED to RUNNING. False when it was cancelled, or started before: then leave it alone."""
+        if not self._take_claim():
+            return False
+        self.state = RequestState.RUNNING
+        return True
+
+    def finish(self, error: BaseException | None) -> None:
+        """For engines: RUNNING to DONE, or to FAILED with ``error``; wakes the waiters and calls ``on_done``."""
+        on_done, self.before, self.on_done = self.on_done, None, None
+        self.error = error
+        self._settle(RequestState.DONE if error is None else RequestState.FAILED)
+        if on_done is None:
+            return
+        try:
+            on_done(self)
+        except BaseException as exc:  # must not end the engine's thread, and must not be lost
+            report_uncaught(exc)
+
+    def _take_claim(self) -> bool:
+        try:
+            self._claim.pop()
+        except IndexError:
+            return False
+        return True
+
+    def _settle(self, state: RequestState) -> None:
+        self.state = state
+        self._final.set()
+
+    def __repr__(self) -> str:
+        return f"<IoRequest {self.kind.value} {self.length} bytes at {self.offset}: {self.state.value}>"
+
+
+def report_uncaught(error: BaseException) -> None:
+    """Reports an exception that a callback let out of an engine's thread, as the interpreter would for that thread."""
+    thread = threading.current_thread()
+    threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, thread)))
+
+
+@dataclass(frozen=True)
+class EngineCapabilities:
+    """What an engine does and needs."""
+
+    name: str
+    """Name of the engine, as in the configuration."""
+    direct: bool
+    """Transfers bypass the page cache."""
+    alignment: int
+    """Address, length and offset must be multiples of this many bytes; 1: no requirement."""
+    needs_file: bool = True
+    """It works on the descriptor of the spool file (the memory engine does not)."""
+    threads: int = 1
+    """Transfers that run at the same time."""
+
+
+@dataclass(frozen=True)
+class SpoolFile:
+    """An open, unlinked file; the spool owns the descriptor, an engine only uses it."""
+
+    fd: int
+    """Descriptor, opened for reading and writing."""
+    path: str
+    """Its directory: the file has no name, messages show this."""
+    direct: bool
+    """The descriptor has ``O_DIRECT``."""
+    alignment: int
+    """Alignment in bytes that ``O_DIRECT`` asks for; 1 when buffered."""
+    reopen_path: str | None = None
+    """A path that opens the same file again (``/proc/self/fd/N`` on Linux), or None."""
+
+
+class StorageEngine(ABC):
+    """Moves bytes between memory and one file. Thread-safe.
+
+    Reads are served before writes, and first in, first out inside each: a read is what the training thread waits for.
+
+    Args:
+        file: The file; its descriptor must stay open until ``close`` or ``abort`` has returned.
+        threads: Transfers at the same time; None: the engine's own choice.
+    """
+
+    default_name: ClassVar[str] = ""
+
+    @abstractmethod
+    def __init__(self, file: SpoolFile, *, threads: int | None = None) -> None: ...
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> EngineCapabilities:
+        """What this engine does and needs."""
+
+    @abstractmethod
+    def submit(self, request: IoRequest) -> None:
+        """Queues a request and returns at once.
+
+        Raises:
+            OffloaderClosedError: After ``close`` or ``abort``.
+        """
+
+    @abstractmethod
+    def promote(self, request: IoRequest) -> None:
+        """Moves a queued request to the front of its queue; nothing happens when it has started."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Waits for everything that is queued, then ends the threads. Idempotent; not from an engine's thread."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Cancels what is queued, waits for what runs, ends the threads. Idempotent; not from an engine's thread."""
+
+    @property
+    @abstractmethod
+    def written_bytes(self) -> int:
+        """Bytes that really went to the file."""
+
+    @property
+    @abstractmethod
+    def read_bytes(self) -> int:
+        """Bytes that really came from the file."""
+
+    def after_fork_in_child(self) -> None:  # noqa: B027 - most engines own nothing that a child must close
+        """In a forked child: closes the engine's own descriptors. Takes no lock, touches no thread."""
+
+
+__all__ = [
+    "EngineCapabilities",
+    "IoKind",
+    "IoRequest",
+    "Latch",
+    "RequestState",
+    "SpoolFile",
+    "StorageEngine",
+    "report_uncaught",
+]

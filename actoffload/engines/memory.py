@@ -1,0 +1,71 @@
+"""An engine whose file is memory: for tests, and for trying things without a disk."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import ClassVar
+
+from .base import EngineCapabilities, IoKind, SpoolFile
+from .queued import QueuedEngine
+
+_CHUNK_BYTES = 1 << 20
+
+
+class MemoryEngine(QueuedEngine):
+    """Copies to and from chunks of memory in one thread (several would only share one memory bus).
+
+    Behaves as a file: it ends behind the last byte written, holes read as zeros, a transfer may be short.
+
+    Args:
+        file: Only its path (for messages) and its alignment are used.
+        threads: Worker threads; None: 1.
+    """
+
+    default_name: ClassVar[str] = "memory"
+
+    def __init__(self, file: SpoolFile, *, threads: int | None = None) -> None:
+        count = 1 if threads is None else threads
+        capabilities = EngineCapabilities(
+            self.default_name, direct=False, alignment=file.alignment, needs_file=False, threads=count
+        )
+        super().__init__(file, capabilities)
+        self._chunks: dict[int, bytearray] = {}
+        self._size_bytes = 0
+        self.start_threads(count)
+
+    def peek(self, offset: int, length: int) -> bytes:
+        """Returns bytes as they lie here, past the queues: for tests."""
+        return bytes(
+            self._chunk(position // _CHUNK_BYTES)[position % _CHUNK_BYTES]
+            for position in range(offset, min(offset + length, self._size_bytes))
+        )
+
+    def poke(self, offset: int, data: bytes) -> None:
+        """Overwrites bytes past the queues: for tests."""
+        for position, byte in enumerate(data, offset):
+            self._chunk(position // _CHUNK_BYTES)[position % _CHUNK_BYTES] = byte
+        self._size_bytes = max(self._size_bytes, offset + len(data))
+
+    def _transfer_once(self, kind: IoKind, view: memoryview, offset: int) -> int:
+        index, start = divmod(offset, _CHUNK_BYTES)
+        length = min(len(view), _CHUNK_BYTES - start)
+        if kind is IoKind.READ:
+            length = max(0, min(length, self._size_bytes - offset))
+        if length == 0:
+            return 0
+        memory = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        chunk = ctypes.addressof(ctypes.c_char.from_buffer(self._chunk(index))) + start
+        if kind is IoKind.READ:
+            ctypes.memmove(memory, chunk, length)
+        else:
+            ctypes.memmove(chunk, memory, length)
+            with self._counter_lock:
+                self._size_bytes = max(self._size_bytes, offset + length)
+        return length
+
+    def _chunk(self, index: int) -> bytearray:
+        chunk = self._chunks.get(index)
+        return chunk if chunk is not None else self._chunks.setdefault(index, bytearray(_CHUNK_BYTES))
+
+
+__all__ = ["MemoryEngine"]

@@ -1,0 +1,98 @@
+"""Every error this library raises, as one tree.
+
+    ActOffloadError
+    ├── ConfigError (ValueError)               an option has a value that cannot work
+    ├── OffloaderClosedError (RuntimeError)    used after close() or abort()
+    ├── NothingOffloadedError (RuntimeError)   strict=True and no byte was moved
+    ├── SavedTensorModifiedError (RuntimeError) a saved tensor was changed in place before backward
+    ├── StateError (RuntimeError)              a bug in this library: an illegal state transition
+    └── StorageError (OSError)                 the storage below us
+        ├── SpoolPathError                     the directory cannot hold a spool
+        ├── SpoolFullError                     no room left on any path
+        ├── StorageWriteError                  a write failed (the step goes on; counted as degraded)
+        ├── StorageReadError                   the only copy could not be read back: the step must fail
+        │   └── ChecksumError                  it was read back, but it is not what was written
+        └── EngineUnavailableError             the storage engine asked for cannot run here
+
+Each leaf is also a child of the builtin that a caller would expect to catch.
+"""
+
+from __future__ import annotations
+
+
+class ActOffloadError(Exception):
+    """Base of all errors of this library."""
+
+
+class ConfigError(ActOffloadError, ValueError):
+    """An option has a value that cannot work.
+
+    The message names the field, the value and what to do about it.
+    """
+
+    def __init__(self, field: str, value: object, remedy: str) -> None:
+        self.field = field
+        self.value = value
+        self.remedy = remedy
+        super().__init__(f"{field}={value!r}: {remedy}")
+
+
+class OffloaderClosedError(ActOffloadError, RuntimeError):
+    """The offloader was used after ``close()`` or ``abort()``."""
+
+
+class NothingOffloadedError(ActOffloadError, RuntimeError):
+    """``strict=True`` and a step moved no byte; the message says what was seen and why it stayed."""
+
+
+class SavedTensorModifiedError(ActOffloadError, RuntimeError):
+    """A tensor saved for backward was changed in place before backward used it."""
+
+
+class StateError(ActOffloadError, RuntimeError):
+    """An illegal state transition: a bug in this library, never the user's."""
+
+
+class StorageError(ActOffloadError, OSError):
+    """Something below us failed: a file, a disk, an engine."""
+
+
+class SpoolPathError(StorageError, ValueError):
+    """The directory cannot hold a spool. The message names the field ``path``, the value and the remedy."""
+
+
+class SpoolFullError(StorageError):
+    """No path has room for another extent."""
+
+
+class StorageWriteError(StorageError):
+    """A write failed; the message has path, offset, length and errno."""
+
+
+class StorageReadError(StorageError):
+    """A read of the only copy failed; the message has path, offset, length and errno."""
+
+
+class ChecksumError(StorageReadError):
+    """The bytes read back are not the bytes that were written."""
+
+
+class EngineUnavailableError(StorageError, ValueError):
+    """The storage engine that was asked for cannot run here."""
+
+
+__all__ = [
+    "ActOffloadError",
+    "ChecksumError",
+    "ConfigError",
+    "EngineUnavailableError",
+    "NothingOffloadedError",
+    "OffloaderClosedError",
+    "SavedTensorModifiedError",
+    "SpoolFullError",
+    "SpoolPathError",
+    "StateError",
+    "StorageError",
+    "StorageReadError",
+    "StorageWriteError",
+]

@@ -1,0 +1,258 @@
+"""Extents of the spool, and the transfers of one extent: several requests seen as one.
+
+Nothing in a ``Transfer`` takes a lock: ``cancel`` may run in a finalizer, which may interrupt any thread anywhere. Two
+lists whose ``pop`` is atomic decide instead: one token for "finished or cancelled", and one per segment, the last being
+the last.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .engines.base import IoKind, IoRequest, Latch, StorageEngine, report_uncaught
+from .engines.queued import memory_view
+from .errors import ChecksumError, OffloaderClosedError
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A range of one arena."""
+
+    lane: int
+    """Index of the path it lies on."""
+    offset: int
+    """Where it starts in that arena, in bytes."""
+    nbytes: int
+    """Its size in bytes."""
+
+
+class Extent:
+    """Room on the spool for one storage, striped over segments; the spool makes and frees it.
+
+    Attributes:
+        nbytes: Its size, rounded up to the spool's granularity.
+        segments: Where it lies, in the order of its bytes.
+    """
+
+    __slots__ = (
+        "_busy",
+        "_checksums",
+        "_freed",
+        "_poisoned",
+        "_release_due",
+        "_valid_bytes",
+        "_writing",
+        "nbytes",
+        "segments",
+    )
+
+    def __init__(self, segments: tuple[Segment, ...]) -> None:
+        self.segments = segments
+        self.nbytes = sum(segment.nbytes for segment in segments)
+        self._busy = 0  # transfers in flight; changed under the spool's lock only
+        self._freed = False  # the caller has given it up
+        self._release_due = False  # and the spool has taken note; changed under the spool's lock only
+        self._poisoned = False
+        self._writing = False
+        self._valid_bytes = 0  # how much the last write left here; 0: nothing that may be read
+        self._checksums: list[int | None] = [None] * len(segments)
+
+    def __repr__(self) -> str:
+        return f"<Extent {self.nbytes} bytes in {len(self.segments)} segments>"
+
+
+class Transfer:
+    """A write or a read of one extent.
+
+    ``wait`` returns once nothing of it touches memory or disk any more, finished or cancelled; ``on_done`` may run just
+    after.
+
+    Attributes:
+        error: What went wrong, or None. After ``Spool.abort`` an ``OffloaderClosedError``.
+        done: Every segment has finished, or has been cancelled in time.
+        cancelled: ``cancel`` came in time, so ``on_done`` is not called.
+    """
+
+    __slots__ = (
+        "_before",
+        "_before_error",
+        "_before_lock",
+        "_ended",
+        "_keepalive",
+        "_on_done",
+        "_on_end",
+        "_parts",
+        "_tokens",
+        "_verdict",
+        "cancelled",
+        "done",
+        "error",
+        "extent",
+        "kind",
+        "length",
+    )
+
+    def __init__(
+        self,
+        kind: IoKind,
+        extent: Extent,
+        length: int,
+        *,
+        before: Callable[[], None] | None,
+        on_done: Callable[[Transfer], None] | None,
+        on_end: Callable[[Transfer], None],
+        keepalive: object,
+    ) -> None:
+        self.kind = kind
+        self.extent = extent
+        self.length = length
+        self.error: BaseException | None = None
+        self.done = False
+        self.cancelled = False
+        self._before = before
+        self._before_error: BaseException | None = None
+        self._before_lock = threading.Lock()
+        self._on_done = on_done
+        self._on_end = on_end
+        self._keepalive = keepalive
+        self._ended = Latch()
+        self._parts: tuple[tuple[StorageEngine, IoRequest], ...] = ()
+        self._tokens: list[int] = []
+        self._verdict: list[None] = [None]
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Waits at most ``timeout`` seconds until nothing of it runs any more, and returns whether that is so."""
+        return self._ended.wait(timeout)
+
+    def cancel(self) -> bool:
+        """Takes back what has not started. Never blocks.
+
+        Returns:
+            True: ``on_done`` will not be called; what had started finishes by itself, and until then the extent stays
+            busy and ``keepalive`` alive. False: it has finished, ``on_done`` has been or will be called.
+        """
+        if not self._decide():
+            return self.cancelled
+        self.cancelled = True
+        self._drop_queued()
+        return True
+
+    def promote(self) -> None:
+        """Moves what is still queued to the front of the queues."""
+        for engine, request in reversed(self._parts):
+            engine.promote(request)
+
+    def prepare(self, parts: tuple[tuple[StorageEngine, IoRequest], ...]) -> None:
+        """For the spool: takes the requests, one per segment, before anybody else sees the transfer."""
+        self._parts = parts
+        self._tokens = list(range(len(parts)))
+
+    def start(self) -> None:
+        """For the spool: submits the requests.
+
+        Raises:
+            OffloaderClosedError: An engine is closed; what was submitted is cancelled.
+        """
+        try:
+            for engine, request in self._parts:
+                engine.submit(request)
+        except BaseException as exc:
+            self.fail(exc)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """For the spool: as ``cancel``, but whoever waits finds ``error``."""
+        if self._decide():
+            self.cancelled = True
+            self.error = error
+            self._drop_queued()
+
+    def abandon(self, error: BaseException) -> None:
+        """For a forked child, which has no engine threads: nothing will ever run, so wake whoever looks at it."""
+        if self._decide():
+            self.cancelled = True
+            self.error = error
+        self.done = True
+        self._ended.set()
+
+    @property
+    def has_before(self) -> bool:
+        """There is something to run before the first segment."""
+        return self._before is not None
+
+    def run_before(self) -> None:
+        """For the requests: runs ``before`` once, before the first segment; the others wait and share its failure."""
+        with self._before_lock:
+            before, self._before = self._before, None
+            if before is not None:
+                try:
+                    before()
+                except BaseException as exc:
+                    self._before_error = exc
+        if self._before_error is not None:
+            raise self._before_error
+
+    def write_checksum(self, index: int, address: int, length: int) -> None:
+        """For the requests: remembers the checksum of what is about to be written."""
+        self.extent._checksums[index] = zlib.crc32(memory_view(address, length))
+
+    def part_done(self, request: IoRequest, index: int, path: str, verify: bool) -> None:
+        """For the requests: one of them has finished."""
+        error = request.error
+        if error is None and verify and self.kind is IoKind.READ:
+            error = self._check(request, index, path)
+        if error is not None and self.error is None:
+            self.error = error
+        self._end_parts(1)
+
+    def _check(self, request: IoRequest, index: int, path: str) -> ChecksumError | None:
+        expected = self.extent._checksums[index]
+        found = zlib.crc32(memory_view(request.address, request.length))
+        if expected is None or found == expected:
+            return None
+        where = f"{request.length} bytes at offset {request.offset}"
+        return ChecksumError(errno.EBADMSG, f"{where} read back with crc32 {found:08x}, written {expected:08x}", path)
+
+    def _decide(self) -> bool:
+        try:
+            self._verdict.pop()
+        except IndexError:
+            return False
+        return True
+
+    def _drop_queued(self) -> None:
+        self._end_parts(sum(request.cancel() for _, request in self._parts))
+
+    def _end_parts(self, count: int) -> None:
+        for _ in range(count):
+            if self._tokens.pop() == 0:  # the tokens are 0..n-1 and are taken from the end: this was the last one
+                self._end()
+
+    def _end(self) -> None:
+        finished = self._decide()
+        if self.kind is IoKind.WRITE:
+            self.extent._valid_bytes = self.length if finished and self.error is None else 0
+            self.extent._writing = False
+        on_done, keepalive = self._on_done, self._keepalive
+        self._on_done = self._before = self._keepalive = None
+        self.done = True
+        self._on_end(self)  # first: on_done may want to free the extent and find the room
+        self._ended.set()
+        if finished and on_done is not None:
+            try:
+                on_done(self)
+            except BaseException as exc:  # must not end the engine's thread, and must not be lost
+                report_uncaught(exc)
+        del keepalive  # alive until here
+
+
+def closed_error() -> OffloaderClosedError:
+    """Returns the error of a spool that is closed."""
+    return OffloaderClosedError("the spool is closed")
+
+
+__all__ = ["Extent", "Segment", "Transfer", "closed_error"]

@@ -1,0 +1,142 @@
+"""What autograd holds instead of a saved tensor: the facts of one view, and what it is a view of.
+
+A handle never holds the tensor it was made from (that would be a cycle through the graph), only its version counter.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .errors import SavedTensorModifiedError
+
+if TYPE_CHECKING:
+    from .offloader import Storer
+    from .record import Record
+
+_NOTHING: dict[torch.device, Tensor] = {}
+
+
+def version_probe(alias: Tensor) -> Tensor:
+    """Turn an alias (``t.detach()``) into an empty tensor that still shares the version counter of ``t``.
+
+    ``Tensor.data =`` swaps the contents and keeps the counter, so the probe sees every in-place change of the original
+    without holding its memory.
+    """
+    nothing = _NOTHING.get(alias.device)
+    if nothing is None:
+        nothing = _NOTHING[alias.device] = torch.empty(0, device=alias.device)
+    alias.data = nothing
+    return alias
+
+
+def check_version(now: int, then: int, dtype: torch.dtype, shape: tuple[int, ...], module: str | None) -> None:
+    """Raise autograd's error if a saved tensor was changed in place since it was saved.
+
+    Raises:
+        SavedTensorModifiedError: it was.
+    """
+    if now == then:
+        return
+    where = f", which was saved inside {module}," if module else ""
+    raise SavedTensorModifiedError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{str(dtype).removeprefix('torch.')} tensor {list(shape)}]{where} is at version {now}; expected version "
+        f"{then} instead. Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
+        "with torch.autograd.set_detect_anomaly(True)."
+    )
+
+
+class Handle:
+    """One saved view of a record."""
+
+    __slots__ = ("conj", "dtype", "neg", "offset", "owner", "probe", "record", "round", "shape", "stride", "version")
+
+    def __init__(self, owner: Storer, record: Record, alias: Tensor, conj: bool, neg: bool) -> None:
+        self.owner = owner
+        self.record = record
+        self.dtype = alias.dtype
+        self.shape = alias.shape
+        self.stride = alias.stride()
+        self.offset = int(alias.storage_offset()) * alias.element_size()
+        self.conj = conj
+        self.neg = neg
+        self.version = alias._version
+        self.round = record.round
+        self.probe = version_probe(alias)
+
+    def unpack(self) -> Tensor:
+        """The saved view, bit for bit.
+
+        Raises:
+            SavedTensorModifiedError: it was changed in place.
+            StorageReadError: it could not be read back.
+        """
+        record = self.record
+        check_version(self.probe._version, self.version, self.dtype, self.shape, record.module)
+        storage, begin, self.round = self.owner.obtain(record, self.round)
+        offset = (self.offset - begin) // self.dtype.itemsize
+        view: Tensor = torch.empty(0, dtype=self.dtype, device=record.device)
+        view.set_(storage, offset, self.shape, self.stride)
+        if self.conj:
+            view = view.conj()
+        return view._neg_view() if self.neg else view
+
+    def __del__(self) -> None:
+        self.owner.drop(self.record, self.round)
+
+
+class Kept:
+    """A saved tensor that stays where it is: its alias, and the version at which it was saved."""
+
+    __slots__ = ("alias", "version")
+
+    def __init__(self, alias: Tensor) -> None:
+        self.alias = alias
+        self.version = alias._version
+
+    def unpack(self) -> Tensor:
+        """The saved tensor.
+
+        Raises:
+            SavedTensorModifiedError: it was changed in place.
+        """
+        alias = self.alias
+        if alias._version != self.version:
+            check_version(alias._version, self.version, alias.dtype, alias.shape, None)
+        return alias
+
+
+class KeptActivation(Kept):
+    """A kept tensor that counts as activation memory until it dies."""
+
+    __slots__ = ("nbytes", "owner")
+
+    def __init__(self, alias: Tensor, owner: Storer, nbytes: int) -> None:
+        super().__init__(alias)
+        self.owner = owner
+        self.nbytes = nbytes
+
+    def __del__(self) -> None:
+        self.owner.drop_kept(self.nbytes)
+
+
+class Wrapped:
+    """A saved wrapper subclass (DTensor, NF4, jagged, ...): its inner tensors are packed one by one."""
+
+    __slots__ = ("context", "inner", "kind", "shape", "stride")
+
+    def __init__(self, tensor: Any, pack: Any) -> None:
+        names, self.context = tensor.__tensor_flatten__()
+        self.kind = type(tensor)
+        self.shape = tensor.size()
+        self.stride = tensor.stride()
+        self.inner = {name: pack(getattr(tensor, name)) for name in names}
+
+    def unpack(self) -> Tensor:
+        """The subclass, rebuilt around its inner tensors."""
+        inner = {name: handle.unpack() for name, handle in self.inner.items()}
+        rebuilt: Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
+        return rebuilt

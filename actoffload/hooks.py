@@ -1,0 +1,302 @@
+"""Pack and unpack: the only file that knows ``torch.autograd.graph.saved_tensors_hooks``."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .config import OffloadConfig
+from .device import Accelerator
+from .errors import ConfigError, NothingOffloadedError, OffloaderClosedError
+from .explanation import explain
+from .handles import Handle, Kept, KeptActivation, Wrapped
+from .identity import PLAIN_TYPES, byte_span, is_parameter
+from .offloader import MARKED, Storer
+from .policy import KeepReason
+from .record import Record
+from .schedule import Tape
+from .scopes import ModelInputs, ModuleScopes
+
+RELEARN_EVERY = 100
+"""Without ``model=``, the live modules are looked through at the first entries and then every so many."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_local = threading.local()
+_offloaders: weakref.WeakSet[Offloader] = weakref.WeakSet()
+_NOTES = {"parameter": KeepReason.PARAMETER, "buffer": KeepReason.BUFFER, "input": KeepReason.INPUT}
+
+
+def _untraced(function: F) -> F:
+    """Keep ``torch.compile`` out of our own frames."""
+    disabled: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+class no_offload:
+    """A region that is left alone: what autograd saves inside it stays. A context manager and a decorator.
+
+    >>> with no_offload():
+    ...     pass
+    """
+
+    def __enter__(self) -> None:
+        _local.regions = getattr(_local, "regions", 0) + 1
+
+    def __exit__(self, *exc: object) -> None:
+        _local.regions -= 1
+
+    def __call__(self, function: Any) -> Any:
+        """Wrap a function so that it runs inside the region."""
+        import functools
+
+        @functools.wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return wrapped
+
+
+def keep(tensor: Tensor) -> Tensor:
+    """This tensor stays, with every view of it, from now on; what was moved before is not brought back.
+
+    Args:
+        tensor: any tensor.
+
+    Returns:
+        The same tensor.
+    """
+    if not isinstance(tensor, Tensor):
+        raise ConfigError("tensor", tensor, "keep() takes a tensor")
+    MARKED.add(tensor, "marked")
+    return tensor
+
+
+class _Entry:
+    """One entry of a context in one thread."""
+
+    def __init__(self, offloader: Offloader) -> None:
+        self.hooks = saved_tensors_hooks(offloader._pack, _unpack)
+        self.tape: Tape[Record] = Tape()
+        accounts = offloader.core.accounts
+        self.packed_before = accounts.packed_tensors
+        self.moved_before = accounts.moved_bytes
+        self.kept_before = dict(accounts.kept_bytes)
+
+
+class Offloader(Storer):
+    """The long-lived object: ``with offloader:`` around each forward, ``close()`` at the end.
+
+    Backward may run inside or outside the context. Contexts may be entered by several threads and nested.
+
+    Args:
+        config: the options.
+        accelerator: drives the tensors' device instead of the real one; for tests.
+
+    Raises:
+        ConfigError: an option cannot work here.
+        SpoolPathError: no spool can be made at ``path``.
+    """
+
+    def __init__(self, config: OffloadConfig, *, accelerator: Accelerator | None = None) -> None:
+        super().__init__(config, accelerator)
+        self._entries = threading.local()
+        self._scopes = ModuleScopes()
+        self._inputs = ModelInputs(self.notes)
+        self._needs_names = bool(config.include or config.exclude) or not isinstance(config.policy, str)
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._entered = 0
+        _offloaders.add(self)
+
+    # -- the context --------------------------------------------------------------------------------------------------
+
+    def use(self, model: nn.Module) -> Offloader:
+        """Know a model: its parameters and buffers from the start, its inputs, and its modules' names where needed.
+
+        Raises:
+            ConfigError: ``model`` is no module.
+        """
+        if not isinstance(model, nn.Module):
+            raise ConfigError("model", model, "give an nn.Module, or leave it out")
+        if model not in self._models:
+            self._models.add(model)
+            self._inputs.watch(model)
+            if self._needs_names:
+                self._scopes.watch(model)
+        return self
+
+    def __enter__(self) -> Offloader:
+        if self.closed:
+            raise OffloaderClosedError("this offloader was closed; make another one")
+        if (self.config.include or self.config.exclude) and not len(self._models):
+            field = "include" if self.config.include else "exclude"
+            raise ConfigError(field, getattr(self.config, field), "needs model= to know the modules' names")
+        self._learn()
+        entry = _Entry(self)
+        stack = self._stack()
+        stack.append(entry)
+        with self.core.lock:
+            self.core.accounts.steps += 1
+        entry.hooks.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        entry = self._stack().pop()
+        entry.hooks.__exit__(kind, error, trace)
+        if entry.tape.in_backward:
+            self.end_tape(entry.tape)
+        else:
+            self.note_plan(entry.tape)
+        if self.config.strict and kind is None:
+            self._check_moved(entry)
+
+    def _stack(self) -> list[_Entry]:
+        stack: list[_Entry] | None = getattr(self._entries, "stack", None)
+        if stack is None:
+            stack = self._entries.stack = []
+        return stack
+
+    def _learn(self) -> None:
+        """Know the parameters and buffers as they are now."""
+        self._entered += 1
+        if len(self._models):
+            for model in list(self._models):
+                self.learn(model)
+        elif self._entered <= 2 or self._entered % RELEARN_EVERY == 0:
+            self.learn(None)
+        self.owners.note_storages(self.notes)
+
+    def _check_moved(self, entry: _Entry) -> None:
+        accounts = self.core.accounts
+        packed = accounts.packed_tensors - entry.packed_before
+        if accounts.moved_bytes > entry.moved_before or (packed == 0 and not torch.is_grad_enabled()):
+            return
+        if packed == 0:
+            raise NothingOffloadedError(
+                "strict=True and autograd saved nothing inside the context: was the forward run inside it, with "
+                "gradients enabled, and on tensors that need them?"
+            )
+        reasons = {
+            reason: nbytes - entry.kept_before.get(reason, 0)
+            for reason, nbytes in accounts.kept_bytes.items()
+            if nbytes > entry.kept_before.get(reason, 0)
+        }
+        told = ", ".join(f"{reason}: {nbytes} bytes" for reason, nbytes in sorted(reasons.items()))
+        raise NothingOffloadedError(
+            f"strict=True and nothing was moved: autograd saved {packed} tensors, all stayed ({told or 'no bytes'}). "
+            "Lower min_bytes, widen include/exclude or the policy, or check target and devices"
+        )
+
+    # -- pack and unpack ----------------------------------------------------------------------------------------------
+
+    @_untraced
+    def _pack(self, tensor: Tensor) -> Any:
+        if type(tensor) not in PLAIN_TYPES:
+            return self._pack_subclass(tensor)
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+            return self._keep(tensor, KeepReason.LAYOUT, 0)
+        storage = tensor.untyped_storage()
+        reason = self._why_static(tensor, storage)
+        if reason is not None:
+            return self._keep(tensor, reason, tensor.numel() * tensor.element_size())
+        span = byte_span(tensor, storage.nbytes()) if tensor.numel() else (0, 0)
+        nbytes = span[1] - span[0]
+        reason = self.why_unfit(tensor, nbytes)
+        if reason is not None:
+            return self._keep(tensor, reason, nbytes)
+        alias = tensor.detach()
+        conj, neg = alias.is_conj(), alias.is_neg()
+        if conj:
+            alias = alias.conj()
+        if neg:
+            alias = alias._neg_view()
+        record = self.admit(alias, span, storage, self._tape(), self._scopes.current)
+        return Handle(self, record, alias, conj, neg)
+
+    def _why_static(self, tensor: Tensor, storage: torch.UntypedStorage) -> KeepReason | None:
+        if is_parameter(tensor):
+            self.notes.add(tensor, "parameter")
+            return KeepReason.PARAMETER
+        note = self.notes.get(storage)
+        if note is not None:
+            return _NOTES[note]
+        if MARKED.get(storage) is not None:
+            return KeepReason.MARKED
+        if getattr(_local, "regions", 0):
+            return KeepReason.REGION
+        if torch._C._current_graph_task_id() != -1:
+            return KeepReason.IN_BACKWARD  # a recompute: its own backward follows at once
+        return None
+
+    def _keep(self, tensor: Tensor, reason: KeepReason, nbytes: int) -> Kept:
+        activation = nbytes > 0 and reason not in _STATIC
+        self.kept(reason, nbytes, activation)
+        alias = tensor.detach()
+        return KeptActivation(alias, self, nbytes) if activation else Kept(alias)
+
+    def _pack_subclass(self, tensor: Tensor) -> Any:
+        if is_parameter(tensor):
+            self.notes.add(tensor, "parameter")
+            return self._keep(tensor, KeepReason.PARAMETER, 0)
+        if is_traceable_wrapper_subclass(tensor):
+            return Wrapped(tensor, self._pack)
+        return self._keep(tensor, KeepReason.SUBCLASS, 0)
+
+    def _tape(self) -> Tape[Record]:
+        entry = self._stack()[-1]
+        if entry.tape.in_backward or (entry.tape.live == 0 and entry.tape.records):
+            self.end_tape(entry.tape)
+            entry.tape = Tape()
+        return entry.tape
+
+    # -- the rest of the public surface -------------------------------------------------------------------------------
+
+    def explain(self) -> str:
+        """What was decided in the last forward, storage by storage, and why."""
+        return explain(self.config, self.plan, self.statistics())
+
+    def close(self) -> None:
+        """Take no more work and wait for what is under way. Idempotent.
+
+        What is still alive stays usable: backward can still read it, and the disk space goes when its last handle dies.
+        """
+        self._scopes.remove()
+        self._inputs.remove()
+        super().close()
+
+
+_STATIC = frozenset({KeepReason.PARAMETER, KeepReason.BUFFER, KeepReason.INPUT})
+
+
+@_untraced
+def _unpack(handle: Any) -> Tensor:
+    tensor: Tensor = handle.unpack()
+    return tensor
+
+
+def _at_exit() -> None:
+    for offloader in list(_offloaders):
+        offloader.abort()
+
+
+def _in_child() -> None:
+    for offloader in list(_offloaders):
+        offloader.after_fork_in_child()
+
+
+atexit.register(_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

@@ -1,0 +1,196 @@
+"""Host memory in exact sizes: page-locked slabs for an accelerator's copies, aligned reusable memory for reads on CPU.
+
+PyTorch's own pinned allocator rounds up to powers of two and allocates when asked; here a slab is mapped once,
+registered once and cut into extents (FIELD_NOTES 18 to 20).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .extents import ExtentAllocator
+
+ALIGNMENT = 4096
+_HUGE_PAGE = 2 << 20
+
+
+class Slot:
+    """A piece of host memory: ``nbytes`` bytes at ``address``, 4096-aligned. It goes back when nobody holds it.
+
+    Whoever copies into or out of a slot on a stream adds the copy's event to ``events``: the memory is reused only
+    after all of them have happened. Whoever reads or writes it from an I/O thread holds it meanwhile.
+    """
+
+    __slots__ = ("_returned", "address", "events", "nbytes", "offset", "slab")
+
+    def __init__(self, address: int, nbytes: int, slab: int, offset: int, returned: deque[_Returned]) -> None:
+        self.address = address
+        self.nbytes = nbytes
+        self.slab = slab
+        self.offset = offset
+        self.events: list[object] = []
+        self._returned = returned
+
+    def __del__(self) -> None:
+        # May run anywhere, also inside the pool's own lock: only a list operation.
+        self._returned.append(_Returned(self.address, self.nbytes, self.slab, self.offset, self.events))
+
+
+class _Returned(NamedTuple):
+    address: int
+    nbytes: int
+    slab: int
+    offset: int
+    events: list[object]
+
+
+class _Slab:
+    """One mapping, registered with the device if it can be."""
+
+    def __init__(self, nbytes: int, pin: Callable[[int, int], bool] | None) -> None:
+        self.mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if nbytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            self.mapping.madvise(mmap.MADV_HUGEPAGE)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.mapping))
+        self.pinned = pin is not None and pin(self.address, nbytes)
+        self.extents = ExtentAllocator(nbytes, ALIGNMENT)
+
+
+class HostPool:
+    """Slots of host memory, at most ``capacity_bytes`` of them at once. Thread-safe.
+
+    Args:
+        capacity_bytes: most bytes mapped.
+        slab_bytes: bytes mapped at a time (a bigger slot gets a slab of its own size).
+        pin: page-locks ``(address, nbytes)``; None for memory that needs no pinning.
+        unpin: undoes ``pin``.
+        is_done: whether an event in a slot's ``events`` has happened.
+        poison: overwrite every slot with 0xFF when it becomes free.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        slab_bytes: int = 64 << 20,
+        pin: Callable[[int, int], bool] | None = None,
+        unpin: Callable[[int], None] | None = None,
+        is_done: Callable[[object], bool] | None = None,
+        poison: bool = False,
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.peak_bytes = 0
+        self.allocated_bytes = 0
+        self.mapped_bytes = 0
+        self.pin_failed = False
+        self._slab_bytes = slab_bytes
+        self._pin, self._unpin, self._is_done = pin, unpin, is_done
+        self._poison = poison
+        self._slabs: list[_Slab] = []
+        self._limbo: list[_Returned] = []
+        self._finalizers: dict[int, weakref.ref[memoryview]] = {}
+        self._returned: deque[_Returned] = deque()  # by finalizers, which may run anywhere and so take no lock
+        self._lock = threading.Lock()
+
+    def acquire(self, nbytes: int, *, force: bool = False) -> Slot | None:
+        """A slot of at least ``nbytes`` bytes, or None when the capacity does not allow it now.
+
+        Args:
+            force: map memory beyond the capacity rather than return None (backward must be able to go on).
+        """
+        with self._lock:
+            self._settle()
+            for number, slab in enumerate(self._slabs):
+                slot = self._carve(number, slab, nbytes)
+                if slot is not None:
+                    return slot
+            need = -(-nbytes // ALIGNMENT) * ALIGNMENT
+            room = self.capacity_bytes - self.mapped_bytes
+            size = max(need, min(self._slab_bytes, room - room % ALIGNMENT))
+            if size > room and not force:
+                return None
+            self._slabs.append(self._map(size))
+            return self._carve(len(self._slabs) - 1, self._slabs[-1], nbytes)
+
+    def tensor(self, slot: Slot, begin: int, nbytes: int, *, owning: bool = False) -> Tensor:
+        """The bytes ``[begin, begin + nbytes)`` of a slot as a flat uint8 tensor with a storage of exactly that size.
+
+        Args:
+            owning: the slot goes back to the pool when the last tensor on that storage dies.
+        """
+        slab = self._slabs[slot.slab]
+        first = slot.offset + begin
+        view = memoryview(slab.mapping)[first : first + nbytes]
+        if owning:
+            key = slot.address
+
+            def give_back(_: weakref.ref[memoryview], slot: Slot | None = slot) -> None:
+                self._finalizers.pop(key, None)  # drops this function and with it the slot
+
+            self._finalizers[key] = weakref.ref(view, give_back)
+        return torch.frombuffer(view, dtype=torch.uint8)
+
+    def close(self) -> None:
+        """Unregister what was page-locked. Memory under living tensors stays mapped until they die."""
+        with self._lock:
+            for slab in self._slabs:
+                if slab.pinned and self._unpin is not None:
+                    self._unpin(slab.address)
+                    slab.pinned = False
+
+    def settle(self) -> None:
+        """Take back the slots that nobody holds and whose events have happened."""
+        with self._lock:
+            self._settle()
+
+    def _map(self, nbytes: int) -> _Slab:
+        slab = _Slab(nbytes, self._pin)
+        self.mapped_bytes += nbytes
+        if self._pin is not None and not slab.pinned and not self.pin_failed:
+            self.pin_failed = True
+            warnings.warn(
+                "actoffload: host memory could not be page-locked (see `ulimit -l`); copies go through pageable "
+                "memory and block the host",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return slab
+
+    def _settle(self) -> None:
+        while self._returned:
+            self._limbo.append(self._returned.popleft())
+        if not self._limbo:
+            return
+        waiting = []
+        for piece in self._limbo:
+            if self._is_done is not None and not all(map(self._is_done, piece.events)):
+                waiting.append(piece)
+            else:
+                self._free(piece)
+        self._limbo = waiting
+
+    def _carve(self, number: int, slab: _Slab, nbytes: int) -> Slot | None:
+        offset = slab.extents.allocate(nbytes)
+        if offset is None:
+            return None
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        slot = Slot(slab.address + offset, size, number, offset, self._returned)
+        self.allocated_bytes += slot.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+        return slot
+
+    def _free(self, piece: _Returned) -> None:
+        if self._poison:
+            ctypes.memset(piece.address, 0xFF, piece.nbytes)
+        self._slabs[piece.slab].extents.free(piece.offset, piece.nbytes)
+        self.allocated_bytes -= piece.nbytes

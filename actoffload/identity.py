@@ -1,0 +1,194 @@
+"""Which storage a tensor lives in, which bytes of it a view needs, and which storages never move.
+
+A storage is known by a weak reference to its ``StorageImpl``. While that reference lives, PyTorch cannot give the same
+address to another ``StorageImpl``, so a map keyed by the address and holding the reference never confuses a storage
+with a predecessor whose memory was reused (FIELD_NOTES 3).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+R = TypeVar("R")
+
+SPAN_ALIGNMENT = 512
+"""Spans begin at multiples of this many bytes, so that a restored view has its old address modulo 512."""
+
+
+class StorageRef(StorageWeakRef):
+    """A weak reference to a storage: it dies with the storage, and pins only its identity."""
+
+    __slots__ = ("__weakref__",)
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        super().__init__(storage)  # type: ignore[no-untyped-call]
+
+    def gone(self) -> bool:
+        """Whether the storage has died."""
+        return bool(self.expired())  # type: ignore[no-untyped-call]
+
+    def lock(self) -> torch.UntypedStorage | None:
+        """The storage, or None if it is gone."""
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.cdata)
+        return storage
+
+
+def byte_span(tensor: Tensor, storage_bytes: int) -> tuple[int, int]:
+    """The bytes ``[begin, end)`` of its storage that a strided view needs, widened to be worth one move.
+
+    A view that spans half of its storage or more stands for the whole storage, so that the other views (query, key and
+    value of a fused projection) share one copy; a smaller one stands for its own span, begun at a multiple of 512.
+
+    Args:
+        tensor: any strided tensor with at least one element.
+        storage_bytes: the size of its storage.
+    """
+    itemsize = tensor.element_size()
+    begin = int(tensor.storage_offset()) * itemsize
+    reach = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        reach += (int(size) - 1) * int(stride)
+    end = begin + reach * itemsize
+    if 2 * (end - begin) >= storage_bytes:
+        return 0, storage_bytes
+    begin -= begin % SPAN_ALIGNMENT
+    return begin, min(storage_bytes, -(-end // SPAN_ALIGNMENT) * SPAN_ALIGNMENT)
+
+
+class IdentityMap(Generic[R]):
+    """The live records by (storage, version, span)."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, list[tuple[StorageRef, int, int, int, int, R]]] = {}
+
+    def find(self, storage: torch.UntypedStorage, address: int, version: int, begin: int, end: int) -> R | None:
+        """A record of the same storage and version whose span holds ``[begin, end)``."""
+        for _, known_address, known_version, known_begin, known_end, record in self._entries.get(storage._cdata, ()):
+            if (
+                known_version == version
+                and known_begin <= begin
+                and end <= known_end
+                and known_address == address  # a storage that was resized has moved: other bytes
+            ):
+                return record
+        return None
+
+    def add(
+        self, storage: torch.UntypedStorage, address: int, version: int, begin: int, end: int, record: R
+    ) -> StorageRef:
+        """Remember a record; returns the weak reference that pins the storage's identity."""
+        ref = StorageRef(storage)
+        self._entries.setdefault(ref.cdata, []).append((ref, address, version, begin, end, record))
+        return ref
+
+    def remove(self, ref: StorageRef, record: R) -> None:
+        """Forget a record."""
+        entries = self._entries.get(ref.cdata, [])
+        kept = [entry for entry in entries if entry[-1] is not record]
+        if kept:
+            self._entries[ref.cdata] = kept
+        else:
+            self._entries.pop(ref.cdata, None)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._entries.values()))
+
+
+class StorageSet:
+    """Storages with a note each, held weakly: parameters, buffers, inputs, tensors marked with ``keep``."""
+
+    def __init__(self) -> None:
+        self._notes: dict[int, tuple[StorageRef, str]] = {}
+        self._sweep_at = 1024
+
+    def add(self, tensor: Tensor, note: str) -> None:
+        """Note the storage of a tensor (of each inner tensor, for a wrapper subclass). Others are ignored."""
+        for inner in inner_tensors(tensor):
+            try:
+                storage = inner.untyped_storage()
+            except (NotImplementedError, RuntimeError):
+                continue  # no storage to note: sparse, meta, functional
+            if storage._cdata not in self._notes and storage.nbytes():
+                ref = StorageRef(storage)
+                self._notes[ref.cdata] = (ref, note)
+        if len(self._notes) > self._sweep_at:
+            self.sweep()
+
+    def get(self, storage: torch.UntypedStorage) -> str | None:
+        """The note of a storage, or None."""
+        entry = self._notes.get(storage._cdata)
+        return None if entry is None else entry[1]
+
+    def sweep(self) -> None:
+        """Forget the storages that are gone."""
+        for cdata in [c for c, (ref, _) in list(self._notes.items()) if ref.gone()]:
+            self._notes.pop(cdata, None)
+        self._sweep_at = max(1024, 2 * len(self._notes))
+
+    def __len__(self) -> int:
+        return len(self._notes)
+
+
+def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors inside a wrapper subclass (DTensor, NF4, jagged, ...), or the tensor itself."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None or type(tensor) in PLAIN_TYPES:
+        yield tensor
+        return
+    for name in flatten()[0]:
+        yield from inner_tensors(getattr(tensor, name))
+
+
+PLAIN_TYPES = frozenset({Tensor, nn.Parameter, nn.Buffer})
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether a saved tensor is a parameter, another leaf that wants a gradient, or a view of one.
+
+    A Linear saves ``weight.t()``: no ``Parameter``, but autograd remembers its base.
+    """
+    if tensor.is_leaf and tensor.requires_grad:
+        return True
+    base = tensor._base
+    if base is None:
+        return isinstance(tensor, nn.Parameter)
+    return isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
+
+
+class ModuleOwners:
+    """The modules whose parameters and buffers never move, known from ``model=`` or found among the live objects."""
+
+    def __init__(self) -> None:
+        self._owners: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def add(self, modules: Iterable[nn.Module]) -> int:
+        """Remember the modules that own something directly; returns how many were new."""
+        before = len(self._owners)
+        for module in modules:
+            if module._parameters or module._buffers:
+                self._owners.add(module)
+        return len(self._owners) - before
+
+    def note_storages(self, notes: StorageSet) -> None:
+        """Note every parameter and buffer as it is now (``.to()`` and resharding replace them)."""
+        for module in list(self._owners):
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    notes.add(parameter, "parameter")
+            for buffer in module._buffers.values():
+                if buffer is not None:
+                    notes.add(buffer, "buffer")
+
+
+def live_modules() -> list[nn.Module]:
+    """Every ``nn.Module`` alive in the process: how buffers are known when no ``model=`` is given."""
+    import gc
+
+    found: list[Any] = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
+    return found

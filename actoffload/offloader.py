@@ -1,0 +1,394 @@
+"""What happens to each saved storage between pack and the death of its last handle. Knows no hooks and no views."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .assembly import Tiers
+from .config import OffloadConfig
+from .cpu_tier import CpuMover
+from .device import Accelerator
+from .errors import OffloaderClosedError
+from .events import EventKind, now, open_sink
+from .identity import IdentityMap, ModuleOwners, StorageSet, live_modules
+from .planner import Plan, PlanEntry
+from .policy import Decision, KeepReason, ModuleFilter, OffloadAll, Policy, TensorFacts
+from .record import Record, State
+from .schedule import LearnedOrders, Tape, Window
+from .statistics import Statistics
+from .summary import render_report
+from .tiers import Core, Mover
+
+MIN_BYTES = 128 << 10
+CPU_PENDING_BYTES = 256 << 20
+CPU_PREFETCH_BYTES = 64 << 20
+DEVICE_PREFETCH_BYTES = 128 << 20
+KEEP_LAST_SHARE = 16
+
+MARKED = StorageSet()
+"""Storages that the user marked with ``keep()``."""
+
+
+class Storer:
+    """Takes storages in, moves them, hands them back: the offloader without its hooks.
+
+    Args:
+        config: the options.
+        accelerator: drives the tensors' device; None picks by device type. Tests pass a simulated one.
+    """
+
+    def __init__(self, config: OffloadConfig, accelerator: Accelerator | None = None) -> None:
+        self.config = config
+        self.core = Core(config, open_sink(config.trace))
+        self.notes = StorageSet()
+        self.owners = ModuleOwners()
+        self.orders = LearnedOrders()
+        self.plan = Plan(())
+        self.closed = False
+        self.forked = False
+        self._identities: IdentityMap[Record] = IdentityMap()
+        self._policy: Policy = OffloadAll() if isinstance(config.policy, str) else config.policy
+        self._filter = ModuleFilter(config.include, config.exclude)
+        self._keeps_last = config.policy == "auto"
+        self._dropped: deque[tuple[Record, int]] = deque()
+        self._kept_gone: deque[int] = deque()
+        self._last_total_bytes = 0
+        self._min_bytes = config.size("min_bytes", MIN_BYTES)
+        self._largest_bytes = 0
+        self.tiers = Tiers(self.core, accelerator)
+        self._movers = self.tiers.movers
+        first = CPU_PREFETCH_BYTES if isinstance(self._movers.get("cpu"), CpuMover) else DEVICE_PREFETCH_BYTES
+        self._window = Window(config.size("prefetch_bytes", first), fixed=config.prefetch_bytes is not None)
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def learn(self, model: nn.Module | None) -> None:
+        """Note the parameters and buffers of a model, or of every live module when there is none."""
+        modules: Iterable[nn.Module] = live_modules() if model is None else model.modules()
+        self.owners.add(modules)
+
+    def admit(
+        self, tensor: Tensor, span: tuple[int, int], storage: Any, tape: Tape[Record], module: str | None
+    ) -> Record:
+        """A handle's record for a span of a storage: an earlier one where it holds the same bytes, else a new one.
+
+        Args:
+            tensor: the tensor being saved, without conjugate and negative bits.
+            span: the bytes of the storage that it needs.
+            storage: its storage.
+            tape: the forward that it is saved in.
+            module: the name of the module that is running, if names are known.
+        """
+        core = self.core
+        address = storage.data_ptr()
+        begin, end = span
+        with core.lock:
+            self._drain()
+            core.accounts.packed_tensors += 1
+            core.accounts.packed_bytes += end - begin
+            record = self._identities.find(storage, address, tensor._version, begin, end)
+            if record is not None:
+                core.accounts.deduplicated_bytes += end - begin
+            else:
+                record = Record(storage, address, begin, end, tensor.device)
+                record.module = module
+                record.identity = self._identities.add(storage, address, tensor._version, begin, end, record)
+                core.accounts.born(record.nbytes)
+                record.tape, record.index = tape, tape.append(record)
+                try:
+                    self._place(record, tensor, tape)
+                except BaseException:  # a policy's, or a warning that the user made an error: no handle will own it
+                    self._release(record)
+                    raise
+            record.handles += 1
+            record.waiting += 1
+        return record
+
+    def _place(self, record: Record, tensor: Tensor, tape: Tape[Record]) -> None:
+        """Decide what becomes of a new record, and begin it."""
+        mover = self._movers[record.device.type]
+        mover.pump()
+        mover.count_near(record)
+        self.core.event(EventKind.PACK, record, record.module or "")
+        reason = self._why_keep(record, tensor, tape)
+        if reason is None:
+            budget = self.config.device_budget
+            reason = mover.begin(record)
+            self._largest_bytes = max(self._largest_bytes, record.nbytes)
+            if budget is not None:  # room for this one and for the next, which exists before it is saved
+                mover.wait_for_room(self._largest_bytes, self.config.size("device_budget", 0))
+        if reason is None:
+            self.core.accounts.moved_bytes += record.nbytes
+        else:
+            record.keep_reason = reason
+            self.core.accounts.kept_bytes[reason.value] += record.nbytes
+            self.core.event(EventKind.KEEP, record, reason.value)
+
+    def _why_keep(self, record: Record, tensor: Tensor, tape: Tape[Record]) -> KeepReason | None:
+        if self.forked or self.closed or self.core.inert:
+            return KeepReason.FORKED if self.forked else KeepReason.DEGRADED
+        if not self._filter.allows(record.module):
+            return KeepReason.EXCLUDED
+        facts = TensorFacts(
+            nbytes=record.nbytes,
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            device=str(tensor.device),
+            module=record.module,
+            index=record.index,
+        )
+        if self._policy.decide(facts) is Decision.KEEP:
+            return KeepReason.POLICY
+        if self._keeps_last and self._last_total_bytes:
+            tail = self.config.size(
+                "keep_last_bytes", min(self._last_total_bytes // KEEP_LAST_SHARE, self._window.nbytes)
+            )
+            if tape.total_bytes > self._last_total_bytes - tail:
+                return KeepReason.LAST
+        if self.config.device_budget is None and isinstance(self._movers[record.device.type], CpuMover):
+            limit = self.config.size("pending_bytes", CPU_PENDING_BYTES)
+            if self.core.pending_bytes + record.nbytes > limit:
+                return KeepReason.PRESSURE
+        return None
+
+    def kept(self, reason: KeepReason, nbytes: int, activation: bool) -> None:
+        """Count a tensor that stays without a record."""
+        accounts = self.core.accounts
+        with self.core.lock:
+            accounts.packed_tensors += 1
+            accounts.packed_bytes += nbytes
+            accounts.kept_bytes[reason.value] += nbytes
+            if activation:
+                accounts.saved(nbytes)
+                accounts.came(nbytes)
+
+    def why_unfit(self, tensor: Tensor, nbytes: int) -> KeepReason | None:
+        """Why a tensor of this device and size stays, or None."""
+        if tensor.device.type not in self._movers:
+            return KeepReason.DEVICE
+        if nbytes < self._min_bytes or nbytes == 0:
+            return KeepReason.SMALL
+        if self._movers[tensor.device.type].capturing():
+            return KeepReason.CAPTURE
+        return None
+
+    def end_tape(self, tape: Tape[Record]) -> None:
+        """A forward is over and its backward has been seen, or never will be: learn from it."""
+        with self.core.lock:
+            self._drain()
+            order = tape.learned()
+            if order is not None:
+                self.orders.put(tape.signature, order)
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def obtain(self, record: Record, round_: int) -> tuple[torch.UntypedStorage, int, int]:
+        """The storage with a record's bytes, the byte of the original at which it begins, and the handle's next round.
+
+        Blocks until the bytes are there.
+
+        Args:
+            record: what to bring back.
+            round_: how often this handle was unpacked before, as `obtain` said.
+
+        Raises:
+            StorageReadError: the only copy could not be read back.
+            OffloaderClosedError: the copy went with ``abort()``, or belongs to the parent of a forked process.
+        """
+        core = self.core
+        mover = self._movers[record.device.type]
+        with core.lock:
+            self._drain()
+            mover.pump()
+            self._walk(record, round_)
+            first = record.state
+            near = record.near
+            since_s = now()
+            storage = self._fetch_now(record, mover)
+            if not near:
+                self._count_wait(record, since_s, first)
+            begin = record.data_begin
+            if round_ <= record.round:
+                record.waiting -= 1
+            else:  # a second unpack of this handle: everybody may ask again
+                record.round = round_
+                record.waiting = record.handles - 1
+            if record.tape is not None:
+                record.tape.fetch_ahead(max(self._window.nbytes, 2 * self._largest_bytes), self._bring_ahead)
+            if record.waiting <= 0:
+                mover.settle(record)
+        return storage, begin, record.round + 1
+
+    def _walk(self, record: Record, round_: int) -> None:
+        tape = record.tape
+        if tape is None:
+            return
+        if not tape.in_backward:
+            self._last_total_bytes = tape.total_bytes
+        if round_ > record.round:
+            tape.rewind()
+        tape.advance(record.index, self.orders)
+
+    def _fetch_now(self, record: Record, mover: Mover) -> torch.UntypedStorage:
+        record.error = None  # a prefetch that failed is tried once more
+        while True:
+            if not record.near and (self.core.inert or self.forked):
+                where = "in a forked process" if self.forked else "after abort()"
+                raise OffloaderClosedError(f"a saved tensor of {record.nbytes} bytes was asked for {where}")
+            mover.bring(record, urgent=True)
+            storage = mover.ready(record)
+            if storage is not None:
+                return storage
+            self.core.changed.wait()
+            if record.error is not None:
+                error, record.error = record.error, None
+                raise error
+
+    def _count_wait(self, record: Record, since_s: float, first: State) -> None:
+        if first in (State.FETCHING, State.SPILLED):
+            self.core.accounts.unpack_wait_s += now() - since_s
+            self.core.event(EventKind.UNPACK_WAIT, record, since_s=since_s)
+            self._window.waited()
+
+    def _bring_ahead(self, record: Record) -> int | None:
+        near = record.near
+        budget = self.config.device_budget
+        room = None if budget is None else self.config.size("device_budget", 0) - self.core.accounts.resident_bytes
+        if room is not None and not near and record.nbytes > room:
+            return None
+        record.wanted = True
+        if not self._movers[record.device.type].bring(record, urgent=False):
+            return None
+        return 0 if near else record.nbytes
+
+    # -- the end of a handle ------------------------------------------------------------------------------------------
+
+    def drop(self, record: Record, round_: int) -> None:
+        """A handle died. May be called anywhere, also inside our own lock: never blocks."""
+        self._dropped.append((record, round_))
+        self._drain_if_free()
+
+    def drop_kept(self, nbytes: int) -> None:
+        """A kept tensor without a record died. May be called anywhere."""
+        self._kept_gone.append(nbytes)
+
+    def _drain_if_free(self) -> None:
+        while self._dropped and self.core.lock.acquire(blocking=False):
+            try:
+                self._drain()
+                last = self.closed and self.core.accounts.live_records == 0 and not self.core.inert
+            finally:
+                self.core.lock.release()
+            if last:  # closing joins threads, and this may be one of them
+                threading.Thread(target=self._shut, kwargs={"wait": True}, name="actoffload-close", daemon=True).start()
+
+    def _drain(self) -> None:
+        accounts = self.core.accounts
+        while self._kept_gone:
+            nbytes = self._kept_gone.popleft()
+            accounts.baseline_bytes -= nbytes
+            accounts.left(nbytes)
+        while self._dropped:
+            record, round_ = self._dropped.popleft()
+            record.handles -= 1
+            if round_ <= record.round:
+                record.waiting -= 1
+            if record.handles == 0:
+                self._release(record)
+            elif record.waiting <= 0:
+                self._movers[record.device.type].settle(record)
+
+    def _release(self, record: Record) -> None:
+        self._movers[record.device.type].release(record)
+        if record.identity is not None:
+            self._identities.remove(record.identity, record)
+        if record.tape is not None:
+            record.tape.forget(record.index)
+        self.core.accounts.died(record.nbytes)
+        self.core.event(EventKind.RELEASE, record)
+        self.core.changed.notify_all()
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Wait until nothing is on its way out: every copy and write begun has ended."""
+        with self.core.lock:
+            self._drain()
+            for mover in self._movers.values():
+                mover.flush()
+            while self.core.pending_bytes > 0 and not self.core.inert:
+                self.core.changed.wait()
+
+    def close(self) -> None:
+        """Take no more work and wait for what is under way. Idempotent.
+
+        What is still alive stays usable: backward can still read it, and the disk space goes when its last handle dies.
+        """
+        if self.forked:
+            return
+        self.closed = True
+        self.synchronize()
+        with self.core.lock:
+            self._drain()
+            idle = self.core.accounts.live_records == 0
+        if idle:
+            self._shut(wait=True)
+
+    def abort(self) -> None:
+        """Stop at once: cancel what is queued and give everything back; what is not in memory is lost. Idempotent."""
+        self.closed = True
+        if not self.forked:
+            self._shut(wait=False)
+
+    def _shut(self, *, wait: bool) -> None:
+        with self.core.lock:
+            self.core.inert = True
+            self.core.changed.notify_all()
+        self.tiers.close(wait=wait)
+        closer = getattr(self.core.sink, "close", None)
+        if closer is not None:
+            closer()
+
+    def after_fork_in_child(self) -> None:
+        """The child has none of our threads: it keeps what it saves and gives up what is not in memory."""
+        self.forked = True
+        self.core.after_fork_in_child()
+        self.tiers.after_fork_in_child()
+
+    # -- reports ------------------------------------------------------------------------------------------------------
+
+    def statistics(self) -> Statistics:
+        """What was done since the offloader began."""
+        elsewhere = self.tiers.counts()
+        with self.core.lock:
+            self._drain()
+            return self.core.accounts.freeze(**elsewhere)
+
+    def report(self) -> str:
+        """What was done and why, for a person."""
+        spool = self.tiers.spool
+        notes = [f"{spool.engine_name} engine: {spool.engine_reason}"] if spool is not None else []
+        return render_report(self.config, self.statistics(), spool.statistics() if spool else None, notes)
+
+    def note_plan(self, tape: Tape[Record]) -> None:
+        """Keep what was decided in a forward, for `explain`."""
+        with self.core.lock:
+            self.plan = Plan(
+                tuple(
+                    PlanEntry(
+                        index=record.index,
+                        nbytes=record.nbytes,
+                        action=(Decision.KEEP if record.keep_reason else Decision.OFFLOAD).value,
+                        reason=record.keep_reason.value if record.keep_reason else "",
+                        module=record.module,
+                    )
+                    for record in tape.records
+                    if record is not None
+                )
+            )

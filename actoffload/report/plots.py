@@ -1,0 +1,58 @@
+"""Pictures, when matplotlib is installed (``pip install actoffload[plots]``)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One measured mode: seconds a step and GiB of activations at the peak; None where it ran out of memory."""
+
+    group: str
+    label: str
+    step_s: float | None
+    peak_gib: float | None
+
+
+def step_time_against_memory(points: Sequence[Point], path: Path, title: str) -> bool:
+    """One panel for each group, step time over activation peak; lower left is better.
+
+    Args:
+        points: what was measured; those without numbers are named in the panel's corner.
+        path: the PNG file to write.
+        title: what is shown, and where it was measured.
+
+    Returns:
+        False, with nothing written, when matplotlib is not installed or there is nothing to show.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    groups = list(dict.fromkeys(point.group for point in points))
+    if not groups:
+        return False
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, len(groups), figsize=(6 * len(groups), 4.5), squeeze=False, layout="constrained")
+    for axis, group in zip(axes[0], groups, strict=True):
+        mine = [point for point in points if point.group == group]
+        for point in mine:
+            if point.step_s is not None and point.peak_gib is not None:
+                axis.scatter(point.peak_gib, point.step_s)
+                axis.annotate(point.label, (point.peak_gib, point.step_s), (5, 5), textcoords="offset points")
+        failed = [point.label for point in mine if point.step_s is None]
+        if failed:
+            axis.text(0.98, 0.98, f"no result: {', '.join(failed)}", transform=axis.transAxes, ha="right", va="top")
+        axis.set(title=group, xlabel="activation peak (GiB)", ylabel="step time (s)")
+        axis.set_xlim(left=0)
+        axis.set_ylim(bottom=0)
+        axis.margins(0.15)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return True

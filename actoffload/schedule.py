@@ -1,0 +1,141 @@
+"""In which order backward will want the records of a forward, and how far ahead to fetch. Pure: no torch, no clock."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+
+class Sized(Protocol):
+    """What a tape needs to know of a record."""
+
+    nbytes: int
+
+
+R = TypeVar("R", bound=Sized)
+
+GROWTH = 1.5
+"""A window that was too small grows by this factor ..."""
+GROWTH_LIMIT = 8
+"""... up to so many times its first size."""
+
+
+class LearnedOrders:
+    """The orders in which backward really walked earlier tapes, by the tape's signature; the oldest are forgotten."""
+
+    def __init__(self, capacity: int = 64) -> None:
+        self._orders: OrderedDict[int, tuple[int, ...]] = OrderedDict()
+        self._capacity = capacity
+
+    def get(self, signature: int) -> tuple[int, ...] | None:
+        """The order seen for this signature, or None."""
+        return self._orders.get(signature)
+
+    def put(self, signature: int, order: tuple[int, ...]) -> None:
+        """Remember the order seen."""
+        self._orders[signature] = order
+        self._orders.move_to_end(signature)
+        if len(self._orders) > self._capacity:
+            self._orders.popitem(last=False)
+
+
+class Window:
+    """How many bytes to fetch ahead of backward. It grows when backward had to wait, if the user did not fix it."""
+
+    def __init__(self, first_bytes: int, *, fixed: bool = False) -> None:
+        self.nbytes = first_bytes
+        self._limit = first_bytes if fixed else first_bytes * GROWTH_LIMIT
+
+    def waited(self) -> None:
+        """Backward had to wait for a fetch that the window had not begun in time."""
+        self.nbytes = min(self._limit, int(self.nbytes * GROWTH))
+
+
+class Tape(Generic[R]):
+    """The records of one forward in the order in which autograd saved them, and backward's way through them."""
+
+    def __init__(self) -> None:
+        self.records: list[R | None] = []
+        self.live = 0
+        self.total_bytes = 0
+        self.signature = 0
+        self.in_backward = False
+        self._order: tuple[int, ...] = ()
+        self._position: dict[int, int] = {}
+        self._frontier = 0
+        self._ahead: dict[int, int] = {}
+        self._ahead_bytes = 0
+        self._seen: list[int] = []
+        self._was_seen: set[int] = set()
+
+    def append(self, record: R) -> int:
+        """Add a record; returns its index."""
+        self.records.append(record)
+        self.live += 1
+        self.total_bytes += record.nbytes
+        self.signature = hash((self.signature, record.nbytes))
+        return len(self.records) - 1
+
+    def forget(self, index: int) -> None:
+        """The record at ``index`` was released."""
+        if self.records[index] is not None:
+            self.records[index] = None
+            self.live -= 1
+        self._uncount(index)
+
+    def learned(self) -> tuple[int, ...] | None:
+        """The order in which backward walked, if it walked at all."""
+        return tuple(self._seen) if self._seen else None
+
+    def advance(self, index: int, orders: LearnedOrders) -> None:
+        """Backward has reached the record at ``index``."""
+        if not self.in_backward:
+            self._begin_backward(orders)
+        self._uncount(index)
+        if index not in self._was_seen:
+            self._was_seen.add(index)
+            self._seen.append(index)
+        position = self._position.get(index)
+        if position is not None:
+            self._frontier = max(self._frontier, position + 1)
+
+    def rewind(self) -> None:
+        """Backward starts over (``retain_graph``): the same order again."""
+        self._frontier = 0
+        self._ahead.clear()
+        self._ahead_bytes = 0
+
+    def fetch_ahead(self, window_bytes: int, fetch: Callable[[R], int | None]) -> None:
+        """Fetch the next records until ``window_bytes`` are ahead.
+
+        Args:
+            window_bytes: how much to have under way at most (one record at least).
+            fetch: begins to bring a record; returns the bytes that makes (0 when it was near already), or None when
+                there is no room now.
+        """
+        while self._frontier < len(self._order) and self._ahead_bytes < window_bytes:
+            index = self._order[self._frontier]
+            record = self.records[index]
+            if record is not None:
+                nbytes = fetch(record)
+                if nbytes is None:
+                    return
+                self._ahead[index] = nbytes
+                self._ahead_bytes += nbytes
+            self._frontier += 1
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes fetched, or being fetched, ahead of backward."""
+        return self._ahead_bytes
+
+    def _begin_backward(self, orders: LearnedOrders) -> None:
+        self.in_backward = True
+        count = len(self.records)
+        order = orders.get(self.signature)
+        self._order = order if order is not None else tuple(range(count - 1, -1, -1))
+        self._position = {index: position for position, index in enumerate(self._order)}
+
+    def _uncount(self, index: int) -> None:
+        self._ahead_bytes -= self._ahead.pop(index, 0)

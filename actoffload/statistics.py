@@ -1,0 +1,92 @@
+"""`Statistics`: what an offloader did since it began, as plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """Counts since the offloader began. Bytes, unless the name ends otherwise; times in seconds.
+
+    >>> Statistics(steps=2, packed_bytes=100, nvme_written_bytes=90).moved_share
+    0.9
+    """
+
+    steps: int = 0
+    """Forward passes that were seen (a count)."""
+    packed_tensors: int = 0
+    """Tensors that autograd saved (a count); one storage saved twice counts twice."""
+    packed_bytes: int = 0
+    """What those tensors hold, each counted in full."""
+    deduplicated_bytes: int = 0
+    """The part of ``packed_bytes`` that an earlier save of the same storage already held."""
+    kept_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that stayed where they were, by reason."""
+    host_written_bytes: int = 0
+    """Copied from the device to host memory."""
+    host_read_bytes: int = 0
+    """Copied from host memory back to the device."""
+    nvme_written_bytes: int = 0
+    """What the storage engine really wrote (alignment included), never what was intended."""
+    nvme_read_bytes: int = 0
+    """What the storage engine really read."""
+    forwarded_bytes: int = 0
+    """Handed to backward from a copy that was nearer than the tier it was heading for."""
+    cancelled_bytes: int = 0
+    """Writes that were dropped before they began."""
+    resident_peak_bytes: int = 0
+    """The most activation bytes that were on the device at once."""
+    baseline_peak_bytes: int = 0
+    """What that would have been with nothing moved."""
+    host_peak_bytes: int = 0
+    """The most host memory in use for activations at once."""
+    nvme_peak_bytes: int = 0
+    """The most disk space in use for activations at once."""
+    pack_wait_s: float = 0.0
+    """Time that forward waited for room."""
+    unpack_wait_s: float = 0.0
+    """Time that backward waited for data."""
+    live_records: int = 0
+    """Saved storages that are alive now (a count)."""
+    degraded: Mapping[str, int] = field(default_factory=dict)
+    """Times that something below failed and the step went on without it (a count), by reason."""
+
+    @property
+    def saved_bytes(self) -> int:
+        """Distinct bytes that autograd saved."""
+        return self.packed_bytes - self.deduplicated_bytes
+
+    @property
+    def activation_bytes(self) -> int:
+        """``saved_bytes`` without what lives anyway: parameters, buffers and the model's inputs."""
+        return self.saved_bytes - sum(self.kept_bytes.get(reason, 0) for reason in ("parameter", "buffer", "input"))
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that left the device.
+
+        What goes to disk by way of host memory is in both counters, so the larger one is taken, never the sum.
+        """
+        return max(self.host_written_bytes, self.nvme_written_bytes)
+
+    @property
+    def moved_share(self) -> float:
+        """``moved_bytes`` of ``activation_bytes``, 0 to 1 (alignment could push the quotient above 1)."""
+        return min(1.0, self.moved_bytes / self.activation_bytes) if self.activation_bytes > 0 else 0.0
+
+    @property
+    def resident_share(self) -> float:
+        """``resident_peak_bytes`` of ``baseline_peak_bytes``, 0 when nothing was saved."""
+        return self.resident_peak_bytes / self.baseline_peak_bytes if self.baseline_peak_bytes > 0 else 0.0
+
+    @property
+    def wait_s(self) -> float:
+        """Time that the step waited for us, forward and backward together."""
+        return self.pack_wait_s + self.unpack_wait_s
+
+    def as_dict(self) -> dict[str, object]:
+        """Every field and derived number, ready for JSON."""
+        derived = ("saved_bytes", "activation_bytes", "moved_bytes", "moved_share", "resident_share", "wait_s")
+        return asdict(self) | {name: getattr(self, name) for name in derived}

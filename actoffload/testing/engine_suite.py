@@ -1,0 +1,392 @@
+"""What every storage engine must do, as a class of tests to inherit.
+
+    class TestMyEngine(StorageEngineTests):
+        def make_engine(self, file, threads=None):
+            return MyEngine(file, threads=threads)
+
+``peek`` and ``poke`` look at the file behind the engine's back: an engine that only agrees with itself must not pass.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import gc
+import mmap
+import os
+import random
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ..engines import probe_engine
+from ..engines.base import IoKind, IoRequest, RequestState, SpoolFile, StorageEngine
+from ..errors import OffloaderClosedError, StorageReadError
+from ..paths import open_arena
+
+WAIT_S = 60.0  # only ever waited for in full when something is broken
+BLOCK = 4096
+Submit = Callable[[str, IoKind, list[str]], IoRequest]
+
+
+class Memory:
+    """Page-aligned memory with a known address.
+
+    Args:
+        nbytes: Its size in bytes.
+        fill: The byte it is filled with at first.
+    """
+
+    def __init__(self, nbytes: int, fill: int = 0) -> None:
+        self.nbytes = nbytes
+        self._map = mmap.mmap(-1, nbytes)
+        self._anchor = ctypes.c_char.from_buffer(self._map)
+        self.address = ctypes.addressof(self._anchor)
+        self.data = bytes([fill]) * nbytes
+
+    @property
+    def data(self) -> bytes:
+        """What it holds."""
+        return self._map[:]
+
+    @data.setter
+    def data(self, value: bytes) -> None:
+        self._map[: len(value)] = value
+
+
+def random_bytes(nbytes: int, seed: int) -> bytes:
+    """Returns reproducible bytes without structure."""
+    return random.Random(seed).randbytes(nbytes)
+
+
+def peek_file(file: SpoolFile, offset: int, length: int) -> bytes:
+    """Returns bytes of an arena as they lie in the file, past every engine."""
+    with _reopened(file) as fd:
+        return os.pread(fd, length, offset)
+
+
+def poke_file(file: SpoolFile, offset: int, data: bytes) -> None:
+    """Overwrites bytes of an arena, past every engine."""
+    with _reopened(file) as fd:
+        os.pwrite(fd, data, offset)
+        os.fsync(fd)
+
+
+@contextmanager
+def _reopened(file: SpoolFile) -> Iterator[int]:
+    """Opens the file again without ``O_DIRECT``, so that any length will do."""
+    if file.reopen_path is None:
+        yield file.fd
+        return
+    fd = os.open(file.reopen_path, os.O_RDWR)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+class StorageEngineTests:
+    """The conformance suite. A subclass says how an engine is made, and may replace ``peek`` and ``poke``."""
+
+    def make_engine(self, file: SpoolFile, threads: int | None = None) -> StorageEngine:
+        """Makes the engine under test."""
+        raise NotImplementedError
+
+    def peek(self, engine: StorageEngine, file: SpoolFile, offset: int, length: int) -> bytes:
+        """Looks at the file behind the engine's back."""
+        return peek_file(file, offset, length)
+
+    def poke(self, engine: StorageEngine, file: SpoolFile, offset: int, data: bytes) -> None:
+        """Changes the file behind the engine's back."""
+        poke_file(file, offset, data)
+
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Iterator[SpoolFile]:
+        """An empty arena."""
+        file = open_arena(str(tmp_path))
+        yield file
+        os.close(file.fd)
+
+    @pytest.fixture
+    def engine(self, file: SpoolFile) -> Iterator[StorageEngine]:
+        """The engine under test with one thread."""
+        engine = self.make_engine(file, threads=1)
+        yield engine
+        engine.abort()
+
+    def transfer(self, engine: StorageEngine, kind: IoKind, memory: Memory, offset: int) -> IoRequest:
+        """Moves all of ``memory`` and waits for it."""
+        request = IoRequest(kind, memory.address, memory.nbytes, offset)
+        engine.submit(request)
+        assert request.wait(WAIT_S)
+        return request
+
+    def test_capabilities_are_sane(self, engine: StorageEngine, file: SpoolFile) -> None:
+        capabilities = engine.capabilities
+        assert capabilities.name
+        assert capabilities.threads >= 1
+        assert capabilities.alignment in {1, 512, 1024, 2048, 4096}
+        assert not capabilities.direct or file.direct
+
+    def test_write_lands_at_its_offset(self, engine: StorageEngine, file: SpoolFile) -> None:
+        memory = Memory(3 * BLOCK)
+        memory.data = random_bytes(3 * BLOCK, 1)
+        request = self.transfer(engine, IoKind.WRITE, memory, 2 * BLOCK)
+        assert (request.state, request.error) == (RequestState.DONE, None)
+        assert self.peek(engine, file, 2 * BLOCK, 3 * BLOCK) == memory.data
+        assert engine.written_bytes == 3 * BLOCK
+        assert engine.read_bytes == 0
+
+    def test_read_brings_what_is_in_the_file(self, engine: StorageEngine, file: SpoolFile) -> None:
+        data = random_bytes(4 * BLOCK, 2)
+        self.poke(engine, file, 0, data)
+        memory = Memory(2 * BLOCK, fill=0xAA)
+        assert self.transfer(engine, IoKind.READ, memory, BLOCK).error is None
+        assert memory.data == data[BLOCK : 3 * BLOCK]
+        assert engine.read_bytes == 2 * BLOCK
+        assert engine.written_bytes == 0
+
+    def test_transfer_larger_than_any_internal_block(self, engine: StorageEngine) -> None:
+        source, target = Memory((3 << 20) + BLOCK), Memory((3 << 20) + BLOCK)
+        source.data = random_bytes(source.nbytes, 3)
+        self.transfer(engine, IoKind.WRITE, source, 5 * BLOCK)
+        assert self.transfer(engine, IoKind.READ, target, 5 * BLOCK).error is None
+        assert target.data == source.data
+
+    def test_transfer_touches_nothing_around_it(self, engine: StorageEngine, file: SpoolFile) -> None:
+        self.poke(engine, file, 0, b"\x11" * (4 * BLOCK))
+        self.transfer(engine, IoKind.WRITE, Memory(BLOCK, fill=0x22), BLOCK)
+        found = self.peek(engine, file, 0, 4 * BLOCK)
+        assert found == b"\x11" * BLOCK + b"\x22" * BLOCK + b"\x11" * (2 * BLOCK)
+        memory = Memory(3 * BLOCK, fill=0x33)
+        request = IoRequest(IoKind.READ, memory.address + BLOCK, BLOCK, 0)
+        engine.submit(request)
+        assert request.wait(WAIT_S)
+        assert memory.data == b"\x33" * BLOCK + b"\x11" * BLOCK + b"\x33" * BLOCK
+
+    def test_reading_past_the_end_fails_and_is_never_zeros(self, engine: StorageEngine, file: SpoolFile) -> None:
+        self.poke(engine, file, 0, b"\x44" * BLOCK)
+        request = self.transfer(engine, IoKind.READ, Memory(2 * BLOCK), 0)
+        assert request.state is RequestState.FAILED
+        assert isinstance(request.error, StorageReadError)
+        assert request.error.errno == errno.EIO
+        assert request.error.filename == file.path
+        assert f"offset 0 failed: the file ends after {BLOCK} bytes" in str(request.error)
+
+    def test_many_transfers_at_once(self, file: SpoolFile) -> None:
+        engine = self.make_engine(file, threads=3)
+        sources = [Memory(BLOCK, fill=index) for index in range(60)]
+        targets = [Memory(BLOCK, fill=0xEE) for _ in sources]
+        for kind, memories in ((IoKind.WRITE, sources), (IoKind.READ, targets)):
+            requests = [IoRequest(kind, memory.address, BLOCK, index * BLOCK) for index, memory in enumerate(memories)]
+            for request in requests:
+                engine.submit(request)
+            assert all(request.wait(WAIT_S) for request in requests)
+            assert [request.error for request in requests] == [None] * len(requests)
+        engine.close()
+        assert [target.data for target in targets] == [source.data for source in sources]
+        assert engine.written_bytes == engine.read_bytes == 60 * BLOCK
+
+    def test_before_runs_first_and_in_another_thread(self, engine: StorageEngine, file: SpoolFile) -> None:
+        memory, threads = Memory(BLOCK), []
+
+        def before() -> None:
+            threads.append(threading.current_thread())
+            memory.data = b"\x55" * BLOCK
+
+        request = IoRequest(IoKind.WRITE, memory.address, BLOCK, 0, before=before)
+        engine.submit(request)
+        assert request.wait(WAIT_S)
+        assert self.peek(engine, file, 0, BLOCK) == b"\x55" * BLOCK
+        assert threads != [threading.current_thread()]
+
+    def test_an_error_of_before_fails_the_request_only(self, engine: StorageEngine, file: SpoolFile) -> None:
+        memory, problem, done = Memory(BLOCK), KeyError("before"), threading.Event()
+
+        def before() -> None:
+            raise problem
+
+        request = IoRequest(IoKind.WRITE, memory.address, BLOCK, 0, before=before, on_done=lambda _: done.set())
+        engine.submit(request)
+        assert done.wait(WAIT_S)
+        assert (request.state, request.error) == (RequestState.FAILED, problem)
+        assert engine.written_bytes == 0
+        assert self.transfer(engine, IoKind.WRITE, memory, 0).state is RequestState.DONE
+
+    def test_on_done_comes_once_with_the_final_request(self, engine: StorageEngine) -> None:
+        memory, seen = Memory(BLOCK), []
+        request = IoRequest(
+            IoKind.WRITE, memory.address, BLOCK, 0, on_done=lambda r: seen.append((r, r.state, threading.get_ident()))
+        )
+        engine.submit(request)
+        engine.close()
+        assert [(r, state) for r, state, _ in seen] == [(request, RequestState.DONE)]
+        assert seen[0][2] != threading.get_ident()
+
+    @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+    def test_a_raising_on_done_is_reported_and_survived(
+        self, engine: StorageEngine, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        reported: list[threading.ExceptHookArgs] = []
+        monkeypatch.setattr(threading, "excepthook", reported.append)
+        memory = Memory(BLOCK)
+
+        def on_done(request: IoRequest) -> None:
+            raise KeyError("on_done")
+
+        engine.submit(IoRequest(IoKind.WRITE, memory.address, BLOCK, 0, on_done=on_done))
+        assert self.transfer(engine, IoKind.WRITE, memory, 0).state is RequestState.DONE
+        assert [args.exc_type for args in reported] == [KeyError]
+
+    def test_reads_before_writes_first_in_first_out(self, engine: StorageEngine, file: SpoolFile) -> None:
+        self.poke(engine, file, 0, bytes(8 * BLOCK))
+        order: list[str] = []
+        with self.blocked(engine) as submit:
+            for name, kind in (("w1", IoKind.WRITE), ("r1", IoKind.READ), ("w2", IoKind.WRITE), ("r2", IoKind.READ)):
+                submit(name, kind, order)
+        engine.close()
+        assert order == ["r1", "r2", "w1", "w2"]
+
+    def test_promote_moves_to_the_front_of_its_queue(self, engine: StorageEngine, file: SpoolFile) -> None:
+        self.poke(engine, file, 0, bytes(8 * BLOCK))
+        order: list[str] = []
+        with self.blocked(engine) as submit:
+            requests = {
+                name: submit(name, IoKind.READ if name[0] == "r" else IoKind.WRITE, order)
+                for name in ("w1", "w2", "r1", "r2", "r3")
+            }
+            engine.promote(requests["r3"])
+            engine.promote(requests["w2"])
+        engine.close()
+        engine.promote(requests["r3"])
+        assert order == ["r3", "r1", "r2", "w2", "w1"]
+
+    def test_cancelled_requests_never_run(self, engine: StorageEngine, file: SpoolFile) -> None:
+        self.poke(engine, file, 0, b"\x66" * (8 * BLOCK))
+        order: list[str] = []
+        with self.blocked(engine, fill=0x66) as submit:
+            write = submit("w", IoKind.WRITE, order)
+            read = submit("r", IoKind.READ, order)
+            assert write.cancel()
+            assert read.cancel()
+            assert not write.cancel()
+            assert write.wait(0)
+        engine.close()
+        assert order == []
+        assert [write.state, read.state] == [RequestState.CANCELLED] * 2
+        assert self.peek(engine, file, 0, 8 * BLOCK) == b"\x66" * (8 * BLOCK)
+
+    def test_what_is_final_cannot_be_cancelled(self, engine: StorageEngine) -> None:
+        request = self.transfer(engine, IoKind.WRITE, Memory(BLOCK), 0)
+        assert not request.cancel()
+        assert request.state is RequestState.DONE
+
+    def test_cancel_wakes_a_waiting_thread(self, engine: StorageEngine) -> None:
+        order: list[str] = []
+        with self.blocked(engine) as submit:
+            request = submit("w", IoKind.WRITE, order)
+            waiter = threading.Thread(target=request.wait)
+            waiter.start()
+            assert not request.wait(0)
+            assert request.cancel()
+            waiter.join(WAIT_S)
+            assert not waiter.is_alive()
+
+    def test_close_finishes_what_is_queued(self, engine: StorageEngine, file: SpoolFile) -> None:
+        memory = Memory(BLOCK, fill=0x77)
+        requests = [IoRequest(IoKind.WRITE, memory.address, BLOCK, index * BLOCK) for index in range(20)]
+        for request in requests:
+            engine.submit(request)
+        engine.close()
+        engine.close()
+        assert {request.state for request in requests} == {RequestState.DONE}
+        assert self.peek(engine, file, 0, 20 * BLOCK) == b"\x77" * (20 * BLOCK)
+        with pytest.raises(OffloaderClosedError):
+            engine.submit(IoRequest(IoKind.WRITE, memory.address, BLOCK, 0))
+        engine.abort()
+
+    def test_abort_waits_for_what_runs_and_cancels_the_rest(self, engine: StorageEngine) -> None:
+        order: list[str] = []
+        with self.blocked(engine) as submit:
+            queued = [submit("w", IoKind.WRITE, order), submit("r", IoKind.READ, order)]
+            aborter = threading.Thread(target=engine.abort)
+            aborter.start()
+            assert all(request.wait(WAIT_S) for request in queued)
+            assert aborter.is_alive()  # the blocked request still runs
+        aborter.join(WAIT_S)
+        assert not aborter.is_alive()
+        assert [request.state for request in queued] == [RequestState.CANCELLED] * 2
+        assert order == []
+
+    def test_close_leaves_no_thread(self, file: SpoolFile) -> None:
+        before = set(threading.enumerate())
+        engine = self.make_engine(file, threads=3)
+        self.transfer(engine, IoKind.WRITE, Memory(BLOCK), 0)
+        engine.close()
+        assert set(threading.enumerate()) <= before
+
+    def test_an_idle_engine_keeps_no_callback_alive(self, engine: StorageEngine) -> None:
+        class Token:
+            def on_done(self, request: IoRequest) -> None:
+                finished.set()
+
+        memory, finished = Memory(BLOCK), threading.Event()
+        token = Token()
+        dead = weakref.ref(token)
+        request = IoRequest(IoKind.WRITE, memory.address, BLOCK, 0, on_done=token.on_done)
+        engine.submit(request)
+        assert finished.wait(WAIT_S)
+        self.transfer(engine, IoKind.WRITE, memory, 0)  # the one thread is past the first request now
+        del token
+        gc.collect()
+        assert dead() is None  # although the request itself is still here
+
+    def test_a_cancelled_request_in_the_queue_keeps_no_callback_alive(self, engine: StorageEngine) -> None:
+        class Token:
+            def on_done(self, request: IoRequest) -> None:
+                raise AssertionError
+
+        token, memory = Token(), Memory(BLOCK)
+        dead = weakref.ref(token)
+        with self.blocked(engine):
+            request = IoRequest(IoKind.WRITE, memory.address, BLOCK, 0, on_done=token.on_done)
+            engine.submit(request)
+            assert request.cancel()
+            del token
+            assert dead() is None
+
+    def test_the_probe_accepts_it(self, engine: StorageEngine) -> None:
+        assert probe_engine(engine) is None
+
+    @contextmanager
+    def blocked(self, engine: StorageEngine, fill: int = 0) -> Iterator[Submit]:
+        """Keeps the engine's only thread busy inside the block, so that what is submitted there stays queued.
+
+        Yields a function that submits a one-block request and notes its name in a list when it has run.
+        """
+        running, go_on, memory = threading.Event(), threading.Event(), Memory(BLOCK, fill)
+
+        def before() -> None:
+            running.set()
+            assert go_on.wait(WAIT_S)
+
+        def submit(name: str, kind: IoKind, order: list[str]) -> IoRequest:
+            request = IoRequest(kind, memory.address, BLOCK, 0, on_done=lambda _: order.append(name))
+            engine.submit(request)
+            return request
+
+        blocker = IoRequest(IoKind.WRITE, memory.address, BLOCK, 7 * BLOCK, before=before)
+        engine.submit(blocker)
+        assert running.wait(WAIT_S)
+        try:
+            yield submit
+        finally:
+            go_on.set()
+            assert blocker.wait(WAIT_S)
+
+
+__all__ = ["Memory", "StorageEngineTests", "peek_file", "poke_file", "random_bytes"]

@@ -1,0 +1,178 @@
+"""Engines with faults: the real engine on a real file, with one thing wrong.
+
+Partially applied, each is an engine factory: ``Spool([path], engine=partial(FullEngine, capacity_bytes=1 << 20))``.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+
+from ..engines.base import IoKind, IoRequest, SpoolFile
+from ..engines.posix import PosixEngine
+
+
+class SlowEngine(PosixEngine):
+    """A disk of a given speed; all threads share it.
+
+    Args:
+        file: As for every engine.
+        threads: As for every engine.
+        bandwidth_bytes_per_s: Bytes per second, reads and writes together.
+        latency_s: Seconds that every system call takes in addition.
+    """
+
+    def __init__(
+        self,
+        file: SpoolFile,
+        *,
+        threads: int | None = None,
+        bandwidth_bytes_per_s: float = float("inf"),
+        latency_s: float = 0.0,
+    ) -> None:
+        self._bandwidth = bandwidth_bytes_per_s
+        self._latency_s = latency_s
+        self._bus_lock = threading.Lock()
+        self._bus_free_at_s = 0.0
+        super().__init__(file, threads=threads)
+
+    def _transfer_once(self, kind: IoKind, view: memoryview, offset: int) -> int:
+        with self._bus_lock:  # one bus: a transfer begins when the one before it has gone through
+            now = time.monotonic()
+            self._bus_free_at_s = max(now, self._bus_free_at_s) + len(view) / self._bandwidth
+            wait_s = self._bus_free_at_s - now + self._latency_s
+        time.sleep(wait_s)
+        return super()._transfer_once(kind, view, offset)
+
+
+class ShortEngine(PosixEngine):
+    """Moves at most some bytes per system call.
+
+    Args:
+        file: As for every engine.
+        threads: As for every engine.
+        most_bytes: Largest transfer of one call, in bytes; rounded up to the alignment of a direct file.
+    """
+
+    def __init__(self, file: SpoolFile, *, threads: int | None = None, most_bytes: int = 4096) -> None:
+        self._most_bytes = -(-most_bytes // file.alignment) * file.alignment
+        self.calls = 0
+        super().__init__(file, threads=threads)
+
+    def _transfer_once(self, kind: IoKind, view: memoryview, offset: int) -> int:
+        self.calls += 1
+        return super()._transfer_once(kind, view[: self._most_bytes], offset)
+
+
+class FailingEngine(PosixEngine):
+    """Fails at chosen system calls.
+
+    Args:
+        file: As for every engine.
+        threads: As for every engine.
+        kind: Which direction fails.
+        first: The first call that fails, counted from 1 in that direction.
+        count: How many calls in a row fail; None: every later one too.
+        error_number: The ``errno`` of the failure.
+    """
+
+    def __init__(
+        self,
+        file: SpoolFile,
+        *,
+        threads: int | None = None,
+        kind: IoKind = IoKind.WRITE,
+        first: int = 1,
+        count: int | None = None,
+        error_number: int = errno.EIO,
+    ) -> None:
+        self._kind = kind
+        self._first = first
+        self._count_failing = count
+        self._error_number = error_number
+        self._calls_lock = threading.Lock()
+        self.calls = 0
+        super().__init__(file, threads=threads)
+
+    def _transfer_once(self, kind: IoKind, view: memoryview, offset: int) -> int:
+        if kind is self._kind:
+            with self._calls_lock:
+                self.calls += 1
+                behind = self.calls - self._first
+            if behind >= 0 and (self._count_failing is None or behind < self._count_failing):
+                raise OSError(self._error_number, os.strerror(self._error_number))
+        return super()._transfer_once(kind, view, offset)
+
+
+class FullEngine(PosixEngine):
+    """A disk that is full after some bytes: one short write, then ``ENOSPC``, as the kernel does it.
+
+    Args:
+        file: As for every engine.
+        threads: As for every engine.
+        capacity_bytes: Bytes that can be written, all writes together.
+    """
+
+    def __init__(self, file: SpoolFile, *, threads: int | None = None, capacity_bytes: int = 0) -> None:
+        self._left_bytes = capacity_bytes
+        self._left_lock = threading.Lock()
+        super().__init__(file, threads=threads)
+
+    def _transfer_once(self, kind: IoKind, view: memoryview, offset: int) -> int:
+        if kind is IoKind.WRITE:
+            with self._left_lock:
+                room = min(self._left_bytes, len(view)) // self._file.alignment * self._file.alignment
+                self._left_bytes -= room
+            if room == 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            view = view[:room]
+        return super()._transfer_once(kind, view, offset)
+
+
+class GateEngine(PosixEngine):
+    """Starts requests only when the test says so; the order is that of the real engine.
+
+    ``close`` opens the gate, as it waits for everything that is queued.
+
+    Attributes:
+        started: The requests in the order in which they were started.
+    """
+
+    def __init__(self, file: SpoolFile, *, threads: int | None = None) -> None:
+        self._permits = 0
+        self._is_open = False
+        self.started: list[IoRequest] = []
+        super().__init__(file, threads=threads)
+
+    def release(self, count: int = 1) -> None:
+        """Lets ``count`` more requests start; cancelled ones do not count."""
+        with self._wake:
+            self._permits += count
+            self._wake.notify_all()
+
+    def open(self) -> None:
+        """Lets everything start, now and later."""
+        with self._wake:
+            self._is_open = True
+            self._wake.notify_all()
+
+    def shut(self) -> None:
+        """Lets nothing start until the next ``release`` or ``open``."""
+        with self._wake:
+            self._is_open = False
+            self._permits = 0
+
+    def _pop(self) -> IoRequest | None:
+        free = self._is_open or self._closing
+        if not free and self._permits == 0:
+            return None
+        request = super()._pop()
+        if request is not None:
+            self.started.append(request)
+            self._permits -= 0 if free else 1
+        return request
+
+
+__all__ = ["FailingEngine", "FullEngine", "GateEngine", "ShortEngine", "SlowEngine"]

@@ -1,0 +1,228 @@
+"""Moving records between tiers: what every mover shares. `cpu_tier` and `device_tier` are the two kinds.
+
+Every method of a `Mover` is called with the offloader's lock held, and none blocks except `wait_for_room`. Completions
+arrive on engine threads and take the lock themselves.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from abc import ABC, abstractmethod
+
+import torch
+
+from .accounts import Accounts
+from .config import OffloadConfig
+from .errors import StateError, StorageError
+from .events import EventKind, EventSink, TraceEvent, now
+from .extent_io import Transfer
+from .identity import StorageRef
+from .policy import KeepReason
+from .record import Record, State
+from .spool import Spool
+
+
+class Core:
+    """What the offloader and its movers share: the lock, the counts, the spool and the way to report."""
+
+    def __init__(self, config: OffloadConfig, sink: EventSink | None) -> None:
+        self.config = config
+        self.sink = sink
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
+        self.accounts = Accounts()
+        self.pending_bytes = 0
+        """Bytes of writes that were begun and have not ended."""
+        self.inert = False
+        """Nothing may be started any more: aborted, or a forked child."""
+        self._warned: set[str] = set()
+
+    def after_fork_in_child(self) -> None:
+        """A new lock: the old one may have been held when the process forked."""
+        self.inert = True
+        self.sink = None
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
+
+    def event(self, kind: EventKind, record: Record, detail: str = "", since_s: float | None = None) -> None:
+        """Report to the sink, if there is one."""
+        if self.sink is not None:
+            time_s = now()
+            begin_s = time_s if since_s is None else since_s
+            self.sink(
+                TraceEvent(
+                    kind=kind,
+                    time_s=begin_s,
+                    record=record.number,
+                    nbytes=record.nbytes,
+                    duration_s=time_s - begin_s,
+                    detail=detail,
+                )
+            )
+
+    def degrade(self, reason: str, record: Record, error: BaseException) -> None:
+        """Something below failed and the step goes on: count it, and warn once for each reason."""
+        self.accounts.degraded[reason] += 1
+        self.event(EventKind.DEGRADED, record, reason)
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warnings.warn(
+                f"actoffload: {reason}: {error}. The tensor stays in memory and the step goes on; "
+                "Statistics.degraded counts such tensors",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+class Mover(ABC):
+    """Takes the records of one kind of device away and brings them back."""
+
+    def __init__(self, core: Core, spool: Spool | None) -> None:
+        self.core = core
+        self.spool = spool
+
+    @abstractmethod
+    def begin(self, record: Record) -> KeepReason | None:
+        """Begin to move a resident record away; a reason when it has to stay."""
+
+    @abstractmethod
+    def bring(self, record: Record, *, urgent: bool) -> bool:
+        """Begin to bring a record back, if it is not near or on its way; False when there is no room now.
+
+        Args:
+            urgent: backward waits for it: make room whatever it takes.
+        """
+
+    @abstractmethod
+    def ready(self, record: Record) -> torch.UntypedStorage | None:
+        """The storage with the record's bytes, safe to use on the current stream; None while it is on its way."""
+
+    @abstractmethod
+    def wait_for_room(self, nbytes: int, limit_bytes: int) -> None:
+        """Bring the resident bytes to at most ``limit_bytes - nbytes``, as far as what is on its way out allows."""
+
+    @abstractmethod
+    def drop_near(self, record: Record) -> None:
+        """Order the reuse of a record's device memory after every copy that touches it, and forget the copies."""
+
+    def pump(self) -> None:  # noqa: B027 - a mover may have nothing to do here
+        """Make progress that only the training thread can make."""
+
+    def flush(self) -> None:  # noqa: B027
+        """Give everything that waits for a later moment its turn now."""
+
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph: nothing may move then."""
+        return False
+
+    def settle(self, record: Record) -> None:
+        """No handle waits for the record: hold its device copy only as long as somebody else does, if it can return."""
+        if record.state is not State.RESIDENT or record.data is None:
+            return
+        if record.slot is None and not record.on_disk:
+            return
+        self.drop_near(record)
+        record.weak_data = StorageRef(record.data)
+        self.forget_near(record)
+        record.to(State.HOSTED if record.slot is not None else State.SPILLED)
+
+    def revive(self, record: Record) -> bool:
+        """Take the device copy that somebody still holds, if there is one."""
+        storage = record.weak_data.lock() if record.weak_data is not None else None
+        record.weak_data = None
+        if storage is None:
+            return False
+        self.hold_near(record, storage, record.data_begin)
+        record.to(State.RESIDENT)
+        return True
+
+    def release(self, record: Record) -> None:
+        """The last handle died: give back everything. In-flight I/O keeps what it needs until it ends."""
+        if record.data is not None:
+            self.drop_near(record)
+        if record.transfer is not None:
+            self.cancel(record)
+        if record.extent is not None and self.spool is not None:
+            self.spool.free(record.extent)
+        record.extent = None
+        record.slot = None
+        self.forget_near(record)
+        record.to(State.RELEASED)
+
+    # -- shared steps -------------------------------------------------------------------------------------------------
+
+    def hold_near(self, record: Record, storage: torch.UntypedStorage, begin: int) -> None:
+        """The record's bytes are on the device in ``storage``, whose first byte is byte ``begin`` of the original."""
+        record.data = storage
+        record.data_begin = begin
+        self.count_near(record)
+
+    def count_near(self, record: Record) -> None:
+        """The record takes device memory from now on."""
+        if not record.counted:
+            record.counted = True
+            self.core.accounts.came(record.nbytes)
+
+    def forget_near(self, record: Record) -> None:
+        """Drop our reference to the device copy."""
+        record.data = None
+        if record.counted:
+            record.counted = False
+            self.core.accounts.left(record.nbytes)
+
+    def forwarded(self, record: Record) -> None:
+        """Backward takes the record from a copy nearer than the tier it was heading for."""
+        self.core.accounts.forwarded_bytes += record.nbytes
+        self.core.event(EventKind.FORWARD, record)
+
+    def cancel(self, record: Record) -> bool:
+        """Cancel the transfer under way; False when it is ending just now."""
+        transfer = record.transfer
+        if transfer is None or not transfer.cancel():
+            return False
+        record.transfer = None
+        if record.state is State.SPILLING:
+            self.core.pending_bytes -= record.nbytes
+            self.core.accounts.cancelled_bytes += record.nbytes
+            self.core.event(EventKind.CANCEL, record)
+            self.core.changed.notify_all()
+        return True
+
+    def cancel_write(self, record: Record) -> bool:
+        """Cancel a write and give its extent back; False when it is ending just now."""
+        if not self.cancel(record):
+            return False
+        self.free_extent(record)
+        return True
+
+    def free_extent(self, record: Record) -> None:
+        """Give the record's extent back (the spool waits for what is in flight on it)."""
+        if record.extent is not None and self.spool is not None:
+            self.spool.free(record.extent)
+        record.extent = None
+        record.on_disk = False
+
+    def allocate_extent(self, record: Record, nbytes: int) -> bool:
+        """Give the record room on disk; False, and degraded, when there is none."""
+        if self.spool is None:
+            raise StateError("a mover without a spool was asked to write to disk")
+        try:
+            record.extent = self.spool.allocate(nbytes)
+        except StorageError as error:
+            self.core.degrade("no room on disk", record, error)
+            return False
+        return True
+
+    def write_ended(self, record: Record, transfer: Transfer) -> bool:
+        """Common end of a write, on an engine thread: whether the record is on disk now."""
+        self.core.pending_bytes -= record.nbytes
+        record.transfer = None
+        if record.state is State.RELEASED:
+            return False
+        if transfer.error is not None:
+            self.free_extent(record)
+            self.core.degrade("write failed", record, transfer.error)
+            return False
+        record.on_disk = True
+        return True

@@ -1,0 +1,188 @@
+"""Every copy between a device with streams and host memory, and the order in which memory may be reused.
+
+This is the one choke point of DESIGN.md section 6. Each edge is a method of its own, so that a test can take it away
+and see the simulated device show the corruption. No method blocks the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from .device import Accelerator, Event, Stream
+
+WINDOW_FLOOR_BYTES = 64 << 20
+
+
+@dataclass(slots=True, eq=False)
+class Outgoing:
+    """A device-to-host copy that was begun, and the device memory that it reads."""
+
+    source: Tensor
+    nbytes: int
+    index: int
+    stream: Stream
+    """The stream that produced the source and in whose order its memory is released."""
+    event: Event
+    """Happens when the copy is complete."""
+    released: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Incoming:
+    """A host-to-device copy that was begun, and the device memory that it fills."""
+
+    tensor: Tensor
+    index: int
+    stream: Stream
+    """The compute stream that owns the memory."""
+    event: Event
+    awaited_by: list[Stream] = field(default_factory=list)
+
+
+class Transfers:
+    """Copies on side streams, ordered against the compute streams by events."""
+
+    def __init__(self, device: Accelerator) -> None:
+        self.device = device
+        self.written_bytes = 0
+        self.read_bytes = 0
+        self._compute_streams: dict[int, list[Stream]] = {}
+
+    # -- device to host -----------------------------------------------------------------------------------------------
+
+    def begin_out(self, source: Tensor, destination: Tensor) -> Outgoing:
+        """Copy the flat bytes of ``source`` (device) to ``destination`` (host) once what produced them is done."""
+        index = self.device.index_of(source)
+        producer = self.device.current_stream(index)
+        self._saw(index, producer)
+        side = self.device.side_stream(index, "out")
+        self._order_after_producer(side, producer)
+        self.device.copy(destination, source, side)
+        self.written_bytes += destination.numel()
+        return Outgoing(source, destination.numel(), index, producer, self.device.record(side))
+
+    def release_source(self, out: Outgoing) -> None:
+        """Let the copy's device memory go, in stream order: what reuses it on the compute stream runs after the copy.
+
+        The caller drops its other references to the memory after this call.
+        """
+        if out.released:
+            return
+        out.released = True
+        self._order_release_after_copy(out)
+        del out.source
+
+    # -- host to device -----------------------------------------------------------------------------------------------
+
+    def begin_in(self, source: Tensor, index: int, after: Event | None = None) -> Incoming:
+        """Copy the flat bytes of ``source`` (host) into new memory of device ``index``.
+
+        Args:
+            after: the event that completes the host bytes, when a copy from a device makes them.
+        """
+        compute = self.device.current_stream(index)
+        self._saw(index, compute)
+        tensor = self.device.empty(source.numel(), index, compute)
+        side = self.device.side_stream(index, "in")
+        self._order_after_allocation(side, compute)
+        if after is not None:
+            self._order_after_host_bytes(side, after)
+        self.device.copy(tensor, source, side)
+        self.read_bytes += source.numel()
+        return Incoming(tensor, index, compute, self.device.record(side))
+
+    def before_use(self, incoming: Incoming) -> Tensor:
+        """The filled memory; what the calling thread gives its current stream from now on runs after the copy."""
+        current = self.device.current_stream(incoming.index)
+        self._saw(incoming.index, current)
+        if not any(self.device.same_stream(current, stream) for stream in incoming.awaited_by):
+            self._order_use_after_fill(current, incoming)
+            incoming.awaited_by.append(current)
+        if not self.device.same_stream(current, incoming.stream):
+            self.device.used_on(incoming.tensor, current)
+        return incoming.tensor
+
+    def drop_unused(self, incoming: Incoming) -> None:
+        """Before memory that was filled (or is being filled) and never used is dropped: reuse waits for the copy."""
+        if not incoming.awaited_by:
+            self._order_reuse_after_fill(incoming)
+
+    def one_compute_stream(self, index: int) -> bool:
+        """Whether a single stream of device ``index`` has computed so far."""
+        return len(self._compute_streams.get(index, ())) <= 1
+
+    # -- the edges, one method each -----------------------------------------------------------------------------------
+
+    def _order_after_producer(self, side: Stream, producer: Stream) -> None:
+        self.device.wait(side, self.device.record(producer))
+
+    def _order_release_after_copy(self, out: Outgoing) -> None:
+        if self.device.done(out.event):
+            return
+        self.device.wait(out.stream, out.event)
+        if not self.one_compute_stream(out.index):
+            # Several compute streams: the memory may belong to another than the one that saved it.
+            self.device.used_on(out.source, self.device.side_stream(out.index, "out"))
+
+    def _order_after_allocation(self, side: Stream, compute: Stream) -> None:
+        self.device.wait(side, self.device.record(compute))
+
+    def _order_after_host_bytes(self, side: Stream, after: Event) -> None:
+        self.device.wait(side, after)
+
+    def _order_use_after_fill(self, current: Stream, incoming: Incoming) -> None:
+        self.device.wait(current, incoming.event)
+
+    def _order_reuse_after_fill(self, incoming: Incoming) -> None:
+        self.device.wait(incoming.stream, incoming.event)
+
+    def _saw(self, index: int, stream: Stream) -> None:
+        seen = self._compute_streams.setdefault(index, [])
+        if not any(self.device.same_stream(stream, known) for known in seen):
+            seen.append(stream)
+
+
+class ReleaseWindow:
+    """The copies whose device memory is still held, oldest first, bounded in bytes.
+
+    Args:
+        transfers: makes the copies.
+        limit_bytes: the bound; None for twice the largest copy seen (one under way, one behind it), at least 64 MiB.
+        on_release: called with the owner of each copy whose device memory was let go.
+    """
+
+    def __init__(self, transfers: Transfers, limit_bytes: int | None, on_release: Callable[[object], None]) -> None:
+        self._transfers = transfers
+        self._fixed = limit_bytes is not None
+        self._limit_bytes = WINDOW_FLOOR_BYTES if limit_bytes is None else limit_bytes
+        self._on_release = on_release
+        self._held: dict[object, Outgoing] = {}
+        self.held_bytes = 0
+
+    def hold(self, owner: object, out: Outgoing) -> None:
+        """Hold a copy's device memory until the window is past it."""
+        self._held[owner] = out
+        self.held_bytes += out.nbytes
+        if not self._fixed:
+            self._limit_bytes = max(self._limit_bytes, 2 * out.nbytes)
+
+    def take(self, owner: object) -> Outgoing | None:
+        """Remove a copy from the window without releasing its memory (it is needed again, or its owner died)."""
+        out = self._held.pop(owner, None)
+        if out is not None:
+            self.held_bytes -= out.nbytes
+        return out
+
+    def advance(self, limit_bytes: int | None = None) -> None:
+        """Release what is complete, then the oldest until at most ``limit_bytes`` are held."""
+        limit = self._limit_bytes if limit_bytes is None else limit_bytes
+        while self._held:
+            owner, out = next(iter(self._held.items()))
+            if self.held_bytes <= limit and not self._transfers.device.done(out.event):
+                return
+            self.take(owner)
+            self._transfers.release_source(out)
+            self._on_release(owner)

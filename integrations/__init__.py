@@ -1,0 +1,1 @@
+"""Adapters for training frameworks, built on `actoffload.attach`; imported as ``actoffload.integrations``."""

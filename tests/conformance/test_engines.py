@@ -1,0 +1,142 @@
+"""Every engine passes the conformance suite, direct and buffered."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from actoffload import paths
+from actoffload.engines import ENGINES, choose_engine, create_engine
+from actoffload.engines.aiofiles import AiofilesEngine
+from actoffload.engines.base import SpoolFile, StorageEngine
+from actoffload.engines.memory import MemoryEngine
+from actoffload.engines.posix import PosixEngine
+from actoffload.errors import ConfigError, EngineUnavailableError
+from actoffload.testing.engine_suite import StorageEngineTests
+from actoffload.testing.faults import GateEngine, ShortEngine, SlowEngine
+
+
+class TestPosix(StorageEngineTests):
+    def make_engine(self, file: SpoolFile, threads: int | None = None) -> StorageEngine:
+        return PosixEngine(file, threads=threads)
+
+    def test_is_direct_where_the_file_is(self, engine: StorageEngine, file: SpoolFile) -> None:
+        assert engine.capabilities.direct == file.direct
+        assert engine.capabilities.alignment == file.alignment
+
+
+class TestPosixBuffered(TestPosix):
+    @pytest.fixture
+    def file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SpoolFile]:
+        monkeypatch.setattr(paths, "direct_alignment", lambda fd: 0)
+        file = paths.open_arena(str(tmp_path))
+        assert (file.direct, file.alignment) == (False, 1)
+        yield file
+        os.close(file.fd)
+
+
+class TestPosixWithoutVectoredCalls(TestPosixBuffered):
+    @pytest.fixture(autouse=True)
+    def without_vectored_calls(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("actoffload.engines.posix._HAS_VECTORED", False)
+
+
+class TestAiofiles(StorageEngineTests):
+    def make_engine(self, file: SpoolFile, threads: int | None = None) -> StorageEngine:
+        return AiofilesEngine(file, threads=threads)
+
+    @pytest.fixture(autouse=True)
+    def needs_the_package(self) -> None:
+        pytest.importorskip("aiofiles")
+
+
+class TestAiofilesWithoutReopening(TestAiofiles):
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Iterator[SpoolFile]:
+        file = paths.open_arena(str(tmp_path))
+        yield replace(file, reopen_path=None)
+        os.close(file.fd)
+
+    def peek(self, engine: StorageEngine, file: SpoolFile, offset: int, length: int) -> bytes:
+        return super().peek(engine, replace(file, reopen_path=f"/proc/self/fd/{file.fd}"), offset, length)
+
+    def poke(self, engine: StorageEngine, file: SpoolFile, offset: int, data: bytes) -> None:
+        super().poke(engine, replace(file, reopen_path=f"/proc/self/fd/{file.fd}"), offset, data)
+
+
+class TestMemory(StorageEngineTests):
+    def make_engine(self, file: SpoolFile, threads: int | None = None) -> StorageEngine:
+        return MemoryEngine(file, threads=threads)
+
+    def peek(self, engine: StorageEngine, file: SpoolFile, offset: int, length: int) -> bytes:
+        assert isinstance(engine, MemoryEngine)
+        return engine.peek(offset, length)
+
+    def poke(self, engine: StorageEngine, file: SpoolFile, offset: int, data: bytes) -> None:
+        assert isinstance(engine, MemoryEngine)
+        engine.poke(offset, data)
+
+
+class TestShort(StorageEngineTests):
+    def make_engine(self, file: SpoolFile, threads: int | None = None) -> StorageEngine:
+        return ShortEngine(file, threads=threads)
+
+
+class TestSlow(StorageEngineTests):
+    def make_engine(self, file: SpoolFile, threads: int | None = None) -> StorageEngine:
+        return SlowEngine(file, threads=threads, bandwidth_bytes_per_s=1e9, latency_s=1e-4)
+
+
+class TestOpenGate(StorageEngineTests):
+    def make_engine(self, file: SpoolFile, threads: int | None = None) -> StorageEngine:
+        engine = GateEngine(file, threads=threads)
+        engine.open()
+        return engine
+
+
+@pytest.fixture
+def arena(tmp_path: Path) -> Iterator[SpoolFile]:
+    file = paths.open_arena(str(tmp_path))
+    yield file
+    os.close(file.fd)
+
+
+def test_every_name_makes_the_engine_of_that_name(arena: SpoolFile) -> None:
+    for name in ENGINES:
+        engine = create_engine(name, arena, threads=1)
+        assert engine.capabilities.name == name
+        engine.close()
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones(arena: SpoolFile) -> None:
+    with pytest.raises(ConfigError, match=r"engine='nvme'.*posix"):
+        create_engine("nvme", arena)
+
+
+def test_auto_says_what_it_chose_and_why(arena: SpoolFile) -> None:
+    engine, reason = choose_engine(arena, threads=1)
+    engine.close()
+    assert engine.capabilities.name == "posix"
+    assert "came back equal" in reason
+    assert ("O_DIRECT" in reason) == arena.direct
+
+
+def test_auto_falls_back_from_an_engine_that_lies(arena: SpoolFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("aiofiles")
+    monkeypatch.setattr(PosixEngine, "_transfer_once", lambda self, kind, view, offset: len(view))
+    engine, reason = choose_engine(arena, threads=1)
+    engine.close()
+    assert engine.capabilities.name == "aiofiles"
+    assert "not posix: the probe read back other bytes" in reason
+
+
+def test_auto_fails_when_nothing_works(arena: SpoolFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actoffload.engines.AUTO_ORDER", ("posix",))
+    monkeypatch.setattr(PosixEngine, "_transfer_once", lambda self, kind, view, offset: 0)
+    monkeypatch.setattr("actoffload.engines.queued._MAX_STALLS", 3)
+    with pytest.raises(EngineUnavailableError, match="posix: probe write failed"):
+        choose_engine(arena, threads=1)

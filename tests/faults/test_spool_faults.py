@@ -1,0 +1,383 @@
+"""The spool when the storage below fails, lies, fills up, is killed or is forked."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actoffload.engines.base import IoKind
+from actoffload.errors import (
+    ChecksumError,
+    OffloaderClosedError,
+    SpoolFullError,
+    StateError,
+    StorageError,
+    StorageReadError,
+    StorageWriteError,
+)
+from actoffload.spool import Extent, Spool, Transfer
+from actoffload.testing.engine_suite import WAIT_S, Memory, poke_file, random_bytes
+from actoffload.testing.faults import FailingEngine, FullEngine, GateEngine, ShortEngine
+
+MIB = 1 << 20
+BLOCK = 4096
+ROOT = Path(__file__).resolve().parents[2]
+MakeSpool = Callable[..., Spool]
+
+
+@pytest.fixture
+def make_spool(tmp_path: Path) -> Iterator[MakeSpool]:
+    made: list[Spool] = []
+
+    def make(engine: Any, **options: Any) -> Spool:
+        made.append(Spool([tmp_path], **{"engine": engine, "grow_bytes": 4 * MIB, "stripe_bytes": MIB, **options}))
+        return made[-1]
+
+    yield make
+    for spool in made:
+        spool.abort()
+
+
+def write(spool: Spool, extent: Extent, memory: Memory) -> Transfer:
+    """Writes all of the memory and waits, also for ``on_done``."""
+    called = threading.Event()
+    transfer = spool.write(extent, memory.address, memory.nbytes, on_done=lambda _: called.set(), keepalive=memory)
+    assert called.wait(WAIT_S)
+    assert transfer.done
+    return transfer
+
+
+def read(spool: Spool, extent: Extent, memory: Memory) -> Transfer:
+    """Reads all of the memory and waits, also for ``on_done``."""
+    called = threading.Event()
+    transfer = spool.read(extent, memory.address, memory.nbytes, on_done=lambda _: called.set(), keepalive=memory)
+    assert called.wait(WAIT_S)
+    assert transfer.done
+    return transfer
+
+
+def assert_write_error(error: BaseException | None, number: int, path: str) -> None:
+    """Checks that an error says everything that a write error must say."""
+    assert isinstance(error, StorageWriteError)
+    assert error.errno == number
+    assert error.filename == path
+    assert isinstance(error.__cause__, OSError)
+    assert errno.errorcode[number] in str(error)
+    assert "offset" in str(error)
+
+
+def test_a_full_disk_fails_the_write_and_leaves_the_rest_alone(make_spool: MakeSpool, tmp_path: Path) -> None:
+    spool = make_spool(partial(FullEngine, threads=1, capacity_bytes=2 * MIB + BLOCK))
+    first, second = spool.allocate(2 * MIB), spool.allocate(MIB)
+    memory = Memory(2 * MIB)
+    memory.data = random_bytes(2 * MIB, 1)
+    assert write(spool, first, memory).error is None
+    failed = write(spool, second, Memory(MIB))
+    assert_write_error(failed.error, errno.ENOSPC, str(tmp_path))
+    with pytest.raises(StateError, match="0 valid bytes"):
+        spool.read(second, memory.address, MIB)
+    spool.free(second)
+    target = Memory(2 * MIB)
+    assert read(spool, first, target).error is None
+    assert target.data == memory.data
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_no_room_to_grow_is_a_full_spool(make_spool: MakeSpool, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    spool = make_spool("posix")
+    attempts = []
+
+    def refuse(fd: int, offset: int, length: int) -> None:
+        attempts.append(length)
+        os.ftruncate(fd, offset + length // 2)  # as the kernel does it: a part stays allocated
+        raise OSError(number, os.strerror(number))
+
+    spool.allocate(4 * MIB)
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    for _ in range(2):
+        with pytest.raises(SpoolFullError) as caught:
+            spool.allocate(MIB)
+        assert caught.value.errno == number
+        assert isinstance(caught.value.__cause__, StorageError)
+    assert len(attempts) == 1  # not again until something has changed
+    assert os.fstat(spool.files[0].fd).st_size == 4 * MIB
+    assert spool.statistics().allocated_bytes == 4 * MIB
+
+
+def test_no_room_at_all_is_found_at_the_start(make_spool: MakeSpool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actoffload.arena.free_bytes", lambda file: 0)
+    fds = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(SpoolFullError, match="free disk space"):
+        make_spool("posix")
+    assert set(os.listdir("/proc/self/fd")) == fds
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("actoffload")]
+
+
+def test_a_failing_write_is_an_error_with_all_facts(make_spool: MakeSpool, tmp_path: Path) -> None:
+    spool = make_spool(partial(FailingEngine, first=2, count=1, error_number=errno.EIO))
+    extent = spool.allocate(3 * MIB)
+    transfer = write(spool, extent, Memory(3 * MIB))
+    assert_write_error(transfer.error, errno.EIO, str(tmp_path))
+    with pytest.raises(StateError):
+        spool.read(extent, 0, BLOCK)
+    assert write(spool, extent, Memory(3 * MIB)).error is None  # the extent itself is not lost
+
+
+def test_a_failing_read_is_an_error_with_all_facts(make_spool: MakeSpool, tmp_path: Path) -> None:
+    spool = make_spool(partial(FailingEngine, kind=IoKind.READ, first=2, count=1))
+    extent = spool.allocate(3 * MIB)
+    assert write(spool, extent, Memory(3 * MIB)).error is None
+    error = read(spool, extent, Memory(3 * MIB)).error
+    assert isinstance(error, StorageReadError)
+    assert (error.errno, error.filename) == (errno.EIO, str(tmp_path))
+    assert f"read of {MIB} bytes at offset" in str(error)
+    assert read(spool, extent, Memory(3 * MIB)).error is None
+
+
+@pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN])
+@pytest.mark.parametrize("kind", list(IoKind))
+def test_interruptions_are_tried_again(make_spool: MakeSpool, number: int, kind: IoKind) -> None:
+    spool = make_spool(partial(FailingEngine, kind=kind, count=5, error_number=number))
+    source, target, extent = Memory(2 * MIB), Memory(2 * MIB), spool.allocate(2 * MIB)
+    source.data = random_bytes(2 * MIB, 2)
+    assert write(spool, extent, source).error is None
+    assert read(spool, extent, target).error is None
+    assert target.data == source.data
+    (engine,) = spool.engines
+    assert isinstance(engine, FailingEngine)
+    assert engine.calls == 2 + 5
+
+
+def test_endless_interruptions_are_an_error(make_spool: MakeSpool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actoffload.engines.queued._MAX_STALLS", 5)
+    spool = make_spool(partial(FailingEngine, error_number=errno.EAGAIN))
+    error = write(spool, spool.allocate(BLOCK), Memory(BLOCK)).error
+    assert isinstance(error, StorageError)
+    assert error.errno == errno.EAGAIN
+    assert "no progress in 6 attempts" in str(error)
+
+
+@pytest.mark.parametrize("most_bytes", [BLOCK, 3 * BLOCK])
+def test_short_transfers_are_continued(make_spool: MakeSpool, most_bytes: int) -> None:
+    spool = make_spool(partial(ShortEngine, most_bytes=most_bytes), verify=True)
+    source, target, extent = Memory(MIB), Memory(MIB), spool.allocate(MIB)
+    source.data = random_bytes(MIB, 3)
+    assert write(spool, extent, source).error is None
+    assert read(spool, extent, target).error is None
+    assert target.data == source.data
+    (engine,) = spool.engines
+    assert isinstance(engine, ShortEngine)
+    assert engine.calls == 2 * -(-MIB // most_bytes)
+    assert engine.written_bytes == engine.read_bytes == MIB
+
+
+def test_odd_short_transfers_of_a_direct_file_continue_on_a_boundary(make_spool: MakeSpool) -> None:
+    offsets: list[int] = []
+
+    class OddEngine(ShortEngine):
+        def _transfer_once(self, kind: IoKind, view: memoryview, offset: int) -> int:
+            offsets.append(offset)
+            moved = super()._transfer_once(kind, view, offset)
+            return moved - 512 if moved > BLOCK else moved
+
+    spool = make_spool(partial(OddEngine, most_bytes=4 * BLOCK))
+    if not spool.direct:
+        pytest.skip("this file system has no direct I/O")
+    source, target, extent = Memory(MIB), Memory(MIB), spool.allocate(MIB)
+    source.data = random_bytes(MIB, 4)
+    assert write(spool, extent, source).error is None
+    assert read(spool, extent, target).error is None
+    assert target.data == source.data
+    assert len(offsets) > 2 * MIB // (4 * BLOCK)
+    assert not [offset for offset in offsets if offset % spool.alignment]
+
+
+@pytest.mark.parametrize("position", [0, MIB - 1, MIB, 3 * MIB - 1])
+def test_verify_finds_what_changed_on_disk(make_spool: MakeSpool, tmp_path: Path, position: int) -> None:
+    spool = make_spool("posix", verify=True)
+    extent, memory = spool.allocate(3 * MIB), Memory(3 * MIB, fill=0x5A)
+    assert write(spool, extent, memory).error is None
+    assert read(spool, extent, Memory(3 * MIB)).error is None
+    part = extent.segments[position // MIB]
+    poke_file(spool.files[0], part.offset + position % MIB, b"\x5b")
+    error = read(spool, extent, Memory(3 * MIB)).error
+    assert isinstance(error, ChecksumError)
+    assert error.filename == str(tmp_path)
+    assert f"at offset {part.offset} " in str(error)
+
+
+def test_without_verify_corruption_passes(make_spool: MakeSpool) -> None:
+    """So that the test above cannot pass for another reason."""
+    spool = make_spool("posix")
+    extent, memory = spool.allocate(BLOCK), Memory(BLOCK)
+    write(spool, extent, memory)
+    poke_file(spool.files[0], extent.segments[0].offset, b"\x01")
+    target = Memory(BLOCK)
+    assert read(spool, extent, target).error is None
+    assert target.data[0] == 1
+
+
+def test_verify_needs_the_length_that_was_written(make_spool: MakeSpool) -> None:
+    spool = make_spool("posix", verify=True)
+    extent, memory = spool.allocate(2 * BLOCK), Memory(2 * BLOCK)
+    write(spool, extent, memory)
+    with pytest.raises(StateError):
+        spool.read(extent, memory.address, BLOCK)
+
+
+# A package without its __init__: these processes start many times, and storage needs no torch (seconds to import).
+PRELUDE = """
+import ctypes, mmap, os, sys, types
+sys.modules["actoffload"] = types.ModuleType("actoffload")
+sys.modules["actoffload"].__path__ = [os.path.join(sys.argv[1], "actoffload")]
+"""
+CHILD = f"""{PRELUDE}
+if sys.argv[3] == "named":
+    del os.O_TMPFILE
+from actoffload.spool import Spool
+spool = Spool([sys.argv[2]], grow_bytes=4 << 20)
+memory = mmap.mmap(-1, 1 << 20)
+address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+spool.write(spool.allocate(1 << 20), address, 1 << 20).wait()
+queued = [spool.write(spool.allocate(1 << 20), address, 1 << 20) for _ in range(20)]
+print("written", flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["tmpfile", "named"])
+def test_a_killed_process_leaves_no_file(tmp_path: Path, how: str) -> None:
+    code = CHILD + "sys.stdin.read()\n"
+    command = [sys.executable, "-c", code, str(ROOT), str(tmp_path), how]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "written\n"
+        os.kill(child.pid, signal.SIGKILL)
+        assert child.wait(WAIT_S) == -signal.SIGKILL
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("ending", ["", "import atexit; atexit.register(spool.abort)", "sys.exit(0)"])
+def test_an_interpreter_that_exits_with_work_queued_neither_hangs_nor_crashes(tmp_path: Path, ending: str) -> None:
+    command = [sys.executable, "-W", "error", "-c", f"{CHILD}\n{ending}\n", str(ROOT), str(tmp_path), "tmpfile"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=2 * WAIT_S, check=False)
+    assert (found.returncode, found.stdout, found.stderr) == (0, "written\n", "")
+
+
+FORK = (
+    PRELUDE
+    + """
+from actoffload.errors import OffloaderClosedError
+from actoffload.spool import Spool
+from actoffload.testing.faults import GateEngine
+
+spool = Spool([sys.argv[2]], engine=GateEngine if sys.argv[3] == "gate" else sys.argv[3], grow_bytes=4 << 20)
+os.register_at_fork(after_in_child=spool.after_fork_in_child)
+memory = mmap.mmap(-1, 2 << 20)
+memory[: 1 << 20] = bytes(range(256)) * 4096
+address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+extent = spool.allocate(1 << 20)
+transfer = spool.write(extent, address, 1 << 20)
+inode = os.fstat(spool.files[0].fd).st_ino
+lock = spool._lock.acquire() and spool._lock  # as if another thread held it while we fork
+child = os.fork()
+if child == 0:
+    status = 1
+    try:
+        links = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        assert not [link for link in links if sys.argv[2] in link], links
+        assert transfer.wait(0) or sys.argv[3] != "gate"
+        try:
+            spool.allocate(1)
+        except OffloaderClosedError:
+            spool.free(extent)
+            spool.statistics()
+            spool.close()
+            spool.abort()
+            spool.after_fork_in_child()
+            status = 0
+    finally:
+        os._exit(status)
+lock.release()
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+if sys.argv[3] == "gate":
+    assert not transfer.wait(0)
+    spool.engines[0].open()
+assert transfer.wait(60) and transfer.error is None
+again = spool.read(extent, address + (1 << 20), 1 << 20)
+assert again.wait(60) and again.error is None
+assert memory[: 1 << 20] == memory[1 << 20 :]
+assert os.fstat(spool.files[0].fd).st_ino == inode
+spool.close()
+print("fine")
+"""
+)
+
+
+@pytest.mark.parametrize("engine", ["gate", "posix", "aiofiles"])
+def test_a_forked_child_lets_go_and_the_parent_goes_on(tmp_path: Path, engine: str) -> None:
+    if engine == "aiofiles":
+        pytest.importorskip("aiofiles")
+    command = [sys.executable, "-c", FORK, str(ROOT), str(tmp_path), engine]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=2 * WAIT_S, check=False)
+    assert (found.returncode, found.stdout) == (0, "fine\n"), found.stderr
+
+
+def test_abort_with_a_shut_gate_returns(make_spool: MakeSpool) -> None:
+    spool = make_spool(GateEngine)
+    memory = Memory(MIB)
+    transfers = [spool.write(spool.allocate(MIB), memory.address, MIB) for _ in range(4)]
+    spool.abort()
+    assert all(transfer.done for transfer in transfers)
+    assert {type(transfer.error) for transfer in transfers} == {OffloaderClosedError}
+
+
+def test_random_cancels_and_frees_never_mix_bytes_up(make_spool: MakeSpool) -> None:
+    """Cancelled writes and early frees, from two threads, on an arena that is always nearly full."""
+    spool = make_spool("posix", capacity_bytes=8 * MIB, threads=3, poison=False)
+    failures: list[str] = []
+
+    def work(seed: int) -> None:
+        try:
+            churn(spool, seed)
+        except BaseException as exc:
+            failures.append(repr(exc))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert failures == []
+    found = spool.statistics()
+    assert (found.allocated_bytes, found.busy_extents) == (0, 0)
+
+
+def churn(spool: Spool, seed: int) -> None:
+    """Writes extents, takes back every third one, and reads the others back."""
+    for turn in range(40):
+        fill = (seed * 97 + turn * 7) % 251 + 1
+        source, target = Memory(2 * MIB, fill), Memory(2 * MIB)
+        extent = spool.allocate(2 * MIB)
+        transfer = spool.write(extent, source.address, 2 * MIB, keepalive=source)
+        if turn % 3 == 0:
+            transfer.cancel()
+            spool.free(extent)
+            assert transfer.wait(WAIT_S)
+            continue
+        assert transfer.wait(WAIT_S)
+        assert transfer.error is None
+        reading = spool.read(extent, target.address, 2 * MIB, keepalive=target)
+        assert reading.wait(WAIT_S)
+        assert reading.error is None
+        assert target.data == source.data, f"turn {turn}"
+        spool.free(extent)

@@ -1,0 +1,326 @@
+"""Every ordering rule of the design's section 6, on the simulated device, and each shown to matter by removing it.
+
+`_gradients_survive` trains on the simulated device and says whether gradients are right and no copy touched memory that
+had a new owner. Each mutation takes one edge out of the code; under at least one adversary the run must then fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from actoffload import OffloadConfig, Offloader
+from actoffload.device_tier import DeviceMover
+from actoffload.hostpool import HostPool
+from actoffload.testing.fakedevice import Adversary, FakeDevice, FakeStream
+from actoffload.transfer import Incoming, Outgoing, Transfers
+
+ADVERSARIES: tuple[Adversary, ...] = ("lazy", "eager", "random")
+SIZE = 64
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)).t() * x
+
+
+def _loss(model: nn.Sequential, x: Tensor) -> Tensor:
+    loss: Tensor = model(x).square().sum()
+    return loss
+
+
+def _gradients_survive(path: Path, adversary: Adversary, target: str, *, seed: int = 0, steps: int = 3) -> bool:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[_Block() for _ in range(6)])
+    x = torch.randn(SIZE, SIZE)
+    _loss(model, x).backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    device = FakeDevice(adversary, seed=seed)
+    config = OffloadConfig(
+        target=target,  # type: ignore[arg-type]
+        path=str(path),
+        min_bytes=0,
+        pending_bytes=SIZE * SIZE * 4,
+        prefetch_bytes=2 * SIZE * SIZE * 4,
+        keep_last_bytes=0,
+        debug=True,
+        host_budget="1MiB",
+    )
+    offloader = Offloader(config, accelerator=device)
+    right = True
+    try:
+        for _ in range(steps):
+            model.zero_grad()
+            with device:
+                with offloader:
+                    loss = _loss(model, x)
+                    dead = _loss(model, x)  # a branch that backward never runs
+                del dead
+                loss.backward(retain_graph=True)
+                model.zero_grad()
+                loss.backward()
+            del loss
+            grads = [p.grad for p in model.parameters() if p.grad is not None]
+            right &= all(torch.equal(a, b) for a, b in zip(expected, grads, strict=True))
+        device.finish()
+        assert offloader.statistics().host_read_bytes > 0
+        assert offloader.statistics().live_records == 0
+    finally:
+        offloader.close()
+    return right and not device.violations
+
+
+@pytest.mark.parametrize("adversary", ADVERSARIES)
+@pytest.mark.parametrize("target", ["host", "nvme", "tiered"])
+def test_gradients_survive_every_adversary(tmp_path: Path, adversary: Adversary, target: str) -> None:
+    assert _gradients_survive(tmp_path, adversary, target)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_gradients_survive_random_interleavings(tmp_path: Path, seed: int) -> None:
+    assert _gradients_survive(tmp_path, "random", "host", seed=seed, steps=2)
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _any_failure(path: Path, target: str) -> bool:
+    return not all(_gradients_survive(path, adversary, target) for adversary in ADVERSARIES)
+
+
+@pytest.mark.parametrize(
+    "edge",
+    ["_order_release_after_copy", "_order_use_after_fill", "_order_after_allocation"],
+    ids=["rule 3: release after the copy", "rule 4: use after the fill", "rule 4: fill after the allocation"],
+)
+def test_removing_an_edge_breaks_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edge: str) -> None:
+    monkeypatch.setattr(Transfers, edge, _nothing)
+    assert _any_failure(tmp_path, "host")
+
+
+def test_reusing_a_host_slot_before_its_copies_are_done_breaks_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = HostPool.__init__
+
+    def hasty(self: HostPool, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **{**kwargs, "is_done": None})
+
+    monkeypatch.setattr(HostPool, "__init__", hasty)
+    assert _any_failure(tmp_path, "nvme")
+
+
+# -- single copies, with kernels that run when they are told to ---------------------------------------------------
+
+
+def _filled(value: int, nbytes: int = 4096) -> Tensor:
+    return torch.full((nbytes,), value, dtype=torch.uint8)
+
+
+@contextmanager
+def _without(monkeypatch: pytest.MonkeyPatch, edge: str | None) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        if edge is not None:
+            patch.setattr(Transfers, edge, _nothing)
+        yield
+
+
+def _copy_out_waits_for_the_producer(monkeypatch: pytest.MonkeyPatch, edge: str | None) -> bool:
+    device = FakeDevice("eager")
+    source, host = _filled(0), _filled(0)
+    device.launch(lambda: source.fill_(7))
+    with _without(monkeypatch, edge):
+        Transfers(device).begin_out(source, host)
+    device.advance(1.0)  # side streams run what they can; the producer has not run yet
+    device.finish()
+    return bool((host == 7).all())
+
+
+def _copy_in_waits_for_the_host_bytes(monkeypatch: pytest.MonkeyPatch, edge: str | None) -> bool:
+    device = FakeDevice("eager")
+    transfers = Transfers(device)
+    source, host = _filled(0), _filled(0)
+    device.launch(lambda: source.fill_(7))
+    out = transfers.begin_out(source, host)
+    with _without(monkeypatch, edge), device.on(FakeStream("other compute")):  # nothing else orders the two copies
+        incoming = transfers.begin_in(host, 0, after=out.event)
+        device.advance(1.0)
+        device.before_kernel()
+        transfers.before_use(incoming)
+        device.before_kernel()
+    device.finish()
+    return bool((incoming.tensor == 7).all())
+
+
+def _unused_reload_is_dropped_safely(monkeypatch: pytest.MonkeyPatch, edge: str | None) -> bool:
+    device = FakeDevice("lazy")
+    transfers = Transfers(device)
+    host = _filled(7)
+    incoming = transfers.begin_in(host, 0)
+    with _without(monkeypatch, edge):
+        transfers.drop_unused(incoming)
+    del incoming
+    device.before_kernel()  # the memory gets its next owner here
+    device.finish()
+    return not device.violations
+
+
+SINGLE: list[tuple[str, Callable[[pytest.MonkeyPatch, str | None], bool]]] = [
+    ("_order_after_producer", _copy_out_waits_for_the_producer),
+    ("_order_after_host_bytes", _copy_in_waits_for_the_host_bytes),
+    ("_order_reuse_after_fill", _unused_reload_is_dropped_safely),
+]
+
+
+@pytest.mark.parametrize(("edge", "scenario"), SINGLE, ids=[edge for edge, _ in SINGLE])
+def test_each_copy_has_its_edges_and_needs_them(
+    monkeypatch: pytest.MonkeyPatch, edge: str, scenario: Callable[[pytest.MonkeyPatch, str | None], bool]
+) -> None:
+    assert scenario(monkeypatch, None)
+    assert not scenario(monkeypatch, edge)
+
+
+def test_current_streams_are_read_at_each_use() -> None:
+    """Rule 1: a copy follows the stream that is current when its tensor is saved, not the one of an earlier tensor."""
+
+    def survives(cached: bool) -> bool:
+        device = FakeDevice("eager")
+        transfers = Transfers(device)
+        earlier, slot = _filled(1), _filled(0)
+        transfers.begin_out(earlier, slot)
+        if cached:
+            device.current_stream = lambda index: device.compute  # type: ignore[method-assign]
+        source, host = _filled(0), _filled(0)
+        other = FakeStream("other compute")
+        with device.on(other):
+            device.launch(lambda: source.fill_(7))
+            transfers.begin_out(source, host)
+        device.before_kernel()  # the first stream goes on; the other one, which makes the bytes, has not run
+        device.finish()
+        return bool((host == 7).all())
+
+    assert survives(cached=False)
+    assert not survives(cached=True)
+
+
+def test_each_use_on_another_stream_waits_too() -> None:
+    """Rule 4 per stream: a second stream that uses a reload waits for the fill itself."""
+    device = FakeDevice("lazy")
+    transfers = Transfers(device)
+    host = _filled(7)
+    incoming = transfers.begin_in(host, 0)
+    transfers.before_use(incoming)
+    other = FakeStream("other compute")
+    seen: list[bool] = []
+    with device.on(other):
+        tensor = transfers.before_use(incoming)
+        device.launch(lambda: seen.append(bool((tensor == 7).all())))
+        device.before_kernel()  # only the other stream runs
+    assert seen == [True]
+    assert len(incoming.awaited_by) == 2
+
+
+def test_memory_of_another_stream_is_reported_to_the_allocator() -> None:
+    """Rule 3 with several compute streams: the block may belong to another stream than the one that saved it."""
+    device = FakeDevice("lazy")
+    transfers = Transfers(device)
+    owner, user = FakeStream("owner"), FakeStream("user")
+    with device.on(owner):
+        source = device.empty(4096, 0, owner)
+        other = _filled(1)
+        used = transfers.begin_in(other, 0)  # the owner has computed
+        transfers.before_use(used)
+        filled = source.fill_
+        device.launch(lambda: filled(7))
+        device.before_kernel()
+    host = _filled(0)
+    with device.on(user):
+        out = transfers.begin_out(source, host)
+        transfers.release_source(out)
+    del source, out
+    with device.on(owner):
+        device.before_kernel()
+    device.finish()
+    assert bool((host == 7).all())
+    assert not device.violations
+
+
+def test_spilling_waits_for_the_host_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write to disk reads a slot only after the copy that fills it; without the wait the disk gets poison."""
+    assert _gradients_survive(tmp_path, "lazy", "nvme")
+    plain = DeviceMover._spill
+
+    def hasty(self: DeviceMover, record: Any) -> None:
+        events, record.slot.events[:] = list(record.slot.events), []
+        plain(self, record)
+        record.slot.events[:] = events
+
+    # "random" only: with "lazy" nothing else would make the copy run before the slot is written
+    monkeypatch.setattr(DeviceMover, "_spill", hasty)
+    monkeypatch.setattr(Transfers, "_order_release_after_copy", _release_without_running)
+    assert not _gradients_survive(tmp_path, "lazy", "nvme", steps=1)
+
+
+def _release_without_running(self: Transfers, out: Outgoing) -> None:
+    """Keep the source alive for ever instead of making the compute stream wait for the copy."""
+    _leaked.append(out.source)
+
+
+_leaked: list[Tensor] = []
+
+
+def test_nothing_is_pinned_after_the_first_step(tmp_path: Path) -> None:
+    """Rule 6: pack allocates no page-locked memory once a step has been seen."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[_Block() for _ in range(6)])
+    x = torch.randn(SIZE, SIZE)
+    device = FakeDevice("lazy")
+    offloader = Offloader(OffloadConfig(target="host", min_bytes=0, path=str(tmp_path)), accelerator=device)
+    pins = []
+    for _ in range(4):
+        with device, offloader:
+            loss = _loss(model, x)
+        with device:
+            loss.backward()
+        del loss
+        pins.append(len(device.pins))
+    offloader.close()
+    assert pins[0] > 0
+    assert pins[-1] == pins[0]
+
+
+def test_tensors_stay_during_graph_capture(tmp_path: Path) -> None:
+    """Rule 7."""
+    torch.manual_seed(0)
+    model = nn.Sequential(_Block())
+    device = FakeDevice("lazy")
+    offloader = Offloader(OffloadConfig(target="host", min_bytes=0, path=str(tmp_path)), accelerator=device)
+    device.capturing = True
+    with device, offloader:
+        loss = _loss(model, torch.randn(SIZE, SIZE))
+        loss.backward()
+    device.capturing = False
+    statistics = offloader.statistics()
+    offloader.close()
+    assert statistics.host_written_bytes == 0
+    assert statistics.kept_bytes["graph capture"] > 0
+
+
+def test_incoming_is_plain_data() -> None:
+    device = FakeDevice()
+    host = _filled(3)
+    incoming = Transfers(device).begin_in(host, 0)
+    assert isinstance(incoming, Incoming)
+    device.finish()
+    assert bool((incoming.tensor == 3).all())

@@ -1,0 +1,509 @@
+"""The spool: extents and stripes, transfers, ordering, books, directories."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actoffload import paths
+from actoffload.engines.posix import PosixEngine
+from actoffload.errors import ConfigError, OffloaderClosedError, SpoolFullError, SpoolPathError, StateError
+from actoffload.spool import Extent, Spool, Transfer
+from actoffload.testing.engine_suite import WAIT_S, Memory, peek_file, random_bytes
+from actoffload.testing.faults import GateEngine
+
+MIB = 1 << 20
+BLOCK = 4096
+MakeSpool = Callable[..., Spool]
+
+
+@pytest.fixture
+def make_spool(tmp_path: Path) -> Iterator[MakeSpool]:
+    made: list[Spool] = []
+
+    def make(*directories: Path, **options: Any) -> Spool:
+        made.append(Spool(directories or [tmp_path], **{"grow_bytes": 4 * MIB, **options}))
+        return made[-1]
+
+    yield make
+    for spool in made:
+        spool.abort()
+
+
+def gate_of(spool: Spool) -> GateEngine:
+    (engine,) = spool.engines
+    assert isinstance(engine, GateEngine)
+    return engine
+
+
+def put(spool: Spool, data: bytes) -> Extent:
+    """Writes data into a new extent and waits for it."""
+    memory = Memory(len(data))
+    memory.data = data
+    extent = spool.allocate(len(data))
+    transfer = spool.write(extent, memory.address, len(data), keepalive=memory)
+    assert transfer.wait(WAIT_S)
+    assert transfer.error is None
+    return extent
+
+
+def get(spool: Spool, extent: Extent, length: int) -> bytes:
+    """Reads from an extent and waits for it."""
+    memory = Memory(length, fill=0xEE)
+    transfer = spool.read(extent, memory.address, length, keepalive=memory)
+    assert transfer.wait(WAIT_S)
+    assert transfer.error is None
+    return memory.data
+
+
+@pytest.mark.parametrize("engine", ["auto", "posix", "aiofiles", "memory"])
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("length", [BLOCK, MIB, 3 * MIB + BLOCK])
+def test_what_is_written_comes_back(make_spool: MakeSpool, engine: str, verify: bool, length: int) -> None:
+    if engine == "aiofiles":
+        pytest.importorskip("aiofiles")
+    spool = make_spool(engine=engine, verify=verify, stripe_bytes=MIB, capacity_bytes=16 * MIB)
+    blobs = [random_bytes(length, seed) for seed in range(3)]
+    extents = [put(spool, blob) for blob in blobs]
+    assert [get(spool, extent, length) for extent in reversed(extents)] == blobs[::-1]
+    for extent in extents:
+        spool.free(extent)
+    found = spool.statistics()
+    assert (found.written_bytes, found.read_bytes) == (3 * length, 3 * length)
+    assert (found.allocated_bytes, found.busy_extents) == (0, 0)
+    assert found.peak_allocated_bytes == sum(extent.nbytes for extent in extents)
+
+
+def test_the_bytes_are_in_the_files_striped_over_the_paths(make_spool: MakeSpool, tmp_path: Path) -> None:
+    directories = [tmp_path / name for name in "abc"]
+    for directory in directories:
+        directory.mkdir()
+    spool = make_spool(*directories, stripe_bytes=MIB)
+    data = random_bytes(6 * MIB, 1)
+    extent = put(spool, data)
+    assert [segment.lane for segment in extent.segments] == [0, 1, 2, 0, 1, 2]
+    found = b"".join(peek_file(spool.files[part.lane], part.offset, part.nbytes) for part in extent.segments)
+    assert found == data
+    assert spool.statistics().paths == tuple(str(directory) for directory in directories)
+
+
+def test_an_extent_is_split_evenly(make_spool: MakeSpool) -> None:
+    spool = make_spool(stripe_bytes=2 * MIB, grow_bytes=16 * MIB)
+    sizes = [segment.nbytes for segment in spool.allocate(5 * MIB).segments]
+    assert sum(sizes) >= 5 * MIB
+    assert max(sizes) - min(sizes) <= len(sizes) * BLOCK
+    assert len(sizes) == 3
+
+
+def test_nothing_is_left_in_the_directory(make_spool: MakeSpool, tmp_path: Path) -> None:
+    spool = make_spool()
+    put(spool, bytes(MIB))
+    assert list(tmp_path.iterdir()) == []
+    (file,) = spool.files
+    info = os.fstat(file.fd)
+    assert (info.st_nlink, stat.S_IMODE(info.st_mode)) == (0, 0o600)
+    assert info.st_blocks * 512 >= 4 * MIB  # reserved, not sparse
+    spool.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(file.fd)
+
+
+def test_without_o_tmpfile_the_name_is_gone_at_once(
+    make_spool: MakeSpool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "O_TMPFILE")
+    spool = make_spool()
+    assert list(tmp_path.iterdir()) == []
+    assert stat.S_IMODE(os.fstat(spool.files[0].fd).st_mode) == 0o600
+    assert get(spool, put(spool, b"\x12" * MIB), MIB) == b"\x12" * MIB
+
+
+def test_buffered_where_there_is_no_direct_io(make_spool: MakeSpool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "O_DIRECT")
+    monkeypatch.delattr(os, "posix_fallocate")
+    spool = make_spool()
+    assert (spool.direct, spool.alignment) == (False, 1)
+    assert "page cache" in spool.engine_reason
+    extent = put(spool, b"odd length")
+    assert get(spool, extent, 10) == b"odd length"
+    assert get(spool, extent, 3) == b"odd"
+
+
+def test_direct_transfers_must_be_aligned(make_spool: MakeSpool) -> None:
+    spool = make_spool()
+    if not spool.direct:
+        pytest.skip("this file system has no direct I/O")
+    memory, extent = Memory(2 * BLOCK), spool.allocate(2 * BLOCK)
+    for address, length in ((memory.address + 1, BLOCK), (memory.address, BLOCK - 1)):
+        with pytest.raises(StateError, match="not multiples"):
+            spool.write(extent, address, length)
+
+
+def test_the_arena_grows_up_to_its_capacity(make_spool: MakeSpool) -> None:
+    spool = make_spool(capacity_bytes=10 * MIB)
+    assert spool.statistics().arena_bytes == 4 * MIB
+    extents = [spool.allocate(MIB) for _ in range(10)]
+    assert spool.statistics().arena_bytes == 10 * MIB
+    with pytest.raises(SpoolFullError, match="capacity_bytes"):
+        spool.allocate(BLOCK)
+    spool.free(extents[3])
+    assert spool.allocate(MIB).segments == extents[3].segments
+
+
+def test_a_failed_allocation_takes_nothing(make_spool: MakeSpool) -> None:
+    spool = make_spool(capacity_bytes=4 * MIB, stripe_bytes=MIB)
+    with pytest.raises(SpoolFullError):
+        spool.allocate(5 * MIB)
+    assert spool.statistics().allocated_bytes == 0
+    assert spool.allocate(4 * MIB).nbytes == 4 * MIB
+
+
+def test_scattered_room_is_used_in_smaller_pieces(make_spool: MakeSpool) -> None:
+    spool = make_spool(capacity_bytes=8 * MIB, stripe_bytes=4 * MIB)
+    extents = [spool.allocate(MIB) for _ in range(8)]
+    for extent in extents[::2]:
+        spool.free(extent)
+    assert len(spool.allocate(4 * MIB).segments) == 4
+
+
+def test_a_full_path_leaves_the_work_to_the_others(
+    make_spool: MakeSpool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "small").mkdir()
+    (tmp_path / "large").mkdir()
+    spool = make_spool(tmp_path / "small", tmp_path / "large")
+    real = paths.free_bytes
+    monkeypatch.setattr("actoffload.arena.free_bytes", lambda file: 0 if file.path.endswith("small") else real(file))
+    lanes = [spool.allocate(MIB).segments[0].lane for _ in range(12)]
+    assert (lanes.count(0), lanes.count(1)) == (4, 8)
+
+
+def test_a_read_must_wait_for_its_write(make_spool: MakeSpool) -> None:
+    spool = make_spool(engine=GateEngine)
+    memory, extent = Memory(BLOCK), spool.allocate(2 * BLOCK)
+    with pytest.raises(StateError, match="0 valid bytes"):
+        spool.read(extent, memory.address, BLOCK)
+    transfer = spool.write(extent, memory.address, BLOCK)
+    with pytest.raises(StateError, match="is being written"):
+        spool.read(extent, memory.address, BLOCK)
+    with pytest.raises(StateError, match="still being read or written"):
+        spool.write(extent, memory.address, BLOCK)
+    gate_of(spool).open()
+    assert transfer.wait(WAIT_S)
+    assert get(spool, extent, BLOCK) == memory.data
+    with pytest.raises(StateError, match="4096 valid bytes"):
+        spool.read(extent, memory.address, 2 * BLOCK)
+
+
+def test_a_transfer_must_fit(make_spool: MakeSpool) -> None:
+    spool = make_spool()
+    memory, extent = Memory(2 * BLOCK), spool.allocate(BLOCK)
+    for length in (0, 2 * BLOCK):
+        with pytest.raises(StateError):
+            spool.write(extent, memory.address, length)
+
+
+def test_freed_room_is_not_reused_while_a_write_is_in_flight(make_spool: MakeSpool) -> None:
+    spool = make_spool(engine=GateEngine, capacity_bytes=MIB)
+    memory, extent = Memory(MIB), spool.allocate(MIB)
+    transfer = spool.write(extent, memory.address, MIB)
+    spool.free(extent)
+    with pytest.raises(SpoolFullError):
+        spool.allocate(BLOCK)
+    gate_of(spool).open()
+    assert transfer.wait(WAIT_S)
+    assert spool.allocate(MIB).segments == extent.segments
+
+
+def test_freed_room_is_not_reused_while_a_cancelled_transfer_still_runs(make_spool: MakeSpool) -> None:
+    spool = make_spool(threads=1, engine="posix", stripe_bytes=MIB, capacity_bytes=2 * MIB)
+    running, go_on, called = threading.Event(), threading.Event(), threading.Event()
+
+    def before() -> None:
+        running.set()
+        assert go_on.wait(WAIT_S)
+
+    memory, extent = Memory(2 * MIB), spool.allocate(2 * MIB)
+    dead = weakref.ref(memory)
+    transfer = spool.write(
+        extent, memory.address, 2 * MIB, before=before, on_done=lambda _: called.set(), keepalive=memory
+    )
+    assert running.wait(WAIT_S)
+    assert transfer.cancel()
+    assert transfer.cancel()
+    spool.free(extent)
+    del memory
+    assert dead() is not None
+    assert not transfer.wait(0)
+    with pytest.raises(SpoolFullError):
+        spool.allocate(BLOCK)
+    go_on.set()
+    assert transfer.wait(WAIT_S)
+    spool.allocate(2 * MIB)
+    spool.close()
+    assert dead() is None
+    assert not called.is_set()
+    assert spool.statistics().written_bytes == MIB  # the segment that had started, not the other one
+
+
+def test_a_cancelled_queued_transfer_is_over_at_once(make_spool: MakeSpool) -> None:
+    spool = make_spool(engine=GateEngine, stripe_bytes=MIB, capacity_bytes=2 * MIB)
+    memory, called = Memory(2 * MIB), threading.Event()
+    dead = weakref.ref(memory)
+    extent = spool.allocate(2 * MIB)
+    transfer = spool.write(extent, memory.address, 2 * MIB, on_done=lambda _: called.set(), keepalive=memory)
+    assert transfer.cancel()
+    assert (transfer.done, transfer.cancelled, transfer.wait(0)) == (True, True, True)
+    del memory
+    assert dead() is None
+    with pytest.raises(StateError, match="0 valid bytes"):
+        spool.read(extent, 0, BLOCK)
+    spool.free(extent)
+    spool.allocate(2 * MIB)
+    spool.close()
+    assert not called.is_set()
+    assert spool.statistics().written_bytes == 0
+
+
+def test_what_has_finished_cannot_be_cancelled(make_spool: MakeSpool) -> None:
+    spool = make_spool()
+    memory, called = Memory(BLOCK), threading.Event()
+    transfer = spool.write(spool.allocate(BLOCK), memory.address, BLOCK, on_done=lambda _: called.set())
+    assert transfer.wait(WAIT_S)
+    assert not transfer.cancel()
+    assert called.wait(WAIT_S)
+
+
+def test_on_done_comes_once_for_all_segments_with_no_lock_held(make_spool: MakeSpool) -> None:
+    spool = make_spool(stripe_bytes=MIB)
+    memory, seen, finished = Memory(3 * MIB), [], threading.Event()
+    extent = spool.allocate(3 * MIB)
+
+    def on_done(transfer: Transfer) -> None:
+        seen.append((transfer.done, transfer.error, threading.current_thread()))
+        spool.free(extent)
+        spool.free(spool.allocate(3 * MIB))  # would hang if a lock were held
+        finished.set()
+
+    spool.write(extent, memory.address, 3 * MIB, on_done=on_done)
+    assert finished.wait(WAIT_S)
+    spool.close()
+    assert [entry[:2] for entry in seen] == [(True, None)]
+    assert seen[0][2] is not threading.current_thread()
+
+
+def test_before_runs_once_and_before_every_segment(make_spool: MakeSpool) -> None:
+    spool = make_spool(stripe_bytes=MIB, threads=3)
+    memory, calls = Memory(3 * MIB), []
+
+    def before() -> None:
+        calls.append(spool.statistics().written_bytes)
+        memory.data = b"\x42" * (3 * MIB)
+
+    extent = spool.allocate(3 * MIB)
+    transfer = spool.write(extent, memory.address, 3 * MIB, before=before)
+    assert transfer.wait(WAIT_S)
+    assert len(calls) == 1
+    assert get(spool, extent, 3 * MIB) == b"\x42" * (3 * MIB)
+
+
+def test_a_failing_before_fails_the_transfer(make_spool: MakeSpool) -> None:
+    spool = make_spool(stripe_bytes=MIB)
+    memory, problem = Memory(3 * MIB), KeyError("before")
+
+    def before() -> None:
+        raise problem
+
+    extent = spool.allocate(3 * MIB)
+    transfer = spool.write(extent, memory.address, 3 * MIB, before=before)
+    assert transfer.wait(WAIT_S)
+    assert transfer.error is problem
+    assert spool.statistics().written_bytes == spool.statistics().read_bytes
+    with pytest.raises(StateError):
+        spool.read(extent, memory.address, BLOCK)
+
+
+def test_promote_moves_a_whole_transfer_forward(make_spool: MakeSpool) -> None:
+    spool = make_spool(engine=partial(GateEngine, threads=1), stripe_bytes=MIB)
+    gate = gate_of(spool)
+    gate.open()
+    extents = [put(spool, bytes([index]) * (2 * MIB)) for index in range(2)]
+    gate.shut()
+    gate.started.clear()
+    targets = [Memory(2 * MIB) for _ in extents]
+    transfers = [spool.read(extent, target.address, 2 * MIB) for extent, target in zip(extents, targets, strict=True)]
+    transfers[1].promote()
+    gate.open()
+    assert all(transfer.wait(WAIT_S) for transfer in transfers)
+    expected = [part.offset for extent in (extents[1], extents[0]) for part in extent.segments]
+    assert [request.offset for request in gate.started] == expected
+
+
+def test_double_free_is_refused(make_spool: MakeSpool) -> None:
+    spool = make_spool()
+    extent = spool.allocate(BLOCK)
+    spool.free(extent)
+    with pytest.raises(StateError, match="twice"):
+        spool.free(extent)
+    with pytest.raises(StateError, match="is freed"):
+        spool.write(extent, Memory(BLOCK).address, BLOCK)
+
+
+def test_free_does_not_wait_for_the_lock(make_spool: MakeSpool) -> None:
+    """A finalizer may run in the very thread that holds the lock."""
+    spool = make_spool(engine=GateEngine)
+    memory = Memory(BLOCK)
+    extents = [spool.allocate(BLOCK), spool.allocate(BLOCK)]
+    transfer = spool.write(extents[1], memory.address, BLOCK)
+    with spool._lock:
+        spool.free(extents[0])
+        assert transfer.cancel()
+        assert spool._arenas.allocated_bytes == 2 * BLOCK
+    found = spool.statistics()
+    assert (found.allocated_bytes, found.busy_extents) == (BLOCK, 0)
+
+
+@pytest.mark.parametrize("engine", ["posix", "memory"])
+def test_poison_overwrites_freed_room_before_it_is_used_again(make_spool: MakeSpool, engine: str) -> None:
+    spool = make_spool(engine=engine, poison=True, stripe_bytes=MIB, capacity_bytes=4 * MIB)
+    extent = put(spool, b"\x01" * (4 * MIB))
+    spool.free(extent)
+    again = spool.allocate(4 * MIB)  # has to wait for the poison
+    assert again.segments == extent.segments
+    again._valid_bytes = 4 * MIB
+    assert get(spool, again, 4 * MIB) == b"\xff" * (4 * MIB)
+
+
+def test_close_finishes_and_refuses_more(make_spool: MakeSpool) -> None:
+    spool = make_spool()
+    memory, extent = Memory(MIB), spool.allocate(MIB)
+    transfer = spool.write(extent, memory.address, MIB)
+    spool.close()
+    assert (transfer.done, transfer.error) == (True, None)
+    spool.close()
+    spool.abort()
+    spool.free(extent)
+    for call in (lambda: spool.allocate(1), lambda: spool.write(extent, memory.address, MIB)):
+        with pytest.raises(OffloaderClosedError):
+            call()
+    assert spool.statistics().written_bytes == MIB
+
+
+def test_abort_cancels_and_wakes_those_who_wait(make_spool: MakeSpool) -> None:
+    spool = make_spool(engine=GateEngine)
+    memory, called = Memory(MIB), threading.Event()
+    transfer = spool.write(spool.allocate(MIB), memory.address, MIB, on_done=lambda _: called.set())
+    waiter = threading.Thread(target=transfer.wait)
+    waiter.start()
+    spool.abort()
+    waiter.join(WAIT_S)
+    assert not waiter.is_alive()
+    assert isinstance(transfer.error, OffloaderClosedError)
+    assert not called.is_set()
+    assert spool.statistics().written_bytes == 0
+
+
+def test_a_write_that_meets_a_closing_engine_leaves_nothing_behind(make_spool: MakeSpool) -> None:
+    spool = make_spool(stripe_bytes=MIB)
+    memory, extent = Memory(2 * MIB), spool.allocate(2 * MIB)
+    spool.engines[0].close()
+    with pytest.raises(OffloaderClosedError):
+        spool.write(extent, memory.address, 2 * MIB)
+    assert spool.statistics().busy_extents == 0
+
+
+def test_a_factory_makes_the_engine(make_spool: MakeSpool) -> None:
+    spool = make_spool(engine=partial(PosixEngine, threads=2))
+    assert (spool.engine_name, spool.engine_reason) == ("posix", "made by the factory that was given")
+
+
+@pytest.mark.parametrize(
+    "options", [{"capacity_bytes": 0}, {"stripe_bytes": 0}, {"grow_bytes": -1}, {"threads": 0}, {"engine": "nvme"}]
+)
+def test_impossible_options_are_refused(make_spool: MakeSpool, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        make_spool(**options)
+
+
+def test_a_missing_directory_a_file_and_no_directory_are_refused(make_spool: MakeSpool, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(SpoolPathError, match=r"path='.*missing' .*create the directory"):
+        make_spool(tmp_path / "missing")
+    with pytest.raises(SpoolPathError, match=r"path='.*file' is not a directory"):
+        make_spool(file)
+    with pytest.raises(ConfigError, match="at least one directory"):
+        Spool([])
+
+
+def test_a_directory_without_write_permission_is_refused(
+    make_spool: MakeSpool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    with pytest.raises(SpoolPathError, match="is not writable"):
+        make_spool()
+
+
+MOUNTS = r"""
+22 1 8:1 / / rw,relatime shared:1 - {root} /dev/sda1 rw
+23 22 0:5 / /tmp\040dir rw - tmpfs tmpfs rw
+24 22 0:6 / /mnt/net rw shared:2 master:3 - nfs4 server:/export rw
+25 24 0:7 / /mnt/net/local rw - xfs /dev/sdb rw
+26 22 0:8 / /mnt/ssh rw - fuse.sshfs host: rw
+27 26 0:9 / /mnt/ssh rw - btrfs /dev/sdc rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/", "ext4"),
+        ("/home/me", "ext4"),
+        ("/tmp dir/x", "tmpfs"),
+        ("/tmp dirt", "ext4"),
+        ("/mnt/net", "nfs4"),
+        ("/mnt/net/local/x", "xfs"),
+        ("/mnt/ssh", "btrfs"),
+    ],
+)
+def test_the_file_system_is_that_of_the_innermost_last_mount(
+    path: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paths, "_MOUNTS_FILE", mounts_file(tmp_path, "ext4"))
+    assert paths.filesystem_type(path) == kind
+
+
+def mounts_file(folder: Path, kind: str) -> Path:
+    file = folder / "mountinfo"
+    file.write_text(MOUNTS.replace("{root}", kind))
+    return file
+
+
+@pytest.mark.parametrize("kind", ["tmpfs", "ramfs", "nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs"])
+def test_memory_and_network_file_systems_are_refused_unless_told(
+    make_spool: MakeSpool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(paths, "_MOUNTS_FILE", mounts_file(tmp_path, kind))
+    with pytest.raises(SpoolPathError, match=f"is on {kind}, .*allow_any_filesystem"):
+        make_spool()
+    spool = make_spool(allow_any_filesystem=True)
+    assert get(spool, put(spool, b"\x07" * BLOCK), BLOCK) == b"\x07" * BLOCK
+
+
+def test_overlay_is_taken_but_buffered(make_spool: MakeSpool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paths, "_MOUNTS_FILE", mounts_file(tmp_path, "overlay"))
+    assert not make_spool().direct
+
+
+def test_a_system_without_mount_table_takes_every_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(paths, "_MOUNTS_FILE", tmp_path / "none")
+    assert paths.filesystem_type("/") is None
+    assert paths.check_directory(tmp_path) == os.path.realpath(tmp_path)
