@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from types import TracebackType
 from typing import Any
@@ -102,7 +103,7 @@ class Attachment:
             return  # the forward failed before it was entered
         self._depth.value = depth - 1
         if depth == 1:
-            self.offloader.__exit__(None, None, None)
+            self.offloader.__exit__(*sys.exc_info())  # an exception of the forward, if it failed
 
 
 def attach(module: nn.Module, **options: Any) -> Attachment:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .cpu_tier import CpuMover
 from .device import Accelerator, accelerator_for, default_device_types
 from .device_tier import DeviceMover
+from .errors import ConfigError
 from .hostpool import HostPool
 from .memory import available_bytes, fix_mmap_threshold, local_ranks
 from .spool import Spool
@@ -67,7 +68,11 @@ class Tiers:
             device = accelerator or accelerator_for(device_type)
             if device is not None:
                 self.movers[device_type] = self._device_mover(device)
-            elif device_type == "cpu" and self.core.config.target != "host":
+            elif device_type != "cpu":
+                raise ConfigError(
+                    "devices", device_type, "no such device here; leave it out to take what there is"
+                )
+            elif self.core.config.target != "host":
                 self.movers[device_type] = self._cpu_mover()
 
     def _open_spool(self) -> Spool:

@@ -191,7 +191,7 @@ class CudaAccelerator(TorchAccelerator):
 
 def accelerator_for(device_type: str) -> Accelerator | None:
     """The accelerator that drives tensors of this device type, or None for ``"cpu"`` and types without streams."""
-    if device_type == "cuda":
+    if device_type == "cuda" and torch.cuda.is_available():
         return CudaAccelerator()
     current = torch.accelerator.current_accelerator()
     if current is not None and current.type == device_type:

@@ -156,10 +156,7 @@ class Offloader(Storer):
     ) -> None:
         entry = self._stack().pop()
         entry.hooks.__exit__(kind, error, trace)
-        if entry.tape.in_backward:
-            self.end_tape(entry.tape)
-        else:
-            self.note_plan(entry.tape)
+        self.core.warn()
         if self.config.strict and kind is None:
             self._check_moved(entry)
 
@@ -256,9 +253,12 @@ class Offloader(Storer):
         return self._keep(tensor, KeepReason.SUBCLASS, 0)
 
     def _tape(self) -> Tape[Record]:
-        entry = self._stack()[-1]
+        """The tape of the forward that runs in this thread: a new one when backward has walked the last one."""
+        stack = self._stack()
+        if not stack:  # hooks that PyTorch carried to one of its own threads
+            stack.append(_Entry(self))
+        entry = stack[-1]
         if entry.tape.in_backward or (entry.tape.live == 0 and entry.tape.records):
-            self.end_tape(entry.tape)
             entry.tape = Tape()
         return entry.tape
 

@@ -25,7 +25,8 @@ from .statistics import Statistics
 from .summary import render_report
 from .tiers import Core, Mover
 
-MIN_BYTES = 128 << 10
+CPU_MIN_BYTES = 128 << 10
+DEVICE_MIN_BYTES = 1 << 20
 CPU_PENDING_BYTES = 256 << 20
 CPU_PREFETCH_BYTES = 64 << 20
 DEVICE_PREFETCH_BYTES = 128 << 20
@@ -49,7 +50,6 @@ class Storer:
         self.notes = StorageSet()
         self.owners = ModuleOwners()
         self.orders = LearnedOrders()
-        self.plan = Plan(())
         self.closed = False
         self.forked = False
         self._identities: IdentityMap[Record] = IdentityMap()
@@ -59,8 +59,8 @@ class Storer:
         self._dropped: deque[tuple[Record, int]] = deque()
         self._kept_gone: deque[int] = deque()
         self._last_total_bytes = 0
-        self._min_bytes = config.size("min_bytes", MIN_BYTES)
         self._largest_bytes = 0
+        self._decisions: list[tuple[int, KeepReason | None, str | None]] = []
         self.tiers = Tiers(self.core, accelerator)
         self._movers = self.tiers.movers
         first = CPU_PREFETCH_BYTES if isinstance(self._movers.get("cpu"), CpuMover) else DEVICE_PREFETCH_BYTES
@@ -86,6 +86,7 @@ class Storer:
             module: the name of the module that is running, if names are known.
         """
         core = self.core
+        core.warn()
         address = storage.data_ptr()
         begin, end = span
         with core.lock:
@@ -126,9 +127,10 @@ class Storer:
         if reason is None:
             self.core.accounts.moved_bytes += record.nbytes
         else:
-            record.keep_reason = reason
             self.core.accounts.kept_bytes[reason.value] += record.nbytes
             self.core.event(EventKind.KEEP, record, reason.value)
+        self._decisions = tape.decisions
+        tape.decisions.append((record.nbytes, reason, record.module))
 
     def _why_keep(self, record: Record, tensor: Tensor, tape: Tape[Record]) -> KeepReason | None:
         if self.forked or self.closed or self.core.inert:
@@ -149,7 +151,7 @@ class Storer:
             tail = self.config.size(
                 "keep_last_bytes", min(self._last_total_bytes // KEEP_LAST_SHARE, self._window.nbytes)
             )
-            if tape.total_bytes > self._last_total_bytes - tail:
+            if self._last_total_bytes - tail < tape.total_bytes <= self._last_total_bytes:  # a longer forward goes on
                 return KeepReason.LAST
         if self.config.device_budget is None and isinstance(self._movers[record.device.type], CpuMover):
             limit = self.config.size("pending_bytes", CPU_PENDING_BYTES)
@@ -172,19 +174,12 @@ class Storer:
         """Why a tensor of this device and size stays, or None."""
         if tensor.device.type not in self._movers:
             return KeepReason.DEVICE
-        if nbytes < self._min_bytes or nbytes == 0:
+        default = CPU_MIN_BYTES if tensor.device.type == "cpu" else DEVICE_MIN_BYTES
+        if nbytes < self.config.size("min_bytes", default) or nbytes == 0:
             return KeepReason.SMALL
         if self._movers[tensor.device.type].capturing():
             return KeepReason.CAPTURE
         return None
-
-    def end_tape(self, tape: Tape[Record]) -> None:
-        """A forward is over and its backward has been seen, or never will be: learn from it."""
-        with self.core.lock:
-            self._drain()
-            order = tape.learned()
-            if order is not None:
-                self.orders.put(tape.signature, order)
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -203,6 +198,7 @@ class Storer:
         """
         core = self.core
         mover = self._movers[record.device.type]
+        core.warn()
         with core.lock:
             self._drain()
             mover.pump()
@@ -308,8 +304,12 @@ class Storer:
         self._movers[record.device.type].release(record)
         if record.identity is not None:
             self._identities.remove(record.identity, record)
-        if record.tape is not None:
-            record.tape.forget(record.index)
+        tape = record.tape
+        if tape is not None:
+            tape.forget(record.index)
+            order = tape.learned()
+            if tape.live == 0 and order is not None:
+                self.orders.put(tape.signature, order)
         self.core.accounts.died(record.nbytes)
         self.core.event(EventKind.RELEASE, record)
         self.core.changed.notify_all()
@@ -324,6 +324,7 @@ class Storer:
                 mover.flush()
             while self.core.pending_bytes > 0 and not self.core.inert:
                 self.core.changed.wait()
+        self.core.warn()
 
     def close(self) -> None:
         """Take no more work and wait for what is under way. Idempotent.
@@ -365,6 +366,7 @@ class Storer:
 
     def statistics(self) -> Statistics:
         """What was done since the offloader began."""
+        self.core.warn()
         elsewhere = self.tiers.counts()
         with self.core.lock:
             self._drain()
@@ -376,19 +378,18 @@ class Storer:
         notes = [f"{spool.engine_name} engine: {spool.engine_reason}"] if spool is not None else []
         return render_report(self.config, self.statistics(), spool.statistics() if spool else None, notes)
 
-    def note_plan(self, tape: Tape[Record]) -> None:
-        """Keep what was decided in a forward, for `explain`."""
-        with self.core.lock:
-            self.plan = Plan(
-                tuple(
-                    PlanEntry(
-                        index=record.index,
-                        nbytes=record.nbytes,
-                        action=(Decision.KEEP if record.keep_reason else Decision.OFFLOAD).value,
-                        reason=record.keep_reason.value if record.keep_reason else "",
-                        module=record.module,
-                    )
-                    for record in tape.records
-                    if record is not None
+    @property
+    def plan(self) -> Plan:
+        """What was decided in the last forward, as data; given as ``policy=``, it is followed."""
+        return Plan(
+            tuple(
+                PlanEntry(
+                    index=index,
+                    nbytes=nbytes,
+                    action=(Decision.OFFLOAD if reason is None else Decision.KEEP).value,
+                    reason=reason.value if reason is not None else "",
+                    module=module,
                 )
+                for index, (nbytes, reason, module) in enumerate(self._decisions)
             )
+        )

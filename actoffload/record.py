@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from .errors import StateError
-from .policy import KeepReason
 
 if TYPE_CHECKING:
     from .extent_io import Extent, Transfer
@@ -70,7 +69,6 @@ class Record:
         "incoming",
         "index",
         "io",
-        "keep_reason",
         "module",
         "nbytes",
         "number",
@@ -104,7 +102,6 @@ class Record:
         self.tape: Tape[Record] | None = None
         self.index = -1
         self.module: str | None = None
-        self.keep_reason: KeepReason | None = None
         self.counted = False  # in the meter of resident bytes
         self.wanted = False  # backward is about to need it
         self.on_disk = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 
 class Sized(Protocol):
@@ -61,6 +61,8 @@ class Tape(Generic[R]):
         self.total_bytes = 0
         self.signature = 0
         self.in_backward = False
+        self.decisions: list[Any] = []
+        """What was decided of each record, as its owner notes it; outlives the records."""
         self._order: tuple[int, ...] = ()
         self._position: dict[int, int] = {}
         self._frontier = 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 from abc import ABC, abstractmethod
+from collections import deque
 
 import torch
 
@@ -37,11 +38,13 @@ class Core:
         self.inert = False
         """Nothing may be started any more: aborted, or a forked child."""
         self._warned: set[str] = set()
+        self._to_warn: deque[str] = deque()
 
     def after_fork_in_child(self) -> None:
         """A new lock: the old one may have been held when the process forked."""
         self.inert = True
         self.sink = None
+        self._to_warn.clear()
         self.lock = threading.Lock()
         self.changed = threading.Condition(self.lock)
 
@@ -62,17 +65,20 @@ class Core:
             )
 
     def degrade(self, reason: str, record: Record, error: BaseException) -> None:
-        """Something below failed and the step goes on: count it, and warn once for each reason."""
+        """Something below failed and the step goes on: count it, and have `warn` say so once for each reason."""
         self.accounts.degraded[reason] += 1
         self.event(EventKind.DEGRADED, record, reason)
         if reason not in self._warned:
             self._warned.add(reason)
-            warnings.warn(
+            self._to_warn.append(
                 f"actoffload: {reason}: {error}. The tensor stays in memory and the step goes on; "
-                "Statistics.degraded counts such tensors",
-                RuntimeWarning,
-                stacklevel=2,
+                "Statistics.degraded counts such tensors"
             )
+
+    def warn(self) -> None:
+        """Say what went wrong, on a thread of the user's and without the lock: a filter may turn it into an error."""
+        while self._to_warn:
+            warnings.warn(self._to_warn.popleft(), RuntimeWarning, stacklevel=2)
 
 
 class Mover(ABC):

@@ -1,0 +1,61 @@
+# A fresh machine needs only Python (3.11 or newer), git and make.
+#
+#   make demo    train a small GPT on real text, with and without offloading, and compare
+#   make test    everything that continuous integration runs
+#   make gpu     the suite for a machine with an accelerator (uses PYTHON as it is, no environment, no network)
+#
+# PYTHON      the interpreter that makes the environment, and that `make gpu` runs
+# PIP_ARGS    more arguments for pip, e.g. the index of PyTorch's CPU builds, which saves gigabytes
+# DEMO_ARGS   arguments for `actoffload demo`;  PYTEST_ARGS  for pytest;  GPU_ARGS  for benchmarks.gpu
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+DEMO_ARGS ?=
+PYTEST_ARGS ?= -n auto
+GPU_ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+
+.PHONY: demo test gpu lint format types tests tiny clean
+
+demo: $(VENV)/.installed
+	$(BIN)/actoffload demo $(DEMO_ARGS)
+
+test: lint types tests tiny
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.installed-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.installed-test
+	$(BIN)/mypy --strict
+
+tests: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+tiny: $(VENV)/.installed-test
+	$(BIN)/python -m benchmarks.gpu --tiny
+
+gpu:
+	$(PYTHON) -m benchmarks.gpu $(GPU_ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Stamps, so that a second run starts at once.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.installed-test: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) -e ".[test]"
+	touch $@ $(VENV)/.installed

@@ -1,0 +1,1 @@
+"""Measurements of the library; see README.md here. Results are kept under ``results/``."""

@@ -1,0 +1,103 @@
+"""On a real accelerator: the allocator's own peak is what the budget and the statistics promise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import actoffload
+
+pytestmark = pytest.mark.gpu
+
+TENSOR_BYTES = 16 << 20
+LAYERS = 48
+SLACK_BYTES = 8 * TENSOR_BYTES
+"""What the computation itself holds beside saved tensors: the operands and gradients of an operation or two."""
+
+
+def peak_over(context: Any, steps: int) -> int:
+    """The allocator's peak over what was allocated before, in bytes; the chain saves ``LAYERS`` tensors."""
+    accelerator = torch.accelerator.current_accelerator()
+    x = torch.randn(TENSOR_BYTES // 4, device=accelerator).requires_grad_()
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_allocated()
+    for _ in range(steps):
+        if context is None:
+            out = chain(x)
+        else:
+            with context:
+                out = chain(x)
+        out.sum().backward()
+        x.grad = None
+        del out
+    torch.accelerator.synchronize()
+    return int(torch.accelerator.max_memory_allocated()) - before
+
+
+def chain(x: Tensor) -> Tensor:
+    """Each operation saves its input."""
+    for _ in range(LAYERS):
+        x = x.sin()
+    return x
+
+
+def make_offloader(target: str, path: Path, **options: Any) -> actoffload.Offloader:
+    config = actoffload.OffloadConfig(target=target, path=path, allow_any_filesystem=True, **options)  # type: ignore[arg-type]
+    return actoffload.Offloader(config)
+
+
+@pytest.mark.parametrize("target", ["host", "nvme", "tiered"])
+def test_a_device_budget_is_kept_from_the_first_step_on(target: str, tmp_path: Path) -> None:
+    everything = peak_over(None, 1)
+    assert everything >= (LAYERS - 2) * TENSOR_BYTES
+    budget = 8 * TENSOR_BYTES
+    offloader = make_offloader(target, tmp_path, device_budget=budget)
+    try:
+        peak = peak_over(offloader, 3)
+        statistics = offloader.statistics()
+    finally:
+        offloader.close()
+    assert statistics.resident_peak_bytes <= budget + TENSOR_BYTES
+    assert peak <= budget + SLACK_BYTES, f"{peak} over a budget of {budget}"
+    assert peak < everything / 2
+
+
+def test_the_statistics_agree_with_the_allocator(tmp_path: Path) -> None:
+    everything = peak_over(None, 1)
+    offloader = make_offloader("host", tmp_path)
+    try:
+        peak = peak_over(offloader, 3)
+        statistics = offloader.statistics()
+    finally:
+        offloader.close()
+    assert abs(statistics.baseline_peak_bytes - everything) <= SLACK_BYTES
+    assert peak <= statistics.resident_peak_bytes + SLACK_BYTES
+
+
+def test_device_memory_returns_when_graphs_are_dropped(tmp_path: Path) -> None:
+    accelerator = torch.accelerator.current_accelerator()
+    x = torch.randn(TENSOR_BYTES // 4, device=accelerator).requires_grad_()
+    offloader = make_offloader("host", tmp_path, device_budget=8 * TENSOR_BYTES)
+    try:
+        before = torch.accelerator.memory_allocated()
+        for step in range(6):
+            with offloader:
+                out = chain(x)
+            if step % 3 == 0:
+                out.sum().backward()
+                x.grad = None
+            del out
+        torch.accelerator.synchronize()
+        with offloader:  # the next forward is when what has completed meanwhile is let go
+            out = chain(x[:1])
+        del out
+        torch.accelerator.synchronize()
+        assert offloader.statistics().live_records == 0
+        assert torch.accelerator.memory_allocated() - before <= 2 * TENSOR_BYTES
+    finally:
+        offloader.close()

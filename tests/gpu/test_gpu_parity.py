@@ -1,0 +1,209 @@
+"""On a real accelerator: gradients are bit-identical to keeping everything, however one trains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import actoffload
+from actoffload.testing.gpt import GPT, GPTConfig
+
+pytestmark = pytest.mark.gpu
+
+BATCH, SEQ = 4, 128
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def accelerator() -> torch.device:
+    device = torch.accelerator.current_accelerator()
+    if device is None:
+        pytest.skip("needs an accelerator")
+    return device
+
+
+def make_offloader(target: str, path: Path, **options: Any) -> actoffload.Offloader:
+    """Everything moves that may; freed slots are poisoned."""
+    defaults: dict[str, Any] = {"min_bytes": 0, "policy": "all", "keep_last_bytes": 0, "debug": True}
+    config = actoffload.OffloadConfig(
+        target=target,  # type: ignore[arg-type]
+        path=path,
+        allow_any_filesystem=True,
+        **(defaults | options),
+    )
+    return actoffload.Offloader(config)
+
+
+def make_model(dtype: torch.dtype = torch.float32, *, recompute: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    config = GPTConfig(layers=3, width=256, seq=SEQ, dropout=0.1, recompute=recompute)
+    return GPT(config).to(accelerator(), dtype)
+
+
+def gradients(
+    model: nn.Module, context: AbstractContextManager[Any], *, inside: bool = False, micro_batches: int = 1
+) -> list[Tensor]:
+    """Gradients of one step, the same batch and dropout each time."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(micro_batches):
+        tokens = torch.randint(0, 256, (BATCH, SEQ + 1), device=accelerator())
+        with context:
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+            if inside:
+                loss.backward()
+        losses.append(loss)
+    if not inside:
+        for loss in reversed(losses):
+            loss.backward()
+    del losses, loss
+    torch.accelerator.synchronize()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def assert_identical(mine: list[Tensor], reference: list[Tensor]) -> None:
+    assert len(mine) == len(reference) > 0
+    for index, (one, other) in enumerate(zip(mine, reference, strict=True)):
+        assert torch.equal(one, other), f"gradient {index} differs by up to {(one - other).abs().max().item()}"
+
+
+@pytest.mark.parametrize("target", ["host", "nvme", "tiered"])
+@pytest.mark.parametrize("inside", [False, True], ids=["backward-outside", "backward-inside"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_gradients(target: str, inside: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = make_model(dtype)
+    reference = gradients(model, nullcontext())
+    assert_identical(gradients(model, nullcontext()), reference)  # else the comparison below means nothing
+    host_budget = 4 * MIB if target == "tiered" else None
+    offloader = make_offloader(target, tmp_path, host_budget=host_budget)
+    try:
+        for _ in range(3):
+            assert_identical(gradients(model, offloader, inside=inside), reference)
+        statistics = offloader.statistics()
+    finally:
+        offloader.close()
+    assert statistics.moved_bytes > 0
+    assert statistics.degraded == {}
+    if target == "host":
+        assert statistics.nvme_written_bytes == 0
+    else:
+        assert statistics.nvme_written_bytes > 0
+
+
+@pytest.mark.parametrize("target", ["host", "nvme"])
+def test_gradients_with_checkpointing(target: str, tmp_path: Path) -> None:
+    model = make_model(recompute=True)
+    reference = gradients(model, nullcontext())
+    offloader = make_offloader(target, tmp_path)
+    try:
+        assert_identical(gradients(model, offloader), reference)
+        assert_identical(gradients(model, offloader), reference)
+        assert offloader.statistics().moved_bytes > 0
+    finally:
+        offloader.close()
+
+
+@pytest.mark.parametrize("target", ["host", "nvme"])
+def test_gradients_with_a_budget_and_several_micro_batches(target: str, tmp_path: Path) -> None:
+    model = make_model()
+    reference = gradients(model, nullcontext(), micro_batches=3)
+    offloader = make_offloader(target, tmp_path, device_budget=8 * MIB)
+    try:
+        for _ in range(2):
+            assert_identical(gradients(model, offloader, micro_batches=3), reference)
+        assert offloader.statistics().moved_bytes > 0
+    finally:
+        offloader.close()
+
+
+def test_gradients_when_forward_runs_on_a_stream_of_the_users(tmp_path: Path) -> None:
+    model = make_model()
+    reference = gradients(model, nullcontext())
+    offloader = make_offloader("host", tmp_path)
+    stream = torch.Stream(accelerator())
+    try:
+        for _ in range(3):
+            torch.accelerator.synchronize()
+            previous = torch.accelerator.current_stream()
+            torch.accelerator.set_stream(stream)
+            try:
+                mine = gradients(model, offloader)
+            finally:
+                torch.accelerator.set_stream(previous)
+            assert_identical(mine, reference)
+    finally:
+        offloader.close()
+
+
+def test_retain_graph_and_a_dropped_graph(tmp_path: Path) -> None:
+    model = make_model()
+    offloader = make_offloader("host", tmp_path)
+    tokens = torch.randint(0, 256, (BATCH, SEQ + 1), device=accelerator())
+    try:
+        with offloader:
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+            dropped = model(tokens[:, :-1], tokens[:, 1:])
+        del dropped
+        parameters = list(model.parameters())
+        first = torch.autograd.grad(loss, parameters, retain_graph=True)
+        second = torch.autograd.grad(loss, parameters)
+        assert_identical(list(first), list(second))
+        del loss
+        assert offloader.statistics().live_records == 0
+    finally:
+        offloader.close()
+
+
+def test_cpu_tensors_are_left_alone(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512))
+    offloader = make_offloader("host", tmp_path)
+    try:
+        with offloader:
+            loss = model(torch.randn(512, 512)).square().mean()
+        loss.backward()
+        assert offloader.statistics().moved_bytes == 0
+    finally:
+        offloader.close()
+
+
+def test_tensors_saved_during_graph_capture_stay(tmp_path: Path) -> None:
+    if accelerator().type != "cuda":
+        pytest.skip("needs CUDA graphs")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)).to(accelerator())
+    x = torch.randn(64, 256, device=accelerator())
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        for _ in range(3):
+            model.zero_grad()
+            model(x).square().mean().backward()
+    torch.cuda.current_stream().wait_stream(warm_up)
+    reference = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    offloader = make_offloader("host", tmp_path)
+    graph = torch.cuda.CUDAGraph()
+    model.zero_grad()
+    try:
+        with torch.cuda.graph(graph), offloader:
+            loss = model(x).square().mean()
+            loss.backward()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_identical([p.grad for p in model.parameters() if p.grad is not None], reference)
+        assert offloader.statistics().moved_bytes == 0
+    finally:
+        offloader.close()

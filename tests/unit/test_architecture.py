@@ -1,0 +1,375 @@
+"""The house of DESIGN.md, section 3, checked on the source text: floors, cycles, who may import what, and sizes.
+
+Each check is a function from source text to a list of problems, and is also tried on a small bad sample, so that it can
+fail. To add a module, give it a floor in `FLOORS`.
+"""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from statistics import quantiles
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+FLOORS = {
+    0: "errors config events statistics version",
+    1: "identity policy planner schedule extents modules summary",
+    2: "device hostpool memory paths scopes engines engines.*",
+    3: "spool arena extent_io transfer",
+    4: "accounts record tiers *_tier",
+    5: "assembly explanation handles offloader",
+    6: "hooks api",
+    7: "__init__ cli cli.* report report.* testing testing.* integrations integrations.*",
+}
+"""Modules of the package by floor; a module imports lower floors, or its own where that makes no cycle."""
+
+TORCH_FREE = "errors config events statistics version planner schedule extents summary paths engines engines.* spool"
+"""Modules that never import torch, directly or through another module of the package."""
+
+OPTIONAL = {
+    "aiofiles": "engines.aiofiles",
+    "deepspeed": "integrations.deepspeed",
+    "kvikio": "engines.gds cli.probes",
+    "liburing": "engines.uring",
+    "matplotlib": "report.plots",
+    "megatron": "integrations.megatron",
+    "rich": "cli.*",
+    "transformers": "integrations.hf",
+    "typer": "cli.*",
+}
+"""Third parties that need not be there (or are heavy), and the only modules that may import them."""
+
+PUBLIC_MODULES = "__init__ errors testing testing.* report report.* integrations.*"
+"""What integrations and benchmarks may import; from the package itself only what ``__all__`` names."""
+
+PURE_CALLS = {
+    "isinstance",
+    "issubclass",
+    "len",
+    "all",
+    "any",
+    "callable",
+    "hasattr",
+    "type",
+    "min",
+    "max",
+    "sum",
+    "set",
+}
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_P90_FUNCTION_LINES = 35
+
+Sources = dict[str, str]
+
+
+def read_sources(folder: str, prefix: str) -> Sources:
+    """Source text by module name; a package has the name of its folder."""
+    sources = {}
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        parts = [prefix, *file.relative_to(ROOT / folder).with_suffix("").parts]
+        name = ".".join(part for part in parts if part and part != "__init__")
+        sources[name] = file.read_text(encoding="utf-8")
+    return sources
+
+
+def package() -> Sources:
+    """All that is installed."""
+    return read_sources("actoffload", "actoffload") | read_sources("integrations", "actoffload.integrations")
+
+
+def short(module: str) -> str:
+    """The name in the tables above."""
+    return module.removeprefix("actoffload").removeprefix(".") or "__init__"
+
+
+def matches(module: str, patterns: str) -> bool:
+    """Whether the table's ``patterns`` name ``module``; a star stands for the rest of the name."""
+    name = short(module)
+    return any(fnmatchcase(name, pattern) for pattern in patterns.split())
+
+
+def floor_of(module: str) -> int | None:
+    """The floor of ``module``, None when no table row names it."""
+    return next((floor for floor, patterns in FLOORS.items() if matches(module, patterns)), None)
+
+
+def imports(module: str, source: str, sources: Sources) -> Iterator[str]:
+    """Full names of the modules that ``module`` imports, anywhere in it; type-checking imports do not count."""
+    is_package = any(name.startswith(f"{module}.") for name in sources)
+    skipped: set[ast.AST] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            skipped.update(inner for statement in node.body for inner in ast.walk(statement))
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
+            if isinstance(name := node.args[0], ast.Constant):
+                yield str(name.value)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = module.split(".")[: None if is_package and node.level == 1 else -node.level + is_package]
+                base = ".".join([*parents, *([base] if base else [])])
+            for alias in node.names:
+                submodule = f"{base}.{alias.name}"
+                yield submodule if submodule in sources else base
+
+
+def graph(sources: Sources) -> dict[str, set[str]]:
+    """Who imports whom, among ``sources``."""
+    return {module: set(imports(module, text, sources)) & set(sources) - {module} for module, text in sources.items()}
+
+
+def floor_problems(sources: Sources) -> list[str]:
+    """Modules without a floor, and imports that go up."""
+    problems = [f"{module} has no floor in FLOORS" for module in sources if floor_of(module) is None]
+    for module, targets in graph(sources).items():
+        for target in sorted(targets):
+            mine, theirs = floor_of(module), floor_of(target)
+            if mine is not None and theirs is not None and theirs > mine:
+                problems.append(f"{module} (floor {mine}) imports {target} (floor {theirs})")
+    return problems
+
+
+def cycle_problems(sources: Sources) -> list[str]:
+    """Import cycles: what is left when modules at either end of every chain are taken away again and again."""
+    left = graph(sources)
+    while True:
+        imported = set().union(*left.values()) if left else set()
+        ends = {module for module, targets in left.items() if not targets or module not in imported}
+        if not ends:
+            return [f"import cycle through {sorted(left)}"] if left else []
+        left = {module: targets - ends for module, targets in left.items() if module not in ends}
+
+
+def reaches(module: str, sources: Sources) -> set[str]:
+    """``module`` and every module of ``sources`` that it imports, directly or not."""
+    edges, seen, todo = graph(sources), set[str](), [module]
+    while todo:
+        current = todo.pop()
+        if current not in seen:
+            seen.add(current)
+            todo += edges[current]
+    return seen
+
+
+def torch_problems(sources: Sources) -> list[str]:
+    """Modules that must not know torch and do."""
+    with_torch = {
+        module
+        for module, text in sources.items()
+        if "torch" in {n.split(".")[0] for n in imports(module, text, sources)}
+    }
+    return [
+        f"{module} must not import torch, but reaches it through {sorted(reaches(module, sources) & with_torch)}"
+        for module in sources
+        if matches(module, TORCH_FREE) and reaches(module, sources) & with_torch
+    ]
+
+
+def optional_problems(sources: Sources) -> list[str]:
+    """Optional third parties imported where they must not be."""
+    return [
+        f"{module} imports {name}; only {OPTIONAL[top]} may"
+        for module, text in sources.items()
+        for name in imports(module, text, sources)
+        if (top := name.split(".")[0]) in OPTIONAL and not matches(module, OPTIONAL[top])
+    ]
+
+
+def public_problems(outside: Sources, sources: Sources, public: set[str]) -> list[str]:
+    """What integrations and benchmarks use that is not public."""
+    problems = []
+    for module, text in outside.items():
+        for name in imports(module, text, sources | outside):
+            if name.split(".")[0] == "actoffload" and not matches(name, PUBLIC_MODULES):
+                problems.append(f"{module} imports {name}")
+        for node in ast.walk(ast.parse(text)):
+            used: list[str] = []
+            if isinstance(node, ast.ImportFrom) and node.module == "actoffload":
+                used = [alias.name for alias in node.names]
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "actoffload":
+                used = [node.attr]
+            open_names = public | {"testing", "report", "integrations"}
+            problems += [f"{module} uses actoffload.{name}" for name in used if name not in open_names]
+    return problems
+
+
+def functions(source: str) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Every function, methods and inner ones too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node
+
+
+def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines from ``def`` to the end."""
+    return (function.end_lineno or function.lineno) - function.lineno + 1
+
+
+def size_problems(sources: Sources) -> list[str]:
+    """Files and functions that are too long."""
+    problems = []
+    lengths = []
+    for module, text in sources.items():
+        if (lines := text.count("\n")) > MAX_FILE_LINES:
+            problems.append(f"{module} has {lines} lines, at most {MAX_FILE_LINES}")
+        for function in functions(text):
+            lengths.append(length(function))
+            if lengths[-1] > MAX_FUNCTION_LINES:
+                problems.append(f"{module}.{function.name} has {lengths[-1]} lines, at most {MAX_FUNCTION_LINES}")
+    if len(lengths) > 1 and (p90 := quantiles(lengths, n=10)[-1]) > MAX_P90_FUNCTION_LINES:
+        problems.append(f"the 90th percentile of function lengths is {p90:.0f}, at most {MAX_P90_FUNCTION_LINES}")
+    return problems
+
+
+def annotation_problems(sources: Sources) -> list[str]:
+    """Functions with an argument or a result that has no type."""
+    problems = []
+    for module, text in sources.items():
+        for function in functions(text):
+            spec = function.args
+            named = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs]
+            starred = [a for a in (spec.vararg, spec.kwarg) if a is not None]
+            bare = [a.arg for a in [*named, *starred] if a.annotation is None and a.arg not in ("self", "cls")]
+            if bare or function.returns is None:
+                problems.append(
+                    f"{module}.{function.name} (line {function.lineno}): no type for {bare or 'its result'}"
+                )
+    return problems
+
+
+def assert_problems(sources: Sources) -> list[str]:
+    """Calls inside ``assert``, which ``python -O`` drops; only calls that surely change nothing may stand there."""
+    return [
+        f"{module} line {node.lineno}: {ast.unparse(call.func)}() inside an assert"
+        for module, text in sources.items()
+        if not matches(module, "testing.*")  # the conformance suite is tests: its asserts are the point
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Assert)
+        for call in ast.walk(node.test)
+        if isinstance(call, ast.Call) and ast.unparse(call.func) not in PURE_CALLS
+    ]
+
+
+def test_floors() -> None:
+    assert floor_problems(package()) == []
+
+
+def test_no_import_cycles() -> None:
+    assert cycle_problems(package()) == []
+
+
+def test_what_must_not_know_torch() -> None:
+    assert torch_problems(package()) == []
+
+
+def test_optional_dependencies_stay_in_their_file() -> None:
+    assert optional_problems(package() | read_sources("benchmarks", "benchmarks")) == []
+
+
+def test_integrations_and_benchmarks_use_public_names_only() -> None:
+    import actoffload
+
+    outside = read_sources("integrations", "actoffload.integrations") | read_sources("benchmarks", "benchmarks")
+    assert public_problems(outside, package(), set(actoffload.__all__)) == []
+
+
+def test_sizes() -> None:
+    assert size_problems(package() | read_sources("benchmarks", "benchmarks")) == []
+
+
+def test_everything_is_annotated() -> None:
+    assert annotation_problems(package() | read_sources("benchmarks", "benchmarks")) == []
+
+
+def test_no_work_inside_asserts() -> None:
+    assert assert_problems(package()) == []
+
+
+def test_every_package_is_installed() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    folders = [file.parent.relative_to(ROOT) for file in (ROOT / "actoffload").rglob("__init__.py")]
+    names = {".".join(folder.parts) for folder in folders}
+    names |= {
+        ".".join(["actoffload", *file.parent.relative_to(ROOT).parts])
+        for file in (ROOT / "integrations").rglob("__init__.py")
+    }
+    assert set(settings["packages"]) == names
+
+
+SAMPLE_EDGES = {
+    "actoffload.errors": "",
+    "actoffload.spool": "from . import errors\nfrom .engines import base",
+    "actoffload.engines": "",
+    "actoffload.engines.base": "from ..errors import StateError",
+}
+
+
+def test_imports_are_resolved() -> None:
+    assert graph(SAMPLE_EDGES)["actoffload.spool"] == {"actoffload.errors", "actoffload.engines.base"}
+    assert graph(SAMPLE_EDGES)["actoffload.engines.base"] == {"actoffload.errors"}
+    relative_in_package = {
+        "actoffload.engines": "from .base import X\nfrom .. import errors",
+        **{k: v for k, v in SAMPLE_EDGES.items() if k != "actoffload.engines"},
+    }
+    assert graph(relative_in_package)["actoffload.engines"] == {"actoffload.engines.base", "actoffload.errors"}
+    typed = {**SAMPLE_EDGES, "actoffload.errors": "if TYPE_CHECKING:\n    from .spool import Spool"}
+    assert graph(typed)["actoffload.errors"] == set()
+    inner = {**SAMPLE_EDGES, "actoffload.errors": "def f() -> None:\n    import actoffload.spool"}
+    assert graph(inner)["actoffload.errors"] == {"actoffload.spool"}
+
+
+@pytest.mark.parametrize(
+    ("check", "bad", "expected"),
+    [
+        (floor_problems, {"actoffload.errors": "from .spool import Spool", "actoffload.spool": ""}, "(floor 3)"),
+        (floor_problems, {"actoffload.novelty": ""}, "has no floor"),
+        (
+            cycle_problems,
+            {"actoffload.tiers": "from .record import R", "actoffload.record": "from . import tiers"},
+            "cycle",
+        ),
+        (torch_problems, {"actoffload.planner": "import torch.nn"}, "must not import torch"),
+        (torch_problems, {"actoffload.spool": "from . import memory", "actoffload.memory": "import torch"}, "memory"),
+        (optional_problems, {"actoffload.spool": "def f() -> None:\n    import aiofiles.os"}, "engines.aiofiles"),
+        (optional_problems, {"actoffload.spool": "importlib.import_module('aiofiles.os')"}, "engines.aiofiles"),
+        (optional_problems, {"benchmarks.gpu": "from matplotlib import pyplot"}, "report.plots"),
+        (size_problems, {"actoffload.errors": "\n" * 401}, "401 lines"),
+        (size_problems, {"actoffload.errors": "def f() -> None:\n" + "    x = 1\n" * 60}, "61 lines"),
+        (size_problems, {"actoffload.errors": ("def f() -> None:\n" + "    x = 1\n" * 39) * 4}, "percentile"),
+        (annotation_problems, {"actoffload.errors": "def f(x) -> None: ..."}, "['x']"),
+        (annotation_problems, {"actoffload.errors": "class A:\n    def f(self): ..."}, "its result"),
+        (assert_problems, {"actoffload.spool": "assert os.pwrite(fd, data, 0) == len(data)"}, "os.pwrite()"),
+    ],
+)
+def test_each_check_fails_on_a_bad_sample(check: object, bad: Sources, expected: str) -> None:
+    assert callable(check)
+    problems = check(bad)
+    assert len(problems) == 1, problems
+    assert expected in problems[0]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "from actoffload.offloader import Offloader",
+        "from actoffload import _private",
+        "import actoffload\nactoffload.secret()",
+        "import actoffload.tiers",
+    ],
+)
+def test_the_check_of_public_names_fails_on_a_bad_sample(bad: str) -> None:
+    sources = {"actoffload": "", "actoffload.offloader": "", "actoffload.tiers": ""}
+    assert public_problems({"benchmarks.gpu": bad}, sources, {"Offloader"})
+    good = "import actoffload\nfrom actoffload.testing.gpt import GPT\nactoffload.Offloader()"
+    assert public_problems({"benchmarks.gpu": good}, sources, {"Offloader"}) == []

@@ -1,0 +1,167 @@
+"""The command line: exit statuses, JSON and nothing else, and a demo that compares what it should."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from actoffload.cli import demo, demo_worker
+from actoffload.cli.app import app
+
+TINY = ["--steps", "4", "--layers", "2", "--width", "128", "--batch", "4", "--seq", "128"]
+runner = CliRunner()
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own, as a user runs it."""
+    command = [sys.executable, "-m", "actoffload.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+
+
+def spec(**changes: Any) -> demo.DemoSpec:
+    values: dict[str, Any] = {"steps": 2, "layers": 1, "width": 64, "batch": 1, "seq": 8}
+    return demo.DemoSpec(**(values | {"seed": 0, "threads": None, "paths": None} | changes))
+
+
+def mode(name: str, losses: Sequence[float], **end: Any) -> demo.ModeResult:
+    ends = {"peak_rss_bytes": 1 << 30, "peak_device_bytes": None, **end}
+    return demo.ModeResult(mode=name, device="cpu", losses=tuple(losses), step_s=(9.0, 2.0, 4.0), end=ends)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--target", "tape"], "target='tape'"),
+        (["demo", "--width", "100"], "width=100"),
+        (["demo", "--steps", "0"], "steps"),
+        (["demo", "--path", "/no/such/folder"], "does not exist"),
+        (["demo", "--path", __file__], "is a file"),
+        (["doctor", "--path", "/no/such/folder"], "does not exist"),
+        (["doctor", "--paht", "x"], "paht"),
+        (["bench"], "No such command"),
+    ],
+)
+def test_bad_options_end_with_2_and_say_why(arguments: list[str], message: str) -> None:
+    result = runner.invoke(app, arguments, env={"COLUMNS": "400"})
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_version() -> None:
+    from actoffload.version import __version__
+
+    assert runner.invoke(app, ["--version"]).output.strip() == __version__
+
+
+def test_doctor_prints_json_and_nothing_else(tmp_path: Path) -> None:
+    result = run("doctor", "--json", "--path", str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    findings = json.loads(result.stdout)
+    assert set(findings) == {"device", "memory", "io_uring", "gds", "paths"}
+    assert findings["paths"][0]["path"] == str(tmp_path)
+    assert findings["paths"][0]["engine_reason"]
+
+
+def test_doctor_for_a_person(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["doctor", "--path", str(tmp_path)], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    for heading in ("device", "cgroup limit", "io_uring", "GPUDirect Storage", "direct I/O", "engine", "write", "read"):
+        assert heading in result.output
+
+
+def test_the_demo_is_identical_and_its_counters_agree(tmp_path: Path) -> None:
+    result = run("demo", "--json", "--path", str(tmp_path), *TINY)
+    assert result.returncode == 0, result.stderr + result.stdout
+    report = json.loads(result.stdout)
+    keep, nvme = report["modes"][0], report["modes"][-1]
+    assert (keep["mode"], nvme["mode"]) == ("keep", "nvme")
+    assert report["identical"]
+    assert report["loss_falls"]
+    assert keep["losses_hex"] == nvme["losses_hex"]
+    assert len(set(nvme["losses_hex"])) == 4
+    statistics = nvme["end"]["statistics"]
+    assert statistics["nvme_written_bytes"] > 0
+    assert 0 < statistics["resident_peak_bytes"] <= statistics["baseline_peak_bytes"]
+    assert nvme["end"]["kernel_written_bytes"] >= statistics["nvme_written_bytes"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_demo_for_a_person(tmp_path: Path) -> None:
+    arguments = ["demo", "--path", str(tmp_path), *TINY, "--steps", "1", "--threads", "1"]
+    result = runner.invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    assert "Losses are equal bit for bit" in result.output
+    assert "resident activation peak" in result.output
+
+
+def test_the_demo_reports_what_the_worker_refuses() -> None:
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("needs a tmpfs")
+    result = runner.invoke(app, ["demo", "--path", "/dev/shm", *TINY], env={"COLUMNS": "400"})
+    assert result.exit_code == 2
+    assert "tmpfs" in result.output
+
+
+def test_a_worker_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(demo.WorkerError, match="mode keep: its process ended with status 1"):
+        demo.run_demo(spec(), "nvme", quiet=True)
+
+
+def test_one_bit_of_difference_fails_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = 2.0 + 2**-51
+    results = {"keep": mode("keep", (3.0, 2.0)), "nvme": mode("nvme", (3.0, one))}
+    monkeypatch.setattr(demo, "_run_mode", lambda name, *_: results[name])
+    monkeypatch.setattr(demo, "_has_accelerator", lambda: False)
+    result = runner.invoke(app, ["demo", "--json"])
+    assert result.exit_code == 1
+    assert json.loads(result.output)["identical"] is False
+    results["nvme"] = mode("nvme", (3.0, 2.0))
+    assert runner.invoke(app, ["demo", "--json"]).exit_code == 0
+
+
+def test_modes_are_keep_host_with_an_accelerator_and_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def run_mode(name: str, *_: Any) -> demo.ModeResult:
+        seen.append(name)
+        return mode(name, (1.0,))
+
+    monkeypatch.setattr(demo, "_run_mode", run_mode)
+    monkeypatch.setattr(demo, "_has_accelerator", lambda: True)
+    demo.run_demo(spec(), "nvme", quiet=True)
+    demo.run_demo(spec(), "host", quiet=True)
+    assert seen == ["keep", "host", "nvme", "keep", "host"]
+
+
+def test_the_first_step_warms_up_and_is_not_counted() -> None:
+    assert mode("keep", (1.0,)).median_step_s == 3.0
+
+
+def test_device_memory_is_the_peak_where_there_is_a_device() -> None:
+    assert mode("keep", (1.0,), peak_device_bytes=5).peak_bytes == 5
+    assert mode("keep", (1.0,)).peak_bytes == 1 << 30
+
+
+def test_the_text_is_source_code_and_always_the_same() -> None:
+    text = demo_worker.stdlib_text(1 << 20)
+    assert len(text) == 1 << 20
+    assert text == demo_worker.stdlib_text(1 << 20)
+    assert b"\ndef " in text
+    assert os.fsencode(os.path.expanduser("~")) + b"/" not in text[:1000]
+
+
+def test_a_worker_tells_a_bad_option_from_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    options = {"gpt": {"layers": 1, "width": 64, "seq": 8}, "steps": 1, "batch": 1, "seed": 0, "threads": None}
+    assert demo_worker.main(json.dumps(options | {"mode": "tape", "paths": None})) == 2
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["kind"] == "option"
+    assert demo_worker.main(json.dumps(options | {"mode": "keep", "paths": None, "batch": "many"})) == 1
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["kind"] == "TypeError"

@@ -1,0 +1,93 @@
+"""The small GPT of the demo and the benchmarks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from actoffload.testing.gpt import GPT, Block, GPTConfig, Stack
+
+SMALL = GPTConfig(layers=2, width=32, seq=16, head_width=16)
+
+
+def _model(config: GPTConfig) -> GPT:
+    torch.manual_seed(0)
+    return GPT(config)
+
+
+def test_shapes_and_loss() -> None:
+    tokens = torch.randint(0, 256, (3, 17))
+    model = _model(SMALL)
+    assert model(tokens[:, :-1]).shape == (3, 16, 256)
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    assert loss.shape == ()
+    assert abs(loss.item() - math.log(256)) < 1
+
+
+def test_a_position_sees_nothing_after_it() -> None:
+    model = _model(SMALL)
+    tokens = torch.randint(0, 256, (1, 16))
+    changed = tokens.clone()
+    changed[0, 10:] = 0
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[0, :10], after[0, :10])
+    assert not torch.equal(before[0, 10:], after[0, 10:])
+
+
+def test_recompute_has_the_same_gradients() -> None:
+    tokens = torch.randint(0, 256, (2, 17))
+    gradients = []
+    for recompute in (False, True):
+        config = GPTConfig(layers=2, width=32, seq=16, head_width=16, dropout=0.1, recompute=recompute)
+        model = _model(config)
+        torch.manual_seed(1)
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for one, other in zip(*gradients, strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.equal(one, other)
+
+
+def test_dropout_acts_in_training_only() -> None:
+    block = Block(GPTConfig(width=32, head_width=16, dropout=0.5))
+    x = torch.randn(1, 8, 32)
+    assert not torch.equal(block(x), block(x))
+    block.eval()
+    assert torch.equal(block(x), block(x))
+
+
+def test_a_block_saves_what_the_benchmarks_assume() -> None:
+    """`benchmarks.gpu` sizes its batch by 16 tensors of the width for each token of each block."""
+    config = GPTConfig(layers=3, width=64, seq=32, head_width=16)
+    stack = Stack(config)
+    parameters = {p.untyped_storage().data_ptr() for p in stack.parameters()}
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()
+
+    x = torch.randn(8, 32, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = stack(x)
+    assumed = 16 * 3 * x.numel() * 4
+    assert 0.85 * assumed < sum(sizes.values()) < 1.15 * assumed
+    out.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"width": 100}, "width=100: must be a multiple of head_width=64"),
+        ({"layers": 0}, "layers=0"),
+        ({"seq": -1}, "seq"),
+    ],
+)
+def test_bad_sizes(sizes: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GPTConfig(**sizes)  # type: ignore[arg-type]
