@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from dataclasses import fields
 from types import TracebackType
 from typing import Any
 
@@ -26,10 +27,20 @@ def shared_offloader(options: dict[str, Any]) -> Offloader:
     """
     config = make_config(options)
     with _lock:
-        offloader = _offloaders.get(config)
+        key = (config.paths, *(_identity(getattr(config, field.name)) for field in fields(config)))
+        offloader = _offloaders.get(key)
         if offloader is None or offloader.closed or offloader.forked:
-            offloader = _offloaders[config] = Offloader(config)
+            offloader = _offloaders[key] = Offloader(config)
         return offloader
+
+
+def _identity(value: object) -> object:
+    """The value of an option, or its identity where it cannot be hashed (a policy that is a dataclass, say)."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)  # of an object that the offloader's configuration keeps alive
+    return value
 
 
 class offload_activations(contextlib.ContextDecorator):

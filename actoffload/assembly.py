@@ -12,7 +12,7 @@ from .spool import Spool
 from .tiers import Core, Mover
 from .transfer import Transfers
 
-STAGING_BYTES = 1 << 30
+STAGING_BYTES = 4 << 30
 CPU_SLAB_BYTES = 16 << 20
 PINNED_SLAB_BYTES = 256 << 20
 
@@ -69,9 +69,7 @@ class Tiers:
             if device is not None:
                 self.movers[device_type] = self._device_mover(device)
             elif device_type != "cpu":
-                raise ConfigError(
-                    "devices", device_type, "no such device here; leave it out to take what there is"
-                )
+                raise ConfigError("devices", device_type, "no such device here; leave it out to take what there is")
             elif self.core.config.target != "host":
                 self.movers[device_type] = self._cpu_mover()
 

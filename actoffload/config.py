@@ -88,9 +88,9 @@ class OffloadConfig:
     moved in time is kept."""
     host_budget: Size | None = None
     """Most bytes of (pinned) host memory for saved activations. Default: half of the memory that is available to this
-    process's share of the machine; with ``"nvme"`` a staging window of at most 1 GiB."""
+    process's share of the machine; with ``"nvme"`` a staging window of at most 4 GiB."""
     nvme_budget: Size | None = None
-    """Most bytes on disk over all paths. Default: what is free, less a tenth."""
+    """Most bytes on disk over all paths. Default: what is free there, less 256 MiB."""
     min_bytes: Size | None = None
     """Tensors smaller than this stay. Default: 128 KiB on CPU, 1 MiB on an accelerator."""
     policy: str | Policy | Plan = "auto"
@@ -103,7 +103,7 @@ class OffloadConfig:
     engine: EngineName | Callable[[SpoolFile], StorageEngine] = "auto"
     """Storage engine: ``"auto"``, ``"posix"``, ``"aiofiles"``, ``"memory"``, or a factory of your own."""
     strict: bool = False
-    """Raise `NothingOffloadedError` when a step that reached backward had moved nothing."""
+    """Raise `NothingOffloadedError` at the end of a context in which nothing was moved."""
     verify: bool = False
     """Checksum what is written and check it when it is read back."""
     trace: PathLike | Callable[[TraceEvent], None] | None = None
@@ -147,6 +147,10 @@ class OffloadConfig:
             raise ConfigError("io_threads", self.io_threads, "give a number of threads, 1 or more")
         if isinstance(self.policy, str):
             _check_choice("policy", self.policy, ("auto", "all"))
+        elif not callable(getattr(self.policy, "decide", None)):
+            raise ConfigError("policy", self.policy, "give 'auto', 'all', a Plan, or an object with decide(facts)")
+        if not (self.trace is None or callable(self.trace) or isinstance(self.trace, (str, os.PathLike))):
+            raise ConfigError("trace", self.trace, "give a file or a callable that takes a TraceEvent")
         for name in ("device_budget", "pending_bytes", "prefetch_bytes"):
             if getattr(self, name) == 0:
                 raise ConfigError(name, 0, "must be above 0; leave it out for the default")

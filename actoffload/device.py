@@ -177,7 +177,11 @@ class CudaAccelerator(TorchAccelerator):
     def pin(self, address: int, nbytes: int) -> bool:
         portable = 1  # cudaHostRegisterPortable: pinned for every device of the process
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        return int(runtime.cudaHostRegister(address, nbytes, portable)) == 0
+        if int(runtime.cudaHostRegister(address, nbytes, portable)) == 0:
+            return True
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda")  # reads and clears the error, or the user's next kernel would report it
+        return False
 
     def unpin(self, address: int) -> None:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]

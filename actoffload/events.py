@@ -45,7 +45,10 @@ class TraceEvent:
 
 
 class EventSink(Protocol):
-    """Anything that takes events; it is called from several threads and must not raise."""
+    """Anything that takes events.
+
+    It is called from several threads, under the offloader's lock: it must not raise and must not call the offloader.
+    """
 
     def __call__(self, event: TraceEvent, /) -> None: ...
 

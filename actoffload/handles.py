@@ -80,6 +80,10 @@ class Handle:
         offset = (self.offset - begin) // self.dtype.itemsize
         view: Tensor = torch.empty(0, dtype=self.dtype, device=record.device)
         view.set_(storage, offset, self.shape, self.stride)
+        # Changing what is handed out counts as changing what was saved: a later unpack then raises, as autograd's does.
+        shared = self.probe.detach()
+        shared.data = view
+        view = shared
         if self.conj:
             view = view.conj()
         return view._neg_view() if self.neg else view

@@ -33,7 +33,7 @@ class Slot:
 
     __slots__ = ("_returned", "address", "events", "nbytes", "offset", "slab")
 
-    def __init__(self, address: int, nbytes: int, slab: int, offset: int, returned: deque[_Returned]) -> None:
+    def __init__(self, address: int, nbytes: int, slab: _Slab, offset: int, returned: deque[_Returned]) -> None:
         self.address = address
         self.nbytes = nbytes
         self.slab = slab
@@ -49,7 +49,7 @@ class Slot:
 class _Returned(NamedTuple):
     address: int
     nbytes: int
-    slab: int
+    slab: _Slab
     offset: int
     events: list[object]
 
@@ -110,17 +110,18 @@ class HostPool:
         """
         with self._lock:
             self._settle()
-            for number, slab in enumerate(self._slabs):
-                slot = self._carve(number, slab, nbytes)
+            for slab in self._slabs:
+                slot = self._carve(slab, nbytes)
                 if slot is not None:
                     return slot
             need = -(-nbytes // ALIGNMENT) * ALIGNMENT
+            self._unmap_idle(need)
             room = self.capacity_bytes - self.mapped_bytes
             size = max(need, min(self._slab_bytes, room - room % ALIGNMENT))
             if size > room and not force:
                 return None
             self._slabs.append(self._map(size))
-            return self._carve(len(self._slabs) - 1, self._slabs[-1], nbytes)
+            return self._carve(self._slabs[-1], nbytes)
 
     def tensor(self, slot: Slot, begin: int, nbytes: int, *, owning: bool = False) -> Tensor:
         """The bytes ``[begin, begin + nbytes)`` of a slot as a flat uint8 tensor with a storage of exactly that size.
@@ -128,9 +129,8 @@ class HostPool:
         Args:
             owning: the slot goes back to the pool when the last tensor on that storage dies.
         """
-        slab = self._slabs[slot.slab]
         first = slot.offset + begin
-        view = memoryview(slab.mapping)[first : first + nbytes]
+        view = memoryview(slot.slab.mapping)[first : first + nbytes]
         if owning:
             key = slot.address
 
@@ -144,9 +144,7 @@ class HostPool:
         """Unregister what was page-locked. Memory under living tensors stays mapped until they die."""
         with self._lock:
             for slab in self._slabs:
-                if slab.pinned and self._unpin is not None:
-                    self._unpin(slab.address)
-                    slab.pinned = False
+                self._unpin_slab(slab)
 
     def settle(self) -> None:
         """Take back the slots that nobody holds and whose events have happened."""
@@ -166,6 +164,21 @@ class HostPool:
             )
         return slab
 
+    def _unmap_idle(self, need: int) -> None:
+        """Let slabs go that are free from end to end, if only that makes room for a slab of ``need`` bytes."""
+        for slab in list(self._slabs):
+            if self.mapped_bytes + need <= self.capacity_bytes:
+                return
+            if slab.extents.allocated_bytes == 0:
+                self._unpin_slab(slab)
+                self._slabs.remove(slab)  # the mapping goes with its last view
+                self.mapped_bytes -= slab.extents.capacity_bytes
+
+    def _unpin_slab(self, slab: _Slab) -> None:
+        if slab.pinned and self._unpin is not None:
+            self._unpin(slab.address)
+            slab.pinned = False
+
     def _settle(self) -> None:
         while self._returned:
             self._limbo.append(self._returned.popleft())
@@ -179,12 +192,12 @@ class HostPool:
                 self._free(piece)
         self._limbo = waiting
 
-    def _carve(self, number: int, slab: _Slab, nbytes: int) -> Slot | None:
+    def _carve(self, slab: _Slab, nbytes: int) -> Slot | None:
         offset = slab.extents.allocate(nbytes)
         if offset is None:
             return None
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        slot = Slot(slab.address + offset, size, number, offset, self._returned)
+        slot = Slot(slab.address + offset, size, slab, offset, self._returned)
         self.allocated_bytes += slot.nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         return slot
@@ -192,5 +205,5 @@ class HostPool:
     def _free(self, piece: _Returned) -> None:
         if self._poison:
             ctypes.memset(piece.address, 0xFF, piece.nbytes)
-        self._slabs[piece.slab].extents.free(piece.offset, piece.nbytes)
+        piece.slab.extents.free(piece.offset, piece.nbytes)
         self.allocated_bytes -= piece.nbytes

@@ -8,7 +8,7 @@ with a predecessor whose memory was reused (FIELD_NOTES 3).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -67,14 +67,23 @@ class IdentityMap(Generic[R]):
     def __init__(self) -> None:
         self._entries: dict[int, list[tuple[StorageRef, int, int, int, int, R]]] = {}
 
-    def find(self, storage: torch.UntypedStorage, address: int, version: int, begin: int, end: int) -> R | None:
-        """A record of the same storage and version whose span holds ``[begin, end)``."""
+    def find(
+        self,
+        storage: torch.UntypedStorage,
+        address: int,
+        version: int,
+        begin: int,
+        end: int,
+        same: Callable[[R], bool] = lambda record: True,
+    ) -> R | None:
+        """A record of the same storage and version whose span holds ``[begin, end)``, and that is ``same``."""
         for _, known_address, known_version, known_begin, known_end, record in self._entries.get(storage._cdata, ()):
             if (
                 known_version == version
                 and known_begin <= begin
                 and end <= known_end
                 and known_address == address  # a storage that was resized has moved: other bytes
+                and same(record)
             ):
                 return record
         return None
@@ -98,6 +107,21 @@ class IdentityMap(Generic[R]):
 
     def __len__(self) -> int:
         return sum(map(len, self._entries.values()))
+
+
+def same_counter(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of the same version share their version counter.
+
+    Views and aliases do; the outputs of ``unsafe_chunk`` (which GRU cells change in place one by one) and of ``.data``
+    share a storage, but each counts its own changes, so that equal versions say nothing about the bytes.
+    """
+    version = one._version
+    set_version = torch._C._autograd._unsafe_set_version_counter
+    set_version((one,), (version + 1,))
+    try:
+        return other._version != version
+    finally:
+        set_version((one,), (version,))
 
 
 class StorageSet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import deque
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from .cpu_tier import CpuMover
 from .device import Accelerator
 from .errors import OffloaderClosedError
 from .events import EventKind, now, open_sink
-from .identity import IdentityMap, ModuleOwners, StorageSet, live_modules
+from .identity import IdentityMap, ModuleOwners, StorageSet, live_modules, same_counter
 from .planner import Plan, PlanEntry
 from .policy import Decision, KeepReason, ModuleFilter, OffloadAll, Policy, TensorFacts
 from .record import Record, State
@@ -93,12 +94,15 @@ class Storer:
             self._drain()
             core.accounts.packed_tensors += 1
             core.accounts.packed_bytes += end - begin
-            record = self._identities.find(storage, address, tensor._version, begin, end)
+            record = self._identities.find(
+                storage, address, tensor._version, begin, end, lambda known: same_counter(known.probe, tensor)
+            )
             if record is not None:
                 core.accounts.deduplicated_bytes += end - begin
             else:
                 record = Record(storage, address, begin, end, tensor.device)
                 record.module = module
+                record.probe = tensor  # the first handle makes it hold nothing but its version
                 record.identity = self._identities.add(storage, address, tensor._version, begin, end, record)
                 core.accounts.born(record.nbytes)
                 record.tape, record.index = tape, tape.append(record)
@@ -244,7 +248,8 @@ class Storer:
             self.core.changed.wait()
             if record.error is not None:
                 error, record.error = record.error, None
-                raise error
+                # A copy: the engine's own is in a cycle with the engine's frames, which would hold the handle as well.
+                raise copy.copy(error) from error
 
     def _count_wait(self, record: Record, since_s: float, first: State) -> None:
         if first in (State.FETCHING, State.SPILLED):
@@ -258,10 +263,9 @@ class Storer:
         room = None if budget is None else self.config.size("device_budget", 0) - self.core.accounts.resident_bytes
         if room is not None and not near and record.nbytes > room:
             return None
-        record.wanted = True
-        if not self._movers[record.device.type].bring(record, urgent=False):
-            return None
-        return 0 if near else record.nbytes
+        brought = self._movers[record.device.type].bring(record, urgent=False)
+        record.wanted = True  # after: the mover counts what it forwards when it is first wanted
+        return (0 if near else record.nbytes) if brought else None
 
     # -- the end of a handle ------------------------------------------------------------------------------------------
 

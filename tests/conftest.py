@@ -44,7 +44,7 @@ def make_offloader(tmp_path: Path) -> Iterator[Callable[..., Offloader]]:
     made: list[Offloader] = []
 
     def make(**options: Any) -> Offloader:
-        defaults = {"target": "nvme", "path": str(tmp_path), "min_bytes": 0, "keep_last_bytes": 0}
+        defaults: dict[str, Any] = {"target": "nvme", "path": str(tmp_path), "min_bytes": 0, "keep_last_bytes": 0}
         made.append(Offloader(OffloadConfig(**(defaults | options))))
         return made[-1]
 

@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 FLOORS = {
     0: "errors config events statistics version",
-    1: "identity policy planner schedule extents modules summary",
-    2: "device hostpool memory paths scopes engines engines.*",
+    1: "identity policy planner schedule extents summary accounts memory",
+    2: "device hostpool paths scopes engines engines.*",
     3: "spool arena extent_io transfer",
-    4: "accounts record tiers *_tier",
+    4: "record tiers *_tier",
     5: "assembly explanation handles offloader",
     6: "hooks api",
     7: "__init__ cli cli.* report report.* testing testing.* integrations integrations.*",
