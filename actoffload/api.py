@@ -46,7 +46,8 @@ def _identity(value: object) -> object:
 class offload_activations(contextlib.ContextDecorator):
     """Inside this context the tensors that autograd saves for backward leave the device. Also a decorator.
 
-    Entering it each step is cheap: every context with the same options shares one process-wide `Offloader`.
+    Entering it each step is cheap: every context with the same options shares one process-wide `Offloader`. A policy,
+    an engine factory or a trace callable is the same option only if it is the same object: make it once.
 
     Args:
         target: ``"host"``, ``"nvme"``, ``"tiered"`` or ``"auto"``.

@@ -223,8 +223,8 @@ class ArenaSet:
         error = SpoolFullError(
             (cause.errno if cause else None) or errno.ENOSPC,
             f"no room for {nbytes} bytes: {self.allocated_bytes} of {self.arena_bytes} bytes of the arenas are in use,"
-            f" and they cannot grow ({cause or 'capacity_bytes or the free disk space is reached'}); "
-            f"free space in {where}, raise capacity_bytes, or give another path",
+            f" and they cannot grow ({cause or 'nvme_budget or the free disk space is reached'}); "
+            f"free space in {where}, raise nvme_budget, or give another path",
         )
         error.__cause__ = cause
         return error

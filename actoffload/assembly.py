@@ -59,6 +59,8 @@ class Tiers:
 
     def after_fork_in_child(self) -> None:
         """Give up what belongs to the parent."""
+        for pool in self.pools:
+            pool.after_fork_in_child()
         if self.spool is not None:
             self.spool.after_fork_in_child()
 

@@ -151,7 +151,7 @@ class OffloadConfig:
             raise ConfigError("policy", self.policy, "give 'auto', 'all', a Plan, or an object with decide(facts)")
         if not (self.trace is None or callable(self.trace) or isinstance(self.trace, (str, os.PathLike))):
             raise ConfigError("trace", self.trace, "give a file or a callable that takes a TraceEvent")
-        for name in ("device_budget", "pending_bytes", "prefetch_bytes"):
+        for name in ("device_budget", "nvme_budget", "pending_bytes", "prefetch_bytes"):
             if getattr(self, name) == 0:
                 raise ConfigError(name, 0, "must be above 0; leave it out for the default")
 

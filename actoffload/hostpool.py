@@ -146,6 +146,10 @@ class HostPool:
             for slab in self._slabs:
                 self._unpin_slab(slab)
 
+    def after_fork_in_child(self) -> None:
+        """A new lock: the old one may have been held when the process forked."""
+        self._lock = threading.Lock()
+
     def settle(self) -> None:
         """Take back the slots that nobody holds and whose events have happened."""
         with self._lock:

@@ -374,7 +374,11 @@ class Storer:
         elsewhere = self.tiers.counts()
         with self.core.lock:
             self._drain()
-            return self.core.accounts.freeze(**elsewhere)
+            statistics = self.core.accounts.freeze(**elsewhere)
+            last = self.closed and statistics.live_records == 0 and not self.core.inert
+        if last:
+            self._shut(wait=True)
+        return statistics
 
     def report(self) -> str:
         """What was done and why, for a person."""

@@ -71,7 +71,10 @@ class Policy(Protocol):
     """
 
     def decide(self, facts: TensorFacts) -> Decision:
-        """``Decision.OFFLOAD`` or ``Decision.KEEP``; called on the training thread, so be quick."""
+        """``Decision.OFFLOAD`` or ``Decision.KEEP``.
+
+        Called on the training thread under the offloader's lock: be quick, and do not call the offloader.
+        """
         ...
 
 

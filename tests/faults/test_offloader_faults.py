@@ -1,0 +1,365 @@
+"""The offloader when the storage below fails, fills up or lies: the step goes on where it can, never with a guess."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from actoffload import Offloader
+from actoffload.engines.base import IoKind
+from actoffload.errors import ChecksumError, OffloaderClosedError, StorageReadError
+from actoffload.testing.engine_suite import poke_file
+from actoffload.testing.faults import FailingEngine, FullEngine, GateEngine, ShortEngine, SlowEngine
+from tests.harness import (
+    WAIT_S,
+    Chain,
+    MakeOffloader,
+    assert_empty,
+    assert_same_gradients,
+    batch,
+    descriptors,
+    flush_autograd,
+    forget_failed_backward,
+    gradients,
+    no_garbage_collection,
+    only_engine,
+    spool_statistics,
+    train_step,
+)
+
+ROW_BYTES = 128 * 64 * 4
+"""One activation of `Chain`; it has 4 layers and saves 12 of them and its input."""
+
+
+def _steps_with_one_warning(offloader: Offloader, words: str, steps: int = 3) -> int:
+    """Train with gradients as in plain PyTorch and exactly one warning; returns how often something was degraded."""
+    model, x = Chain(), batch()
+    expected = train_step(model, x)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            assert_same_gradients(train_step(model, x, offloader, between=offloader.synchronize), expected)
+            assert_empty(offloader)
+    messages = [str(warning.message) for warning in caught if issubclass(warning.category, RuntimeWarning)]
+    assert len(messages) == 1
+    assert messages[0].startswith(f"actoffload: {words}")
+    assert "the step goes on" in messages[0]
+    degraded = offloader.statistics().degraded
+    assert list(degraded) == [words]
+    assert words in offloader.report()
+    return degraded[words]
+
+
+def test_a_disk_that_is_full_from_the_start(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine=FullEngine)
+    assert _steps_with_one_warning(offloader, "write failed") >= 12
+    assert offloader.statistics().nvme_written_bytes == 0
+
+
+def test_a_disk_that_fills_up_in_mid_step(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine=partial(FullEngine, capacity_bytes=6 * ROW_BYTES))
+    assert _steps_with_one_warning(offloader, "write failed") >= 6
+    statistics = offloader.statistics()
+    assert 0 < statistics.nvme_written_bytes <= 6 * ROW_BYTES
+    assert statistics.nvme_read_bytes > 0
+
+
+def test_a_small_nvme_budget(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(nvme_budget=6 * ROW_BYTES)
+    assert _steps_with_one_warning(offloader, "no room on disk") >= 6
+    statistics = offloader.statistics()
+    assert 0 < statistics.nvme_peak_bytes <= 6 * ROW_BYTES
+    assert statistics.nvme_read_bytes > 0
+    assert statistics.kept_bytes["degraded"] >= 6 * ROW_BYTES
+
+
+@pytest.mark.parametrize(("first", "count"), [(1, 1), (5, 2), (1, None)])
+def test_writes_that_fail(make_offloader: MakeOffloader, first: int, count: int | None) -> None:
+    offloader = make_offloader(engine=partial(FailingEngine, kind=IoKind.WRITE, first=first, count=count))
+    degraded = _steps_with_one_warning(offloader, "write failed", steps=2)
+    assert degraded == count if count is not None else degraded >= 24
+    assert (offloader.statistics().nvme_read_bytes > 0) == (count is not None)
+
+
+def test_a_failed_write_under_warnings_as_errors_harms_nothing(make_offloader: MakeOffloader) -> None:
+    """The warning comes out where the user's filter can raise it, and nothing hangs or leaks."""
+    offloader = make_offloader(engine=FullEngine)
+    model, x = Chain(), batch()
+    expected = train_step(model, x)
+    raised = 0
+    for _ in range(3):
+        try:
+            found = train_step(model, x, offloader, between=offloader.synchronize)
+        except RuntimeWarning as warning:
+            raised += "write failed" in str(warning)
+            model.zero_grad()
+        else:
+            assert_same_gradients(found, expected)
+    assert raised == 1
+    forget_failed_backward()
+    assert_empty(offloader)
+
+
+def test_short_transfers_are_continued(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine=ShortEngine, verify=True)
+    model, x = Chain(), batch()
+    assert_same_gradients(train_step(model, x, offloader, between=offloader.synchronize), train_step(model, x))
+    assert only_engine(offloader).calls > 2 * 12
+    assert offloader.statistics().degraded == {}
+    assert offloader.statistics().nvme_read_bytes > 0
+
+
+def test_a_slow_disk_without_a_budget_keeps(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(
+        engine=partial(SlowEngine, threads=1, bandwidth_bytes_per_s=1e6), pending_bytes=3 * ROW_BYTES
+    )
+    model, x = Chain(), batch()
+    assert_same_gradients(train_step(model, x, offloader), train_step(model, x))
+    statistics = offloader.statistics()
+    assert statistics.kept_bytes["pressure"] >= 6 * ROW_BYTES
+    assert statistics.pack_wait_s == 0
+    assert_empty(offloader)
+
+
+def test_a_slow_disk_with_a_budget_is_waited_for(make_offloader: MakeOffloader) -> None:
+    budget = 4 * ROW_BYTES
+    offloader = make_offloader(
+        engine=partial(SlowEngine, threads=1, bandwidth_bytes_per_s=50e6),
+        device_budget=budget,
+        prefetch_bytes=ROW_BYTES,
+    )
+    model, x = Chain(depth=8), batch()
+    assert_same_gradients(train_step(model, x, offloader), train_step(model, x))
+    statistics = offloader.statistics()
+    assert statistics.resident_peak_bytes <= budget
+    assert statistics.baseline_peak_bytes > 5 * budget
+    assert statistics.pack_wait_s > 0
+    assert "pressure" not in statistics.kept_bytes
+
+
+def _backward_of_one(offloader: Offloader) -> tuple[Tensor, Tensor]:
+    x = batch(seed=9).requires_grad_()
+    with offloader:
+        y = x.sin().exp()
+    offloader.synchronize()
+    return x, y.sum()
+
+
+def test_a_failed_read_of_the_only_copy_fails_the_step_and_no_other(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine=partial(FailingEngine, kind=IoKind.READ, first=1, count=2))
+    for _ in range(2):  # two calls fail
+        x, loss = _backward_of_one(offloader)
+        with pytest.raises(StorageReadError) as caught:
+            loss.backward()
+        assert caught.value.errno == errno.EIO
+        assert "offset" in str(caught.value)
+        assert x.grad is None
+        del caught, loss
+        forget_failed_backward()
+        assert_empty(offloader)
+    model = Chain()
+    found = train_step(model, batch(), offloader, between=offloader.synchronize)
+    assert_same_gradients(found, train_step(model, batch()))
+    assert offloader.statistics().nvme_read_bytes > 0
+    assert offloader.statistics().degraded == {}
+
+
+def test_a_failed_read_leaves_no_cycle(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine=partial(FailingEngine, kind=IoKind.READ, first=1, count=1))
+    with no_garbage_collection():
+        _, loss = _backward_of_one(offloader)
+        with contextlib.suppress(StorageReadError):
+            loss.backward()
+        del loss
+        flush_autograd()
+        assert_empty(offloader)
+
+
+def test_a_read_that_failed_once_may_be_tried_again(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine=partial(FailingEngine, kind=IoKind.READ, first=1, count=1))
+    x, loss = _backward_of_one(offloader)
+    with pytest.raises(StorageReadError):
+        loss.backward(retain_graph=True)
+    loss.backward()
+    plain = x.detach().clone().requires_grad_()
+    plain.sin().exp().sum().backward()
+    assert_same_gradients({"x": x.grad}, {"x": plain.grad})  # type: ignore[dict-item]
+
+
+def test_corruption_on_disk_is_found(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(verify=True)
+    _, loss = _backward_of_one(offloader)
+    assert offloader.tiers.spool is not None
+    (file,) = offloader.tiers.spool.files
+    poke_file(file, 8192, b"\x55" * 512)
+    with pytest.raises(ChecksumError, match="crc32"):
+        loss.backward()
+    del loss
+    forget_failed_backward()
+    model = Chain()
+    found = train_step(model, batch(), offloader, between=offloader.synchronize)
+    assert_same_gradients(found, train_step(model, batch()))
+
+
+# -- the gate: what is decided while I/O waits or runs ----------------------------------------------------------------
+
+
+def test_what_is_unpacked_before_its_write_began_is_never_written(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine=partial(GateEngine, threads=1), min_bytes=ROW_BYTES)
+    model, x = Chain(), batch()
+    expected = train_step(model, x)
+    assert_same_gradients(train_step(model, x, offloader), expected)
+    statistics = offloader.statistics()
+    assert statistics.cancelled_bytes == statistics.forwarded_bytes == statistics.baseline_peak_bytes
+    assert (statistics.nvme_written_bytes, statistics.nvme_read_bytes) == (0, 0)
+    assert_empty(offloader)
+
+
+def test_a_write_in_flight_at_unpack_is_forwarded_and_its_extent_waits(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine=partial(_HoldEngine, threads=1))
+    engine = only_engine(offloader)
+    x = batch().requires_grad_()
+    with offloader:
+        loss = x.exp().sum()
+    assert engine.entered.wait(WAIT_S)
+    loss.backward()
+    plain = x.detach().clone().requires_grad_()
+    plain.exp().sum().backward()
+    assert_same_gradients({"x": x.grad}, {"x": plain.grad})  # type: ignore[dict-item]
+    statistics = offloader.statistics()
+    assert statistics.forwarded_bytes == ROW_BYTES
+    assert statistics.nvme_read_bytes == 0
+    assert statistics.live_records == 0
+    spool = spool_statistics(offloader)
+    assert spool.busy_extents == 1
+    assert spool.allocated_bytes > 0
+    engine.leave.set()
+    assert_empty(offloader)
+
+
+@pytest.mark.parametrize("kind", [IoKind.WRITE, IoKind.READ])
+def test_a_graph_dropped_while_io_runs_leaves_memory_and_extent_alone_until_it_ends(
+    make_offloader: MakeOffloader, kind: IoKind
+) -> None:
+    offloader = make_offloader(engine=partial(_HoldEngine, threads=1, kind=kind), prefetch_bytes="1GiB")
+    engine = only_engine(offloader)
+    x = batch().requires_grad_()
+    with offloader:
+        loss = x.exp().sin().exp().sum()
+    if kind is IoKind.READ:  # the first unpack waits for its own read: prefetch the other one
+        offloader.synchronize()
+        engine.skip = 1
+        node: Any = loss.grad_fn
+        first = node.next_functions[0][0]._saved_result.detach()
+        assert first.shape == (128, 64)
+        del node, first
+    assert engine.entered.wait(WAIT_S)
+    del loss
+    assert offloader.statistics().live_records == 0
+    busy = spool_statistics(offloader)
+    assert busy.busy_extents >= 1
+    held = {segment for extent in _busy(offloader) for segment in extent.segments}
+    taken = [offloader.tiers.spool.allocate(ROW_BYTES) for _ in range(3)]  # type: ignore[union-attr]
+    assert not held & {segment for extent in taken for segment in extent.segments}
+    for extent in taken:
+        offloader.tiers.spool.free(extent)  # type: ignore[union-attr]
+    engine.leave.set()
+    assert_empty(offloader)
+
+
+def _busy(offloader: Offloader) -> list[Any]:
+    assert offloader.tiers.spool is not None
+    return [transfer.extent for transfer in offloader.tiers.spool._live]
+
+
+class _HoldEngine(GateEngine):
+    """Holds the calls of one kind in the middle until ``leave`` is set; ``skip`` of them pass."""
+
+    def __init__(self, file: Any, *, threads: int | None = None, kind: IoKind = IoKind.WRITE) -> None:
+        self.entered = threading.Event()
+        self.leave = threading.Event()
+        self.skip = 0
+        self._held_kind = kind
+        super().__init__(file, threads=threads)
+        self.open()
+
+    def _transfer_once(self, kind: IoKind, view: memoryview, offset: int) -> int:
+        if kind is self._held_kind:
+            if self.skip:
+                self.skip -= 1
+            else:
+                self.entered.set()
+                assert self.leave.wait(WAIT_S)
+        return super()._transfer_once(kind, view, offset)
+
+
+# -- close and abort in the middle -------------------------------------------------------------------------------------
+
+
+def test_abort_in_mid_step(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(keep_last_bytes=0)
+    model, x = Chain(), batch()
+    before = descriptors()
+    with offloader:
+        loss = model(x).square().sum()
+    offloader.synchronize()
+    offloader.abort()
+    with pytest.raises(OffloaderClosedError, match=r"after abort\(\)"):
+        loss.backward()
+    assert descriptors() < before
+    model.zero_grad()
+    del loss
+    forget_failed_backward()
+    assert offloader.statistics().live_records == 0
+    with pytest.raises(OffloaderClosedError):
+        offloader.__enter__()
+
+
+def test_abort_before_anything_was_written_loses_nothing(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine=partial(GateEngine, threads=1))
+    model, x = Chain(), batch()
+    expected = train_step(model, x)
+    assert_same_gradients(train_step(model, x, offloader, between=offloader.abort), expected)
+    assert offloader.statistics().live_records == 0
+    assert offloader.statistics().nvme_written_bytes == 0
+
+
+def test_close_with_a_living_graph(make_offloader: MakeOffloader) -> None:
+    model, x = Chain(), batch()
+    expected = train_step(model, x)
+    before = descriptors()
+    offloader = make_offloader()
+    with offloader:
+        loss = model(x).square().sum()
+    offloader.close()
+    offloader.close()
+    assert descriptors() > before  # backward will need them
+    loss.backward()
+    assert_same_gradients(gradients(model), expected)
+    assert offloader.statistics().nvme_read_bytes > 0
+    for thread in threading.enumerate():
+        if thread.name == "actoffload-close":
+            thread.join(WAIT_S)
+    assert offloader.statistics().live_records == 0
+    assert descriptors() == before
+    offloader.close()
+
+
+def test_an_offloader_closed_without_a_graph_gives_everything_back(make_offloader: MakeOffloader) -> None:
+    before = descriptors()
+    offloader = make_offloader()
+    assert descriptors() > before
+    train_step(Chain(), batch(), offloader)
+    offloader.close()
+    assert descriptors() == before
+    assert os.listdir(offloader.config.paths[0]) == []
+    assert torch.is_grad_enabled()

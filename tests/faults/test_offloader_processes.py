@@ -1,0 +1,167 @@
+"""Forks, exits and kills with work in flight."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from tests.harness import (
+    Chain,
+    MakeOffloader,
+    assert_empty,
+    assert_same_gradients,
+    batch,
+    gradients,
+    same_bits,
+    spool_statistics,
+    train_step,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")
+
+
+def _in_child(work: Any) -> int:
+    """Run ``work`` in a forked child; returns its exit code (120: it raised)."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of threads: that is what is tested
+        pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+            os._exit(120)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("settle", [True, False])
+def test_a_child_forked_in_mid_step(make_offloader: MakeOffloader, settle: bool) -> None:
+    torch.set_num_threads(1)  # the pool's threads do not survive a fork, whoever forks
+    offloader = make_offloader()
+    model, x = Chain(), batch()
+    expected = train_step(model, x)
+    with offloader:
+        loss = model(x).square().sum()
+        if settle:
+            offloader.synchronize()
+
+        def child() -> None:
+            nonlocal loss
+            assert offloader.forked
+            found = model(x).square().sum()  # still inside the context: what it saves stays
+            assert offloader.statistics().kept_bytes["forked process"] > 0
+            del found, loss
+            offloader.close()
+            offloader.abort()
+            offloader.synchronize()
+            assert "forked process" in offloader.report()
+
+        assert _in_child(child) == 0
+    loss.backward()
+    assert_same_gradients(gradients(model), expected)
+    assert_empty(offloader)
+    assert_same_gradients(train_step(model, x, offloader, between=offloader.synchronize), expected)
+    assert offloader.statistics().nvme_read_bytes > 0
+
+
+class _Rows(Dataset[torch.Tensor]):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return batch(rows=1, seed=index)[0] * torch.ones(64).requires_grad_().exp().detach()
+
+    def __len__(self) -> int:
+        return 256
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_data_loader_workers_inside_the_context(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader()
+    model = Chain()
+    plain = [train_step(model, rows) for rows in DataLoader(_Rows(), batch_size=64)]
+    with offloader:
+        loader = DataLoader(_Rows(), batch_size=64, num_workers=2, multiprocessing_context="fork")
+        for number, rows in enumerate(loader):
+            loss = model(rows).square().sum()
+            offloader.synchronize()
+            loss.backward()
+            assert_same_gradients(gradients(model), plain[number])
+    del loss
+    assert_empty(offloader)
+    assert offloader.statistics().nvme_read_bytes > 0
+    assert same_bits(batch(), batch())
+
+
+_SETUP = """
+import os, signal, sys
+import torch
+from functools import partial
+from actoffload import OffloadConfig, Offloader, attach, offload_activations
+from actoffload.testing.faults import GateEngine, SlowEngine
+path = sys.argv[1]
+model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
+def run(engine):
+    offloader = Offloader(OffloadConfig(target="nvme", path=path, min_bytes=0, engine=engine))
+    with offloader:
+        loss = model(torch.randn(256, 64)).sin().exp().sum()
+    return offloader, loss
+"""
+
+
+def _script(body: str, path: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error::RuntimeWarning", "-W", "error::ResourceWarning", "-c", _SETUP + body, str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "kept = run('auto')",
+        "kept = run(partial(SlowEngine, threads=1, bandwidth_bytes_per_s=1e6))",
+        "kept = run(GateEngine)",
+        "offloader, loss = run(GateEngine); del offloader",
+        "kept = run('auto'); sys.exit(0)",
+        "offloader, loss = run('auto'); offloader.close()",
+        "offloader, loss = run(GateEngine); offloader.abort()",
+        "attachment = attach(model, target='nvme', path=path, min_bytes=0); loss = model(torch.randn(256, 64)).sum()",
+    ],
+)
+def test_the_interpreter_exits_with_work_in_flight(tmp_path: Path, body: str) -> None:
+    run = _script(body, tmp_path)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert os.listdir(tmp_path) == []
+
+
+def test_sigkill_leaves_nothing(tmp_path: Path) -> None:
+    run = _script(
+        "kept = run('auto'), run(GateEngine)\nkept[0][0].synchronize()\n"
+        "assert kept[0][0].statistics().nvme_written_bytes > 0\nassert os.listdir(path) == []\n"
+        "os.kill(os.getpid(), signal.SIGKILL)",
+        tmp_path,
+    )
+    assert (run.returncode, run.stderr) == (-signal.SIGKILL, "")
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_idle_offloader_holds_no_name_in_its_directory(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+    offloader = make_offloader()
+    train_step(Chain(), batch(), offloader, between=offloader.synchronize)
+    assert spool_statistics(offloader).arena_bytes > 0
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,229 @@
+"""Small programs that change tensors in place, some of them saved ones: which must raise, and which must not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def change_input(x: Tensor) -> Tensor:
+    y = x * 2
+    z = y * y
+    y.add_(1)
+    return z
+
+
+def change_input_that_is_not_saved(x: Tensor) -> Tensor:
+    y = x * 2
+    z = y + y
+    y.add_(1)
+    return z * y
+
+
+def in_place_output(x: Tensor) -> Tensor:
+    return (x * 1).exp_() * x
+
+
+def in_place_output_changed_later(x: Tensor) -> Tensor:
+    y = (x * 1).exp_()
+    z = y * 2
+    y.mul_(2)
+    return z
+
+
+def chain_of_in_place(x: Tensor) -> Tensor:
+    return (x * 1).sigmoid_().tanh_().mul_(3).add_(x)
+
+
+def relu_in_place(x: Tensor) -> Tensor:
+    return torch.relu_(x * 2) * x
+
+
+def residual_in_place(x: Tensor) -> Tensor:
+    y = x * 2
+    z = torch.relu(y)
+    z += y
+    return z
+
+
+def residual_in_place_after_a_save(x: Tensor) -> Tensor:
+    y = x * 2
+    z = torch.tanh(y)
+    z += y
+    return z
+
+
+def change_a_view(x: Tensor) -> Tensor:
+    y = x * 2
+    z = y.exp() * y
+    y[0, :4].zero_()
+    return z
+
+
+def save_a_view_change_the_base(x: Tensor) -> Tensor:
+    y = x * 2
+    z = y[: len(x) // 2] ** 3
+    y.add_(1)
+    return z
+
+
+def save_a_view_change_another(x: Tensor) -> Tensor:
+    y = x * 2
+    top, bottom = y[: len(x) // 2], y[len(x) // 2 :]
+    z = top.sin()
+    bottom.mul_(2)
+    return z.sum() + bottom.sum()
+
+
+def two_versions_of_one_storage(x: Tensor) -> Tensor:
+    y = x * 2
+    a = y + 1
+    y.mul_(3)
+    b = y * x
+    return a + b
+
+
+def save_before_and_after(x: Tensor) -> Tensor:
+    y = x * 2
+    a = y.cos()
+    y.mul_(3)
+    return a + y.cos()
+
+
+def save_after_only(x: Tensor) -> Tensor:
+    y = x * 2
+    y.mul_(3)
+    a = y.cos()
+    return a + y.sin() * y
+
+
+def change_through_detach(x: Tensor) -> Tensor:
+    y = x * 2
+    z = y * y
+    y.detach().add_(1)
+    return z
+
+
+def change_without_gradients(x: Tensor) -> Tensor:
+    y = x * 2
+    z = y.tanh() * y
+    with torch.no_grad():
+        y.fill_(1)
+    return z
+
+
+def change_a_clone(x: Tensor) -> Tensor:
+    y = x * 2
+    z = y * y
+    y.clone().add_(1)
+    y.detach().clone().add_(1)
+    return z
+
+
+def out_argument(x: Tensor) -> Tensor:
+    y = x * 2
+    z = y * y
+    with torch.no_grad():
+        torch.add(x, x, out=y.detach())
+    return z
+
+
+def fill_a_buffer_bit_by_bit(x: Tensor) -> Tensor:
+    buffer = torch.zeros_like(x)
+    for row in range(0, len(x), 32):
+        buffer[row : row + 32] = x[row : row + 32] * 2
+    return buffer.exp()
+
+
+def fill_a_buffer_between_saves(x: Tensor) -> Tensor:
+    buffer = torch.zeros_like(x)
+    buffer[:32] = x[:32] * 2
+    first = buffer.sin()
+    buffer[32:] = x[32:] * 2
+    return first + buffer.sin()
+
+
+def dropout_and_mask(x: Tensor) -> Tensor:
+    torch.manual_seed(5)
+    return torch.nn.functional.dropout(x * 2, 0.5, inplace=True) * x
+
+
+def masked_fill_in_place(x: Tensor) -> Tensor:
+    y = x * 2
+    mask = y.detach() > 0
+    return y.masked_fill_(mask, 0.0) * x
+
+
+def change_the_mask(x: Tensor) -> Tensor:
+    mask = x.detach() > 0
+    y = torch.where(mask, x, x * 2)
+    mask.zero_()
+    return y
+
+
+def change_an_index(x: Tensor) -> Tensor:
+    index = torch.arange(len(x))
+    y = x.index_select(0, index)
+    index.zero_()
+    return y
+
+
+def transposed_view_changed(x: Tensor) -> Tensor:
+    y = x * 2
+    z = y.t() @ y
+    y.t().add_(1)
+    return z
+
+
+def expanded(x: Tensor) -> Tensor:
+    y = (x[:, :1] * 2).expand(-1, x.shape[1])
+    return y * x
+
+
+def resized(x: Tensor) -> Tensor:
+    y = (x * 2).detach()
+    z = x * y
+    y.resize_(2 * x.shape[0], x.shape[1])
+    return z
+
+
+def scratch_reused(x: Tensor) -> Tensor:
+    """Allocate, save, free, allocate again: the same address, other bytes."""
+    total = x.sum() * 0
+    for factor in range(2, 8):
+        y = x * factor
+        total = total + (y.exp() * y.tanh()).sum()
+        del y
+        scratch = torch.full_like(x.detach(), float(factor))
+        total = total + (scratch * x).sum()
+        del scratch
+    return total
+
+
+PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
+    name: value
+    for name, value in list(globals().items())
+    if getattr(value, "__annotations__", {}) == {"x": "Tensor", "return": "Tensor"}
+}
+RAISING = {
+    "chain_of_in_place",
+    "resized",
+    "residual_in_place",
+    "change_input",
+    "in_place_output_changed_later",
+    "residual_in_place_after_a_save",
+    "change_a_view",
+    "save_a_view_change_the_base",
+    "save_a_view_change_another",
+    "save_before_and_after",
+    "change_through_detach",
+    "change_without_gradients",
+    "out_argument",
+    "fill_a_buffer_between_saves",
+    "change_the_mask",
+    "change_an_index",
+    "transposed_view_changed",
+}
+"""Those in which autograd's own check raises, without any hooks."""

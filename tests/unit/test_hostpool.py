@@ -1,0 +1,225 @@
+"""Host memory: exact sizes, and every slot back in the pool exactly when nobody can touch it any more."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from actoffload.hostpool import ALIGNMENT, HostPool, Slot
+from tests.harness import WAIT_S, no_garbage_collection
+
+KIB = 1 << 10
+SLAB = 256 * KIB
+
+
+def _pool(slabs: int = 1, **options: Any) -> HostPool:
+    return HostPool(slabs * SLAB, slab_bytes=SLAB, **options)
+
+
+def _acquire(pool: HostPool, nbytes: int, **options: Any) -> Slot:
+    slot = pool.acquire(nbytes, **options)
+    assert slot is not None
+    return slot
+
+
+def _in_use(pool: HostPool) -> int:
+    pool.settle()
+    return pool.allocated_bytes
+
+
+@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 100_000, SLAB])
+def test_sizes_are_exact_to_a_page(nbytes: int) -> None:
+    pool = _pool()
+    slot = _acquire(pool, nbytes)
+    assert slot.address % ALIGNMENT == 0
+    assert nbytes <= slot.nbytes < nbytes + ALIGNMENT
+    assert pool.allocated_bytes == slot.nbytes
+    assert pool.tensor(slot, 0, nbytes).untyped_storage().nbytes() == nbytes
+    del slot
+    assert _in_use(pool) == 0
+    assert pool.peak_bytes == -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def test_slots_do_not_overlap() -> None:
+    pool = _pool()
+    slots = [_acquire(pool, 10_000) for _ in range(20)]
+    ranges = sorted((slot.address, slot.address + slot.nbytes) for slot in slots)
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(ranges))
+    for value, slot in enumerate(slots):
+        pool.tensor(slot, 0, 10_000).fill_(value)
+    for value, slot in enumerate(slots):
+        assert bool((pool.tensor(slot, 0, 10_000) == value).all())
+
+
+def test_the_capacity_holds_unless_forced() -> None:
+    pool = _pool()
+    first = _acquire(pool, SLAB)
+    assert pool.acquire(1) is None
+    forced = _acquire(pool, 5000, force=True)
+    assert pool.mapped_bytes == SLAB + 8192
+    del first
+    assert _acquire(pool, SLAB // 2).nbytes == SLAB // 2  # in what came back
+    del forced
+    assert _in_use(pool) == 0
+
+
+def test_a_request_beyond_the_slab_gets_one_of_its_size_within_the_capacity() -> None:
+    pool = _pool(slabs=3)
+    slot = _acquire(pool, 2 * SLAB)
+    assert pool.mapped_bytes == 2 * SLAB
+    assert pool.acquire(2 * SLAB) is None
+    del slot
+    assert _acquire(pool, 2 * SLAB) is not None
+
+
+def test_a_small_capacity_maps_no_more_than_that() -> None:
+    pool = HostPool(10_000, slab_bytes=SLAB)
+    assert _acquire(pool, 8000) is not None
+    assert pool.mapped_bytes == 8192
+    assert HostPool(0, slab_bytes=SLAB).acquire(1) is None
+
+
+def test_a_slot_returns_when_the_last_tensor_on_it_dies() -> None:
+    pool = _pool()
+    with no_garbage_collection():
+        slot = _acquire(pool, 1000)
+        whole = pool.tensor(slot, 24, 960, owning=True)
+        view = whole.view(torch.float32)[10:20]
+        storage = view.untyped_storage()
+        del slot
+        assert _in_use(pool) == 4096
+        del whole
+        assert _in_use(pool) == 4096
+        del view
+        assert _in_use(pool) == 4096
+        del storage
+        assert _in_use(pool) == 0
+
+
+def test_a_tensor_that_does_not_own_its_slot_does_not_hold_it() -> None:
+    pool = _pool()
+    slot = _acquire(pool, 1000)
+    tensor = pool.tensor(slot, 0, 1000)
+    del slot
+    assert _in_use(pool) == 0
+    assert tensor.numel() == 1000
+
+
+def test_memory_is_used_again_but_never_while_a_tensor_lives() -> None:
+    pool = _pool()
+    kept = pool.tensor(_acquire(pool, SLAB // 2), 0, SLAB // 2, owning=True).fill_(7)
+    seen = set()
+    for value in range(20):
+        other = pool.tensor(_acquire(pool, SLAB // 2), 0, SLAB // 2, owning=True)
+        seen.add(other.data_ptr())
+        other.fill_(value)
+        assert pool.acquire(SLAB // 2) is None
+        del other
+    assert len(seen) == 1
+    assert bool((kept == 7).all())
+
+
+def test_limbo_until_every_event_is_done() -> None:
+    done: set[object] = set()
+    pool = _pool(is_done=done.__contains__)
+    slot = _acquire(pool, SLAB)
+    slot.events += ["copy out", "copy in"]
+    del slot
+    assert pool.acquire(SLAB) is None
+    done.add("copy in")
+    assert pool.acquire(SLAB) is None
+    assert _in_use(pool) == SLAB
+    done.add("copy out")
+    assert _acquire(pool, SLAB) is not None
+
+
+def test_one_slot_in_limbo_does_not_hold_up_another() -> None:
+    pool = _pool(is_done=lambda event: event == "done")
+    late, early = _acquire(pool, SLAB // 2), _acquire(pool, SLAB // 2)
+    late.events.append("pending")
+    early.events.append("done")
+    del late, early
+    assert _in_use(pool) == SLAB // 2
+
+
+def test_freed_slots_are_poisoned_and_only_then() -> None:
+    done: set[object] = set()
+    pool = _pool(is_done=done.__contains__, poison=True)
+    slot = _acquire(pool, 8192)
+    bytes_seen = pool.tensor(slot, 0, 8192).fill_(1)
+    slot.events.append("copy")
+    del slot
+    pool.settle()
+    assert bool((bytes_seen == 1).all())
+    done.add("copy")
+    pool.settle()
+    assert bool((bytes_seen == 0xFF).all())
+    assert bool(bytes_seen.view(torch.float32).isnan().all())
+
+
+def test_pinning_is_asked_for_once_per_slab_and_undone() -> None:
+    pinned: dict[int, int] = {}
+
+    def pin(address: int, nbytes: int) -> bool:
+        pinned[address] = nbytes
+        return True
+
+    pool = _pool(slabs=2, pin=pin, unpin=pinned.pop)
+    slots = [_acquire(pool, SLAB // 2) for _ in range(4)]
+    assert list(pinned.values()) == [SLAB, SLAB]
+    assert not pool.pin_failed
+    pool.close()
+    pool.close()
+    assert pinned == {}
+    assert bool((pool.tensor(slots[0], 0, 100).fill_(3) == 3).all())  # the memory is still there
+
+
+def test_failed_pinning_is_said_once_and_the_memory_works() -> None:
+    pool = _pool(slabs=2, pin=lambda address, nbytes: False, unpin=lambda address: pytest.fail("nothing was pinned"))
+    with pytest.warns(RuntimeWarning, match="could not be page-locked") as caught:
+        slots = [_acquire(pool, SLAB) for _ in range(2)]
+    assert len(caught) == 1
+    assert pool.pin_failed
+    assert bool((pool.tensor(slots[1], 0, 100).fill_(3) == 3).all())
+    pool.close()
+
+
+def test_a_finalizer_may_run_while_the_pool_is_locked() -> None:
+    """The garbage collector runs finalizers anywhere, also inside ``acquire`` of the same thread."""
+    pool = _pool()
+    slot = _acquire(pool, SLAB)
+    tensor = pool.tensor(slot, 0, SLAB, owning=True)
+    del slot
+    with pool._lock:
+        del tensor  # would hang if it took the lock
+    assert _in_use(pool) == 0
+
+
+def test_tensors_that_die_in_many_threads_all_come_back() -> None:
+    pool = _pool(slabs=4)
+    wrong: list[int] = []
+
+    def use(value: int) -> None:
+        for _ in range(200):
+            slot = pool.acquire(10_000)
+            if slot is None:
+                continue
+            tensor = pool.tensor(slot, 0, 10_000, owning=True)
+            del slot
+            tensor.fill_(value)
+            if not bool((tensor == value).all()):
+                wrong.append(value)
+
+    threads = [threading.Thread(target=use, args=(value,)) for value in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert wrong == []
+    assert _in_use(pool) == 0
+    assert pool._finalizers == {}

@@ -1,0 +1,88 @@
+"""The life of a record: one transition table, and nothing beside it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from actoffload.errors import StateError
+from actoffload.record import TRANSITIONS, Record, State
+
+
+def _record(state: State = State.RESIDENT) -> Record:
+    storage = torch.arange(16, dtype=torch.uint8).untyped_storage()
+    record = Record(storage, storage.data_ptr(), 4, 12, torch.device("cpu"))
+    record.state = state
+    return record
+
+
+def _legal(before: State, after: State) -> bool:
+    if after is State.RELEASED:
+        return before is not State.RELEASED
+    return after in TRANSITIONS[before]
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(State, State)), ids=lambda state: state.value)
+def test_every_transition_is_legal_or_raises_and_changes_nothing(before: State, after: State) -> None:
+    record = _record(before)
+    if _legal(before, after):
+        record.to(after)
+        assert record.state is after
+    else:
+        with pytest.raises(StateError, match=f"record {record.number}: {before.value} -> {after.value} is not a legal"):
+            record.to(after)
+        assert record.state is before
+
+
+def test_the_table_says_something_of_every_state() -> None:
+    assert set(TRANSITIONS) == set(State)
+    for before, afters in TRANSITIONS.items():
+        assert before not in afters, "a transition to the same state hides a bug"
+        assert State.RELEASED not in afters, "the way to RELEASED is not in the table"
+
+
+def test_every_state_is_reached_from_the_first_and_can_come_back_to_memory() -> None:
+    def reachable(start: State) -> set[State]:
+        found, todo = {start}, [start]
+        while todo:
+            for after in State:
+                if after not in found and _legal(todo[-1], after):
+                    found.add(after)
+                    todo.insert(0, after)
+            todo.pop()
+        return found
+
+    assert reachable(State.RESIDENT) == set(State)
+    for state in State:
+        assert (State.RESIDENT in reachable(state)) == (state is not State.RELEASED)
+
+
+def test_nothing_leaves_released() -> None:
+    for after in State:
+        with pytest.raises(StateError):
+            _record(State.RELEASED).to(after)
+
+
+def test_bytes_that_are_nowhere_cannot_be_read_from_the_device() -> None:
+    """No transition skips the copy: what is on disk is fetched before it is hosted, what is hosted is reloaded."""
+    assert State.RELOADING not in TRANSITIONS[State.SPILLED]
+    assert State.HOSTED not in TRANSITIONS[State.SPILLED]
+    assert State.SPILLED not in TRANSITIONS[State.STAGING]
+    assert State.SPILLED not in TRANSITIONS[State.HOSTED]
+
+
+def test_flat_is_the_span_and_shares_memory() -> None:
+    record = _record()
+    assert record.near
+    assert record.nbytes == 8
+    assert record.flat().tolist() == list(range(4, 12))
+    record.data, record.data_begin = torch.arange(4, 12, dtype=torch.uint8).untyped_storage(), 4
+    assert record.flat().tolist() == list(range(4, 12))
+    record.data = None
+    assert not record.near
+
+
+def test_numbers_are_unique() -> None:
+    assert len({_record().number for _ in range(100)}) == 100
