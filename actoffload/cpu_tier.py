@@ -23,6 +23,7 @@ from .tiers import Core, Mover
 BOUNCE_BYTES = 64 << 10
 """A span smaller than this is copied into aligned memory and written from there: its body would be mostly edges."""
 MIN_ALIGNMENT = 512
+PENDING_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,11 @@ class CpuMover(Mover):
         self._pool = pool
 
     def begin(self, record: Record) -> KeepReason | None:
+        config = self.core.config
+        if config.device_budget is None:  # with a budget the offloader waits instead
+            limit = config.size("pending_bytes", PENDING_BYTES)
+            if self.core.pending_bytes + record.nbytes > limit:
+                return KeepReason.PRESSURE
         address = record.address + record.begin
         alignment = self._disk.alignment
         bounce = record.nbytes < BOUNCE_BYTES

@@ -8,7 +8,7 @@ with a predecessor whose memory was reused (FIELD_NOTES 3).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -65,35 +65,34 @@ class IdentityMap(Generic[R]):
     """The live records by (storage, version, span)."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, list[tuple[StorageRef, int, int, int, int, R]]] = {}
+        self._entries: dict[int, list[tuple[StorageRef, int, Tensor, int, int, int, R]]] = {}
 
-    def find(
-        self,
-        storage: torch.UntypedStorage,
-        address: int,
-        version: int,
-        begin: int,
-        end: int,
-        same: Callable[[R], bool] = lambda record: True,
-    ) -> R | None:
-        """A record of the same storage and version whose span holds ``[begin, end)``, and that is ``same``."""
-        for _, known_address, known_version, known_begin, known_end, record in self._entries.get(storage._cdata, ()):
+    def find(self, storage: torch.UntypedStorage, address: int, tensor: Tensor, begin: int, end: int) -> R | None:
+        """A record of the tensor's storage as it is in this version, whose span holds ``[begin, end)``."""
+        version = tensor._version
+        for _, known_address, probe, known_version, known_begin, known_end, record in self._entries.get(
+            storage._cdata, ()
+        ):
             if (
                 known_version == version
                 and known_begin <= begin
                 and end <= known_end
                 and known_address == address  # a storage that was resized has moved: other bytes
-                and same(record)
+                and probe._version == version
+                and same_counter(probe, tensor)
             ):
                 return record
         return None
 
     def add(
-        self, storage: torch.UntypedStorage, address: int, version: int, begin: int, end: int, record: R
+        self, storage: torch.UntypedStorage, address: int, tensor: Tensor, begin: int, end: int, record: R
     ) -> StorageRef:
-        """Remember a record; returns the weak reference that pins the storage's identity."""
+        """Remember a record; returns the weak reference that pins the storage's identity.
+
+        ``tensor`` is held: its handle makes it a `version_probe`, which holds no memory.
+        """
         ref = StorageRef(storage)
-        self._entries.setdefault(ref.cdata, []).append((ref, address, version, begin, end, record))
+        self._entries.setdefault(ref.cdata, []).append((ref, address, tensor, tensor._version, begin, end, record))
         return ref
 
     def remove(self, ref: StorageRef, record: R) -> None:

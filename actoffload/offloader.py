@@ -17,9 +17,10 @@ from .cpu_tier import CpuMover
 from .device import Accelerator
 from .errors import OffloaderClosedError
 from .events import EventKind, now, open_sink
-from .identity import IdentityMap, ModuleOwners, StorageSet, live_modules, same_counter
+from .identity import IdentityMap, ModuleOwners, StorageSet, live_modules
+from .placement import Placement
 from .planner import Plan, PlanEntry
-from .policy import Decision, KeepReason, ModuleFilter, OffloadAll, Policy, TensorFacts
+from .policy import Decision, KeepReason
 from .record import Record, State
 from .schedule import LearnedOrders, Tape, Window
 from .statistics import Statistics
@@ -28,10 +29,8 @@ from .tiers import Core, Mover
 
 CPU_MIN_BYTES = 128 << 10
 DEVICE_MIN_BYTES = 1 << 20
-CPU_PENDING_BYTES = 256 << 20
 CPU_PREFETCH_BYTES = 64 << 20
 DEVICE_PREFETCH_BYTES = 128 << 20
-KEEP_LAST_SHARE = 16
 
 MARKED = StorageSet()
 """Storages that the user marked with ``keep()``."""
@@ -54,18 +53,15 @@ class Storer:
         self.closed = False
         self.forked = False
         self._identities: IdentityMap[Record] = IdentityMap()
-        self._policy: Policy = OffloadAll() if isinstance(config.policy, str) else config.policy
-        self._filter = ModuleFilter(config.include, config.exclude)
-        self._keeps_last = config.policy == "auto"
         self._dropped: deque[tuple[Record, int]] = deque()
         self._kept_gone: deque[int] = deque()
-        self._last_total_bytes = 0
         self._largest_bytes = 0
         self._decisions: list[tuple[int, KeepReason | None, str | None]] = []
         self.tiers = Tiers(self.core, accelerator)
         self._movers = self.tiers.movers
         first = CPU_PREFETCH_BYTES if isinstance(self._movers.get("cpu"), CpuMover) else DEVICE_PREFETCH_BYTES
         self._window = Window(config.size("prefetch_bytes", first), fixed=config.prefetch_bytes is not None)
+        self._placement = Placement(config, self._window)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -94,16 +90,13 @@ class Storer:
             self._drain()
             core.accounts.packed_tensors += 1
             core.accounts.packed_bytes += end - begin
-            record = self._identities.find(
-                storage, address, tensor._version, begin, end, lambda known: same_counter(known.probe, tensor)
-            )
+            record = self._identities.find(storage, address, tensor, begin, end)
             if record is not None:
                 core.accounts.deduplicated_bytes += end - begin
             else:
                 record = Record(storage, address, begin, end, tensor.device)
                 record.module = module
-                record.probe = tensor  # the first handle makes it hold nothing but its version
-                record.identity = self._identities.add(storage, address, tensor._version, begin, end, record)
+                record.identity = self._identities.add(storage, address, tensor, begin, end, record)
                 core.accounts.born(record.nbytes)
                 record.tape, record.index = tape, tape.append(record)
                 try:
@@ -121,7 +114,12 @@ class Storer:
         mover.pump()
         mover.count_near(record)
         self.core.event(EventKind.PACK, record, record.module or "")
-        reason = self._why_keep(record, tensor, tape)
+        if self.forked:
+            reason: KeepReason | None = KeepReason.FORKED
+        elif self.closed or self.core.inert:
+            reason = KeepReason.DEGRADED
+        else:
+            reason = self._placement.why_keep(record, tensor, tape)
         if reason is None:
             budget = self.config.device_budget
             reason = mover.begin(record)
@@ -135,33 +133,6 @@ class Storer:
             self.core.event(EventKind.KEEP, record, reason.value)
         self._decisions = tape.decisions
         tape.decisions.append((record.nbytes, reason, record.module))
-
-    def _why_keep(self, record: Record, tensor: Tensor, tape: Tape[Record]) -> KeepReason | None:
-        if self.forked or self.closed or self.core.inert:
-            return KeepReason.FORKED if self.forked else KeepReason.DEGRADED
-        if not self._filter.allows(record.module):
-            return KeepReason.EXCLUDED
-        facts = TensorFacts(
-            nbytes=record.nbytes,
-            shape=tuple(tensor.shape),
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            device=str(tensor.device),
-            module=record.module,
-            index=record.index,
-        )
-        if self._policy.decide(facts) is Decision.KEEP:
-            return KeepReason.POLICY
-        if self._keeps_last and self._last_total_bytes:
-            tail = self.config.size(
-                "keep_last_bytes", min(self._last_total_bytes // KEEP_LAST_SHARE, self._window.nbytes)
-            )
-            if self._last_total_bytes - tail < tape.total_bytes <= self._last_total_bytes:  # a longer forward goes on
-                return KeepReason.LAST
-        if self.config.device_budget is None and isinstance(self._movers[record.device.type], CpuMover):
-            limit = self.config.size("pending_bytes", CPU_PENDING_BYTES)
-            if self.core.pending_bytes + record.nbytes > limit:
-                return KeepReason.PRESSURE
-        return None
 
     def kept(self, reason: KeepReason, nbytes: int, activation: bool) -> None:
         """Count a tensor that stays without a record."""
@@ -230,7 +201,7 @@ class Storer:
         if tape is None:
             return
         if not tape.in_backward:
-            self._last_total_bytes = tape.total_bytes
+            self._placement.last_total_bytes = tape.total_bytes
         if round_ > record.round:
             tape.rewind()
         tape.advance(record.index, self.orders)

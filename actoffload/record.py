@@ -74,7 +74,6 @@ class Record:
         "number",
         "on_disk",
         "outgoing",
-        "probe",
         "round",
         "slot",
         "state",
@@ -97,7 +96,6 @@ class Record:
         self.data_begin = 0
         self.weak_data: StorageRef | None = None
         self.identity: StorageRef | None = None
-        self.probe: Any = None  # shares the version counter of the tensor that was saved first
         self.handles = 0
         self.waiting = 0
         self.round = 0

@@ -23,7 +23,7 @@ FLOORS = {
     2: "device hostpool paths scopes engines engines.*",
     3: "spool arena extent_io transfer",
     4: "record tiers *_tier",
-    5: "assembly explanation handles offloader",
+    5: "assembly explanation handles placement offloader",
     6: "hooks api",
     7: "__init__ cli cli.* report report.* testing testing.* integrations integrations.*",
 }

@@ -252,7 +252,7 @@ def test_a_module_that_calls_itself(options: dict[str, Any]) -> None:
     assert attachment.offloader._stack() == []
 
 
-@pytest.mark.parametrize("module", [None, 3, "model", lambda x: x], ids=str)
+@pytest.mark.parametrize("module", [None, 3, "model", lambda x: x], ids=["None", "3", "text", "function"])
 def test_attach_takes_a_module(module: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"^module=.*attach\(\) takes an nn.Module"):
         actoffload.attach(module, **options)

@@ -227,7 +227,7 @@ def test_regions_belong_to_their_thread(make_offloader: MakeOffloader) -> None:
         ({"exclude": "layers.*"}, {None}, {"layers.0", "layers.1", "layers.2"}),
         ({"include": "layers.*", "exclude": ["layers.2"]}, {"layers.0", "layers.1"}, {None, "layers.2"}),
     ],
-    ids=str,
+    ids=["include", "include a glob", "exclude", "both"],
 )
 def test_include_and_exclude(
     make_offloader: MakeOffloader, patterns: dict[str, Any], moved: set[str | None], kept: set[str | None]

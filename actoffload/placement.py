@@ -1,0 +1,60 @@
+"""Whether a storage that autograd saves may leave: module patterns, the policy, what backward wants back at once."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .config import OffloadConfig
+from .policy import Decision, KeepReason, ModuleFilter, OffloadAll, Policy, TensorFacts
+from .record import Record
+from .schedule import Tape, Window
+
+KEEP_LAST_SHARE = 16
+
+
+class Placement:
+    """Decides by the facts of one record and by what the last forward was like.
+
+    Args:
+        config: the options.
+        window: how far backward is prefetched; no more than that is kept at the end of a forward by default.
+
+    Attributes:
+        last_total_bytes: what the last forward that reached backward had saved; 0 before the first.
+    """
+
+    def __init__(self, config: OffloadConfig, window: Window) -> None:
+        self.last_total_bytes = 0
+        self._config = config
+        self._window = window
+        self._policy: Policy = OffloadAll() if isinstance(config.policy, str) else config.policy
+        self._filter = ModuleFilter(config.include, config.exclude)
+        self._keeps_last = config.policy == "auto"
+
+    def why_keep(self, record: Record, tensor: Tensor, tape: Tape[Record]) -> KeepReason | None:
+        """Why a record that was just added to ``tape`` stays, or None.
+
+        Args:
+            record: the storage.
+            tensor: the view of it that was saved first.
+            tape: the forward that it is saved in.
+        """
+        if not self._filter.allows(record.module):
+            return KeepReason.EXCLUDED
+        facts = TensorFacts(
+            nbytes=record.nbytes,
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            device=str(tensor.device),
+            module=record.module,
+            index=record.index,
+        )
+        if self._policy.decide(facts) is Decision.KEEP:
+            return KeepReason.POLICY
+        return KeepReason.LAST if self._keeps_last and self._is_last(tape) else None
+
+    def _is_last(self, tape: Tape[Record]) -> bool:
+        """Whether the newest record of a tape is among the last, judged by the forward before it."""
+        last = self.last_total_bytes
+        tail = self._config.size("keep_last_bytes", min(last // KEEP_LAST_SHARE, self._window.nbytes))
+        return last - tail < tape.total_bytes <= last  # beyond it: a longer forward, which goes on
