@@ -115,7 +115,7 @@ class CpuMover(Mover):
             if self.cancel_write(record):
                 record.to(State.RESIDENT)
         elif record.state is State.SPILLED and not self.revive(record):
-            self._fetch(record)
+            return self._fetch(record, urgent)
         elif record.state is State.FETCHING and urgent and record.transfer is not None:
             record.transfer.promote()
         return True
@@ -133,10 +133,11 @@ class CpuMover(Mover):
             core.changed.wait()
         core.accounts.pack_wait_s += now() - since_s
 
-    def _fetch(self, record: Record) -> None:
+    def _fetch(self, record: Record, urgent: bool) -> bool:
         layout: Layout = record.io
-        slot = self._pool.acquire(layout.pad + record.nbytes + self._disk.alignment, force=True)
-        assert slot is not None, "force gives a slot"
+        slot = self._pool.acquire(layout.pad + record.nbytes + self._disk.alignment, force=urgent)
+        if slot is None:
+            return False
         assert record.extent is not None, "a spilled record has an extent"
         storage = self._storage(slot, layout, record.nbytes)
         start = slot.address + layout.pad
@@ -150,6 +151,7 @@ class CpuMover(Mover):
             on_done=lambda transfer: self._fetched(record, transfer, storage, start, since_s),
             keepalive=storage,
         )
+        return True
 
     def _storage(self, slot: Slot, layout: Layout, nbytes: int) -> torch.UntypedStorage:
         return self._pool.tensor(slot, layout.pad, nbytes, owning=True).untyped_storage()

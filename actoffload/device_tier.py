@@ -6,6 +6,7 @@ that has read a record back marks it hosted, and whoever comes next begins its c
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 
 import torch
@@ -87,15 +88,26 @@ class DeviceMover(Mover):
         return record.data
 
     def revive(self, record: Record) -> bool:
-        if not self.transfers.one_compute_stream(record.device.index or 0):
+        if not self.transfers.on_the_one_compute_stream(record.device.index or 0):
             record.weak_data = None  # another stream than the one that awaited the copy may ask for it
         return super().revive(record)
 
     def pump(self) -> None:
         while self._arrived:
-            record = self._arrived.popleft()
-            if record.state is State.HOSTED and record.wanted:
-                self._reload(record)
+            record = self._arrived[0]
+            early = record.state is State.HOSTED and record.wanted
+            if early and not self._fits(record):
+                return
+            self._arrived.popleft()
+            if early:
+                with contextlib.suppress(torch.OutOfMemoryError):  # it is only early; backward asks again
+                    self._reload(record)
+
+    def _fits(self, record: Record) -> bool:
+        """Whether a record that backward does not need yet may take device memory."""
+        budget = self.core.config.device_budget
+        resident = self.core.accounts.resident_bytes
+        return budget is None or resident + record.nbytes <= self.core.config.size("device_budget", 0)
 
     def flush(self) -> None:
         self.window.advance(0)
@@ -173,7 +185,8 @@ class DeviceMover(Mover):
         with self.core.lock:
             if self.write_ended(record, transfer):
                 self.core.event(EventKind.WRITE, record, "to disk", since_s)
-                record.slot = None  # a copy to the device that reads it has its event on it
+                if record.state is not State.HOSTED:  # hosted again: unpacked and settled while the write ended
+                    record.slot = None  # a copy to the device that reads it has its event on it
                 if record.state is State.SPILLING:
                     record.to(State.SPILLED)
             elif record.state is State.SPILLING:

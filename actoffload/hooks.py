@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .assembly import Tiers
 from .config import OffloadConfig
 from .device import Accelerator
 from .errors import ConfigError, NothingOffloadedError, OffloaderClosedError
@@ -118,6 +119,8 @@ class Offloader(Storer):
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._entered = 0
         _offloaders.add(self)
+        # Dropped without close(): its threads and files go too. Not at exit, where `_at_exit` does it.
+        weakref.finalize(self, _close_later, self.tiers).atexit = False
 
     # -- the context --------------------------------------------------------------------------------------------------
 
@@ -208,7 +211,7 @@ class Offloader(Storer):
         storage = tensor.untyped_storage()
         reason = self._why_static(tensor, storage)
         if reason is not None:
-            return self._keep(tensor, reason, tensor.numel() * tensor.element_size())
+            return self._keep(tensor, reason, min(tensor.numel() * tensor.element_size(), storage.nbytes()))
         span = byte_span(tensor, storage.nbytes()) if tensor.numel() else (0, 0)
         nbytes = span[1] - span[0]
         reason = self.why_unfit(tensor, nbytes)
@@ -241,6 +244,8 @@ class Offloader(Storer):
     def _keep(self, tensor: Tensor, reason: KeepReason, nbytes: int) -> Kept:
         activation = nbytes > 0 and reason not in _STATIC
         self.kept(reason, nbytes, activation)
+        if reason is KeepReason.PARAMETER and tensor.is_leaf:
+            return Kept(tensor)  # itself, as autograd does: a leaf makes no cycle, and its `.data` may be swapped
         alias = tensor.detach()
         return KeptActivation(alias, self, nbytes) if activation else Kept(alias)
 
@@ -248,6 +253,9 @@ class Offloader(Storer):
         if is_parameter(tensor):
             self.notes.add(tensor, "parameter")
             return self._keep(tensor, KeepReason.PARAMETER, 0)
+        wait = getattr(tensor, "trigger_wait", None)
+        if wait is not None:  # the result of a collective that may still be under way
+            return self._pack(wait())
         if is_traceable_wrapper_subclass(tensor):
             return Wrapped(tensor, self._pack)
         return self._keep(tensor, KeepReason.SUBCLASS, 0)
@@ -285,6 +293,11 @@ _STATIC = frozenset({KeepReason.PARAMETER, KeepReason.BUFFER, KeepReason.INPUT})
 def _unpack(handle: Any) -> Tensor:
     tensor: Tensor = handle.unpack()
     return tensor
+
+
+def _close_later(tiers: Tiers) -> None:
+    """Close on a thread of its own: a finalizer may run on one of those that closing joins."""
+    threading.Thread(target=tiers.close, kwargs={"wait": False}, name="actoffload-close", daemon=True).start()
 
 
 def _at_exit() -> None:

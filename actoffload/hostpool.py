@@ -143,8 +143,10 @@ class HostPool:
     def close(self) -> None:
         """Unregister what was page-locked. Memory under living tensors stays mapped until they die."""
         with self._lock:
+            self._settle()
             for slab in self._slabs:
-                self._unpin_slab(slab)
+                if slab.extents.allocated_bytes == 0:  # else a copy may still use it; it ends with the process
+                    self._unpin_slab(slab)
 
     def after_fork_in_child(self) -> None:
         """A new lock: the old one may have been held when the process forked."""

@@ -7,9 +7,10 @@ with a predecessor whose memory was reused (FIELD_NOTES 3).
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -61,27 +62,36 @@ def byte_span(tensor: Tensor, storage_bytes: int) -> tuple[int, int]:
     return begin, min(storage_bytes, -(-end // SPAN_ALIGNMENT) * SPAN_ALIGNMENT)
 
 
+class _Entry(NamedTuple, Generic[R]):
+    ref: StorageRef
+    address: int
+    probe: Tensor
+    version: int
+    begin: int
+    end: int
+    thread: int
+    record: R
+
+
 class IdentityMap(Generic[R]):
     """The live records by (storage, version, span)."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, list[tuple[StorageRef, int, Tensor, int, int, int, R]]] = {}
+        self._entries: dict[int, list[_Entry[R]]] = {}
 
     def find(self, storage: torch.UntypedStorage, address: int, tensor: Tensor, begin: int, end: int) -> R | None:
         """A record of the tensor's storage as it is in this version, whose span holds ``[begin, end)``."""
         version = tensor._version
-        for _, known_address, probe, known_version, known_begin, known_end, record in self._entries.get(
-            storage._cdata, ()
-        ):
+        for known in self._entries.get(storage._cdata, ()):
             if (
-                known_version == version
-                and known_begin <= begin
-                and end <= known_end
-                and known_address == address  # a storage that was resized has moved: other bytes
-                and probe._version == version
-                and same_counter(probe, tensor)
+                known.version == version
+                and known.begin <= begin
+                and end <= known.end
+                and known.address == address  # a storage that was resized has moved: other bytes
+                and known.thread == threading.get_ident()  # `same_counter` must not be seen by another thread
+                and same_counter(known.probe, tensor)
             ):
-                return record
+                return known.record
         return None
 
     def add(
@@ -92,13 +102,14 @@ class IdentityMap(Generic[R]):
         ``tensor`` is held: its handle makes it a `version_probe`, which holds no memory.
         """
         ref = StorageRef(storage)
-        self._entries.setdefault(ref.cdata, []).append((ref, address, tensor, tensor._version, begin, end, record))
+        entry = _Entry(ref, address, tensor, tensor._version, begin, end, threading.get_ident(), record)
+        self._entries.setdefault(ref.cdata, []).append(entry)
         return ref
 
     def remove(self, ref: StorageRef, record: R) -> None:
         """Forget a record."""
         entries = self._entries.get(ref.cdata, [])
-        kept = [entry for entry in entries if entry[-1] is not record]
+        kept = [entry for entry in entries if entry.record is not record]
         if kept:
             self._entries[ref.cdata] = kept
         else:
@@ -115,6 +126,8 @@ def same_counter(one: Tensor, other: Tensor) -> bool:
     share a storage, but each counts its own changes, so that equal versions say nothing about the bytes.
     """
     version = one._version
+    if other._version != version:
+        return False
     set_version = torch._C._autograd._unsafe_set_version_counter
     set_version((one,), (version + 1,))
     try:

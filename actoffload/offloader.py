@@ -91,6 +91,7 @@ class Storer:
             core.accounts.packed_tensors += 1
             core.accounts.packed_bytes += end - begin
             record = self._identities.find(storage, address, tensor, begin, end)
+            new = record is None
             if record is not None:
                 core.accounts.deduplicated_bytes += end - begin
             else:
@@ -99,13 +100,15 @@ class Storer:
                 record.identity = self._identities.add(storage, address, tensor, begin, end, record)
                 core.accounts.born(record.nbytes)
                 record.tape, record.index = tape, tape.append(record)
+            record.handles += 1  # before anything that may let go of the lock
+            record.waiting += 1
+            if new:
                 try:
                     self._place(record, tensor, tape)
-                except BaseException:  # a policy's, or a warning that the user made an error: no handle will own it
-                    self._release(record)
+                except BaseException:  # a policy's, or an interrupt: no handle will own it
+                    self._dropped.append((record, record.round))
+                    self._drain()
                     raise
-            record.handles += 1
-            record.waiting += 1
         return record
 
     def _place(self, record: Record, tensor: Tensor, tape: Tape[Record]) -> None:
@@ -138,6 +141,7 @@ class Storer:
         """Count a tensor that stays without a record."""
         accounts = self.core.accounts
         with self.core.lock:
+            self._drain()
             accounts.packed_tensors += 1
             accounts.packed_bytes += nbytes
             accounts.kept_bytes[reason.value] += nbytes
@@ -234,7 +238,10 @@ class Storer:
         room = None if budget is None else self.config.size("device_budget", 0) - self.core.accounts.resident_bytes
         if room is not None and not near and record.nbytes > room:
             return None
-        brought = self._movers[record.device.type].bring(record, urgent=False)
+        try:
+            brought = self._movers[record.device.type].bring(record, urgent=False)
+        except torch.OutOfMemoryError:
+            brought = False  # it is only early: what backward needs now is there
         record.wanted = True  # after: the mover counts what it forwards when it is first wanted
         return (0 if near else record.nbytes) if brought else None
 
@@ -295,7 +302,7 @@ class Storer:
         """Wait until nothing is on its way out: every copy and write begun has ended."""
         with self.core.lock:
             self._drain()
-            for mover in self._movers.values():
+            for mover in () if self.core.inert else self._movers.values():
                 mover.flush()
             while self.core.pending_bytes > 0 and not self.core.inert:
                 self.core.changed.wait()

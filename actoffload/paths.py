@@ -139,7 +139,7 @@ def _enable_direct(fd: int) -> int | None:
     # them.
     block = min(os.fstatvfs(fd).f_bsize, MAX_BLOCK_BYTES)
     alignment = max(said or MAX_BLOCK_BYTES, block)
-    if _direct_works(fd, alignment):
+    if alignment <= MAX_BLOCK_BYTES and _direct_works(fd, alignment):  # slots of host memory are aligned to that much
         return alignment
     fcntl.fcntl(fd, fcntl.F_SETFL, flags)
     return None

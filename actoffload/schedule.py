@@ -103,10 +103,8 @@ class Tape(Generic[R]):
             self._frontier = max(self._frontier, position + 1)
 
     def rewind(self) -> None:
-        """Backward starts over (``retain_graph``): the same order again."""
+        """Backward starts over (``retain_graph``): the same order again. What is ahead stays ahead."""
         self._frontier = 0
-        self._ahead.clear()
-        self._ahead_bytes = 0
 
     def fetch_ahead(self, window_bytes: int, fetch: Callable[[R], int | None]) -> None:
         """Fetch the next records until ``window_bytes`` are ahead.
@@ -119,7 +117,7 @@ class Tape(Generic[R]):
         while self._frontier < len(self._order) and self._ahead_bytes < window_bytes:
             index = self._order[self._frontier]
             record = self.records[index]
-            if record is not None:
+            if record is not None and index not in self._ahead:
                 nbytes = fetch(record)
                 if nbytes is None:
                     return

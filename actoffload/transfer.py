@@ -110,9 +110,10 @@ class Transfers:
         if not incoming.awaited_by:
             self._order_reuse_after_fill(incoming)
 
-    def one_compute_stream(self, index: int) -> bool:
-        """Whether a single stream of device ``index`` has computed so far."""
-        return len(self._compute_streams.get(index, ())) <= 1
+    def on_the_one_compute_stream(self, index: int) -> bool:
+        """Whether a single stream of device ``index`` has computed so far, and the calling thread is on it."""
+        self._saw(index, self.device.current_stream(index))
+        return len(self._compute_streams[index]) == 1
 
     # -- the edges, one method each -----------------------------------------------------------------------------------
 
@@ -123,7 +124,7 @@ class Transfers:
         if self.device.done(out.event):
             return
         self.device.wait(out.stream, out.event)
-        if not self.one_compute_stream(out.index):
+        if len(self._compute_streams[out.index]) > 1:
             # Several compute streams: the memory may belong to another than the one that saved it.
             self.device.used_on(out.source, self.device.side_stream(out.index, "out"))
 

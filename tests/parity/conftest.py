@@ -1,0 +1,35 @@
+"""Fixtures of the parity tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from .places import PLACES, SIMULATED, Maker, Place
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """The tensors are tiny: with more threads than free cores most of the time goes to their barriers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each place that this machine has; in the matrix the simulated device too."""
+    if "place" in metafunc.fixturenames:
+        places = [*PLACES, SIMULATED] if metafunc.module.__name__.endswith("test_matrix") else PLACES
+        metafunc.parametrize("place", places, ids=[place.name for place in places])
+
+
+@pytest.fixture
+def make_offloader(place: Place, tmp_path: Path) -> Iterator[Maker]:
+    """Makes offloaders for each place in turn."""
+    maker = Maker(place, tmp_path)
+    yield maker
+    maker.close()

@@ -1,0 +1,140 @@
+"""Gradients have the same bits however one trains: {eager, compiled} x checkpoints x backward in/outside x shapes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from actoffload import Offloader
+
+from .bits import assert_same_bits
+from .places import Maker
+from .tower import CHECKPOINTS, LAYERS, Tower, tokens, tower
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")  # what the compiler says
+
+SHAPES = ("one", "many", "retained", "unused")
+
+Settle = Callable[[], None]
+
+
+@pytest.fixture
+def _no_donated_buffers() -> Iterator[None]:
+    """Compiled backwards otherwise refuse ``retain_graph``."""
+    import torch._functorch.config as config
+
+    with config.patch(donated_buffer=False):
+        yield
+
+
+class Step:
+    """One training step: a shape, with backward inside or outside the context."""
+
+    def __init__(self, model: Tower, context: AbstractContextManager[Any], settle: Settle, *, inside: bool) -> None:
+        self.model = model
+        self.context = context
+        self.settle = settle
+        self.inside = inside
+        self.device = next(model.parameters()).device.type
+
+    def run(self, shape: str) -> list[Tensor | None]:
+        """The losses and every gradient."""
+        self.model.zero_grad()
+        torch.manual_seed(3)
+        losses: list[Tensor] = getattr(self, shape)()
+        return [*losses, *(parameter.grad for parameter in self.model.parameters())]
+
+    def one(self) -> list[Tensor]:
+        return self._each([0], lambda loss, side: loss + side.mean())
+
+    def many(self) -> list[Tensor]:
+        """Micro-batches; with backward outside the forwards all come first, and backward begins with the first."""
+        return self._each([0, 1, 2], lambda loss, side: loss + side.mean())
+
+    def retained(self) -> list[Tensor]:
+        return self._each([0], lambda loss, side: loss + side.mean(), times=2)
+
+    def unused(self) -> list[Tensor]:
+        """The side branch is alive during backward and never differentiated."""
+        return self._each([0, 1], lambda loss, side: loss)
+
+    def _each(self, seeds: list[int], total: Callable[[Tensor, Tensor], Tensor], times: int = 1) -> list[Tensor]:
+        losses, sides = [], []
+        for seed in seeds:
+            with self.context:
+                loss, side = self.model(tokens(seed, self.device))
+                losses.append(total(loss, side))
+                sides.append(side)
+                if self.inside:
+                    self._backward(losses[-1], times)
+        if not self.inside:
+            for loss in losses:
+                self._backward(loss, times)
+        return [loss.detach() for loss in losses]
+
+    def _backward(self, loss: Tensor, times: int) -> None:
+        self.settle()
+        for remaining in reversed(range(times)):
+            loss.backward(retain_graph=remaining > 0)
+            if remaining:
+                self.settle()
+
+
+def check(model: Tower, shape: str, offloader: Offloader, maker: Maker, *, inside: bool) -> None:
+    reference = Step(model, nullcontext(), lambda: None, inside=inside).run(shape)
+    assert sum(gradient is not None for gradient in reference) > 20
+    before = offloader.statistics()
+    settled = Step(model, offloader, lambda: maker.settle(offloader), inside=inside)
+    assert_same_bits(settled.run(shape), reference)
+    maker.assert_moved(offloader, before)
+    for _ in range(2):  # the learned order; copies still under way when backward begins
+        assert_same_bits(Step(model, offloader, lambda: None, inside=inside).run(shape), reference)
+    assert offloader.statistics().live_records == 0
+
+
+def needs_compiler(maker: Maker) -> None:
+    if maker.accelerator is not None:
+        pytest.skip("PyTorch does not compile inside the simulated device's dispatch mode")
+
+
+def cases() -> Iterator[tuple[str | None, str, str]]:
+    """Backend, shape, checkpoint; PyTorch itself refuses ``retain_graph`` through an eager selective checkpoint."""
+    for backend, shape, kind in itertools.product((None, "aot_eager"), SHAPES, CHECKPOINTS):
+        if (backend, shape, kind) != (None, "retained", "selective"):
+            yield backend, shape, kind
+
+
+@pytest.mark.usefixtures("_no_donated_buffers")
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize(("backend", "shape", "kind"), list(cases()), ids=lambda value: value or "eager")
+def test_matrix(backend: str | None, shape: str, kind: str, inside: bool, make_offloader: Maker) -> None:
+    if backend is not None:
+        needs_compiler(make_offloader)
+    model = tower(kind, backend, make_offloader.place.device)
+    check(model, shape, make_offloader(debug=True), make_offloader, inside=inside)
+
+
+def test_compiled_blocks_are_compiled() -> None:
+    loss, _ = tower("none", "aot_eager")(tokens(0))
+    seen, queue = set(), [loss.grad_fn]
+    while queue:
+        node = queue.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            queue += [following for following, _ in node.next_functions]
+    assert sum(node.name().startswith("CompiledFunction") for node in seen) == LAYERS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_inductor(kind: str, make_offloader: Maker) -> None:
+    needs_compiler(make_offloader)
+    model = tower(kind, "inductor", make_offloader.place.device)
+    check(model, "one", make_offloader(debug=True), make_offloader, inside=False)
+    check(model, "unused", make_offloader(debug=True), make_offloader, inside=True)

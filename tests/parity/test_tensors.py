@@ -1,0 +1,200 @@
+"""Every kind of saved tensor comes back with its bits: views, strides, conj and neg bits, types, subclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
+
+from actoffload import Offloader
+
+from .bits import assert_same_bits
+from .compare import assert_parity, gradients
+from .places import Maker
+
+Forward = Callable[[Tensor], Tensor]
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=dtype, generator=generator).requires_grad_()
+
+
+def score(x: Tensor) -> Tensor:
+    """A real number that depends on each element differently."""
+    flat = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+    weights = torch.arange(1, flat.numel() + 1, dtype=torch.float32).reshape(flat.shape).cos()
+    return (flat.float() * weights).sum()
+
+
+def in_place_chunks(x: Tensor) -> Tensor:
+    """As GRU cells do: each chunk of one storage counts its own changes."""
+    one, two, three, _ = (x * 1).unsafe_chunk(4, 1)
+    return one.sigmoid_() * two.exp_() + three.tanh_().sin() * one
+
+
+VIEWS: dict[str, Forward] = {
+    "square transpose": lambda x: x * x.t() @ x.t().exp(),
+    "transposed and itself": lambda x: torch.sin(x.t()) @ torch.cos(x) + x.t() * x,
+    "rows": lambda x: x[3:17].sin() * x[4:18].cos(),
+    "columns": lambda x: x[:, 1:5] * x[:, 2:6] * x[:, 3:7],
+    "steps": lambda x: x[::3, 1::2].exp() * x[::3, ::2],
+    "element": lambda x: x[5, 7] * x[7, 5] * x[0],
+    "diagonal": lambda x: x.diagonal(3) * x.diagonal(-3).sin(),
+    "expand": lambda x: x[0].expand(9, 32).sin() * x[:1].expand(9, 32),
+    "expand twice": lambda x: x[:, :1].expand(32, 32) * x[:1, :].expand(32, 32),
+    "chunks": lambda x: torch.cat([part.exp() * part for part in x.chunk(4, dim=1)]),
+    "unfold": lambda x: x.unfold(0, 4, 2).sin() * x.unfold(0, 4, 2),
+    "overlapping strides": lambda x: x.as_strided((30, 3), (7, 5), 11).sin(),
+    "permute": lambda x: x.view(4, 8, 32).permute(2, 0, 1).sin() * x.view(4, 8, 32).permute(2, 0, 1),
+    "flip": lambda x: x.flip(0) * x.flip(1).sin(),
+    "one small view of much": lambda x: x.repeat(64, 64)[7, 9:12].sin(),
+    "empty": lambda x: torch.cat([x[:0].sin(), x.sin()]),
+    "real of complex": lambda x: torch.view_as_real(torch.complex(x, x.t())).select(2, 1).sin(),
+    "changed in place before it is saved": lambda x: x.clone().mul_(2).add_(1).sin_().exp(),
+    "chunks changed in place one by one": in_place_chunks,
+    "indices": lambda x: x.gather(1, x.argsort(1)) * x.masked_fill(x > 0, 2.0) + x.sort(0).values,
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views(name: str, make_offloader: Maker) -> None:
+    x = leaf(32, 32)
+    assert_parity(make_offloader, lambda: score(VIEWS[name](x * 1)), [x])
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3, 16, 127, 128, 129, 1000])
+@pytest.mark.parametrize("count", [1, 100, 16_384, 16_385, 50_001, 90_000])
+def test_unaligned_spans(offset: int, count: int, make_offloader: Maker) -> None:
+    """Small ones are copied into aligned memory; large ones are written where they lie, their edges kept aside."""
+    x = leaf(100_000)
+    assert_parity(make_offloader, lambda: score((x * 1)[offset : offset + count].sin()), [x])
+
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float64, torch.complex64, torch.complex128]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dtypes(dtype: torch.dtype, make_offloader: Maker) -> None:
+    x = leaf(33, 33, dtype=dtype)
+    assert_parity(make_offloader, lambda: score((x * 1).t() * (x * 2)[1].sin()), [x])
+
+
+CONJUGATES: dict[str, Forward] = {
+    "conj": lambda z: z.conj() * z.sin(),
+    "transposed conj": lambda z: z.mH @ z * z.mH,
+    "neg": lambda z: z.conj().imag * z.imag * z.conj().imag.sin(),
+    "neg of a slice": lambda z: z[1:5].conj().imag.sin() * z[2:6].real,
+    "conj of conj": lambda z: z.conj().conj() * z.conj(),
+}
+
+
+@pytest.mark.parametrize("name", CONJUGATES)
+def test_conj_and_neg_bits(name: str, make_offloader: Maker) -> None:
+    z = leaf(16, 16, dtype=torch.complex64)
+    assert_parity(make_offloader, lambda: score(CONJUGATES[name](z * 1)), [z])
+
+
+def test_saved_bits_are_restored(make_offloader: Maker) -> None:
+    """The conj and neg bits themselves, not only the values."""
+    z = leaf(8, 8, dtype=torch.complex64)
+    offloader = make_offloader()
+    with offloader:
+        product: Any = z * 1
+        by_conj = (product.conj() * leaf(8, 8, dtype=torch.complex64, seed=1)).grad_fn
+        by_neg = (product.conj().imag * leaf(8, 8, seed=1)).grad_fn
+    make_offloader.settle(offloader)
+    assert by_conj._saved_self is None or by_conj._saved_self.is_conj()
+    assert by_conj._saved_other is not None or by_conj._saved_self is not None
+    saved = by_neg._saved_self if by_neg._saved_self is not None else by_neg._saved_other
+    assert saved is not None
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "batch norm": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)),
+        (4, 3, 9, 9),
+    ),
+    "lstm": (lambda: nn.LSTM(8, 12, num_layers=2, dropout=0.2, bidirectional=True), (7, 3, 8)),
+    "gru": (lambda: nn.GRU(8, 12, num_layers=2, dropout=0.2), (7, 3, 8)),
+    "rnn": (lambda: nn.RNN(8, 12, nonlinearity="relu"), (7, 3, 8)),
+    "transformer layer": (lambda: nn.TransformerEncoderLayer(16, 4, 24, batch_first=True), (3, 5, 16)),
+    "transposed conv": (
+        lambda: nn.Sequential(nn.ConvTranspose2d(3, 6, 3), nn.GroupNorm(2, 6), nn.SiLU()),
+        (2, 3, 6, 6),
+    ),
+    "dropouts": (lambda: nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.AlphaDropout(0.5), nn.Softmax(1)), (6, 8)),
+    "pooling": (lambda: nn.Sequential(nn.AvgPool2d(2), nn.LPPool2d(2, 2), nn.AdaptiveMaxPool2d(1)), (2, 3, 16, 16)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name: str, make_offloader: Maker) -> None:
+    build, shape = LAYERS[name]
+    torch.manual_seed(0)
+    layer = build()
+    x = leaf(*shape)
+
+    def forward() -> Tensor:
+        out = layer(x * 1)
+        return score(out[0] if isinstance(out, tuple) else out)
+
+    assert_parity(make_offloader, forward, [x, *layer.parameters()])
+
+
+def test_channels_last(make_offloader: Maker) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.GELU(), nn.Conv2d(8, 4, 3))
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    x = leaf(2, 4, 12, 12)
+    assert_parity(
+        make_offloader,
+        lambda: score(model((x * 1).contiguous(memory_format=torch.channels_last))),
+        [x, *model.parameters()],
+    )
+
+
+def test_embedding_bag_and_losses(make_offloader: Maker) -> None:
+    table = leaf(20, 6)
+    indices = torch.tensor([1, 5, 5, 0, 19, 3])
+
+    def forward() -> Tensor:
+        bags = F.embedding_bag(indices, table * 1, torch.tensor([0, 2]), mode="max")
+        return F.cross_entropy(bags, torch.tensor([2, 4])) + F.kl_div(
+            bags.log_softmax(1), bags.softmax(1), reduction="sum"
+        )
+
+    assert_parity(make_offloader, forward, [table])
+
+
+class Unknown(Tensor):
+    """A subclass that nobody can take apart."""
+
+
+def test_wrapper_subclass(make_offloader: Maker) -> None:
+    x = TwoTensor(leaf(16, 16).detach(), leaf(16, 16, seed=1).detach()).requires_grad_()
+    offloader = make_offloader(debug=True)
+
+    def run(offloader: Offloader | None) -> list[Tensor | None]:
+        loss, gradient = gradients(
+            lambda: ((x * 1).sin() * (x * 2).t().cos()).sum(), [x], offloader, make_offloader.settle
+        )
+        assert isinstance(gradient, TwoTensor)
+        return [loss, gradient]
+
+    reference = run(None)
+    assert_same_bits(run(offloader), reference)
+    make_offloader.assert_moved(offloader)
+
+
+def test_unknown_subclass_stays_and_is_counted(make_offloader: Maker) -> None:
+    x = leaf(16, 16)
+    offloader = assert_parity(
+        make_offloader, lambda: score(((x * 1).as_subclass(Unknown).sin() * x.sin()).as_subclass(Tensor)), [x]
+    )
+    assert "unknown tensor subclass" in offloader.statistics().kept_bytes

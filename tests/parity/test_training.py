@@ -1,0 +1,246 @@
+"""Training loops: the weights have the same bits after several steps, whatever the options and the way in."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import actoffload
+from actoffload import Offloader, Policy, Statistics
+from actoffload.engines.base import SpoolFile, StorageEngine
+from actoffload.policy import Decision, TensorFacts
+from actoffload.testing.faults import ShortEngine
+
+from .bits import assert_same_bits
+from .compare import assert_parity
+from .places import Maker
+from .tower import Tower, tokens
+
+STEPS = 4
+
+
+def train(
+    context: AbstractContextManager[Any], *, kind: str = "none", inside: bool = False, device: str = "cpu"
+) -> list[Tensor | None]:
+    """Losses and weights after some steps, the batches of different lengths."""
+    torch.manual_seed(0)
+    model = Tower(kind).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses: list[Tensor | None] = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batch = tokens(step, device)[:, : 9 if step == 2 else None]
+        with context:
+            loss, side = model(batch)
+            total = loss + side.square().mean()
+            if inside:
+                total.backward()
+        if not inside:
+            total.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        losses.append(total.detach())
+    return [*losses, *(parameter.detach() for parameter in model.parameters())]
+
+
+class Odd(Policy):
+    """Every second storage moves."""
+
+    def decide(self, facts: TensorFacts) -> Decision:
+        return Decision.OFFLOAD if facts.index % 2 else Decision.KEEP
+
+
+def short(file: SpoolFile) -> StorageEngine:
+    return ShortEngine(file, most_bytes=512)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults but for the size": {"keep_last_bytes": None},
+    "everything": {"policy": "all"},
+    "verify": {"verify": True},
+    "debug": {"debug": True},
+    "verify and debug": {"verify": True, "debug": True},
+    "narrow prefetch": {"prefetch_bytes": 1},
+    "wide prefetch": {"prefetch_bytes": "1GiB"},
+    "pressure": {"pending_bytes": 4096},
+    "small budget": {"device_budget": "32KiB"},
+    "tiny budget": {"device_budget": 1},
+    "one io thread": {"io_threads": 1},
+    "only the larger": {"min_bytes": 4096},
+    "own policy": {"policy": Odd()},
+    "keep the last": {"keep_last_bytes": "16KiB"},
+    "posix": {"engine": "posix"},
+    "aiofiles": {"engine": "aiofiles"},
+    "memory": {"engine": "memory"},
+    "short transfers": {"engine": short},
+}
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[Tensor | None]:
+    return train(nullcontext())
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(name: str, make_offloader: Maker, reference: list[Tensor | None]) -> None:
+    if name == "aiofiles":
+        pytest.importorskip("aiofiles")
+    offloader = make_offloader(**OPTIONS[name])
+    assert_same_bits(train(offloader, device=make_offloader.place.device), reference)
+    make_offloader.settle(offloader)
+    statistics = offloader.statistics()
+    assert statistics.steps == STEPS
+    assert statistics.moved_bytes > 0
+    assert statistics.degraded == {}
+    assert statistics.live_records == 0
+    if make_offloader.accelerator is None:
+        check_what_the_option_did(name, statistics)
+
+
+def check_what_the_option_did(name: str, statistics: Statistics) -> None:
+    if name == "pressure":
+        assert statistics.kept_bytes["pressure"] > 0
+    if name == "small budget":
+        assert statistics.resident_peak_bytes <= 32 << 10 < statistics.baseline_peak_bytes
+        assert "pressure" not in statistics.kept_bytes
+    if name == "keep the last":
+        assert statistics.kept_bytes["last saved layer"] > 0
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("kind", ["none", "reentrant", "nonreentrant", "selective"])
+def test_loop(kind: str, inside: bool, make_offloader: Maker) -> None:
+    offloader = make_offloader(verify=True)
+    device = make_offloader.place.device
+    assert_same_bits(train(offloader, kind=kind, inside=inside, device=device), train(nullcontext(), kind=kind))
+    assert offloader.statistics().moved_bytes > 0
+    assert offloader.statistics().live_records == 0
+
+
+def test_the_second_step_knows_the_order(make_offloader: Maker) -> None:
+    offloader = make_offloader()
+    assert offloader.orders.get(0) is None
+    train(offloader)
+    assert len(offloader.orders._orders) >= 1
+
+
+def test_several_paths(make_offloader: Maker, tmp_path: Path) -> None:
+    """Each path carries its share."""
+    paths = [tmp_path / "one", tmp_path / "other", tmp_path / "third"]
+    for path in paths:
+        path.mkdir()
+    x = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    offloader = make_offloader(path=paths, verify=True, engine="posix")
+    assert_parity(make_offloader, lambda: (x * 1).sin().exp().tanh().cos().sum(), [x], offloader)
+    if offloader.tiers.spool is None:
+        return  # the host only
+    for lane in offloader.tiers.spool._arenas.lanes:
+        assert lane.written_bytes > x.nbytes // 2
+        assert lane.read_bytes > x.nbytes // 2
+
+
+def test_attach(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Tower()
+    model.eval()
+
+    def run() -> list[Tensor | None]:
+        model.zero_grad()
+        loss, _ = model(tokens(0))
+        loss.backward()
+        return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+    reference = run()
+    attachment = actoffload.attach(model, target="nvme", path=tmp_path, min_bytes=0, allow_any_filesystem=True)
+    try:
+        for _ in range(2):
+            assert_same_bits(run(), reference)
+        statistics = attachment.offloader.statistics()
+        assert statistics.steps == 2
+        assert statistics.nvme_written_bytes > 0
+        attachment.detach()
+        assert_same_bits(run(), reference)
+        assert attachment.offloader.statistics().steps == 2
+    finally:
+        attachment.offloader.close()
+
+
+def test_decorator_and_shared_offloader(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"path": tmp_path, "min_bytes": 0, "allow_any_filesystem": True}
+    x = torch.linspace(0, 1, 5000).requires_grad_()
+
+    def forward() -> Tensor:
+        return (x * 1).sin().exp().sum()
+
+    decorated = actoffload.offload_activations("nvme", **options)(forward)
+    (reference,) = torch.autograd.grad(forward(), x)
+    with actoffload.offload_activations("nvme", **options) as offloader:
+        pass
+    try:
+        loss = decorated()
+        offloader.synchronize()
+        assert_same_bits(torch.autograd.grad(loss, x), [reference])
+        statistics = offloader.statistics()
+        assert statistics.nvme_written_bytes > 0
+        assert statistics.nvme_read_bytes > 0
+        assert statistics.steps == 2
+    finally:
+        offloader.close()
+
+
+class LowRank(nn.Module):
+    """A frozen layer with a trained low-rank part, as LoRA has it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width).requires_grad_(False)
+        self.down = nn.Linear(width, 4, bias=False)
+        self.up = nn.Linear(4, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        added: Tensor = self.base(x) + self.up(self.down(F.dropout(x, 0.1)))
+        return added
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["found", "model="])
+def test_frozen_weights_never_move(known: bool, make_offloader: Maker) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(LowRank(384), nn.GELU(), LowRank(384), nn.LayerNorm(384))
+    x = torch.randn(2, 384)
+    offloader = make_offloader(debug=True)
+    if known:
+        offloader.use(model)
+    leaves = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert_parity(make_offloader, lambda: model(x * 1).square().mean(), leaves, offloader)
+    statistics = offloader.statistics()
+    assert statistics.kept_bytes["parameter"] >= 384 * 384 * 4
+    assert statistics.packed_bytes - sum(statistics.kept_bytes.values()) < 384 * 384 * 4
+
+
+def test_a_step_in_a_step(make_offloader: Maker) -> None:
+    """A second model's whole step between the forward and the backward of the first."""
+
+    def run(offloader: Offloader | None) -> list[Tensor | None]:
+        torch.manual_seed(0)
+        one, other = Tower(), Tower()
+        with offloader or nullcontext():
+            first, _ = one(tokens(0))
+        with offloader or nullcontext():
+            second, _ = other(tokens(1))
+            second.backward()
+        first.backward()
+        return [parameter.grad for parameter in [*one.parameters(), *other.parameters()]]
+
+    offloader = make_offloader(debug=True)
+    reference = run(None)
+    for _ in range(2):
+        assert_same_bits(run(offloader), reference)
+    make_offloader.settle(offloader)
+    assert offloader.statistics().live_records == 0
+    assert offloader.statistics().moved_bytes > 0

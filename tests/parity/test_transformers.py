@@ -1,0 +1,109 @@
+"""Tiny models of many architectures: loss and gradients have the same bits with everything that is saved on disk."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from actoffload import OffloadConfig, Offloader
+
+from .architectures import ARCHITECTURES, Architecture
+from .bits import assert_same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # what the models say
+
+STATIC = {"parameter", "buffer"}
+
+
+@pytest.fixture(scope="module")
+def offloader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Offloader]:
+    """One for each worker."""
+    config = OffloadConfig(
+        target="nvme",
+        path=tmp_path_factory.mktemp("spool"),
+        min_bytes=0,
+        keep_last_bytes=0,
+        debug=True,
+        verify=True,
+        allow_any_filesystem=True,
+    )
+    offloader = Offloader(config)
+    yield offloader
+    offloader.close()
+
+
+def step(
+    model: nn.Module, batch: dict[str, Tensor], offloader: Offloader | None, *, inside: bool, settled: bool
+) -> list[Tensor | None]:
+    """The loss and every gradient of one step; ``settled``: all that moves is on disk before backward begins."""
+    model.zero_grad()
+    torch.manual_seed(2)
+    with offloader or nullcontext():
+        loss: Tensor = model(**batch).loss
+        if inside:
+            backward(loss, offloader if settled else None)
+    if not inside:
+        backward(loss, offloader if settled else None)
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+def backward(loss: Tensor, offloader: Offloader | None) -> None:
+    if offloader is not None:
+        offloader.synchronize()
+    loss.backward()
+
+
+def check(model: nn.Module, batch: dict[str, Tensor], offloader: Offloader, *, inside: bool) -> None:
+    reference = step(model, batch, None, inside=False, settled=False)
+    assert sum(gradient is not None for gradient in reference) > 3
+    before = offloader.statistics()
+    mine = step(model, batch, offloader, inside=inside, settled=True)
+    after = offloader.statistics()
+    assert_same_bits(mine, reference)
+    assert after.nvme_written_bytes > before.nvme_written_bytes
+    assert after.nvme_read_bytes > before.nvme_read_bytes
+    assert after.forwarded_bytes == before.forwarded_bytes
+    assert after.live_records == 0
+    again = step(model, batch, offloader, inside=inside, settled=False)  # while writes are under way
+    assert_same_bits(again, reference)
+    after = offloader.statistics()
+    assert after.live_records == 0
+    assert after.degraded == {}
+    kept = {reason for reason, nbytes in after.kept_bytes.items() if nbytes > before.kept_bytes.get(reason, 0)}
+    assert kept <= STATIC | ({"saved during backward"} if inside else set())
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
+def test_architecture(architecture: Architecture, offloader: Offloader) -> None:
+    check(architecture.build(), architecture.batch(), offloader, inside=False)
+
+
+@pytest.mark.parametrize("index", range(len(ARCHITECTURES)), ids=[a.name for a in ARCHITECTURES])
+def test_architecture_with_checkpointing(index: int, offloader: Offloader) -> None:
+    """Reentrant and non-reentrant in turn; backward outside and inside the context in turn."""
+    architecture = ARCHITECTURES[index]
+    model: Any = architecture.build()
+    if not model.supports_gradient_checkpointing:
+        pytest.skip("has no checkpointing")
+    enable_checkpointing(model, use_reentrant=index % 2 == 0)
+    check(model, architecture.batch(), offloader, inside=index // 2 % 2 == 0)
+
+
+def enable_checkpointing(model: Any, *, use_reentrant: bool) -> None:
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    (name, *_) = inspect.signature(enable).parameters
+    enable(**{name: {"use_reentrant": use_reentrant}})
+
+
+def test_there_are_enough() -> None:
+    """Thirty at least, and every kind among them."""
+    names = {architecture.name for architecture in ARCHITECTURES}
+    assert len(names) == len(ARCHITECTURES) >= 30
+    assert {architecture.kind for architecture in ARCHITECTURES} == {"causal", "masked", "seq2seq", "image"}
+    assert {"mixtral", "mamba", "mamba2"} <= names
