@@ -30,7 +30,8 @@ RECORD_BYTES = SIZE * SIZE * 4
 
 
 def _config(path: Path, **options: Any) -> OffloadConfig:
-    return OffloadConfig(**({"target": "nvme", "path": str(path), "min_bytes": 0, "keep_last_bytes": 0} | options))
+    fields: dict[str, Any] = {"target": "nvme", "path": str(path), "min_bytes": 0, "keep_last_bytes": 0}
+    return OffloadConfig(**(fields | options))
 
 
 def _scope(offloader: Offloader | None) -> contextlib.AbstractContextManager[object]:
