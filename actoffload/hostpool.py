@@ -141,7 +141,7 @@ class HostPool:
         return torch.frombuffer(view, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Unregister what was page-locked. Memory under living tensors stays mapped until they die."""
+        """Unregister what was page-locked and is free; memory that a copy may still use stays as it is. Idempotent."""
         with self._lock:
             self._settle()
             for slab in self._slabs:
