@@ -41,17 +41,18 @@ def step_time_against_memory(points: Sequence[Point], path: Path, title: str) ->
     figure, axes = pyplot.subplots(1, len(groups), figsize=(6 * len(groups), 4.5), squeeze=False, layout="constrained")
     for axis, group in zip(axes[0], groups, strict=True):
         mine = [point for point in points if point.group == group]
+        right = top = 1e-9
         for point in mine:
             if point.step_s is not None and point.peak_gib is not None:
-                axis.scatter(point.peak_gib, point.step_s)
-                axis.annotate(point.label, (point.peak_gib, point.step_s), (5, 5), textcoords="offset points")
+                axis.scatter(point.peak_gib, point.step_s, label=point.label, alpha=0.8)
+                right, top = max(right, point.peak_gib), max(top, point.step_s)
         failed = [point.label for point in mine if point.step_s is None]
         if failed:
-            axis.text(0.98, 0.98, f"no result: {', '.join(failed)}", transform=axis.transAxes, ha="right", va="top")
+            axis.text(0.02, 0.02, f"no peak measured: {', '.join(failed)}", transform=axis.transAxes)
+        if len(failed) < len(mine):
+            axis.legend(loc="best")
         axis.set(title=group, xlabel="activation peak (GiB)", ylabel="step time (s)")
-        axis.set_xlim(left=0)
-        axis.set_ylim(bottom=0)
-        axis.margins(0.15)
+        axis.set(xlim=(0, 1.25 * right), ylim=(0, 1.25 * top))
     figure.suptitle(title)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
