@@ -96,18 +96,12 @@ class DeviceMover(Mover):
         while self._arrived:
             record = self._arrived[0]
             early = record.state is State.HOSTED and record.wanted
-            if early and not self._fits(record):
+            if early and not self.core.has_room_ahead(record.nbytes):
                 return
             self._arrived.popleft()
             if early:
                 with contextlib.suppress(torch.OutOfMemoryError):  # it is only early; backward asks again
                     self._reload(record)
-
-    def _fits(self, record: Record) -> bool:
-        """Whether a record that backward does not need yet may take device memory."""
-        budget = self.core.config.device_budget
-        resident = self.core.accounts.resident_bytes
-        return budget is None or resident + record.nbytes <= self.core.config.size("device_budget", 0)
 
     def flush(self) -> None:
         self.window.advance(0)

@@ -55,7 +55,6 @@ class Storer:
         self._identities: IdentityMap[Record] = IdentityMap()
         self._dropped: deque[tuple[Record, int]] = deque()
         self._kept_gone: deque[int] = deque()
-        self._largest_bytes = 0
         self._decisions: list[tuple[int, KeepReason | None, str | None]] = []
         self.tiers = Tiers(self.core, accelerator)
         self._movers = self.tiers.movers
@@ -126,9 +125,9 @@ class Storer:
         if reason is None:
             budget = self.config.device_budget
             reason = mover.begin(record)
-            self._largest_bytes = max(self._largest_bytes, record.nbytes)
+            self.core.largest_bytes = max(self.core.largest_bytes, record.nbytes)
             if budget is not None:  # room for this one and for the next, which exists before it is saved
-                mover.wait_for_room(self._largest_bytes, self.config.size("device_budget", 0))
+                mover.wait_for_room(self.core.largest_bytes, self.config.size("device_budget", 0))
         if reason is None:
             self.core.accounts.moved_bytes += record.nbytes
         else:
@@ -195,7 +194,7 @@ class Storer:
                 record.round = round_
                 record.waiting = record.handles - 1
             if record.tape is not None:
-                record.tape.fetch_ahead(max(self._window.nbytes, 2 * self._largest_bytes), self._bring_ahead)
+                record.tape.fetch_ahead(max(self._window.nbytes, 2 * self.core.largest_bytes), self._bring_ahead)
             if record.waiting <= 0:
                 mover.settle(record)
         return storage, begin, record.round + 1
@@ -234,9 +233,7 @@ class Storer:
 
     def _bring_ahead(self, record: Record) -> int | None:
         near = record.near
-        budget = self.config.device_budget
-        room = None if budget is None else self.config.size("device_budget", 0) - self.core.accounts.resident_bytes
-        if room is not None and not near and record.nbytes > room:
+        if not near and not self.core.has_room_ahead(record.nbytes):
             return None
         try:
             brought = self._movers[record.device.type].bring(record, urgent=False)

@@ -35,10 +35,19 @@ class Core:
         self.accounts = Accounts()
         self.pending_bytes = 0
         """Bytes of writes that were begun and have not ended."""
+        self.largest_bytes = 0
+        """The largest record so far: what the next one may need."""
         self.inert = False
         """Nothing may be started any more: aborted, or a forked child."""
         self._warned: set[str] = set()
         self._to_warn: deque[str] = deque()
+
+    def has_room_ahead(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` that backward does not need yet fit the budget, beside what it may need at once."""
+        if self.config.device_budget is None:
+            return True
+        ahead = self.accounts.resident_bytes + nbytes + self.largest_bytes
+        return ahead <= self.config.size("device_budget", 0)
 
     def after_fork_in_child(self) -> None:
         """A new lock: the old one may have been held when the process forked."""
