@@ -1,0 +1,89 @@
+"""What each row of the adapters' tests must show: same bits, bytes on disk, a lower peak, nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actoffload import Statistics
+from actoffload.offloader import Storer
+from tests.harness import same_bits
+
+
+@dataclass
+class Run:
+    """What one training run left behind; plain enough to be sent between processes.
+
+    Attributes:
+        losses: one tensor for each loss, in order.
+        tensors: gradients (before the optimizer used them) and final weights, by name.
+        statistics: the offloader's, or None for the run without one.
+        moved_parameter_bytes: bytes of storages that parameters lie in and that were sent away all the same.
+    """
+
+    losses: list[Tensor] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    statistics: Statistics | None = None
+    moved_parameter_bytes: int = 0
+
+
+def assert_evidence(offloaded: Run, plain: Run) -> None:
+    """Fail unless the offloaded run shows everything an adapter promises beside the run without it."""
+    assert offloaded.losses, "no loss was recorded"
+    assert len(offloaded.losses) == len(plain.losses)
+    for step, (one, other) in enumerate(zip(offloaded.losses, plain.losses, strict=True)):
+        assert same_bits(one, other), f"loss {step} differs: {one} and {other}"
+    assert offloaded.tensors, "no gradient was recorded"
+    assert offloaded.tensors.keys() == plain.tensors.keys()
+    for name, tensor in plain.tensors.items():
+        assert same_bits(offloaded.tensors[name], tensor), f"{name} differs"
+    statistics = offloaded.statistics
+    assert statistics is not None
+    assert statistics.nvme_written_bytes > 0
+    assert statistics.nvme_read_bytes > 0
+    assert statistics.resident_peak_bytes < statistics.baseline_peak_bytes
+    assert statistics.live_records == 0
+    assert offloaded.moved_parameter_bytes == 0
+    assert not statistics.degraded
+
+
+class OwnerMeter:
+    """Counts the bytes that were sent away from storages that ``parameters`` lie in, as they lie at that moment."""
+
+    def __init__(self, parameters: Callable[[], Iterable[Tensor]]) -> None:
+        self.parameter_bytes = 0
+        self.other_bytes = 0
+        self._parameters = parameters
+
+    def see(self, storage: torch.UntypedStorage, span: tuple[int, int]) -> None:
+        """A span of a storage is handed to the offloader to move."""
+        begin, end = storage.data_ptr() + span[0], storage.data_ptr() + span[1]
+        for parameter in self._parameters():
+            owner = parameter.untyped_storage()
+            first = owner.data_ptr()
+            if owner.nbytes() and begin < first + owner.nbytes() and first < end:
+                self.parameter_bytes += end - begin
+                return
+        self.other_bytes += end - begin
+
+
+@contextlib.contextmanager
+def counting_owners(parameters: Callable[[], Iterable[Tensor]]) -> Iterator[OwnerMeter]:
+    """Count, inside this context, whose bytes are sent away by any offloader of this process."""
+    meter = OwnerMeter(parameters)
+    admit = Storer.admit
+
+    def counting(self: Storer, tensor: Tensor, span: tuple[int, int], storage: Any, *rest: Any) -> Any:
+        meter.see(storage, span)
+        return admit(self, tensor, span, storage, *rest)
+
+    Storer.admit = counting  # type: ignore[method-assign]
+    try:
+        yield meter
+    finally:
+        Storer.admit = admit  # type: ignore[method-assign]
