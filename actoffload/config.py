@@ -106,6 +106,9 @@ class OffloadConfig:
     """Raise `NothingOffloadedError` at the end of a context in which nothing was moved."""
     verify: bool = False
     """Checksum what is written and check it when it is read back."""
+    announce: str | Callable[[str], None] = "none"
+    """Say in one line, at the end of the first forward that saved something, what is active, what moves, what stays and
+    why: ``"first"`` (rank 0, on stderr), ``"all"`` (every rank), a callable that takes the line, or ``"none"``."""
     trace: PathLike | Callable[[TraceEvent], None] | None = None
     """A file for a Chrome/Perfetto trace, or a callable that takes each `TraceEvent`."""
     prefetch_bytes: Size | None = None
@@ -149,6 +152,8 @@ class OffloadConfig:
             _check_choice("policy", self.policy, ("auto", "all"))
         elif not callable(getattr(self.policy, "decide", None)):
             raise ConfigError("policy", self.policy, "give 'auto', 'all', a Plan, or an object with decide(facts)")
+        if not callable(self.announce):
+            _check_choice("announce", self.announce, ("none", "first", "all"))
         if not (self.trace is None or callable(self.trace) or isinstance(self.trace, (str, os.PathLike))):
             raise ConfigError("trace", self.trace, "give a file or a callable that takes a TraceEvent")
         for name in ("device_budget", "nvme_budget", "pending_bytes", "prefetch_bytes"):

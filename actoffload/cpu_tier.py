@@ -171,6 +171,7 @@ class CpuMover(Mover):
                 record.to(State.RESIDENT)
             self.core.changed.notify_all()
         del dropped
+        self.core.completed()
 
     def _fetched(
         self, record: Record, transfer: Transfer, storage: torch.UntypedStorage, start: int, since_s: float
@@ -191,3 +192,4 @@ class CpuMover(Mover):
                 record.to(State.RESIDENT)
                 self.core.event(EventKind.READ, record, since_s=since_s)
             self.core.changed.notify_all()
+        self.core.completed()

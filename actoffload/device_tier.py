@@ -186,6 +186,7 @@ class DeviceMover(Mover):
             elif record.state is State.SPILLING:
                 record.to(State.HOSTED)
             self.core.changed.notify_all()
+        self.core.completed()
 
     def _wait_for_slots(self) -> bool:
         """Wait until something on its way to disk has given host memory back; False when nothing is on its way."""
@@ -233,6 +234,7 @@ class DeviceMover(Mover):
                 self._arrived.append(record)
                 self.core.event(EventKind.READ, record, "from disk", since_s)
             self.core.changed.notify_all()
+        self.core.completed()
 
     def _reload(self, record: Record) -> None:
         if record.state is State.HOSTED and self.revive(record):

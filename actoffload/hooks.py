@@ -6,15 +6,16 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Hashable
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .announcement import Announcement
 from .assembly import Tiers
 from .config import OffloadConfig
 from .device import Accelerator
@@ -23,25 +24,18 @@ from .explanation import explain
 from .handles import Handle, Kept, KeptActivation, Wrapped
 from .identity import PLAIN_TYPES, byte_span, is_parameter
 from .offloader import MARKED, Storer
+from .phases import Direction, Hint
 from .policy import KeepReason
 from .record import Record
 from .schedule import Tape
-from .scopes import ModelInputs, ModuleScopes
+from .scopes import ModelInputs, ModuleScopes, untraced
 
 RELEARN_EVERY = 100
 """Without ``model=``, the live modules are looked through at the first entries and then every so many."""
 
-F = TypeVar("F", bound=Callable[..., Any])
-
 _local = threading.local()
 _offloaders: weakref.WeakSet[Offloader] = weakref.WeakSet()
 _NOTES = {"parameter": KeepReason.PARAMETER, "buffer": KeepReason.BUFFER, "input": KeepReason.INPUT}
-
-
-def _untraced(function: F) -> F:
-    """Keep ``torch.compile`` out of our own frames."""
-    disabled: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return disabled
 
 
 class no_offload:
@@ -51,9 +45,11 @@ class no_offload:
     ...     pass
     """
 
+    @untraced
     def __enter__(self) -> None:
         _local.regions = getattr(_local, "regions", 0) + 1
 
+    @untraced
     def __exit__(self, *exc: object) -> None:
         _local.regions -= 1
 
@@ -69,6 +65,7 @@ class no_offload:
         return wrapped
 
 
+@untraced
 def keep(tensor: Tensor) -> Tensor:
     """This tensor stays, with every view of it, from now on; what was moved before is not brought back.
 
@@ -118,6 +115,7 @@ class Offloader(Storer):
         self._needs_names = bool(config.include or config.exclude) or not isinstance(config.policy, str)
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._entered = 0
+        self._announcement = Announcement(self)
         _offloaders.add(self)
         # Dropped without close(): its threads and files go too. Not at exit, where `_at_exit` does it.
         weakref.finalize(self, _close_later, self.tiers).atexit = False
@@ -139,6 +137,7 @@ class Offloader(Storer):
                 self._scopes.watch(model)
         return self
 
+    @untraced
     def __enter__(self) -> Offloader:
         if self.closed:
             raise OffloaderClosedError("this offloader was closed; make another one")
@@ -154,14 +153,54 @@ class Offloader(Storer):
         entry.hooks.__enter__()
         return self
 
+    @untraced
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         entry = self._stack().pop()
         entry.hooks.__exit__(kind, error, trace)
         self.core.warn()
-        if self.config.strict and kind is None:
+        if kind is not None:
+            return
+        if entry.tape.live and not entry.tape.in_backward:
+            with self.core.lock:
+                self._prefetch.after_forward(entry.tape)
+        self._announcement.after_forward()
+        if self.config.strict:
             self._check_moved(entry)
+
+    def stage(
+        self, microbatch: Hashable, direction: Direction, *, next: tuple[Hashable, Direction] | None = None
+    ) -> None:
+        """Say that the forward or backward of a micro-batch begins now in this process: a pipeline schedule's hint.
+
+        Without hints the order is learned in the first step. With them it is known from the start: a forward whose own
+        backward follows at once keeps its tail, every other one moves it, and what the next backward wants first is
+        fetched ahead.
+
+        Args:
+            microbatch: any key; where a process runs several model chunks, for example ``(chunk, microbatch)``.
+            direction: ``"forward"`` (call it before the forward, outside or inside the context) or ``"backward"``.
+            next: the key and the direction of what this process does after it, if that is known.
+
+        Raises:
+            ConfigError: an argument is none of these; names it.
+        """
+        _check_phase("direction", "microbatch", (microbatch, direction))
+        if next is not None:
+            if not isinstance(next, tuple) or len(next) != 2:
+                raise ConfigError(
+                    "next", next, 'give (microbatch, "forward") or (microbatch, "backward"), or leave it out'
+                )
+            _check_phase("next", "next", next)
+        if direction == "forward":
+            stack = self._stack()
+            if stack and stack[-1].tape.records:
+                stack[-1].tape = Tape()
+        with self.core.lock:
+            self._drain()
+            self._prefetch.expect(Hint(microbatch, direction, next))
+        self._drain_if_free()
 
     def _stack(self) -> list[_Entry]:
         stack: list[_Entry] | None = getattr(self._entries, "stack", None)
@@ -175,6 +214,8 @@ class Offloader(Storer):
         if len(self._models):
             for model in list(self._models):
                 self.learn(model)
+                if self._needs_names:  # again: modules may have been compiled since
+                    self._scopes.watch(model)
         elif self._entered <= 2 or self._entered % RELEARN_EVERY == 0:
             self.learn(None)
         self.owners.note_storages(self.notes)
@@ -202,7 +243,7 @@ class Offloader(Storer):
 
     # -- pack and unpack ----------------------------------------------------------------------------------------------
 
-    @_untraced
+    @untraced
     def _pack(self, tensor: Tensor) -> Any:
         if type(tensor) not in PLAIN_TYPES:
             return self._pack_subclass(tensor)
@@ -289,10 +330,22 @@ class Offloader(Storer):
 _STATIC = frozenset({KeepReason.PARAMETER, KeepReason.BUFFER, KeepReason.INPUT})
 
 
-@_untraced
+@untraced
 def _unpack(handle: Any) -> Tensor:
     tensor: Tensor = handle.unpack()
     return tensor
+
+
+def _check_phase(direction_field: str, key_field: str, phase: tuple[Hashable, str]) -> None:
+    key, direction = phase
+    if direction not in get_args(Direction):
+        raise ConfigError(direction_field, direction, 'the direction is "forward" or "backward"')
+    try:
+        hash(key)
+    except TypeError:
+        raise ConfigError(
+            key_field, key, "a micro-batch's key must be hashable, for example an int or a tuple"
+        ) from None
 
 
 def _close_later(tiers: Tiers) -> None:

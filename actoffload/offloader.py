@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -18,11 +19,13 @@ from .device import Accelerator
 from .errors import OffloaderClosedError
 from .events import EventKind, now, open_sink
 from .identity import IdentityMap, ModuleOwners, StorageSet, live_modules
+from .phases import Phases
 from .placement import Placement
 from .planner import Plan, PlanEntry
 from .policy import Decision, KeepReason
+from .prefetch import Prefetch
 from .record import Record, State
-from .schedule import LearnedOrders, Tape, Window
+from .schedule import Tape, Window
 from .statistics import Statistics
 from .summary import render_report
 from .tiers import Core, Mover
@@ -49,18 +52,20 @@ class Storer:
         self.core = Core(config, open_sink(config.trace))
         self.notes = StorageSet()
         self.owners = ModuleOwners()
-        self.orders = LearnedOrders()
         self.closed = False
         self.forked = False
         self._identities: IdentityMap[Record] = IdentityMap()
         self._dropped: deque[tuple[Record, int]] = deque()
         self._kept_gone: deque[int] = deque()
         self._decisions: list[tuple[int, KeepReason | None, str | None]] = []
+        self.core.drain = weakref.WeakMethod(self._drain_if_free)
         self.tiers = Tiers(self.core, accelerator)
         self._movers = self.tiers.movers
         first = CPU_PREFETCH_BYTES if isinstance(self._movers.get("cpu"), CpuMover) else DEVICE_PREFETCH_BYTES
-        self._window = Window(config.size("prefetch_bytes", first), fixed=config.prefetch_bytes is not None)
-        self._placement = Placement(config, self._window)
+        window = Window(config.size("prefetch_bytes", first), fixed=config.prefetch_bytes is not None)
+        phases: Phases[Tape[Record]] = Phases()
+        self._prefetch = Prefetch(self.core, self._movers, window, phases)
+        self._placement = Placement(config, window, phases)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -98,6 +103,8 @@ class Storer:
                 record.module = module
                 record.identity = self._identities.add(storage, address, tensor, begin, end, record)
                 core.accounts.born(record.nbytes)
+                if not tape.records:
+                    self._prefetch.phases.begin_forward(tape)
                 record.tape, record.index = tape, tape.append(record)
             record.handles += 1  # before anything that may let go of the lock
             record.waiting += 1
@@ -108,6 +115,7 @@ class Storer:
                     self._dropped.append((record, record.round))
                     self._drain()
                     raise
+        self._drain_if_free()
         return record
 
     def _place(self, record: Record, tensor: Tensor, tape: Tape[Record]) -> None:
@@ -133,6 +141,7 @@ class Storer:
         else:
             self.core.accounts.kept_bytes[reason.value] += record.nbytes
             self.core.event(EventKind.KEEP, record, reason.value)
+        self._prefetch.during_forward(tape)
         self._decisions = tape.decisions
         tape.decisions.append((record.nbytes, reason, record.module))
 
@@ -180,7 +189,7 @@ class Storer:
         with core.lock:
             self._drain()
             mover.pump()
-            self._walk(record, round_)
+            self._prefetch.walk(record, round_)
             first = record.state
             near = record.near
             since_s = now()
@@ -194,20 +203,12 @@ class Storer:
                 record.round = round_
                 record.waiting = record.handles - 1
             if record.tape is not None:
-                record.tape.fetch_ahead(max(self._window.nbytes, 2 * self.core.largest_bytes), self._bring_ahead)
+                self._prefetch.during_backward(record.tape)
             if record.waiting <= 0:
                 mover.settle(record)
-        return storage, begin, record.round + 1
-
-    def _walk(self, record: Record, round_: int) -> None:
-        tape = record.tape
-        if tape is None:
-            return
-        if not tape.in_backward:
-            self._placement.last_total_bytes = tape.total_bytes
-        if round_ > record.round:
-            tape.rewind()
-        tape.advance(record.index, self.orders)
+            next_round = record.round + 1
+        self._drain_if_free()
+        return storage, begin, next_round
 
     def _fetch_now(self, record: Record, mover: Mover) -> torch.UntypedStorage:
         record.error = None  # a prefetch that failed is tried once more
@@ -229,18 +230,7 @@ class Storer:
         if first in (State.FETCHING, State.SPILLED):
             self.core.accounts.unpack_wait_s += now() - since_s
             self.core.event(EventKind.UNPACK_WAIT, record, since_s=since_s)
-            self._window.waited()
-
-    def _bring_ahead(self, record: Record) -> int | None:
-        near = record.near
-        if not near and not self.core.has_room_ahead(record.nbytes):
-            return None
-        try:
-            brought = self._movers[record.device.type].bring(record, urgent=False)
-        except torch.OutOfMemoryError:
-            brought = False  # it is only early: what backward needs now is there
-        record.wanted = True  # after: the mover counts what it forwards when it is first wanted
-        return (0 if near else record.nbytes) if brought else None
+            self._prefetch.window.waited()
 
     # -- the end of a handle ------------------------------------------------------------------------------------------
 
@@ -286,9 +276,7 @@ class Storer:
         tape = record.tape
         if tape is not None:
             tape.forget(record.index)
-            order = tape.learned()
-            if tape.live == 0 and order is not None:
-                self.orders.put(tape.signature, order)
+            self._prefetch.learn(tape)
         self.core.accounts.died(record.nbytes)
         self.core.event(EventKind.RELEASE, record)
         self.core.changed.notify_all()

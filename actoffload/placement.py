@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .config import OffloadConfig
+from .phases import Phases
 from .policy import Decision, KeepReason, ModuleFilter, OffloadAll, Policy, TensorFacts
 from .record import Record
 from .schedule import Tape, Window
@@ -18,15 +19,13 @@ class Placement:
     Args:
         config: the options.
         window: how far backward is prefetched; no more than that is kept at the end of a forward by default.
-
-    Attributes:
-        last_total_bytes: what the last forward that reached backward had saved; 0 before the first.
+        phases: what follows the forward that runs, and how much it will have saved.
     """
 
-    def __init__(self, config: OffloadConfig, window: Window) -> None:
-        self.last_total_bytes = 0
+    def __init__(self, config: OffloadConfig, window: Window, phases: Phases[Tape[Record]]) -> None:
         self._config = config
         self._window = window
+        self._phases = phases
         self._policy: Policy = OffloadAll() if isinstance(config.policy, str) else config.policy
         self._filter = ModuleFilter(config.include, config.exclude)
         self._keeps_last = config.policy == "auto"
@@ -54,7 +53,10 @@ class Placement:
         return KeepReason.LAST if self._keeps_last and self._is_last(tape) else None
 
     def _is_last(self, tape: Tape[Record]) -> bool:
-        """Whether the newest record of a tape is among the last, judged by the forward before it."""
-        last = self.last_total_bytes
+        """Whether the newest record of a tape is among the last, and its backward follows at once."""
+        follows = self._phases.follows()
+        if follows is not None and follows != ("backward", tape):
+            return False  # in a pipeline: by the time of its backward others have run
+        last = self._phases.expected_bytes(tape)
         tail = self._config.size("keep_last_bytes", min(last // KEEP_LAST_SHARE, self._window.nbytes))
         return last - tail < tape.total_bytes <= last  # beyond it: a longer forward, which goes on

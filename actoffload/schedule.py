@@ -65,6 +65,7 @@ class Tape(Generic[R]):
         """What was decided of each record, as its owner notes it; outlives the records."""
         self._order: tuple[int, ...] = ()
         self._position: dict[int, int] = {}
+        self._prepared = 0
         self._frontier = 0
         self._ahead: dict[int, int] = {}
         self._ahead_bytes = 0
@@ -92,8 +93,8 @@ class Tape(Generic[R]):
 
     def advance(self, index: int, orders: LearnedOrders) -> None:
         """Backward has reached the record at ``index``."""
-        if not self.in_backward:
-            self._begin_backward(orders)
+        self.prepare(orders)
+        self.in_backward = True
         self._uncount(index)
         if index not in self._was_seen:
             self._was_seen.add(index)
@@ -101,6 +102,17 @@ class Tape(Generic[R]):
         position = self._position.get(index)
         if position is not None:
             self._frontier = max(self._frontier, position + 1)
+
+    def prepare(self, orders: LearnedOrders) -> None:
+        """The forward has ended: choose the order in which backward will want the records, unless that was done."""
+        count = len(self.records)
+        if count == self._prepared:
+            return
+        self._prepared = count
+        self._frontier = 0
+        order = orders.get(self.signature)
+        self._order = order if order is not None else tuple(range(count - 1, -1, -1))
+        self._position = {index: position for position, index in enumerate(self._order)}
 
     def rewind(self) -> None:
         """Backward starts over (``retain_graph``): the same order again. What is ahead stays ahead."""
@@ -126,16 +138,14 @@ class Tape(Generic[R]):
             self._frontier += 1
 
     @property
+    def exhausted(self) -> bool:
+        """Whether nothing of this tape is left to fetch."""
+        return self._frontier >= len(self._order)
+
+    @property
     def ahead_bytes(self) -> int:
         """Bytes fetched, or being fetched, ahead of backward."""
         return self._ahead_bytes
-
-    def _begin_backward(self, orders: LearnedOrders) -> None:
-        self.in_backward = True
-        count = len(self.records)
-        order = orders.get(self.signature)
-        self._order = order if order is not None else tuple(range(count - 1, -1, -1))
-        self._position = {index: position for position, index in enumerate(self._order)}
 
     def _uncount(self, index: int) -> None:
         self._ahead_bytes -= self._ahead.pop(index, 0)

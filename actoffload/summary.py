@@ -28,6 +28,8 @@ KEPT_MEANINGS = {
     "forked process": "a child of the process that owns the spool",
 }
 """What a reason means; a reason that is not here is shown by its name."""
+STATIC_REASONS = ("parameter", "buffer", "input")
+"""What lives anyway and is no activation."""
 
 
 def render_report(
@@ -55,6 +57,34 @@ def render_report(
         [f"note: {note}" for note in notes],
     ]
     return "\n".join(line for section in sections for line in section)
+
+
+def render_announcement(config: OffloadConfig, s: Statistics, moving_bytes: int, spool: str = "") -> str:
+    """One line at the end of the first forward.
+
+    Args:
+        config: the options of the offloader.
+        s: what it counted until now.
+        moving_bytes: bytes of activations that left or are leaving the device.
+        spool: where on disk, and how; empty when there is no spool.
+    """
+    target = f"target {config.target}" + (f" ({spool})" if spool else "")
+    static = sum(s.kept_bytes.get(reason, 0) for reason in STATIC_REASONS)
+    stays = sorted(
+        ((nbytes, reason) for reason, nbytes in s.kept_bytes.items() if nbytes and reason not in STATIC_REASONS),
+        reverse=True,
+    )
+    why = ", ".join(f"{format_size(nbytes)} {reason}" for nbytes, reason in stays)
+    seen = f"the first forward saved {format_size(s.activation_bytes)} of activations in {s.packed_tensors} tensors"
+    if moving_bytes:
+        moves = f"{format_size(moving_bytes)} moves, {format_size(sum(n for n, _ in stays))} stays"
+        told = f"{moves} ({why})" if why else moves
+    else:
+        told = (
+            f"nothing moves ({why or 'no activation was saved'}): lower min_bytes, or check target, devices and policy"
+        )
+    never = f"; {format_size(static)} of parameters, buffers and inputs never moves" if static else ""
+    return f"actoffload: {target}: {seen}; {told}{never}"
 
 
 def _headline(config: OffloadConfig, s: Statistics) -> list[str]:

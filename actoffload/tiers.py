@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 
 import torch
 
@@ -39,8 +41,16 @@ class Core:
         """The largest record so far: what the next one may need."""
         self.inert = False
         """Nothing may be started any more: aborted, or a forked child."""
+        self.drain: weakref.WeakMethod[Callable[[], None]] | None = None
+        """The offloader's way to work off the handles that died while somebody held the lock."""
         self._warned: set[str] = set()
         self._to_warn: deque[str] = deque()
+
+    def completed(self) -> None:
+        """An engine thread has given the lock back: handles that died meanwhile found it taken."""
+        drain = self.drain() if self.drain is not None else None
+        if drain is not None:
+            drain()
 
     def has_room_ahead(self, nbytes: int) -> bool:
         """Whether ``nbytes`` that backward does not need yet fit the budget, beside what it may need at once."""

@@ -126,9 +126,9 @@ def test_loop(kind: str, inside: bool, make_offloader: Maker) -> None:
 
 def test_the_second_step_knows_the_order(make_offloader: Maker) -> None:
     offloader = make_offloader()
-    assert offloader.orders.get(0) is None
+    assert offloader._prefetch.orders.get(0) is None
     train(offloader)
-    assert len(offloader.orders._orders) >= 1
+    assert len(offloader._prefetch.orders._orders) >= 1
 
 
 def test_several_paths(make_offloader: Maker, tmp_path: Path) -> None:

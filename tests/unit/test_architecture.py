@@ -19,17 +19,19 @@ ROOT = Path(__file__).resolve().parents[2]
 
 FLOORS = {
     0: "errors config events statistics version",
-    1: "identity policy planner schedule extents summary accounts memory",
+    1: "identity policy planner phases schedule extents summary accounts memory",
     2: "device hostpool paths scopes engines engines.*",
     3: "spool arena extent_io transfer",
     4: "record tiers *_tier",
-    5: "assembly explanation handles placement offloader",
+    5: "announcement assembly explanation handles placement prefetch offloader",
     6: "hooks api",
     7: "__init__ cli cli.* report report.* testing testing.* integrations integrations.*",
 }
 """Modules of the package by floor; a module imports lower floors, or its own where that makes no cycle."""
 
-TORCH_FREE = "errors config events statistics version planner schedule extents summary paths engines engines.* spool"
+TORCH_FREE = (
+    "errors config events statistics version planner phases schedule extents summary paths engines engines.* spool"
+)
 """Modules that never import torch, directly or through another module of the package."""
 
 OPTIONAL = {

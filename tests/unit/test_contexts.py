@@ -298,7 +298,7 @@ def test_the_order_seen_is_known_from_the_second_step(make_offloader: MakeOffloa
                 parts[0].backward()
         if not inside:
             parts[0].backward()
-        known = offloader.orders._orders
+        known = offloader._prefetch.orders._orders
         deadline_s = time.monotonic() + WAIT_S
         while known and len(engine.started) < 4 and time.monotonic() < deadline_s:
             time.sleep(0.001)
@@ -308,7 +308,7 @@ def test_the_order_seen_is_known_from_the_second_step(make_offloader: MakeOffloa
         return found
 
     assert prefetched() == 0  # by the first guess, the branch that was saved first is the last to come
-    assert list(offloader.orders._orders.values()) == [(0, 1, 2, 3)]
+    assert list(offloader._prefetch.orders._orders.values()) == [(0, 1, 2, 3)]
     assert prefetched() == 3
     assert_empty(offloader)
 

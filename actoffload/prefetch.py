@@ -1,0 +1,98 @@
+"""What is brought back before backward asks for it: along the tape that it walks, then along the next one's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from .phases import Hint, Phases
+from .record import Record
+from .schedule import LearnedOrders, Tape, Window
+from .tiers import Core, Mover
+
+
+class Prefetch:
+    """Keeps a window of bytes full ahead of backward. The caller holds the offloader's lock.
+
+    Args:
+        core: shared with the movers; its budget bounds what is fetched ahead.
+        movers: by device type.
+        window: how many bytes to fetch ahead.
+        phases: which forward or backward comes next.
+    """
+
+    def __init__(self, core: Core, movers: Mapping[str, Mover], window: Window, phases: Phases[Tape[Record]]) -> None:
+        self.window = window
+        self.phases = phases
+        self.orders = LearnedOrders()
+        self._core = core
+        self._movers = movers
+
+    def expect(self, hint: Hint) -> None:
+        """A phase is about to begin; the first bytes of a backward are fetched at once."""
+        tape = self.phases.hint(hint)
+        if tape is not None and not tape.in_backward:
+            self._fetch(tape, self._window_bytes)
+
+    def walk(self, record: Record, round_: int) -> None:
+        """Backward has reached a record; ``round_`` is how often this handle was unpacked before."""
+        tape = record.tape
+        if tape is None:
+            return
+        if not tape.in_backward:
+            self.phases.begin_backward(tape)
+        if round_ > record.round:
+            tape.rewind()
+        tape.advance(record.index, self.orders)
+
+    def during_backward(self, tape: Tape[Record]) -> None:
+        """Fill the window along the tape that backward walks, and what is left of it along the next backward's."""
+        window = self._window_bytes
+        tape.fetch_ahead(window, self._bring)
+        if tape.exhausted:
+            self._fetch_next(tape, window - tape.ahead_bytes)
+
+    def during_forward(self, tape: Tape[Record]) -> None:
+        """Near the end of a forward: fill the window along the tape whose backward comes next, if it is another."""
+        window = self._window_bytes
+        expected = self.phases.expected_bytes(tape)
+        if expected and tape.total_bytes + window >= expected:
+            self._fetch_next(tape, window)
+
+    def after_forward(self, tape: Tape[Record]) -> None:
+        """A forward has ended: fetch what the backward that comes next, of another one, will want first."""
+        self._fetch_next(tape, self._window_bytes)
+
+    def learn(self, tape: Tape[Record]) -> None:
+        """The last record of a tape was released: remember the order in which backward walked it."""
+        order = tape.learned()
+        if tape.live == 0 and order is not None:
+            self.orders.put(tape.signature, order)
+
+    @property
+    def _window_bytes(self) -> int:
+        return max(self.window.nbytes, 2 * self._core.largest_bytes)
+
+    def _fetch_next(self, tape: Tape[Record], nbytes: int) -> None:
+        follows = self.phases.follows()
+        if follows is None or nbytes <= 0:
+            return
+        direction, other = follows
+        if direction == "backward" and other is not None and other is not tape and not other.in_backward:
+            self._fetch(other, nbytes)
+
+    def _fetch(self, tape: Tape[Record], nbytes: int) -> None:
+        tape.prepare(self.orders)
+        tape.fetch_ahead(nbytes, self._bring)
+
+    def _bring(self, record: Record) -> int | None:
+        near = record.near
+        if not near and not self._core.has_room_ahead(record.nbytes):
+            return None
+        try:
+            brought = self._movers[record.device.type].bring(record, urgent=False)
+        except torch.OutOfMemoryError:
+            brought = False  # it is only early: what backward needs now is there
+        record.wanted = True  # after: the mover counts what it forwards when it is first wanted
+        return (0 if near else record.nbytes) if brought else None
