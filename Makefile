@@ -18,12 +18,12 @@ GPU_ARGS ?=
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo test gpu lint format types tests tiny clean
+.PHONY: demo test gpu lint format types tiny tests clean
 
 demo: $(VENV)/.installed
 	$(BIN)/actoffload demo $(DEMO_ARGS)
 
-test: lint types tests tiny
+test: lint types tiny tests
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -36,11 +36,11 @@ format: $(VENV)/.installed-test
 types: $(VENV)/.installed-test
 	$(BIN)/mypy --strict
 
-tests: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
-
 tiny: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.gpu --tiny
+
+tests: $(VENV)/.installed-test
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 gpu:
 	$(PYTHON) -m benchmarks.gpu $(GPU_ARGS)

@@ -21,6 +21,8 @@ class Accounts:
         self.cancelled_bytes = 0
         self.resident_bytes = 0
         self.resident_peak_bytes = 0
+        self.step_peak_bytes = 0
+        """As ``resident_peak_bytes``, since it was last set back."""
         self.baseline_bytes = 0
         self.baseline_peak_bytes = 0
         self.pack_wait_s = 0.0
@@ -47,6 +49,11 @@ class Accounts:
         """Bytes are on the device from now on."""
         self.resident_bytes += nbytes
         self.resident_peak_bytes = max(self.resident_peak_bytes, self.resident_bytes)
+        self.step_peak_bytes = max(self.step_peak_bytes, self.resident_bytes)
+
+    def at_once(self, nbytes: int) -> None:
+        """So many bytes are on the device at once, also those that this library has let go of."""
+        self.resident_peak_bytes = max(self.resident_peak_bytes, nbytes)
 
     def left(self, nbytes: int) -> None:
         """Bytes are no longer held on the device."""

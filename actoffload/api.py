@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import sys
 import threading
+import weakref
+from collections.abc import Callable
 from dataclasses import fields
 from types import TracebackType
 from typing import Any
@@ -14,11 +18,13 @@ from torch import nn
 from .config import make_config
 from .errors import ConfigError
 from .hooks import Offloader
+from .scopes import Hooking, untraced, untraced_frame
 
 _offloaders: dict[Any, Offloader] = {}
 _lock = threading.Lock()
 
 
+@untraced
 def shared_offloader(options: dict[str, Any]) -> Offloader:
     """The process-wide `Offloader` for these options; a new one where the old one was closed.
 
@@ -70,10 +76,15 @@ class offload_activations(contextlib.ContextDecorator):
 
     def __init__(self, target: str = "auto", *, model: nn.Module | None = None, **options: Any) -> None:
         self.offloader = shared_offloader({"target": target, **options})
+        self._model: weakref.ref[nn.Module] | None = None
         if model is not None:
             self.offloader.use(model)
+            self._model = weakref.ref(model)
 
     def __enter__(self) -> Offloader:
+        model = None if self._model is None else self._model()
+        if model is not None:
+            self.offloader.use(model)  # it may have been forgotten since
         return self.offloader.__enter__()
 
     def __exit__(
@@ -82,8 +93,12 @@ class offload_activations(contextlib.ContextDecorator):
         self.offloader.__exit__(kind, error, trace)
 
 
-class Attachment:
-    """A module whose forward runs inside an offloading context; made by `attach`."""
+class Attachment(Hooking):
+    """A module whose forward runs inside an offloading context; made by `attach`.
+
+    A module with a ``training_step``, as Lightning's have, runs that inside it too: it is what the trainer calls.
+    A copy of the module (``copy.deepcopy``) shares the attachment; a pickled one comes back without.
+    """
 
     def __init__(self, module: nn.Module, offloader: Offloader) -> None:
         self.module = module
@@ -93,22 +108,36 @@ class Attachment:
             module.register_forward_hook(self._exit, always_call=True),
         ]
         self._depth = threading.local()
+        self._step: _Step | None = None
+        inner = getattr(module, "_orig_mod", module)  # of what torch.compile made
+        if callable(getattr(inner, STEP, None)):
+            self._step = _Step(self, inner, inner.__dict__.get(STEP))
+            setattr(inner, STEP, self._step)
 
     def detach(self) -> None:
         """Leave the module as it was. What was saved so far stays usable. Idempotent."""
+        if not self._handles:
+            return
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self.offloader.forget(self.module)
+        if self._step is not None:
+            self._step.remove()
+            self._step = None
 
+    @untraced
     def _enter(self, module: nn.Module, args: object) -> None:
         self._depth.value = getattr(self._depth, "value", 0) + 1
         if self._depth.value == 1:
             try:
+                self.offloader.use(self.module)  # another attachment to it may have been taken away
                 self.offloader.__enter__()
             except BaseException:
                 self._depth.value = 0
                 raise
 
+    @untraced
     def _exit(self, module: nn.Module, args: object, output: object) -> None:
         depth = getattr(self._depth, "value", 0)
         if depth == 0:
@@ -116,6 +145,52 @@ class Attachment:
         self._depth.value = depth - 1
         if depth == 1:
             self.offloader.__exit__(*sys.exc_info())  # an exception of the forward, if it failed
+
+
+STEP = "training_step"
+
+
+class _Step:
+    """Stands for the ``training_step`` of a module and runs it inside an attachment."""
+
+    def __init__(self, attachment: Attachment, module: nn.Module, own: Callable[..., Any] | None) -> None:
+        self._attachment: Attachment | None = attachment
+        self._module = module
+        self._own = own
+        """What the module had under this name beside its class's method: another attachment's, or a compiled one."""
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        method: Callable[..., Any] = self._own or getattr(type(self._module), STEP).__get__(self._module)
+        return method
+
+    @untraced_frame
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        attachment = self._attachment
+        if attachment is None:
+            return self.__wrapped__(*args, **kwargs)
+        attachment._enter(self._module, args)
+        try:
+            attachment.offloader._inputs.note(args, kwargs)
+            return self.__wrapped__(*args, **kwargs)
+        finally:
+            attachment._exit(self._module, args, None)
+
+    def remove(self) -> None:
+        """Step aside; where another one was put on top, from now on only hand the call on."""
+        self._attachment = None
+        if self._module.__dict__.get(STEP) is self:
+            delattr(self._module, STEP)
+            if self._own is not None:
+                setattr(self._module, STEP, self._own)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module = memo.get(id(self._module), self._module)
+        own = copy.deepcopy(self._own, memo)
+        return self.__wrapped__ if self._attachment is None else _Step(self._attachment, module, own)
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (getattr(type(self._module), STEP), self._module)
 
 
 def attach(module: nn.Module, **options: Any) -> Attachment:

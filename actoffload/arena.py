@@ -52,6 +52,8 @@ class Lane:
         self.engine = engine
         self.extents = ExtentAllocator(0, granularity)
         self.grow_error: StorageError | None = None
+        self.share_bytes = _UNLIMITED_BYTES
+        """Most bytes of the arena, where several processes share the disk."""
         self._refused_free_bytes: int | None = None
         self._open: list[None] = [None]
         self._probe_bytes = (engine.written_bytes, engine.read_bytes)  # what trying the engine has moved is not counted
@@ -69,6 +71,7 @@ class Lane:
     def grow(self, wanted: int, step: int, limit: int) -> bool:
         """Makes the arena larger by ``step`` bytes or what there is up to ``limit``, never by less than ``wanted``."""
         on_disk = self.engine.capabilities.needs_file
+        limit = min(limit, self.share_bytes - self.extents.capacity_bytes)
         if on_disk:
             room = free_bytes(self.file)
             if self._refused_free_bytes is not None and room < self._refused_free_bytes + wanted:
@@ -106,6 +109,10 @@ class ArenaSet:
         stripe_bytes: As in ``Spool``; rounded up to the granularity.
         grow_bytes: As in ``Spool``.
         capacity_bytes: As in ``Spool``.
+        processes: As in ``Spool``.
+
+    Attributes:
+        capacity_bytes: Limit for all lanes together; None: what is free.
 
     Raises:
         StorageError: One of the lanes cannot be made, or there is no room for its first step.
@@ -121,12 +128,13 @@ class ArenaSet:
         stripe_bytes: int,
         grow_bytes: int,
         capacity_bytes: int | None,
+        processes: int,
     ) -> None:
         self.lanes: list[Lane] = []
         self.allocated_bytes = 0
         self.peak_allocated_bytes = 0
         self._grow_bytes = grow_bytes
-        self._capacity_bytes = _UNLIMITED_BYTES if capacity_bytes is None else capacity_bytes
+        self.capacity_bytes = capacity_bytes
         self._next_lane = 0
         try:
             reasons = []
@@ -141,6 +149,8 @@ class ArenaSet:
             self.engine_reason = "; ".join(dict.fromkeys(reasons))
             self.granularity = max(self.alignment, MAX_BLOCK_BYTES)
             self.stripe_bytes = self.round_up(stripe_bytes)
+            if capacity_bytes is None and processes > 1:
+                self._share(processes)
             self._grow_first()
         except BaseException:
             for lane in self.lanes:
@@ -192,6 +202,19 @@ class ArenaSet:
         for lane in self.lanes:
             lane.close_file()
 
+    @property
+    def _limit_bytes(self) -> int:
+        return _UNLIMITED_BYTES if self.capacity_bytes is None else self.capacity_bytes
+
+    def _share(self, processes: int) -> None:
+        """Leaves the other processes as much of each disk as this one may take; lanes on one disk share that."""
+        lanes = [lane for lane in self.lanes if lane.engine.capabilities.needs_file]
+        disks = [os.fstat(lane.file.fd).st_dev for lane in lanes]
+        for lane, disk in zip(lanes, disks, strict=True):
+            lane.share_bytes = free_bytes(lane.file) // (processes * disks.count(disk))
+        if lanes:
+            self.capacity_bytes = sum(lane.share_bytes for lane in lanes)
+
     def _round_robin(self) -> Iterator[int]:
         start, count = self._next_lane, len(self.lanes)
         for index in range(start, start + count):
@@ -201,7 +224,7 @@ class ArenaSet:
         for index in self._round_robin():
             lane = self.lanes[index]
             offset = lane.extents.allocate(nbytes)
-            if offset is None and lane.grow(nbytes, self._grow_bytes, self._capacity_bytes - self.arena_bytes):
+            if offset is None and lane.grow(nbytes, self._grow_bytes, self._limit_bytes - self.arena_bytes):
                 offset = lane.extents.allocate(nbytes)
             if offset is not None:
                 self._next_lane = (index + 1) % len(self.lanes)
@@ -211,7 +234,7 @@ class ArenaSet:
 
     def _grow_first(self) -> None:
         """Reserves a first step on every path, so that a full disk is found now and not in the middle of a step."""
-        share = min(self._grow_bytes, self._capacity_bytes // len(self.lanes))
+        share = min(self._grow_bytes, self._limit_bytes // len(self.lanes))
         for lane in self.lanes:
             lane.grow(self.granularity, share, share)
         if not self.arena_bytes:
@@ -223,7 +246,7 @@ class ArenaSet:
         error = SpoolFullError(
             (cause.errno if cause else None) or errno.ENOSPC,
             f"no room for {nbytes} bytes: {self.allocated_bytes} of {self.arena_bytes} bytes of the arenas are in use,"
-            f" and they cannot grow ({cause or 'nvme_budget or the free disk space is reached'}); "
+            f" and they cannot grow ({cause or 'nvme_budget or the share of the free disk space is reached'}); "
             f"free space in {where}, raise nvme_budget, or give another path",
         )
         error.__cause__ = cause

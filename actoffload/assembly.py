@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from .cpu_tier import CpuMover
 from .device import Accelerator, accelerator_for, default_device_types
 from .device_tier import DeviceMover
 from .errors import ConfigError
 from .hostpool import HostPool
-from .memory import available_bytes, fix_mmap_threshold, local_ranks
+from .memory import available_bytes, fix_mmap_threshold
+from .ranks import processes_here
 from .spool import Spool
+from .stopwatch import DeviceStopwatch, HostStopwatch, Stopwatch
 from .tiers import Core, Mover
 from .transfer import Transfers
 
@@ -50,6 +54,31 @@ class Tiers:
             "nvme_peak_bytes": spool.peak_allocated_bytes if spool else 0,
         }
 
+    def rates(self, *, full: bool = False) -> dict[tuple[str, str], float | None]:
+        """Bytes per second of each link and direction, as seen since the last call; None where nothing went.
+
+        Args:
+            full: only of links that were full; the rate of another one is only a lower bound.
+        """
+        found: dict[tuple[str, str], float | None] = {}
+        meters = {("disk", kind.value): meter for kind, meter in self.spool.meters.items()} if self.spool else {}
+        for key, meter in meters.items():
+            found[key] = meter.full_bytes_per_s if full else meter.bytes_per_s
+            meter.restart()
+        for mover in self.movers.values():
+            if isinstance(mover, DeviceMover) and mover.transfers.stopwatch is not None:
+                found.update({("host", way): mover.transfers.stopwatch.rate(way) for way in ("write", "read")})
+        return found
+
+    def stopwatch(self) -> Stopwatch:
+        """What tells the compute time of a step here."""
+        devices = [mover for mover in self.movers.values() if isinstance(mover, DeviceMover)]
+        if not devices:
+            return HostStopwatch(self.core.accounts)
+        stopwatch = DeviceStopwatch(devices[0].transfers.device)
+        devices[0].transfers.stopwatch = stopwatch
+        return stopwatch
+
     def close(self, *, wait: bool) -> None:
         """Close the spool and unpin host memory; without ``wait`` what is queued is cancelled."""
         if self.spool is not None:
@@ -82,6 +111,7 @@ class Tiers:
                 config.paths,
                 engine=config.engine,
                 capacity_bytes=None if config.nvme_budget is None else config.size("nvme_budget", 0),
+                processes=1 if config.nvme_budget is not None else self._processes,
                 threads=config.io_threads,
                 verify=config.verify,
                 poison=config.debug,
@@ -121,5 +151,11 @@ class Tiers:
         return DeviceMover(self.core, spool, pool, Transfers(device), spill, window)
 
     def _host_budget(self, *, staging: bool) -> int:
-        default = available_bytes() // 2 // local_ranks()
-        return self.core.config.size("host_budget", min(STAGING_BYTES, default) if staging else default)
+        if self.core.config.host_budget is not None:
+            return self.core.config.size("host_budget", 0)
+        default = available_bytes() // 2 // self._processes
+        return min(STAGING_BYTES, default) if staging else default
+
+    @cached_property
+    def _processes(self) -> int:
+        return processes_here()  # asked only where a budget was left out: it may wait for the others

@@ -88,14 +88,24 @@ class OffloadConfig:
     moved in time is kept."""
     host_budget: Size | None = None
     """Most bytes of (pinned) host memory for saved activations. Default: half of the memory that is available to this
-    process's share of the machine; with ``"nvme"`` a staging window of at most 4 GiB."""
+    process's share of the machine; with ``"nvme"`` a staging window of at most 4 GiB. A value that is given is each
+    process's own."""
     nvme_budget: Size | None = None
-    """Most bytes on disk over all paths. Default: what is free there, less 256 MiB."""
+    """Most bytes on disk over all paths. Default: what is free there when the spool is opened, less 256 MiB, divided by
+    the processes of this machine. A value that is given is each process's own."""
     min_bytes: Size | None = None
     """Tensors smaller than this stay. Default: 128 KiB on CPU, 1 MiB on an accelerator."""
     policy: str | Policy | Plan = "auto"
-    """What moves: ``"auto"`` (all that is worth it), ``"all"`` (everything above ``min_bytes``), a `Policy`, or a
-    `Plan` to follow."""
+    """What moves: ``"auto"`` (all that can be moved in time), ``"all"`` (everything above ``min_bytes``), ``"plan"``
+    (from the third step on what a planner decides, from what the steps before showed), a `Policy`, or a `Plan` to
+    follow."""
+    max_slowdown: float | None = None
+    """With ``policy="plan"``: how much slower than keeping everything a step may be, as a share (0.02 is 2 %). Default:
+    without ``device_budget`` as good as not at all; with it, whatever the budget costs."""
+    recompute: bool = True
+    """With ``policy="plan"``, ``model=`` and ``device_budget`` or ``max_slowdown``: let the plan run blocks of the
+    model under ``torch.utils.checkpoint`` where that is cheaper than moving what they save. Not with several ranks,
+    which would have to agree on it: a block that communicates must run again on all of them or on none."""
     include: str | Sequence[str] | None = None
     """Glob patterns of module names; only tensors saved inside a matching module move. Needs ``model=``."""
     exclude: str | Sequence[str] | None = None
@@ -148,10 +158,16 @@ class OffloadConfig:
                 raise ConfigError(name, getattr(self, name), "give True or False")
         if self.io_threads is not None and (not isinstance(self.io_threads, int) or self.io_threads < 1):
             raise ConfigError("io_threads", self.io_threads, "give a number of threads, 1 or more")
+        slowdown = self.max_slowdown
+        if slowdown is not None and not (isinstance(slowdown, (int, float)) and 0 <= slowdown < float("inf")):
+            raise ConfigError("max_slowdown", slowdown, "give a share of the step's time, for example 0.02")
+        if slowdown is not None and self.policy != "plan":
+            raise ConfigError("max_slowdown", slowdown, "only a planner can keep it; add policy='plan'")
         if isinstance(self.policy, str):
-            _check_choice("policy", self.policy, ("auto", "all"))
+            _check_choice("policy", self.policy, ("auto", "all", "plan"))
         elif not callable(getattr(self.policy, "decide", None)):
-            raise ConfigError("policy", self.policy, "give 'auto', 'all', a Plan, or an object with decide(facts)")
+            remedy = "give 'auto', 'all', 'plan', a Plan, or an object with decide(facts)"
+            raise ConfigError("policy", self.policy, remedy)
         if not callable(self.announce):
             _check_choice("announce", self.announce, ("none", "first", "all"))
         if not (self.trace is None or callable(self.trace) or isinstance(self.trace, (str, os.PathLike))):
@@ -184,7 +200,7 @@ _SIZES = (
     "pending_bytes",
     "keep_last_bytes",
 )
-_FLAGS = ("strict", "verify", "allow_any_filesystem", "tune_malloc", "debug")
+_FLAGS = ("recompute", "strict", "verify", "allow_any_filesystem", "tune_malloc", "debug")
 
 
 def make_config(options: dict[str, Any]) -> OffloadConfig:

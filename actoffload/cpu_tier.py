@@ -76,7 +76,7 @@ class CpuMover(Mover):
     def begin(self, record: Record) -> KeepReason | None:
         config = self.core.config
         if config.device_budget is None:  # with a budget the offloader waits instead
-            limit = config.size("pending_bytes", PENDING_BYTES)
+            limit = config.size("pending_bytes", max(PENDING_BYTES, self.planned_pending_bytes))
             if self.core.pending_bytes + record.nbytes > limit:
                 return KeepReason.PRESSURE
         address = record.address + record.begin
@@ -102,7 +102,7 @@ class CpuMover(Mover):
             record.extent,
             address + layout.io_begin,
             layout.io_bytes,
-            on_done=lambda transfer: self._written(record, transfer, since_s),
+            on_done=lambda transfer: self._written(record, transfer, since_s, direct=not bounce),
             keepalive=record.data,
         )
         return None
@@ -156,10 +156,12 @@ class CpuMover(Mover):
     def _storage(self, slot: Slot, layout: Layout, nbytes: int) -> torch.UntypedStorage:
         return self._pool.tensor(slot, layout.pad, nbytes, owning=True).untyped_storage()
 
-    def _written(self, record: Record, transfer: Transfer, since_s: float) -> None:
+    def _written(self, record: Record, transfer: Transfer, since_s: float, direct: bool) -> None:
         dropped = None  # freed after the lock is given back: unmapping takes time
         with self.core.lock:
-            if self.write_ended(record, transfer):
+            if direct and self.resized(record):
+                self.stay(record)
+            elif self.write_ended(record, transfer):
                 self.core.event(EventKind.WRITE, record, since_s=since_s)
                 if record.wanted and record.waiting:
                     record.to(State.RESIDENT)
@@ -171,7 +173,6 @@ class CpuMover(Mover):
                 record.to(State.RESIDENT)
             self.core.changed.notify_all()
         del dropped
-        self.core.completed()
 
     def _fetched(
         self, record: Record, transfer: Transfer, storage: torch.UntypedStorage, start: int, since_s: float
@@ -192,4 +193,3 @@ class CpuMover(Mover):
                 record.to(State.RESIDENT)
                 self.core.event(EventKind.READ, record, since_s=since_s)
             self.core.changed.notify_all()
-        self.core.completed()

@@ -36,6 +36,14 @@ class Accelerator(ABC):
         """An event after all that ``stream`` has been given so far."""
 
     @abstractmethod
+    def timestamp(self, stream: Stream) -> Event:
+        """As `record`, for `seconds_between`."""
+
+    @abstractmethod
+    def seconds_between(self, begin: Event, end: Event) -> float:
+        """Time from one timestamp to a later one, once both have happened."""
+
+    @abstractmethod
     def wait(self, stream: Stream, event: Event) -> None:
         """What ``stream`` is given from now on runs after ``event``. Does not block the host."""
 
@@ -103,6 +111,14 @@ class TorchAccelerator(Accelerator):
         event.record(stream)
         return event
 
+    def timestamp(self, stream: Stream) -> Event:
+        event = torch.Event(self.type, enable_timing=True)
+        event.record(stream)
+        return event
+
+    def seconds_between(self, begin: Event, end: Event) -> float:
+        return float(begin.elapsed_time(end)) / 1e3
+
     def wait(self, stream: Stream, event: Event) -> None:
         stream.wait_event(event)
 
@@ -168,6 +184,11 @@ class CudaAccelerator(TorchAccelerator):
 
     def record(self, stream: Stream) -> Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def timestamp(self, stream: Stream) -> Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
 

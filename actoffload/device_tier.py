@@ -133,10 +133,13 @@ class DeviceMover(Mover):
         record = owner
         assert isinstance(record, Record), "the window holds records"
         record.outgoing = None
+        if self.resized(record):
+            self.stay(record)
+            return
         self.forget_near(record)
         record.to(State.HOSTED)
         self.core.event(EventKind.WRITE, record, "to host")
-        if self._spill_mode == "always":
+        if self._spill_mode == "always" or (self._spill_mode == "overflow" and record.tier == "nvme"):
             self._spill(record)
         elif self._spill_mode == "overflow":
             self._hosted[record] = None
@@ -186,7 +189,6 @@ class DeviceMover(Mover):
             elif record.state is State.SPILLING:
                 record.to(State.HOSTED)
             self.core.changed.notify_all()
-        self.core.completed()
 
     def _wait_for_slots(self) -> bool:
         """Wait until something on its way to disk has given host memory back; False when nothing is on its way."""
@@ -234,7 +236,6 @@ class DeviceMover(Mover):
                 self._arrived.append(record)
                 self.core.event(EventKind.READ, record, "from disk", since_s)
             self.core.changed.notify_all()
-        self.core.completed()
 
     def _reload(self, record: Record) -> None:
         if record.state is State.HOSTED and self.revive(record):

@@ -2,6 +2,7 @@
 
     ActOffloadError
     ├── ConfigError (ValueError)               an option has a value that cannot work
+    ├── BudgetError (ValueError)               no plan keeps a step within a budget; it says the floor
     ├── OffloaderClosedError (RuntimeError)    used after close() or abort()
     ├── NothingOffloadedError (RuntimeError)   strict=True and no byte was moved
     ├── SavedTensorModifiedError (RuntimeError) a saved tensor was changed in place before backward
@@ -35,6 +36,26 @@ class ConfigError(ActOffloadError, ValueError):
         self.value = value
         self.remedy = remedy
         super().__init__(f"{field}={value!r}: {remedy}")
+
+
+class BudgetError(ActOffloadError, ValueError):
+    """No plan keeps the step within its ``device_budget``. The message says the lowest peak that a plan reaches.
+
+    Attributes:
+        budget_bytes: the budget that was asked for.
+        floor_bytes: the lowest peak found.
+    """
+
+    def __init__(self, budget_bytes: int, floor_bytes: int, detail: str = "") -> None:
+        self.budget_bytes = budget_bytes
+        self.floor_bytes = floor_bytes
+        super().__init__(
+            f"device_budget={budget_bytes}: the floor is {floor_bytes} bytes{f' ({detail})' if detail else ''}; "
+            "give at least that, or make the batch or the blocks smaller"
+        )
+
+    def __reduce__(self) -> tuple[type[BudgetError], tuple[int, int]]:
+        return BudgetError, (self.budget_bytes, self.floor_bytes)
 
 
 class OffloaderClosedError(ActOffloadError, RuntimeError):
@@ -83,6 +104,7 @@ class EngineUnavailableError(StorageError, ValueError):
 
 __all__ = [
     "ActOffloadError",
+    "BudgetError",
     "ChecksumError",
     "ConfigError",
     "EngineUnavailableError",

@@ -5,18 +5,23 @@ A handle never holds the tensor it was made from (that would be a cycle through 
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .errors import SavedTensorModifiedError
+from .identity import Counter, inner_names, same_counter
 
 if TYPE_CHECKING:
     from .offloader import Storer
     from .record import Record
+    from .recorder import SavedStorage
 
 _NOTHING: dict[torch.device, Tensor] = {}
+_filling = threading.RLock()
 
 
 def version_probe(alias: Tensor) -> Tensor:
@@ -116,31 +121,63 @@ class Kept:
 class KeptActivation(Kept):
     """A kept tensor that counts as activation memory until it dies."""
 
-    __slots__ = ("nbytes", "owner")
+    __slots__ = ("entry", "nbytes", "owner")
 
-    def __init__(self, alias: Tensor, owner: Storer, nbytes: int) -> None:
+    def __init__(self, alias: Tensor, owner: Storer, nbytes: int, entry: SavedStorage | None) -> None:
         super().__init__(alias)
         self.owner = owner
         self.nbytes = nbytes
+        self.entry = entry
 
     def __del__(self) -> None:
-        self.owner.drop_kept(self.nbytes)
+        self.owner.drop_kept(self.nbytes, self.entry)
 
 
 class Wrapped:
-    """A saved wrapper subclass (DTensor, NF4, jagged, ...): its inner tensors are packed one by one."""
+    """A saved wrapper subclass (DTensor, NF4, jagged, ...): its inner tensors are packed one by one.
 
-    __slots__ = ("context", "inner", "kind", "shape", "stride")
+    What is kept of it is an alias without inner tensors. It shares the version counter, as an in-place change of a
+    wrapper counts on the wrapper alone; filled again, its alias is what autograd would have handed out.
+    """
 
-    def __init__(self, tensor: Any, pack: Any) -> None:
-        names, self.context = tensor.__tensor_flatten__()
-        self.kind = type(tensor)
-        self.shape = tensor.size()
-        self.stride = tensor.stride()
-        self.inner = {name: pack(getattr(tensor, name)) for name in names}
+    __slots__ = ("counter", "inner")
+
+    def __init__(self, tensor: Tensor, counter: Counter, pack: Callable[[Tensor], Any]) -> None:
+        self.counter = counter
+        self.inner = {name: pack(getattr(tensor, name)) for name in inner_names(tensor)}
+
+    @staticmethod
+    def hollow(tensor: Tensor) -> Counter | None:
+        """The alias without inner tensors, or None where the subclass does not let them be taken out.
+
+        The result of a collective that is still under way is awaited first. No lock may be held.
+        """
+        wait = getattr(tensor, "trigger_wait", None)
+        if wait is not None:
+            wait()
+        try:
+            shell = tensor.detach()
+            for name in inner_names(shell):
+                setattr(shell, name, None)
+            return Counter(shell, shell._version) if same_counter(shell, tensor) else None
+        except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+            return None
 
     def unpack(self) -> Tensor:
-        """The subclass, rebuilt around its inner tensors."""
+        """The subclass, rebuilt around its inner tensors.
+
+        Raises:
+            SavedTensorModifiedError: it, or a tensor inside, was changed in place.
+            StorageReadError: a tensor inside could not be read back.
+        """
+        shell = self.counter.probe
+        check_version(shell._version, self.counter.version, shell.dtype, shell.shape, None)
         inner = {name: handle.unpack() for name, handle in self.inner.items()}
-        rebuilt: Tensor = self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
-        return rebuilt
+        with _filling:  # another thread's backward may want it as well
+            for name, tensor in inner.items():
+                setattr(shell, name, tensor)
+            try:
+                return shell.detach()
+            finally:
+                for name in inner:
+                    setattr(shell, name, None)

@@ -7,6 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Hashable
+from functools import partial
 from types import TracebackType
 from typing import Any, get_args
 
@@ -17,12 +18,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .announcement import Announcement
 from .assembly import Tiers
+from .autopilot import Autopilot
+from .blocks import BlockWatch
 from .config import OffloadConfig
 from .device import Accelerator
 from .errors import ConfigError, NothingOffloadedError, OffloaderClosedError
 from .explanation import explain
 from .handles import Handle, Kept, KeptActivation, Wrapped
-from .identity import PLAIN_TYPES, byte_span, is_parameter
+from .identity import PLAIN_TYPES, Counter, byte_span, is_parameter
 from .offloader import MARKED, Storer
 from .phases import Direction, Hint
 from .policy import KeepReason
@@ -115,6 +118,12 @@ class Offloader(Storer):
         self._needs_names = bool(config.include or config.exclude) or not isinstance(config.policy, str)
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._entered = 0
+        self._blocks = BlockWatch(self.recorder)
+        self._autopilot: Autopilot | None = None
+        if config.policy == "plan":
+            self._autopilot = Autopilot(
+                self.core, self.tiers, self._placement, self._prefetch, self.recorder, self._blocks.blocks
+            )
         self._announcement = Announcement(self)
         _offloaders.add(self)
         # Dropped without close(): its threads and files go too. Not at exit, where `_at_exit` does it.
@@ -133,9 +142,20 @@ class Offloader(Storer):
         if model not in self._models:
             self._models.add(model)
             self._inputs.watch(model)
+            if self._autopilot is not None:
+                self._blocks.watch(model)
             if self._needs_names:
                 self._scopes.watch(model)
         return self
+
+    def forget(self, model: nn.Module) -> None:
+        """Undo `use`: the model is as it was before, without a hook of ours. Idempotent."""
+        self._models.discard(model)
+        self._inputs.forget(model)
+        self._scopes.forget(model)
+        self._blocks.forget(model)
+        if self._autopilot is not None:
+            self._autopilot.forgot_blocks()
 
     @untraced
     def __enter__(self) -> Offloader:
@@ -145,6 +165,8 @@ class Offloader(Storer):
             field = "include" if self.config.include else "exclude"
             raise ConfigError(field, getattr(self.config, field), "needs model= to know the modules' names")
         self._learn()
+        if self._autopilot is not None and self.core.accounts.live_records == 0:
+            self._autopilot.between_steps()
         entry = _Entry(self)
         stack = self._stack()
         stack.append(entry)
@@ -159,6 +181,9 @@ class Offloader(Storer):
     ) -> None:
         entry = self._stack().pop()
         entry.hooks.__exit__(kind, error, trace)
+        advice = entry.tape.bursts.advice(entry.tape.total_bytes)
+        if advice is not None:
+            self.core.advise("burst", advice)
         self.core.warn()
         if kind is not None:
             return
@@ -200,7 +225,6 @@ class Offloader(Storer):
         with self.core.lock:
             self._drain()
             self._prefetch.expect(Hint(microbatch, direction, next))
-        self._drain_if_free()
 
     def _stack(self) -> list[_Entry]:
         stack: list[_Entry] | None = getattr(self._entries, "stack", None)
@@ -244,9 +268,9 @@ class Offloader(Storer):
     # -- pack and unpack ----------------------------------------------------------------------------------------------
 
     @untraced
-    def _pack(self, tensor: Tensor) -> Any:
+    def _pack(self, tensor: Tensor, counters: tuple[Counter, ...] = ()) -> Any:
         if type(tensor) not in PLAIN_TYPES:
-            return self._pack_subclass(tensor)
+            return self._pack_subclass(tensor, counters)
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
             return self._keep(tensor, KeepReason.LAYOUT, 0)
         storage = tensor.untyped_storage()
@@ -264,7 +288,11 @@ class Offloader(Storer):
             alias = alias.conj()
         if neg:
             alias = alias._neg_view()
-        record = self.admit(alias, span, storage, self._tape(), self._scopes.current)
+        tape = self._tape()
+        record = self.admit(alias, span, storage, tape, self._scopes.current, counters)
+        if record.handles == 1 and tape.bursts.saved(torch._C._autograd._get_sequence_nr(), record.nbytes):
+            with self.core.lock:  # the node holds all that it saves until it has saved the last of it
+                self.core.accounts.at_once(tape.bursts.node_bytes)
         return Handle(self, record, alias, conj, neg)
 
     def _why_static(self, tensor: Tensor, storage: torch.UntypedStorage) -> KeepReason | None:
@@ -272,6 +300,8 @@ class Offloader(Storer):
             self.notes.add(tensor, "parameter")
             return KeepReason.PARAMETER
         note = self.notes.get(storage)
+        if note is None and self.owners.awaits_gathering and self.owners.note_gathered(self.notes):
+            note = self.notes.get(storage)
         if note is not None:
             return _NOTES[note]
         if MARKED.get(storage) is not None:
@@ -284,21 +314,19 @@ class Offloader(Storer):
 
     def _keep(self, tensor: Tensor, reason: KeepReason, nbytes: int) -> Kept:
         activation = nbytes > 0 and reason not in _STATIC
-        self.kept(reason, nbytes, activation)
+        entry = self.kept(reason, nbytes, activation)
         if reason is KeepReason.PARAMETER and tensor.is_leaf:
             return Kept(tensor)  # itself, as autograd does: a leaf makes no cycle, and its `.data` may be swapped
         alias = tensor.detach()
-        return KeptActivation(alias, self, nbytes) if activation else Kept(alias)
+        return KeptActivation(alias, self, nbytes, entry) if activation else Kept(alias)
 
-    def _pack_subclass(self, tensor: Tensor) -> Any:
+    def _pack_subclass(self, tensor: Tensor, outer: tuple[Counter, ...]) -> Any:
         if is_parameter(tensor):
             self.notes.add(tensor, "parameter")
             return self._keep(tensor, KeepReason.PARAMETER, 0)
-        wait = getattr(tensor, "trigger_wait", None)
-        if wait is not None:  # the result of a collective that may still be under way
-            return self._pack(wait())
-        if is_traceable_wrapper_subclass(tensor):
-            return Wrapped(tensor, self._pack)
+        counter = Wrapped.hollow(tensor) if is_traceable_wrapper_subclass(tensor) else None
+        if counter is not None:
+            return Wrapped(tensor, counter, partial(self._pack, counters=(*outer, counter)))
         return self._keep(tensor, KeepReason.SUBCLASS, 0)
 
     def _tape(self) -> Tape[Record]:
@@ -315,7 +343,8 @@ class Offloader(Storer):
 
     def explain(self) -> str:
         """What was decided in the last forward, storage by storage, and why."""
-        return explain(self.config, self.plan, self.statistics())
+        decided = explain(self.config, self.plan, self.statistics())
+        return decided if self._autopilot is None else f"{self._autopilot.explain()}\n{decided}"
 
     def close(self) -> None:
         """Take no more work and wait for what is under way. Idempotent.
@@ -323,6 +352,9 @@ class Offloader(Storer):
         What is still alive stays usable: backward can still read it, and the disk space goes when its last handle dies.
         """
         self._scopes.remove()
+        self._blocks.remove()
+        if self._autopilot is not None:
+            self._autopilot.recompute.undo()
         self._inputs.remove()
         super().close()
 

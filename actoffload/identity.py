@@ -7,6 +7,7 @@ with a predecessor whose memory was reused (FIELD_NOTES 3).
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
@@ -62,6 +63,17 @@ def byte_span(tensor: Tensor, storage_bytes: int) -> tuple[int, int]:
     return begin, min(storage_bytes, -(-end // SPAN_ALIGNMENT) * SPAN_ALIGNMENT)
 
 
+class Counter(NamedTuple):
+    """The version counter of a wrapper subclass: a tensor without memory that shares it, and what it said."""
+
+    probe: Tensor
+    version: int
+
+    def same(self, other: Counter) -> bool:
+        """Whether both belong to one tensor (or to views of it) that was not changed in between."""
+        return self.version == other.version and same_counter(self.probe, other.probe)
+
+
 class _Entry(NamedTuple, Generic[R]):
     ref: StorageRef
     address: int
@@ -70,6 +82,7 @@ class _Entry(NamedTuple, Generic[R]):
     begin: int
     end: int
     thread: int
+    counters: tuple[Counter, ...]
     record: R
 
 
@@ -79,8 +92,20 @@ class IdentityMap(Generic[R]):
     def __init__(self) -> None:
         self._entries: dict[int, list[_Entry[R]]] = {}
 
-    def find(self, storage: torch.UntypedStorage, address: int, tensor: Tensor, begin: int, end: int) -> R | None:
-        """A record of the tensor's storage as it is in this version, whose span holds ``[begin, end)``."""
+    def find(
+        self,
+        storage: torch.UntypedStorage,
+        address: int,
+        tensor: Tensor,
+        begin: int,
+        end: int,
+        counters: tuple[Counter, ...] = (),
+    ) -> R | None:
+        """A record of the tensor's storage as it is in this version, whose span holds ``[begin, end)``.
+
+        ``counters`` belong to the wrapper subclasses around the tensor, outermost first: an in-place change of a
+        DTensor counts on the DTensor and not on the local tensor inside.
+        """
         version = tensor._version
         for known in self._entries.get(storage._cdata, ()):
             if (
@@ -90,19 +115,28 @@ class IdentityMap(Generic[R]):
                 and known.address == address  # a storage that was resized has moved: other bytes
                 and known.thread == threading.get_ident()  # `same_counter` must not be seen by another thread
                 and same_counter(known.probe, tensor)
+                and len(known.counters) == len(counters)
+                and all(map(Counter.same, known.counters, counters))
             ):
                 return known.record
         return None
 
     def add(
-        self, storage: torch.UntypedStorage, address: int, tensor: Tensor, begin: int, end: int, record: R
+        self,
+        storage: torch.UntypedStorage,
+        address: int,
+        tensor: Tensor,
+        begin: int,
+        end: int,
+        record: R,
+        counters: tuple[Counter, ...] = (),
     ) -> StorageRef:
         """Remember a record; returns the weak reference that pins the storage's identity.
 
-        ``tensor`` is held: its handle makes it a `version_probe`, which holds no memory.
+        ``tensor`` is held: its handle makes it a `version_probe`, which holds no memory; nor do ``counters``.
         """
         ref = StorageRef(storage)
-        entry = _Entry(ref, address, tensor, tensor._version, begin, end, threading.get_ident(), record)
+        entry = _Entry(ref, address, tensor, tensor._version, begin, end, threading.get_ident(), counters, record)
         self._entries.setdefault(ref.cdata, []).append(entry)
         return ref
 
@@ -173,12 +207,16 @@ class StorageSet:
 
 def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """The plain tensors inside a wrapper subclass (DTensor, NF4, jagged, ...), or the tensor itself."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None or type(tensor) in PLAIN_TYPES:
+    if type(tensor) in PLAIN_TYPES or not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
-    for name in flatten()[0]:
+    for name in inner_names(tensor):
         yield from inner_tensors(getattr(tensor, name))
+
+
+def inner_names(tensor: Any) -> list[str]:
+    """The attributes of a wrapper subclass that are tensors; a DTensor names its mesh among its parts as well."""
+    return [name for name in tensor.__tensor_flatten__()[0] if isinstance(getattr(tensor, name), Tensor)]
 
 
 PLAIN_TYPES = frozenset({Tensor, nn.Parameter, nn.Buffer})
@@ -187,11 +225,12 @@ PLAIN_TYPES = frozenset({Tensor, nn.Parameter, nn.Buffer})
 def is_parameter(tensor: Tensor) -> bool:
     """Whether a saved tensor is a parameter, another leaf that wants a gradient, or a view of one.
 
-    A Linear saves ``weight.t()``: no ``Parameter``, but autograd remembers its base.
+    A Linear saves ``weight.t()``: no ``Parameter``, but autograd remembers its base. The local tensor in a DTensor that
+    was made of an activation claims to be such a leaf, but its base is none.
     """
-    if tensor.is_leaf and tensor.requires_grad:
-        return True
     base = tensor._base
+    if tensor.is_leaf and tensor.requires_grad and (base is None or base.is_leaf):
+        return True
     if base is None:
         return isinstance(tensor, nn.Parameter)
     return isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
@@ -202,24 +241,68 @@ class ModuleOwners:
 
     def __init__(self) -> None:
         self._owners: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._managed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._sharded: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
+        self._gathered: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+
+    @property
+    def awaits_gathering(self) -> bool:
+        """Whether some sharded parameter was never seen gathered: see `note_gathered`."""
+        return len(self._sharded) > 0
 
     def add(self, modules: Iterable[nn.Module]) -> int:
         """Remember the modules that own something directly; returns how many were new."""
         before = len(self._owners)
+        fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
         for module in modules:
             if module._parameters or module._buffers:
                 self._owners.add(module)
+            if isinstance(module, fsdp) and module not in self._managed:
+                self._managed.update(module.modules())
         return len(self._owners) - before
 
     def note_storages(self, notes: StorageSet) -> None:
         """Note every parameter and buffer as it is now (``.to()`` and resharding replace them)."""
         for module in list(self._owners):
-            for parameter in module._parameters.values():
+            managed = module in self._managed
+            for name, parameter in module._parameters.items():
                 if parameter is not None:
                     notes.add(parameter, "parameter")
+                    if managed:
+                        self._await_gathering(module, name, parameter)
             for buffer in module._buffers.values():
                 if buffer is not None:
                     notes.add(buffer, "buffer")
+
+    def note_gathered(self, notes: StorageSet) -> bool:
+        """Note the parameters that ``fully_shard`` has gathered for the first time; returns whether there were any.
+
+        A gathered parameter lies in a storage of its own, which appears in the middle of a forward and is freed and
+        filled again for the rest of training: whatever autograd saves of it has to see that, so it must never move.
+        """
+        found = False
+        for module, meshes in list(self._sharded.items()):
+            for name, dimensions in list(meshes.items()):
+                parameter = module._parameters.get(name)
+                if parameter is not None and _mesh_dimensions(parameter) < dimensions:
+                    notes.add(parameter, "parameter")
+                    self._gathered.setdefault(module, set()).add(name)
+                    del meshes[name]
+                    found = True
+            if not meshes:
+                del self._sharded[module]
+        return found
+
+    def _await_gathering(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        dimensions = _mesh_dimensions(parameter)
+        if dimensions and name not in self._gathered.get(module, ()):
+            self._sharded.setdefault(module, {})[name] = dimensions
+
+
+def _mesh_dimensions(parameter: Tensor) -> int:
+    """Over how many dimensions of a mesh a parameter is laid out; gathering takes those of ``fully_shard`` away."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return int(mesh.ndim) if mesh is not None else 0
 
 
 def live_modules() -> list[nn.Module]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -17,7 +18,8 @@ def fix_mmap_threshold() -> bool:
     """Have glibc give every block of 1 MiB or more back to the system when it is freed.
 
     By default glibc moves that threshold up to 32 MiB as blocks are freed, and then keeps freed activations: the same
-    run peaked at 1.7 GB instead of 0.9 GB. Process-wide; returns False where the C library has no ``mallopt``.
+    run peaked at 1.7 GB instead of 0.9 GB (``benchmarks/LOG.md``, 2026-11-21). Process-wide; returns False where the C
+    library has no ``mallopt``.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -27,6 +29,22 @@ def fix_mmap_threshold() -> bool:
 
 def cgroup_limit_bytes() -> int | None:
     """The memory limit of this process's cgroup (v2 or v1), or None when there is none."""
+    return min((limit for _, limit in _cgroup_limits()), default=None)
+
+
+def available_bytes() -> int:
+    """Memory this process may still take: what the machine has available, within the cgroup's limit."""
+    available = int(psutil.virtual_memory().available)
+    limit = cgroup_limit_bytes()
+    if limit is not None:
+        available = min(available, max(0, limit - int(psutil.Process().memory_info().rss)))
+    for file, limit in _cgroup_limits():  # of which the other processes in the group have taken a part
+        available = min(available, max(0, limit - _cgroup_used_bytes(file)))
+    return available
+
+
+def _cgroup_limits() -> list[tuple[Path, int]]:
+    """The limits of the cgroups that this process is in, each with the file that says it."""
     candidates = [Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
     try:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -43,22 +61,77 @@ def cgroup_limit_bytes() -> int | None:
         except OSError:
             continue
         if text.isdigit() and int(text) < 1 << 60:
-            limits.append(int(text))
-    return min(limits) if limits else None
+            limits.append((candidate, int(text)))
+    return limits
 
 
-def available_bytes() -> int:
-    """Memory this process may still take: what the machine has available, within the cgroup's limit."""
-    available = int(psutil.virtual_memory().available)
-    limit = cgroup_limit_bytes()
-    if limit is not None:
-        available = min(available, max(0, limit - int(psutil.Process().memory_info().rss)))
-    return available
-
-
-def local_ranks() -> int:
-    """How many processes of this job share the machine (``LOCAL_WORLD_SIZE``, set by torchrun), at least 1."""
+def _cgroup_used_bytes(limit_file: Path) -> int:
+    """What all processes of a cgroup use, less the file cache that the kernel gives back first; 0 if it is not said."""
+    used_name, cache_name = (
+        ("memory.current", "inactive_file")
+        if limit_file.name == "memory.max"
+        else ("memory.usage_in_bytes", "total_inactive_file")
+    )
     try:
-        return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        used = int(limit_file.with_name(used_name).read_text())
+        lines = limit_file.with_name("memory.stat").read_text().splitlines()
+    except (OSError, ValueError):
+        return 0
+    cache = dict(line.split(maxsplit=1) for line in lines if " " in line).get(cache_name, "0")
+    return max(0, used - int(cache))
+
+
+def local_ranks() -> int | None:
+    """How many processes of this job share the machine, as its launcher says; None when no launcher says it.
+
+    Asked in this order: torchrun (and what imitates it), MPI's launchers, DeepSpeed's, Slurm's ``srun``, and a group
+    whose master is this machine's loopback address, which nobody else can reach.
+    """
+    for name in _LOCAL_SIZES:
+        ranks = _count(os.environ.get(name))
+        if ranks is not None:
+            return ranks
+    if "LOCAL_RANK" in os.environ:
+        ranks = _count(os.environ.get("LOCAL_SIZE"))  # DeepSpeed; too plain a name to be believed alone
+        if ranks is not None:
+            return ranks
+    ranks = _slurm_tasks(os.environ.get("SLURM_STEP_TASKS_PER_NODE", ""), os.environ.get("SLURM_NODEID", "0"))
+    if ranks is not None:
+        return ranks
+    return _count(os.environ.get("WORLD_SIZE")) if is_loopback(os.environ.get("MASTER_ADDR", "")) else None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host's name or address means the machine itself, so that only its own processes can use it."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
+_LOCAL_SIZES = (
+    "LOCAL_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "MPI_LOCALNRANKS",
+    "PMI_LOCAL_SIZE",
+    "PALS_LOCAL_SIZE",
+    "JSM_NAMESPACE_LOCAL_SIZE",
+    "HOROVOD_LOCAL_SIZE",
+)
+
+
+def _count(text: str | None) -> int | None:
+    try:
+        return max(1, int(text or ""))
     except ValueError:
-        return 1
+        return None
+
+
+def _slurm_tasks(text: str, node: str) -> int | None:
+    """This node's part of ``SLURM_STEP_TASKS_PER_NODE``, for example ``"4(x2),3"``: four, four and three tasks."""
+    tasks: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            return None
+        tasks += [int(match[1])] * int(match[2] or 1)
+    index = int(node) if node.isdigit() else 0
+    return max(1, tasks[min(index, len(tasks) - 1)])

@@ -18,13 +18,14 @@ from .cpu_tier import CpuMover
 from .device import Accelerator
 from .errors import OffloaderClosedError
 from .events import EventKind, now, open_sink
-from .identity import IdentityMap, ModuleOwners, StorageSet, live_modules
+from .identity import Counter, IdentityMap, ModuleOwners, StorageSet, live_modules
 from .phases import Phases
 from .placement import Placement
 from .planner import Plan, PlanEntry
 from .policy import Decision, KeepReason
 from .prefetch import Prefetch
 from .record import Record, State
+from .recorder import Recorder, SavedStorage
 from .schedule import Tape, Window
 from .statistics import Statistics
 from .summary import render_report
@@ -58,9 +59,10 @@ class Storer:
         self._dropped: deque[tuple[Record, int]] = deque()
         self._kept_gone: deque[int] = deque()
         self._decisions: list[tuple[int, KeepReason | None, str | None]] = []
-        self.core.drain = weakref.WeakMethod(self._drain_if_free)
+        self.core.lock.after_release = weakref.WeakMethod(self._drain_if_free)
         self.tiers = Tiers(self.core, accelerator)
         self._movers = self.tiers.movers
+        self.recorder = Recorder(self.tiers.stopwatch())
         first = CPU_PREFETCH_BYTES if isinstance(self._movers.get("cpu"), CpuMover) else DEVICE_PREFETCH_BYTES
         window = Window(config.size("prefetch_bytes", first), fixed=config.prefetch_bytes is not None)
         phases: Phases[Tape[Record]] = Phases()
@@ -75,7 +77,13 @@ class Storer:
         self.owners.add(modules)
 
     def admit(
-        self, tensor: Tensor, span: tuple[int, int], storage: Any, tape: Tape[Record], module: str | None
+        self,
+        tensor: Tensor,
+        span: tuple[int, int],
+        storage: Any,
+        tape: Tape[Record],
+        module: str | None,
+        counters: tuple[Counter, ...] = (),
     ) -> Record:
         """A handle's record for a span of a storage: an earlier one where it holds the same bytes, else a new one.
 
@@ -85,6 +93,7 @@ class Storer:
             storage: its storage.
             tape: the forward that it is saved in.
             module: the name of the module that is running, if names are known.
+            counters: of the wrapper subclasses around the tensor, outermost first.
         """
         core = self.core
         core.warn()
@@ -94,14 +103,15 @@ class Storer:
             self._drain()
             core.accounts.packed_tensors += 1
             core.accounts.packed_bytes += end - begin
-            record = self._identities.find(storage, address, tensor, begin, end)
+            record = self._identities.find(storage, address, tensor, begin, end, counters)
             new = record is None
             if record is not None:
                 core.accounts.deduplicated_bytes += end - begin
+                self.recorder.saved_again(record)
             else:
                 record = Record(storage, address, begin, end, tensor.device)
                 record.module = module
-                record.identity = self._identities.add(storage, address, tensor, begin, end, record)
+                record.identity = self._identities.add(storage, address, tensor, begin, end, record, counters)
                 core.accounts.born(record.nbytes)
                 if not tape.records:
                     self._prefetch.phases.begin_forward(tape)
@@ -115,7 +125,6 @@ class Storer:
                     self._dropped.append((record, record.round))
                     self._drain()
                     raise
-        self._drain_if_free()
         return record
 
     def _place(self, record: Record, tensor: Tensor, tape: Tape[Record]) -> None:
@@ -141,21 +150,24 @@ class Storer:
         else:
             self.core.accounts.kept_bytes[reason.value] += record.nbytes
             self.core.event(EventKind.KEEP, record, reason.value)
+        self.recorder.saved(record, reason)
         self._prefetch.during_forward(tape)
         self._decisions = tape.decisions
         tape.decisions.append((record.nbytes, reason, record.module))
 
-    def kept(self, reason: KeepReason, nbytes: int, activation: bool) -> None:
-        """Count a tensor that stays without a record."""
+    def kept(self, reason: KeepReason, nbytes: int, activation: bool) -> SavedStorage | None:
+        """Count a tensor that stays without a record; what is returned goes to `drop_kept` when it dies."""
         accounts = self.core.accounts
         with self.core.lock:
             self._drain()
             accounts.packed_tensors += 1
             accounts.packed_bytes += nbytes
             accounts.kept_bytes[reason.value] += nbytes
-            if activation:
-                accounts.saved(nbytes)
-                accounts.came(nbytes)
+            if not activation:
+                return None
+            accounts.saved(nbytes)
+            accounts.came(nbytes)
+            return self.recorder.kept(nbytes, reason)
 
     def why_unfit(self, tensor: Tensor, nbytes: int) -> KeepReason | None:
         """Why a tensor of this device and size stays, or None."""
@@ -196,6 +208,7 @@ class Storer:
             storage = self._fetch_now(record, mover)
             if not near:
                 self._count_wait(record, since_s, first)
+            self.recorder.needed(record)
             begin = record.data_begin
             if round_ <= record.round:
                 record.waiting -= 1
@@ -206,9 +219,7 @@ class Storer:
                 self._prefetch.during_backward(record.tape)
             if record.waiting <= 0:
                 mover.settle(record)
-            next_round = record.round + 1
-        self._drain_if_free()
-        return storage, begin, next_round
+            return storage, begin, record.round + 1
 
     def _fetch_now(self, record: Record, mover: Mover) -> torch.UntypedStorage:
         record.error = None  # a prefetch that failed is tried once more
@@ -239,8 +250,10 @@ class Storer:
         self._dropped.append((record, round_))
         self._drain_if_free()
 
-    def drop_kept(self, nbytes: int) -> None:
+    def drop_kept(self, nbytes: int, entry: SavedStorage | None) -> None:
         """A kept tensor without a record died. May be called anywhere."""
+        if entry is not None:
+            self.recorder.kept_died(entry)
         self._kept_gone.append(nbytes)
 
     def _drain_if_free(self) -> None:
@@ -249,7 +262,7 @@ class Storer:
                 self._drain()
                 last = self.closed and self.core.accounts.live_records == 0 and not self.core.inert
             finally:
-                self.core.lock.release()
+                self.core.lock.release_only()
             if last:  # closing joins threads, and this may be one of them
                 threading.Thread(target=self._shut, kwargs={"wait": True}, name="actoffload-close", daemon=True).start()
 
@@ -271,6 +284,7 @@ class Storer:
 
     def _release(self, record: Record) -> None:
         self._movers[record.device.type].release(record)
+        self.recorder.died(record)
         if record.identity is not None:
             self._identities.remove(record.identity, record)
         tape = record.tape
@@ -347,6 +361,7 @@ class Storer:
         """What was done and why, for a person."""
         spool = self.tiers.spool
         notes = [f"{spool.engine_name} engine: {spool.engine_reason}"] if spool is not None else []
+        notes += self.core.advice.values()
         return render_report(self.config, self.statistics(), spool.statistics() if spool else None, notes)
 
     @property

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from .config import OffloadConfig
 from .phases import Phases
+from .planner import Plan
 from .policy import Decision, KeepReason, ModuleFilter, OffloadAll, Policy, TensorFacts
 from .record import Record
 from .schedule import Tape, Window
@@ -28,7 +29,16 @@ class Placement:
         self._phases = phases
         self._policy: Policy = OffloadAll() if isinstance(config.policy, str) else config.policy
         self._filter = ModuleFilter(config.include, config.exclude)
-        self._keeps_last = config.policy == "auto"
+        self._keeps_last = config.policy in ("auto", "plan")
+        self._plan: Plan | None = config.policy if isinstance(config.policy, Plan) else None
+        self.keep_all = False
+        """Move nothing for now."""
+        self.mismatched_bytes = 0
+        """Bytes that a plan knew nothing of at their places; whoever looks at it sets it back."""
+
+    def follow(self, plan: Plan | None) -> None:
+        """Do as a plan says; None: as before there was one."""
+        self._plan = plan
 
     def why_keep(self, record: Record, tensor: Tensor, tape: Tape[Record]) -> KeepReason | None:
         """Why a record that was just added to ``tape`` stays, or None.
@@ -50,6 +60,14 @@ class Placement:
         )
         if self._policy.decide(facts) is Decision.KEEP:
             return KeepReason.POLICY
+        if self.keep_all:
+            return KeepReason.PLAN
+        entry = self._plan.entry(record.index, record.nbytes) if self._plan is not None else None
+        if entry is not None:
+            record.tier = entry.tier
+            return KeepReason.PLAN if entry.action == Decision.KEEP.value else None
+        if self._plan is not None:
+            self.mismatched_bytes += record.nbytes
         return KeepReason.LAST if self._keeps_last and self._is_last(tape) else None
 
     def _is_last(self, tape: Tape[Record]) -> bool:

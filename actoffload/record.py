@@ -78,6 +78,7 @@ class Record:
         "slot",
         "state",
         "tape",
+        "tier",
         "transfer",
         "waiting",
         "wanted",
@@ -102,6 +103,7 @@ class Record:
         self.tape: Tape[Record] | None = None
         self.index = -1
         self.module: str | None = None
+        self.tier = ""  # where a plan sends it: "host", "nvme", or "" for the mover's choice
         self.counted = False  # in the meter of resident bytes
         self.wanted = False  # backward is about to need it
         self.on_disk = False

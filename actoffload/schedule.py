@@ -6,6 +6,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
+from .bursts import Bursts
+
 
 class Sized(Protocol):
     """What a tape needs to know of a record."""
@@ -45,7 +47,14 @@ class Window:
 
     def __init__(self, first_bytes: int, *, fixed: bool = False) -> None:
         self.nbytes = first_bytes
+        self._fixed = fixed
         self._limit = first_bytes if fixed else first_bytes * GROWTH_LIMIT
+
+    def follow(self, nbytes: int | None) -> None:
+        """Fetch so many bytes ahead, as a plan says; None: go on from here. Does nothing where the user fixed it."""
+        if nbytes is not None and not self._fixed:
+            self.nbytes = nbytes
+            self._limit = max(self._limit, nbytes)
 
     def waited(self) -> None:
         """Backward had to wait for a fetch that the window had not begun in time."""
@@ -61,6 +70,7 @@ class Tape(Generic[R]):
         self.total_bytes = 0
         self.signature = 0
         self.in_backward = False
+        self.bursts = Bursts()
         self.decisions: list[Any] = []
         """What was decided of each record, as its owner notes it; outlives the records."""
         self._order: tuple[int, ...] = ()

@@ -1,25 +1,78 @@
-"""Which module is running, by name; and the inputs of a model, which live anyway. Installed only where asked for."""
+"""What hangs on a module's forward: which module is running, by name, and the inputs of a model, which live anyway.
+
+Installed only where asked for. ``torch.compile`` never traces these hooks: run by PyTorch before and after a compiled
+module they work as ever; inside a compiled graph, where there are no modules, they are left out.
+"""
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from .identity import StorageSet
 
+F = TypeVar("F", bound=Callable[..., Any])
 
-class ModuleScopes:
-    """The stack of the names of the modules that are running, in each thread."""
+UNTRACED_REASON = (
+    "actoffload's contexts, attachments and marks act on real tensors and cannot be part of a compiled graph: enter "
+    "them outside of what is compiled, and attach to what is compiled or to something around it"
+)
+
+
+def untraced(function: F) -> F:
+    """Keep ``torch.compile`` out of our own frames; inside a compiled function they are a graph break."""
+    disabled: F = torch.compiler.disable(function, reason=UNTRACED_REASON)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def untraced_frame(function: F) -> F:
+    """Keep ``torch.compile`` out of this frame of ours, but not out of what it calls."""
+    disabled: F = torch.compiler.disable(  # type: ignore[no-untyped-call]
+        function, recursive=False, reason=UNTRACED_REASON
+    )
+    return disabled
+
+
+class Hooking:
+    """Something that a module's hooks hold: a copy of the module shares it, a pickled module leaves it behind."""
+
+    def __deepcopy__(self, memo: object) -> Hooking:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _Gone, ()
+
+
+class _Gone:
+    """What the hooks of an unpickled module hold: does nothing."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _nothing
+
+
+def _nothing(*args: object, **kwargs: object) -> None:
+    return None
+
+
+class ModuleScopes(Hooking):
+    """The stack of the names of the modules that are running, in each thread.
+
+    What a compiled graph saves has the name of the module that was compiled.
+    """
 
     def __init__(self) -> None:
         self._local = threading.local()
-        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._handles: list[RemovableHandle] = []
+        self._hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
     @property
     def current(self) -> str | None:
@@ -28,56 +81,97 @@ class ModuleScopes:
         return stack[-1] if stack else None
 
     def watch(self, model: nn.Module) -> None:
-        """Know the modules of a model by their qualified names from now on."""
-        if model in self._known:
-            return
-        self._known.add(model)
+        """Know the modules of a model by their qualified names; called again, also those that were compiled meanwhile.
+
+        What lies inside a compiled module gets no hooks: the compiler would make a graph for each block that differs
+        in nothing but its hooks, and soon give up.
+        """
+        inside: tuple[str, ...] = ()
         for name, module in model.named_modules():
-            if name:
-                self._handles.append(module.register_forward_pre_hook(self._entering(name), prepend=True))
-                self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+            shown = ".".join(part for part in name.split(".") if part != "_orig_mod")
+            if inside and name.startswith(inside):
+                for handle in self._hooks.pop(module, []):
+                    handle.remove()
+            elif shown and module not in self._hooks:
+                self._hooks[module] = [
+                    module.register_forward_pre_hook(functools.partial(_enter, self, shown), prepend=True),
+                    module.register_forward_hook(functools.partial(_leave, self, shown), always_call=True),
+                ]
+            if module._compiled_call_impl is not None or name.endswith("_orig_mod"):
+                inside += (f"{name}." if name else "",)
+
+    def forget(self, model: nn.Module) -> None:
+        """Take the hooks away from the modules of one model."""
+        for module in model.modules():
+            for handle in self._hooks.pop(module, []):
+                handle.remove()
 
     def remove(self) -> None:
         """Take every hook away again."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        for handles in self._hooks.values():
+            for handle in handles:
+                handle.remove()
+        self._hooks.clear()
 
-    def _entering(self, name: str) -> Any:
-        def enter(module: nn.Module, args: object) -> None:
-            if not hasattr(self._local, "stack"):
-                self._local.stack = []
-            self._local.stack.append(name)
+    def push(self, name: str) -> None:
+        """A module begins to run."""
+        if not hasattr(self._local, "stack"):
+            self._local.stack = []
+        self._local.stack.append(name)
 
-        return enter
-
-    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+    def pop(self, name: str) -> None:
+        """A module has run."""
         stack: list[str] = getattr(self._local, "stack", [])
-        if stack:
+        if stack and stack[-1] == name:
             stack.pop()
 
 
-class ModelInputs:
+class ModelInputs(Hooking):
     """Notes the tensors that are handed to a model: the caller holds them, so moving them would free nothing."""
 
     def __init__(self, notes: StorageSet) -> None:
         self._notes = notes
-        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._handles: list[RemovableHandle] = []
+        self._hooks: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
 
     def watch(self, model: nn.Module) -> None:
         """Note the inputs of every call of a model from now on."""
-        if model not in self._known:
-            self._known.add(model)
-            self._handles.append(model.register_forward_pre_hook(self._note, with_kwargs=True))
+        if model not in self._hooks:
+            hook = functools.partial(_note, self)
+            self._hooks[model] = model.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def forget(self, model: nn.Module) -> None:
+        """Take the hook away from one model."""
+        handle = self._hooks.pop(model, None)
+        if handle is not None:
+            handle.remove()
 
     def remove(self) -> None:
         """Take every hook away again."""
-        for handle in self._handles:
+        for handle in self._hooks.values():
             handle.remove()
-        self._handles.clear()
+        self._hooks.clear()
 
-    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A model was called with these arguments."""
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.grad_fn is None:
                 self._notes.add(leaf, "input")
+
+
+@untraced
+def _enter(scopes: ModuleScopes, name: str, module: nn.Module, args: object) -> None:
+    scopes.push(name)
+
+
+@untraced
+def _leave(scopes: ModuleScopes, name: str, module: nn.Module, args: object, output: object) -> None:
+    scopes.pop(name)
+
+
+@untraced
+def _note(inputs: ModelInputs, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    inputs.note(args, kwargs)
+
+
+for _hook in (_enter, _leave, _note):
+    torch.compiler.substitute_in_graph(_hook, skip_signature_check=True)(_nothing)

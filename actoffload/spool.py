@@ -22,7 +22,9 @@ from .arena import ArenaSet, SpoolStatistics
 from .engines import EngineFactory
 from .engines.base import IoKind, IoRequest, SpoolFile, StorageEngine
 from .errors import ConfigError, SpoolFullError, StateError
+from .events import now
 from .extent_io import Extent, Transfer, closed_error
+from .meters import RateMeter
 
 _POISON_BYTE = b"\xff"
 _POISON_WAIT_S = 30.0
@@ -35,6 +37,8 @@ class Spool:
         paths: Directories; extents are striped over them.
         engine: Name of an engine, ``"auto"``, or a factory that makes one for a file.
         capacity_bytes: Most bytes on disk, all paths together; None: what the file systems have free, less a reserve.
+        processes: How many processes open a spool like this one on the machine: without ``capacity_bytes`` each takes
+            at most its share of what is free when it begins, so that none fills the disk of the others.
         stripe_bytes: Largest segment of an extent, thus of a request.
         grow_bytes: How much an arena is grown at a time; the first step is taken at once.
         threads: Threads per engine; None: the engine's own choice.
@@ -55,6 +59,7 @@ class Spool:
         *,
         engine: str | EngineFactory = "auto",
         capacity_bytes: int | None = None,
+        processes: int = 1,
         stripe_bytes: int = 8 << 20,
         grow_bytes: int = 256 << 20,
         threads: int | None = None,
@@ -63,14 +68,19 @@ class Spool:
         allow_any_filesystem: bool = False,
     ) -> None:
         _check_options(
-            paths, capacity_bytes=capacity_bytes, stripe_bytes=stripe_bytes, grow_bytes=grow_bytes, threads=threads
+            paths,
+            capacity_bytes=capacity_bytes,
+            processes=processes,
+            stripe_bytes=stripe_bytes,
+            grow_bytes=grow_bytes,
+            threads=threads,
         )
         self._lock = threading.Lock()
         self._closed = False
         self._inert = False
         self._inbox: deque[Extent | Transfer] = deque()
         self._live: set[Transfer] = set()
-        self._capacity_bytes = capacity_bytes
+        self.meters = {IoKind.WRITE: RateMeter(), IoKind.READ: RateMeter()}
         self._verify = verify
         self._to_poison: list[Extent] = []
         self._arenas = ArenaSet(
@@ -81,6 +91,7 @@ class Spool:
             stripe_bytes=stripe_bytes,
             grow_bytes=grow_bytes,
             capacity_bytes=capacity_bytes,
+            processes=processes,
         )
         self._poison = _poison_block(self._arenas.stripe_bytes) if poison else None
         self.alignment = self._arenas.alignment
@@ -222,7 +233,7 @@ class Spool:
                 direct=self.direct,
                 alignment=self.alignment,
                 paths=tuple(file.path for file in self.files),
-                capacity_bytes=self._capacity_bytes,
+                capacity_bytes=self._arenas.capacity_bytes,
                 arena_bytes=self._arenas.arena_bytes,
                 allocated_bytes=self._arenas.allocated_bytes,
                 peak_allocated_bytes=self._arenas.peak_allocated_bytes,
@@ -299,6 +310,7 @@ class Spool:
             if transfer.kind is IoKind.WRITE:
                 extent._writing, extent._valid_bytes = True, 0
             self._live.add(transfer)
+            self.meters[transfer.kind].began(now())
         transfer.start()
         return transfer
 
@@ -332,6 +344,8 @@ class Spool:
             if isinstance(item, Transfer):
                 extent = item.extent
                 self._live.discard(item)
+                moved = item.done and not item.cancelled and item.error is None
+                self.meters[item.kind].ended(item.length if moved else 0, now())
                 extent._busy -= 1
             else:
                 extent = item

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import threading
 import warnings
-import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 
@@ -21,9 +20,13 @@ from .errors import StateError, StorageError
 from .events import EventKind, EventSink, TraceEvent, now
 from .extent_io import Transfer
 from .identity import StorageRef
+from .locks import DrainingLock
 from .policy import KeepReason
 from .record import Record, State
 from .spool import Spool
+
+PENDING_MARGIN = 1.25
+"""A plan's bytes on their way out may be exceeded by this factor before tensors are kept: steps differ a little."""
 
 
 class Core:
@@ -32,8 +35,8 @@ class Core:
     def __init__(self, config: OffloadConfig, sink: EventSink | None) -> None:
         self.config = config
         self.sink = sink
-        self.lock = threading.Lock()
-        self.changed = threading.Condition(self.lock)
+        self.lock = DrainingLock()
+        self.changed = threading.Condition(cast(Any, self.lock))
         self.accounts = Accounts()
         self.pending_bytes = 0
         """Bytes of writes that were begun and have not ended."""
@@ -41,16 +44,10 @@ class Core:
         """The largest record so far: what the next one may need."""
         self.inert = False
         """Nothing may be started any more: aborted, or a forked child."""
-        self.drain: weakref.WeakMethod[Callable[[], None]] | None = None
-        """The offloader's way to work off the handles that died while somebody held the lock."""
+        self.advice: dict[str, str] = {}
+        """What was said once about how the library is used, by its key."""
         self._warned: set[str] = set()
         self._to_warn: deque[str] = deque()
-
-    def completed(self) -> None:
-        """An engine thread has given the lock back: handles that died meanwhile found it taken."""
-        drain = self.drain() if self.drain is not None else None
-        if drain is not None:
-            drain()
 
     def has_room_ahead(self, nbytes: int) -> bool:
         """Whether ``nbytes`` that backward does not need yet fit the budget, beside what it may need at once."""
@@ -64,8 +61,8 @@ class Core:
         self.inert = True
         self.sink = None
         self._to_warn.clear()
-        self.lock = threading.Lock()
-        self.changed = threading.Condition(self.lock)
+        self.lock = DrainingLock(self.lock.after_release)
+        self.changed = threading.Condition(cast(Any, self.lock))
 
     def event(self, kind: EventKind, record: Record, detail: str = "", since_s: float | None = None) -> None:
         """Report to the sink, if there is one."""
@@ -94,6 +91,12 @@ class Core:
                 "Statistics.degraded counts such tensors"
             )
 
+    def advise(self, key: str, text: str) -> None:
+        """Have `warn` say something once for each ``key``; the report repeats it."""
+        if key not in self.advice:
+            self.advice[key] = text
+            self._to_warn.append(f"actoffload: {text}")
+
     def warn(self) -> None:
         """Say what went wrong, on a thread of the user's and without the lock: a filter may turn it into an error."""
         while self._to_warn:
@@ -106,6 +109,7 @@ class Mover(ABC):
     def __init__(self, core: Core, spool: Spool | None) -> None:
         self.core = core
         self.spool = spool
+        self.planned_pending_bytes = 0
 
     @abstractmethod
     def begin(self, record: Record) -> KeepReason | None:
@@ -130,6 +134,10 @@ class Mover(ABC):
     @abstractmethod
     def drop_near(self, record: Record) -> None:
         """Order the reuse of a record's device memory after every copy that touches it, and forget the copies."""
+
+    def expect_pending(self, nbytes: int | None) -> None:
+        """A plan expects so many bytes on their way out at once; None: no plan says. The user's own limit stays."""
+        self.planned_pending_bytes = 0 if nbytes is None else int(nbytes * PENDING_MARGIN)
 
     def pump(self) -> None:  # noqa: B027 - a mover may have nothing to do here
         """Make progress that only the training thread can make."""
@@ -238,6 +246,25 @@ class Mover(ABC):
             self.core.degrade("no room on disk", record, error)
             return False
         return True
+
+    def resized(self, record: Record) -> bool:
+        """Whether the owner of the storage that is being moved has freed or resized it meanwhile (``resize_(0)``).
+
+        What was copied of it may be another's bytes then. Whoever does so fills it again before backward comes.
+        """
+        moving = record.state in (State.STAGING, State.SPILLING)
+        return moving and record.data is not None and record.data.data_ptr() != record.address
+
+    def stay(self, record: Record) -> None:
+        """End the move of a storage that was `resized`: it is what backward will be given, as without offloading."""
+        if record.state is State.SPILLING:
+            self.core.pending_bytes -= record.nbytes
+        record.transfer = None
+        record.slot = None
+        self.free_extent(record)
+        record.to(State.RESIDENT)
+        self.core.accounts.moved_bytes -= record.nbytes
+        self.core.accounts.kept_bytes[KeepReason.RESIZED.value] += record.nbytes
 
     def write_ended(self, record: Record, transfer: Transfer) -> bool:
         """Common end of a write, on an engine thread: whether the record is on disk now."""

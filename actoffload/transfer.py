@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from .device import Accelerator, Event, Stream
+from .stopwatch import DeviceStopwatch
 
 WINDOW_FLOOR_BYTES = 64 << 20
 
@@ -49,6 +50,8 @@ class Transfers:
         self.device = device
         self.written_bytes = 0
         self.read_bytes = 0
+        self.stopwatch: DeviceStopwatch | None = None
+        """Told of every wait of a compute stream."""
         self._compute_streams: dict[int, list[Stream]] = {}
 
     # -- device to host -----------------------------------------------------------------------------------------------
@@ -60,7 +63,7 @@ class Transfers:
         self._saw(index, producer)
         side = self.device.side_stream(index, "out")
         self._order_after_producer(side, producer)
-        self.device.copy(destination, source, side)
+        self._copy("write", destination, source, side)
         self.written_bytes += destination.numel()
         return Outgoing(source, destination.numel(), index, producer, self.device.record(side))
 
@@ -90,7 +93,7 @@ class Transfers:
         self._order_after_allocation(side, compute)
         if after is not None:
             self._order_after_host_bytes(side, after)
-        self.device.copy(tensor, source, side)
+        self._copy("read", tensor, source, side)
         self.read_bytes += source.numel()
         return Incoming(tensor, index, compute, self.device.record(side))
 
@@ -123,7 +126,7 @@ class Transfers:
     def _order_release_after_copy(self, out: Outgoing) -> None:
         if self.device.done(out.event):
             return
-        self.device.wait(out.stream, out.event)
+        self._compute_waits(out.stream, out.event)
         if len(self._compute_streams[out.index]) > 1:
             # Several compute streams: the memory may belong to another than the one that saved it.
             self.device.used_on(out.source, self.device.side_stream(out.index, "out"))
@@ -135,10 +138,24 @@ class Transfers:
         self.device.wait(side, after)
 
     def _order_use_after_fill(self, current: Stream, incoming: Incoming) -> None:
-        self.device.wait(current, incoming.event)
+        self._compute_waits(current, incoming.event)
 
     def _order_reuse_after_fill(self, incoming: Incoming) -> None:
-        self.device.wait(incoming.stream, incoming.event)
+        self._compute_waits(incoming.stream, incoming.event)
+
+    def _copy(self, way: str, destination: Tensor, source: Tensor, side: Stream) -> None:
+        stopwatch = self.stopwatch if self.stopwatch is not None and self.stopwatch.running else None
+        before = stopwatch.moment(side) if stopwatch is not None else None
+        self.device.copy(destination, source, side)
+        if stopwatch is not None:
+            stopwatch.copied(way, destination.numel(), side, before)
+
+    def _compute_waits(self, stream: Stream, event: Event) -> None:
+        stopwatch = self.stopwatch
+        before = stopwatch.moment(stream) if stopwatch is not None and stopwatch.running else None
+        self.device.wait(stream, event)
+        if stopwatch is not None and before is not None:
+            stopwatch.waited(stream, before)
 
     def _saw(self, index: int, stream: Stream) -> None:
         seen = self._compute_streams.setdefault(index, [])

@@ -13,6 +13,9 @@ from ..errors import ActOffloadError, ConfigError, SpoolPathError
 from ..version import __version__
 from . import demo as demo_module
 from . import doctor as doctor_module
+from . import estimate as estimate_module
+from . import plan as plan_module
+from . import rok as rok_module
 
 app = typer.Typer(
     name="actoffload",
@@ -89,6 +92,11 @@ def doctor(path: PathOption = None, as_json: JsonOption = False) -> None:
     else:
         doctor_module.show(findings)
     raise typer.Exit(0 if doctor_module.healthy(findings) else 1)
+
+
+app.command(name="estimate")(estimate_module.command)
+app.command(name="plan")(plan_module.command)
+app.command(name="rok")(rok_module.command)
 
 
 def _check(path: list[Path] | None, target: str) -> None:

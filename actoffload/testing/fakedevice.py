@@ -49,6 +49,7 @@ class FakeEvent:
 
     stream: FakeStream
     done: bool = False
+    at_s: float = 0.0
 
 
 @dataclass(eq=False)
@@ -171,11 +172,18 @@ class FakeDevice(Accelerator):
 
         def happen() -> None:
             event.done = True
+            event.at_s = max(self.now_s, stream.free_at_s)
 
         with self._lock:
             stream.queue.append(_Work(happen))
             self._tick()
         return event
+
+    def timestamp(self, stream: FakeStream) -> FakeEvent:
+        return self.record(stream)
+
+    def seconds_between(self, begin: FakeEvent, end: FakeEvent) -> float:
+        return end.at_s - begin.at_s
 
     def wait(self, stream: FakeStream, event: FakeEvent) -> None:
         with self._lock:

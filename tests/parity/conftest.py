@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from actoffload import Offloader
+
 from .places import PLACES, SIMULATED, Maker, Place
 
 
@@ -33,3 +35,12 @@ def make_offloader(place: Place, tmp_path: Path) -> Iterator[Maker]:
     maker = Maker(place, tmp_path)
     yield maker
     maker.close()
+
+
+@pytest.fixture(scope="module")
+def offloader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Offloader]:
+    """One for each module and worker, with everything on disk; the module's ``OFFLOADER_OPTIONS`` are added."""
+    place = Place("nvme", {"target": "nvme", "debug": True})
+    offloader = place.make(tmp_path_factory.mktemp("spool"), request.module.OFFLOADER_OPTIONS)
+    yield offloader
+    offloader.close()

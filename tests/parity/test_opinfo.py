@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_map
 
-from actoffload import OffloadConfig, Offloader
+from actoffload import Offloader
 
 from .bits import assert_same_bits, same_bits
 
@@ -20,10 +20,13 @@ MOST_SAMPLES = 12
 MOST_INPLACE_SAMPLES = 4
 """Sample inputs for each operator; where there are more, so many of them, evenly spread."""
 
-# Its forward saves an empty tensor and fills it with the random slopes afterwards, through a path that does not raise
-# the version counter: what pack sees is not what backward needs, and nothing tells so. Every hook that copies breaks.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # what operators say about themselves
 
+OFFLOADER_OPTIONS = {"policy": "all"}
+"""Of the fixture ``offloader``."""
+
+# Its forward saves an empty tensor and fills it with the random slopes afterwards, through a path that does not raise
+# the version counter: what pack sees is not what backward needs, and nothing tells so. Every hook that copies breaks.
 EXCEPTED = {"nn.functional.rrelu"}
 
 # LAPACK's gelsy: the forward itself differs from run to run.
@@ -39,23 +42,6 @@ INPLACE_OPS = [
 ]
 
 Run = tuple[list[Tensor], list[Tensor | None]]
-
-
-@pytest.fixture(scope="module")
-def offloader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Offloader]:
-    """One for each worker."""
-    config = OffloadConfig(
-        target="nvme",
-        path=tmp_path_factory.mktemp("spool"),
-        min_bytes=0,
-        keep_last_bytes=0,
-        policy="all",
-        debug=True,
-        allow_any_filesystem=True,
-    )
-    offloader = Offloader(config)
-    yield offloader
-    offloader.close()
 
 
 def samples_of(op: Any, most: int) -> list[Any]:

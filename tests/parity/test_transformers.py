@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -11,31 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from actoffload import OffloadConfig, Offloader
+from actoffload import Offloader
 
 from .architectures import ARCHITECTURES, Architecture
 from .bits import assert_same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # what the models say
 
+OFFLOADER_OPTIONS = {"verify": True}
+"""Of the fixture ``offloader``."""
+
 STATIC = {"parameter", "buffer"}
-
-
-@pytest.fixture(scope="module")
-def offloader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Offloader]:
-    """One for each worker."""
-    config = OffloadConfig(
-        target="nvme",
-        path=tmp_path_factory.mktemp("spool"),
-        min_bytes=0,
-        keep_last_bytes=0,
-        debug=True,
-        verify=True,
-        allow_any_filesystem=True,
-    )
-    offloader = Offloader(config)
-    yield offloader
-    offloader.close()
 
 
 def step(

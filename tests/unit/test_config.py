@@ -75,6 +75,10 @@ BAD = [
     ("pending_bytes", 0),
     ("keep_last_bytes", "-1"),
     ("policy", "whatever"),
+    ("max_slowdown", -0.1),
+    ("max_slowdown", "2%"),
+    ("max_slowdown", 0.02),
+    ("recompute", "yes"),
     ("include", ""),
     ("include", []),
     ("include", [1]),
@@ -114,6 +118,10 @@ def test_an_unknown_option_suggests_the_nearest() -> None:
 def test_an_option_like_no_other_lists_them_all() -> None:
     with pytest.raises(ConfigError, match=r"known options: target, path, device_budget"):
         make_config({"zzz": 1})
+
+
+def test_a_slowdown_goes_with_the_planner() -> None:
+    assert make_config({"policy": "plan", "max_slowdown": 0.02}).max_slowdown == 0.02
 
 
 def test_sizes_become_bytes() -> None:

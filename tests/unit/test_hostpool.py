@@ -182,6 +182,64 @@ def test_pinning_is_asked_for_once_per_slab_and_undone() -> None:
     assert bool((memory.fill_(3) == 3).all())  # the memory is still there
 
 
+class _Pins:
+    """What is page-locked now, by address, and what was unlocked, in order."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+        self.unlocked: list[int] = []
+
+    def pin(self, address: int, nbytes: int) -> bool:
+        self.locked[address] = nbytes
+        return True
+
+    def unpin(self, address: int) -> None:
+        del self.locked[address]
+        self.unlocked.append(address)
+
+
+def test_free_slabs_are_unpinned_for_a_bigger_one_and_no_more_of_them_than_needed() -> None:
+    pins = _Pins()
+    pool = _pool(slabs=4, pin=pins.pin, unpin=pins.unpin)
+    slots = [_acquire(pool, SLAB) for _ in range(4)]
+    held, *addresses = list(pins.locked)
+    assert held == slots[0].address
+    bytes_held = pool.tensor(slots[0], 0, SLAB).fill_(7)
+    bytes_gone = pool.tensor(slots[1], 0, 100)
+    del slots[1:]
+    again = _acquire(pool, SLAB)  # there is room for that one
+    assert pins.unlocked == []
+    del again
+    big = _acquire(pool, 2 * SLAB)
+    assert pins.unlocked == addresses[:2]
+    assert pins.locked == {held: SLAB, addresses[2]: SLAB, big.address: 2 * SLAB}
+    assert pool.mapped_bytes == 4 * SLAB
+    assert bool((bytes_held == 7).all())
+    assert bool((bytes_gone.fill_(3) == 3).all())  # a mapping lives as long as a view of it
+    assert _acquire(pool, SLAB).address == addresses[2]
+    assert _in_use(pool) == 3 * SLAB
+
+
+def test_a_slab_that_a_copy_may_still_use_is_not_unpinned() -> None:
+    pins = _Pins()
+    done: set[object] = set()
+    pool = _pool(slabs=2, pin=pins.pin, unpin=pins.unpin, is_done=done.__contains__)
+    slots = [_acquire(pool, SLAB // 2), _acquire(pool, SLAB)]
+    for slot in slots:
+        slot.events.append("copy")
+    del slot
+    slots.clear()
+    assert pool.acquire(2 * SLAB) is None
+    assert pins.unlocked == []
+    forced = _acquire(pool, 2 * SLAB, force=True)  # beyond the capacity rather than in what a copy may use
+    assert pins.unlocked == []
+    assert len(pins.locked) == 3
+    del forced
+    done.add("copy")
+    assert _acquire(pool, 3 * SLAB, force=True) is not None
+    assert len(pins.unlocked) == 3
+
+
 def test_failed_pinning_is_said_once_and_the_memory_works() -> None:
     pool = _pool(slabs=2, pin=lambda address, nbytes: False, unpin=lambda address: pytest.fail("nothing was pinned"))
     with pytest.warns(RuntimeWarning, match="could not be page-locked") as caught:

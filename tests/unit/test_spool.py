@@ -1,4 +1,4 @@
-"""The spool: extents and stripes, transfers, ordering, books, directories."""
+"""The spool: extents and stripes, transfers, ordering, books."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import stat
 import threading
 import weakref
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,53 +14,17 @@ import pytest
 
 from actoffload import paths
 from actoffload.engines.posix import PosixEngine
-from actoffload.errors import ConfigError, OffloaderClosedError, SpoolFullError, SpoolPathError, StateError
-from actoffload.spool import Extent, Spool, Transfer
+from actoffload.errors import ConfigError, OffloaderClosedError, SpoolFullError, StateError
+from actoffload.spool import Spool, Transfer
 from actoffload.testing.engine_suite import WAIT_S, Memory, peek_file, random_bytes
 from actoffload.testing.faults import GateEngine
-
-MIB = 1 << 20
-BLOCK = 4096
-MakeSpool = Callable[..., Spool]
-
-
-@pytest.fixture
-def make_spool(tmp_path: Path) -> Iterator[MakeSpool]:
-    made: list[Spool] = []
-
-    def make(*directories: Path, **options: Any) -> Spool:
-        made.append(Spool(directories or [tmp_path], **{"grow_bytes": 4 * MIB, **options}))
-        return made[-1]
-
-    yield make
-    for spool in made:
-        spool.abort()
+from tests.spools import BLOCK, MIB, MakeSpool, get, put
 
 
 def gate_of(spool: Spool) -> GateEngine:
     (engine,) = spool.engines
     assert isinstance(engine, GateEngine)
     return engine
-
-
-def put(spool: Spool, data: bytes) -> Extent:
-    """Writes data into a new extent and waits for it."""
-    memory = Memory(len(data))
-    memory.data = data
-    extent = spool.allocate(len(data))
-    transfer = spool.write(extent, memory.address, len(data), keepalive=memory)
-    assert transfer.wait(WAIT_S)
-    assert transfer.error is None
-    return extent
-
-
-def get(spool: Spool, extent: Extent, length: int) -> bytes:
-    """Reads from an extent and waits for it."""
-    memory = Memory(length, fill=0xEE)
-    transfer = spool.read(extent, memory.address, length, keepalive=memory)
-    assert transfer.wait(WAIT_S)
-    assert transfer.error is None
-    return memory.data
 
 
 @pytest.mark.parametrize("engine", ["auto", "posix", "aiofiles", "memory"])
@@ -431,79 +394,3 @@ def test_a_factory_makes_the_engine(make_spool: MakeSpool) -> None:
 def test_impossible_options_are_refused(make_spool: MakeSpool, options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         make_spool(**options)
-
-
-def test_a_missing_directory_a_file_and_no_directory_are_refused(make_spool: MakeSpool, tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    with pytest.raises(SpoolPathError, match=r"path='.*missing' .*create the directory"):
-        make_spool(tmp_path / "missing")
-    with pytest.raises(SpoolPathError, match=r"path='.*file' is not a directory"):
-        make_spool(file)
-    with pytest.raises(ConfigError, match="at least one directory"):
-        Spool([])
-
-
-def test_a_directory_without_write_permission_is_refused(
-    make_spool: MakeSpool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
-    with pytest.raises(SpoolPathError, match="is not writable"):
-        make_spool()
-
-
-MOUNTS = r"""
-22 1 8:1 / / rw,relatime shared:1 - {root} /dev/sda1 rw
-23 22 0:5 / /tmp\040dir rw - tmpfs tmpfs rw
-24 22 0:6 / /mnt/net rw shared:2 master:3 - nfs4 server:/export rw
-25 24 0:7 / /mnt/net/local rw - xfs /dev/sdb rw
-26 22 0:8 / /mnt/ssh rw - fuse.sshfs host: rw
-27 26 0:9 / /mnt/ssh rw - btrfs /dev/sdc rw
-"""
-
-
-@pytest.mark.parametrize(
-    ("path", "kind"),
-    [
-        ("/", "ext4"),
-        ("/home/me", "ext4"),
-        ("/tmp dir/x", "tmpfs"),
-        ("/tmp dirt", "ext4"),
-        ("/mnt/net", "nfs4"),
-        ("/mnt/net/local/x", "xfs"),
-        ("/mnt/ssh", "btrfs"),
-    ],
-)
-def test_the_file_system_is_that_of_the_innermost_last_mount(
-    path: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(paths, "_MOUNTS_FILE", mounts_file(tmp_path, "ext4"))
-    assert paths.filesystem_type(path) == kind
-
-
-def mounts_file(folder: Path, kind: str) -> Path:
-    file = folder / "mountinfo"
-    file.write_text(MOUNTS.replace("{root}", kind))
-    return file
-
-
-@pytest.mark.parametrize("kind", ["tmpfs", "ramfs", "nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs"])
-def test_memory_and_network_file_systems_are_refused_unless_told(
-    make_spool: MakeSpool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    monkeypatch.setattr(paths, "_MOUNTS_FILE", mounts_file(tmp_path, kind))
-    with pytest.raises(SpoolPathError, match=f"is on {kind}, .*allow_any_filesystem"):
-        make_spool()
-    spool = make_spool(allow_any_filesystem=True)
-    assert get(spool, put(spool, b"\x07" * BLOCK), BLOCK) == b"\x07" * BLOCK
-
-
-def test_overlay_is_taken_but_buffered(make_spool: MakeSpool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "_MOUNTS_FILE", mounts_file(tmp_path, "overlay"))
-    assert not make_spool().direct
-
-
-def test_a_system_without_mount_table_takes_every_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(paths, "_MOUNTS_FILE", tmp_path / "none")
-    assert paths.filesystem_type("/") is None
-    assert paths.check_directory(tmp_path) == os.path.realpath(tmp_path)

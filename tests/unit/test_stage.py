@@ -224,5 +224,5 @@ def test_a_stage_inside_one_context_begins_a_tape_of_its_own(make_offloader: Mak
     ],
 )
 def test_a_bad_hint_names_its_argument(make_offloader: MakeOffloader, arguments: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError, match=f"^{field}="):
+    with pytest.raises(ConfigError, match=rf"^{field}="):
         make_offloader().stage(**arguments)

@@ -1,0 +1,292 @@
+"""Plans from what the steps show, follows the plan, and corrects it: what ``policy="plan"`` does from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from .assembly import Tiers
+from .blocks import Recompute
+from .config import OffloadConfig
+from .errors import BudgetError
+from .events import now
+from .memory import available_bytes
+from .placement import Placement
+from .plan_report import render_plan
+from .planner import Plan
+from .planners.auto import Auto
+from .planners.base import Limits, Planner
+from .planners.feedback import Observed, correct, needs_replan
+from .prefetch import Prefetch
+from .profile import Link, Profile
+from .recorder import Recorder
+from .simulator import Conditions
+from .tiers import Core
+
+WARM_UP = 1
+"""Steps before the one that is planned from: the first one allocates what the later ones use again."""
+REVIEW_STEPS = 5
+"""A plan is compared with the median of so many steps at first, as single ones are noisy; then of ever more."""
+REVIEW_GROWTH = 2
+MAX_PLANS = 12
+"""After so many plans the last one stays: what the steps show does not settle."""
+WAIT_SHARE = 0.02
+"""Without a budget a plan expects no waits; where they take more than this share of a step it trusted its links."""
+TRUST_LESS = 0.8
+BANDWIDTH_CHANGE = 0.25
+SHAPES_CHANGED = 0.1
+"""A forward that saves this share of its bytes at other places, or in other sizes, is not the one that was planned."""
+ROOM_TO_KEEP = 1.5
+"""A step that keeps all is tried only where so many times its peak is free."""
+
+
+class Autopilot:
+    """One offloader's planning. Called between steps, when nothing that was saved is alive.
+
+    Args:
+        core: the counts and the options.
+        tiers: spool and movers, whose links are measured.
+        placement: follows the plan.
+        prefetch: reads as far ahead as the plan says.
+        recorder: makes profiles.
+        blocks: the blocks of the models by name, as they are known at any time.
+        planner: how to plan.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        tiers: Tiers,
+        placement: Placement,
+        prefetch: Prefetch,
+        recorder: Recorder,
+        blocks: Mapping[str, nn.Module],
+        planner: Planner | None = None,
+    ) -> None:
+        self.recompute = Recompute()
+        self.profile: Profile | None = None
+        self.plan: Plan | None = None
+        self.seen: Observed | None = None
+        """The median of the last steps that were looked at under the plan."""
+        self.history: list[str] = []
+        """Why each plan was made, oldest first."""
+        self._core = core
+        self._config: OffloadConfig = core.config
+        self._tiers = tiers
+        self._placement = placement
+        self._prefetch = prefetch
+        self._recorder = recorder
+        self._blocks = blocks
+        self._planner: Planner = planner or Auto()
+        self._steps = 0
+        self._began: tuple[float, float, float, int] | None = None
+        self._observed: list[Observed] = []
+        self._keeping = False
+        self._gave_up = False
+        self._review_steps = REVIEW_STEPS
+        self._known_rates: dict[tuple[str, str], float] = {}
+
+    def between_steps(self) -> None:
+        """A step has ended and the next one begins with the forward that follows.
+
+        Raises:
+            BudgetError: no plan keeps the ``device_budget``, and the last step did not keep it either.
+        """
+        if self._gave_up or len(self.history) >= MAX_PLANS:
+            return
+        with self._core.lock:
+            self._finish_step()
+            self._begin_step()
+
+    def forgot_blocks(self) -> None:
+        """Some blocks are not ours any more: leave them as they were."""
+        self.recompute.follow(self._blocks, self.recompute.names)
+
+    def explain(self) -> str:
+        """The plan that is followed, by block, with what was predicted beside what was seen; and why it was made."""
+        why = "".join(f"\nplan {number}: {reason}" for number, reason in enumerate(self.history, start=1))
+        if self.plan is None or self.profile is None:
+            return f"no plan yet: it is made from what the first {WARM_UP + 1} steps show{why}"
+        return render_plan(self.profile, self.plan, None, self.seen, limits=self._limits) + why
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        accounts = self._core.accounts
+        accounts.step_peak_bytes = accounts.resident_bytes
+        self._placement.mismatched_bytes = 0
+        self._began = (now(), accounts.pack_wait_s, accounts.unpack_wait_s, accounts.packed_tensors)
+        if self.plan is None and not self._recorder.finished:
+            self._recorder.begin()
+
+    def _finish_step(self) -> None:
+        if self._began is None:
+            return
+        accounts = self._core.accounts
+        began_s, packed_s, unpacked_s, tensors = self._began
+        if accounts.packed_tensors == tensors and not self._recorder.finished:
+            return  # a pass without gradients
+        observed = Observed(
+            step_s=max(1e-9, now() - began_s),
+            forward_wait_s=accounts.pack_wait_s - packed_s,
+            backward_wait_s=accounts.unpack_wait_s - unpacked_s,
+            peak_bytes=accounts.step_peak_bytes,
+        )
+        if self._recorder.active or self._recorder.finished:
+            self._recorded(observed)
+        elif self.plan is not None and self.profile is not None:
+            self._review(observed)
+
+    def _recorded(self, observed: Observed) -> None:
+        if not self._recorder.useful:
+            return  # a forward without a backward: the next one
+        profile = self._recorder.profile(device=next(iter(self._tiers.movers), "cpu"))
+        if profile is None:
+            return  # the device has not come to the end of that step: asked again before the next one
+        self._recorder.finished = False
+        profile = replace(profile, **self._links(), prefetch_bytes=self._prefetch.window.nbytes)
+        self._steps += 1
+        if self._keeping:
+            self._keeping = self._placement.keep_all = False
+            self._make_plan(replace(profile, keep_step_s=observed.step_s), observed, "first plan")
+        elif self._steps > WARM_UP and not self._try_keeping(profile):
+            self._make_plan(profile, observed, "first plan")
+
+    def _try_keeping(self, profile: Profile) -> bool:
+        """Begin a step with nothing moved: only that shows what moving costs, and only ``max_slowdown`` asks for it."""
+        config = self._config
+        if config.max_slowdown is None or config.device_budget is not None or profile.device != "cpu":
+            return False
+        if available_bytes() < ROOM_TO_KEEP * profile.baseline_peak_bytes:
+            return False
+        self._keeping = self._placement.keep_all = True
+        return True
+
+    def _review(self, observed: Observed) -> None:
+        assert self.plan is not None, "there is a plan to look at"
+        assert self.profile is not None, "a plan was made from a profile"
+        if self._placement.mismatched_bytes > SHAPES_CHANGED * max(1, self.profile.saved_bytes):
+            self._start_over("the forward saved other sizes than the plan was made for")
+            return
+        self._observed.append(observed)
+        if len(self._observed) < self._review_steps:
+            return
+        self.seen = replace(_median(self._observed), **self._rates())
+        self._observed.clear()
+        profile, reason = (self._judged if self._bounded else self._watched)(self.profile, self.plan, self.seen)
+        if reason:
+            self._review_steps *= REVIEW_GROWTH
+            self._make_plan(profile, self.seen, reason)
+
+    def _judged(self, profile: Profile, plan: Plan, seen: Observed) -> tuple[Profile, str]:
+        """Where the user has set a bound: the step as a whole counts, and what moving costs the compute."""
+        conditions = Conditions(device_budget=self._limits.device_budget)
+        corrected = correct(profile, plan, seen, conditions)
+        return corrected, needs_replan(profile, plan, seen, corrected, conditions)
+
+    def _watched(self, profile: Profile, plan: Plan, seen: Observed) -> tuple[Profile, str]:
+        """Without a bound: what hides behind compute moves, so nothing may wait, and the links are what counts."""
+        waited_s = seen.forward_wait_s + seen.backward_wait_s
+        if waited_s > WAIT_SHARE * seen.step_s:
+            slower = {
+                name: link.scaled(TRUST_LESS)
+                for name, link in (("host", profile.host), ("disk", profile.disk))
+                if link is not None
+            }
+            return profile.with_links(**slower), f"the step waited {waited_s:.3g} of {seen.step_s:.3g} s"
+        corrected = correct(profile, None, seen)
+        for name in ("host", "disk"):
+            old, new = getattr(profile, name), getattr(corrected, name)
+            for way in ("write", "read") if old is not None else ():
+                before, now_ = (getattr(link, f"{way}_bytes_per_s") for link in (old, new))
+                if abs(now_ - before) > BANDWIDTH_CHANGE / 2 * before:  # corrected goes half of the way
+                    text = f"{name} {way} bandwidth went from {before / 1e9:.3g} towards {now_ / 1e9:.3g} GB/s"
+                    return profile.with_links(host=corrected.host, disk=corrected.disk), text
+        return profile, ""
+
+    # -- plans --------------------------------------------------------------------------------------------------------
+
+    def _make_plan(self, profile: Profile, observed: Observed, reason: str) -> None:
+        budget = self._limits.device_budget
+        try:
+            plan = self._planner.plan(profile, self._limits)
+        except BudgetError as error:
+            if budget is None or observed.peak_bytes is None or observed.peak_bytes > budget:
+                raise
+            self.history.append(f"no plan: {error}")  # but the last step did keep it: go on as it was
+            self._gave_up = True
+            return
+        self.history.append(reason)
+        self.profile, self.plan = profile, plan
+        self._observed.clear()
+        self._placement.follow(plan)
+        self._prefetch.window.follow(plan.prefetch_bytes)
+        for mover in self._tiers.movers.values():
+            mover.expect_pending(plan.pending_bytes)
+        self.recompute.follow(self._blocks, plan.recompute)
+
+    def _start_over(self, reason: str) -> None:
+        """Record anew; until there is a plan again, what moves is decided as before the first one."""
+        self.history.append(reason)
+        self.plan = None
+        self._observed.clear()
+        self._placement.follow(None)
+        self.recompute.undo()
+
+    @property
+    def _bounded(self) -> bool:
+        return self._config.device_budget is not None or self._config.max_slowdown is not None
+
+    @property
+    def _limits(self) -> Limits:
+        config = self._config
+        tiers = {"host": ("host",), "nvme": ("nvme",)}.get(config.target, ("host", "nvme"))
+        if self._tiers.spool is None:
+            tiers = ("host",)
+        return Limits(
+            device_budget=None if config.device_budget is None else config.size("device_budget", 0),
+            host_budget=sum(pool.capacity_bytes for pool in self._tiers.pools) or None,
+            nvme_budget=None if config.nvme_budget is None else config.size("nvme_budget", 0),
+            max_slowdown=config.max_slowdown,
+            tiers=tiers,
+            recompute=config.recompute and self._bounded and not _several_ranks(),
+        )
+
+    # -- what is measured ---------------------------------------------------------------------------------------------
+
+    def _rates(self) -> dict[str, Any]:
+        """Rates of links that were full, as fields of `Observed`."""
+        found = self._tiers.rates(full=True)
+        return {f"{link}_{way}_bytes_per_s": rate for (link, way), rate in found.items()}
+
+    def _links(self) -> dict[str, Any]:
+        """The links as they are known by now, as fields of `Profile`."""
+        self._known_rates.update({key: rate for key, rate in self._tiers.rates().items() if rate is not None})
+        links: dict[str, Link | None] = {}
+        for name in ("host", "disk"):
+            write, read = (self._known_rates.get((name, way)) for way in ("write", "read"))
+            known = write or read
+            links[name] = (
+                None if known is None else Link(write_bytes_per_s=write or known, read_bytes_per_s=read or known)
+            )
+        return links
+
+
+def _several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _median(observed: list[Observed]) -> Observed:
+    last = observed[-1]
+    return replace(
+        last,
+        step_s=median(o.step_s for o in observed),
+        forward_wait_s=median(o.forward_wait_s for o in observed),
+        backward_wait_s=median(o.backward_wait_s for o in observed),
+        peak_bytes=max(o.peak_bytes or 0 for o in observed),
+    )

@@ -1,0 +1,193 @@
+"""The repeated blocks of a model: found, watched while they run, and run under a checkpoint, its code untouched."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
+
+from .scopes import Hooking, untraced
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a model by qualified name: the members of every outermost container of equals.
+
+    A container of equals is a ``ModuleList``, ``ModuleDict`` or ``Sequential`` with two or more members of one class
+    that have parameters: the layers of a transformer, the encoder's and the decoder's apart.
+
+    >>> sorted(find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))))
+    ['0', '1']
+    """
+    found: dict[str, nn.Module] = {}
+    _collect(model, "", found)
+    return found
+
+
+def _collect(module: nn.Module, prefix: str, found: dict[str, nn.Module]) -> None:
+    children = dict(module.named_children())
+    kinds = {type(child) for child in children.values()}
+    equals = isinstance(module, _CONTAINERS) and len(children) > 1 and len(kinds) == 1
+    if equals and all(any(True for _ in child.parameters()) for child in children.values()):
+        found.update({f"{prefix}{name}": child for name, child in children.items()})
+        return
+    for name, child in children.items():
+        _collect(child, f"{prefix}{name}.", found)
+
+
+def why_not_recomputed(block: nn.Module) -> str:
+    """Why a block must not run twice in a step, as far as its modules show; empty when nothing speaks against it."""
+    if type(block).__name__ == "OptimizedModule" or getattr(block, "_compiled_call_impl", None) is not None:
+        return "compiled"
+    for module in block.modules():
+        statistics = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+        if statistics and module.training:
+            return "running statistics would be updated twice"
+    return ""
+
+
+class Listener(Protocol):
+    """Who wants to know when a block runs; called on the thread that runs it, in forward only."""
+
+    @property
+    def active(self) -> bool:
+        """Whether it listens now."""
+
+    def block_began(self, name: str, inputs: tuple[Tensor, ...]) -> None:
+        """The forward of a block begins; ``inputs``: the tensors it was given that need gradients."""
+
+    def block_ended(self, name: str, *, repeatable: bool) -> None:
+        """It has ended; ``repeatable``: as far as its modules and buffers show, running it twice is the same."""
+
+
+class BlockWatch(Hooking):
+    """Tells a listener of the blocks of models as they run."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.blocks: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
+        self._listener = listener
+        self._local = threading.local()
+        self._handles: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+
+    def watch(self, model: nn.Module) -> None:
+        """Watch the blocks of a model from now on."""
+        if model in self._handles:
+            return
+        handles = self._handles[model] = []
+        for name, block in find_blocks(model).items():
+            self.blocks[name] = block
+            handles.append(block.register_forward_pre_hook(self._entering(name), prepend=True, with_kwargs=True))
+            handles.append(block.register_forward_hook(self._leave, always_call=True))
+
+    def forget(self, model: nn.Module) -> None:
+        """Watch the blocks of a model no more."""
+        for handle in self._handles.pop(model, []):
+            handle.remove()
+        for name in find_blocks(model):
+            self.blocks.pop(name, None)
+
+    def remove(self) -> None:
+        """Take every hook away again."""
+        for model in list(self._handles):
+            self.forget(model)
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        @untraced
+        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not self._listener.active or torch._C._current_graph_task_id() != -1:
+                return  # nobody listens, or a recomputation
+            if not hasattr(self._local, "running"):
+                self._local.running = []
+            self._local.running.append((name, _versions(module)))
+            tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            self._listener.block_began(name, tuple(tensor for tensor in tensors if tensor.requires_grad))
+
+        return enter
+
+    @untraced
+    def _leave(self, module: nn.Module, args: object, output: object) -> None:
+        running: list[tuple[str, int]] = getattr(self._local, "running", [])
+        if running and self.blocks.get(running[-1][0]) is module:
+            name, versions = running.pop()
+            repeatable = _versions(module) == versions and not why_not_recomputed(module)
+            self._listener.block_ended(name, repeatable=repeatable)
+
+
+def _versions(module: nn.Module) -> int:
+    return sum(buffer._version for buffer in module.buffers() if not buffer.is_inference())
+
+
+class Recompute:
+    """Runs named blocks under a non-reentrant checkpoint, and takes that back."""
+
+    def __init__(self) -> None:
+        self._applied: dict[str, tuple[weakref.ref[nn.Module], Checkpointed]] = {}
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The blocks that are recomputed now."""
+        return frozenset(self._applied)
+
+    def follow(self, blocks: Mapping[str, nn.Module], names: Iterable[str]) -> None:
+        """Recompute exactly these blocks from the next forward on; a name that is no block is left out."""
+        wanted = {name for name in names if name in blocks}
+        for name in self.names - wanted:
+            self._undo(name)
+        for name in wanted - self.names:
+            self._apply(name, blocks[name])
+
+    def undo(self) -> None:
+        """Leave every block as it was."""
+        for name in self.names:
+            self._undo(name)
+
+    def _apply(self, name: str, block: nn.Module) -> None:
+        wrapped = Checkpointed(block.forward, "forward" in vars(block))
+        block.forward = wrapped
+        self._applied[name] = weakref.ref(block), wrapped
+
+    def _undo(self, name: str) -> None:
+        reference, wrapped = self._applied.pop(name)
+        block = reference()
+        if block is None:
+            return
+        if vars(block).get("forward") is not wrapped:
+            wrapped.active = False  # somebody has wrapped ours meanwhile: let it through
+        elif wrapped.was_attribute:
+            block.forward = wrapped.forward
+        else:
+            del block.forward
+
+
+class Checkpointed:
+    """A module's forward under ``torch.utils.checkpoint``, with every tensor argument visible to saved-tensor hooks.
+
+    Args:
+        forward: the module's forward as it was.
+        was_attribute: whether that was an attribute of the instance.
+    """
+
+    def __init__(self, forward: Callable[..., Any], was_attribute: bool) -> None:
+        self.forward = forward
+        self.was_attribute = was_attribute
+        self.active = True
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.active or not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        leaves, shape = tree_flatten((args, kwargs))
+
+        def run(*leaves: Any) -> Any:
+            again, keywords = tree_unflatten(leaves, shape)
+            return self.forward(*again, **keywords)
+
+        # Hooks around a checkpoint see the tensors that it is given by position, and no others.
+        return checkpoint(run, *leaves, use_reentrant=False)

@@ -1,0 +1,285 @@
+"""``actoffload estimate``: what offloading a model would need, hide, wear out and cost, on paper."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..config import format_size
+from ..errors import ConfigError
+from ..estimate import Estimate, Hardware, estimate
+from ..estimate_presets import DRIVES, GPUS, LINK_SOURCE, MODELS, TB, preset
+from ..estimate_published import published_checks
+from ..shapes import ModelShape, Parallelism
+from ..wear import Credits, Drive, format_decimal, format_duration
+
+Count = Annotated[int | None, typer.Option(min=1, rich_help_panel="Model and its split; default: the preset's")]
+Text = Annotated[str | None, typer.Option(rich_help_panel="Model and its split; default: the preset's")]
+Flag = Annotated[bool | None, typer.Option(rich_help_panel="Model and its split; default: the preset's")]
+_MACHINE = "Machine, per GPU; default: the preset's"
+Rate = Annotated[float | None, typer.Option(help="GB/s, as measured.", min=0, rich_help_panel=_MACHINE)]
+Dollars = Annotated[float | None, typer.Option(help="US dollars.", min=0, rich_help_panel=_MACHINE)]
+Multiplier = Annotated[float, typer.Option(rich_help_panel="Credits on the rated TBW; 1.0 is none")]
+
+_ABOVE_ZERO = (
+    "peak_tflops",
+    "device_to_host",
+    "host_to_device",
+    "ssd_write",
+    "ssd_read",
+    "tbw",
+    "drive_price",
+    "gpu_price",
+)
+"""Options whose numbers the library knows by other names."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What was asked, with the presets filled in."""
+
+    shape: ModelShape
+    split: Parallelism
+    hardware: Hardware
+    credits: Credits
+    options: Mapping[str, Any]
+
+    def answer(self) -> Estimate:
+        """The estimate.
+
+        Raises:
+            ConfigError: an option has a value that cannot work.
+        """
+        return estimate(
+            self.shape,
+            self.split,
+            self.hardware,
+            credits=self.credits,
+            recompute=self.options["recompute"],
+            step_s=self.options["step_s"],
+        )
+
+
+def command(
+    ctx: typer.Context,
+    model: Annotated[str, typer.Option(help="Preset to start from; --presets lists them.")] = "llama3-8b",
+    gpu: Annotated[str | None, typer.Option(help="Preset of the GPU. Default: the model's.")] = None,
+    drive: Annotated[str, typer.Option(help="Preset of the SSD.")] = "980pro-1tb",
+    recompute: Annotated[str, typer.Option(help="none, selective or full.")] = "none",
+    step_s: Annotated[float | None, typer.Option(help="Seconds of a measured step. Default: from FLOPs.")] = None,
+    family: Text = None,
+    layers: Count = None,
+    hidden: Count = None,
+    heads: Count = None,
+    kv_heads: Count = None,
+    head_dim: Count = None,
+    ffn: Count = None,
+    sequence: Count = None,
+    micro_batch: Count = None,
+    vocab: Count = None,
+    dtype_bytes: Count = None,
+    attention: Annotated[str | None, typer.Option(help="flash or unfused.")] = None,
+    dropout: Flag = None,
+    fused_kernels: Flag = None,
+    tensor: Count = None,
+    sequence_parallel: Flag = None,
+    pipeline: Count = None,
+    interleave: Count = None,
+    context: Count = None,
+    data: Count = None,
+    micro_batches: Count = None,
+    in_flight: Annotated[float | None, typer.Option(help="Micro-batches at once. Default: 1F1B's.")] = None,
+    peak_tflops: Annotated[float | None, typer.Option(min=0, rich_help_panel=_MACHINE)] = None,
+    utilisation: Annotated[float | None, typer.Option(help="MFU, 0 to 1.", rich_help_panel=_MACHINE)] = None,
+    device_to_host: Rate = None,
+    host_to_device: Rate = None,
+    ssd_write: Rate = None,
+    ssd_read: Rate = None,
+    drives: Annotated[int, typer.Option(min=1, help="SSDs per GPU.", rich_help_panel=_MACHINE)] = 4,
+    tbw: Annotated[float | None, typer.Option(help="Of one SSD, TB.", min=0, rich_help_panel=_MACHINE)] = None,
+    drive_price: Dollars = None,
+    gpu_price: Dollars = None,
+    write_amplification_rated: Multiplier = 1.0,
+    write_amplification_workload: Multiplier = 1.0,
+    retention_credit: Multiplier = 1.0,
+    presets: Annotated[bool, typer.Option("--presets", help="List the presets and leave.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Compare with published figures and leave.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Say on paper what offloading needs: bytes, bandwidth, the share that hides, the SSDs' life on rated TBW, cost."""
+    if presets or check:
+        return _listing(presets, as_json)
+    try:
+        question = ask(ctx.params)
+        result = question.answer()
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+    _print_json(question, result) if as_json else show(question, result)
+
+
+def ask(options: Mapping[str, Any]) -> Question:
+    """The presets with the options over them.
+
+    Raises:
+        ConfigError: an option has a value that cannot work.
+    """
+    if options["recompute"] not in ("none", "selective", "full"):
+        raise ConfigError("recompute", options["recompute"], "choose one of 'none', 'selective', 'full'")
+    start = preset("model", options["model"], MODELS)
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in _ABOVE_ZERO:
+        if given.get(name) == 0:
+            raise ConfigError(name, given[name], "must be above 0; leave it out for the preset's")
+    return Question(
+        shape=replace(start.shape, **{name: given[name] for name in _names(ModelShape) if name in given}),
+        split=replace(start.split, **{name: given[name] for name in _names(Parallelism) if name in given}),
+        hardware=_hardware(given, start.gpu, start.utilisation),
+        credits=Credits(**{name: given[name] for name in _names(Credits)}),
+        options=options,
+    )
+
+
+def _names(kind: type) -> list[str]:
+    return [field.name for field in fields(kind)]
+
+
+def _hardware(given: Mapping[str, Any], default_gpu: str, published: float | None) -> Hardware:
+    """The machine: a GPU preset and a drive preset, with what was measured over them."""
+    name = given.get("gpu", default_gpu)
+    gpu = preset("gpu", name, GPUS)
+    if name != default_gpu or published is None:
+        published = gpu.utilisation
+    links = "device_to_host" in given and "host_to_device" in given
+    return Hardware(
+        name=name,
+        peak_flops=given["peak_tflops"] * 1e12 if "peak_tflops" in given else gpu.peak_flops,
+        utilisation=given.get("utilisation", published),
+        device_to_host_bytes_per_s=_giga(given, "device_to_host") or gpu.link_bytes_per_s,
+        host_to_device_bytes_per_s=_giga(given, "host_to_device") or gpu.link_bytes_per_s,
+        drive=_drive(given),
+        drives=given["drives"],
+        ssd_write_bytes_per_s=_giga(given, "ssd_write"),
+        ssd_read_bytes_per_s=_giga(given, "ssd_read"),
+        price_usd=given.get("gpu_price", gpu.price_usd),
+        source=gpu.source.replace(f"; {LINK_SOURCE}", "") if links else gpu.source,
+    )
+
+
+def _drive(given: Mapping[str, Any]) -> Drive:
+    drive = preset("drive", given["drive"], DRIVES)
+    if "tbw" in given:
+        rated = round(given["tbw"] * TB)
+        drive = replace(drive, rated_written_bytes=rated, name=f"{drive.name} rated {given['tbw']:g} TBW")
+    return replace(drive, price_usd=given["drive_price"]) if "drive_price" in given else drive
+
+
+def _giga(given: Mapping[str, Any], name: str) -> float | None:
+    return given[name] * 1e9 if name in given else None
+
+
+def _print_json(question: Question, result: Estimate) -> None:
+    parts = {
+        "model": asdict(question.shape),
+        "split": asdict(question.split),
+        "hardware": asdict(question.hardware),
+        "credits": asdict(question.credits),
+        "recompute": question.options["recompute"],
+        "estimate": result.as_dict(),
+    }
+    typer.echo(json.dumps(parts, indent=2))
+
+
+def show(question: Question, result: Estimate) -> None:
+    """Print the answer: the activations, the bandwidth, the SSDs, and what to know before quoting a number."""
+    console = Console()
+    titles = (f"{question.options['model']} on {question.hardware.name}, per GPU of {result.gpus}", "bandwidth", "SSDs")
+    parts = (_activation_rows(question, result), _bandwidth_rows(result), _ssd_rows(question, result))
+    for title, rows in zip(titles, parts, strict=True):
+        table = Table(title=escape(title), show_header=False, title_justify="left")
+        for row in rows:
+            table.add_row(*map(escape, row))
+        console.print(table)
+    for note in result.notes:
+        console.print(f"- {escape(note)}")
+
+
+def _activation_rows(question: Question, result: Estimate) -> list[tuple[str, str]]:
+    shape, split = question.shape, question.split
+    layer = sum(result.layer_bytes.values())
+    return [
+        (
+            "model",
+            f"{shape.family}, {shape.layers} layers × {shape.hidden}, sequence {shape.sequence}, "
+            f"micro-batch {shape.micro_batch} × {split.micro_batches}",
+        ),
+        (
+            "split",
+            f"tensor {split.tensor}{' + sequence' if split.sequence_parallel else ''}, pipeline {split.pipeline}, "
+            f"context {split.context}, data {split.data}; recompute {question.options['recompute']}",
+        ),
+        ("activations of a layer", f"{format_size(layer)} a micro-batch"),
+        ("activations of a step", f"{format_size(result.activation_bytes_per_step)} (S)"),
+        ("peak with all kept", f"{format_size(result.activation_bytes_in_flight)} in flight"),
+        ("ends (stay)", f"{format_size(result.ends_bytes)} of embedding, last norm and loss"),
+        ("step time", f"{result.step_s:.3g} s ({result.step_flops / result.step_s / 1e12:.0f} TFLOP/s)"),
+    ]
+
+
+def _bandwidth_rows(result: Estimate) -> list[tuple[str, str]]:
+    return [
+        ("needed, each way", f"{result.required_bytes_per_s / 1e9:.1f} GB/s (S / (t/2))"),
+        ("there is, to write", f"{result.write_bytes_per_s / 1e9:.1f} GB/s"),
+        ("there is, to read", f"{result.read_bytes_per_s / 1e9:.1f} GB/s"),
+        ("share that hides", f"{result.share_hidden:.0%}, {format_size(result.moved_bytes_per_step)} a step"),
+    ]
+
+
+def _ssd_rows(question: Question, result: Estimate) -> list[tuple[str, str]]:
+    hardware, factor = question.hardware, question.credits.factor
+    rated = hardware.drive.rated_written_bytes * hardware.drives
+    rows = [
+        ("drives", f"{hardware.drives} × {hardware.drive.name}, rated {format_decimal(rated)} written"),
+        ("written", f"{format_decimal(result.written_bytes_per_day)} a day"),
+        ("life on rated TBW", format_duration(result.rated_life_s)),
+    ]
+    if factor != 1.0:
+        rows.append((f"life with credits × {factor:g}", format_duration(result.credited_life_s)))
+    if result.ssd_price_usd is not None and result.ssd_usd_per_day is not None:
+        share = result.ssd_share_of_gpu_price
+        of_gpu = "" if share is None else f" ({share:.1%} of the GPU's price)"
+        rows.append(("price", f"${result.ssd_price_usd:,.0f}{of_gpu}; ${result.ssd_usd_per_day:,.2f} a day of wear"))
+    return rows
+
+
+def _listing(presets: bool, as_json: bool) -> None:
+    """The presets, or the comparison with published figures."""
+    rows = _presets() if presets else [check.as_dict() for check in published_checks()]
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*(escape(_text(value)) for value in row.values()))
+    Console().print(table)
+
+
+def _presets() -> list[dict[str, object]]:
+    known: dict[str, Mapping[str, Any]] = {"model": MODELS, "gpu": GPUS, "drive": DRIVES}
+    return [
+        {"option": f"--{kind}", "name": name, "source": entry.source}
+        for kind, entries in known.items()
+        for name, entry in entries.items()
+    ]
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

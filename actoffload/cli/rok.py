@@ -1,0 +1,262 @@
+"""``actoffload rok``: throughput over activation memory for keep, recompute, offload and the planner's hybrid."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ..config import format_size, parse_size
+from ..errors import ConfigError
+from ..report.rok import PRESETS, SERIES, Case, Point, Preset, Variant, Verdict, points_of, verdicts
+from ..report.rok_html import cells_of, render_html
+from ..report.rok_plot import draw_rok
+from ..report.rok_run import RokRun, describe_machine, load_results, write_atomically, write_csv
+
+_SELECT = "Select from the preset; repeat for several"
+Names = Annotated[list[str] | None, typer.Option(rich_help_panel=_SELECT)]
+Numbers = Annotated[list[int] | None, typer.Option(min=1, rich_help_panel=_SELECT)]
+Count = Annotated[int | None, typer.Option(min=1, help="Default: the preset's.")]
+
+
+def command(
+    preset: Annotated[str, typer.Option(help="ssdtrain (for a GPU), cpu or tiny.")] = "cpu",
+    out: Annotated[
+        Path | None, typer.Option(help="Results (JSON); continued if it exists. Default: rok_PRESET.json.")
+    ] = None,
+    redraw: Annotated[Path | None, typer.Option(help="Measure nothing; draw and compare these results.")] = None,
+    model: Names = None,
+    hidden: Numbers = None,
+    batch: Numbers = None,
+    series: Annotated[list[str] | None, typer.Option(help=", ".join(SERIES), rich_help_panel=_SELECT)] = None,
+    level: Annotated[
+        list[str] | None,
+        typer.Option(help='Budgets of the hybrid: "40%" of keep\'s peak, or the peak of "offload" or "recompute".'),
+    ] = None,
+    layers: Count = None,
+    seq: Count = None,
+    warm_up: Count = None,
+    steps: Count = None,
+    repeats: Count = None,
+    threads: Count = None,
+    device: Annotated[str | None, typer.Option(help="Default: the preset's, else the accelerator.")] = None,
+    target: Annotated[str, typer.Option(help="host, nvme, tiered or auto.")] = "auto",
+    path: Annotated[list[Path] | None, typer.Option(help="Directory of the spool; repeat to stripe.")] = None,
+    memory_limit: Annotated[str | None, typer.Option(help='Most of a process or of its device, as "40GiB".')] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Take samples that failed again.")] = False,
+    limit_s: Annotated[float, typer.Option(min=1, help="Longest that one sample may take, seconds.")] = 1800.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+) -> None:
+    """Measure the recompute-offload-keep curve: each sample a process of its own, results kept after each one."""
+    try:
+        if redraw is not None:
+            raise typer.Exit(finish(load_results(redraw), redraw, as_json))
+        chosen = select(_preset(preset), model, hidden, batch, level, layers, seq)
+        counts: dict[str, Any] = {
+            "warm_up": warm_up,
+            "steps": steps,
+            "repeats": repeats,
+            "threads": threads,
+            "device": device,
+        }
+        chosen = replace(chosen, **{name: value for name, value in counts.items() if value is not None})
+        run = RokRun(
+            chosen,
+            out or Path(f"rok_{preset}.json"),
+            environment=describe_machine(),
+            command=shlex.join(["actoffload", *_without_folders(sys.argv[1:])]),
+            series=_series(series),
+            target=target,
+            path=None if path is None else [str(p) for p in path],
+            memory_limit=None if memory_limit is None else parse_size("memory_limit", memory_limit),
+            retry=retry,
+            limit_s=limit_s,
+        )
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+    measure(run, quiet=as_json)
+    raise typer.Exit(finish(run.payload, run.file, as_json))
+
+
+def _preset(name: str) -> Preset:
+    if name not in PRESETS:
+        raise ConfigError("preset", name, f"choose one of {', '.join(map(repr, PRESETS))}")
+    return PRESETS[name]
+
+
+def _series(names: Sequence[str] | None) -> tuple[str, ...]:
+    for name in names or ():
+        if name not in SERIES:
+            raise ConfigError("series", name, f"choose one of {', '.join(map(repr, SERIES))}")
+    return tuple(names or SERIES)
+
+
+def _without_folders(arguments: Sequence[str]) -> list[str]:
+    home = str(Path.home())
+    return [argument.replace(home, "~") for argument in arguments]
+
+
+def select(
+    preset: Preset,
+    models: Sequence[str] | None = None,
+    hidden: Sequence[int] | None = None,
+    batches: Sequence[int] | None = None,
+    levels: Sequence[str] | None = None,
+    layers: int | None = None,
+    seq: int | None = None,
+) -> Preset:
+    """A preset with other models, sizes or levels: every combination of what is named, at the preset's other sizes.
+
+    Raises:
+        ConfigError: a level is no share and no series.
+    """
+    cases: dict[Case, None] = {}
+    for case in preset.cases:
+        for model in models or [case.model]:
+            for width in hidden or [case.hidden]:
+                for batch in batches or [case.batch]:
+                    changed = replace(case, model=model, hidden=width, batch=batch)
+                    cases[replace(changed, layers=layers or case.layers, seq=seq or case.seq)] = None
+    chosen = tuple(_level(text) for text in levels) if levels else preset.levels
+    return replace(preset, cases=tuple(cases), levels=chosen)
+
+
+def _level(text: str) -> str:
+    if text in ("offload", "recompute"):
+        return text
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = -1.0
+    if not 0 < share < float("inf"):
+        raise ConfigError("level", text, 'give a share such as "40%" or 0.4, or "offload" or "recompute"')
+    return f"{share:g}"
+
+
+def measure(run: RokRun, *, quiet: bool) -> None:
+    """Take all missing samples behind a progress bar."""
+    todo = run.missing()
+    console = Console(stderr=True)
+    if not quiet:
+        console.print(f"{len(todo)} samples to take, {len(run.payload['samples'])} there; results in {run.file}")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=quiet) as progress:
+        task = progress.add_task(todo[0].label if todo else "done", total=len(todo))
+        for number, (job, sample) in enumerate(run.run(), start=1):
+            following = todo[number].label if number < len(todo) else "done"
+            progress.update(task, advance=1, description=following)
+            if "error" in sample:
+                progress.console.print(f"{job.label}: {sample['error']}", style="yellow", markup=False)
+
+
+def finish(payload: dict[str, Any], file: Path, as_json: bool) -> int:
+    """Draw, write the CSV and the page beside the results, and compare; 1 when losses differ or a point failed.
+
+    Running out of memory and a budget below the floor are no failures.
+    """
+    points = points_of(payload["samples"])
+    machine = payload["environment"]
+    title = f"Recompute, offload, keep: {machine.get('gpu') or machine.get('cpu')}, torch {machine.get('torch')}"
+    files = [file.with_suffix(ending) for ending in (".csv", ".html", ".png")]
+    try:
+        write_csv(points, files[0])
+        write_atomically(files[1], render_html(points, title, machine))
+        drawn = draw_rok(points, files[2], title)
+    except OSError as error:
+        typer.echo(f"Error: {error}", err=True)
+        return 1
+    found = verdicts(points)
+    if as_json:
+        typer.echo(json.dumps(as_dict(points, found), indent=2))
+    else:
+        show(points, found)
+        names = [f.name for f in files if drawn or f.suffix != ".png"]
+        typer.echo(
+            f"written beside {file.name}: {', '.join(names)}" + ("" if drawn else " (a picture needs matplotlib)")
+        )
+    unreachable = {_identity(s) for s in payload["samples"] if s.get("below_floor")}
+    failed = [p for p in points if p.error and not p.oom and (p.case, p.variant.label) not in unreachable]
+    return 1 if failed or any(p.identical is False for p in points) else 0
+
+
+def _identity(sample: dict[str, Any]) -> tuple[Case, str]:
+    return Case(**sample["case"]), Variant(series=sample["series"], level=sample["level"]).label
+
+
+def as_dict(points: Sequence[Point], found: Sequence[Verdict]) -> dict[str, Any]:
+    """Everything, ready for JSON."""
+    return {
+        "points": [point.as_dict() for point in points],
+        "hybrid_against": [
+            {
+                **asdict(verdict.other.case),
+                "other": verdict.other.variant.label,
+                "peak_bytes": verdict.other.peak_bytes,
+                "hybrid": None if verdict.hybrid is None else verdict.hybrid.variant.label,
+                "hybrid_peak_bytes": None if verdict.hybrid is None else verdict.hybrid.peak_bytes,
+                "throughput_ratio": verdict.ratio,
+                "noise": verdict.noise,
+                "holds": verdict.holds,
+            }
+            for verdict in found
+        ],
+    }
+
+
+def show(points: Sequence[Point], found: Sequence[Verdict]) -> None:
+    """Print the points, which of them dominate, and how the hybrid does at each memory level."""
+    console = Console()
+    for panel in dict.fromkeys(point.case.panel for point in points):
+        console.print(_point_table(panel, [point for point in points if point.case.panel == panel]))
+    if found:
+        console.print(_verdict_table(found))
+    different = [point.label for point in points if point.identical is False]
+    if different:
+        console.print(f"LOSSES DIFFER: {'; '.join(different)}", style="bold red", markup=False)
+    elif any(point.identical for point in points):
+        console.print("Losses are equal bit for bit in every step of every series.", style="green")
+
+
+def _point_table(panel: str, points: Sequence[Point]) -> Table:
+    table = Table(title=escape(panel), title_justify="left", caption="★ nothing has less memory and more throughput")
+    table.caption_justify = "left"
+    for name in ("", "batch", "series"):
+        table.add_column(name)
+    for name in ("peak", "TFLOP/s", "step s", "spread", "identical"):
+        table.add_column(name, justify="right")
+    table.add_column("dominated by")
+    for point in sorted(points, key=lambda p: (p.case.batch, SERIES.index(p.variant.series), p.peak_bytes or 0)):
+        star = "★" if point.measured and not point.dominated_by else ""
+        table.add_row(star, str(point.case.batch), point.variant.label, *map(escape, cells_of(point)))
+    return table
+
+
+def _verdict_table(found: Sequence[Verdict]) -> Table:
+    table = Table(title="the hybrid with no more memory than another series", title_justify="left")
+    for name in ("workload", "against"):
+        table.add_column(name)
+    for name in ("memory", "hybrid", "throughput", "noise"):
+        table.add_column(name, justify="right")
+    table.add_column("at least as fast")
+    for verdict in found:
+        case = verdict.other.case
+        table.add_row(
+            f"{case.model} {case.hidden} × {case.layers} b{case.batch}",
+            verdict.other.variant.label,
+            format_size(verdict.other.peak_bytes or 0),
+            "-" if verdict.hybrid is None else verdict.hybrid.variant.label,
+            "-" if verdict.ratio is None else f"× {verdict.ratio:.3f}",
+            f"{verdict.noise:.1%}",
+            {True: "yes", False: "NO", None: "no hybrid so small"}[verdict.holds],
+        )
+    return table

@@ -1,0 +1,146 @@
+"""Models with random weights for ``actoffload rok``: GPT, BERT and T5 from Transformers, and the built-in GPT.
+
+``transformers`` is imported here alone (``pip install actoffload[hf]``); ``gpt-small`` does without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from ..report.rok import Case
+from ..testing.gpt import GPT, GPTConfig
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and what is asked of it.
+
+    Attributes:
+        model: the model.
+        loss: mean cross-entropy in nats of a batch of tokens, (batch, seq + 1) int64.
+        blocks: names of the layers, which the series ``recompute`` checkpoints one by one.
+    """
+
+    model: nn.Module
+    loss: Callable[[Tensor], Tensor]
+    blocks: tuple[str, ...]
+
+
+def build(case: Case) -> Workload:
+    """The model of a case, on torch's default device and in its type; its weights by torch's seed.
+
+    Raises:
+        ConfigError: the model is unknown, its sizes do not fit together, or Transformers is not installed.
+    """
+    makers: dict[str, Callable[[Case], Workload]] = {"gpt-small": _gpt_small, "gpt": _gpt, "bert": _bert, "t5": _t5}
+    if case.model not in makers:
+        raise ConfigError("model", case.model, f"choose one of {', '.join(map(repr, makers))}")
+    if case.hidden % case.head_width:
+        raise ConfigError("hidden", case.hidden, f"must be a multiple of head_width={case.head_width}")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, case.dtype))
+    try:
+        return makers[case.model](case)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _gpt_small(case: Case) -> Workload:
+    config = GPTConfig(
+        layers=case.layers, width=case.hidden, seq=case.seq, head_width=case.head_width, vocab=case.vocab
+    )
+    model = GPT(config)
+
+    def loss(tokens: Tensor) -> Tensor:
+        value: Tensor = model(tokens[:, :-1], tokens[:, 1:])
+        return value
+
+    return Workload(model, loss, _names("stack.blocks", case.layers))
+
+
+def _transformers(case: Case) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        remedy = "needs Transformers: pip install actoffload[hf]; or take the built-in gpt-small"
+        raise ConfigError("model", case.model, remedy) from error
+    library: Any = transformers
+    library.logging.set_verbosity_error()
+    return library
+
+
+def _gpt(case: Case) -> Workload:
+    hf = _transformers(case)
+    config = hf.GPT2Config(
+        vocab_size=case.vocab,
+        n_positions=case.seq,
+        n_embd=case.hidden,
+        n_layer=case.layers,
+        n_head=case.hidden // case.head_width,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        use_cache=False,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = hf.GPT2LMHeadModel(config).train()
+    return Workload(model, _same(model), _names("transformer.h", case.layers))
+
+
+def _bert(case: Case) -> Workload:
+    hf = _transformers(case)
+    config = hf.BertConfig(
+        vocab_size=case.vocab,
+        max_position_embeddings=case.seq,
+        hidden_size=case.hidden,
+        num_hidden_layers=case.layers,
+        num_attention_heads=case.hidden // case.head_width,
+        intermediate_size=4 * case.hidden,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    model = hf.BertForMaskedLM(config).train()
+    return Workload(model, _same(model), _names("bert.encoder.layer", case.layers))
+
+
+def _t5(case: Case) -> Workload:
+    """``layers`` in all, half of them (rounded down) in the decoder, as in SSDTrain's runs."""
+    hf = _transformers(case)
+    decoder = max(1, case.layers // 2)
+    encoder = max(1, case.layers - decoder)
+    config = hf.T5Config(
+        vocab_size=case.vocab,
+        d_model=case.hidden,
+        d_kv=case.head_width,
+        d_ff=4 * case.hidden,
+        num_layers=encoder,
+        num_decoder_layers=decoder,
+        num_heads=case.hidden // case.head_width,
+        dropout_rate=0.0,
+        use_cache=False,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+    )
+    model = hf.T5ForConditionalGeneration(config).train()
+    return Workload(model, _same(model), _names("encoder.block", encoder) + _names("decoder.block", decoder))
+
+
+def _same(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The tokens are input and labels."""
+
+    def loss(tokens: Tensor) -> Tensor:
+        value: Tensor = model(input_ids=tokens[:, :-1], labels=tokens[:, 1:].contiguous()).loss
+        return value
+
+    return loss
+
+
+def _names(container: str, count: int) -> tuple[str, ...]:
+    return tuple(f"{container}.{number}" for number in range(count))

@@ -1,0 +1,46 @@
+"""A lock for what finalizers must not wait for: whoever gives it back works off what they could only note meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+
+
+class DrainingLock:
+    """A mutex that calls its owner back each time it was released.
+
+    A finalizer may run anywhere, also in a thread that holds the lock, so it notes its work and tries the lock without
+    waiting. If it finds the lock taken, the release that follows calls `after_release`, and nothing is left lying.
+    """
+
+    __slots__ = ("_lock", "after_release")
+
+    def __init__(self, after_release: weakref.WeakMethod[Callable[[], None]] | None = None) -> None:
+        self._lock = threading.Lock()
+        self.after_release = after_release
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """As `threading.Lock.acquire`."""
+        return self._lock.acquire(blocking, timeout)
+
+    def release(self) -> None:
+        """Give it back, and let the owner work off what was noted meanwhile."""
+        self._lock.release()
+        after = self.after_release() if self.after_release is not None else None
+        if after is not None:
+            after()
+
+    def release_only(self) -> None:
+        """Give it back without the call: for the owner's own work."""
+        self._lock.release()
+
+    def locked(self) -> bool:
+        """Whether somebody holds it."""
+        return self._lock.locked()
+
+    def __enter__(self) -> bool:
+        return self._lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        self.release()

@@ -1,0 +1,127 @@
+"""The default: every planner's choice and more on one simulator, the best of them, made better by local search.
+
+Without a budget it frees the most memory that costs no time (or no more than ``max_slowdown``); under a
+``device_budget`` it finds the fastest step that keeps it. Where nothing is gained it moves nothing and says why.
+"""
+
+from __future__ import annotations
+
+from ..config import format_size
+from ..planner import Plan
+from ..profile import Profile
+from ..simulator import run
+from ..timeline import Choice
+from .base import SAFETY, Bench, Limits
+from .bring_back import bring_back
+from .joint import joint
+from .lifetime import lifetime
+from .search import every_choice, refine
+from .ssdtrain import cut
+
+MIN_GAIN = 0.01
+"""A peak that is lower by less than this share is not worth moving anything."""
+SPEND = 140_000
+"""Items that one plan may walk on the simulator, at about 5 µs each."""
+SPEND_PER_ITEM = 800
+"""What local search may spend for each item that there is: more gains nothing where there are few."""
+WINDOWS = (0.25, 1, 8)
+"""Prefetch windows that are tried, as factors of the profile's."""
+
+
+class Auto:
+    """The best of all.
+
+    Args:
+        spend: how long to search, in items walked on the simulator.
+    """
+
+    name = "auto"
+
+    def __init__(self, spend: int = SPEND) -> None:
+        self._spend = spend
+
+    def plan(self, profile: Profile, limits: Limits) -> Plan:
+        """The fastest plan within the budget; without one, the plan that frees the most memory at no loss."""
+        bench = Bench(profile, limits)
+        budget = limits.device_budget
+        if budget is not None and bench.kept.peak_bytes <= budget:
+            return self._decline(bench, f"all fits: it takes {_size(bench.kept.peak_bytes)} of {_size(budget)}")
+        if not bench.movable() and not (bench.may_recompute and bench.workload.groups):
+            if budget is not None:
+                return bench.finish(bench.keep, self.name, _no_reason)
+            return self._decline(bench, "no saved storage may move, and no block can be recomputed")
+        choice = self._search(bench)
+        window = _best_window(bench, choice)
+        if budget is None and bench.predict(choice, window).peak_bytes > (1 - MIN_GAIN) * bench.kept.peak_bytes:
+            return self._decline(bench, _why_declined(bench))
+        return bench.finish(choice, self.name, _Reasons(bench), window=window)
+
+    def _decline(self, bench: Bench, reason: str) -> Plan:
+        return bench.finish(bench.keep, self.name, _no_reason, declined=reason)
+
+    def _search(self, bench: Bench) -> Choice:
+        everything = every_choice(bench)
+        if everything is not None:
+            return min(everything, key=bench.score)
+        choices = candidates(bench)
+        best = bench.best(choices)
+        bench.window = _best_window(bench, best, (choices[1], choices[2]))
+        best = bench.best([best, *choices[1:4]])
+        if not bench.fits(best):
+            best = bench.best([best, bench.floor()[1]])
+        best = bench.best([best, joint(bench)])
+        most = SPEND_PER_ITEM * (len(bench.workload.items) + 40)
+        return refine(bench, best, min(most, self._spend - bench.spent))
+
+
+def candidates(bench: Bench) -> list[Choice]:
+    """What each planner would choose, from nothing to everything."""
+    order = bench.movable()
+    choices = [bench.keep, bench.offload_all(), bench.offload(order[: cut(bench, order)]), lifetime(bench)]
+    return [*choices, bench.search_cut(order)[1], bring_back(bench)]
+
+
+def _best_window(bench: Bench, choice: Choice, others: tuple[Choice, ...] = ()) -> int | None:
+    """How far ahead to read: the bench's window, unless another one is better for the choice or one of the others."""
+    own = bench.workload.profile.prefetch_bytes
+    windows = [bench.window, *(max(1, int(own * factor)) for factor in WINDOWS)]
+    return min(windows, key=lambda window: min(bench.score(c, window) for c in (choice, *others)))
+
+
+def _why_declined(bench: Bench) -> str:
+    lowest = min(bench.predict(choice).peak_bytes for choice in (bench.offload_all(), *_recomputed(bench)))
+    peak = run(bench.workload, bench.keep, bench.conditions, detail=True).peak
+    where = next(iter(peak.bytes_by_module), "") if peak is not None else ""
+    sets = f"; most of the peak of {_size(bench.kept.peak_bytes)} is {where or 'outside any module'}"
+    if lowest > (1 - MIN_GAIN) * bench.kept.peak_bytes:
+        return f"moving lowers the peak by less than {MIN_GAIN:.0%}{sets}"
+    allowed = bench.allowed_s / bench.kept.step_s - 1 if bench.kept.step_s else 0.0
+    return f"what lowers the peak slows the step by more than {allowed / SAFETY:.1%}{sets}"
+
+
+def _recomputed(bench: Bench) -> list[Choice]:
+    every = frozenset(range(len(bench.workload.groups))) if bench.may_recompute else frozenset()
+    return [bench.offload_all(every)] if every else []
+
+
+class _Reasons:
+    """Why an item leaves: how long it would lie idle, against how long it takes to move."""
+
+    def __init__(self, bench: Bench) -> None:
+        self._items = bench.workload.items
+        profile = bench.workload.profile
+        link = profile.host or profile.disk
+        self._seconds_per_byte = 1 / link.write_bytes_per_s + 1 / link.read_bytes_per_s if link else 0.0
+
+    def __call__(self, number: int) -> str:
+        item = self._items[number]
+        idle_ms = 1e3 * (item.need_s - item.birth_s)
+        return f"idle for {idle_ms:.3g} ms, moved in {1e3 * item.nbytes * self._seconds_per_byte:.3g} ms"
+
+
+def _no_reason(number: int) -> str:
+    return ""
+
+
+def _size(nbytes: int) -> str:
+    return format_size(nbytes)

@@ -1,0 +1,298 @@
+"""Measures the recompute-offload-keep curve: each sample in a process of its own and kept at once; resumable."""
+
+from __future__ import annotations
+
+import csv
+import json
+import platform
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ..errors import ConfigError
+from ..version import __version__
+from .rok import SERIES, Case, Point, Preset, Variant
+
+WORKER = "actoffload.cli.rok_worker"
+VERSION = 1
+_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+_HOW = ("device", "threads", "warm_up", "steps", "target", "memory_limit")
+
+Launch = Callable[[dict[str, Any], float], dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One sample to take: which variant of which case, and the how-manieth."""
+
+    case: Case
+    variant: Variant
+    repeat: int
+
+    @property
+    def label(self) -> str:
+        """For a person."""
+        return (
+            f"{self.case.model} {self.case.hidden} × {self.case.layers}, batch {self.case.batch}: {self.variant.label}"
+        )
+
+    @property
+    def key(self) -> tuple[Case, Variant, int]:
+        """What tells it from others."""
+        return self.case, self.variant, self.repeat
+
+
+class RokRun:
+    """One run, or the continuation of one.
+
+    Args:
+        preset: what is measured.
+        file: the results (JSON); samples that it holds already are not taken again.
+        environment: the machine and the software.
+        command: what repeats this run.
+        series: which series.
+        target: where tensors go.
+        path: directories of the spool; not written to the results.
+        memory_limit: most bytes of each process (CPU) or of its device; None for no limit.
+        retry: take samples that failed again.
+        limit_s: the longest that a sample may take.
+        launch: takes a sample; tests give their own.
+
+    Raises:
+        ConfigError: the file holds something else, or was measured with other options.
+    """
+
+    def __init__(
+        self,
+        preset: Preset,
+        file: Path,
+        *,
+        environment: dict[str, Any],
+        command: str,
+        series: Sequence[str] = SERIES,
+        target: str = "auto",
+        path: Sequence[str] | None = None,
+        memory_limit: int | None = None,
+        retry: bool = False,
+        limit_s: float = 1800.0,
+        launch: Launch | None = None,
+    ) -> None:
+        self.preset = preset
+        self.file = file
+        self.series = series
+        self._path = None if path is None else list(path)
+        self._limit_s = limit_s
+        self._launch = launch or launch_worker
+        self._commit = environment.get("commit")
+        device = preset.device or find_device()
+        how = (device, preset.threads, preset.warm_up, preset.steps, target, memory_limit)
+        self.payload: dict[str, Any] = {
+            "benchmark": "rok",
+            "version": VERSION,
+            "command": command,
+            "environment": environment,
+            "measured_with": dict(zip(_HOW, how, strict=True)),
+            "samples": [],
+        }
+        if file.exists():
+            self._continue(load_results(file), retry)
+
+    def _continue(self, old: dict[str, Any], retry: bool) -> None:
+        mine = self.payload["measured_with"]
+        if old["measured_with"] != mine:
+            different = [name for name in _HOW if old["measured_with"].get(name) != mine[name]]
+            raise ConfigError(
+                "out", str(self.file), f"was measured with another {', '.join(different)}; name a new file"
+            )
+        self.payload["samples"] = [s for s in old["samples"] if not (retry and "error" in s)]
+
+    # -- what is to be done -------------------------------------------------------------------------------------------
+
+    def jobs(self) -> list[Job]:
+        """All samples in the order in which they are taken: case by case, its variants in turns (A B A B)."""
+        return [
+            Job(case=case, variant=variant, repeat=repeat)
+            for case in self.preset.cases
+            for repeat in range(self.preset.repeats)
+            for variant in self.preset.variants(self.series)
+        ]
+
+    def missing(self) -> list[Job]:
+        """Those that the results do not hold yet."""
+        there = {_key(sample) for sample in self.payload["samples"]}
+        return [job for job in self.jobs() if job.key not in there]
+
+    def run(self) -> Generator[tuple[Job, dict[str, Any]]]:
+        """Take each missing sample; yields it when it is in the file.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        for job in self.missing():
+            sample = self._take(job)
+            self.payload["samples"].append(sample)
+            self.payload["environment"]["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            write_atomically(self.file, json.dumps(self.payload, indent=1) + "\n")
+            yield job, sample
+
+    def _take(self, job: Job) -> dict[str, Any]:
+        head: dict[str, Any] = {
+            "case": asdict(job.case),
+            **asdict(job.variant),
+            "repeat": job.repeat,
+            "commit": self._commit,
+            "device_budget": None,
+        }
+        if job.variant.level:
+            budget = self._budget(job.case, job.variant.level)
+            if budget is None:
+                of = job.variant.level if job.variant.level in SERIES else "keep"
+                return head | {"error": f"no budget: the peak of {of} is not known", "oom": False}
+            head["device_budget"] = budget
+        spec = self.payload["measured_with"] | {
+            "case": head["case"],
+            "series": job.variant.series,
+            "device_budget": head["device_budget"],
+            "path": self._path,
+        }
+        return head | self._launch(spec, self._limit_s)
+
+    def _budget(self, case: Case, level: str) -> int | None:
+        """The bytes of a level, by what earlier samples counted: saved bytes, as a budget is about those."""
+        mine = [s for s in self.payload["samples"] if Case(**s["case"]) == case and not s["level"]]
+        if level in SERIES:
+            found = [s["counted_peak_bytes"] for s in mine if s["series"] == level and "counted_peak_bytes" in s]
+            return int(found[0]) if found else None
+        whole = [s["counted_peak_bytes"] for s in mine if s["series"] == "keep" and "counted_peak_bytes" in s]
+        whole += [s["statistics"]["baseline_peak_bytes"] for s in mine if "statistics" in s]
+        return int(float(level) * whole[0]) if whole else None
+
+
+def _key(sample: dict[str, Any]) -> tuple[Case, Variant, int]:
+    variant = Variant(series=sample["series"], level=sample["level"])
+    return Case(**sample["case"]), variant, int(sample["repeat"])
+
+
+# -- processes --------------------------------------------------------------------------------------------------------
+
+
+def launch_worker(spec: dict[str, Any], limit_s: float) -> dict[str, Any]:
+    """One sample in a process of its own; a failure, also by running out of memory or time, is a result."""
+    command = [sys.executable, "-m", WORKER, json.dumps(spec)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"stopped after {limit_s:.0f} s", "oom": False}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode in _KILLED:
+        return {"error": "out of memory: killed by the system (signal 9)", "oom": True}
+    if done.returncode != 0 or not lines:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        memory = any(text in done.stderr for text in ("MemoryError", "can't allocate memory", "Cannot allocate memory"))
+        text = f"status {done.returncode}: {last}".replace(str(Path.home()), "~")
+        return {"error": f"out of memory: {text}" if memory else text, "oom": memory}
+    result: dict[str, Any] = json.loads(lines[-1])
+    return result
+
+
+def find_device() -> str:
+    """The accelerator's type where there is one, else ``"cpu"``."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if accelerator is None else accelerator.type
+
+
+def describe_machine() -> dict[str, Any]:
+    """The machine and the software. No host name, no path."""
+    import torch
+
+    facts: dict[str, Any] = {
+        "cpu": _cpu_model(),
+        "cores": psutil.cpu_count(logical=True),
+        "memory_bytes": int(psutil.virtual_memory().total),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "actoffload": __version__,
+        "commit": _commit(),
+        "gpu": None,
+    }
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts["gpu_memory_bytes"] = torch.cuda.get_device_properties(0).total_memory
+        facts["cuda"] = torch.version.cuda
+    return facts
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit that this package is checked out at; None when it is installed or there is no git."""
+    folder = Path(__file__).resolve().parent
+    command = ["git", "describe", "--always", "--dirty=+changes", "--exclude=*", "--abbrev=12"]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+
+def load_results(file: Path) -> dict[str, Any]:
+    """The results in a file.
+
+    Raises:
+        ConfigError: it cannot be read, or holds no results of this version.
+    """
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+        if data["benchmark"] != "rok" or data["version"] != VERSION:
+            raise ValueError("of another kind or version")
+        for sample in data["samples"]:
+            _key(sample)
+        data["measured_with"].get("device")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError("results", str(file), f"no results of `actoffload rok` ({error})") from error
+    return dict(data)
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Write in one step, so that a run that is killed leaves the last whole file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)
+
+
+def write_csv(points: Sequence[Point], file: Path) -> None:
+    """One row for each point.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    rows = [point.as_dict() for point in points]
+    with file.open("w", newline="", encoding="utf-8") as out:
+        writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else [])
+        writer.writeheader()
+        writer.writerows(rows)

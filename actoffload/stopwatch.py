@@ -1,0 +1,123 @@
+"""Time on a step's compute timeline: what the device computed, without what it waited for us. Never blocks the host."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from itertools import accumulate
+from typing import Any
+
+from .accounts import Accounts
+from .device import Accelerator, Stream
+from .events import now
+
+Stamp = Any
+"""A moment, taken by `Stopwatch.stamp`; opaque until `Stopwatch.seconds` can tell."""
+
+
+class Stopwatch(ABC):
+    """Stamps moments of one step; what they mean in seconds is asked later."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """The step begins."""
+
+    @abstractmethod
+    def stamp(self) -> Stamp:
+        """This moment, as the work given to the device so far defines it."""
+
+    @abstractmethod
+    def end(self) -> bool:
+        """Whether every stamp so far can be told in seconds; if not, ask again later."""
+
+    @abstractmethod
+    def seconds(self, stamp: Stamp) -> float:
+        """Seconds from the beginning until a stamp, without what was spent waiting for us."""
+
+
+class HostStopwatch(Stopwatch):
+    """For CPU tensors: the host's clock, less the waits that were counted."""
+
+    def __init__(self, accounts: Accounts) -> None:
+        self._accounts = accounts
+        self._origin_s = 0.0
+
+    def begin(self) -> None:
+        self._origin_s = 0.0
+        self._origin_s = self._compute_s()
+
+    def stamp(self) -> Stamp:
+        return self._compute_s() - self._origin_s
+
+    def end(self) -> bool:
+        return True
+
+    def seconds(self, stamp: Stamp) -> float:
+        return float(stamp)
+
+    def _compute_s(self) -> float:
+        return now() - self._accounts.pack_wait_s - self._accounts.unpack_wait_s
+
+
+class DeviceStopwatch(Stopwatch):
+    """For an accelerator: timed events on the compute stream, less the waits of that stream that we caused.
+
+    Args:
+        device: the accelerator.
+        index: the device whose stream is meant.
+    """
+
+    def __init__(self, device: Accelerator, index: int = 0) -> None:
+        self._device = device
+        self._index = index
+        self._origin: Stamp = None
+        self._last: Stamp = None
+        self.running = False
+        """Whether a step is being timed: waits count then."""
+        self._waits: list[tuple[Stamp, Stamp]] = []
+        self._copies: dict[str, list[tuple[int, Stamp, Stamp]]] = {"write": [], "read": []}
+        self._lost: tuple[list[float], list[float]] | None = None
+
+    def begin(self) -> None:
+        self._waits, self._lost = [], None
+        self._copies = {"write": [], "read": []}
+        self.running = True
+        self._origin = self.stamp()
+
+    def stamp(self) -> Stamp:
+        self._last = self._device.timestamp(self._device.current_stream(self._index))
+        return self._last
+
+    def moment(self, stream: Stream) -> Stamp:
+        """Just before a compute stream is made to wait for a copy of ours."""
+        return self._device.timestamp(stream)
+
+    def waited(self, stream: Stream, before: Stamp) -> None:
+        """It waits, since ``before``."""
+        self._waits.append((before, self._device.timestamp(stream)))
+
+    def copied(self, way: str, nbytes: int, stream: Stream, before: Stamp) -> None:
+        """A side stream was given a copy, ``"write"`` or ``"read"``, since ``before``."""
+        self._copies[way].append((nbytes, before, self._device.timestamp(stream)))
+
+    def rate(self, way: str) -> float | None:
+        """Bytes per second of the copies of the step in one direction; None where there were none."""
+        copies = [copy for copy in self._copies[way] if self._device.done(copy[2])]
+        seconds = sum(self._device.seconds_between(begin, end) for _, begin, end in copies)
+        return sum(nbytes for nbytes, _, _ in copies) / seconds if seconds > 0 else None
+
+    def end(self) -> bool:
+        self.running = False
+        return self._last is None or self._device.done(self._last)
+
+    def seconds(self, stamp: Stamp) -> float:
+        if self._lost is None:
+            spans = sorted((self._since(begin), self._since(end)) for begin, end in self._waits)
+            ends = [end for _, end in spans]
+            self._lost = ends, list(accumulate((end - begin for begin, end in spans), initial=0.0))
+        ends, lost = self._lost
+        elapsed_s = self._since(stamp)
+        return max(0.0, elapsed_s - lost[bisect_right(ends, elapsed_s)])
+
+    def _since(self, stamp: Stamp) -> float:
+        return self._device.seconds_between(self._origin, stamp)

@@ -1,0 +1,112 @@
+"""What must hold of plans, over a fixed set of random profiles and over those that Hypothesis finds."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from actoffload.errors import BudgetError
+from actoffload.planner import Plan
+from actoffload.planners import Auto, Limits, make_planner
+from actoffload.planners.base import Bench
+from actoffload.planners.search import every_choice
+from actoffload.profile import Profile
+from actoffload.simulator import Conditions, simulate
+from actoffload.testing.profiles import random_profile
+
+PROFILES = 208
+CHUNK = 16
+EXHAUSTIVE = 48
+SPEND = 20_000
+PEERS = ("ssdtrain", "bring_back", "lifetime")
+
+
+def _step_s(plan: Plan) -> float:
+    assert plan.predicted_step_s is not None
+    return plan.predicted_step_s
+
+
+def _peak(plan: Plan) -> int:
+    assert plan.predicted_peak_bytes is not None
+    return plan.predicted_peak_bytes
+
+
+def _check_without_budget(profile: Profile) -> None:
+    """Never slower than keep by more than 1 %, never more memory, and no peer frees more at no loss."""
+    plan = Auto(SPEND).plan(profile, Limits())
+    seen = simulate(profile, plan, detail=False)
+    assert seen.step_s <= 1.01 * profile.step_s
+    assert seen.peak_bytes <= profile.baseline_peak_bytes
+    for name in PEERS:
+        peer = make_planner(name).plan(profile, Limits())
+        if _step_s(peer) <= 1.009 * profile.step_s:  # within what auto allows itself
+            declined_bytes = 0.01 * profile.baseline_peak_bytes if plan.declined else 0
+            assert seen.peak_bytes <= _peak(peer) + declined_bytes, name
+
+
+def _check_budget(profile: Profile, share: float) -> None:
+    """Under a budget between the floor and the peak: never above it, and never slower than a peer."""
+    floor = Bench(profile, Limits(device_budget=1)).floor()[0]
+    budget = int(floor + share * (profile.baseline_peak_bytes - floor))
+    plan = Auto(SPEND).plan(profile, Limits(device_budget=budget))
+    seen = simulate(profile, plan, Conditions(device_budget=budget), detail=False)
+    assert seen.peak_bytes <= budget
+    for name in PEERS:
+        try:
+            peer = make_planner(name).plan(profile, Limits(device_budget=budget))
+        except BudgetError:
+            continue
+        assert seen.step_s <= _step_s(peer) * (1 + 1e-8), name
+
+
+@pytest.mark.parametrize("first", range(0, PROFILES, CHUNK))
+def test_the_fixed_set(first: int) -> None:
+    for seed in range(first, first + CHUNK):
+        profile = random_profile(seed)
+        _check_without_budget(profile)
+        for share in (0.0, random.Random(seed).random()):
+            _check_budget(profile, share)
+
+
+@pytest.mark.parametrize("seed", range(EXHAUSTIVE))
+def test_within_five_percent_of_the_best_that_there_is(seed: int) -> None:
+    rng = random.Random(1000 + seed)
+    profile = random_profile(10_000 + seed, storages=rng.randint(4, 10), blocks=rng.randint(0, 3))
+    floor = Bench(profile, Limits(device_budget=1)).floor()[0]
+    budget = int(floor + rng.random() * 0.98 * (profile.baseline_peak_bytes - floor))
+    for limits in (Limits(device_budget=budget), Limits(max_slowdown=0.05)):
+        bench = Bench(profile, limits)
+        choices = every_choice(bench, at_most=20_000)
+        if choices is None:  # two tiers and many storages: too many for a test
+            continue
+        best = min(bench.score(choice) for choice in choices)
+        plan = Auto().plan(profile, limits)
+        if limits.device_budget is not None:
+            assert best[0] == 0
+            assert _peak(plan) <= budget or bench.kept.peak_bytes <= budget
+            assert _step_s(plan) <= 1.05 * best[1] * profile.step_s
+        else:
+            assert _step_s(plan) <= 1.05 * profile.step_s
+            assert _peak(plan) <= 1.05 * best[1]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(seed=st.integers(1 << 20, 1 << 40), storages=st.integers(1, 24), share=st.floats(0.0, 1.0))
+def test_profiles_that_hypothesis_finds(seed: int, storages: int, share: float) -> None:
+    profile = random_profile(seed, storages=storages)
+    _check_without_budget(profile)
+    _check_budget(profile, share)
+    assert Profile.from_json(profile.to_json()) == profile
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 1 << 40), slowdown=st.floats(0.0, 1.0))
+def test_max_slowdown_is_kept(seed: int, slowdown: float) -> None:
+    profile = random_profile(seed, storages=12)
+    plan = Auto(SPEND).plan(profile, Limits(max_slowdown=slowdown))
+    seen = simulate(profile, plan, detail=False)
+    assert seen.step_s <= (1 + slowdown) * profile.step_s * (1 + 1e-9)
+    assert seen.peak_bytes <= profile.baseline_peak_bytes

@@ -1,0 +1,32 @@
+"""What the tests of the spool share: data put into an extent, and got back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from actoffload.spool import Extent, Spool
+from actoffload.testing.engine_suite import WAIT_S, Memory
+
+MIB = 1 << 20
+BLOCK = 4096
+MakeSpool = Callable[..., Spool]
+
+
+def put(spool: Spool, data: bytes) -> Extent:
+    """Writes data into a new extent and waits for it."""
+    memory = Memory(len(data))
+    memory.data = data
+    extent = spool.allocate(len(data))
+    transfer = spool.write(extent, memory.address, len(data), keepalive=memory)
+    assert transfer.wait(WAIT_S)
+    assert transfer.error is None
+    return extent
+
+
+def get(spool: Spool, extent: Extent, length: int) -> bytes:
+    """Reads from an extent and waits for it."""
+    memory = Memory(length, fill=0xEE)
+    transfer = spool.read(extent, memory.address, length, keepalive=memory)
+    assert transfer.wait(WAIT_S)
+    assert transfer.error is None
+    return memory.data

@@ -1,0 +1,269 @@
+"""From steps to a plan, and what the plan does to the steps that follow."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from actoffload import Offloader, Plan
+from actoffload.autopilot import MAX_PLANS, REVIEW_STEPS, WARM_UP, Autopilot
+from actoffload.errors import BudgetError
+from actoffload.planner import PlanEntry
+from actoffload.planners.base import Limits
+from actoffload.planners.feedback import Observed
+from actoffload.profile import Link, Profile
+from actoffload.testing.gpt import GPT, GPTConfig
+from tests.harness import Chain, MakeOffloader, assert_empty, assert_same_gradients, batch, gradients
+
+TOKENS = torch.arange(64).reshape(2, 32)
+Choose = Callable[[int, int], bool]
+
+
+class _Scripted:
+    """Plans as a test says: which storages stay (by place and size), and which blocks are recomputed."""
+
+    name = "scripted"
+
+    def __init__(self, stays: Choose, recompute: tuple[str, ...] = ()) -> None:
+        self.stays = stays
+        self.recompute = recompute
+        self.profiles: list[Profile] = []
+        self.limits: list[Limits] = []
+        self.error: BudgetError | None = None
+
+    def plan(self, profile: Profile, limits: Limits) -> Plan:
+        self.profiles.append(profile)
+        self.limits.append(limits)
+        if self.error is not None:
+            raise self.error
+        entries = tuple(
+            PlanEntry(
+                index=s.index,
+                nbytes=s.nbytes,
+                action="keep" if self.stays(s.index, s.nbytes) else "offload",
+            )
+            for s in profile.storages
+            if s.index is not None and s.tape == 0
+        )
+        return Plan(entries, planner=self.name, recompute=self.recompute, predicted_step_s=1.0)
+
+
+def _pilot(offloader: Offloader) -> Autopilot:
+    assert offloader._autopilot is not None
+    return offloader._autopilot
+
+
+def _with(offloader: Offloader, planner: Any) -> Autopilot:
+    pilot = _pilot(offloader)
+    pilot._planner = planner
+    return pilot
+
+
+def _step(offloader: Offloader, model: nn.Module, *args: Tensor) -> dict[str, Tensor]:
+    torch.manual_seed(5)
+    with offloader:
+        loss = model(*args).square().sum()
+    loss.backward()
+    return gradients(model)
+
+
+def _steps(offloader: Offloader, count: int, model: nn.Module | None = None) -> None:
+    model = Chain() if model is None else model
+    for _ in range(count):
+        _step(offloader, model, batch())
+
+
+def test_the_step_after_the_warm_up_is_planned_from_and_the_plan_is_followed(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="plan")
+    planner = _Scripted(lambda index, nbytes: index % 2 == 0)
+    pilot = _with(offloader, planner)
+    _steps(offloader, WARM_UP + 1)
+    assert planner.profiles == []
+    assert "plan" not in offloader.statistics().kept_bytes
+    _steps(offloader, 1)
+    (profile,) = planner.profiles
+    assert profile.disk is not None
+    assert profile.saved_bytes > 0
+    assert pilot.history == ["first plan"]
+    assert pilot.plan is not None
+    assert [e.action for e in offloader.plan.entries] == [e.action for e in pilot.plan.entries]
+    assert {e.reason for e in offloader.plan.entries if e.action == "keep"} == {"plan"}
+    assert_empty(offloader)
+
+
+def test_explain_says_what_is_planned_and_why(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="plan")
+    _with(offloader, _Scripted(lambda index, nbytes: index % 2 == 0))
+    _steps(offloader, 1)
+    assert offloader.explain().startswith("no plan yet: it is made from what the first 2 steps show\n")
+    _steps(offloader, WARM_UP + 2)
+    text = offloader.explain()
+    assert "scripted" in text
+    assert "plan 1: first plan" in text
+    assert "keep (plan)" in text
+
+
+def test_limits_are_those_of_the_options(make_offloader: MakeOffloader) -> None:
+    planner = _Scripted(lambda *_: False)
+    offloader = make_offloader(policy="plan", device_budget="64KiB", max_slowdown=0.5, nvme_budget="8MiB")
+    _with(offloader, planner)
+    _steps(offloader, WARM_UP + 2)
+    (limits,) = planner.limits
+    assert limits.device_budget == 64 << 10
+    assert limits.nvme_budget == 8 << 20
+    assert limits.max_slowdown == 0.5
+    assert limits.tiers == ("nvme",)
+    assert limits.recompute
+    planner = _Scripted(lambda *_: False)
+    _with(offloader := make_offloader(policy="plan"), planner)
+    _steps(offloader, WARM_UP + 2)
+    assert not planner.limits[0].recompute, "nobody asked for anything that recomputing could buy"
+
+
+def test_passes_without_gradients_or_without_backward_are_no_steps(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="plan")
+    planner = _Scripted(lambda *_: True)
+    _with(offloader, planner)
+    model = Chain()
+    for _ in range(6):
+        with torch.no_grad(), offloader:
+            model(batch())
+        with offloader:
+            model(batch())
+    assert planner.profiles == []
+    _steps(offloader, WARM_UP + 2, model)
+    assert len(planner.profiles) == 1
+
+
+def test_recomputed_blocks_are_applied_followed_and_undone(make_offloader: MakeOffloader) -> None:
+    model = GPT(GPTConfig(layers=3, width=32, seq=32, dropout=0.1))
+    reference = _step(make_offloader(policy="all"), model, TOKENS)
+    offloader = make_offloader(policy="plan", device_budget="1MiB").use(model)
+    pilot = _with(offloader, _Scripted(lambda *_: False, ("stack.blocks.0", "stack.blocks.2")))
+    for _ in range(WARM_UP + 1):
+        assert_same_gradients(_step(offloader, model, TOKENS), reference)
+    before = len(offloader.plan.entries)
+    assert_same_gradients(_step(offloader, model, TOKENS), reference)
+    assert pilot.recompute.names == {"stack.blocks.0", "stack.blocks.2"}
+    assert len(offloader.plan.entries) < before
+    offloader.forget(model)
+    assert not any("forward" in vars(block) for block in model.stack.blocks)
+    assert not any(block._forward_hooks for block in model.stack.blocks)
+    offloader.use(model)
+    pilot.recompute.follow(pilot._blocks, ["stack.blocks.1"])
+    offloader.close()
+    assert not any("forward" in vars(block) for block in model.stack.blocks)
+
+
+def test_another_shape_starts_over(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="plan")
+    planner = _Scripted(lambda *_: True)
+    pilot = _with(offloader, planner)
+    model = Chain()
+    _steps(offloader, WARM_UP + 2, model)
+    assert pilot.plan is not None
+    _step(offloader, model, batch(rows=64))
+    _step(offloader, model, batch(rows=64))
+    assert pilot.plan is None
+    assert offloader.plan.kept_bytes == 0, "until there is a plan again, all that may move moves"
+    _step(offloader, model, batch(rows=64))
+    assert pilot.history == ["first plan", "the forward saved other sizes than the plan was made for", "first plan"]
+    assert len(planner.profiles) == 2
+
+
+def test_a_budget_that_cannot_be_kept_is_an_error_before_the_forward(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="plan", device_budget=1)
+    planner = _Scripted(lambda *_: False)
+    planner.error = BudgetError(1, 4096)
+    _with(offloader, planner)
+    model = Chain()
+    _steps(offloader, WARM_UP + 1, model)
+    with pytest.raises(BudgetError, match="floor is 4096 bytes"), offloader:
+        raise AssertionError("not reached")
+    assert_empty(offloader)
+
+
+def test_a_planner_that_is_too_strict_is_not_believed(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="plan", device_budget="1GiB")
+    planner = _Scripted(lambda *_: False)
+    planner.error = BudgetError(1 << 30, 1 << 31)
+    pilot = _with(offloader, planner)
+    _steps(offloader, WARM_UP + 6)
+    assert len(planner.profiles) == 1
+    assert len(pilot.history) == 1
+    assert pilot.history[0].startswith("no plan: device_budget=")
+
+
+def _review(pilot: Autopilot, steps: int = 1, **seen: Any) -> None:
+    for _ in range(steps):
+        pilot._review(replace(Observed(step_s=1.0, peak_bytes=0), **seen))
+
+
+def test_waits_make_the_next_plan_trust_the_links_less(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="plan")
+    planner = _Scripted(lambda *_: False)
+    pilot = _with(offloader, planner)
+    _steps(offloader, WARM_UP + 2)
+    pilot.profile = replace(planner.profiles[0], disk=Link(write_bytes_per_s=1e9, read_bytes_per_s=2e9))
+    _review(pilot, REVIEW_STEPS - 1, backward_wait_s=0.1)
+    assert len(planner.profiles) == 1, "single steps are noisy"
+    _review(pilot, backward_wait_s=0.1)
+    assert planner.profiles[1].disk == Link(write_bytes_per_s=0.8e9, read_bytes_per_s=1.6e9)
+    assert pilot.history[-1] == "the step waited 0.1 of 1 s"
+    _review(pilot, REVIEW_STEPS - 1, backward_wait_s=0.1)
+    _review(pilot, 1, backward_wait_s=0.001)
+    assert len(planner.profiles) == 2, "each look is longer than the one before"
+    _review(pilot, REVIEW_STEPS, backward_wait_s=0.001)
+    assert len(planner.profiles) == 2, "a single wait in so many steps is no reason"
+
+
+def test_a_link_that_changed_makes_a_new_plan(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
+    offloader = make_offloader(policy="plan")
+    planner = _Scripted(lambda *_: False)
+    pilot = _with(offloader, planner)
+    _steps(offloader, WARM_UP + 2)
+    pilot.profile = replace(planner.profiles[0], disk=Link(write_bytes_per_s=1e9, read_bytes_per_s=2e9))
+    monkeypatch.setattr(offloader.tiers, "rates", lambda full: {("disk", "write"): 0.5e9, ("disk", "read"): None})
+    _review(pilot, REVIEW_STEPS)
+    assert planner.profiles[1].disk == Link(write_bytes_per_s=0.75e9, read_bytes_per_s=2e9)
+    assert "write bandwidth" in pilot.history[-1]
+
+
+def test_it_comes_to_rest(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="plan")
+    planner = _Scripted(lambda *_: False)
+    pilot = _with(offloader, planner)
+    model = Chain()
+    for rows in range(16, 16 + 6 * MAX_PLANS):
+        _step(offloader, model, batch(rows=rows * 8))
+    assert len(pilot.history) == MAX_PLANS
+
+
+def _listed(stays: list[bool]) -> Choose:
+    return lambda index, nbytes: stays[index]
+
+
+def test_gradients_are_the_same_under_any_plan(make_offloader: MakeOffloader) -> None:
+    model = GPT(GPTConfig(layers=4, width=32, seq=32, dropout=0.1))
+    blocks = [f"stack.blocks.{n}" for n in range(4)]
+    reference = _step(make_offloader(policy="all"), model, TOKENS)
+    chance = random.Random(0)
+    for _ in range(12):
+        offloader = make_offloader(policy="plan", device_budget="1MiB", debug=True).use(model)
+        stays = [chance.random() < 0.5 for _ in range(200)]
+        recompute = tuple(name for name in blocks if chance.random() < 0.5)
+        _with(offloader, _Scripted(_listed(stays), recompute))
+        for _ in range(WARM_UP + 3):
+            assert_same_gradients(_step(offloader, model, TOKENS), reference)
+        offloader.close()
+
+
+def test_a_policy_of_the_users_own_is_not_planned_over(make_offloader: MakeOffloader) -> None:
+    assert make_offloader(policy="all")._autopilot is None
+    assert make_offloader(policy=Plan(()))._autopilot is None

@@ -1,0 +1,236 @@
+"""Blocks of a model: found, watched, recomputed, and left as they were."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from actoffload.blocks import BlockWatch, Checkpointed, Recompute, find_blocks, why_not_recomputed
+from actoffload.testing.gpt import GPT, GPTConfig
+from tests.harness import MakeOffloader, assert_same_gradients, gradients
+
+
+class _Keyword(nn.Module):
+    """A block that takes tensors by keyword and in a tuple, drops out, and returns a tuple."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor, *, scale: Tensor, pair: tuple[Tensor, str]) -> tuple[Tensor, str]:
+        y = nn.functional.dropout(torch.tanh(self.linear(x)) * scale, 0.5, self.training)
+        return y * torch.sigmoid(pair[0]), pair[1]
+
+
+class _Model(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(width, width)
+        self.layers = nn.ModuleDict({"a": _Keyword(width), "b": _Keyword(width), "c": _Keyword(width)})
+        self.head = nn.Sequential(nn.Linear(width, width), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        scale = torch.exp(x)
+        for layer in self.layers.values():
+            x, _ = layer(x, scale=scale, pair=(x, "text"))
+        head: Tensor = self.head(x)
+        return head
+
+
+def _step(model: nn.Module, offloader: Any = None) -> dict[str, Tensor]:
+    import contextlib
+
+    torch.manual_seed(3)
+    x = torch.randn(64, 32)
+    with offloader or contextlib.nullcontext():
+        loss = model(x).square().sum()
+    loss.backward()
+    return gradients(model)
+
+
+def test_blocks_are_the_members_of_outermost_containers_of_equals() -> None:
+    assert list(find_blocks(GPT(GPTConfig(layers=3, width=32)))) == [f"stack.blocks.{n}" for n in range(3)]
+    assert list(find_blocks(_Model())) == ["layers.a", "layers.b", "layers.c"]
+    assert find_blocks(nn.Linear(2, 2)) == {}
+    assert find_blocks(nn.Sequential(nn.ReLU(), nn.ReLU())) == {}, "nothing to recompute for"
+    nested = nn.ModuleDict({"one": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "two": nn.ReLU()})
+    assert list(find_blocks(nested)) == ["one.0", "one.1"]
+
+
+def test_encoder_and_decoder_are_both_found() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(d_model=16, d_ff=16, d_kv=8, num_layers=2, num_heads=2, vocab_size=32)
+    names = list(find_blocks(T5ForConditionalGeneration(config)))
+    assert names == ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
+
+
+def test_what_must_not_run_twice_is_named() -> None:
+    assert why_not_recomputed(nn.Linear(2, 2)) == ""
+    block = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    assert why_not_recomputed(block) == "running statistics would be updated twice"
+    assert why_not_recomputed(block.eval()) == ""
+    assert why_not_recomputed(cast(nn.Module, torch.compile(nn.Linear(2, 2)))) == "compiled"
+    compiled = nn.Linear(2, 2)
+    compiled.compile()
+    assert why_not_recomputed(compiled) == "compiled"
+
+
+class _Counting(nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        return x * 2
+
+
+class _Heard:
+    def __init__(self) -> None:
+        self.words: list[str] = []
+        self.active = True
+
+    def block_began(self, name: str, inputs: tuple[Tensor, ...]) -> None:
+        self.words.append(f"+{name}({len(inputs)})")
+
+    def block_ended(self, name: str, *, repeatable: bool) -> None:
+        self.words.append(f"-{name}{'' if repeatable else '!'}")
+
+
+def test_a_listener_hears_of_forwards_and_of_changed_buffers_but_not_of_recomputations() -> None:
+    heard = _Heard()
+    watch = BlockWatch(heard)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), _Counting()), nn.Sequential(nn.Linear(4, 4)))
+    watch.watch(model)
+    watch.watch(model)
+    runs: list[int] = []
+    model.get_submodule("1.0").register_forward_pre_hook(lambda *_: runs.append(1))
+    recompute = Recompute()
+    recompute.follow(watch.blocks, ["1"])
+    model(torch.randn(3, 4)).sum().backward()
+    assert heard.words == ["+0(0)", "-0!", "+1(1)", "-1"]
+    assert len(runs) == 2, "it did run again in backward"
+    heard.active = False
+    model(torch.randn(3, 4))
+    heard.active = True
+    watch.remove()
+    model(torch.randn(3, 4))
+    assert len(heard.words) == 4
+
+
+def test_a_block_that_fails_is_left() -> None:
+    heard = _Heard()
+    watch = BlockWatch(heard)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    watch.watch(model)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.randn(3, 5))
+    assert heard.words == ["+0(0)", "-0"]
+
+
+@pytest.mark.parametrize("names", [["layers.a"], ["layers.b", "layers.c"], ["layers.a", "layers.b", "layers.c"]])
+def test_recomputed_blocks_save_less_and_give_the_same_bits(make_offloader: MakeOffloader, names: list[str]) -> None:
+    model = _Model()
+    plain = _step(model)
+    offloader = make_offloader()
+    assert_same_gradients(_step(model, offloader), plain)
+    all_saved = offloader.statistics().packed_bytes
+    recompute = Recompute()
+    recompute.follow(find_blocks(model), names)
+    offloader = make_offloader()
+    assert_same_gradients(_step(model, offloader), plain)
+    statistics = offloader.statistics()
+    assert statistics.packed_bytes < all_saved
+    assert statistics.nvme_written_bytes > 0
+    assert statistics.live_records == 0
+    recompute.undo()
+    assert all("forward" not in vars(layer) for layer in model.layers.values())
+    offloader = make_offloader()
+    assert_same_gradients(_step(model, offloader), plain)
+    assert offloader.statistics().packed_bytes == all_saved
+
+
+def test_a_checkpoints_inputs_by_keyword_and_in_containers_are_seen_and_moved(make_offloader: MakeOffloader) -> None:
+    block = _Keyword(32)
+    block.forward = Checkpointed(block.forward, False)  # type: ignore[method-assign]
+    x, scale, other = (torch.randn(64, 32, requires_grad=True) * 1.5 for _ in range(3))
+    offloader = make_offloader()
+    with offloader:
+        loss = block(x, scale=scale, pair=(other, "text"))[0].sum()
+        saved = offloader.statistics()
+    assert saved.live_records == 3, "the three inputs, and nothing of what the block computes"
+    loss.backward()
+
+
+def test_following_another_plan_undoes_the_last_one_and_ignores_unknown_names() -> None:
+    model = _Model()
+    blocks = find_blocks(model)
+    recompute = Recompute()
+    recompute.follow(blocks, ["layers.a", "nowhere"])
+    assert recompute.names == {"layers.a"}
+    first = model.layers["a"].forward
+    recompute.follow(blocks, ["layers.a", "layers.b"])
+    assert model.layers["a"].forward is first, "not wrapped twice"
+    recompute.follow(blocks, ["layers.b"])
+    assert recompute.names == {"layers.b"}
+    assert "forward" not in vars(model.layers["a"])
+
+
+def test_a_forward_that_was_replaced_before_or_after_is_respected() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    original = model[0].forward
+    calls: list[str] = []
+
+    def patched(x: Tensor) -> Tensor:
+        calls.append("patched")
+        y: Tensor = original(x)
+        return y
+
+    model[0].forward = patched
+    recompute = Recompute()
+    recompute.follow(find_blocks(model), ["0", "1"])
+    ours = model[1].forward
+
+    def later(x: Tensor) -> Tensor:
+        calls.append("later")
+        y: Tensor = ours(x)
+        return y
+
+    model[1].forward = later
+    recompute.undo()
+    assert model[0].forward is patched
+    assert model[1].forward is later
+    model(torch.randn(2, 4)).sum().backward()
+    assert calls == ["patched", "later"], "nothing was computed twice"
+
+
+def test_without_gradients_nothing_is_checkpointed() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    Recompute().follow(find_blocks(model), ["0"])
+    with torch.no_grad():
+        assert not model(torch.randn(2, 4)).requires_grad
+
+
+def test_a_model_under_a_plan_can_be_copied_and_pickled() -> None:
+    model = _Model()
+    plain = _step(model)
+    Recompute().follow(find_blocks(model), ["layers.a"])
+    twin = copy.deepcopy(model)
+    nn.init.zeros_(model.get_parameter("layers.a.linear.weight"))
+    assert_same_gradients(_step(twin), plain)
+    loaded = pickle.loads(pickle.dumps(twin))
+    assert_same_gradients(_step(loaded), plain)
+    buffer = io.BytesIO()
+    torch.save(twin.state_dict(), buffer)
+    assert len(buffer.getvalue()) > 0

@@ -1,0 +1,161 @@
+"""``actoffload plan``: a recorded step, planned: tables, JSON, a plan that can be followed, a picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from actoffload import OffloadConfig, Offloader, Plan
+from actoffload.cli.app import app
+from actoffload.profile import Profile
+from actoffload.report import plan_picture
+from actoffload.report.plan_picture import PlanPicture, draw_plan
+from actoffload.testing.gpt import GPT, GPTConfig
+from actoffload.testing.profiles import Accelerator, link, transformer_profile
+
+runner = CliRunner()
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    accelerator = Accelerator(name="paper", flops=300e12, host=None, disk=link(5, 6))
+    target = tmp_path_factory.mktemp("profiles") / "profile.json"
+    transformer_profile(4096, 6, 4, accelerator=accelerator).save(target)
+    return target
+
+
+def invoke(*arguments: str, status: int = 0) -> str:
+    result = runner.invoke(app, ["plan", *arguments], env={"COLUMNS": "160"})
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def answer(*arguments: str) -> Any:
+    return json.loads(invoke(*arguments, "--json"))
+
+
+def test_for_a_person(file: Path) -> None:
+    text = invoke(str(file), "--device-budget", "1GiB")
+    for part in (
+        "plan of auto on cuda, device budget 1.0 GiB",
+        "activation peak",
+        "layers.0",
+        "recompute",
+        "frees 480.0 MiB",
+        "the peak, ",
+        "1.0 GiB more of budget would buy",
+    ):
+        assert part in text
+    assert "declined: " in invoke(str(file))
+
+
+def test_json_holds_all(file: Path) -> None:
+    parts = answer(str(file), "--device-budget", "1GiB", "--more", "512MiB")
+    assert set(parts) == {"profile", "blocks", "prediction", "keep", "more", "plan"}
+    assert parts["prediction"]["peak_bytes"] <= GIB
+    assert parts["prediction"]["peak"]["phase"] in ("forward", "backward", "recompute")
+    assert parts["more"]["device_budget"] == GIB + GIB // 2
+    assert parts["keep"]["peak_bytes"] == parts["profile"]["baseline_peak_bytes"]
+    assert sum(block["saved_bytes"] for block in parts["blocks"]) == parts["profile"]["saved_bytes"]
+    assert Plan.from_json(json.dumps(parts["plan"])).planner == "auto"
+
+
+def test_a_budget_may_be_a_share(file: Path) -> None:
+    whole = Profile.load(file).baseline_peak_bytes
+    assert answer(str(file), "--device-budget", "40%")["prediction"]["peak_bytes"] <= 0.4 * whole
+    assert answer(str(file), "--device-budget", str(whole))["plan"]["declined"].startswith("all fits")
+
+
+def test_options_reach_the_planner(file: Path) -> None:
+    plan = answer(str(file), "--device-budget", "2GiB", "--no-recompute", "--planner", "joint")["plan"]
+    assert (plan["planner"], plan["recompute"]) == ("joint", [])
+    assert {entry["tier"] for entry in plan["entries"]} == {"", "nvme"}
+    slow = answer(str(file), "--device-budget", "2GiB", "--no-recompute")["prediction"]["step_s"]
+    fast = answer(str(file), "--device-budget", "2GiB", "--no-recompute", "--disk-write", "50", "--disk-read", "50")
+    assert fast["prediction"]["step_s"] < slow
+    hosted = answer(str(file), "--device-budget", "2GiB", "--no-recompute", "--host-write", "25", "--target", "host")
+    assert {entry["tier"] for entry in hosted["plan"]["entries"]} == {"", "host"}
+    assert answer(str(file), "--max-slowdown", "0.2")["prediction"]["peak_bytes"] < fast["keep"]["peak_bytes"]
+
+
+def test_many_blocks_share_lines_unless_all_are_asked_for(tmp_path: Path) -> None:
+    accelerator = Accelerator(name="paper", flops=300e12, host=None, disk=link(5, 6))
+    target = tmp_path / "deep.json"
+    transformer_profile(512, 40, 1, accelerator=accelerator).save(target)
+    assert "layers.17" not in invoke(str(target))
+    assert "layers.17" in invoke(str(target), "--all")
+
+
+def test_the_plan_is_written_and_can_be_followed(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=2, width=128, seq=128, vocab=64))
+    tokens = torch.randint(0, 64, (4, 128))
+    offloader = Offloader(OffloadConfig(target="nvme", path=str(tmp_path), policy="plan")).use(model)
+    for _ in range(3):
+        with offloader:
+            loss = model(tokens, tokens)
+        loss.backward()
+    assert offloader._autopilot is not None
+    profile = offloader._autopilot.profile
+    offloader.close()
+    assert profile is not None
+    profile.save(tmp_path / "profile.json")
+    invoke(
+        str(tmp_path / "profile.json"), "--device-budget", "70%", "--no-recompute", "--plan-out", str(tmp_path / "p")
+    )
+    plan = Plan.from_json((tmp_path / "p").read_text())
+    assert plan.offloaded_bytes > 0
+    following = Offloader(OffloadConfig(target="nvme", path=str(tmp_path), policy=plan)).use(model)
+    with following:
+        loss = model(tokens, tokens)
+    loss.backward()
+    seen = following.plan
+    following.close()
+    moved = {entry.index for entry in plan.entries if entry.action == "offload"}
+    assert {entry.index for entry in seen.entries if entry.reason == "plan"} <= set(range(len(seen.entries))) - moved
+
+
+def test_the_picture(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    invoke(str(file), "--device-budget", "1GiB", "--picture", str(tmp_path / "plan.png"))
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    empty = PlanPicture(title="nothing", keep=(), plan=(), keep_step_s=0.0, plan_step_s=0.0, forward_s=0.0)
+    assert draw_plan(empty, tmp_path / "empty.png")
+    assert "nothing could be written" in invoke(str(file), "--picture", str(tmp_path / "plan.doc"), status=1)
+    assert "nothing could be written" in invoke(str(file), "--plan-out", str(tmp_path / "no" / "plan"), status=1)
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    assert not plan_picture.draw_plan(empty, tmp_path / "none.png")
+    assert "pip install actoffload[plots]" in invoke(str(file), "--picture", str(tmp_path / "x.png"), status=1)
+
+
+def test_a_budget_below_the_floor_says_the_floor(file: Path) -> None:
+    assert "the floor is 409600000 bytes" in invoke(str(file), "--device-budget", "1MiB", status=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["/no/such/file"], "profile='/no/such/file': No such file"),
+        ([__file__], "not a profile of version 1"),
+        (["PROFILE", "--planner", "best"], "planner='best': choose one of"),
+        (["PROFILE", "--target", "tape"], "target='tape': choose one of"),
+        (["PROFILE", "--device-budget", "much"], "device_budget='much': not a size"),
+        (["PROFILE", "--device-budget", "much%"], "device_budget='much%': give a size"),
+        (["PROFILE", "--device-budget", "-4%"], "device_budget='-4%': give a share"),
+        (["PROFILE", "--max-slowdown", "-1"], "max_slowdown=-1"),
+        (["PROFILE", "--disk-write", "0"], "disk_write=0.0: must be above 0 GB/s"),
+        (["PROFILE", "--more", "x"], "more='x': not a size"),
+    ],
+)
+def test_bad_options_end_with_2_and_say_why(arguments: list[str], message: str, file: Path) -> None:
+    result = runner.invoke(
+        app, ["plan", *(str(file) if a == "PROFILE" else a for a in arguments)], env={"COLUMNS": "400"}
+    )
+    assert result.exit_code == 2
+    assert message in result.output

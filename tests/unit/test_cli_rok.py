@@ -1,0 +1,425 @@
+"""``actoffload rok``: points from samples, what dominates what, resuming, failures as results, pictures, a real run."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from actoffload.cli import rok as rok_command
+from actoffload.cli import rok_models, rok_worker
+from actoffload.cli.app import app
+from actoffload.errors import ActOffloadError, BudgetError, ConfigError
+from actoffload.report import rok_run
+from actoffload.report.rok import PRESETS, Case, Preset, Variant, dominating, points_of, verdicts
+from actoffload.report.rok_html import render_html, ticks
+from actoffload.report.rok_plot import draw_rok
+from actoffload.report.rok_run import RokRun, launch_worker, load_results
+
+runner = CliRunner()
+CASE = Case(model="gpt-small", hidden=128, layers=2, batch=2, seq=128, vocab=64)
+PRESET = Preset(cases=(CASE, replace(CASE, batch=4)), levels=("0.5", "recompute"), warm_up=1, steps=2, device="cpu")
+LOSSES = ["0x1p+2", "0x1p+1"]
+MACHINE = {"gpu": None, "cpu": "a <cpu>", "torch": "2", "commit": "abc"}
+
+
+def sample(series: str, peak: int = 100, step_s: float = 1.0, case: Case = CASE, **more: Any) -> dict[str, Any]:
+    base = {
+        "case": asdict(case),
+        "series": series,
+        "level": "",
+        "repeat": 0,
+        "device_budget": None,
+        "flops": 10**12,
+        "step_s": [step_s, step_s],
+        "activation_peak_bytes": peak,
+        "counted_peak_bytes": peak,
+        "losses_hex": LOSSES,
+    }
+    return base | more
+
+
+def failed(series: str, error: str, *, oom: bool = False, case: Case = CASE) -> dict[str, Any]:
+    head = {"case": asdict(case), "series": series, "level": "", "repeat": 0, "device_budget": None}
+    return head | {"error": error, "oom": oom}
+
+
+class Launcher:
+    """Takes samples by a table, and notes what was asked for."""
+
+    def __init__(self, **results: dict[str, Any]) -> None:
+        self.results = results
+        self.specs: list[dict[str, Any]] = []
+
+    def __call__(self, spec: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        self.specs.append(spec)
+        default = {
+            k: v for k, v in sample("").items() if k not in ("case", "series", "level", "repeat", "device_budget")
+        }
+        return self.results.get(spec["series"], default)
+
+    @property
+    def order(self) -> list[tuple[str, int, int | None]]:
+        return [(s["series"], s["case"]["batch"], s["device_budget"]) for s in self.specs]
+
+
+def make_run(file: Path, launch: Any, preset: Preset = PRESET, **options: Any) -> RokRun:
+    return RokRun(preset, file, environment=dict(MACHINE), command="rok", launch=launch, **options)
+
+
+def worker_spec(series: str, **changes: Any) -> dict[str, Any]:
+    values = {"device": "cpu", "threads": None, "warm_up": 3, "steps": 1, "target": "nvme", "memory_limit": None}
+    return values | {"case": asdict(CASE), "series": series, "device_budget": None, "path": None} | changes
+
+
+# -- numbers ----------------------------------------------------------------------------------------------------------
+
+
+def test_throughput_counts_the_algorithm_over_the_median_step() -> None:
+    (point,) = points_of([sample("keep", step_s=2.0, repeat=0) | {"step_s": [1.0, 2.0, 50.0]}])
+    assert (point.tflops, point.step_s, point.peak_bytes, point.identical) == (0.5, 2.0, 100, True)
+    assert point.spread == pytest.approx(24.5)
+
+
+def test_repeats_are_one_point_with_the_highest_peak_and_the_spread_of_their_medians() -> None:
+    samples = [sample("keep", 100, 1.0), sample("keep", 120, 1.1, repeat=1)]
+    (point,) = points_of(samples)
+    assert (point.samples, point.peak_bytes) == (2, 120)
+    assert point.spread == pytest.approx(0.1 / 1.05)
+
+
+def test_one_bit_of_difference_is_found() -> None:
+    other = sample("offload") | {"losses_hex": ["0x1p+2", "0x1.0000000000001p+1"]}
+    points = points_of([other, sample("keep")])
+    assert {p.variant.series: p.identical for p in points} == {"offload": False, "keep": True}
+
+
+def test_what_dominates_what() -> None:
+    samples = [
+        sample("keep", 100, 1.0),
+        sample("recompute", 40, 1.4),
+        sample("offload", 60, 1.5),
+        sample("hybrid", 60, 1.1),
+        sample("keep", 10, 0.1, case=replace(CASE, hidden=256)),  # another panel
+        failed("hybrid", "boom", case=replace(CASE, batch=4)),
+    ]
+    points = points_of(samples)
+    by_name = {p.label: p.dominated_by for p in points if p.case.hidden == 128}
+    assert by_name["offload, batch 2"] == ("hybrid, batch 2", "recompute, batch 2")
+    assert by_name["keep, batch 2"] == by_name["recompute, batch 2"] == by_name["hybrid, batch 2"] == ()
+    assert points[-1].dominated_by == ()
+    assert dominating(points[-1], points) == []
+    assert not points[-1].measured
+
+
+def test_equal_points_do_not_dominate_each_other() -> None:
+    points = points_of([sample("keep"), sample("offload")])
+    assert [p.dominated_by for p in points] == [(), ()]
+
+
+def test_the_hybrid_is_compared_at_no_more_memory() -> None:
+    samples = [
+        sample("keep", 100, 1.0),
+        sample("recompute", 40, 1.4),
+        sample("offload", 20, 1.5),
+        sample("hybrid", 100, 1.02),
+        sample("hybrid", 40, 1.5, level="0.4"),
+    ]
+    found = {v.other.variant.series: v for v in verdicts(points_of(samples))}
+    assert found["keep"].holds is False
+    assert found["recompute"].holds is False
+    assert found["offload"].holds is None
+    assert found["keep"].ratio == pytest.approx(1 / 1.02)
+    noisy = [*samples, sample("keep", 100, 1.2, repeat=1)]
+    keep = next(v for v in verdicts(points_of(noisy)) if v.other.variant.series == "keep")
+    assert (keep.noise, keep.holds) == (0.05, True)
+
+
+def test_labels() -> None:
+    assert Variant(series="hybrid", level="0.4").label == "hybrid 40%"
+    assert Variant(series="hybrid", level="recompute").label == "hybrid = recompute"
+    assert Variant(series="keep").label == "keep"
+
+
+def test_presets_hold_the_shapes_of_the_paper() -> None:
+    shapes = {(c.model, c.hidden, c.layers, c.batch) for c in PRESETS["ssdtrain"].cases}
+    for model in ("gpt", "bert", "t5"):
+        assert {(model, 8192, 4, 16), (model, 12288, 3, 16), (model, 16384, 2, 16)} <= shapes
+    assert {("bert", hidden, 3, batch) for hidden in (12288, 14336) for batch in (4, 8, 16, 32)} <= shapes
+    assert len(shapes) == len(PRESETS["ssdtrain"].cases) == 16
+    assert {c.dtype for c in PRESETS["ssdtrain"].cases} == {"bfloat16"}
+
+
+# -- taking samples ---------------------------------------------------------------------------------------------------
+
+
+def test_variants_take_turns_and_budgets_come_from_what_was_counted(tmp_path: Path) -> None:
+    launch = Launcher(recompute={"counted_peak_bytes": 30, "step_s": [1.0], "flops": 1, "activation_peak_bytes": 30})
+    run = make_run(tmp_path / "r.json", launch)
+    assert len(list(run.run())) == 2 * 2 * 6
+    turn = [("keep", None), ("offload", None), ("recompute", None), ("hybrid", None), ("hybrid", 50), ("hybrid", 30)]
+    assert launch.order == [(s, batch, budget) for batch in (2, 2, 4, 4) for s, budget in turn]
+
+
+def test_a_run_is_resumed_and_only_failures_are_taken_again(tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    first = Launcher(offload={"error": "boom", "oom": False})
+    steps = make_run(file, first).run()
+    for _ in range(5):
+        next(steps)
+    steps.close()
+    assert len(load_results(file)["samples"]) == 5
+    assert not list(tmp_path.glob("*.partial"))
+    second = Launcher()
+    assert len(list(make_run(file, second).run())) == 24 - 5
+    assert list(make_run(file, second).run()) == []
+    third = Launcher()
+    assert [job.variant.series for job, _ in make_run(file, third, retry=True).run()] == ["offload"]
+    assert len(load_results(file)["samples"]) == 24
+
+
+def test_results_of_other_options_are_not_mixed(tmp_path: Path) -> None:
+    file = tmp_path / "r.json"
+    list(make_run(file, Launcher()).run())
+    with pytest.raises(ConfigError, match="another warm_up, memory_limit; name a new file"):
+        make_run(file, Launcher(), replace(PRESET, warm_up=2), memory_limit=5)
+    file.write_text('{"benchmark": "gpu"}')
+    with pytest.raises(ConfigError, match="no results of `actoffload rok`"):
+        make_run(file, Launcher())
+
+
+def test_without_a_baseline_there_is_no_budget(tmp_path: Path) -> None:
+    boom = {"error": "out of memory", "oom": True}
+    run = make_run(tmp_path / "r.json", Launcher(keep=boom, offload=boom, recompute=boom, hybrid=boom))
+    errors = [s["error"] for _, s in run.run() if s["level"]]
+    assert set(errors) == {"no budget: the peak of keep is not known", "no budget: the peak of recompute is not known"}
+
+
+def test_the_offloaders_own_baseline_does_where_keep_ran_out_of_memory(tmp_path: Path) -> None:
+    offload = sample("offload") | {"statistics": {"baseline_peak_bytes": 400}}
+    launch = Launcher(keep={"error": "out of memory", "oom": True}, offload=offload)
+    list(make_run(tmp_path / "r.json", launch).run())
+    assert ("hybrid", 2, 200) in launch.order
+
+
+@pytest.mark.parametrize(
+    ("script", "oom", "text"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", True, "killed by the system"),
+        ("raise MemoryError('no room')", True, "MemoryError: no room"),
+        ("raise SystemExit('a bad day')", False, "a bad day"),
+        ("import time; time.sleep(60)", False, "stopped after 3 s"),
+    ],
+)
+def test_a_process_that_fails_is_a_result(
+    script: str, oom: bool, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "a_worker_that_fails.py").write_text(script)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(rok_run, "WORKER", "a_worker_that_fails")
+    result = launch_worker({}, 3.0)
+    assert result["oom"] is oom
+    assert text in result["error"]
+
+
+# -- the worker -------------------------------------------------------------------------------------------------------
+
+
+def test_the_worker_measures_the_same_training_in_every_series(tmp_path: Path) -> None:
+    keep = rok_worker.measure(worker_spec("keep"))
+    recompute = rok_worker.measure(worker_spec("recompute"))
+    path = [str(tmp_path)]
+    offload = rok_worker.measure(worker_spec("offload", path=path))
+    budget = keep["counted_peak_bytes"] * 6 // 10
+    hybrid = rok_worker.measure(worker_spec("hybrid", path=path, device_budget=budget, warm_up=4))
+    assert keep["losses_hex"] == recompute["losses_hex"] == offload["losses_hex"] == hybrid["losses_hex"][:4]
+    assert len(set(keep["losses_hex"])) == 4
+    assert keep["flops"] == 3 * 2 * (2 * 128 * (2 * 12 * 128**2 + 128 * 64) + 2 * 2 * 2 * 128 * 128 * 128)
+    block = 2 * 128 * 128 * 4 * 16  # input, norm, q k v, attention, projection's input, norm, 4 + 4 of the MLP
+    assert keep["activation_peak_bytes"] > 2 * block
+    assert block < recompute["activation_peak_bytes"] < keep["activation_peak_bytes"] - block / 2
+    assert hybrid["activation_peak_bytes"] <= budget
+    assert hybrid["planning"]["history"] == ["first plan"]
+
+
+def test_the_worker_turns_failures_into_results(capsys: pytest.CaptureFixture[str]) -> None:
+    spec = worker_spec("keep", case=asdict(replace(CASE, model="abacus")))
+    assert rok_worker.main(json.dumps(spec)) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert "model='abacus': choose one of 'gpt-small', 'gpt'" in result["error"]
+    assert result["oom"] is False
+    text = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 5 bytes"
+    assert rok_worker.failure(RuntimeError(text))["oom"] is True
+    assert rok_worker.failure(torch.OutOfMemoryError("CUDA out of memory"))["oom"] is True
+    assert rok_worker.failure(ActOffloadError("x"))["oom"] is False
+    assert rok_worker.failure(BudgetError(1, 2, "floor"))["below_floor"] is True
+
+
+def test_models_need_sizes_that_fit_and_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="hidden=100: must be a multiple of head_width=64"):
+        rok_models.build(replace(CASE, hidden=100))
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"needs Transformers: pip install actoffload\[hf\]"):
+        rok_models.build(replace(CASE, model="bert"))
+
+
+@pytest.mark.parametrize("model", ["gpt", "bert", "t5"])
+def test_transformers_models(model: str) -> None:
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    workload = rok_models.build(replace(CASE, model=model, layers=3))
+    assert len(workload.blocks) == 3
+    for name in workload.blocks:
+        workload.model.get_submodule(name)
+    loss = workload.loss(torch.randint(1, 64, (2, 129)))
+    torch.autograd.backward(loss)
+    assert torch.isfinite(loss)
+    assert workload.model.training
+
+
+# -- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def all_points() -> list[dict[str, Any]]:
+    return [
+        sample("keep", 100 << 20, 1.0),
+        sample("recompute", 40 << 20, 1.4),
+        sample("offload", 60 << 20, 1.5),
+        sample("hybrid", 60 << 20, 1.1, level="0.6", device_budget=60 << 20),
+        failed("keep", "out of memory: no room", oom=True, case=replace(CASE, batch=8)),
+        failed("recompute", "a </script> that failed", case=replace(CASE, batch=8)),
+    ]
+
+
+def test_the_page_needs_nothing_but_itself() -> None:
+    page = render_html(points_of(all_points()), "a <title>", dict(MACHINE))
+    assert not re.search(r"https?:|//cdn|@import|url\(|<link|src=|fetch\(|XMLHttpRequest", page)
+    assert page.count("<circle") == 4
+    assert page.count("data-tip=") == 4
+    assert "a &lt;title&gt;" in page
+    assert "a &lt;/script&gt; that failed" in page
+    assert page.count("</script>") == 1
+    assert "out of memory: keep, batch 8" in page
+    assert "prefers-color-scheme: dark" in page
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "rok.png"
+    assert draw_rok(points_of(all_points()), file, "title")
+    assert file.read_bytes().startswith(b"\x89PNG")
+    assert draw_rok(points_of([failed("keep", "boom")]), file, "nothing was measured")
+    assert not draw_rok([], tmp_path / "none.png", "nothing")
+
+
+@pytest.mark.parametrize("most", [0.0, 1e-6, 0.0421, 0.5, 1.0, 3.4, 99.0, 1234.0])
+def test_ticks_are_round_and_reach_beyond(most: float) -> None:
+    values = ticks(most)
+    assert values[0] == 0.0
+    assert values[-1] >= most
+    assert 2 <= len(values) <= 8
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def invoke(*arguments: str, status: int = 0) -> str:
+    result = runner.invoke(app, ["rok", *arguments], env={"COLUMNS": "200"})
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def write(file: Path, samples: Sequence[dict[str, Any]]) -> Path:
+    how = {"device": "cpu", "threads": 1, "warm_up": 1, "steps": 1, "target": "auto", "memory_limit": None}
+    payload = {"benchmark": "rok", "version": 1, "environment": MACHINE, "measured_with": how, "samples": samples}
+    file.write_text(json.dumps(payload))
+    return file
+
+
+def test_redraw_prints_what_dominates_and_writes_every_file(tmp_path: Path) -> None:
+    file = write(tmp_path / "r.json", all_points()[:-1])
+    text = invoke("--redraw", str(file))
+    assert "out of memory" in text
+    assert "hybrid 60%" in text
+    assert "× 1.364" in text
+    assert "no hybrid so small" in text
+    assert "Losses are equal bit for bit" in text
+    names = {f.name for f in tmp_path.iterdir()}
+    assert {"r.json", "r.csv", "r.html"} <= names
+    rows = list(csv.DictReader((tmp_path / "r.csv").read_text().splitlines()))
+    assert [row["efficient"] for row in rows] == ["True", "True", "False", "True", "False"]
+    data = json.loads(invoke("--redraw", str(file), "--json"))
+    assert len(data["points"]) == 5
+    against = {row["other"]: row for row in data["hybrid_against"]}
+    assert against["offload"]["holds"] is True
+    assert against["recompute"]["holds"] is None
+
+
+def test_redraw_fails_when_losses_differ_or_a_point_failed(tmp_path: Path) -> None:
+    different = [sample("keep"), sample("offload") | {"losses_hex": ["0x0p+0"]}]
+    assert "LOSSES DIFFER" in invoke("--redraw", str(write(tmp_path / "a.json", different)), status=1)
+    invoke("--redraw", str(write(tmp_path / "b.json", all_points())), status=1)
+    floor = [sample("keep"), failed("hybrid", "BudgetError: the floor is 5") | {"below_floor": True}]
+    invoke("--redraw", str(write(tmp_path / "c.json", floor)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--preset", "huge"], "preset='huge': choose one of 'ssdtrain', 'cpu', 'tiny'"),
+        (["--series", "best"], "series='best': choose one of 'keep'"),
+        (["--level", "much"], "level='much': give a share"),
+        (["--level", "-5%"], "level='-5%': give a share"),
+        (["--memory-limit", "lots"], "memory_limit='lots'"),
+        (["--redraw", "/no/such/file"], "no results of `actoffload rok`"),
+        (["--batch", "0"], "--batch"),
+    ],
+)
+def test_bad_options_end_with_2_and_say_why(arguments: list[str], message: str) -> None:
+    result = runner.invoke(app, ["rok", *arguments], env={"COLUMNS": "400"})
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_options_select_from_the_preset() -> None:
+    chosen = rok_command.select(PRESETS["cpu"], ["gpt-small"], [64, 128], [1], ["40%", "0.5", "offload"], 3, 32)
+    assert [(c.model, c.hidden, c.batch, c.layers, c.seq) for c in chosen.cases] == [
+        ("gpt-small", 64, 1, 3, 32),
+        ("gpt-small", 128, 1, 3, 32),
+    ]
+    assert chosen.levels == ("0.4", "0.5", "offload")
+    assert rok_command.select(PRESETS["tiny"]) == PRESETS["tiny"]
+
+
+@pytest.mark.slow
+def test_a_real_run_is_resumed_and_drawn(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.json"
+    options = ["--preset", "tiny", "--out", str(file), "--batch", "2", "--path", str(tmp_path)]
+    invoke(*options, "--series", "keep", "--series", "recompute")
+    assert len(load_results(file)["samples"]) == 2
+    text = invoke(*options)
+    samples = load_results(file)["samples"]
+    assert [s["series"] for s in samples] == ["keep", "recompute", "offload", "hybrid", "hybrid"]
+    assert not any("error" in s for s in samples)
+    assert samples[-1]["activation_peak_bytes"] <= samples[-1]["device_budget"]
+    assert str(tmp_path) not in json.dumps([s.get("case") for s in samples])
+    assert "Losses are equal bit for bit" in text
+    assert (tmp_path / "tiny.html").stat().st_size > 5000
+
+
+@pytest.mark.slow
+def test_running_out_of_memory_is_a_point(tmp_path: Path) -> None:
+    file = tmp_path / "oom.json"
+    options = ["--preset", "tiny", "--out", str(file), "--batch", "4096", "--series", "keep", "--memory-limit", "1GiB"]
+    text = invoke(*options)
+    (found,) = load_results(file)["samples"]
+    assert found["oom"] is True
+    assert "out of memory" in text

@@ -1,0 +1,402 @@
+"""Each planner does what it is named after; what is planned is what the simulator then sees."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from actoffload.errors import BudgetError, ConfigError
+from actoffload.planner import Plan, PlanEntry
+from actoffload.planners import PLANNERS, Limits, Observed, Planner, correct, make_planner, needs_replan
+from actoffload.planners.base import Bench
+from actoffload.planners.joint import ranking
+from actoffload.planners.lifetime import BINS, Channel
+from actoffload.planners.search import every_choice, neighbours
+from actoffload.policy import Decision, TensorFacts
+from actoffload.profile import Link, Profile, Storage
+from actoffload.simulator import Conditions, simulate
+from actoffload.testing.profiles import Accelerator, link, random_profile, transformer_profile
+
+A100_FLOPS = 90e12
+"""What an A100 at its base clock reaches, as SSDTrain's evaluation ran it."""
+SHAPES = [(8192, 4), (12288, 3), (16384, 2)]
+NAMES = sorted(PLANNERS)
+
+
+def _a100(write_gb_s: float, read_gb_s: float | None = None) -> Accelerator:
+    return Accelerator(name="A100", flops=A100_FLOPS, host=None, disk=link(write_gb_s, read_gb_s))
+
+
+def _ssdtrain_profile(width: int, layers: int, write_gb_s: float) -> Profile:
+    """SSDTrain's evaluation: batch 16, sequences of 1024, tensor parallel over two devices."""
+    return transformer_profile(width, layers, 16, shards=2, accelerator=_a100(write_gb_s))
+
+
+def _slow_profile() -> Profile:
+    accelerator = Accelerator(name="slow", flops=1e12, host=None, disk=link(1.0, 2.0))
+    return transformer_profile(1024, 6, 4, sequence=512, accelerator=accelerator, element_bytes=4)
+
+
+def test_every_planner_is_found_by_its_name() -> None:
+    for name in NAMES:
+        planner = make_planner(name)
+        assert isinstance(planner, Planner)
+        assert planner.name == name
+    with pytest.raises(ConfigError) as caught:
+        make_planner("best")
+    assert caught.value.field == "planner"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_planned_is_what_is_seen(name: str, seed: int) -> None:
+    profile = random_profile(seed)
+    floor = Bench(profile, Limits(device_budget=1)).floor()[0]
+    budget = (floor + profile.baseline_peak_bytes) // 2
+    for limits in (Limits(), Limits(max_slowdown=0.1), Limits(device_budget=budget)):
+        try:
+            plan = make_planner(name).plan(profile, limits)
+        except BudgetError:
+            assert name != "auto"
+            continue
+        seen = simulate(profile, plan, Conditions(device_budget=limits.device_budget))
+        assert (seen.step_s, seen.peak_bytes) == (plan.predicted_step_s, plan.predicted_peak_bytes)
+        assert Plan.from_json(plan.to_json()) == plan
+        assert plan.planner == name
+        assert [entry.index for entry in plan.entries] == list(range(len(plan.entries)))
+        assert make_planner(name).plan(profile, limits) == plan  # deterministic
+
+
+@pytest.mark.parametrize(("width", "layers"), SHAPES)
+def test_the_shapes_of_ssdtrain_with_enough_bandwidth(width: int, layers: int) -> None:
+    profile = _ssdtrain_profile(width, layers, write_gb_s=24.0)  # four drives of 6 GB/s
+    for name in ("ssdtrain", "auto"):
+        plan = make_planner(name).plan(profile, Limits())
+        assert plan.predicted_step_s is not None
+        assert plan.predicted_peak_bytes is not None
+        assert plan.predicted_step_s <= 1.01 * profile.step_s
+        assert plan.predicted_peak_bytes <= 0.72 * profile.baseline_peak_bytes  # the paper: 28 to 40 % less
+        assert plan.offloaded_bytes > 0.3 * profile.saved_bytes
+
+
+@pytest.mark.parametrize(("width", "layers"), SHAPES)
+def test_without_enough_bandwidth_a_part_moves_and_the_tail_stays(width: int, layers: int) -> None:
+    profile = _ssdtrain_profile(width, layers, write_gb_s=3.0)
+    plan = make_planner("ssdtrain").plan(profile, Limits())
+    actions = [entry.action for entry in plan.entries]
+    assert 0 < plan.offloaded_bytes < 0.6 * profile.saved_bytes
+    moved = actions.count("offload")
+    assert actions == ["offload"] * moved + ["keep"] * (len(actions) - moved)
+    auto = make_planner("auto").plan(profile, Limits())
+    assert auto.predicted_step_s is not None
+    assert auto.predicted_step_s <= 1.01 * profile.step_s
+    assert 0 < auto.offloaded_bytes < profile.saved_bytes
+    assert auto.entries[-1].action == "keep"
+    bench = Bench(profile, Limits())
+    everything = bench.predict(bench.offload_all(), budget=profile.baseline_peak_bytes // 5)
+    assert everything.step_s > 1.2 * profile.step_s  # what auto avoids
+
+
+def test_wider_models_need_less_bandwidth() -> None:
+    """SSDTrain, table III: the bandwidth that hides everything falls as the width grows."""
+    shares = []
+    for width, layers in SHAPES:
+        plan = make_planner("ssdtrain").plan(_ssdtrain_profile(width, layers, 3.0), Limits())
+        shares.append(plan.offloaded_bytes / (plan.offloaded_bytes + plan.kept_bytes))
+    assert shares == sorted(shares)
+    assert shares[0] < shares[-1]
+
+
+def test_ssdtrain_cuts_by_reads_too() -> None:
+    fast = make_planner("ssdtrain").plan(transformer_profile(8192, 4, 16, accelerator=_a100(6.0, 12.0)), Limits())
+    slow = make_planner("ssdtrain").plan(transformer_profile(8192, 4, 16, accelerator=_a100(6.0, 1.0)), Limits())
+    assert slow.offloaded_bytes < fast.offloaded_bytes
+
+
+def test_bring_back_keeps_the_largest() -> None:
+    profile = _slow_profile()
+    budget = int(0.7 * profile.baseline_peak_bytes)
+    plan = make_planner("bring_back").plan(profile, Limits(device_budget=budget))
+    assert plan.predicted_peak_bytes is not None
+    assert plan.predicted_peak_bytes <= budget
+    kept = [entry.nbytes for entry in plan.entries if entry.action == "keep"]
+    assert max(entry.nbytes for entry in plan.entries) in kept
+
+
+def test_lifetime_moves_what_lies_idle_longest() -> None:
+    def storage(index: int, birth_s: float, need_s: float) -> Storage:
+        return Storage(index=index, nbytes=100, birth_s=birth_s, need_s=need_s, last_need_s=need_s)
+
+    storages = (storage(0, 0.0, 10.0), storage(1, 0.1, 2.5), storage(2, 0.2, 9.0), storage(3, 4.0, 4.5))
+    disk = Link(write_bytes_per_s=100.0, read_bytes_per_s=100.0)
+    profile = Profile(storages=storages, forward_s=5.0, backward_s=5.0, disk=disk)
+    plan = make_planner("lifetime").plan(profile, Limits())
+    assert [entry.action for entry in plan.entries] == ["offload", "keep", "offload", "keep"]
+
+
+def test_a_channel_is_booked_once() -> None:
+    channel = Channel(bin_s=1.0, bytes_per_s=10.0, latency_s=0.5)
+    assert float(channel.free_before()[-1]) == BINS
+    channel.book(2, 5, 2.5, latest=False)
+    assert channel.free[1:6].tolist() == [1.0, 0.0, 0.0, 0.5, 1.0]
+    channel.book(2, 5, 1.25, latest=True)
+    assert channel.free[1:6].tolist() == [1.0, 0.0, 0.0, 0.25, 0.0]
+
+
+def test_joint_recomputes_what_is_cheapest_by_the_byte() -> None:
+    profile = _slow_profile()
+    cheap = tuple(
+        replace(block, recompute_s=block.recompute_s * (0.1 if number == 3 else 1.0))
+        for number, block in enumerate(profile.blocks)
+    )
+    profile = replace(profile, blocks=cheap, disk=None)
+    bench = Bench(profile, Limits(device_budget=1))
+    assert ranking(bench, earliest_first=True)[0] == 3
+    assert ranking(bench, earliest_first=True)[1:] == [0, 1, 2, 4, 5]
+    assert ranking(bench, earliest_first=False)[1:] == [5, 4, 2, 1, 0]
+    budget = int(0.9 * profile.baseline_peak_bytes)
+    plan = make_planner("joint").plan(profile, Limits(device_budget=budget))
+    assert plan.recompute == ("layers.3",)
+    assert plan.offloaded_bytes == 0
+
+
+def test_joint_mixes_all_three_under_a_tight_budget() -> None:
+    profile = transformer_profile(8192, 12, 4, accelerator=_a100(3.0))
+    budget = profile.baseline_peak_bytes // 4
+    plan = make_planner("auto").plan(profile, Limits(device_budget=budget))
+    assert plan.recompute
+    assert plan.offloaded_bytes > 0
+    assert plan.kept_bytes > 0
+    only = make_planner("auto").plan(profile, Limits(device_budget=budget, recompute=False))
+    assert plan.predicted_step_s is not None
+    assert only.predicted_step_s is not None
+    assert plan.predicted_step_s < only.predicted_step_s
+    assert only.recompute == ()
+
+
+def test_a_plan_is_followed_by_place_where_blocks_are_recomputed() -> None:
+    profile = transformer_profile(8192, 12, 4, accelerator=_a100(3.0))
+    plan = make_planner("auto").plan(profile, Limits(device_budget=profile.baseline_peak_bytes // 4))
+    saved = sum(1 for s in profile.storages if s.block is None or profile.blocks[s.block].name not in plan.recompute)
+    assert len(plan.entries) == saved + len(plan.recompute)  # of each recomputed block only its input
+    for entry in plan.entries:
+        facts = TensorFacts(
+            nbytes=entry.nbytes, shape=(), dtype="x", device="cuda", module=entry.module, index=entry.index
+        )
+        assert plan.decide(facts) is (Decision.KEEP if entry.action == "keep" else Decision.OFFLOAD)
+        assert plan.tier(facts) == ("" if entry.action == "keep" else "nvme")
+
+
+def test_tiers_are_chosen() -> None:
+    accelerator = Accelerator(name="a", flops=2e13, host=link(20), disk=link(5))
+    profile = transformer_profile(4096, 8, 8, accelerator=accelerator)
+    host = profile.saved_bytes // 4
+    plan = make_planner("auto").plan(profile, Limits(host_budget=host))
+    tiers = [entry.tier for entry in plan.entries if entry.action == "offload"]
+    assert {"host", "nvme"} <= set(tiers)
+    seen = simulate(profile, plan, Conditions(host_budget=host))
+    assert seen.host_peak_bytes <= host
+    assert seen.pressed == ()
+    for tier in ("host", "nvme"):
+        only = make_planner("auto").plan(profile, Limits(tiers=(tier,)))
+        assert {entry.tier for entry in only.entries if entry.action == "offload"} == {tier}
+    none = make_planner("auto").plan(profile, Limits(tiers=()))
+    assert none.offloaded_bytes == 0
+    assert none.declined
+
+
+def test_a_disk_that_is_small_is_not_overfilled() -> None:
+    profile = _slow_profile()
+    room = profile.saved_bytes // 3
+    plan = make_planner("auto").plan(profile, Limits(nvme_budget=room))
+    seen = simulate(profile, plan, Conditions(nvme_budget=room))
+    assert 0 < seen.disk_peak_bytes <= room
+    assert plan.offloaded_bytes <= room
+
+
+# -- budgets and verdicts ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_budget_that_cannot_be_met_names_the_floor(name: str) -> None:
+    profile = _slow_profile()
+    with pytest.raises(BudgetError) as caught:
+        make_planner(name).plan(profile, Limits(device_budget=1 << 20))
+    error = caught.value
+    assert error.budget_bytes == 1 << 20
+    assert 1 << 20 < error.floor_bytes < profile.baseline_peak_bytes
+    assert f"the floor is {error.floor_bytes} bytes" in str(error)
+    again = pickle.loads(pickle.dumps(error))
+    assert (again.budget_bytes, again.floor_bytes) == (error.budget_bytes, error.floor_bytes)
+    if name == "auto":
+        plan = make_planner(name).plan(profile, Limits(device_budget=error.floor_bytes))
+        assert plan.predicted_peak_bytes is not None
+        assert plan.predicted_peak_bytes <= error.floor_bytes
+
+
+def test_a_budget_with_nothing_to_move_names_the_floor() -> None:
+    profile = _slow_profile()
+    storages = tuple(replace(storage, block=None) for storage in profile.storages)
+    profile = replace(profile, disk=None, blocks=(), storages=storages)
+    with pytest.raises(BudgetError, match="floor"):
+        make_planner("auto").plan(profile, Limits(device_budget=1))
+
+
+def test_declined_says_why() -> None:
+    auto = make_planner("auto")
+    profile = _slow_profile()
+    fits = auto.plan(profile, Limits(device_budget=profile.baseline_peak_bytes))
+    assert fits.declined.startswith("all fits")
+    still = replace(profile, storages=tuple(replace(s, kept="below min_bytes") for s in profile.storages))
+    assert "may move" in auto.plan(still, Limits()).declined
+    accelerator = Accelerator(name="slow reads", flops=1e12, host=None, disk=link(3.0, 1e-4))
+    slow = transformer_profile(1024, 12, 4, sequence=512, accelerator=accelerator, vocabulary=1000)
+    assert "slows the step by more than 1.0%" in auto.plan(slow, Limits()).declined
+    brief = Storage(index=0, nbytes=100, birth_s=0.0, need_s=0.1, last_need_s=0.1, module="loss")
+    once = Profile(
+        storages=(brief,), forward_s=1.0, backward_s=1.0, disk=Link(write_bytes_per_s=1e9, read_bytes_per_s=1)
+    )
+    assert "lowers the peak by less than 1%" in auto.plan(once, Limits()).declined
+    assert "loss" in auto.plan(once, Limits()).declined
+    for plan in (
+        fits,
+        auto.plan(still, Limits()),
+        auto.plan(slow, Limits()),
+        auto.plan(Profile(storages=()), Limits()),
+    ):
+        assert plan.offloaded_bytes == 0
+        assert plan.recompute == ()
+        assert plan.declined
+
+
+def test_more_slow_down_frees_more() -> None:
+    profile = transformer_profile(8192, 8, 8, accelerator=_a100(3.0))
+    peaks = []
+    for slowdown in (None, 0.02, 0.1, 0.3):
+        plan = make_planner("auto").plan(profile, Limits(max_slowdown=slowdown))
+        assert plan.predicted_step_s is not None
+        assert plan.predicted_step_s <= profile.step_s * (1 + (slowdown or 0.01))
+        peaks.append(plan.predicted_peak_bytes or 0)
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] < 0.8 * peaks[0]
+
+
+def test_no_block_is_recomputed_without_a_cost_that_was_allowed() -> None:
+    profile = transformer_profile(8192, 8, 8, accelerator=_a100(3.0))
+    assert make_planner("auto").plan(profile, Limits()).recompute == ()
+    assert make_planner("auto").plan(profile, Limits(max_slowdown=0.3)).recompute
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"device_budget": -1}, "device_budget"),
+        ({"host_budget": 1.5}, "host_budget"),
+        ({"nvme_budget": True}, "nvme_budget"),
+        ({"max_slowdown": -0.1}, "max_slowdown"),
+        ({"max_slowdown": float("nan")}, "max_slowdown"),
+        ({"tiers": ("tape",)}, "tiers"),
+    ],
+)
+def test_limits_are_checked(values: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Limits(**values)
+    assert caught.value.field == field
+
+
+def test_every_choice_is_listed_only_where_there_are_few() -> None:
+    small = Bench(random_profile(0, storages=4, blocks=0), Limits())
+    listed = every_choice(small)
+    assert listed is not None
+    choices = list(listed)
+    assert len(set(choices)) == len(choices) >= 2
+    assert every_choice(small, at_most=1) is None
+    assert all(other != small.keep for other in neighbours(small, small.keep, 1))
+
+
+# -- feedback ---------------------------------------------------------------------------------------------------------
+
+
+def _planned() -> tuple[Profile, Plan]:
+    profile = _slow_profile()
+    return profile, make_planner("auto").plan(profile, Limits(max_slowdown=0.05))
+
+
+def test_a_step_as_predicted_changes_nothing() -> None:
+    profile, plan = _planned()
+    seen = simulate(profile, plan)
+    observed = Observed(step_s=seen.step_s, backward_wait_s=seen.backward_wait_s, peak_bytes=seen.peak_bytes)
+    after = correct(profile, plan, observed)
+    assert after.disk is not None
+    assert after.disk.cost_s_per_byte == pytest.approx(0.0, abs=1e-15)
+    assert needs_replan(profile, plan, observed) == ""
+
+
+def test_bandwidth_that_is_less_is_learned_and_moves_less() -> None:
+    profile, plan = _planned()
+    assert profile.disk is not None
+    real = replace(profile, disk=profile.disk.scaled(0.1))
+    assert real.disk is not None
+    for _ in range(6):
+        seen = simulate(real, plan)
+        observed = Observed(
+            step_s=seen.step_s,
+            forward_wait_s=seen.forward_wait_s,
+            backward_wait_s=seen.backward_wait_s,
+            disk_write_bytes_per_s=real.disk.write_bytes_per_s,
+            disk_read_bytes_per_s=real.disk.read_bytes_per_s,
+        )
+        reason = needs_replan(profile, plan, observed)
+        profile = correct(profile, plan, observed)
+        plan = make_planner("auto").plan(profile, Limits()) if reason else plan
+    assert profile.disk is not None
+    assert profile.disk.write_bytes_per_s == pytest.approx(real.disk.write_bytes_per_s, rel=0.2)
+    assert simulate(real, plan).step_s <= 1.05 * real.step_s
+
+
+def test_moving_that_costs_compute_time_is_learned() -> None:
+    profile, plan = _planned()
+    assert profile.disk is not None
+    real = replace(profile, disk=replace(profile.disk, cost_s_per_byte=0.3 * profile.step_s / profile.saved_bytes))
+    for _ in range(8):
+        seen = simulate(real, plan)
+        observed = Observed(step_s=seen.step_s, backward_wait_s=seen.backward_wait_s)
+        profile = correct(profile, plan, observed)
+    assert real.disk is not None
+    assert profile.disk is not None
+    assert profile.disk.cost_s_per_byte == pytest.approx(real.disk.cost_s_per_byte, rel=0.1)
+
+
+def test_a_step_that_moved_nothing_corrects_the_times() -> None:
+    profile = _slow_profile()
+    after = correct(profile, None, Observed(step_s=2 * profile.step_s))
+    assert after.step_s == pytest.approx(1.5 * profile.step_s)
+    assert after.keep_step_s == 2 * profile.step_s
+    assert after.storages[3].birth_s == pytest.approx(1.5 * profile.storages[3].birth_s)
+
+
+def test_when_to_plan_anew() -> None:
+    profile, plan = _planned()
+    seen = simulate(profile, plan)
+    sizes = tuple(entry.nbytes for entry in plan.entries)
+    same = Observed(step_s=seen.step_s, backward_wait_s=seen.backward_wait_s, sizes=sizes)
+    assert needs_replan(profile, plan, same) == ""
+    assert "other sizes" in needs_replan(profile, plan, replace(same, sizes=sizes[1:]))
+    assert "bandwidth" in needs_replan(profile, plan, replace(same, disk_write_bytes_per_s=1e8))
+    assert "the step took" in needs_replan(profile, plan, replace(same, step_s=1.2 * seen.step_s))
+    assert "the peak was" in needs_replan(profile, plan, replace(same, peak_bytes=2 * seen.peak_bytes))
+    with pytest.raises(ConfigError):
+        Observed(step_s=0.0)
+
+
+def test_a_plan_without_tiers_is_still_a_plan() -> None:
+    old = Plan((PlanEntry(index=0, nbytes=1, action="offload"),))
+    new = Plan((PlanEntry(index=0, nbytes=1, action="offload", tier="nvme"),))
+    other = Plan((PlanEntry(index=0, nbytes=1, action="offload", tier="host"),))
+    assert old.difference(new) == ()
+    assert new.difference(other) == (0,)
+    with pytest.raises(ConfigError):
+        Plan.from_json(new.to_json().replace("nvme", "tape"))

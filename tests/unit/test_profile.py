@@ -1,0 +1,146 @@
+"""Profiles are plain data: checked, saved, loaded; what follows from them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actoffload.errors import ConfigError
+from actoffload.profile import Block, Link, Profile, Storage
+from actoffload.testing.profiles import Accelerator, link, random_profile, transformer_profile
+
+LINK = Link(write_bytes_per_s=100.0, read_bytes_per_s=200.0)
+
+
+def _storage(**changes: Any) -> Storage:
+    values: dict[str, Any] = {"index": 0, "nbytes": 10, "birth_s": 0.0, "need_s": 2.0, "last_need_s": 3.0}
+    return Storage(**(values | changes))
+
+
+def _profile(**changes: Any) -> Profile:
+    values: dict[str, Any] = {
+        "storages": (_storage(), _storage(index=1, birth_s=1.0, nbytes=20, last_need_s=2.5)),
+        "forward_s": 1.0,
+        "backward_s": 2.0,
+        "disk": LINK,
+    }
+    return Profile(**(values | changes))
+
+
+def test_what_follows_from_a_profile() -> None:
+    profile = _profile(other_s=0.5)
+    assert profile.step_s == 3.5
+    assert (profile.saved_bytes, profile.movable_bytes) == (30, 30)
+    assert profile.resident_timeline() == [(0.0, 10), (1.0, 30), (2.5, 10), (3.0, 0)]
+    assert profile.baseline_peak_bytes == 30
+    assert Profile(storages=()).baseline_peak_bytes == 0
+
+
+def test_what_may_move() -> None:
+    assert _storage().movable
+    assert not _storage(index=None).movable
+    assert not _storage(kept="module excluded").movable
+    assert not _storage(nbytes=0).movable
+
+
+def test_json_there_and_back(tmp_path: Path) -> None:
+    accelerator = Accelerator(name="a", flops=1e14, host=link(20), disk=link(3, 5))
+    for profile in (_profile(), transformer_profile(256, 2, 1, accelerator=accelerator), random_profile(3)):
+        assert Profile.from_json(profile.to_json()) == profile
+    path = tmp_path / "profile.json"
+    _profile().save(path)
+    assert Profile.load(path) == _profile()
+    assert json.loads(path.read_text())["version"] == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["profile.json"]
+
+
+def _text(**changes: Any) -> str:
+    return json.dumps(json.loads(_profile().to_json()) | changes)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "7", "[]", "null", "{}"),
+        *(_text(version=2), _text(storages=5), _text(storages=[5]), _text(colour="red")),
+        *(_text(disk={"write_bytes_per_s": 1}), _text(disk=3), _text(blocks=[{}]), _text(forward_s="long")),
+    ],
+)
+def test_what_is_no_profile_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Profile.from_json(text)
+    assert caught.value.field == "profile"
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        ({"forward_s": -1.0}, "forward_s must be"),
+        ({"other_s": float("nan")}, "other_s must be"),
+        ({"keep_step_s": -1.0}, "keep_step_s"),
+        ({"prefetch_bytes": 0}, "prefetch_bytes"),
+        ({"disk": replace(LINK, write_bytes_per_s=0.0)}, "disk.write_bytes_per_s"),
+        ({"host": replace(LINK, latency_s=-1.0)}, "host.latency_s"),
+        ({"storages": (_storage(nbytes=-1),)}, "nbytes must be"),
+        ({"storages": (_storage(nbytes=1.5),)}, "nbytes must be"),
+        ({"storages": (_storage(birth_s=2.5),)}, "born before it is needed"),
+        ({"storages": (_storage(last_need_s=1.0),)}, "born before it is needed"),
+        ({"storages": (_storage(last_need_s=9.0),)}, "after the step's end"),
+        ({"storages": (_storage(birth_s=-1.0),)}, "needs times of 0 s or more"),
+        ({"storages": (_storage(block=0),)}, "block is no block"),
+        ({"storages": (_storage(index=1),)}, "must count the places"),
+        ({"storages": (_storage(), _storage())}, "must count the places"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_field(changes: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        _profile(**changes)
+
+
+BLOCK = Block(name="b", forward_s=1.0, backward_s=2.0, recompute_s=1.0, input_bytes=4)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "remedy"),
+    [
+        ((replace(BLOCK, name=""),), "needs a name"),
+        ((BLOCK, BLOCK), "the same name"),
+        ((replace(BLOCK, recompute_s=-1.0),), "recompute_s must be"),
+        ((replace(BLOCK, input_bytes=-1),), "input_bytes must be"),
+        ((replace(BLOCK, input=7),), "input is no storage"),
+        ((replace(BLOCK, name="a", input=0), BLOCK), "saved by another block"),
+    ],
+)
+def test_blocks_that_cannot_be_are_refused(blocks: tuple[Block, ...], remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        _profile(blocks=blocks, storages=(_storage(block=len(blocks) - 1),))
+
+
+def test_the_places_of_each_tape_count_for_themselves() -> None:
+    storages = (_storage(), _storage(tape=1), _storage(index=None), _storage(index=1), _storage(index=1, tape=1))
+    assert len(_profile(storages=storages).storages) == 5
+    assert _profile(blocks=(BLOCK,), storages=(_storage(block=0), _storage(index=1))).storages_of(0) == (0,)
+
+
+def test_links() -> None:
+    half = LINK.shared(8, 4)
+    assert (half.write_bytes_per_s, half.read_bytes_per_s) == (50.0, 100.0)
+    assert LINK.scaled(3).read_bytes_per_s == 600.0
+    for devices, drives, field in ((0, 1, "devices"), (1, 0, "drives")):
+        with pytest.raises(ConfigError) as caught:
+            LINK.shared(devices, drives)
+        assert caught.value.field == field
+    profile = _profile()
+    assert profile.with_links(disk=half).disk == half
+    assert profile.with_links(host=half) == replace(profile, host=half)
+    assert profile.with_links() == profile
+
+
+def test_random_profiles_are_the_same_for_a_seed() -> None:
+    assert random_profile(5) == random_profile(5)
+    assert random_profile(5) != random_profile(6)
+    assert len(random_profile(5, storages=9, blocks=2).storages) == 9
