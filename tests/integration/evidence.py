@@ -78,9 +78,9 @@ def counting_owners(parameters: Callable[[], Iterable[Tensor]]) -> Iterator[Owne
     meter = OwnerMeter(parameters)
     admit = Storer.admit
 
-    def counting(self: Storer, tensor: Tensor, span: tuple[int, int], storage: Any, *rest: Any) -> Any:
+    def counting(self: Storer, tensor: Tensor, span: tuple[int, int], storage: Any, *rest: Any, **named: Any) -> Any:
         meter.see(storage, span)
-        return admit(self, tensor, span, storage, *rest)
+        return admit(self, tensor, span, storage, *rest, **named)
 
     Storer.admit = counting  # type: ignore[method-assign]
     try:

@@ -1,0 +1,200 @@
+"""DeepSpeed: `initialize` stands in for ``deepspeed.initialize`` and reads an ``"actoffload"`` section of its config.
+
+    from actoffload.integrations import deepspeed as actoffload_deepspeed
+
+    config = {..., "actoffload": {"target": "nvme", "path": "/mnt/nvme0"}}
+    engine, *_ = actoffload_deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
+
+Train as ever; ``engine.actoffload.report()`` says what was done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import functools
+import inspect
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import fields
+from typing import Any, Literal
+
+import torch
+
+from actoffload import Attachment, OffloadConfig, Offloader, keep, offload_activations
+from actoffload.errors import ConfigError
+
+try:
+    import deepspeed
+    from deepspeed import PipelineModule, load_ds_config
+    from deepspeed.runtime.activation_checkpointing import checkpointing
+    from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass
+    from deepspeed.utils.logging import print_dist
+except ImportError as error:
+    raise ImportError(f"needs DeepSpeed, tested with 0.19.8 (pip install actoffload[deepspeed]): {error}") from error
+
+SECTION = "actoffload"
+_CONFLICTS = (
+    ("compile", "deepcompile", "DeepCompile hides gathered parameters and activations in graphs of its own"),
+    ("compile", "offload_activation", "DeepSpeed would move the same activations"),
+    ("activation_checkpointing", "cpu_checkpointing", "DeepSpeed would move the same checkpoint inputs"),
+    ("deepspeed.checkpointing.configure", "checkpoint_in_cpu", "DeepSpeed would move the same checkpoint inputs"),
+)
+_attached: weakref.WeakSet[Attachment] = weakref.WeakSet()
+
+
+def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """``deepspeed.initialize``, which also reads and removes the ``"actoffload"`` section of the configuration.
+
+    The section's keys are the fields of `OffloadConfig` and ``"enabled"`` (default true). Without the section, or with
+    ``"enabled": false``, DeepSpeed runs as ever and ``engine.actoffload`` is None; else it is an `EngineAttachment`.
+    ``announce`` is by default DeepSpeed's print of rank 0. What was handed in is not changed.
+
+    Args:
+        args: as ``deepspeed.initialize`` takes them.
+        kwargs: likewise. ``config``, ``config_params`` or ``args.deepspeed_config`` is a dict or a JSON file.
+
+    Raises:
+        ConfigError: the section has an unknown key or a value that cannot work, or DeepSpeed moves the same tensors.
+        SpoolPathError: no spool can be made at ``path``.
+    """
+    call = inspect.signature(deepspeed.initialize).bind(*args, **kwargs)
+    given: dict[str, Any] = call.arguments
+    place = next((name for name in ("config", "config_params") if given.get(name) is not None), None)
+    found = given[place] if place else getattr(given.get("args"), "deepspeed_config", None)
+    config = {} if found is None else load_ds_config(found)
+    options = _read_section(config) if SECTION in config else None
+    with contextlib.ExitStack() as stack:
+        if SECTION in config:
+            config = {name: value for name, value in config.items() if name != SECTION}
+            if place:
+                given[place] = config
+            else:
+                stack.callback(setattr, given["args"], "deepspeed_config", found)
+                given["args"].deepspeed_config = config
+        engine, optimizer, loader, scheduler = deepspeed.initialize(*call.args, **call.kwargs)
+    engine.actoffload = None if options is None else EngineAttachment(engine, options, _shared_bandwidth(config))
+    return engine, optimizer, loader, scheduler
+
+
+class EngineAttachment(Attachment):
+    """What `initialize` leaves as ``engine.actoffload``: has ``offloader``, ``report()`` and ``detach()``."""
+
+    def __init__(self, engine: Any, options: dict[str, Any], note: str = "") -> None:
+        offloader = offload_activations(model=engine.module, **{"announce": _speaker(note), **options}).offloader
+        pipelined = isinstance(engine.module, PipelineModule)  # its engine is never called, but calls it
+        super().__init__(engine.module if pipelined else engine, offloader)
+        self._note, self._undo = note, contextlib.ExitStack()
+        _save_checkpoint_inputs()
+        _attached.add(self)
+        if engine.zero_optimization_stage() == 3:
+            for module in engine.module.modules():
+                self._undo.callback(module.register_forward_pre_hook(_keep_gathered).remove)
+        if pipelined and hasattr(engine, "_INSTRUCTION_MAP"):
+            _tell_stages(engine, offloader, self._undo)
+
+    def report(self) -> str:
+        """The offloader's report, and what DeepSpeed moves over the same links."""
+        return "\n".join(filter(None, (self.offloader.report(), self._note)))
+
+    def detach(self) -> None:
+        super().detach()
+        self._undo.close()
+        _attached.discard(self)
+
+
+def _read_section(config: dict[str, Any]) -> dict[str, Any] | None:
+    """The options of the section once they are checked, or None if it is switched off."""
+    section = config[SECTION]
+    if not isinstance(section, dict):
+        raise ConfigError(SECTION, section, "give an object with the fields of OffloadConfig and 'enabled'")
+    known = ["enabled", *(field.name for field in fields(OffloadConfig))]
+    for name in section.keys() - set(known):
+        near = difflib.get_close_matches(str(name), known, 1) or [f"one of {', '.join(known)}"]
+        raise ConfigError(f"{SECTION}.{name}", section[name], f"no such key; did you mean {near[0]}?")
+    options = {"enabled": True, **section}
+    if not isinstance(enabled := options.pop("enabled"), bool):
+        raise ConfigError(f"{SECTION}.enabled", enabled, "give true or false")
+    OffloadConfig(**options)  # says what is wrong before DeepSpeed builds anything
+    if not enabled:
+        return None
+    configured = {"deepspeed.checkpointing.configure": {"checkpoint_in_cpu": checkpointing.CPU_CHECKPOINT}}
+    for part, name, why in _CONFLICTS:
+        if _part({**config, **configured}, part).get(name):
+            raise ConfigError(f"{part}.{name}", True, f"{why}; switch one of the two off ({SECTION}.enabled: false)")
+    return options
+
+
+def _part(config: dict[str, Any], name: str) -> dict[str, Any]:
+    part = config.get(name)
+    return part if isinstance(part, dict) else {}
+
+
+def _shared_bandwidth(config: dict[str, Any]) -> str:
+    """What DeepSpeed's own offloading moves over the links that we use."""
+    zero = _part(config, "zero_optimization")
+    devices = {name: _part(zero, name).get("device") for name in ("offload_param", "offload_optimizer")}
+    found = [f"{name} ({device})" for name, device in devices.items() if device in ("cpu", "nvme")]
+    return f"bandwidth is shared with DeepSpeed's {' and '.join(found)}" if found else ""
+
+
+@functools.cache
+def _speaker(note: str) -> Callable[[str], None]:
+    """Speaks on rank 0; one object for each note, so that engines with equal options share an offloader."""
+    return lambda line: print_dist(f"{line}; {note}" if note else line, ranks=[0])
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _keep_gathered(module: torch.nn.Module, args: object) -> None:
+    """ZeRO-3 has just gathered these parameters, into storages that nobody knew before: they stay."""
+    for parameter in (*module.parameters(recurse=False), *getattr(module, "_external_params", {}).values()):
+        keep(parameter)
+
+
+@functools.cache
+def _save_checkpoint_inputs() -> None:
+    """Once: while an engine is attached, autograd holds what DeepSpeed's checkpoint hides from all hooks on ``ctx``."""
+    function: Any = checkpointing.CheckpointFunction
+    forward, backward = function.forward, function.backward
+
+    def saving(ctx: Any, *args: Any) -> Any:
+        outputs = forward(ctx, *args)
+        if _attached and not (checkpointing.PARTITION_ACTIVATIONS or checkpointing.CPU_CHECKPOINT):
+            ctx.save_for_backward(*ctx.deepspeed_saved_tensors)
+            ctx.deepspeed_saved_tensors = None
+        return outputs
+
+    def restoring(ctx: Any, *gradients: Any) -> Any:
+        if ctx.deepspeed_saved_tensors is None:
+            ctx.deepspeed_saved_tensors = ctx.saved_tensors
+        return backward(ctx, *gradients)
+
+    function.forward, function.backward = staticmethod(saving), staticmethod(restoring)
+
+
+def _tell_stages(engine: Any, offloader: Offloader, undo: contextlib.ExitStack) -> None:
+    """Have a pipeline engine tell the offloader which micro-batch each forward and backward is, and what comes next."""
+    coming: deque[tuple[Hashable, Literal["forward", "backward"]]] = deque()
+
+    def run_schedule(schedule: Any) -> None:
+        coming.clear()
+        numbers, held = itertools.count(), {}
+        for command in itertools.chain.from_iterable(schedule) if torch.is_grad_enabled() else ():
+            if isinstance(command, ForwardPass):
+                held[command.buffer_id] = next(numbers)
+            if isinstance(command, (ForwardPass, BackwardPass)):
+                coming.append((held[command.buffer_id], "forward" if isinstance(command, ForwardPass) else "backward"))
+        type(engine)._exec_schedule(engine, schedule)
+
+    def tell(instruction: Callable[..., None], engine: Any, **kwargs: Any) -> None:
+        if coming:
+            offloader.stage(*coming.popleft(), next=coming[0] if coming else None)
+        instruction(engine, **kwargs)
+
+    known = engine._INSTRUCTION_MAP
+    told = {kind: functools.partial(tell, known[kind]) for kind in (ForwardPass, BackwardPass)}
+    engine._exec_schedule, engine._INSTRUCTION_MAP = run_schedule, {**known, **told}
+    undo.callback(delattr, engine, "_exec_schedule")
+    undo.callback(delattr, engine, "_INSTRUCTION_MAP")

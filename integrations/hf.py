@@ -1,0 +1,200 @@
+"""Hugging Face: the forward passes of a ``transformers.Trainer``, or of any subclass, inside an offloading context.
+
+    trainer = SFTTrainer(model, args=..., train_dataset=...)
+    actoffload.integrations.hf.attach(trainer, target="nvme", path="/mnt/nvme0")
+    trainer.train()
+
+The context is around ``compute_loss``: whatever wraps the model (DDP, FSDP, DeepSpeed, PEFT, ``torch.compile``) is in
+it, and so is what the loss saves (logits, log-probabilities). Evaluation and generation want no gradient: left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import transformers
+from tqdm.auto import tqdm
+from transformers import Trainer, TrainerCallback
+
+from actoffload import OffloadConfig, Offloader, offload_activations
+from actoffload.errors import ConfigError
+
+__all__ = ["OffloadArguments", "TrainerAttachment", "attach"]
+
+_PREFIX = "actoffload_"
+_logger = transformers.utils.logging.get_logger("transformers.actoffload")
+
+
+def attach(trainer: Trainer, **options: Any) -> TrainerAttachment:
+    """Run every forward of a trainer's training steps inside an offloading context; rank 0 says so in one line.
+
+    Args:
+        trainer: a ``transformers.Trainer`` or any subclass of it (TRL's trainers are), before ``train()``.
+        options: the fields of `actoffload.OffloadConfig`: ``target``, ``path``, ...; ``announce="none"`` for silence.
+
+    Returns:
+        The attachment, also found as ``trainer.actoffload``: ``.offloader`` and ``.detach()``.
+
+    Raises:
+        ConfigError: ``trainer`` is none, is attached already, offloads activations in another way or runs on
+            ``nn.DataParallel``; transformers is too old; or an option cannot work.
+    """
+    version, kind = transformers.__version__, type(trainer).__name__
+    if [int(part) for part in version.split(".")[:2]] < [4, 46]:
+        raise ConfigError("transformers", version, "too old for this adapter, which needs 4.46 or newer")
+    if not isinstance(trainer, Trainer):
+        raise ConfigError("trainer", kind, "give a transformers.Trainer; for a module take actoffload.attach(module)")
+    if hasattr(trainer, "actoffload"):
+        raise ConfigError("trainer", kind, "is attached already; first call trainer.actoffload.detach()")
+    _refuse_conflicts(trainer)
+    return TrainerAttachment(trainer, {"announce": _print_once, **options})
+
+
+class TrainerAttachment(TrainerCallback):
+    """A trainer whose forward passes run inside an offloading context; made by `attach`."""
+
+    def __init__(self, trainer: Any, options: dict[str, Any]) -> None:
+        self.trainer = trainer
+        self._context = offload_activations(model=trainer.model, **options)
+        self._name = _method_with_forward(type(trainer))
+        self._own = {name: value for name, value in vars(trainer).items() if name == self._name}
+        self._inner: Callable[..., Any] = getattr(trainer, self._name)
+        self._outer = functools.wraps(self._inner)(functools.partial(self._run))
+        self._attached, self._began_at, self._runs = True, 0, 0
+        setattr(trainer, self._name, self._outer)
+        trainer.actoffload = self
+        trainer.add_callback(self)
+
+    @property
+    def offloader(self) -> Offloader:
+        """The process-wide offloader for these options; trainers with the same options share it."""
+        return self._context.offloader
+
+    def detach(self) -> None:
+        """Leave the trainer as it was. What was saved so far stays usable. Idempotent."""
+        if not self._attached:
+            return
+        self._attached = False
+        self.offloader.forget(self.trainer.model)
+        self.trainer.remove_callback(self)
+        del self.trainer.actoffload
+        if vars(self.trainer).get(self._name) is self._outer:  # else somebody wrapped it since, and ours does nothing
+            delattr(self.trainer, self._name)
+            vars(self.trainer).update(self._own)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._attached or not torch.is_grad_enabled():  # no gradient: evaluation
+            return self._inner(*args, **kwargs)
+        self._runs += 1
+        self.offloader.use(self.trainer.model)  # `model_init` may have made another one
+        with self._context:
+            return self._inner(*args, **kwargs)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        _refuse_conflicts(self.trainer)  # what was switched on since
+        self._began_at, self._runs = state.global_step, 0
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        _logger.info(self.offloader.report())
+        if self._runs == 0 and state.global_step > self._began_at:
+            _logger.warning(f"{self._name} was never called: nothing was moved; use actoffload.attach(model) instead")
+
+
+def _method_with_forward(kind: type) -> str:
+    """The narrowest method that holds the forward of a trainer's step: without backward, if the step allows it."""
+    for parent in kind.__mro__:
+        if "training_step" in vars(parent):
+            code = getattr(inspect.unwrap(vars(parent)["training_step"]), "__code__", None)
+            names = code.co_names if code is not None else ()
+            if "compute_loss" in names:
+                return "compute_loss"
+            if "training_step" not in names:  # no call of its parent's: it does all by itself
+                break
+    return "training_step"
+
+
+def _print_once(line: str) -> None:
+    """Print from rank 0, beside a progress bar: as trainers print their own logs."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0:
+        tqdm.write(line)
+
+
+def _refuse_conflicts(trainer: Any) -> None:
+    for name, value, owner in _other_offloading(trainer):
+        remedy = f"{owner} would move activations too, and only one can: switch this off, or leave actoffload out"
+        raise ConfigError(name, value, remedy)  # of nested hooks only the innermost act
+    if trainer.args.n_gpu > 1:
+        remedy = "nn.DataParallel runs the model in threads, outside every context: start with torchrun or accelerate"
+        raise ConfigError("n_gpu", trainer.args.n_gpu, remedy)
+
+
+def _other_offloading(trainer: Any) -> Iterator[tuple[str, object, str]]:
+    """What else moves activations here: the switch, its value, and whose it is."""
+    args, plugin = trainer.args, getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    context = getattr(trainer, "maybe_activation_offload_context", None)
+    if getattr(args, "activation_offloading", False) or not isinstance(context, contextlib.nullcontext | None):
+        yield "activation_offloading", True, "TRL"
+    for name in ("activation_checkpointing", "gradient_checkpointing"):  # the second is the older name
+        options = getattr(args, f"{name}_kwargs", None) or {}
+        if getattr(args, name, False) and options.get("offload"):
+            yield f"{name}_kwargs", options, "transformers"
+    if getattr(plugin, "activation_checkpointing_offload", False):
+        yield "activation_checkpointing_offload", True, "Accelerate's FSDP plugin"
+    for module in trainer.model.modules():
+        function = getattr(module, "_gradient_checkpointing_func", None)
+        function = getattr(function, "func", function)
+        if "activation_checkpointing_enable.<locals>" in getattr(function, "__qualname__", ""):
+            yield "activation_checkpointing_enable(offload=...)", True, "transformers"
+
+
+def _flag(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class OffloadArguments:
+    """The options of `attach` as flags, for ``transformers.HfArgumentParser``; off unless a target is given.
+
+        training, offload = HfArgumentParser((TrainingArguments, OffloadArguments)).parse_args_into_dataclasses()
+        offload.attach(Trainer(model, training, ...))
+
+    Raises:
+        ConfigError: a value cannot work; names the flag.
+    """
+
+    actoffload_target: Literal["none", "host", "nvme", "tiered", "auto"] = _flag("none", "the tier, or none: off")
+    actoffload_path: list[str] | None = field(default=None, metadata={"help": "directories of the spool"})
+    actoffload_device_budget: str | None = _flag(None, "most bytes of saved activations on the device, such as 8GiB")
+    actoffload_host_budget: str | None = _flag(None, "most bytes of host memory")
+    actoffload_nvme_budget: str | None = _flag(None, "most bytes on disk")
+    actoffload_min_bytes: str | None = _flag(None, "smaller tensors stay")
+    actoffload_policy: Literal["auto", "all", "plan"] = _flag("auto", "what moves")
+    actoffload_include: list[str] | None = field(default=None, metadata={"help": "modules (glob) whose tensors move"})
+    actoffload_exclude: list[str] | None = field(default=None, metadata={"help": "modules (glob) whose tensors stay"})
+    actoffload_engine: Literal["auto", "posix", "aiofiles", "memory"] = _flag("auto", "storage engine")
+    actoffload_strict: bool = _flag(False, "raise when a step moves nothing")
+    actoffload_verify: bool = _flag(False, "checksum what is written and check what is read")
+    actoffload_announce: Literal["none", "first", "all"] | None = _flag(None, "which ranks say what is active")
+
+    def __post_init__(self) -> None:
+        if self.actoffload_target == "none":
+            return
+        try:
+            OffloadConfig(**self.options())
+        except ConfigError as error:
+            raise ConfigError(_PREFIX + error.field, error.value, error.remedy) from None
+
+    def options(self) -> dict[str, Any]:
+        """The options that were given, as `attach` takes them."""
+        return {name.removeprefix(_PREFIX): value for name, value in vars(self).items() if value is not None}
+
+    def attach(self, trainer: Trainer, **options: Any) -> TrainerAttachment | None:
+        """`attach` with these options, and further ones; None where the target is ``"none"``."""
+        return None if self.actoffload_target == "none" else attach(trainer, **{**self.options(), **options})

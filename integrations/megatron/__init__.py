@@ -1,0 +1,14 @@
+"""Megatron-core: two lines for ``pretrain``, or for any loop that calls ``get_forward_backward_func()``.
+
+from actoffload.integrations.megatron import add_actoffload_args, wrap_forward_step
+
+pretrain(..., wrap_forward_step(forward_step), extra_args_provider=add_actoffload_args)
+"""
+
+from __future__ import annotations
+
+from .arguments import add_actoffload_args
+from .forward_step import OffloadedForwardStep, wrap_forward_step
+from .schedule import phases
+
+__all__ = ["OffloadedForwardStep", "add_actoffload_args", "phases", "wrap_forward_step"]

@@ -1,0 +1,157 @@
+"""A forward step for Megatron's schedules, inside an offloading context, with hints of what the schedule does next."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from actoffload import Offloader, keep, offload_activations
+from actoffload.errors import ConfigError, SpoolPathError
+
+from .arguments import options_of
+from .microbatches import MicroBatches, core
+from .schedule import Phase
+
+_CONFLICTS = {
+    "cpu_offloading": ("--cpu-offloading", "both would move the same tensors"),
+    "cpu_offloading_num_layers": ("--cpu-offloading-num-layers", "both would move the same tensors"),
+    "fine_grained_activation_offloading": (
+        "--fine-grained-activation-offloading",
+        "both would move the same tensors",
+    ),
+    "overlap_moe_expert_parallel_comm": (
+        "--overlap-moe-expert-parallel-comm",
+        "it runs the model outside the forward step, where nothing would be moved",
+    ),
+}
+"""Megatron's switches that cannot be on beside actoffload: the flag, and why."""
+
+
+def wrap_forward_step(forward_step: Callable[..., Any], args: Any = None) -> OffloadedForwardStep:
+    """A forward step for ``pretrain`` or ``get_forward_backward_func()`` whose saved activations leave the device.
+
+        pretrain(..., wrap_forward_step(forward_step), extra_args_provider=add_actoffload_args)
+
+    Args:
+        forward_step: Megatron's, which takes ``(data_iterator, model)`` or ``(data_iterator, model,
+            checkpoint_activations_microbatch)`` and returns ``(output, loss function)``.
+        args: parsed arguments with the flags of `add_actoffload_args`. Default: Megatron's ``get_args()``, asked for
+            at the first call, as they do not exist before ``pretrain`` has parsed them.
+
+    Returns:
+        A callable of the same signature. Its ``offloader`` is the `Offloader`; None with ``--actoffload-target none``,
+        and before the first call where ``args`` was left out.
+
+    Raises:
+        ConfigError: a flag's value cannot work, one of Megatron's own switches is in the way, or megatron-core lacks
+            what is needed. Where ``args`` was left out, and for the model's configuration, at the first call.
+    """
+    return OffloadedForwardStep(forward_step, args)
+
+
+class OffloadedForwardStep:
+    """A forward step that `wrap_forward_step` made; called as the one that it wraps."""
+
+    def __init__(self, forward_step: Callable[..., Any], args: Any = None) -> None:
+        functools.update_wrapper(self, forward_step)
+        self.offloader: Offloader | None = None
+        self._forward_step = forward_step
+        self._began = False
+        self._numbers = MicroBatches()
+        if args is not None:
+            self._begin(args)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward step: inside the offloading context where gradients are enabled, else as it is."""
+        if not self._began:
+            self._begin(_megatron_args())
+        if self.offloader is None or not torch.is_grad_enabled():
+            return self._forward_step(*args, **kwargs)
+        model = _unwrap(args, kwargs)
+        _refuse_conflicts(model.config, self.offloader.config.target)
+        self.offloader.use(model)
+        key = self._numbers.key(model)
+        after = self._numbers.following(model, key)
+        self._hint((key, "forward"), after)
+        with self.offloader:
+            result = self._forward_step(*args, **kwargs)
+        outputs = [tensor for tensor in _tensors(result[0]) if tensor.requires_grad]
+        if outputs:
+            register_multi_grad_hook(outputs, lambda _: self._hint((key, "backward"), after), mode="any")
+        return result
+
+    def _begin(self, args: Any) -> None:
+        options = options_of(args)
+        if options is not None:
+            _refuse_conflicts(args, options["target"])
+            _keep_discarded(core().discarding)
+            try:
+                self.offloader = offload_activations(**options).offloader
+            except SpoolPathError as error:
+                raise ConfigError("--actoffload-path", options.get("path"), str(error)) from error
+        self._began = True
+
+    def _hint(self, phase: Phase, after: dict[Phase, Phase]) -> None:
+        if self.offloader is not None:
+            self.offloader.stage(*phase, next=after.get(phase))
+
+
+def _megatron_args() -> Any:
+    try:
+        from megatron.training import get_args
+    except ImportError:
+        raise ConfigError(
+            "args", None, "megatron.training is not installed: give wrap_forward_step() the parsed arguments"
+        ) from None
+    return get_args()
+
+
+def _refuse_conflicts(settings: Any, target: str) -> None:
+    """Fail where Megatron's arguments or a model's configuration have a switch on that cannot be on as well."""
+    for name, (flag, why) in _CONFLICTS.items():
+        if getattr(settings, name, False):
+            raise ConfigError(
+                "--actoffload-target", target, f"cannot be used with {flag}: {why}; leave one of them out"
+            )
+
+
+def _keep_discarded(discarding: Any) -> None:
+    """Never move what Megatron frees and computes again into the same storage: that would be traffic for nothing."""
+    checkpoint = discarding.checkpoint
+    if not hasattr(checkpoint, "keeps_outputs"):
+
+        @functools.wraps(checkpoint)
+        def keeping(self: Any, *args: Any, **kwargs: Any) -> Any:
+            outputs = checkpoint(self, *args, **kwargs)
+            for tensor in _tensors(outputs):
+                keep(tensor)
+            return outputs
+
+        keeping.keeps_outputs = True  # type: ignore[attr-defined]
+        discarding.checkpoint = keeping
+
+
+def _unwrap(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The model chunk among a call's arguments, without `Float16Module`, `DistributedDataParallel` and their like."""
+    model = next((value for value in (*args, *kwargs.values()) if isinstance(value, nn.Module)), None)
+    while isinstance(inner := getattr(model, "module", None), nn.Module):
+        model = inner
+    if not hasattr(model, "config"):
+        raise ConfigError("model", type(model).__name__, "the forward step was called without a Megatron model")
+    return model
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """The tensors in what a model gave: one, or several in tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))

@@ -1,0 +1,176 @@
+"""The DeepSpeed adapter with the real package: rows on gloo, the forms of a configuration, and what is refused."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actoffload.errors import ConfigError
+from tests.integration.evidence import assert_evidence
+from tests.integration.processes import launch
+
+pytest.importorskip("deepspeed")
+
+import deepspeed
+from actoffload.integrations import deepspeed as adapter
+
+WORKER = "tests.integration.workers.deepspeed_rows"
+
+ZERO = ["zero0", "zero1", "zero2", "zero3", "zero3_frozen", "zero3_bf16", "accumulate3", "accumulate3_zero3"]
+OFFLOADED = ["optimizer_cpu", "param_cpu"]
+CHECKPOINT = ["checkpoint", "checkpoint_zero3", "checkpoint_non_reentrant", "checkpoint_partitioned"]
+PIPELINE = ["pipeline", "pipeline_checkpoint", "pipeline_dual"]
+ONE_PROCESS = ["zero1", "zero3", "checkpoint"]
+
+Found = list[dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def zero(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return launch(WORKER, 2, tmp_path_factory.mktemp("zero"), "announced", *ZERO, *OFFLOADED)
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return launch(WORKER, 2, tmp_path_factory.mktemp("parts"), *CHECKPOINT, *PIPELINE)
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return launch(WORKER, 1, tmp_path_factory.mktemp("one"), "forms", *ONE_PROCESS)
+
+
+def assert_row(ranks: Found, row: str) -> None:
+    for rank in ranks:
+        offloaded, plain, lines = rank[row]
+        assert_evidence(offloaded, plain)
+        assert lines[0].startswith("actoffload: target nvme")
+
+
+@pytest.mark.parametrize("row", [*ZERO, *OFFLOADED])
+def test_zero(zero: Found, row: str) -> None:
+    assert_row(zero, row)
+
+
+@pytest.mark.parametrize("row", [*CHECKPOINT, *PIPELINE])
+def test_checkpoints_and_pipelines(parts: Found, row: str) -> None:
+    assert_row(parts, row)
+
+
+@pytest.mark.parametrize("row", ONE_PROCESS)
+def test_one_process(one: Found, row: str) -> None:
+    assert_row(one, row)
+
+
+def test_the_inputs_of_deepspeeds_own_checkpoints_leave(parts: Found) -> None:
+    """DeepSpeed keeps them on ``ctx``, where hooks see nothing; the adapter has autograd save them."""
+    steps, blocks, block_input = 3, 4, 4 * 64 * 64 * 4
+    for rank in parts:
+        seen = {row: rank[row][0].statistics.activation_bytes for row in ("checkpoint", "checkpoint_non_reentrant")}
+        assert seen["checkpoint"] >= seen["checkpoint_non_reentrant"] + steps * blocks * block_input
+
+
+def test_a_pipeline_tells_its_schedule(parts: Found) -> None:
+    first, last = (rank["pipeline"][2][1:] for rank in parts)
+    assert first == 3 * ["F0>F1", "F1>B0", "B0>F2", "F2>B1", "B1>F3", "F3>B2", "B2>B3", "B3"]
+    assert last == 3 * ["F0>B0", "B0>F1", "F1>B1", "B1>F2", "F2>B2", "B2>F3", "F3>B3", "B3"]
+    for rank in parts:  # two model chunks: eight forwards and eight backwards in a step, each told once
+        told = [line.split(">")[0] for line in rank["pipeline_dual"][2][1:]]
+        assert sorted(told) == sorted(3 * [f"{direction}{number}" for direction in "FB" for number in range(8)])
+
+
+def test_one_line_is_said_by_the_first_rank_alone(zero: Found) -> None:
+    first, second = (rank["announced"] for rank in zero)
+    (line,) = [line for line in first.splitlines() if "actoffload" in line]
+    assert "target nvme" in line
+    assert line.endswith("bandwidth is shared with DeepSpeed's offload_optimizer (cpu)")
+    assert "actoffload" not in second
+
+
+def test_every_form_of_configuration(one: Found) -> None:
+    found = one[0]["forms"]
+    assert found.pop("switched off") == 0
+    assert all(found.values()), found
+    assert len(found) == 5
+
+
+# -- what is refused, before DeepSpeed builds anything --
+
+
+@pytest.fixture
+def never_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*args: object, **kwargs: object) -> None:
+        raise AssertionError("DeepSpeed was asked to build an engine")
+
+    build.__signature__ = adapter.inspect.signature(deepspeed.initialize)  # type: ignore[attr-defined]
+    monkeypatch.setattr(deepspeed, "initialize", build)
+
+
+@pytest.mark.usefixtures("never_built")
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"min_byte": 1}, r"actoffload\.min_byte=1: no such key; did you mean min_bytes\?"),
+        ({"enable": True}, r"actoffload\.enable=True: no such key; did you mean enabled\?"),
+        ({"zzz": 1}, r"actoffload\.zzz=1: no such key; did you mean one of enabled, target"),
+        ({"enabled": "yes"}, r"actoffload\.enabled='yes': give true or false"),
+        ({"enabled": False, "pth": "/"}, r"actoffload\.pth='/': no such key; did you mean path\?"),
+        ({"target": "disk"}, "target='disk': choose one of"),
+        ({"min_bytes": "lots"}, "min_bytes='lots': not a size"),
+        (True, "actoffload=True: give an object"),
+    ],
+)
+@pytest.mark.parametrize("form", ["dict", "file"])
+@pytest.mark.filterwarnings("ignore:.*config.json:pytest.PytestUnraisableExceptionWarning")  # DeepSpeed never closes it
+def test_a_bad_section_is_refused(section: Any, message: str, form: str, tmp_path: Path) -> None:
+    config: Any = {"train_batch_size": 1, "actoffload": section}
+    if form == "file":
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        config = str(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match=message):
+        adapter.initialize(config=config)
+
+
+@pytest.mark.usefixtures("never_built")
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"compile": {"deepcompile": True}}, r"compile\.deepcompile=True: DeepCompile hides"),
+        ({"compile": {"offload_activation": True}}, r"compile\.offload_activation=True: .*same activations"),
+        (
+            {"activation_checkpointing": {"cpu_checkpointing": True}},
+            r"activation_checkpointing\.cpu_checkpointing=True: .*switch one of the two off",
+        ),
+    ],
+)
+def test_both_offloaders_on_are_refused(part: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        adapter.initialize(config={**part, "actoffload": {}})
+    with pytest.raises(AssertionError, match="asked to build"):  # one of the two is off
+        adapter.initialize(config={**part, "actoffload": {"enabled": False}})
+
+
+@pytest.mark.usefixtures("never_built")
+def test_checkpoints_that_were_configured_onto_the_cpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter.checkpointing, "CPU_CHECKPOINT", True)
+    with pytest.raises(ConfigError, match="checkpoint_in_cpu=True"):
+        adapter.initialize(config={"actoffload": {}})
+
+
+@pytest.mark.usefixtures("never_built")
+def test_arguments_are_those_of_deepspeed() -> None:
+    with pytest.raises(TypeError, match="modle"):
+        adapter.initialize(modle=None)
+
+
+@pytest.mark.parametrize("missing", ["deepspeed", "deepspeed.runtime.pipe.schedule"])
+def test_a_deepspeed_that_lacks_what_is_needed_is_named(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    monkeypatch.delitem(sys.modules, adapter.__name__)
+    with pytest.raises(ImportError, match="needs DeepSpeed, tested with"):
+        importlib.import_module(adapter.__name__)

@@ -1,0 +1,518 @@
+"""transformers.Trainer, PEFT and Accelerate with the adapter: the same bits, on disk meanwhile."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from actoffload.integrations.hf import OffloadArguments, attach
+from torch import Tensor, nn
+from transformers import HfArgumentParser, Trainer, TrainerCallback, TrainingArguments
+
+import actoffload
+from actoffload.errors import ConfigError, NothingOffloadedError
+from tests.integration.evidence import Run, assert_evidence
+from tests.integration.hf_models import (
+    accelerate_loop,
+    arguments,
+    checkpointing,
+    compare,
+    gpt2,
+    images,
+    llama,
+    make_trainer,
+    t5,
+    texts,
+    train,
+    vit,
+)
+from tests.integration.processes import launch
+
+for _package in ("accelerate", "peft"):
+    pytest.importorskip(_package)
+
+from accelerate.state import AcceleratorState  # noqa: E402
+from peft import LoraConfig, get_peft_model  # noqa: E402
+
+
+def lora() -> Any:
+    """A frozen llama with adapters."""
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
+    return get_peft_model(llama(), config)
+
+
+@dataclass
+class Row:
+    name: str
+    model: Callable[[], Any]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    examples: Callable[[], list[dict[str, Any]]] = texts
+    budget: str = "128KiB"
+
+
+ROWS = [
+    Row("plain", llama),
+    Row("dropout", lambda: llama(dropout=0.2)),
+    Row("lora", lora),
+    Row("reentrant", llama, checkpointing(reentrant=True)),
+    Row("non-reentrant", llama, checkpointing(reentrant=False)),
+    Row("lora, reentrant", lora, checkpointing(reentrant=True), budget="48KiB"),
+    Row("lora, non-reentrant", lora, checkpointing(reentrant=False), budget="48KiB"),
+    Row("tied head", lambda: llama(tied=True)),
+    Row("tied head, dropout", gpt2),
+    Row("evaluation", llama, {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True}),
+    Row("accumulation", llama, {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 2}),
+    Row("bf16", llama, {"bf16": True}),
+    Row("neftune", llama, {"neftune_noise_alpha": 5.0}),
+    Row("encoder and decoder", t5),
+    Row("images", vit, examples=images),
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_trainer_computes_the_same_bits(row: Row, tmp_path: Path) -> None:
+    def make() -> Trainer:
+        options = arguments(tmp_path / "out", **row.arguments)
+        examples: Any = row.examples()
+        return Trainer(row.model(), options, train_dataset=examples, eval_dataset=examples[:4])
+
+    offloaded, plain = compare(make, tmp_path, device_budget=row.budget)
+    assert_evidence(offloaded, plain)
+    assert offloaded.statistics is not None
+    assert offloaded.statistics.steps == len(plain.losses)  # evaluation enters nothing
+    assert "saved during backward" not in offloaded.statistics.kept_bytes
+
+
+def test_a_resumed_run_computes_the_same_bits(tmp_path: Path) -> None:
+    def make() -> Any:
+        return make_trainer(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
+
+    spool: dict[str, Any] = {"target": "nvme", "path": tmp_path, "min_bytes": 1024, "device_budget": "128KiB"}
+    whole = train(make())
+    train(make(), **spool)  # its checkpoint is the one to resume from
+    checkpoint = str(tmp_path / "out" / "checkpoint-2")
+    offloaded, plain = train(make(), resume=checkpoint, **spool), train(make(), resume=checkpoint)
+    assert len(plain.losses) == 2
+    assert_evidence(offloaded, plain)
+    for name, tensor in plain.tensors.items():
+        assert torch.equal(tensor, whole.tensors[name])
+
+
+def test_two_trainers_share_what_they_asked_for_alike(tmp_path: Path) -> None:
+    plain = train(make_trainer(tmp_path)), train(make_trainer(tmp_path, learning_rate=0.5))
+    one, two = make_trainer(tmp_path), make_trainer(tmp_path, learning_rate=0.5)
+    spool = {"target": "nvme", "path": tmp_path, "min_bytes": 1024, "device_budget": "128KiB"}
+    first, second = attach(one, **spool), attach(two, **spool)
+    assert first.offloader is second.offloader
+    for trainer, expected in ((one, plain[0]), (two, plain[1])):
+        before = first.offloader.statistics().nvme_written_bytes
+        found = train(trainer)
+        assert_same_run(found, expected)
+        assert first.offloader.statistics().nvme_written_bytes > before
+        trainer.actoffload.detach()
+    assert first.offloader.statistics().live_records == 0
+    first.offloader.close()
+
+
+def assert_same_run(found: Run, expected: Run) -> None:
+    assert len(found.losses) == len(expected.losses) > 0
+    assert found.tensors.keys() == expected.tensors.keys()
+    pairs = [*zip(found.losses, expected.losses, strict=True)]
+    pairs += [(found.tensors[name], tensor) for name, tensor in expected.tensors.items()]
+    assert all(torch.equal(one, other) for one, other in pairs)
+
+
+def hooks(model: nn.Module) -> list[Any]:
+    return [(dict(m._forward_pre_hooks), dict(m._forward_hooks)) for m in model.modules()]
+
+
+@pytest.mark.parametrize("options", [{}, {"exclude": "lm_head"}], ids=["plain", "names"])
+def test_detach_leaves_the_trainer_as_it_was(options: dict[str, Any], tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    before = dict(vars(trainer)), list(trainer.callback_handler.callbacks), hooks(trainer.model)
+    attachment = attach(trainer, target="nvme", path=tmp_path, min_bytes=1024, **options)
+    assert trainer.actoffload is attachment
+    assert dict(vars(trainer)) != before[0]
+    attachment.detach()
+    attachment.detach()
+    assert (dict(vars(trainer)), list(trainer.callback_handler.callbacks), hooks(trainer.model)) == before
+    trainer.train()
+    assert attachment.offloader.statistics().packed_tensors == 0
+    again = attach(trainer, target="nvme", path=tmp_path, min_bytes=1024)
+    again.detach()
+    for one in (attachment, again):
+        one.offloader.close()
+
+
+def test_detaching_a_module_leaves_another_attachment_of_it_alone(tmp_path: Path) -> None:
+    model: Any = llama()
+    options: dict[str, Any] = {"target": "nvme", "path": tmp_path, "min_bytes": 1024, "exclude": "lm_head"}
+    bare = hooks(model)
+    one, two = actoffload.attach(model, **options), actoffload.attach(model, **options)
+    one.detach()
+    ids = texts()[0]["input_ids"][None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    kept = two.offloader.statistics().kept_bytes
+    assert kept["module excluded"] > 0  # the names are known still
+    two.detach()
+    assert hooks(model) == bare
+    two.offloader.close()
+
+
+def test_detach_in_the_middle_of_training(tmp_path: Path) -> None:
+    class DetachAfterTwo(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                trainer.actoffload.detach()
+
+    trainer = make_trainer(tmp_path)
+    trainer.add_callback(DetachAfterTwo())
+    offloader = attach(trainer, target="nvme", path=tmp_path, min_bytes=1024).offloader
+    found = train(trainer)
+    assert_same_run(found, train(make_trainer(tmp_path)))
+    assert offloader.statistics().steps == 2
+    assert offloader.statistics().live_records == 0
+    offloader.close()
+
+
+def test_detach_leaves_what_was_wrapped_around_it(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    own = trainer.compute_loss = lambda *args, **kwargs: Trainer.compute_loss(trainer, *args, **kwargs)
+    attachment = attach(trainer, target="nvme", path=tmp_path, min_bytes=1024)
+    ours = trainer.compute_loss
+    around = trainer.compute_loss = lambda *args, **kwargs: ours(*args, **kwargs)
+    attachment.detach()
+    assert trainer.compute_loss is around
+    trainer.train()
+    assert attachment.offloader.statistics().packed_tensors == 0
+    trainer.compute_loss = own
+    again = attach(trainer, target="nvme", path=tmp_path, min_bytes=1024)
+    again.detach()
+    assert trainer.compute_loss is own
+    again.offloader.close()
+
+
+class Whole(Trainer):
+    """Its step computes the loss by itself, as some of TRL's do."""
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        model.train()
+        loss: Tensor = model(**self._prepare_inputs(inputs)).loss.square()
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class Around(Trainer):
+    """Its step is its parent's with something around it."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        return super().training_step(*args, **kwargs) * 1.0
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        loss = model(**inputs).logits.square().mean()
+        return (loss, (None, None)) if return_outputs else loss
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Whole, "training_step"), (Around, "compute_loss")])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_subclass_computes_the_same_bits(kind: type[Trainer], name: str, reentrant: bool, tmp_path: Path) -> None:
+    def make() -> Any:
+        return make_trainer(tmp_path, kind, eval_strategy="steps", eval_steps=1, **checkpointing(reentrant=reentrant))
+
+    offloaded, plain = compare(make, tmp_path, device_budget="48KiB")
+    assert_evidence(offloaded, plain)
+    assert offloaded.statistics is not None
+    assert offloaded.statistics.steps == 3
+    trainer = make()
+    attachment = attach(trainer, target="nvme", path=tmp_path)
+    assert {"training_step", "compute_loss"} & vars(trainer).keys() == {name}
+    attachment.detach()
+    attachment.offloader.close()
+
+
+def test_a_model_that_is_made_when_training_begins(tmp_path: Path) -> None:
+    def make() -> Trainer:
+        examples: Any = texts()
+        return Trainer(args=arguments(tmp_path / "out"), train_dataset=examples, model_init=lambda: llama())
+
+    assert_evidence(*compare(make, tmp_path, exclude="lm_head"))  # names are those of the model that trains
+
+
+def test_a_step_that_runs_out_of_memory_is_tried_again(tmp_path: Path) -> None:
+    def make() -> Any:
+        trainer = make_trainer(tmp_path, auto_find_batch_size=True)
+        layer = trainer.model.model.layers[1]
+        layer.register_forward_hook(fail_on_large_batches)
+        return trainer
+
+    def fail_on_large_batches(module: nn.Module, args: Any, output: Any) -> None:
+        if len(args[0]) == 4:
+            raise RuntimeError("CUDA out of memory.")
+
+    assert_evidence(*compare(make, tmp_path, device_budget="96KiB"))
+
+
+def test_the_first_step_says_what_is_active(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    trainer = make_trainer(tmp_path)
+    attachment = attach(trainer, target="nvme", path=tmp_path, min_bytes=1024)
+    trainer.train()
+    attachment.detach()
+    lines = [line for line in capfd.readouterr().out.splitlines() if "actoffload" in line]
+    assert len(lines) == 1
+    assert "target nvme" in lines[0]
+    assert "moves" in lines[0]
+    attachment.offloader.close()
+
+
+def test_the_first_step_is_silent_where_that_was_asked_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train(make_trainer(tmp_path), target="nvme", path=tmp_path, min_bytes=1024, announce="none")
+    captured = capfd.readouterr()
+    assert "actoffload" not in captured.out + captured.err
+
+
+@pytest.fixture
+def transformers_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What transformers logs, which does not reach the root logger by itself."""
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    yield caplog
+    logger.setLevel(level)
+    logger.removeHandler(caplog.handler)
+
+
+def test_the_end_of_training_is_logged(tmp_path: Path, transformers_log: pytest.LogCaptureFixture) -> None:
+    train(make_trainer(tmp_path, log_level="info"), target="nvme", path=tmp_path, min_bytes=1024)
+    assert "actoffload (target nvme): in 3 steps, moved" in transformers_log.text
+    assert "was never called" not in transformers_log.text
+
+
+def test_a_trainer_that_passes_by_is_warned_of(tmp_path: Path, transformers_log: pytest.LogCaptureFixture) -> None:
+    trainer = make_trainer(tmp_path)
+    attachment = attach(trainer, target="nvme", path=tmp_path)
+    del trainer.compute_loss  # as one that sets its own after attach()
+    trainer.train()
+    assert "compute_loss was never called" in transformers_log.text
+    attachment.detach()
+    attachment.offloader.close()
+
+
+def test_strict_fails_the_step_in_which_nothing_moves(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    attachment = attach(trainer, target="nvme", path=tmp_path, min_bytes="1GiB", strict=True)
+    with pytest.raises(NothingOffloadedError, match="below min_bytes"):
+        trainer.train()
+    attachment.detach()
+    attachment.offloader.close()
+
+
+def test_an_attached_model_can_be_copied_and_pickled(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    attachment = attach(trainer, target="nvme", path=tmp_path, min_bytes=1024, exclude="lm_head")
+    ids = texts()[0]["input_ids"][None]
+    expected = trainer.model(ids).logits
+    for clone in (copy.deepcopy(trainer.model), pickle.loads(pickle.dumps(trainer.model))):
+        assert torch.equal(clone(ids).logits, expected)
+    attachment.detach()
+    attachment.offloader.close()
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("thing", [nn.Linear(2, 2), None, Trainer], ids=["module", "none", "class"])
+def test_what_is_no_trainer_is_refused(thing: Any) -> None:
+    with pytest.raises(ConfigError, match=r"trainer=.*: give a transformers.Trainer"):
+        attach(thing)
+
+
+def test_attaching_twice_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    attachment = attach(trainer, target="nvme", path=tmp_path)
+    with pytest.raises(ConfigError, match="attached already"):
+        attach(trainer, target="nvme", path=tmp_path)
+    attachment.detach()
+    attachment.offloader.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": "floppy"}, "target='floppy': choose one of"),
+        ({"min_byte": 3}, "min_byte=3: no such option; did you mean min_bytes?"),
+        ({"device_budget": "much"}, "device_budget='much': not a size"),
+    ],
+)
+def test_an_option_that_cannot_work_leaves_the_trainer_alone(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path)
+    before = dict(vars(trainer))
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        attach(trainer, **options)
+    assert dict(vars(trainer)) == before
+
+
+def test_an_old_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(tmp_path)
+    monkeypatch.setattr("actoffload.integrations.hf.transformers.__version__", "4.30.2")
+    with pytest.raises(ConfigError, match=r"transformers='4.30.2': too old for this adapter, which needs 4.46"):
+        attach(trainer)
+
+
+def test_the_offloading_of_transformers_is_refused(tmp_path: Path) -> None:
+    options: dict[str, Any] = checkpointing(reentrant=False)
+    options["activation_checkpointing_kwargs"] = {"offload": True}
+    with pytest.raises(ConfigError, match=r"activation_checkpointing_kwargs=.*transformers would move activations too"):
+        attach(make_trainer(tmp_path, **options))
+    options["activation_checkpointing"] = False  # then it does nothing
+    trainer = make_trainer(tmp_path, **options)
+    attachment = attach(trainer, target="nvme", path=tmp_path, min_bytes=1024)
+    trainer.args.activation_checkpointing = True
+    with pytest.raises(ConfigError, match="activation_checkpointing_kwargs"):
+        trainer.train()
+    attachment.detach()
+    attachment.offloader.close()
+
+
+def test_the_offloading_of_transformers_by_hand_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.model.activation_checkpointing_enable(offload=True)
+    with pytest.raises(ConfigError, match=r"activation_checkpointing_enable\(offload=...\)"):
+        attach(trainer)
+    trainer.model.activation_checkpointing_enable()
+    attachment = attach(trainer, target="nvme", path=tmp_path)
+    attachment.detach()
+    attachment.offloader.close()
+
+
+def test_the_offloading_of_accelerate_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, activation_checkpointing=True, activation_checkpointing_offload=True
+    )
+    trainer = make_trainer(tmp_path)
+    monkeypatch.setitem(trainer.accelerator.state.__dict__, "fsdp_plugin", plugin)
+    with pytest.raises(ConfigError, match="Accelerate's FSDP plugin"):
+        attach(trainer)
+
+
+def test_data_parallel_threads_are_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.args._n_gpu = 2
+    with pytest.raises(ConfigError, match=r"n_gpu=2: nn\.DataParallel"):
+        attach(trainer)
+
+
+# -- the dataclass of flags -------------------------------------------------------------------------------------------
+
+
+def parse(*flags: str) -> Any:
+    parser = HfArgumentParser(OffloadArguments)
+    (found,) = parser.parse_args_into_dataclasses(list(flags))
+    return found
+
+
+def test_flags_are_off_by_default(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    assert parse("--actoffload_path", str(tmp_path)).attach(trainer) is None
+    assert not hasattr(trainer, "actoffload")
+
+
+def test_flags_train(tmp_path: Path) -> None:
+    flags = parse(
+        *("--actoffload_target", "nvme", "--actoffload_path", str(tmp_path), "--actoffload_min_bytes", "1KiB"),
+        *("--actoffload_device_budget", "131072", "--actoffload_exclude", "lm_head", "model.norm"),
+        *("--actoffload_strict", "--actoffload_announce", "first"),
+    )
+    assert_evidence(*compare(lambda: make_trainer(tmp_path), **flags.options()))
+    trainer = make_trainer(tmp_path)
+    attachment = flags.attach(trainer, policy="all")
+    config = attachment.offloader.config
+    assert (config.device_budget, config.min_bytes, config.policy) == (131072, 1024, "all")
+    assert (config.exclude, config.strict, config.announce) == (("lm_head", "model.norm"), True, "first")
+    attachment.detach()
+    attachment.offloader.close()
+
+
+def test_every_flag_is_an_option_and_has_a_help() -> None:
+    from dataclasses import fields
+
+    known = {item.name for item in fields(actoffload.OffloadConfig)}
+    for item in fields(OffloadArguments):
+        assert item.name.removeprefix("actoffload_") in known
+        assert item.metadata["help"]
+    HfArgumentParser((TrainingArguments, OffloadArguments)).format_help()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--actoffload_target", "floppy"), "invalid choice: 'floppy'"),
+        (("--actoffload_engine", "steam"), "invalid choice: 'steam'"),
+    ],
+)
+def test_a_flag_with_an_unknown_value_is_refused(
+    flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(*flags)
+    assert message in capsys.readouterr().err
+
+
+def test_a_flag_that_cannot_work_is_named() -> None:
+    with pytest.raises(ConfigError, match="actoffload_min_bytes='many': not a size"):
+        parse("--actoffload_target", "nvme", "--actoffload_min_bytes", "many")
+    parser = HfArgumentParser(OffloadArguments)
+    with pytest.raises(ConfigError, match="actoffload_target='floppy': choose one of"):
+        parser.parse_dict({"actoffload_target": "floppy"})
+    with pytest.raises(ValueError, match="actoffload_targets"):
+        parser.parse_dict({"actoffload_targets": "nvme"})
+
+
+# -- Accelerate's plain loop ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("when", ["before prepare", "after prepare"])
+def test_a_loop_of_accelerate_computes_the_same_bits(when: str, precision: str, tmp_path: Path) -> None:
+    AcceleratorState._reset_state(True)
+    options = {"target": "nvme", "path": tmp_path, "min_bytes": 1024, "device_budget": "128KiB"}
+    offloaded, plain = accelerate_loop(when, precision, options), accelerate_loop(None, precision, options)
+    AcceleratorState._reset_state(True)
+    assert_evidence(offloaded, plain)
+
+
+# -- two processes ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return launch("tests.integration.workers.hf", 2, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("row", ["trainer", "checkpointing", "accelerate", "zero3"])
+def test_two_processes_compute_the_same_bits(row: str, ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        offloaded, plain = rank[row]
+        assert_evidence(offloaded, plain)
+    first, second = (rank[row][1] for rank in ranks)
+    assert not torch.equal(first.losses[0], second.losses[0])  # they did see different examples
+    assert row == "zero3" or any(name.startswith("gradient") for name in first.tensors)  # DeepSpeed frees them
+    weights = [name for name in first.tensors if name.startswith("weight")]
+    assert all(torch.equal(first.tensors[name], second.tensors[name]) for name in weights)
+
+
+def test_two_processes_say_it_once(ranks: list[dict[str, Any]]) -> None:
+    assert [sum("actoffload: target nvme" in line for line in rank["printed"]) for rank in ranks] == [1, 0]

@@ -1,0 +1,242 @@
+"""Lightning through `attach`: whatever the module's ``training_step`` does runs inside the context."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import actoffload
+from actoffload.errors import NothingOffloadedError
+from tests.integration.evidence import Run, assert_evidence, counting_owners
+
+pl = pytest.importorskip("lightning.pytorch")
+
+WIDTH = 64
+STEPS = 6
+
+pytestmark = [
+    # Lightning and torchmetrics on themselves and on this machine.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:lightning"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    pytest.mark.filterwarnings("ignore:.*treespec, LeafSpec.*"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+class Task(pl.LightningModule):  # type: ignore[misc, name-defined]
+    """A small net whose forward is not what the trainer calls.
+
+    Args:
+        by: how the training step runs the net: ``"forward"`` (``self(x)``) or ``"part"`` (``self.net(x)``, so that no
+            forward hook of the module itself ever fires).
+        manual: the step does its own backward and optimizer step.
+    """
+
+    def __init__(self, by: str = "forward", manual: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.by = by
+        self.automatic_optimization = not manual
+        self.net = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+        self.dropout = nn.Dropout(0.1)
+        self.run = Run()
+        self.validated: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.dropout(self.net(x))
+        return out
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor | None:
+        x, y = batch
+        hidden = self(x) if self.by == "forward" else self.dropout(self.net(x))
+        loss: Tensor = (hidden.exp() - y).square().mean()  # saves tensors outside of every module's forward
+        self.run.losses.append(loss.detach().clone())
+        if self.automatic_optimization:
+            return loss
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.on_before_optimizer_step(optimizer)
+        optimizer.step()
+        return None
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        step = len(self.run.losses)
+        self.run.tensors |= {f"{step} {name}": p.grad.clone() for name, p in self.named_parameters()}
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        self.validated.append(self(batch[0]).sum())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def data() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(STEPS * 64, WIDTH, generator=generator)
+    return DataLoader(TensorDataset(x, x.roll(1, 0)), batch_size=64)
+
+
+def fit(task: Task, directory: Path, module: nn.Module | None = None, **options: Any) -> Run:
+    """Train for an epoch with two validations in between."""
+    torch.manual_seed(5)  # dropout
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        val_check_interval=3,
+        limit_val_batches=1,
+        num_sanity_val_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=directory,
+        **options,
+    )
+    with counting_owners(task.parameters) as meter:
+        trainer.fit(task if module is None else module, data(), data())
+    task.run.tensors |= {name: parameter.detach().clone() for name, parameter in task.named_parameters()}
+    task.run.tensors |= {f"validation {i}": value for i, value in enumerate(task.validated)}
+    task.run.moved_parameter_bytes = meter.parameter_bytes
+    return task.run
+
+
+def options(tmp_path: Path) -> dict[str, Any]:
+    return {"target": "nvme", "path": str(tmp_path), "min_bytes": 0, "device_budget": "64KiB", "strict": True}
+
+
+@pytest.mark.parametrize(
+    ("by", "manual", "extra"),
+    [
+        ("forward", False, {}),
+        ("part", False, {}),
+        ("forward", False, {"accumulate_grad_batches": 3}),
+        ("part", False, {"gradient_clip_val": 0.01}),
+        ("forward", False, {"precision": "bf16-mixed"}),
+        ("forward", True, {}),
+        ("part", True, {}),
+    ],
+    ids=["forward", "part", "accumulation", "clipping", "bf16", "manual forward", "manual part"],
+)
+def test_same_bits(by: str, manual: bool, extra: dict[str, Any], tmp_path: Path) -> None:
+    plain = fit(Task(by, manual), tmp_path, **extra)
+    task = Task(by, manual)
+    attachment = actoffload.attach(task, **options(tmp_path))
+    offloaded = fit(task, tmp_path, **extra)
+    offloaded.statistics = statistics = attachment.offloader.statistics()
+    assert_evidence(offloaded, plain)
+    assert len(plain.losses) == STEPS
+    assert len(task.validated) == 3  # the sanity check and two in between
+    # The loss's own saves too: `exp` saves its result, the square its base.
+    saved_by_loss = 2 * STEPS * 64 * WIDTH * 4
+    assert statistics.activation_bytes > saved_by_loss + STEPS * 6 * 64 * WIDTH * 4 * (1 if not extra else 0.4)
+    attachment.offloader.close()
+
+
+def test_the_loss_is_outside_when_only_the_net_is_attached(tmp_path: Path) -> None:
+    plain = fit(Task(), tmp_path)
+    task = Task()
+    attachment = actoffload.attach(task.net, **options(tmp_path))
+    offloaded = fit(task, tmp_path)
+    offloaded.statistics = attachment.offloader.statistics()
+    assert_evidence(offloaded, plain)
+    attachment.offloader.close()
+
+
+def test_strict_raises_when_nothing_is_saved(tmp_path: Path) -> None:
+    task = Task()
+    attachment = actoffload.attach(task, **(options(tmp_path) | {"min_bytes": "1GiB"}))
+    with pytest.raises(NothingOffloadedError, match="min_bytes"):
+        fit(task, tmp_path)
+    attachment.detach()
+    fit(task, tmp_path)
+    attachment.offloader.close()
+
+
+def test_a_module_that_the_trainer_never_runs_is_reported(tmp_path: Path) -> None:
+    task = Task()
+    attachment = actoffload.attach(nn.Linear(2, 2), **options(tmp_path))
+    fit(task, tmp_path)
+    assert "saved nothing" in attachment.offloader.report()
+    attachment.offloader.close()
+
+
+def test_an_error_in_a_step_leaves_the_context(tmp_path: Path) -> None:
+    task = Task()
+    attachment = actoffload.attach(task, **options(tmp_path))
+    task.net = None  # type: ignore[assignment]
+    with pytest.raises(TypeError):
+        task.training_step([torch.ones(2, WIDTH)] * 2, 0)
+    x = torch.ones(64, WIDTH, requires_grad=True)
+    x.exp().sum().backward()
+    assert attachment.offloader.statistics().packed_tensors == 0
+    attachment.offloader.close()
+
+
+def test_the_step_stays_what_it_was(tmp_path: Path) -> None:
+    """Copies run their own step, two attachments may come off in any order, and a pickled module has none."""
+    task = Task()
+    first = actoffload.attach(task, **options(tmp_path))
+    second = actoffload.attach(task, **options(tmp_path))
+    batch = [torch.ones(64, WIDTH), torch.ones(64, WIDTH)]
+    twin = copy.deepcopy(task)
+    twin.training_step(batch, 0)
+    assert (len(twin.run.losses), len(task.run.losses)) == (1, 0)
+    assert first.offloader.statistics().steps == 2
+    torch.save(task, tmp_path / "task.pt")
+    loaded = torch.load(tmp_path / "task.pt", weights_only=False)
+    loaded.training_step(batch, 0)
+    assert (len(loaded.run.losses), len(task.run.losses)) == (1, 0)
+    assert first.offloader.statistics().steps == 2
+    first.detach()
+    task.training_step(batch, 0)
+    assert first.offloader.statistics().steps == 3
+    second.detach()
+    task.training_step(batch, 0)
+    assert (len(task.run.losses), first.offloader.statistics().steps) == (2, 3)
+    assert not task._forward_hooks
+    first.offloader.close()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo looks
+@pytest.mark.filterwarnings("ignore:.*saved by one autograd node:RuntimeWarning")  # tested in test_compile.py
+@pytest.mark.parametrize("first", ["attach", "compile"])
+def test_a_compiled_lightning_module(first: str, tmp_path: Path) -> None:
+    """Lightning compiles the steps of a module that was given to ``torch.compile``."""
+
+    def compiled(task: Task) -> nn.Module:
+        module: Any = torch.compile(task, backend="aot_eager")
+        assert isinstance(module, nn.Module)
+        return module
+
+    torch._dynamo.reset()
+    task = Task()
+    plain = fit(task, tmp_path, compiled(task))
+    torch._dynamo.reset()
+    task = Task()
+    if first == "attach":
+        attachment = actoffload.attach(task, **options(tmp_path))
+        module = compiled(task)
+    else:
+        module = compiled(task)
+        attachment = actoffload.attach(module, **options(tmp_path))
+    offloaded = fit(task, tmp_path, module)
+    offloaded.statistics = statistics = attachment.offloader.statistics()
+    if first == "compile":  # the whole step is one graph, whose peak cannot fall
+        assert statistics.resident_share > 0.9
+        offloaded.statistics = replace(statistics, resident_peak_bytes=0)
+    assert_evidence(offloaded, plain)
+    attachment.offloader.close()

@@ -1,0 +1,163 @@
+"""TRL's trainers with the adapter: supervised, preferences, and reinforcement with generation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from actoffload.integrations.hf import attach
+
+from actoffload.errors import ConfigError
+from tests.integration.evidence import assert_evidence
+from tests.integration.hf_models import QUIET, compare, llama, sentence, tokenizer
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+for _package in ("trl", "peft", "datasets"):
+    pytest.importorskip(_package)
+
+from datasets import Dataset  # noqa: E402
+from peft import LoraConfig  # noqa: E402
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer  # noqa: E402
+from trl.models.activation_offloading import NoOpManager  # noqa: E402
+from trl.trainer.dpo_config import DPOConfig  # noqa: E402
+from trl.trainer.dpo_trainer import DPOTrainer  # noqa: E402
+from trl.trainer.grpo_config import GRPOConfig  # noqa: E402
+from trl.trainer.grpo_trainer import GRPOTrainer  # noqa: E402
+from trl.trainer.kto_config import KTOConfig  # noqa: E402
+from trl.trainer.kto_trainer import KTOTrainer  # noqa: E402
+from trl.trainer.reward_config import RewardConfig  # noqa: E402
+from trl.trainer.reward_trainer import RewardTrainer  # noqa: E402
+from trl.trainer.rloo_config import RLOOConfig  # noqa: E402
+from trl.trainer.rloo_trainer import RLOOTrainer  # noqa: E402
+from trl.trainer.sft_config import SFTConfig  # noqa: E402
+from trl.trainer.sft_trainer import SFTTrainer  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:trl.*", "ignore::FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model on disk: TRL loads reference models from where the model came from."""
+    path = tmp_path_factory.mktemp("model")
+    llama(dropout=0.1).save_pretrained(path)
+    return str(path)
+
+
+def lora(kind: str) -> Any:
+    if kind != "lora":
+        return None
+    return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
+
+
+def sft(model: str, out: Path, kind: str, **options: Any) -> Any:
+    data = Dataset.from_dict({"text": [sentence(seed) for seed in range(16)]})
+    config = SFTConfig(str(out), max_length=32, packing=kind == "packing", **{**QUIET, **options})
+    return SFTTrainer(model, config, train_dataset=data, processing_class=tokenizer(), peft_config=lora(kind))
+
+
+def preferences() -> Dataset:
+    """A prompt, and an answer that is better than another."""
+    return Dataset.from_dict(
+        {
+            "prompt": [sentence(seed, 8) for seed in range(16)],
+            "chosen": [sentence(100 + seed, 12) for seed in range(16)],
+            "rejected": [sentence(200 + seed, 10) for seed in range(16)],
+        }
+    )
+
+
+def dpo(model: str, out: Path, kind: str, **options: Any) -> Any:
+    config = DPOConfig(str(out), max_length=32, **{**QUIET, **options})
+    data = preferences()
+    return DPOTrainer(model, args=config, train_dataset=data, processing_class=tokenizer(), peft_config=lora(kind))
+
+
+def kto(model: str, out: Path, kind: str) -> Any:
+    columns = {"completion": [sentence(100 + seed, 12) for seed in range(16)], "label": [True, False] * 8}
+    data = Dataset.from_dict({"prompt": [sentence(seed, 8) for seed in range(16)], **columns})
+    config = KTOConfig(str(out), max_length=32, **QUIET)
+    return KTOTrainer(model, args=config, train_dataset=data, processing_class=tokenizer(), peft_config=lora(kind))
+
+
+def rewarding(model: str, out: Path, kind: str) -> Any:
+    config = RewardConfig(str(out), max_length=32, **QUIET)
+    data = preferences()
+    return RewardTrainer(model, args=config, train_dataset=data, processing_class=tokenizer(), peft_config=lora(kind))
+
+
+def reward(completions: list[str], **_: Any) -> list[float | None]:
+    """Likes words that end in 3."""
+    return [float(text.count("3")) + 0.01 * len(text) for text in completions]
+
+
+def grpo(model: str, out: Path, kind: str, **options: Any) -> Any:
+    data = Dataset.from_dict({"prompt": [sentence(seed, 6) for seed in range(16)]})
+    chosen = {"num_generations": 4, "max_completion_length": 8, "num_iterations": 2, "beta": 0.1}
+    config = GRPOConfig(str(out), **{**QUIET, **chosen, **options})
+    return GRPOTrainer(
+        model, reward, args=config, train_dataset=data, processing_class=tokenizer(), peft_config=lora(kind)
+    )
+
+
+def rloo(model: str, out: Path, kind: str) -> Any:
+    data = Dataset.from_dict({"prompt": [sentence(seed, 6) for seed in range(16)]})
+    config = RLOOConfig(str(out), num_generations=4, max_completion_length=8, **QUIET)
+    return RLOOTrainer(
+        model, reward, args=config, train_dataset=data, processing_class=tokenizer(), peft_config=lora(kind)
+    )
+
+
+def online_dpo(model: str, out: Path, kind: str) -> Any:
+    """Its ``training_step`` does all by itself, also the forward."""
+    data = Dataset.from_dict({"prompt": [sentence(seed, 6) for seed in range(16)]})
+    config = OnlineDPOConfig(str(out), max_new_tokens=8, **QUIET)
+    return OnlineDPOTrainer(
+        model,
+        args=config,
+        reward_funcs=reward,
+        train_dataset=data,
+        processing_class=tokenizer(),
+        peft_config=lora(kind),
+    )
+
+
+ROWS = [
+    *[(make, kind) for make in (sft, dpo, grpo) for kind in ("plain", "lora")],
+    *[(sft, "packing"), (kto, "plain"), (rewarding, "plain"), (rloo, "plain"), (online_dpo, "plain")],
+]
+
+
+@pytest.mark.parametrize(("make", "kind"), ROWS, ids=[f"{make.__name__} {kind}" for make, kind in ROWS])
+def test_a_trainer_computes_the_same_bits(make: Callable[..., Any], kind: str, model_path: str, tmp_path: Path) -> None:
+    offloaded, plain = compare(lambda: make(model_path, tmp_path / "out", kind), tmp_path, device_budget="16KiB")
+    assert_evidence(offloaded, plain)
+    assert len({loss.item() for loss in plain.losses}) > 1
+
+
+@pytest.mark.parametrize("make", [sft, dpo])
+def test_its_own_offloading_is_refused(
+    make: Callable[..., Any], model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # TRL's context cannot be made without an accelerator ('NoneType' object has no attribute 'type'); this one can.
+    for module in ("sft", "dpo"):
+        monkeypatch.setattr(f"trl.trainer.{module}_trainer.get_act_offloading_ctx_manager", lambda model: NoOpManager())
+    trainer = make(model_path, tmp_path / "out", "plain", activation_offloading=True)
+    with pytest.raises(ConfigError, match="activation_offloading=True: TRL would move activations too"):
+        attach(trainer, target="nvme", path=tmp_path)
+    assert not hasattr(trainer, "actoffload")
+    trainer.args.activation_offloading = False  # switched off too late: the context is there already
+    with pytest.raises(ConfigError, match="activation_offloading"):
+        attach(trainer, target="nvme", path=tmp_path)
+
+
+def test_its_own_offloading_is_refused_when_it_comes_later(model_path: str, tmp_path: Path) -> None:
+    trainer = sft(model_path, tmp_path / "out", "plain")
+    attachment = attach(trainer, target="nvme", path=tmp_path)
+    trainer.maybe_activation_offload_context = NoOpManager()
+    with pytest.raises(ConfigError, match="activation_offloading"):
+        trainer.train()
+    attachment.detach()
+    attachment.offloader.close()

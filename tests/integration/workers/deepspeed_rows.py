@@ -1,0 +1,374 @@
+"""Rows of the DeepSpeed adapter: each trains twice from one seed, through `initialize` with and without its section."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import functools
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import deepspeed
+import torch
+from actoffload.integrations import deepspeed as adapter
+from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
+from torch import Tensor, nn
+
+from actoffload import Offloader
+from tests.integration.evidence import Run, counting_owners
+from tests.integration.processes import main, scratch
+
+WIDTH = 64
+STEPS = 3
+LINES: list[str] = []
+
+ZERO3 = {
+    "stage": 3,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_prefetch_bucket_size": 1000,
+}
+
+
+class Block(nn.Module):
+    """A residual MLP with a norm and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.nn.functional.gelu(self.up(self.norm(x)))
+        changed: Tensor = self.drop(self.down(hidden))
+        return x + changed * torch.sigmoid(x)
+
+
+class DetachedWeight(torch.autograd.Function):
+    """Saves a weight behind ``detach()``, as fused kernels do: neither a leaf nor a view that autograd knows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight.detach().t())
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, transposed = ctx.saved_tensors
+        return gradient @ transposed.t(), gradient.flatten(0, 1).t() @ x.flatten(0, 1)
+
+
+class Detached(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = DetachedWeight.apply(x, self.weight)
+        return result
+
+
+class Model(nn.Module):
+    """Embedding, blocks, a head tied to the embedding, and a loss.
+
+    Args:
+        checkpoint: runs each block, if given.
+        frozen: freeze every second block, and tie the head by using the embedding's weight outside its module.
+    """
+
+    def __init__(self, *, checkpoint: Callable[..., Tensor] | None = None, frozen: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(96, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.detached = Detached()
+        self.head = None if frozen else nn.Linear(WIDTH, 96, bias=False)
+        if self.head is not None:
+            self.head.weight = self.embed.weight
+        self.checkpoint = checkpoint
+        for block in self.blocks[::2] if frozen else ():
+            block.requires_grad_(False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x) if self.checkpoint is None else self.checkpoint(block, x)
+        x = torch.tanh(self.detached(x))
+        logits = self.head(x) if self.head is not None else torch.nn.functional.linear(x, self.embed.weight)
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration of DeepSpeed.
+
+    Attributes:
+        zero: the ``zero_optimization`` section.
+        accumulate: micro-batches in a step.
+        checkpoint: the function that runs each block, if any.
+        checkpointing: arguments of ``deepspeed.checkpointing.configure``.
+        frozen: whether every second block is frozen.
+        budget: ``device_budget``; below what the row's forward saves.
+        more: other sections of DeepSpeed's configuration.
+    """
+
+    zero: dict[str, Any] = field(default_factory=dict)
+    accumulate: int = 1
+    checkpoint: Callable[..., Any] | None = None
+    checkpointing: dict[str, Any] = field(default_factory=dict)
+    frozen: bool = False
+    budget: str = "1MiB"
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+ROWS = {
+    "zero0": Row(),
+    "zero1": Row(zero={"stage": 1}),
+    "zero2": Row(zero={"stage": 2}),
+    "zero3": Row(zero=ZERO3),
+    "zero3_frozen": Row(zero=ZERO3, frozen=True),
+    "zero3_bf16": Row(zero=ZERO3, more={"bf16": {"enabled": True}}, budget="512KiB"),
+    "accumulate3": Row(zero={"stage": 2}, accumulate=3),
+    "accumulate3_zero3": Row(zero=ZERO3, accumulate=3),
+    "checkpoint": Row(zero={"stage": 1}, checkpoint=deepspeed.checkpointing.checkpoint, budget="96KiB"),
+    "checkpoint_zero3": Row(zero=ZERO3, checkpoint=deepspeed.checkpointing.checkpoint, budget="96KiB"),
+    "checkpoint_non_reentrant": Row(
+        zero={"stage": 1}, checkpoint=deepspeed.checkpointing.non_reentrant_checkpoint, budget="96KiB"
+    ),
+    "checkpoint_partitioned": Row(
+        zero={"stage": 1},
+        checkpoint=deepspeed.checkpointing.checkpoint,
+        checkpointing={"partition_activations": True},
+        budget="96KiB",
+    ),
+    "optimizer_cpu": Row(zero={"stage": 2, "offload_optimizer": {"device": "cpu"}}),
+    "param_cpu": Row(zero={**ZERO3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}),
+}
+
+
+def section(budget: str) -> dict[str, Any]:
+    directory = str(scratch())
+    return {"target": "nvme", "path": directory, "min_bytes": 1024, "device_budget": budget, "announce": LINES.append}
+
+
+def config_of(row: Row, offloaded: bool) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": row.accumulate,
+        "zero_optimization": row.zero,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": 1.0,
+        **row.more,
+    }
+    return {**config, "actoffload": section(row.budget)} if offloaded else config
+
+
+def recorded(optimizer: torch.optim.Optimizer, run: Run) -> None:
+    """Keep every gradient that the optimizer is handed (a rank's own part of it, where ZeRO divides them)."""
+
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    run.tensors[f"gradient {len(run.tensors)}"] = parameter.grad.clone()
+
+    optimizer.register_step_pre_hook(before)
+
+
+def final_weights(module: nn.Module, run: Run) -> None:
+    parameters = dict(module.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(parameters.values())):
+        run.tensors.update({name: parameter.detach().clone() for name, parameter in parameters.items()})
+
+
+def train(row: Row, offloaded: bool) -> Run:
+    """Train a few steps; the same bits with and without offloading."""
+    run = Run()
+    torch.manual_seed(3)
+    deepspeed.checkpointing.configure(None, **row.checkpointing)
+    model = Model(checkpoint=row.checkpoint, frozen=row.frozen)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-2)
+    recorded(optimizer, run)
+    config = config_of(row, offloaded)
+    engine, *_ = adapter.initialize(model=model, optimizer=optimizer, model_parameters=trainable, config=config)
+    assert ("actoffload" in config) == offloaded
+    draw = torch.Generator().manual_seed(5 + torch.distributed.get_rank())
+    torch.manual_seed(7)
+    with counting_owners(model.parameters) as meter:
+        for _ in range(STEPS * row.accumulate):
+            loss = engine(torch.randint(96, (4, 64), generator=draw))
+            run.losses.append(loss.detach().clone())
+            engine.backward(loss)
+            engine.step()
+            del loss
+            if offloaded:
+                run.statistics = engine.actoffload.offloader.statistics()
+                assert run.statistics.live_records == 0
+    run.moved_parameter_bytes = meter.parameter_bytes
+    final_weights(model, run)
+    if offloaded:
+        assert engine.actoffload.report()
+        engine.actoffload.detach()
+        engine.actoffload.offloader.close()
+    else:
+        assert engine.actoffload is None
+    engine.destroy()
+    return run
+
+
+def pipeline_loss(logits: Tensor, tokens: Tensor) -> Tensor:
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+def train_pipeline(kind: type[nn.Module], checkpoint: int, offloaded: bool) -> Run:
+    """Two stages, four micro-batches, in the order of the module's own schedule."""
+    run = Run()
+    torch.manual_seed(3)
+    deepspeed.checkpointing.configure(None)
+    module = kind(
+        layers=[nn.Embedding(96, WIDTH), *(Block() for _ in range(4)), nn.Linear(WIDTH, 96)],
+        num_stages=2,
+        loss_fn=pipeline_loss,
+        partition_method="uniform",
+        activation_checkpoint_interval=checkpoint,
+        checkpointable_layers=["Block"],
+    )
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+    recorded(optimizer, run)
+    row = Row(accumulate=4, budget="96KiB" if checkpoint else "1MiB")
+    engine, *_ = adapter.initialize(model=module, optimizer=optimizer, config=config_of(row, offloaded))
+    draw = torch.Generator().manual_seed(5)
+    torch.manual_seed(7)
+    with counting_owners(module.parameters) as meter, told_stages() as told:
+        for _ in range(STEPS):
+            tokens = [torch.randint(96, (4, 64), generator=draw) for _ in range(row.accumulate)]
+            run.losses.append(engine.train_batch(iter([(t, t) for t in tokens])).detach().clone())
+            if offloaded:
+                run.statistics = engine.actoffload.offloader.statistics()
+                assert run.statistics.live_records == 0
+        before = len(told)
+        engine.eval_batch(iter([(t, t) for t in tokens]))
+        assert len(told) == before, "evaluation is no phase of training"
+    LINES.extend(told)
+    run.moved_parameter_bytes = meter.parameter_bytes
+    final_weights(module, run)
+    if offloaded:
+        engine.actoffload.detach()
+        engine.actoffload.offloader.close()
+    engine.destroy()
+    return run
+
+
+@contextlib.contextmanager
+def told_stages() -> Iterator[list[str]]:
+    """What offloaders are told of a pipeline's phases, as text such as ``F0>B0``."""
+    told: list[str] = []
+    stage = Offloader.stage
+
+    def telling(self: Offloader, microbatch: Any, direction: Any, *, next: Any = None) -> None:
+        told.append(short((microbatch, direction)) + (f">{short(next)}" if next else ""))
+        stage(self, microbatch, direction, next=next)
+
+    Offloader.stage = telling  # type: ignore[method-assign]
+    try:
+        yield told
+    finally:
+        Offloader.stage = stage  # type: ignore[method-assign]
+
+
+def short(phase: tuple[Any, str]) -> str:
+    return f"{phase[1][0].upper()}{phase[0]}"
+
+
+PIPELINES = {
+    "pipeline": (deepspeed.PipelineModule, 0),
+    "pipeline_checkpoint": (deepspeed.PipelineModule, 1),
+    "pipeline_dual": (DualPipeVModule, 0),
+}
+
+
+def announced() -> str:
+    """What the process prints in its first step when nobody says where announcements go."""
+    row = ROWS["optimizer_cpu"]
+    config = config_of(row, offloaded=True)
+    del config["actoffload"]["announce"]
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        engine, *_ = adapter.initialize(model=model, optimizer=optimizer, config=config)
+        for _ in range(2):
+            engine.backward(engine(torch.zeros(4, 64, dtype=torch.long)))
+            engine.step()
+    assert "bandwidth is shared with DeepSpeed's offload_optimizer (cpu)" in engine.actoffload.report()
+    engine.destroy()
+    return said.getvalue()
+
+
+def forms() -> dict[str, Any]:
+    """Every way to hand a configuration in: which of them offload, and what is left of what was handed in."""
+    config = config_of(Row(zero={"stage": 1}), offloaded=True)
+    config["actoffload"]["announce"] = "none"
+    file = scratch() / "config.json"
+    file.write_text(json.dumps(config))
+    off = {**config, "actoffload": {**config["actoffload"], "enabled": False}}
+    namespace, by_dict = argparse.Namespace(deepspeed_config=str(file)), argparse.Namespace(deepspeed_config=config)
+    handed: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+        "dict": ((), {"config": config}),
+        "file": ((), {"config": str(file)}),
+        "config_params": ((), {"config_params": config}),
+        "namespace": ((namespace,), {}),
+        "namespace with a dict": ((by_dict,), {}),
+        "switched off": ((), {"config": off}),
+    }
+    before, found = copy.deepcopy((config, off)), {}
+    for name, (arguments, keywords) in handed.items():
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, *_ = adapter.initialize(*arguments, model=model, optimizer=optimizer, **keywords)
+        attachment = engine.actoffload
+        engine.backward(engine(torch.zeros(4, 64, dtype=torch.long)))
+        found[name] = 0 if attachment is None else attachment.offloader.statistics().nvme_written_bytes
+        if attachment is not None:
+            attachment.detach()
+            attachment.detach()
+            packed = attachment.offloader.statistics().packed_tensors
+            engine.backward(engine(torch.zeros(4, 64, dtype=torch.long)))
+            assert attachment.offloader.statistics().packed_tensors == packed, "detached, and still at work"
+            attachment.offloader.close()
+        assert "actoffload" not in engine._config._param_dict, "DeepSpeed saw the section"
+        engine.destroy()
+    assert (config, off) == before, "what was handed in was changed"
+    assert (namespace.deepspeed_config, by_dict.deepspeed_config) == (str(file), config)
+    return found
+
+
+def work() -> dict[str, Any]:
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo does; this would be compiled for a minute
+    deepspeed.init_distributed(dist_backend="gloo")
+    found: dict[str, Any] = {}
+    for name in sys.argv[1:]:
+        if name in ("announced", "forms"):
+            found[name] = announced() if name == "announced" else forms()
+            continue
+        LINES.clear()
+        one: Callable[[bool], Run]
+        if name in PIPELINES:
+            one = functools.partial(train_pipeline, *PIPELINES[name])
+        else:
+            one = functools.partial(train, ROWS[name])
+        plain = one(False)
+        found[name] = (one(True), plain, list(LINES))
+    return found
+
+
+if __name__ == "__main__":
+    main(work)

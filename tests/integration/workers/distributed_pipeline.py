@@ -1,0 +1,74 @@
+"""The settings of torch.distributed.pipelining: every schedule, two ranks, one to two stages on each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+
+from tests.integration.workers.distributed_models import WIDTH, Block
+from tests.integration.workers.distributed_runs import Setting
+
+MICROBATCHES = 6
+ROWS_OF_MICROBATCH = 256
+OPTIONS = {"device_budget": "512KiB"}
+
+
+def pipeline(schedule_class: Any, stages_per_rank: int, *, v_shaped: bool = False) -> Setting:
+    """A model of ``2 * stages_per_rank`` stages with two blocks each, cut over two ranks.
+
+    Args:
+        schedule_class: of torch.distributed.pipelining.
+        stages_per_rank: 1, or 2 for a schedule with virtual stages.
+        v_shaped: the first rank has the first and the last stage.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    count = world * stages_per_rank
+    chunks = [nn.Sequential(Block(), Block()) for _ in range(count)]
+    mine = [rank, count - 1 - rank] if v_shaped else list(range(rank, count, world))
+    stages = [PipelineStage(chunks[index], index, count, torch.device("cpu")) for index in mine]
+    first: Any = stages if stages_per_rank > 1 else stages[0]
+    schedule = schedule_class(first, MICROBATCHES, loss_fn=F.mse_loss)
+
+    def step(index: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        rows = MICROBATCHES * ROWS_OF_MICROBATCH
+        data, target = (torch.randn(rows, WIDTH, generator=generator) for _ in range(2))
+        losses: list[Tensor] = []
+        inputs = (data,) if 0 in mine else ()
+        answers: dict[str, Any] = {"target": target, "losses": losses} if count - 1 in mine else {}
+        schedule.step(*inputs, **answers)
+        return losses or [torch.zeros(())]
+
+    return Setting(
+        nn.ModuleList(chunks[index] for index in mine),
+        step,
+        inner=chunks[mine[0]][1],
+        attached=[chunks[index] for index in mine],
+        options=OPTIONS,
+    )
+
+
+ROWS: dict[str, Callable[[], Setting]] = {
+    "pp_gpipe": lambda: pipeline(ScheduleGPipe, 1),
+    "pp_1f1b": lambda: pipeline(Schedule1F1B, 1),
+    "pp_interleaved": lambda: pipeline(ScheduleInterleaved1F1B, 2),
+    "pp_looped_bfs": lambda: pipeline(ScheduleLoopedBFS, 2),
+    "pp_zero_bubble": lambda: pipeline(ScheduleInterleavedZeroBubble, 2),
+    "pp_zbv": lambda: pipeline(ScheduleZBVZeroBubble, 2, v_shaped=True),
+    "pp_dual_v": lambda: pipeline(ScheduleDualPipeV, 2, v_shaped=True),
+}

@@ -1,0 +1,25 @@
+"""Rows of torch.distributed, each trained without and with offloading: data, tensor, context and pipeline parallel.
+
+``python -m tests.integration.workers.distributed_rows ROW ...`` in each rank; a row is ``name/where``. ``where`` says
+what runs inside the offloading context: ``outer`` (the wrapped module), ``inner`` (a module inside) or ``context``.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from tests.integration.processes import main
+from tests.integration.workers import distributed_models, distributed_pipeline
+from tests.integration.workers.distributed_runs import compare
+
+ROWS = {**distributed_models.ROWS, **distributed_pipeline.ROWS}
+
+
+def work() -> dict[str, Any]:
+    """Each row's two runs."""
+    return {row: compare(ROWS[row.partition("/")[0]], row.partition("/")[2]) for row in sys.argv[1:]}
+
+
+if __name__ == "__main__":
+    main(work)

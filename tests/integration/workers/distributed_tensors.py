@@ -1,0 +1,316 @@
+"""What two ranks see of single tensors and of the process: DTensors, collectives under way, budgets, the line said."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as functional
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_single
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from actoffload import OffloadConfig, Offloader
+from actoffload.paths import free_bytes
+from actoffload.ranks import processes_here
+from tests.integration.processes import main, scratch
+from tests.integration.workers.distributed_models import Net, batch
+
+SIZE = 128
+
+
+class Save(torch.autograd.Function):
+    """Saves a tensor and hands out what comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
+        ctx.save_for_backward(saved)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        seen.append(ctx.saved_tensors[0])
+        return grads[0], None
+
+
+seen: list[Tensor] = []
+
+
+def offloader(**options: Any) -> Offloader:
+    """A new offloader that moves everything."""
+    usual = {"target": "nvme", "path": scratch(), "min_bytes": 0, "policy": "all"}
+    return Offloader(OffloadConfig(**{**usual, **options}))
+
+
+def mesh() -> DeviceMesh:
+    """Both ranks."""
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def whole(rows: int = 2 * SIZE, seed: int = 0) -> Tensor:
+    """The same on both ranks."""
+    return torch.randn(rows, SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def distributed(*, requires_grad: bool = False) -> DTensor:
+    """A DTensor that is cut by rows: each rank has other bytes."""
+    found: DTensor = distribute_tensor(whole(), mesh(), [Shard(0)])
+    found.requires_grad_(requires_grad)
+    return found
+
+
+def mine() -> Tensor:
+    """What this rank has of `distributed`."""
+    return whole()[dist.get_rank() * SIZE :][:SIZE]
+
+
+def round_trips() -> dict[str, Any]:
+    """Of what was saved: facts before and after, bytes that are right and that came back, bytes left and written."""
+    kinds: dict[str, tuple[Callable[[], Tensor], Tensor]] = {
+        "sharded": (distributed, mine()),
+        "transposed": (lambda: distributed().t(), mine().t()),
+        "replicated": (lambda: distribute_tensor(whole(), mesh(), [Replicate()]), whole()),
+        "partial": (lambda: distributed().sum(dim=0, keepdim=True), mine().sum(dim=0, keepdim=True)),
+        "from a local activation": (from_local, 2 * mine()),
+        "collective": (collective, whole()),
+        "collective inside": (lambda: distributed().redistribute(mesh(), [Replicate()], async_op=True), whole()),
+    }
+    found = {}
+    for name, (make, right) in kinds.items():
+        saved = make()
+        expected = _facts(saved)
+        core = offloader()
+        with core:
+            out = Save.apply(torch.ones(1, requires_grad=True), saved)
+        core.synchronize()
+        del saved
+        resident = core.core.accounts.resident_bytes
+        out.backward()
+        back = seen.pop()
+        found[name] = (expected, _facts(back), right, _inner(back), resident, core.statistics().nvme_written_bytes)
+        del out, back
+        core.close()
+    return found
+
+
+def from_local() -> Tensor:
+    """As the input of a tensor parallel layer: the tensor inside claims to be a leaf that wants a gradient."""
+    activation = mine().requires_grad_() * 2
+    return DTensor.from_local(activation, mesh(), [Shard(0)])
+
+
+def collective() -> Tensor:
+    """The result of an all-gather that nobody has waited for."""
+    found = all_gather_single(mine(), 0, mesh())
+    assert isinstance(found, AsyncCollectiveTensor)
+    assert not found.completed
+    return found
+
+
+def _inner(tensor: Any) -> Tensor:
+    inner = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    found: Tensor = inner.trigger_wait() if isinstance(inner, AsyncCollectiveTensor) else inner
+    return found.detach().clone(memory_format=torch.preserve_format)
+
+
+def _facts(tensor: Tensor) -> dict[str, Any]:
+    facts: dict[str, Any] = {"type": type(tensor).__name__, "shape": tuple(tensor.shape), "stride": tensor.stride()}
+    inner: Any = tensor
+    if isinstance(tensor, DTensor):
+        facts |= {"placements": str(tensor.placements), "mesh": str(tensor.device_mesh), "spec": str(tensor._spec)}
+        inner = tensor._local_tensor
+    return facts | {"inner type": type(inner).__name__, "inner stride": inner.stride()}
+
+
+def changed_in_place(core: Offloader | None) -> str:
+    """A saved DTensor is changed in place: an error, with and without offloading."""
+    x = distributed(requires_grad=True)
+    with core or contextlib.nullcontext():
+        result = (x * 2).exp()
+    with torch.no_grad():
+        result.add_(1)
+    return _outcome(result, x)
+
+
+def stale_twin(core: Offloader | None) -> str:
+    """A DTensor is saved, changed in place and saved again; only the second is used."""
+    x = distributed(requires_grad=True)
+    with core or contextlib.nullcontext():
+        middle = x * 2
+        unused = middle.sin()
+        if core is not None:
+            core.synchronize()  # the first is on disk with its old bytes
+        with torch.no_grad():
+            middle.add_(1)
+        result = middle.cos()
+    outcome = _outcome(result, x)
+    del unused
+    return outcome
+
+
+def twice_differentiated(core: Offloader | None) -> str:
+    """A gradient of a gradient, through saved DTensors."""
+    x = distributed(requires_grad=True)
+    with core or contextlib.nullcontext():
+        middle = x.exp() * x
+        (gradient,) = torch.autograd.grad(middle.sum(), x, create_graph=True)
+        result = gradient * middle
+    return _outcome(result, x)
+
+
+def changed_after_unpack(core: Offloader | None) -> str:
+    """What backward is handed is changed in place: the second backward of a retained graph sees that."""
+    x = torch.ones(1, requires_grad=True)
+    with core or contextlib.nullcontext():
+        out = Save.apply(x, distributed())
+    out.backward(retain_graph=True)
+    seen.pop().mul_(2)
+    return _outcome(out, x)
+
+
+def gathered_weight_changed(core: Offloader | None) -> str:
+    """A parameter that ``fully_shard`` has gathered is changed in place between forward and backward."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(SIZE, SIZE)
+    fully_shard(model, reshard_after_forward=False)
+    x = torch.randn(SIZE, SIZE, requires_grad=True)
+    with core or contextlib.nullcontext():
+        result = model(x)
+    with torch.no_grad():
+        model.weight.add_(1)
+    return _outcome(result, x)
+
+
+def _outcome(result: Tensor, x: Tensor) -> str:
+    try:
+        result.sum().backward()
+    except RuntimeError as error:
+        return "error: " + str(error)[:70]
+    assert x.grad is not None
+    gradient: Any = x.grad.to_local() if isinstance(x.grad, DTensor) else x.grad
+    return f"gradient {gradient.double().sum().item():.17g} {gradient.flatten()[:3].tolist()}"
+
+
+PROGRAMS = (changed_in_place, stale_twin, twice_differentiated, changed_after_unpack, gathered_weight_changed)
+
+
+def programs() -> dict[str, tuple[str, str]]:
+    """What each program says without and with offloading."""
+    found = {}
+    for program in (*PROGRAMS, cpu_attention):
+        core = offloader()
+        found[program.__name__] = (program(None), program(core))
+        core.close()
+    seen.clear()
+    return found
+
+
+def waits_unlocked() -> list[bool]:
+    """Whether the offloader's lock was free, and another thread could save, while pack waited for a collective."""
+    free = []
+    core = offloader()
+    wait = AsyncCollectiveTensor.trigger_wait
+
+    def save_elsewhere() -> None:
+        with core:
+            torch.ones(SIZE, SIZE, requires_grad=True).exp().sum().backward()
+
+    def watched(self: AsyncCollectiveTensor) -> Tensor:
+        free.append(core.core.lock.acquire(timeout=1))
+        if free[-1]:
+            core.core.lock.release()
+        thread = threading.Thread(target=save_elsewhere)
+        thread.start()
+        thread.join(timeout=30)
+        free.append(not thread.is_alive())
+        waited: Tensor = wait(self)
+        return waited
+
+    AsyncCollectiveTensor.trigger_wait = watched  # type: ignore[method-assign]
+    try:
+        with core:
+            out = Save.apply(torch.ones(1, requires_grad=True), collective())
+    finally:
+        AsyncCollectiveTensor.trigger_wait = wait  # type: ignore[method-assign]
+    out.backward()
+    seen.clear()
+    del out
+    core.close()
+    return free
+
+
+def announcements() -> dict[str, Any]:
+    """Says the line with each setting; ``"first"`` and ``"all"`` print, so the test reads this process's log."""
+    said: list[str] = []
+    for announce in ("none", "first", "all", said.append):
+        torch.manual_seed(0)
+        model: Any = fully_shard(Net())
+        core = offloader(announce=announce)
+        print(f"announce {announce if isinstance(announce, str) else 'callable'}", file=sys.stderr, flush=True)
+        for step in range(2):
+            with core:
+                loss = model(batch(step, dist.get_rank())).square().mean()
+            loss.backward()
+        core.close()
+    return {"said": said}
+
+
+def shares() -> dict[str, Any]:
+    """The default budgets of this rank: alone, as a launcher has it, and as the group's members tell each other."""
+    found = {}
+    for name, variables in {
+        "alone": {"LOCAL_WORLD_SIZE": "1"},
+        "launcher": {"LOCAL_WORLD_SIZE": "2"},
+        "group": {},
+    }.items():
+        for variable in ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "MASTER_ADDR"):
+            os.environ.pop(variable, None)
+        os.environ.update(variables)
+        core = offloader()
+        spool = core.tiers.spool
+        assert spool is not None
+        dist.barrier()
+        (lane,) = spool.files
+        disk = spool.statistics().capacity_bytes or free_bytes(lane) + spool.statistics().arena_bytes
+        found[name] = {"processes": processes_here(), "host": core.tiers.pools[0].capacity_bytes, "disk": disk}
+        core.close()
+        dist.barrier()
+    return found
+
+
+def cpu_attention(core: Offloader | None) -> str:
+    """Context parallel with the kernel that the CPU prefers."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    data = torch.randn(1, 2, 64, 16)
+    weight = torch.randn(16, 16, requires_grad=True)
+    try:
+        with core or contextlib.nullcontext(), context_parallel(mesh(), buffers=[data], buffer_seq_dims=[2]):
+            x = data @ weight
+            functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+    except NotImplementedError as error:
+        return str(error)
+    return "it runs"
+
+
+def work() -> dict[str, Any]:
+    """Everything, in the order in which collectives need it on both ranks."""
+    return {
+        "round trips": round_trips(),
+        "programs": programs(),
+        "unlocked": waits_unlocked(),
+        "announcements": announcements(),
+        "shares": shares(),
+    }
+
+
+if __name__ == "__main__":
+    main(work)

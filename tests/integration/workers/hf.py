@@ -1,0 +1,53 @@
+"""One rank of a data-parallel training: trainers on DDP and on ZeRO-3, and Accelerate's plain loop."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import Any
+
+from tests.integration.evidence import Run
+from tests.integration.hf_models import accelerate_loop, checkpointing, compare, make_trainer
+from tests.integration.processes import main, scratch
+
+ZERO3: dict[str, Any] = {
+    "deepspeed": {
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+    }
+}
+
+
+def work() -> dict[str, Any]:
+    """Every row with its activations on disk and without, and what was printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        found: dict[str, Any] = {"trainer": trained()}
+    lines = printed.getvalue().splitlines()
+    found["checkpointing"] = trained(**checkpointing(reentrant=False))
+    found["accelerate"] = accelerate_loop("after prepare", "no", spool()), accelerate_loop(None, "no", spool())
+    found["zero3"] = trained(**ZERO3)
+    return found | {"printed": lines}
+
+
+def spool() -> dict[str, Any]:
+    """The options of every row."""
+    return {"target": "nvme", "path": scratch(), "min_bytes": 1024, "device_budget": "48KiB"}
+
+
+def trained(**options: Any) -> tuple[Run, Run]:
+    """One row: a trainer of two steps."""
+
+    def make() -> Any:
+        trainer = make_trainer(scratch(), max_steps=2, **options)
+        assert trainer.is_deepspeed_enabled == ("deepspeed" in options)
+        return trainer
+
+    runs = compare(make, **spool())
+    for run in runs:
+        assert all(tensor.numel() for tensor in run.tensors.values())
+    return runs
+
+
+if __name__ == "__main__":
+    main(work)

@@ -1,0 +1,284 @@
+"""Rows of the Megatron adapter: each trains twice from one seed under Megatron's own schedule, with and without it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from actoffload.integrations.megatron import wrap_forward_step
+from actoffload.integrations.megatron.portable import cpu_stands_in_for_cuda
+from actoffload.integrations.megatron.pretrain_gpt import (
+    batches,
+    forward_step,
+    make_chunks,
+    make_config,
+    parse,
+    set_up,
+)
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tests.integration.evidence import Run, counting_owners
+from tests.integration.megatron_found import Found, Hint
+from tests.integration.processes import main, scratch
+
+SIZES = "--layers 4 --width 64 --heads 4 --seq 64 --micro-batch 2 --lr 0.01"
+OFFLOAD = "--actoffload-target nvme --actoffload-min-bytes 1024"
+
+
+@dataclass
+class Row:
+    """One configuration.
+
+    Attributes:
+        flags: of the example's command line.
+        config: more fields of Megatron's configuration.
+        offload: more flags of actoffload's.
+        calculator: whether Megatron's calculator of micro-batches is there.
+        distributed_optimizer: train with Megatron's own, over the ranks.
+        half: wrap the model in Megatron's ``Float16Module``.
+        evaluate: a forward-only pass before the second step.
+        steps: training steps.
+        forward_step: what the user gives.
+    """
+
+    flags: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    offload: str = "--actoffload-device-budget 384KiB"
+    calculator: bool = True
+    distributed_optimizer: bool = False
+    half: bool = False
+    evaluate: bool = False
+    steps: int = 2
+    forward_step: Callable[..., Any] = forward_step
+
+
+def three_arguments(data: Any, model: Any, checkpoint_activations_microbatch: bool) -> tuple[Tensor, Any]:
+    """A forward step that recomputes where the schedule says so."""
+    model.config.recompute_granularity = "full" if checkpoint_activations_microbatch else None
+    result: tuple[Tensor, Any] = forward_step(data, model)
+    return result
+
+
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
+# Without biases: recomputing "mlp" returns a bias from an autograd function, which has Megatron's backward call itself.
+DISCARD = {"recompute_modules": ["core_attn", "layernorm", "mlp"], "add_bias_linear": False}
+TIGHT = "--actoffload-device-budget 160KiB"  # layer inputs are all that full recompute saves
+ROWS = {
+    "no pipeline": Row("--microbatches 3", DROPOUT, evaluate=True, steps=3),
+    "1f1b": Row("--pp 2 --microbatches 6", DROPOUT, evaluate=True, steps=3),
+    "1f1b, no calculator": Row("--pp 2 --microbatches 6", {"deallocate_pipeline_outputs": False}, calculator=False),
+    "1f1b, bf16": Row("--pp 2 --microbatches 3", {"bf16": True, "pipeline_dtype": torch.bfloat16}, half=True),
+    "interleaved": Row("--pp 2 --vpp 2 --microbatches 4", DROPOUT, evaluate=True, steps=3),
+    "interleaved, groups": Row("--pp 2 --vpp 2 --microbatches 5", {"microbatch_group_size_per_vp_stage": 3}),
+    "tensor parallel": Row("--tp 2 --microbatches 2", DROPOUT),
+    "sequence parallel": Row("--tp 2 --microbatches 2 --sequence-parallel", DROPOUT),
+    "selective recompute": Row("--microbatches 2 --recompute selective", DROPOUT),
+    "selective recompute, discarded outputs": Row(
+        "--microbatches 2 --recompute selective --seq 128 --width 128",
+        {**DROPOUT, **DISCARD},
+        "--actoffload-device-budget 1MiB",
+    ),
+    "full recompute": Row("--layers 8 --pp 2 --microbatches 4 --recompute full", DROPOUT, TIGHT),
+    "full recompute, blocks": Row("--microbatches 2", {**DROPOUT, **BLOCK}),
+    "full recompute, distributed": Row(
+        "--layers 8 --tp 2 --microbatches 2 --recompute full", {**DROPOUT, "distribute_saved_activations": True}, TIGHT
+    ),
+    "partial checkpoints": Row(
+        "--pp 2 --microbatches 4 --recompute full",
+        {"num_microbatches_with_partial_activation_checkpoints": 1},
+        forward_step=three_arguments,
+    ),
+    "distributed optimizer": Row("--microbatches 2", DROPOUT, distributed_optimizer=True),
+    "modules": Row(
+        "--microbatches 2", offload="--actoffload-modules decoder.layers.*.mlp --actoffload-device-budget 1MiB"
+    ),
+}
+
+
+class CudaTypes(TorchFunctionMode):
+    """Says "torch.cuda.FloatTensor" where Megatron's distributed optimizer asks a parameter for its type."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is Tensor.type and isinstance(found, str):
+            return found.replace("torch.", "torch.cuda.")
+        return found
+
+
+@contextlib.contextmanager
+def without_fp8() -> Iterator[None]:
+    """Three names that Megatron's `CheckpointWithoutOutput` takes from TransformerEngine even where nothing is FP8."""
+    manager = SimpleNamespace(is_fp8_enabled=lambda: False, get_fp8_recipe=lambda: None)
+    stand_ins: dict[str, Any] = {
+        "FP8GlobalStateManager": manager,
+        "activation_recompute_forward": lambda **_: contextlib.nullcontext(),
+        "fp8_autocast": lambda **_: contextlib.nullcontext(),
+    }
+    with mock.patch.multiple("megatron.core.tensor_parallel.random", create=True, **stand_ins):
+        yield
+
+
+def plain_adam(parameters: list[Any]) -> Callable[[], None]:
+    """A step of plain AdamW on Megatron's own gradients."""
+    optimizer = torch.optim.AdamW(parameters, lr=0.01)
+
+    def step() -> None:
+        for parameter in parameters:
+            parameter.grad = parameter.main_grad.to(parameter.dtype)
+        optimizer.step()
+
+    return step
+
+
+def distributed_adam(chunks: list[Any]) -> Callable[[], None]:
+    """A step of Megatron's distributed optimizer."""
+    config = OptimizerConfig(optimizer="adam", lr=0.01, use_distributed_optimizer=True, clip_grad=1.0)
+    with CudaTypes():
+        optimizer = get_megatron_optimizer(config, chunks)
+
+    def step() -> None:
+        with CudaTypes():
+            successful, _, _ = optimizer.step()
+        assert successful
+
+    return step
+
+
+def build(row: Row, args: Any) -> tuple[Any, list[Any]]:
+    """Megatron's configuration and this rank's model chunks."""
+    config = make_config(args, **row.config)
+    config.finalize_model_grads_func = finalize_model_grads
+    chunks = make_chunks(config, args.seq, distributed_optimizer=row.distributed_optimizer)
+    if row.half:
+        ddp = DistributedDataParallelConfig()
+        chunks = [DistributedDataParallel(config, ddp, Float16Module(config, chunk.module)) for chunk in chunks]
+    return config, chunks
+
+
+def train(row: Row, arguments: list[str], hints: list[Hint]) -> tuple[Run, Any, int]:
+    """All steps of one run; also its forward step, and what evaluation packed."""
+    args = parse(arguments)
+    set_up(args)
+    if not row.calculator:
+        destroy_num_microbatches_calculator()
+    try:
+        _, chunks = build(row, args)
+        parameters: list[Any] = [parameter for chunk in chunks for parameter in chunk.parameters()]
+        step = wrap_forward_step(row.forward_step, args)
+        watch_hints(step, hints)
+        optimize = distributed_adam(chunks) if row.distributed_optimizer else plain_adam(parameters)
+        found = Run()
+        packed = 0
+        data = [batches(args.seq, args.micro_batch, parallel_state.get_data_parallel_rank()) for _ in chunks]
+        with counting_owners(lambda: [t for p in parameters for t in (p, p.main_grad)]) as meter:
+            for number in range(row.steps):
+                if row.evaluate and number == 1:
+                    packed += evaluate(args, step, data, chunks)
+                for chunk in chunks:
+                    chunk.zero_grad_buffer()
+                found.losses += run(args, step, data, chunks)
+                remember(found, f"gradients {number}", chunks, gradients=True)
+                optimize()
+        if not found.losses:  # a stage that is not the last
+            found.losses.append(torch.zeros(()))
+        remember(found, "weights", chunks, gradients=False)
+        found.moved_parameter_bytes = meter.parameter_bytes
+        return found, step, packed
+    finally:
+        destroy_num_microbatches_calculator()
+        parallel_state.destroy_model_parallel()
+
+
+def watch_hints(step: Any, hints: list[Hint]) -> None:
+    """Note every hint that the adapter gives."""
+    if step.offloader is None:
+        return
+    stage = step.offloader.stage
+
+    def noting(microbatch: Any, direction: str, *, next: Any = None) -> None:
+        hints.append((microbatch, direction, next))
+        stage(microbatch, direction, next=next)
+
+    step.offloader.stage = noting
+
+
+def run(args: Any, step: Any, data: list[Any], chunks: list[Any], *, forward_only: bool = False) -> list[Tensor]:
+    """Megatron's schedule, once."""
+    several = len(chunks) > 1
+    losses: list[Tensor] = get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=data if several else data[0],
+        model=chunks if several else chunks[0],
+        num_microbatches=args.microbatches,
+        seq_length=args.seq,
+        micro_batch_size=args.micro_batch,
+        forward_only=forward_only,
+    )
+    return losses
+
+
+def evaluate(args: Any, step: Any, data: list[Any], chunks: list[Any]) -> int:
+    """A forward-only pass; returns how many tensors it packed."""
+    before = step.offloader.statistics().packed_tensors if step.offloader is not None else 0
+    for chunk in chunks:
+        chunk.eval()
+    with torch.no_grad():
+        run(args, step, data, chunks, forward_only=True)
+    for chunk in chunks:
+        chunk.train()
+    return step.offloader.statistics().packed_tensors - before if step.offloader is not None else 0
+
+
+def remember(found: Run, prefix: str, chunks: list[Any], *, gradients: bool) -> None:
+    """Copy the gradients, or the weights, into what was found."""
+    for index, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            tensor = parameter.main_grad if gradients else parameter
+            found.tensors[f"{prefix}: {index}.{name}"] = tensor.detach().clone()
+
+
+def compare(name: str, row: Row) -> Found:
+    """Both runs of a row."""
+    directory = scratch() / name.replace(" ", "_").replace(",", "")
+    directory.mkdir(exist_ok=True)
+    arguments = [*SIZES.split(), *row.flags.split()]
+    offload = [*OFFLOAD.split(), *row.offload.split(), "--actoffload-path", str(directory)]
+    plain, _, _ = train(row, arguments, [])
+    hints: list[Hint] = []
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        offloaded, step, packed = train(row, [*arguments, *offload], hints)
+    offloaded.statistics = step.offloader.statistics()
+    step.offloader.close()
+    return Found(plain, offloaded, hints, said.getvalue(), packed, dict(offloaded.statistics.kept_bytes))
+
+
+def all_rows() -> dict[str, Found]:
+    """Every row, in each rank."""
+    return dict(each_row())
+
+
+def each_row() -> Iterator[tuple[str, Found]]:
+    """Row by row; all ranks together."""
+    with cpu_stands_in_for_cuda(), without_fp8():
+        for name, row in ROWS.items():
+            yield name, compare(name, row)
+            dist.barrier()
+
+
+if __name__ == "__main__":
+    main(all_rows)
