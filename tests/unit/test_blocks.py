@@ -52,6 +52,8 @@ def _step(model: nn.Module, offloader: Any = None) -> dict[str, Tensor]:
     x = torch.randn(64, 32)
     with offloader or contextlib.nullcontext():
         loss = model(x).square().sum()
+    if offloader is not None:
+        offloader.synchronize()
     loss.backward()
     return gradients(model)
 
