@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -18,36 +19,36 @@ class Announcement:
     """Speaks at the end of the first forward that saved something.
 
     Args:
-        storer: what it speaks of; its configuration says to whom.
+        announce: to whom, as in the configuration.
     """
 
-    def __init__(self, storer: Storer) -> None:
-        self._storer = storer
-        self._wanted = storer.config.announce != "none"
+    def __init__(self, announce: str | Callable[[str], None]) -> None:
+        self._announce = announce
+        self._wanted = announce != "none"
 
-    def after_forward(self) -> None:
-        """A forward has ended without an error."""
-        if not self._wanted or self._storer.core.accounts.packed_tensors == 0:
+    def after_forward(self, storer: Storer) -> None:
+        """A forward of ``storer`` has ended without an error."""
+        if not self._wanted or storer.core.accounts.packed_tensors == 0:
             return
         self._wanted = False
-        announce = self._storer.config.announce
+        announce = self._announce
         rank, world = _rank()
         if announce == "first" and rank != 0:
             return
-        line = self._line() + (f" [rank {rank} of {world}]" if world > 1 else "")
+        line = _line(storer) + (f" [rank {rank} of {world}]" if world > 1 else "")
         if callable(announce):
             announce(line)
         else:
             print(line, file=sys.stderr, flush=True)
 
-    def _line(self) -> str:
-        storer = self._storer
-        spool = storer.tiers.spool
-        spool_text = ""
-        if spool is not None:
-            directness = "direct" if spool.statistics().direct else "buffered"
-            spool_text = f"{', '.join(storer.config.paths)}: {spool.engine_name} engine, {directness} I/O"
-        return render_announcement(storer.config, storer.statistics(), storer.core.accounts.moved_bytes, spool_text)
+
+def _line(storer: Storer) -> str:
+    spool = storer.tiers.spool
+    spool_text = ""
+    if spool is not None:
+        directness = "direct" if spool.statistics().direct else "buffered"
+        spool_text = f"{', '.join(storer.config.paths)}: {spool.engine_name} engine, {directness} I/O"
+    return render_announcement(storer.config, storer.statistics(), storer.core.accounts.moved_bytes, spool_text)
 
 
 def _rank() -> tuple[int, int]:

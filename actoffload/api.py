@@ -130,6 +130,7 @@ class Attachment(Hooking):
     def _enter(self, module: nn.Module, args: object) -> None:
         self._depth.value = getattr(self._depth, "value", 0) + 1
         if self._depth.value == 1:
+            self._depth.outer = sys.exc_info()[1]  # of an `except` block that the forward runs in: not its own
             try:
                 self.offloader.use(self.module)  # another attachment to it may have been taken away
                 self.offloader.__enter__()
@@ -144,7 +145,10 @@ class Attachment(Hooking):
             return  # the forward failed before it was entered
         self._depth.value = depth - 1
         if depth == 1:
-            self.offloader.__exit__(*sys.exc_info())  # an exception of the forward, if it failed
+            kind, error, trace = sys.exc_info()  # an exception of the forward, if it failed
+            failed = error is not None and error is not self._depth.outer
+            self._depth.outer = None
+            self.offloader.__exit__(*((kind, error, trace) if failed else (None, None, None)))
 
 
 STEP = "training_step"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
@@ -69,6 +70,7 @@ class Autopilot:
         planner: Planner | None = None,
     ) -> None:
         self.recompute = Recompute()
+        weakref.finalize(self, self.recompute.undo).atexit = False  # dropped without close(): the model is as it was
         self.profile: Profile | None = None
         self.plan: Plan | None = None
         self.seen: Observed | None = None
@@ -99,9 +101,17 @@ class Autopilot:
         """
         if self._gave_up or len(self.history) >= MAX_PLANS:
             return
-        with self._core.lock:
-            self._finish_step()
-            self._begin_step()
+        try:
+            with self._core.lock:
+                self._finish_step()
+                self._begin_step()
+        except BudgetError:
+            raise
+        except Exception as error:  # training does not end because a plan could not be made
+            self._gave_up = True
+            self._recorder.active = self._recorder.finished = self._placement.keep_all = False
+            self.history.append(f"no plan: {error!r}")
+            self._core.advise("plan", f"policy='plan' could not plan ({error!r}); what can be moved in time moves")
 
     def forgot_blocks(self) -> None:
         """Some blocks are not ours any more: leave them as they were."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -83,42 +84,60 @@ class BlockWatch(Hooking):
             return
         handles = self._handles[model] = []
         for name, block in find_blocks(model).items():
+            name = self._free_name(name, block)
             self.blocks[name] = block
-            handles.append(block.register_forward_pre_hook(self._entering(name), prepend=True, with_kwargs=True))
-            handles.append(block.register_forward_hook(self._leave, always_call=True))
+            enter, leave = functools.partial(_enter, self, name), functools.partial(_leave, self)
+            handles.append(block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            handles.append(block.register_forward_hook(leave, always_call=True))
+
+    def _free_name(self, name: str, block: nn.Module) -> str:
+        """The name of a block, with a number where another model has a block of that name."""
+        free, count = name, 1
+        while self.blocks.get(free, block) is not block:
+            count += 1
+            free = f"{name}#{count}"
+        return free
 
     def forget(self, model: nn.Module) -> None:
         """Watch the blocks of a model no more."""
         for handle in self._handles.pop(model, []):
             handle.remove()
-        for name in find_blocks(model):
-            self.blocks.pop(name, None)
+        gone = set(find_blocks(model).values())
+        for name in [name for name, block in self.blocks.items() if block in gone]:
+            del self.blocks[name]
 
     def remove(self) -> None:
         """Take every hook away again."""
         for model in list(self._handles):
             self.forget(model)
 
-    def _entering(self, name: str) -> Callable[..., None]:
-        @untraced
-        def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if not self._listener.active or torch._C._current_graph_task_id() != -1:
-                return  # nobody listens, or a recomputation
-            if not hasattr(self._local, "running"):
-                self._local.running = []
-            self._local.running.append((name, _versions(module)))
-            tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-            self._listener.block_began(name, tuple(tensor for tensor in tensors if tensor.requires_grad))
+    def enter(self, name: str, module: nn.Module, inputs: Any) -> None:
+        """The forward of a block begins."""
+        if not self._listener.active or torch._C._current_graph_task_id() != -1:
+            return  # nobody listens, or a recomputation
+        if not hasattr(self._local, "running"):
+            self._local.running = []
+        self._local.running.append((name, module, _versions(module)))
+        tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+        self._listener.block_began(name, tuple(tensor for tensor in tensors if tensor.requires_grad))
 
-        return enter
-
-    @untraced
-    def _leave(self, module: nn.Module, args: object, output: object) -> None:
-        running: list[tuple[str, int]] = getattr(self._local, "running", [])
-        if running and self.blocks.get(running[-1][0]) is module:
-            name, versions = running.pop()
+    def leave(self, module: nn.Module) -> None:
+        """It has ended."""
+        running: list[tuple[str, nn.Module, int]] = getattr(self._local, "running", [])
+        if running and running[-1][1] is module:
+            name, _, versions = running.pop()
             repeatable = _versions(module) == versions and not why_not_recomputed(module)
             self._listener.block_ended(name, repeatable=repeatable)
+
+
+@untraced
+def _enter(watch: BlockWatch, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    watch.enter(name, module, (args, kwargs))
+
+
+@untraced
+def _leave(watch: BlockWatch, module: nn.Module, args: object, output: object) -> None:
+    watch.leave(module)
 
 
 def _versions(module: nn.Module) -> int:

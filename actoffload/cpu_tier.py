@@ -93,6 +93,8 @@ class CpuMover(Mover):
             record.data = self._storage(slot, layout, record.nbytes)
             record.data_begin = record.begin
             address = slot.address + layout.pad
+        else:
+            self._in_place[record] = None
         record.io = layout
         record.to(State.SPILLING)
         self.core.pending_bytes += record.nbytes

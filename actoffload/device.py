@@ -24,6 +24,10 @@ class Accelerator(ABC):
     type: str
 
     @abstractmethod
+    def current_index(self) -> int:
+        """The index of the device on which the calling thread computes, now."""
+
+    @abstractmethod
     def current_stream(self, index: int) -> Stream:
         """The stream on which the calling thread computes on device ``index``, now."""
 
@@ -95,6 +99,9 @@ class TorchAccelerator(Accelerator):
     def __init__(self, device_type: str) -> None:
         self.type = device_type
         self._sides: dict[tuple[int, str], torch.Stream] = {}
+
+    def current_index(self) -> int:
+        return torch.accelerator.current_device_index()
 
     def current_stream(self, index: int) -> Stream:
         return torch.accelerator.current_stream(torch.device(self.type, index))

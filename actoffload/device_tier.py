@@ -61,6 +61,7 @@ class DeviceMover(Mover):
         record.slot = slot
         record.outgoing = out
         record.to(State.STAGING)
+        self._in_place[record] = None
         self.window.hold(record, out)
         self.window.advance()
         return None

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Hashable
 from functools import partial
 from types import TracebackType
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,9 @@ from .device import Accelerator
 from .errors import ConfigError, NothingOffloadedError, OffloaderClosedError
 from .explanation import explain
 from .handles import Handle, Kept, KeptActivation, Wrapped
-from .identity import PLAIN_TYPES, Counter, byte_span, is_parameter
+from .identity import PLAIN_TYPES, Counter, byte_span, is_parameter, own_counter
 from .offloader import MARKED, Storer
-from .phases import Direction, Hint
+from .phases import Direction, Hint, check_phase
 from .policy import KeepReason
 from .record import Record
 from .schedule import Tape
@@ -124,7 +124,7 @@ class Offloader(Storer):
             self._autopilot = Autopilot(
                 self.core, self.tiers, self._placement, self._prefetch, self.recorder, self._blocks.blocks
             )
-        self._announcement = Announcement(self)
+        self._announcement = Announcement(config.announce)
         _offloaders.add(self)
         # Dropped without close(): its threads and files go too. Not at exit, where `_at_exit` does it.
         weakref.finalize(self, _close_later, self.tiers).atexit = False
@@ -190,7 +190,7 @@ class Offloader(Storer):
         if entry.tape.live and not entry.tape.in_backward:
             with self.core.lock:
                 self._prefetch.after_forward(entry.tape)
-        self._announcement.after_forward()
+        self._announcement.after_forward(self)
         if self.config.strict:
             self._check_moved(entry)
 
@@ -211,13 +211,13 @@ class Offloader(Storer):
         Raises:
             ConfigError: an argument is none of these; names it.
         """
-        _check_phase("direction", "microbatch", (microbatch, direction))
+        check_phase("direction", "microbatch", (microbatch, direction))
         if next is not None:
             if not isinstance(next, tuple) or len(next) != 2:
                 raise ConfigError(
                     "next", next, 'give (microbatch, "forward") or (microbatch, "backward"), or leave it out'
                 )
-            _check_phase("next", "next", next)
+            check_phase("next", "next", next)
         if direction == "forward":
             stack = self._stack()
             if stack and stack[-1].tape.records:
@@ -273,6 +273,7 @@ class Offloader(Storer):
             return self._pack_subclass(tensor, counters)
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
             return self._keep(tensor, KeepReason.LAYOUT, 0)
+        counters = counters or own_counter(tensor)
         storage = tensor.untyped_storage()
         reason = self._why_static(tensor, storage)
         if reason is not None:
@@ -366,18 +367,6 @@ _STATIC = frozenset({KeepReason.PARAMETER, KeepReason.BUFFER, KeepReason.INPUT})
 def _unpack(handle: Any) -> Tensor:
     tensor: Tensor = handle.unpack()
     return tensor
-
-
-def _check_phase(direction_field: str, key_field: str, phase: tuple[Hashable, str]) -> None:
-    key, direction = phase
-    if direction not in get_args(Direction):
-        raise ConfigError(direction_field, direction, 'the direction is "forward" or "backward"')
-    try:
-        hash(key)
-    except TypeError:
-        raise ConfigError(
-            key_field, key, "a micro-batch's key must be hashable, for example an int or a tuple"
-        ) from None
 
 
 def _close_later(tiers: Tiers) -> None:

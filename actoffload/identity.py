@@ -74,6 +74,16 @@ class Counter(NamedTuple):
         return self.version == other.version and same_counter(self.probe, other.probe)
 
 
+def own_counter(tensor: Tensor) -> tuple[Counter, ...]:
+    """A counter that nothing else has for the local tensor taken out of a DTensor, and none for other tensors.
+
+    An in-place change of the DTensor counts on the DTensor alone, so two such tensors may look equal and not be.
+    """
+    if "torch.distributed.tensor" not in sys.modules or type(tensor.grad_fn).__name__ != "_ToTorchTensorBackward":
+        return ()
+    return (Counter(torch.empty(0), 0),)
+
+
 class _Entry(NamedTuple, Generic[R]):
     ref: StorageRef
     address: int

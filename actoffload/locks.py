@@ -35,6 +35,17 @@ class DrainingLock:
         """Give it back without the call: for the owner's own work."""
         self._lock.release()
 
+    # What `threading.Condition` asks of a lock. No call on the way into a wait: its error would leave the lock open.
+
+    def _release_save(self) -> None:
+        self._lock.release()
+
+    def _acquire_restore(self, state: None) -> None:
+        self._lock.acquire()
+
+    def _is_owned(self) -> bool:
+        return self._lock.locked()
+
     def locked(self) -> bool:
         """Whether somebody holds it."""
         return self._lock.locked()

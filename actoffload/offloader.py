@@ -101,6 +101,7 @@ class Storer:
         begin, end = span
         with core.lock:
             self._drain()
+            self._movers[tensor.device.type].notice_resized()
             core.accounts.packed_tensors += 1
             core.accounts.packed_bytes += end - begin
             record = self._identities.find(storage, address, tensor, begin, end, counters)
@@ -200,6 +201,7 @@ class Storer:
         core.warn()
         with core.lock:
             self._drain()
+            mover.notice_resized()
             mover.pump()
             self._prefetch.walk(record, round_)
             first = record.state

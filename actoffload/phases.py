@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar, get_args
+
+from .errors import ConfigError
 
 Direction = Literal["forward", "backward"]
 
@@ -119,3 +121,19 @@ class Phases(Generic[F]):
         self._now, self._bytes = [], {}
         self._forwards, self._numbers, self._keys = [], {}, {}
         self._agrees = bool(self._past)
+
+
+def check_phase(direction_field: str, key_field: str, phase: tuple[Hashable, str]) -> None:
+    """Refuse what is no phase.
+
+    Raises:
+        ConfigError: names the field, ``direction_field`` or ``key_field``.
+    """
+    key, direction = phase
+    if direction not in get_args(Direction):
+        raise ConfigError(direction_field, direction, 'the direction is "forward" or "backward"')
+    try:
+        hash(key)
+    except TypeError:
+        remedy = "a micro-batch's key must be hashable, for example an int or a tuple"
+        raise ConfigError(key_field, key, remedy) from None

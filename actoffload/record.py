@@ -82,6 +82,7 @@ class Record:
         "transfer",
         "waiting",
         "wanted",
+        "was_resized",
         "weak_data",
     )
 
@@ -107,6 +108,7 @@ class Record:
         self.counted = False  # in the meter of resident bytes
         self.wanted = False  # backward is about to need it
         self.on_disk = False
+        self.was_resized = False  # its owner was seen to have freed or resized it while it was moved
         self.extent: Extent | None = None
         self.transfer: Transfer | None = None
         self.io: Any = None  # how the bytes lie in memory and on disk; belongs to the mover

@@ -19,6 +19,10 @@ FREE_TO_MOVE = (KeepReason.LAST, KeepReason.PRESSURE, KeepReason.PLAN)
 """Reasons of one step only: what stayed for one of them may move in the next."""
 
 
+MOST_STORAGES = 100_000
+"""A recording with more is given up."""
+
+
 @dataclass(slots=True, eq=False)
 class SavedStorage:
     """One saved storage while its step runs."""
@@ -45,6 +49,11 @@ class RunBlock:
     tape: int | None = None
     input: int | None = None
     repeatable: bool = True
+
+    @property
+    def complete(self) -> bool:
+        """Whether it could be run again, ended, and saved something."""
+        return self.repeatable and self.tape is not None and self.end is not None
 
 
 class Recorder:
@@ -82,6 +91,9 @@ class Recorder:
     def saved(self, record: Record, reason: KeepReason | None) -> None:
         """A new record was made, and stays for a reason or moves."""
         if not self.active:
+            return
+        if len(self._saved) >= MOST_STORAGES:
+            self._clear()  # something of this step stays alive for ever, so it never ends
             return
         birth = self.stopwatch.stamp()
         tape = self._tape_of(record, birth)
@@ -244,7 +256,7 @@ class Recorder:
         for number, block in enumerate(self._blocks):
             runs.setdefault((block.name, block.tape), []).append(number)
         single = sorted(numbers[0] for numbers in runs.values() if len(numbers) == 1)
-        usable = [n for n in single if self._blocks[n].repeatable and self._blocks[n].tape is not None]
+        usable = [n for n in single if self._blocks[n].complete]
         return [self._blocks[n] for n in usable], {old: new for new, old in enumerate(usable)}
 
     def _block(self, run: RunBlock, number: int, storages: tuple[Storage, ...]) -> Block:

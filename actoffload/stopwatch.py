@@ -62,14 +62,15 @@ class HostStopwatch(Stopwatch):
 class DeviceStopwatch(Stopwatch):
     """For an accelerator: timed events on the compute stream, less the waits of that stream that we caused.
 
+    A step is timed on the device on which it began; what other devices wait for does not count.
+
     Args:
         device: the accelerator.
-        index: the device whose stream is meant.
     """
 
-    def __init__(self, device: Accelerator, index: int = 0) -> None:
+    def __init__(self, device: Accelerator) -> None:
         self._device = device
-        self._index = index
+        self._index = 0
         self._origin: Stamp = None
         self._last: Stamp = None
         self.running = False
@@ -82,9 +83,13 @@ class DeviceStopwatch(Stopwatch):
         self._waits, self._lost = [], None
         self._copies = {"write": [], "read": []}
         self.running = True
+        self._index = self._device.current_index()
+        self._last = None
         self._origin = self.stamp()
 
     def stamp(self) -> Stamp:
+        if self._last is not None and self._device.is_capturing():
+            return self._last  # no event may be added to a graph that is being captured
         self._last = self._device.timestamp(self._device.current_stream(self._index))
         return self._last
 
@@ -92,9 +97,10 @@ class DeviceStopwatch(Stopwatch):
         """Just before a compute stream is made to wait for a copy of ours."""
         return self._device.timestamp(stream)
 
-    def waited(self, stream: Stream, before: Stamp) -> None:
-        """It waits, since ``before``."""
-        self._waits.append((before, self._device.timestamp(stream)))
+    def waited(self, stream: Stream, before: Stamp, index: int) -> None:
+        """It waits, since ``before``; it is a stream of device ``index``."""
+        if index == self._index:
+            self._waits.append((before, self._device.timestamp(stream)))
 
     def copied(self, way: str, nbytes: int, stream: Stream, before: Stamp) -> None:
         """A side stream was given a copy, ``"write"`` or ``"read"``, since ``before``."""
@@ -108,7 +114,8 @@ class DeviceStopwatch(Stopwatch):
 
     def end(self) -> bool:
         self.running = False
-        return self._last is None or self._device.done(self._last)
+        stamps = [self._last, *(end for _, end in self._waits)]
+        return all(stamp is None or self._device.done(stamp) for stamp in stamps)
 
     def seconds(self, stamp: Stamp) -> float:
         if self._lost is None:

@@ -103,6 +103,11 @@ class Core:
             warnings.warn(self._to_warn.popleft(), RuntimeWarning, stacklevel=2)
 
 
+def _elsewhere(record: Record) -> bool:
+    """Whether the storage of a record lies at another address than when it was saved; freed, it lies nowhere."""
+    return record.data is not None and record.data.data_ptr() != record.address
+
+
 class Mover(ABC):
     """Takes the records of one kind of device away and brings them back."""
 
@@ -110,6 +115,8 @@ class Mover(ABC):
         self.core = core
         self.spool = spool
         self.planned_pending_bytes = 0
+        self._in_place: dict[Record, None] = {}
+        """Records that are being copied from where their owner holds them."""
 
     @abstractmethod
     def begin(self, record: Record) -> KeepReason | None:
@@ -252,8 +259,17 @@ class Mover(ABC):
 
         What was copied of it may be another's bytes then. Whoever does so fills it again before backward comes.
         """
-        moving = record.state in (State.STAGING, State.SPILLING)
-        return moving and record.data is not None and record.data.data_ptr() != record.address
+        self._in_place.pop(record, None)
+        moving = record.state in (State.STAGING, State.SPILLING) and record.data is not None
+        return moving and (record.was_resized or _elsewhere(record))
+
+    def notice_resized(self) -> None:
+        """Look for such storages on every occasion: one that is filled again at its old address shows nothing later."""
+        for record in list(self._in_place):
+            if record.state not in (State.STAGING, State.SPILLING) or record.data is None:
+                del self._in_place[record]
+            elif _elsewhere(record):
+                record.was_resized = True
 
     def stay(self, record: Record) -> None:
         """End the move of a storage that was `resized`: it is what backward will be given, as without offloading."""

@@ -126,7 +126,7 @@ class Transfers:
     def _order_release_after_copy(self, out: Outgoing) -> None:
         if self.device.done(out.event):
             return
-        self._compute_waits(out.stream, out.event)
+        self._compute_waits(out.stream, out.event, out.index)
         if len(self._compute_streams[out.index]) > 1:
             # Several compute streams: the memory may belong to another than the one that saved it.
             self.device.used_on(out.source, self.device.side_stream(out.index, "out"))
@@ -138,10 +138,10 @@ class Transfers:
         self.device.wait(side, after)
 
     def _order_use_after_fill(self, current: Stream, incoming: Incoming) -> None:
-        self._compute_waits(current, incoming.event)
+        self._compute_waits(current, incoming.event, incoming.index)
 
     def _order_reuse_after_fill(self, incoming: Incoming) -> None:
-        self._compute_waits(incoming.stream, incoming.event)
+        self._compute_waits(incoming.stream, incoming.event, incoming.index)
 
     def _copy(self, way: str, destination: Tensor, source: Tensor, side: Stream) -> None:
         stopwatch = self.stopwatch if self.stopwatch is not None and self.stopwatch.running else None
@@ -150,12 +150,12 @@ class Transfers:
         if stopwatch is not None:
             stopwatch.copied(way, destination.numel(), side, before)
 
-    def _compute_waits(self, stream: Stream, event: Event) -> None:
+    def _compute_waits(self, stream: Stream, event: Event, index: int) -> None:
         stopwatch = self.stopwatch
         before = stopwatch.moment(stream) if stopwatch is not None and stopwatch.running else None
         self.device.wait(stream, event)
         if stopwatch is not None and before is not None:
-            stopwatch.waited(stream, before)
+            stopwatch.waited(stream, before, index)
 
     def _saw(self, index: int, stream: Stream) -> None:
         seen = self._compute_streams.setdefault(index, [])

@@ -161,6 +161,9 @@ class FakeDevice(Accelerator):
 
     # -- Accelerator --------------------------------------------------------------------------------------------------
 
+    def current_index(self) -> int:
+        return 0
+
     def current_stream(self, index: int) -> FakeStream:
         return self._current
 

@@ -219,7 +219,7 @@ def test_waits_of_the_compute_stream_are_no_compute_time() -> None:
     device.before_kernel()
     device.advance(5.0)  # the copy takes that long
     device.wait(device.compute, event)
-    stopwatch.waited(device.compute, before)
+    stopwatch.waited(device.compute, before, 0)
     device.before_kernel()
     device.advance(2.0)
     last = stopwatch.stamp()
