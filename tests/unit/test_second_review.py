@@ -193,12 +193,13 @@ def test_local_tensors_around_a_change_of_their_dtensor_share_nothing(
         x = torch.randn(128, 128, requires_grad=True)
         with offloader or contextlib.nullcontext():
             d: Any = DTensor.from_local(x * 1.0, mesh, [Replicate()], run_check=False) * 1.5
-            d.to_local().sin()
+            held = d.to_local().sin()  # alive, and with it what it saved
             d.mul_(3.0)
             y: Tensor = d.to_local().sin()
         if offloader is not None:
             offloader.synchronize()
         y.sum().backward()
+        assert held.grad_fn is not None
         return x.grad
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
