@@ -72,6 +72,7 @@ class CpuMover(Mover):
         super().__init__(core, spool)
         self._disk = spool
         self._pool = pool
+        self._kernel_reads = spool.direct and not core.config.verify
 
     def begin(self, record: Record) -> KeepReason | None:
         config = self.core.config
@@ -104,6 +105,8 @@ class CpuMover(Mover):
             record.extent,
             address + layout.io_begin,
             layout.io_bytes,
+            # The kernel says so where memory is gone; who reads it in this process would crash.
+            before=None if bounce or self._kernel_reads else lambda: self.check_place(record),
             on_done=lambda transfer: self._written(record, transfer, since_s, direct=not bounce),
             keepalive=record.data,
         )

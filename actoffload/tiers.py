@@ -105,7 +105,8 @@ class Core:
 
 def _elsewhere(record: Record) -> bool:
     """Whether the storage of a record lies at another address than when it was saved; freed, it lies nowhere."""
-    return record.data is not None and record.data.data_ptr() != record.address
+    data = record.data
+    return data is not None and data.data_ptr() != record.address
 
 
 class Mover(ABC):
@@ -262,6 +263,16 @@ class Mover(ABC):
         self._in_place.pop(record, None)
         moving = record.state in (State.STAGING, State.SPILLING) and record.data is not None
         return moving and (record.was_resized or _elsewhere(record))
+
+    def check_place(self, record: Record) -> None:
+        """Just before a record's memory is read where it lies, on an engine thread.
+
+        Raises:
+            StateError: its owner has freed or resized it.
+        """
+        if record.state is State.SPILLING and _elsewhere(record):
+            record.was_resized = True
+            raise StateError(f"the storage of {record.nbytes} bytes was resized while it was to be written")
 
     def notice_resized(self) -> None:
         """Look for such storages on every occasion: one that is filled again at its old address shows nothing later."""

@@ -52,6 +52,27 @@ def test_memory_that_was_free_while_it_was_written_stays_although_it_is_filled_a
     assert same_bits(y.grad, contents.cos())
 
 
+@pytest.mark.parametrize("verify", [False, True])
+def test_memory_that_is_gone_when_its_write_begins_is_not_read(make_offloader: MakeOffloader, verify: bool) -> None:
+    offloader = make_offloader(engine=GateEngine, verify=verify)
+    x = torch.randn(1024, 1024, requires_grad=True)  # large enough that freed memory leaves the process
+    y = x * 2.0
+    y.retain_grad()
+    with offloader:
+        z = y.sin()
+    storage, contents = y.untyped_storage(), y.detach().clone()
+    nbytes = storage.nbytes()
+    storage.resize_(0)
+    only_engine(offloader).open()
+    offloader.synchronize()
+    assert offloader.statistics().kept_bytes["resized"] == nbytes
+    assert not offloader.statistics().degraded
+    storage.resize_(nbytes)
+    y.data.copy_(contents)
+    z.sum().backward()
+    assert same_bits(y.grad, contents.cos())
+
+
 def test_it_is_seen_at_the_next_save_not_only_at_the_end(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine=GateEngine)
     x = torch.randn(64, 1024, requires_grad=True)
