@@ -158,7 +158,6 @@ class Autopilot:
         profile = self._recorder.profile(device=next(iter(self._tiers.movers), "cpu"))
         if profile is None:
             return  # the device has not come to the end of that step: asked again before the next one
-        self._recorder.finished = False
         profile = replace(profile, **self._links(), prefetch_bytes=self._prefetch.window.nbytes)
         self._steps += 1
         if self._keeping:

@@ -218,11 +218,13 @@ class Recorder:
             return None
         blocks, renumbered = self._recomputable()
         storages = tuple(self._storage(entry, renumbered) for entry in self._saved)
-        return Profile(
+        profile = Profile(
             storages=storages,
             blocks=tuple(self._block(block, number, storages) for number, block in enumerate(blocks)),
             **{**self._durations(), **facts},
         )
+        self._clear()
+        return profile
 
     def _durations(self) -> dict[str, Any]:
         found = {"forward": 0.0, "backward": 0.0, "other": 0.0}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import OrderedDict, deque
 from typing import Any, cast
 
 import torch
@@ -25,6 +25,8 @@ from .policy import KeepReason
 from .record import Record, State
 from .spool import Spool
 
+LOOK_AT = 16
+"""How many of the copies under way are looked at on each occasion, as that is on the training thread's way."""
 PENDING_MARGIN = 1.25
 """A plan's bytes on their way out may be exceeded by this factor before tensors are kept: steps differ a little."""
 
@@ -116,7 +118,7 @@ class Mover(ABC):
         self.core = core
         self.spool = spool
         self.planned_pending_bytes = 0
-        self._in_place: dict[Record, None] = {}
+        self._in_place: OrderedDict[Record, None] = OrderedDict()
         """Records that are being copied from where their owner holds them."""
 
     @abstractmethod
@@ -276,11 +278,11 @@ class Mover(ABC):
 
     def notice_resized(self) -> None:
         """Look for such storages on every occasion: one that is filled again at its old address shows nothing later."""
-        for record in list(self._in_place):
-            if record.state not in (State.STAGING, State.SPILLING) or record.data is None:
-                del self._in_place[record]
-            elif _elsewhere(record):
-                record.was_resized = True
+        for _ in range(min(LOOK_AT, len(self._in_place))):  # in turn: with many under way each is seen every few saves
+            record, _ = self._in_place.popitem(last=False)
+            if record.state in (State.STAGING, State.SPILLING) and record.data is not None:
+                self._in_place[record] = None
+                record.was_resized = record.was_resized or _elsewhere(record)
 
     def stay(self, record: Record) -> None:
         """End the move of a storage that was `resized`: it is what backward will be given, as without offloading."""
