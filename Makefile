@@ -2,6 +2,7 @@
 #
 #   make demo    train a small GPT on real text, with and without offloading, and compare
 #   make test    everything that continuous integration runs
+#   make bench   the benchmarks of the CPU, with peers (about an hour; needs a quiet machine)
 #   make gpu     the suite for a machine with an accelerator (uses PYTHON as it is, no environment, no network)
 #
 # PYTHON      the interpreter that makes the environment, and that `make gpu` runs
@@ -12,13 +13,15 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 DEMO_ARGS ?=
-PYTEST_ARGS ?= -n auto
+# Each file stays with one worker: fixtures that launch processes, and compiled models, are made once. The order of the
+# files stays too, so that the short ones of tests/unit come last and both workers end together.
+PYTEST_ARGS ?= -n auto --dist loadscope --no-loadscope-reorder
 GPU_ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
-.PHONY: demo test gpu lint format types tiny tests clean
+.PHONY: demo test bench gpu lint format types tiny tests clean
 
 demo: $(VENV)/.installed
 	$(BIN)/actoffload demo $(DEMO_ARGS)
@@ -41,6 +44,12 @@ tiny: $(VENV)/.installed-test
 
 tests: $(VENV)/.installed-test
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+bench: $(VENV)/.installed-test
+	$(BIN)/python -m benchmarks.micro
+	$(BIN)/python -m benchmarks.e2e_cpu
+	$(BIN)/python -m benchmarks.peers_cpu
+	$(BIN)/python -m benchmarks.planner_cpu
 
 gpu:
 	$(PYTHON) -m benchmarks.gpu $(GPU_ARGS)

@@ -18,20 +18,26 @@ from .config import OffloadConfig
 from .engines.base import StorageEngine
 from .hooks import Offloader, keep, no_offload
 from .planner import Plan
-from .policy import Policy
+from .policy import Decision, Policy, TensorFacts
+from .profile import Profile
+from .selective import create_selective_checkpoint_contexts
 from .statistics import Statistics
 from .version import __version__
 
 __all__ = [
     "Attachment",
+    "Decision",
     "OffloadConfig",
     "Offloader",
     "Plan",
     "Policy",
+    "Profile",
     "Statistics",
     "StorageEngine",
+    "TensorFacts",
     "__version__",
     "attach",
+    "create_selective_checkpoint_contexts",
     "errors",
     "keep",
     "no_offload",

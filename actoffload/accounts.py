@@ -23,6 +23,8 @@ class Accounts:
         self.resident_peak_bytes = 0
         self.step_peak_bytes = 0
         """As ``resident_peak_bytes``, since it was last set back."""
+        self.recomputed_bytes = 0
+        """Of the resident bytes, those that a recomputed block holds until its backward is over."""
         self.baseline_bytes = 0
         self.baseline_peak_bytes = 0
         self.pack_wait_s = 0.0
@@ -58,6 +60,12 @@ class Accounts:
     def left(self, nbytes: int) -> None:
         """Bytes are no longer held on the device."""
         self.resident_bytes -= nbytes
+
+    def recomputed(self, nbytes: int) -> None:
+        """A block that was recomputed holds so many bytes, and those before it hold none any more."""
+        self.left(self.recomputed_bytes)
+        self.recomputed_bytes = nbytes
+        self.came(nbytes)
 
     def freeze(self, **elsewhere: int) -> Statistics:
         """The counts as `Statistics`; ``elsewhere`` are those that pools, copies and engines count themselves."""

@@ -267,7 +267,8 @@ def _open_lane(
         elif engine == "auto":
             made, reason = choose_engine(file, threads=threads)
         else:
-            made, reason = create_engine(engine, file, threads=threads), "asked for by name"
+            made = create_engine(engine, file, threads=threads)
+            reason = f"asked for by name; {made.remark}" if made.remark else "asked for by name"
     except BaseException:
         if file.fd >= 0:
             os.close(file.fd)

@@ -1,7 +1,8 @@
-"""Plans from what the steps show, follows the plan, and corrects it: what ``policy="plan"`` does from step to step."""
+"""Plans from what the steps show, follows the plan, and corrects it: what ``policy="auto"`` does from step to step."""
 
 from __future__ import annotations
 
+import json
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,8 +12,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from .agreement import Agreement, joined
 from .assembly import Tiers
-from .blocks import Recompute
 from .config import OffloadConfig
 from .errors import BudgetError
 from .events import now
@@ -25,6 +26,7 @@ from .planners.base import Limits, Planner
 from .planners.feedback import Observed, correct, needs_replan
 from .prefetch import Prefetch
 from .profile import Link, Profile
+from .recompute import Meter, Recompute
 from .recorder import Recorder
 from .simulator import Conditions
 from .tiers import Core
@@ -36,6 +38,8 @@ REVIEW_STEPS = 5
 REVIEW_GROWTH = 2
 MAX_PLANS = 12
 """After so many plans the last one stays: what the steps show does not settle."""
+AGREE_STEPS = 8
+"""Ranks that agree look at what the others said so many steps after they spoke themselves."""
 WAIT_SHARE = 0.02
 """Without a budget a plan expects no waits; where they take more than this share of a step it trusted its links."""
 TRUST_LESS = 0.8
@@ -56,6 +60,7 @@ class Autopilot:
         prefetch: reads as far ahead as the plan says.
         recorder: makes profiles.
         blocks: the blocks of the models by name, as they are known at any time.
+        meter: counts what recomputed blocks hold.
         planner: how to plan.
     """
 
@@ -67,9 +72,10 @@ class Autopilot:
         prefetch: Prefetch,
         recorder: Recorder,
         blocks: Mapping[str, nn.Module],
+        meter: Meter | None = None,
         planner: Planner | None = None,
     ) -> None:
-        self.recompute = Recompute()
+        self.recompute = Recompute(meter)
         weakref.finalize(self, self.recompute.undo).atexit = False  # dropped without close(): the model is as it was
         self.profile: Profile | None = None
         self.plan: Plan | None = None
@@ -92,6 +98,10 @@ class Autopilot:
         self._gave_up = False
         self._review_steps = REVIEW_STEPS
         self._known_rates: dict[tuple[str, str], float] = {}
+        self._due: tuple[Profile, Observed, str] | None = None
+        self._talk: Agreement | None = None
+        self._talked = self._agreed = False
+        self._index = self._decided_at = 0
 
     def between_steps(self) -> None:
         """A step has ended and the next one begins with the forward that follows.
@@ -104,6 +114,9 @@ class Autopilot:
         try:
             with self._core.lock:
                 self._finish_step()
+            self._agree()  # without the lock: it talks over the network
+            with self._core.lock:
+                self._plan_if_due()
                 self._begin_step()
         except BudgetError:
             raise
@@ -111,7 +124,7 @@ class Autopilot:
             self._gave_up = True
             self._recorder.active = self._recorder.finished = self._placement.keep_all = False
             self.history.append(f"no plan: {error!r}")
-            self._core.advise("plan", f"policy='plan' could not plan ({error!r}); what can be moved in time moves")
+            self._core.advise("plan", f"policy='auto' could not plan ({error!r}); what can be moved in time moves")
 
     def forgot_blocks(self) -> None:
         """Some blocks are not ours any more: leave them as they were."""
@@ -128,6 +141,7 @@ class Autopilot:
 
     def _begin_step(self) -> None:
         accounts = self._core.accounts
+        accounts.recomputed(0)
         accounts.step_peak_bytes = accounts.resident_bytes
         self._placement.mismatched_bytes = 0
         self._began = (now(), accounts.pack_wait_s, accounts.unpack_wait_s, accounts.packed_tensors)
@@ -141,6 +155,7 @@ class Autopilot:
         began_s, packed_s, unpacked_s, tensors = self._began
         if accounts.packed_tensors == tensors and not self._recorder.finished:
             return  # a pass without gradients
+        self._index += 1
         observed = Observed(
             step_s=max(1e-9, now() - began_s),
             forward_wait_s=accounts.pack_wait_s - packed_s,
@@ -155,16 +170,17 @@ class Autopilot:
     def _recorded(self, observed: Observed) -> None:
         if not self._recorder.useful:
             return  # a forward without a backward: the next one
-        profile = self._recorder.profile(device=next(iter(self._tiers.movers), "cpu"))
+        device = next(iter(self._tiers.movers), "cpu")
+        profile = self._recorder.profile(wait=self._must_agree, device=device)
         if profile is None:
             return  # the device has not come to the end of that step: asked again before the next one
         profile = replace(profile, **self._links(), prefetch_bytes=self._prefetch.window.nbytes)
         self._steps += 1
         if self._keeping:
             self._keeping = self._placement.keep_all = False
-            self._make_plan(replace(profile, keep_step_s=observed.step_s), observed, "first plan")
+            self._due = replace(profile, keep_step_s=observed.step_s), observed, "first plan"
         elif self._steps > WARM_UP and not self._try_keeping(profile):
-            self._make_plan(profile, observed, "first plan")
+            self._due = profile, observed, "first plan"
 
     def _try_keeping(self, profile: Profile) -> bool:
         """Begin a step with nothing moved: only that shows what moving costs, and only ``max_slowdown`` asks for it."""
@@ -179,7 +195,8 @@ class Autopilot:
     def _review(self, observed: Observed) -> None:
         assert self.plan is not None, "there is a plan to look at"
         assert self.profile is not None, "a plan was made from a profile"
-        if self._placement.mismatched_bytes > SHAPES_CHANGED * max(1, self.profile.saved_bytes):
+        alone = self._must_agree and self.recompute.names  # what was agreed on stays
+        if not alone and self._placement.mismatched_bytes > SHAPES_CHANGED * max(1, self.profile.saved_bytes):
             self._start_over("the forward saved other sizes than the plan was made for")
             return
         self._observed.append(observed)
@@ -190,7 +207,7 @@ class Autopilot:
         profile, reason = (self._judged if self._bounded else self._watched)(self.profile, self.plan, self.seen)
         if reason:
             self._review_steps *= REVIEW_GROWTH
-            self._make_plan(profile, self.seen, reason)
+            self._due = profile, self.seen, reason
 
     def _judged(self, profile: Profile, plan: Plan, seen: Observed) -> tuple[Profile, str]:
         """Where the user has set a bound: the step as a whole counts, and what moving costs the compute."""
@@ -218,13 +235,55 @@ class Autopilot:
                     return profile.with_links(host=corrected.host, disk=corrected.disk), text
         return profile, ""
 
+    # -- several ranks ------------------------------------------------------------------------------------------------
+
+    @property
+    def _must_agree(self) -> bool:
+        """Whether ranks must agree on what is recomputed: a block that communicates runs again on all or on none."""
+        return self._config.recompute and self._bounded and _several_ranks()
+
+    def _agree(self) -> None:
+        """Have the ranks make one plan from one profile; without that, and until then, none of them recomputes."""
+        if not self._must_agree:
+            return
+        if self._talk is not None and self._index >= self._decided_at:
+            self._decide(self._talk)
+        elif self._due is not None and not self._talked:
+            self._talked = True
+            self._talk = Agreement.of_the_default_group()
+            if self._talk is not None:
+                self._decided_at = self._index + AGREE_STEPS
+                self._talk.say(json.dumps([self._index, self._due[0].to_json()]))
+        elif self.recompute.names:
+            self._due = None  # a rank that corrects a plan does so alone: what was agreed stays as it is
+
+    def _decide(self, talk: Agreement) -> None:
+        self._talk = None
+        words = [json.loads(text) for text in talk.outcome() or ()]
+        profiles = [Profile.from_json(text) for _, text in words]
+        shared = joined(profiles, [index for index, _ in words], dist.get_rank()) if words else None
+        self._agreed = shared is not None
+        if shared is None:
+            self.history.append("the ranks did not come to one profile: none of them recomputes")
+        else:
+            self._due = shared, self.seen or Observed(step_s=shared.step_s), "the ranks agreed on one profile"
+
     # -- plans --------------------------------------------------------------------------------------------------------
+
+    def _plan_if_due(self) -> None:
+        if self._due is not None:
+            due, self._due = self._due, None
+            self._make_plan(*due)
+            self._agreed = False  # on this one plan
 
     def _make_plan(self, profile: Profile, observed: Observed, reason: str) -> None:
         budget = self._limits.device_budget
         try:
             plan = self._planner.plan(profile, self._limits)
         except BudgetError as error:
+            if self._talk is not None:  # recomputing may do it, when the ranks have agreed
+                self.history.append(f"no plan yet: {error}")
+                return
             if budget is None or observed.peak_bytes is None or observed.peak_bytes > budget:
                 raise
             self.history.append(f"no plan: {error}")  # but the last step did keep it: go on as it was
@@ -233,6 +292,7 @@ class Autopilot:
         self.history.append(reason)
         self.profile, self.plan = profile, plan
         self._observed.clear()
+        self._core.reserved_bytes = _largest_recomputation(profile, plan)
         self._placement.follow(plan)
         self._prefetch.window.follow(plan.prefetch_bytes)
         for mover in self._tiers.movers.values():
@@ -245,6 +305,7 @@ class Autopilot:
         self.plan = None
         self._observed.clear()
         self._placement.follow(None)
+        self._core.reserved_bytes = 0
         self.recompute.undo()
 
     @property
@@ -263,7 +324,7 @@ class Autopilot:
             nvme_budget=None if config.nvme_budget is None else config.size("nvme_budget", 0),
             max_slowdown=config.max_slowdown,
             tiers=tiers,
-            recompute=config.recompute and self._bounded and not _several_ranks(),
+            recompute=config.recompute and self._bounded and (self._agreed or not _several_ranks()),
         )
 
     # -- what is measured ---------------------------------------------------------------------------------------------
@@ -288,6 +349,15 @@ class Autopilot:
 
 def _several_ranks() -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _largest_recomputation(profile: Profile, plan: Plan) -> int:
+    """The most bytes that one of the plan's recomputed blocks saves."""
+    held = dict.fromkeys((n for n, block in enumerate(profile.blocks) if block.name in plan.recompute), 0)
+    for storage in profile.storages:
+        if storage.block in held:
+            held[storage.block] += storage.nbytes
+    return max(held.values(), default=0)
 
 
 def _median(observed: list[Observed]) -> Observed:

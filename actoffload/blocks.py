@@ -1,17 +1,15 @@
-"""The repeated blocks of a model: found, watched while they run, and run under a checkpoint, its code untouched."""
+"""The repeated blocks of a model: found, and watched while they run."""
 
 from __future__ import annotations
 
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
-from torch.utils.checkpoint import checkpoint
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from .scopes import Hooking, untraced
@@ -142,71 +140,3 @@ def _leave(watch: BlockWatch, module: nn.Module, args: object, output: object) -
 
 def _versions(module: nn.Module) -> int:
     return sum(buffer._version for buffer in module.buffers() if not buffer.is_inference())
-
-
-class Recompute:
-    """Runs named blocks under a non-reentrant checkpoint, and takes that back."""
-
-    def __init__(self) -> None:
-        self._applied: dict[str, tuple[weakref.ref[nn.Module], Checkpointed]] = {}
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The blocks that are recomputed now."""
-        return frozenset(self._applied)
-
-    def follow(self, blocks: Mapping[str, nn.Module], names: Iterable[str]) -> None:
-        """Recompute exactly these blocks from the next forward on; a name that is no block is left out."""
-        wanted = {name for name in names if name in blocks}
-        for name in self.names - wanted:
-            self._undo(name)
-        for name in wanted - self.names:
-            self._apply(name, blocks[name])
-
-    def undo(self) -> None:
-        """Leave every block as it was."""
-        for name in self.names:
-            self._undo(name)
-
-    def _apply(self, name: str, block: nn.Module) -> None:
-        wrapped = Checkpointed(block.forward, "forward" in vars(block))
-        block.forward = wrapped
-        self._applied[name] = weakref.ref(block), wrapped
-
-    def _undo(self, name: str) -> None:
-        reference, wrapped = self._applied.pop(name)
-        block = reference()
-        if block is None:
-            return
-        if vars(block).get("forward") is not wrapped:
-            wrapped.active = False  # somebody has wrapped ours meanwhile: let it through
-        elif wrapped.was_attribute:
-            block.forward = wrapped.forward
-        else:
-            del block.forward
-
-
-class Checkpointed:
-    """A module's forward under ``torch.utils.checkpoint``, with every tensor argument visible to saved-tensor hooks.
-
-    Args:
-        forward: the module's forward as it was.
-        was_attribute: whether that was an attribute of the instance.
-    """
-
-    def __init__(self, forward: Callable[..., Any], was_attribute: bool) -> None:
-        self.forward = forward
-        self.was_attribute = was_attribute
-        self.active = True
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.active or not torch.is_grad_enabled():
-            return self.forward(*args, **kwargs)
-        leaves, shape = tree_flatten((args, kwargs))
-
-        def run(*leaves: Any) -> Any:
-            again, keywords = tree_unflatten(leaves, shape)
-            return self.forward(*again, **keywords)
-
-        # Hooks around a checkpoint see the tensors that it is given by position, and no others.
-        return checkpoint(run, *leaves, use_reentrant=False)

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from .policy import Policy
 
 Target = Literal["auto", "host", "nvme", "tiered"]
-EngineName = Literal["auto", "posix", "aiofiles", "memory"]
+POLICIES = ("auto", "greedy", "all")
+"""Policies by name."""
+EngineName = Literal["auto", "uring", "posix", "aiofiles", "gds", "memory"]
 PathLike = str | os.PathLike[str]
 Size = int | str
 
@@ -96,22 +98,23 @@ class OffloadConfig:
     min_bytes: Size | None = None
     """Tensors smaller than this stay. Default: 128 KiB on CPU, 1 MiB on an accelerator."""
     policy: str | Policy | Plan = "auto"
-    """What moves: ``"auto"`` (all that can be moved in time), ``"all"`` (everything above ``min_bytes``), ``"plan"``
-    (from the third step on what a planner decides, from what the steps before showed), a `Policy`, or a `Plan` to
-    follow."""
+    """What moves: ``"auto"`` (all that can be moved in time; from the third step on what a planner decides from what
+    the steps before showed), ``"greedy"`` (the same without a planner), ``"all"`` (everything above ``min_bytes``), a
+    `Policy`, or a `Plan` to follow."""
     max_slowdown: float | None = None
-    """With ``policy="plan"``: how much slower than keeping everything a step may be, as a share (0.02 is 2 %). Default:
+    """With ``policy="auto"``: how much slower than keeping everything a step may be, as a share (0.02 is 2 %). Default:
     without ``device_budget`` as good as not at all; with it, whatever the budget costs."""
     recompute: bool = True
-    """With ``policy="plan"``, ``model=`` and ``device_budget`` or ``max_slowdown``: let the plan run blocks of the
-    model under ``torch.utils.checkpoint`` where that is cheaper than moving what they save. Not with several ranks,
-    which would have to agree on it: a block that communicates must run again on all of them or on none."""
+    """With ``policy="auto"``, ``model=`` and ``device_budget`` or ``max_slowdown``: let the plan run blocks of the
+    model under ``torch.utils.checkpoint`` where that is cheaper than moving what they save. Several
+    ranks agree on it, as a block that communicates must run again on all of them or on none."""
     include: str | Sequence[str] | None = None
     """Glob patterns of module names; only tensors saved inside a matching module move. Needs ``model=``."""
     exclude: str | Sequence[str] | None = None
     """Glob patterns of module names; tensors saved inside a matching module stay. Needs ``model=``."""
     engine: EngineName | Callable[[SpoolFile], StorageEngine] = "auto"
-    """Storage engine: ``"auto"``, ``"posix"``, ``"aiofiles"``, ``"memory"``, or a factory of your own."""
+    """Storage engine: ``"auto"`` (the first of ``"posix"``, ``"uring"``, ``"aiofiles"`` that works here), one of them,
+    ``"gds"``, ``"memory"``, or a factory of your own."""
     strict: bool = False
     """Raise `NothingOffloadedError` at the end of a context in which nothing was moved."""
     verify: bool = False
@@ -121,6 +124,9 @@ class OffloadConfig:
     why: ``"first"`` (rank 0, on stderr), ``"all"`` (every rank), a callable that takes the line, or ``"none"``."""
     trace: PathLike | Callable[[TraceEvent], None] | None = None
     """A file for a Chrome/Perfetto trace, or a callable that takes each `TraceEvent`."""
+    drive_tbw: Size | None = None
+    """What a drive under ``path`` is rated to take in writes (its TBW), such as ``"600TB"``: the report then projects
+    how long it lasts. Several paths are taken for several drives."""
     prefetch_bytes: Size | None = None
     """How far ahead of backward to read, in bytes. Default: chosen from what backward is seen to need."""
     pending_bytes: Size | None = None
@@ -132,7 +138,7 @@ class OffloadConfig:
     devices: str | Sequence[str] | None = None
     """Device types whose tensors move. Default: the accelerator if there is one, else ``"cpu"``."""
     io_threads: int | None = None
-    """Threads of the storage engine. Default: the engine's own choice."""
+    """Threads of the storage engine, or what ``"uring"`` has under way at once. Default: the engine's own choice."""
     allow_any_filesystem: bool = False
     """Let the spool live on a file system that is no local disk (tmpfs, NFS, ...)."""
     tune_malloc: bool = True
@@ -161,18 +167,18 @@ class OffloadConfig:
         slowdown = self.max_slowdown
         if slowdown is not None and not (isinstance(slowdown, (int, float)) and 0 <= slowdown < float("inf")):
             raise ConfigError("max_slowdown", slowdown, "give a share of the step's time, for example 0.02")
-        if slowdown is not None and self.policy != "plan":
-            raise ConfigError("max_slowdown", slowdown, "only a planner can keep it; add policy='plan'")
+        if slowdown is not None and self.policy != "auto":
+            raise ConfigError("max_slowdown", slowdown, "only a planner can keep it: leave policy at 'auto'")
         if isinstance(self.policy, str):
-            _check_choice("policy", self.policy, ("auto", "all", "plan"))
+            _check_choice("policy", self.policy, POLICIES)
         elif not callable(getattr(self.policy, "decide", None)):
-            remedy = "give 'auto', 'all', 'plan', a Plan, or an object with decide(facts)"
+            remedy = f"give {', '.join(map(repr, POLICIES))}, a Plan, or an object with decide(facts)"
             raise ConfigError("policy", self.policy, remedy)
         if not callable(self.announce):
             _check_choice("announce", self.announce, ("none", "first", "all"))
         if not (self.trace is None or callable(self.trace) or isinstance(self.trace, (str, os.PathLike))):
             raise ConfigError("trace", self.trace, "give a file or a callable that takes a TraceEvent")
-        for name in ("device_budget", "nvme_budget", "pending_bytes", "prefetch_bytes"):
+        for name in ("device_budget", "nvme_budget", "pending_bytes", "prefetch_bytes", "drive_tbw"):
             if getattr(self, name) == 0:
                 raise ConfigError(name, 0, "must be above 0; leave it out for the default")
 
@@ -199,6 +205,7 @@ _SIZES = (
     "prefetch_bytes",
     "pending_bytes",
     "keep_last_bytes",
+    "drive_tbw",
 )
 _FLAGS = ("recompute", "strict", "verify", "allow_any_filesystem", "tune_malloc", "debug")
 

@@ -76,7 +76,7 @@ class CpuMover(Mover):
 
     def begin(self, record: Record) -> KeepReason | None:
         config = self.core.config
-        if config.device_budget is None:  # with a budget the offloader waits instead
+        if self.core.device_budget is None:  # with a budget the offloader waits instead
             limit = config.size("pending_bytes", max(PENDING_BYTES, self.planned_pending_bytes))
             if self.core.pending_bytes + record.nbytes > limit:
                 return KeepReason.PRESSURE
@@ -133,10 +133,8 @@ class CpuMover(Mover):
 
     def wait_for_room(self, nbytes: int, limit_bytes: int) -> None:
         core = self.core
-        since_s = now()
         while core.pending_bytes > 0 and core.accounts.resident_bytes + nbytes > limit_bytes and not core.inert:
             core.changed.wait()
-        core.accounts.pack_wait_s += now() - since_s
 
     def _fetch(self, record: Record, urgent: bool) -> bool:
         layout: Layout = record.io

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import errno
 import threading
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from .engines.base import IoKind, IoRequest, Latch, StorageEngine, report_uncaught
-from .engines.queued import memory_view
+from .engines.process_memory import crc32
 from .errors import ChecksumError, OffloaderClosedError
 
 
@@ -197,8 +196,12 @@ class Transfer:
             raise self._before_error
 
     def write_checksum(self, index: int, address: int, length: int) -> None:
-        """For the requests: remembers the checksum of what is about to be written."""
-        self.extent._checksums[index] = zlib.crc32(memory_view(address, length))
+        """For the requests: remembers the checksum of what is about to be written.
+
+        Raises:
+            OSError: its owner has freed it meanwhile.
+        """
+        self.extent._checksums[index] = crc32(address, length)
 
     def part_done(self, request: IoRequest, index: int, path: str, verify: bool) -> None:
         """For the requests: one of them has finished."""
@@ -211,7 +214,7 @@ class Transfer:
 
     def _check(self, request: IoRequest, index: int, path: str) -> ChecksumError | None:
         expected = self.extent._checksums[index]
-        found = zlib.crc32(memory_view(request.address, request.length))
+        found = crc32(request.address, request.length)
         if expected is None or found == expected:
             return None
         where = f"{request.length} bytes at offset {request.offset}"

@@ -29,6 +29,8 @@ from .identity import PLAIN_TYPES, Counter, byte_span, is_parameter, own_counter
 from .offloader import MARKED, Storer
 from .phases import Direction, Hint, check_phase
 from .policy import KeepReason
+from .profile import Profile
+from .recompute_meter import RecomputeMeter
 from .record import Record
 from .schedule import Tape
 from .scopes import ModelInputs, ModuleScopes, untraced
@@ -120,9 +122,10 @@ class Offloader(Storer):
         self._entered = 0
         self._blocks = BlockWatch(self.recorder)
         self._autopilot: Autopilot | None = None
-        if config.policy == "plan":
+        if config.policy == "auto":
+            meter = RecomputeMeter(self.core, self._movers.values(), self.notes)
             self._autopilot = Autopilot(
-                self.core, self.tiers, self._placement, self._prefetch, self.recorder, self._blocks.blocks
+                self.core, self.tiers, self._placement, self._prefetch, self.recorder, self._blocks.blocks, meter
             )
         self._announcement = Announcement(config.announce)
         _offloaders.add(self)
@@ -315,7 +318,7 @@ class Offloader(Storer):
 
     def _keep(self, tensor: Tensor, reason: KeepReason, nbytes: int) -> Kept:
         activation = nbytes > 0 and reason not in _STATIC
-        entry = self.kept(reason, nbytes, activation)
+        entry = self.kept(reason, nbytes, activation, tensor.device.type)
         if reason is KeepReason.PARAMETER and tensor.is_leaf:
             return Kept(tensor)  # itself, as autograd does: a leaf makes no cycle, and its `.data` may be swapped
         alias = tensor.detach()
@@ -346,6 +349,11 @@ class Offloader(Storer):
         """What was decided in the last forward, storage by storage, and why."""
         decided = explain(self.config, self.plan, self.statistics())
         return decided if self._autopilot is None else f"{self._autopilot.explain()}\n{decided}"
+
+    @property
+    def profile(self) -> Profile | None:
+        """The step that was planned from, for ``actoffload plan`` (`Profile.save`); None before that."""
+        return None if self._autopilot is None else self._autopilot.profile
 
     def close(self) -> None:
         """Take no more work and wait for what is under way. Idempotent.

@@ -7,6 +7,7 @@ with a predecessor whose memory was reused (FIELD_NOTES 3).
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import weakref
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -75,13 +77,16 @@ class Counter(NamedTuple):
 
 
 def own_counter(tensor: Tensor) -> tuple[Counter, ...]:
-    """A counter that nothing else has for the local tensor taken out of a DTensor, and none for other tensors.
+    """A counter that nothing else has for what may be the local tensor of a DTensor, or a view of it; else none.
 
-    An in-place change of the DTensor counts on the DTensor alone, so two such tensors may look equal and not be.
+    An in-place change of the DTensor counts on the DTensor alone, so two such tensors may look equal and not be. What
+    is taken out of a DTensor is a view of its local tensor, which has no history. (Never ask a tensor for its
+    ``grad_fn`` here: a graph whose nodes Python has seen is freed recursively, and a deep one ends the process.)
     """
-    if "torch.distributed.tensor" not in sys.modules or type(tensor.grad_fn).__name__ != "_ToTorchTensorBackward":
+    if "torch.distributed.tensor" not in sys.modules or not (dist.is_available() and dist.is_initialized()):
         return ()
-    return (Counter(torch.empty(0), 0),)
+    base = tensor._base
+    return () if base is None or base.requires_grad else (Counter(torch.empty(0), 0),)
 
 
 class _Entry(NamedTuple, Generic[R]):
@@ -189,11 +194,7 @@ class StorageSet:
 
     def add(self, tensor: Tensor, note: str) -> None:
         """Note the storage of a tensor (of each inner tensor, for a wrapper subclass). Others are ignored."""
-        for inner in inner_tensors(tensor):
-            try:
-                storage = inner.untyped_storage()
-            except (NotImplementedError, RuntimeError):
-                continue  # no storage to note: sparse, meta, functional
+        for storage in storages(tensor):
             if storage._cdata not in self._notes and storage.nbytes():
                 ref = StorageRef(storage)
                 self._notes[ref.cdata] = (ref, note)
@@ -222,6 +223,13 @@ def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
         return
     for name in inner_names(tensor):
         yield from inner_tensors(getattr(tensor, name))
+
+
+def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """The storages of a tensor: of each inner one, for a wrapper subclass; a sparse or meta tensor has none."""
+    for inner in inner_tensors(tensor):
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            yield inner.untyped_storage()
 
 
 def inner_names(tensor: Any) -> list[str]:

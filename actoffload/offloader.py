@@ -55,10 +55,12 @@ class Storer:
         self.owners = ModuleOwners()
         self.closed = False
         self.forked = False
+        self._began_s = now()
         self._identities: IdentityMap[Record] = IdentityMap()
         self._dropped: deque[tuple[Record, int]] = deque()
         self._kept_gone: deque[int] = deque()
         self._decisions: list[tuple[int, KeepReason | None, str | None]] = []
+        self._following_bytes: int | None = None
         self.core.lock.after_release = weakref.WeakMethod(self._drain_if_free)
         self.tiers = Tiers(self.core, accelerator)
         self._movers = self.tiers.movers
@@ -141,11 +143,11 @@ class Storer:
         else:
             reason = self._placement.why_keep(record, tensor, tape)
         if reason is None:
-            budget = self.config.device_budget
             reason = mover.begin(record)
-            self.core.largest_bytes = max(self.core.largest_bytes, record.nbytes)
-            if budget is not None:  # room for this one and for the next, which exists before it is saved
-                mover.wait_for_room(self.core.largest_bytes, self.config.size("device_budget", 0))
+        self.core.largest_bytes = max(self.core.largest_bytes, record.nbytes)
+        # Whether this one stays or not, room for the next: it exists before it is saved.
+        self._following_bytes = self._placement.following_bytes(record)
+        self._make_room(mover)
         if reason is None:
             self.core.accounts.moved_bytes += record.nbytes
         else:
@@ -156,7 +158,11 @@ class Storer:
         self._decisions = tape.decisions
         tape.decisions.append((record.nbytes, reason, record.module))
 
-    def kept(self, reason: KeepReason, nbytes: int, activation: bool) -> SavedStorage | None:
+    def _make_room(self, mover: Mover) -> None:
+        following = self._following_bytes
+        self.core.accounts.pack_wait_s += mover.make_room(self.core.largest_bytes if following is None else following)
+
+    def kept(self, reason: KeepReason, nbytes: int, activation: bool, device: str) -> SavedStorage | None:
         """Count a tensor that stays without a record; what is returned goes to `drop_kept` when it dies."""
         accounts = self.core.accounts
         with self.core.lock:
@@ -168,6 +174,8 @@ class Storer:
                 return None
             accounts.saved(nbytes)
             accounts.came(nbytes)
+            if reason is not KeepReason.IN_BACKWARD and device in self._movers:
+                self._make_room(self._movers[device])
             return self.recorder.kept(nbytes, reason)
 
     def why_unfit(self, tensor: Tensor, nbytes: int) -> KeepReason | None:
@@ -203,10 +211,14 @@ class Storer:
             self._drain()
             mover.notice_resized()
             mover.pump()
+            if core.accounts.recomputed_bytes:
+                core.accounts.recomputed(0)  # backward is done with the block that it recomputed last
             self._prefetch.walk(record, round_)
             first = record.state
             near = record.near
             since_s = now()
+            if not near:
+                mover.make_room(record.nbytes)
             storage = self._fetch_now(record, mover)
             if not near:
                 self._count_wait(record, since_s, first)
@@ -283,6 +295,8 @@ class Storer:
                 self._release(record)
             elif record.waiting <= 0:
                 self._movers[record.device.type].settle(record)
+        if accounts.recomputed_bytes and not accounts.baseline_bytes:
+            accounts.recomputed(0)  # backward is over
 
     def _release(self, record: Record) -> None:
         self._movers[record.device.type].release(record)
@@ -364,7 +378,8 @@ class Storer:
         spool = self.tiers.spool
         notes = [f"{spool.engine_name} engine: {spool.engine_reason}"] if spool is not None else []
         notes += self.core.advice.values()
-        return render_report(self.config, self.statistics(), spool.statistics() if spool else None, notes)
+        spooled = spool.statistics() if spool else None
+        return render_report(self.config, self.statistics(), spooled, notes, now() - self._began_s)
 
     @property
     def plan(self) -> Plan:

@@ -29,7 +29,7 @@ class Placement:
         self._phases = phases
         self._policy: Policy = OffloadAll() if isinstance(config.policy, str) else config.policy
         self._filter = ModuleFilter(config.include, config.exclude)
-        self._keeps_last = config.policy in ("auto", "plan")
+        self._keeps_last = config.policy in ("auto", "greedy")
         self._plan: Plan | None = config.policy if isinstance(config.policy, Plan) else None
         self.keep_all = False
         """Move nothing for now."""
@@ -69,6 +69,13 @@ class Placement:
         if self._plan is not None:
             self.mismatched_bytes += record.nbytes
         return KeepReason.LAST if self._keeps_last and self._is_last(tape) else None
+
+    def following_bytes(self, record: Record) -> int | None:
+        """What the forward saves after this record, as far as a plan says; None: no plan knows."""
+        if self._plan is None or self._plan.entry(record.index, record.nbytes) is None:
+            return None
+        following = self._plan.entries[record.index + 1 :][:1]
+        return following[0].nbytes if following else 0
 
     def _is_last(self, tape: Tape[Record]) -> bool:
         """Whether the newest record of a tape is among the last, and its backward follows at once."""

@@ -66,8 +66,8 @@ class Prefetch:
 
     def learn(self, tape: Tape[Record]) -> None:
         """The last record of a tape was released: remember the order in which backward walked it."""
-        order = tape.learned()
-        if tape.live == 0 and order is not None:
+        order = tape.learned() if tape.live == 0 else None
+        if order is not None:
             self.orders.put(tape.signature, order)
 
     @property
@@ -88,7 +88,8 @@ class Prefetch:
 
     def _bring(self, record: Record) -> int | None:
         near = record.near
-        if not near and not self._core.has_room_ahead(record.nbytes):
+        # What is still on its way out takes no more memory when it stays, but the room that it would have given.
+        if not self._core.has_room_ahead(0 if near else record.nbytes):
             return None
         try:
             brought = self._movers[record.device.type].bring(record, urgent=False)

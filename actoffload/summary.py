@@ -7,6 +7,7 @@ from dataclasses import asdict, is_dataclass
 
 from .config import OffloadConfig, format_size
 from .statistics import Statistics
+from .wear import Rating, render_wear
 
 KEPT_MEANINGS = {
     "parameter": "a parameter or a view of one",
@@ -39,6 +40,7 @@ def render_report(
     statistics: Statistics,
     spool_statistics: object | None = None,
     notes: Sequence[str] = (),
+    elapsed_s: float = 0.0,
 ) -> str:
     """What was done and why, for a person.
 
@@ -47,6 +49,7 @@ def render_report(
         statistics: what it counted.
         spool_statistics: a dataclass or a mapping about the spool, or None when there is none.
         notes: further sentences, such as why the engine was chosen.
+        elapsed_s: seconds since the offloader began, by which the wear of the drives is told.
 
     Returns:
         Several lines: a paragraph to read first, then what moved, what was kept and why, and what went wrong.
@@ -56,6 +59,7 @@ def render_report(
         _tiers(statistics, _as_mapping(spool_statistics)),
         _kept(statistics),
         _degraded(statistics),
+        _wear(config, statistics, elapsed_s),
         [f"note: {note}" for note in notes],
     ]
     return "\n".join(line for section in sections for line in section)
@@ -140,6 +144,12 @@ def _degraded(s: Statistics) -> list[str]:
         return []
     lines = ["degraded (the step went on; results are unharmed):"]
     return lines + [f"  {count:>6} × {reason}" for reason, count in sorted(s.degraded.items())]
+
+
+def _wear(config: OffloadConfig, s: Statistics, elapsed_s: float) -> list[str]:
+    tbw = config.drive_tbw
+    rating = None if tbw is None else Rating(name="the drive", rated_written_bytes=config.size("drive_tbw", 0))
+    return render_wear(s.nvme_written_bytes, elapsed_s, rating, drives=len(config.paths))
 
 
 def _as_mapping(value: object | None) -> Mapping[str, object]:

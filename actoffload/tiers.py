@@ -42,8 +42,11 @@ class Core:
         self.accounts = Accounts()
         self.pending_bytes = 0
         """Bytes of writes that were begun and have not ended."""
+        self.device_budget = None if config.device_budget is None else config.size("device_budget", 0)
         self.largest_bytes = 0
         """The largest record so far: what the next one may need."""
+        self.reserved_bytes = 0
+        """What backward needs at once where it recomputes a block."""
         self.inert = False
         """Nothing may be started any more: aborted, or a forked child."""
         self.advice: dict[str, str] = {}
@@ -53,10 +56,11 @@ class Core:
 
     def has_room_ahead(self, nbytes: int) -> bool:
         """Whether ``nbytes`` that backward does not need yet fit the budget, beside what it may need at once."""
-        if self.config.device_budget is None:
+        if self.device_budget is None:
             return True
-        ahead = self.accounts.resident_bytes + nbytes + self.largest_bytes
-        return ahead <= self.config.size("device_budget", 0)
+        accounts = self.accounts
+        at_once = max(self.largest_bytes, self.reserved_bytes - accounts.recomputed_bytes)
+        return accounts.resident_bytes + nbytes + at_once <= self.device_budget
 
     def after_fork_in_child(self) -> None:
         """A new lock: the old one may have been held when the process forked."""
@@ -136,6 +140,15 @@ class Mover(ABC):
     @abstractmethod
     def ready(self, record: Record) -> torch.UntypedStorage | None:
         """The storage with the record's bytes, safe to use on the current stream; None while it is on its way."""
+
+    def make_room(self, nbytes: int) -> float:
+        """Before ``nbytes`` come: keep the ``device_budget``, if there is one; the seconds that this thread waited."""
+        budget = self.core.device_budget
+        if budget is None or self.core.accounts.resident_bytes + nbytes <= budget:
+            return 0.0
+        since_s = now()
+        self.wait_for_room(nbytes, budget)
+        return now() - since_s
 
     @abstractmethod
     def wait_for_room(self, nbytes: int, limit_bytes: int) -> None:

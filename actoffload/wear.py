@@ -52,26 +52,34 @@ def bytes_of_dwpd(capacity_bytes: int, drive_writes_per_day: float, years: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drive:
-    """One SSD as its maker rates it. Sizes in bytes (makers' terabytes are 10¹² bytes), rates in bytes a second."""
+class Rating:
+    """What one SSD is rated to take."""
 
     name: str
-    capacity_bytes: int
     rated_written_bytes: int
     """Rated endurance: TBW × 10¹²."""
+    nand: bool = True
+    """Flash. Credits for write amplification and retention mean nothing on another medium."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "rated_written_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drive(Rating):
+    """One SSD as its maker rates it. Sizes in bytes (makers' terabytes are 10¹² bytes), rates in bytes a second."""
+
+    capacity_bytes: int
     write_bytes_per_s: float
     """Sequential write. Makers of consumer drives state it for the SLC cache; a full cache writes slower."""
     read_bytes_per_s: float
     price_usd: float | None = None
-    nand: bool = True
-    """Flash. Credits for write amplification and retention mean nothing on another medium."""
     source: str = ""
     """Where the numbers are from."""
 
     def __post_init__(self) -> None:
-        check_positive(
-            self, "capacity_bytes", "rated_written_bytes", "write_bytes_per_s", "read_bytes_per_s", "price_usd"
-        )
+        super().__post_init__()
+        check_positive(self, "capacity_bytes", "write_bytes_per_s", "read_bytes_per_s", "price_usd")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +112,7 @@ RATED = Credits()
 """No credits."""
 
 
-def endurance_bytes(drive: Drive, drives: int = 1, credits: Credits = RATED) -> float:
+def endurance_bytes(drive: Rating, drives: int = 1, credits: Credits = RATED) -> float:
     """Host bytes that ``drives`` drives take before their rating, multiplied by the credits, is used up.
 
     Raises:
@@ -133,7 +141,7 @@ def written_per_day(written_bytes: float, elapsed_s: float) -> float:
 def render_wear(
     written_bytes: int,
     elapsed_s: float,
-    drive: Drive | None,
+    drive: Rating | None,
     *,
     drives: int = 1,
     credits: Credits = RATED,
@@ -160,7 +168,7 @@ def render_wear(
         f"{format_decimal(per_day)} a day at this rate"
     ]
     if drive is None:
-        return [lines[0] + "; the drive's rated TBW is not known, so days cannot be projected"]
+        return [lines[0] + "; set drive_tbw= to the drive's rated TBW to see the days that it lasts"]
     rated = endurance_bytes(drive, drives) - already_written_bytes
     count = f"{drives} × " if drives > 1 else ""
     lines[0] += (

@@ -1,9 +1,11 @@
-"""The suite for a machine with an accelerator: the tests marked ``gpu``, then stacks of GPT blocks under every mode.
+"""The suite for a machine with an accelerator: the tests marked ``gpu``, then SSDTrain's shapes and a Llama.
 
-    python -m benchmarks.gpu [--tiny] [--budget-s S] [--steps N] [--path DIR] [--skip-tests]
+    python -m benchmarks.gpu [--tiny] [--budget-s S] [--steps N] [--cases NAME ...] [--path DIR] [--skip-tests]
 
-Each point is a process of its own. Running out of memory is a point too. The result file is written after every point,
-so that a run that is stopped keeps what it has. ``--tiny`` runs everything on the CPU with tiny sizes.
+What is measured is in `benchmarks.gpu_cases`: the library's modes, full recompute and peers, on the same work. Running
+out of memory is a result, and so is a peer that is not to be had. The result file is written after every mode, so that
+a run that is stopped keeps what it has; when time is short, the cases and modes that are left out are named. ``--tiny``
+runs everything on the CPU with tiny sizes.
 """
 
 from __future__ import annotations
@@ -14,78 +16,53 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from actoffload.report.plots import Point, step_time_against_memory
-from benchmarks import harness
+from actoffload.report.environment import stream_worker
+from actoffload.report.plots import step_time_against_memory
+from benchmarks import gpu_report, harness
+from benchmarks.gpu_cases import GpuCase, cases
+from benchmarks.modes import MODES
 
-MODES = ("keep", "recompute", "host", "save_on_cpu", "tiered", "nvme")
-TINY_MODES = ("keep", "recompute", "save_on_cpu", "tiered", "nvme")  # `host` leaves CPU tensors alone
-FILL_BYTES = 40 << 30
-"""Saved activations that a stack should have on a large device; less where the device is smaller."""
-POINT_LIMIT_S = 150
-TESTS_LIMIT_S = 200
-
-
-@dataclass(frozen=True, kw_only=True)
-class StackCase:
-    """A stack of GPT blocks. ``seq`` in tokens, ``batch`` in sequences."""
-
-    name: str
-    width: int
-    layers: int
-    seq: int
-    batch: int
-    dtype: str = "bfloat16"
-
-
-def cases(tiny: bool) -> list[StackCase]:
-    """The stacks to measure, their batch chosen to fill the device."""
-    if tiny:
-        return [StackCase(name="tiny", width=256, layers=3, seq=128, batch=4)]
-    return [_filled("w8192x4", 8192, 4), _filled("w4096x16", 4096, 16)]
-
-
-def _filled(name: str, width: int, layers: int, seq: int = 2048) -> StackCase:
-    # A block saves 16 tensors' worth of its width for each token (see testing/gpt.py), two bytes each in bf16.
-    sequence_bytes = 16 * 2 * width * layers * seq
-    total = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else torch.accelerator.get_memory_info()[1]
-    room = min(FILL_BYTES, int(0.4 * total))
-    return StackCase(name=name, width=width, layers=layers, seq=seq, batch=max(1, room // sequence_bytes))
+BUDGET_S = 530
+TESTS_LIMIT_S, CASE_LIMIT_S = 180, 200
+LEAST_S = 15
+"""With less time than this left, no case is begun."""
+SPARE_S = 5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the tests and every point; 1 when a test failed, a point failed or gradients differed."""
+    """Run the tests and every case; 1 when a test or a mode of the library failed, or gradients differed."""
     options = _parse(arguments)
     if not options.tiny and not torch.accelerator.is_available():
         print("no accelerator here: nothing was measured (--tiny runs the suite on the CPU)", file=sys.stderr)
         return 2
-    suite = Suite(options, sys.argv[1:] if arguments is None else arguments)
+    suite = Suite(options, arguments)
     if not options.skip_tests:
         suite.run_tests()
     for case in cases(options.tiny):
-        for mode in TINY_MODES if options.tiny else MODES:
-            suite.run_point(case, mode)
+        if not options.cases or case.name in options.cases:
+            suite.run_case(case)
     return suite.finish()
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tiny", action="store_true", help="on the CPU, with tiny sizes")
-    parser.add_argument("--budget-s", type=float, default=500, help="seconds for everything together")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of each point")
+    parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for everything together")
+    parser.add_argument("--steps", type=int, help="timed steps of each mode; 3, with --tiny 1")
+    parser.add_argument("--cases", nargs="+", help="only these, by name")
     parser.add_argument("--path", help="directory of the spool")
-    parser.add_argument("--skip-tests", action="store_true", help="only the stacks")
+    parser.add_argument("--skip-tests", action="store_true", help="only the cases")
     return parser.parse_args(arguments)
 
 
 class Suite:
     """Runs the parts within the time budget and keeps the result file up to date."""
 
-    def __init__(self, options: argparse.Namespace, arguments: Sequence[str]) -> None:
+    def __init__(self, options: argparse.Namespace, arguments: Sequence[str] | None) -> None:
         self.options = options
         self.deadline: float = time.monotonic() + options.budget_s
         kind = "tiny" if options.tiny else torch.cuda.get_device_name() if torch.cuda.is_available() else "accelerator"
@@ -119,112 +96,86 @@ class Suite:
         self.payload["tests"] = tests
         harness.write_results(self.file, self.payload)
 
-    def run_point(self, case: StackCase, mode: str) -> None:
-        """One mode on one stack; skipped, and said so, when no time is left."""
-        point: dict[str, Any] = {"case": asdict(case), "mode": mode}
-        if self.remaining_s() < 5:
-            point["result"] = {"error": "not run: the time budget is spent", "skipped": True}
-        else:
-            limit = min(POINT_LIMIT_S, self.remaining_s())
-            point["result"] = harness.run_sample("benchmarks.worker", self._spec(case, mode), timeout_s=limit)
-        point["result"]["identical"] = self._identical(case, point["result"])
-        self.payload["points"].append(point)
-        harness.write_results(self.file, self.payload)
-        print(json.dumps({"case": case.name, "mode": mode} | _short(point["result"])), flush=True)
+    def run_case(self, case: GpuCase) -> None:
+        """All modes of a case, in as few processes as do not fail."""
+        waiting = [case.reference, *case.modes]
+        while waiting:
+            if self.remaining_s() < LEAST_S:
+                self._leave_out(case, waiting, "no time was left")
+                return
+            self._run_process(case, waiting)
+            if case.reference in waiting or "error" in self._reference(case):
+                self._leave_out(case, waiting, f"{case.reference} was not measured")
+                return
 
-    def _spec(self, case: StackCase, mode: str) -> dict[str, Any]:
-        accelerator = torch.accelerator.current_accelerator() if not self.options.tiny else None
-        head_width = min(128, case.width)
-        return {
-            "model": "stack",
-            "gpt": {"layers": case.layers, "width": case.width, "seq": case.seq, "head_width": head_width},
-            "batch": case.batch,
+    def _run_process(self, case: GpuCase, waiting: list[str]) -> None:
+        """One process; takes from ``waiting`` what it measured, and at least one mode."""
+        limit_s = min(CASE_LIMIT_S, self.remaining_s() - SPARE_S)
+        spec = self._spec(case, [mode for mode in waiting if mode != case.reference], limit_s - SPARE_S)
+        measured_reference = False
+        for result in stream_worker("benchmarks.gpu_worker", spec, limit_s=limit_s, cwd=harness.ROOT):
+            mode = result.setdefault("mode", waiting[0] if waiting else case.reference)
+            again = mode == case.reference and mode not in waiting
+            if mode == case.reference:
+                measured_reference = True
+            if mode in waiting and not again:
+                self._add(case, mode, result)
+                waiting.remove(mode)
+        if not measured_reference and waiting:
+            self._add(case, waiting.pop(0), {"error": "the process said nothing", "oom": False})
+
+    def _spec(self, case: GpuCase, modes: Sequence[str], limit_s: float) -> dict[str, Any]:
+        tiny = self.options.tiny
+        accelerator = None if tiny else torch.accelerator.current_accelerator()
+        return case.spec | {
             "device": "cpu" if accelerator is None else accelerator.type,
-            "dtype": case.dtype,
-            "mode": mode,
-            "steps": self.options.steps,
+            "reference": case.reference,
+            "modes": list(modes),
+            "steps": self.options.steps or (1 if tiny else 3),
             "path": self.options.path,
+            "threads": 1 if tiny else None,
+            "limit_s": limit_s,
         }
 
-    def _identical(self, case: StackCase, result: dict[str, Any]) -> bool | None:
-        """Whether the first step's gradients are those of ``keep``; None where one of them has none."""
-        keep = next((p for p in self.payload["points"] if p["case"]["name"] == case.name), None)
-        reference = result if keep is None else keep["result"]
-        if "first_gradients" not in result or "first_gradients" not in reference:
-            return None
-        return bool(result["first_gradients"] == reference["first_gradients"])
+    def _reference(self, case: GpuCase) -> dict[str, Any]:
+        points = [p for p in self.payload["points"] if p["case"]["name"] == case.name and p["mode"] == case.reference]
+        found: dict[str, Any] = points[0]["result"]
+        return found
+
+    def _leave_out(self, case: GpuCase, waiting: list[str], why: str) -> None:
+        while waiting:
+            self._add(case, waiting.pop(0), {"left_out": why})
+
+    def _add(self, case: GpuCase, mode: str, result: dict[str, Any]) -> None:
+        about = {"name": case.name, "reference": case.reference, "ssdtrain": case.ssdtrain} | case.spec
+        self.payload["points"].append({"case": about, "mode": mode, "result": result})
+        harness.write_results(self.file, self.payload)
+        print(json.dumps({"case": case.name, "mode": mode} | gpu_report.short(result)), flush=True)
 
     def finish(self) -> int:
-        """Write the table and the picture; 0 when all is well."""
-        table = render(self.payload["points"])
-        print(table)
-        self.file.with_suffix(".md").write_text(table, encoding="utf-8")
+        """Write the tables and the picture; 0 when all is well."""
+        points = self.payload["points"]
+        goals = gpu_report.goals(points)
+        self.payload["goals"] = [goal.as_dict() for goal in goals]
+        harness.write_results(self.file, self.payload)
+        text = gpu_report.render(points)
+        if goals:
+            text += "\n" + harness.bounds_table(goals)
+        left_out = [f"{p['case']['name']} / {p['mode']}" for p in points if "left_out" in p["result"]]
+        if left_out:
+            text += f"\nLeft out, as time was short or the reference failed: {'; '.join(left_out)}.\n"
+        print(text)
+        self.file.with_suffix(".md").write_text(text, encoding="utf-8")
         picture = self.file.with_suffix(".png")
-        if step_time_against_memory(_picture_points(self.payload["points"]), picture, _title(self.payload)):
+        if step_time_against_memory(gpu_report.drawn(points), picture, gpu_report.title(self.payload)):
             print(f"picture: {picture.name}")
-        results = [point["result"] for point in self.payload["points"]]
-        broken = [r for r in results if "error" in r and not r.get("oom") and not r.get("skipped")]
-        different = [r for r in results if r["identical"] is False or r.get("reproducible") is False]
+        ours = [p for p in points if MODES[p["mode"]].ours or p["mode"] == p["case"]["reference"]]
+        broken = [p for p in ours if "error" in p["result"] and not p["result"].get("oom")]
+        different = [p for p in ours if gpu_report.differs(p["result"])]
         tests = self.payload["tests"]
         tests_failed = tests is not None and tests["status"] != 0
         print(f"results: {self.file.name}; {len(broken)} failed, {len(different)} differ, tests failed: {tests_failed}")
         return 1 if broken or different or tests_failed else 0
-
-
-def render(points: Sequence[dict[str, Any]]) -> str:
-    """All points as a Markdown table."""
-    columns = ("stack / mode", "step s", "activation peak", "moved a step", "stalled s a step", "bit-identical")
-    return harness.markdown_table(columns, [_row(point) for point in points])
-
-
-def _row(point: dict[str, Any]) -> tuple[str, ...]:
-    case, result = point["case"], point["result"]
-    name = f"{case['name']} ({case['batch']} × {case['seq']}) / {point['mode']}"
-    if "error" in result:
-        return (name, "out of memory" if result.get("oom") else result["error"], "-", "-", "-", "-")
-    statistics = result.get("statistics")
-    return (
-        name,
-        f"{result['median_step_s']:.3f}",
-        _gib(activation_peak(result)),
-        "-" if statistics is None else _gib(statistics["moved_bytes"] // statistics["steps"]),
-        "-" if statistics is None else f"{statistics['wait_s'] / statistics['steps']:.2f}",
-        {True: "yes", False: "NO", None: "-"}[result["identical"]],
-    )
-
-
-def activation_peak(result: dict[str, Any]) -> int | None:
-    """What the device's allocator saw; on the CPU, what the offloader counted (None for the other modes)."""
-    if "activation_peak_bytes" in result:
-        return int(result["activation_peak_bytes"])
-    statistics = result.get("statistics")
-    return None if statistics is None else int(statistics["resident_peak_bytes"])
-
-
-def _picture_points(points: Sequence[dict[str, Any]]) -> list[Point]:
-    drawn = []
-    for point in points:
-        result = point["result"]
-        peak = activation_peak(result)
-        step_s = result.get("median_step_s") if peak is not None else None
-        peak_gib = None if peak is None else peak / 2**30
-        drawn.append(Point(group=point["case"]["name"], label=point["mode"], step_s=step_s, peak_gib=peak_gib))
-    return drawn
-
-
-def _title(payload: dict[str, Any]) -> str:
-    environment = payload["environment"]
-    return f"{environment['gpu'] or environment['cpu']}, torch {environment['torch']}"
-
-
-def _short(result: dict[str, Any]) -> dict[str, Any]:
-    return {
-        key: result[key] for key in ("median_step_s", "activation_peak_bytes", "identical", "error") if key in result
-    }
-
-
-def _gib(nbytes: int | None) -> str:
-    return "-" if nbytes is None else f"{nbytes / 2**30:.2f} GiB"
 
 
 if __name__ == "__main__":

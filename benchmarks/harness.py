@@ -1,26 +1,50 @@
-"""What every benchmark shares: samples in processes of their own, the environment, and files with the results."""
+"""What every benchmark shares: samples in turns, statistics of them, bounds, tables, and files with the results."""
 
 from __future__ import annotations
 
-import json
 import os
-import platform
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import psutil
-import torch
-
-import actoffload
+from actoffload.report.environment import describe_environment, run_worker, without_paths, write_json
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 Sample = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bound:
+    """One thing that must hold: ``measured`` at most (or at least) ``bound``; None where it could not be measured."""
+
+    what: str
+    measured: float | None
+    bound: float
+    at_most: bool = True
+    unit: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether it was measured and keeps the bound."""
+        if self.measured is None:
+            return False
+        return self.measured <= self.bound if self.at_most else self.measured >= self.bound
+
+    def row(self) -> tuple[str, str, str, str]:
+        """For a table: what, measured, must be, holds."""
+        measured = "-" if self.measured is None else f"{self.measured:.3f}{self.unit}"
+        sign = "≤" if self.at_most else "≥"
+        return self.what, measured, f"{sign} {self.bound:g}{self.unit}", "yes" if self.holds else "NO"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self) | {"holds": self.holds}
 
 
 def interleave(modes: Sequence[str], rounds: int, measure: Callable[[str], Sample]) -> dict[str, list[Sample]]:
@@ -33,44 +57,29 @@ def interleave(modes: Sequence[str], rounds: int, measure: Callable[[str], Sampl
 
 
 def run_sample(module: str, spec: dict[str, Any], *, timeout_s: float) -> Sample:
-    """One sample in a process of its own: ``python -m module SPEC`` prints JSON as its last line.
+    """One sample in a process of its own; see `actoffload.report.environment.run_worker`."""
+    return run_worker(module, spec, limit_s=timeout_s, cwd=ROOT)
 
-    Returns:
-        What it printed; or, when it failed or ran too long, ``{"error": ...}``, which is a result too.
-    """
-    command = [sys.executable, "-m", module, json.dumps(spec)]
-    try:
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"stopped after {timeout_s:.0f} s"}
-    lines = done.stdout.strip().splitlines()
-    if done.returncode != 0 or not lines:
-        sys.stderr.write(done.stderr)
-        last = done.stderr.strip().splitlines()[-1:] or ["no output"]
-        return {"error": _without_paths(f"status {done.returncode}: {last[0]}")}
-    sample: Sample = json.loads(lines[-1])
-    return sample
+
+def middle(samples: Iterable[Sample], *keys: str) -> float:
+    """The median of a number that every sample has, by its keys from the outside in."""
+
+    def number(sample: Any) -> float:
+        for key in keys:
+            sample = sample[key]
+        return float(sample)
+
+    return float(median(number(sample) for sample in samples))
+
+
+def failures(samples: dict[str, list[Sample]]) -> list[str]:
+    """The names of those of which a sample failed."""
+    return [name for name, taken in samples.items() if any("error" in sample for sample in taken)]
 
 
 def environment() -> dict[str, Any]:
     """The machine and the software. No host name, no path."""
-    facts: dict[str, Any] = {
-        "cpu": _cpu_model(),
-        "cores": psutil.cpu_count(logical=True),
-        "memory_bytes": int(psutil.virtual_memory().total),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "torch_threads": torch.get_num_threads(),
-        "actoffload": actoffload.__version__,
-        "commit": _commit(),
-        "gpu": None,
-    }
-    if torch.cuda.is_available():
-        facts["gpu"] = torch.cuda.get_device_name()
-        facts["gpu_memory_bytes"] = torch.cuda.get_device_properties(0).total_memory
-        facts["cuda"] = torch.version.cuda
-    return facts
+    return describe_environment(ROOT)
 
 
 def results_folder(*, keep: bool = True) -> Path:
@@ -82,9 +91,7 @@ def results_folder(*, keep: bool = True) -> Path:
 
 def write_results(path: Path, payload: dict[str, Any]) -> None:
     """Write ``payload`` as JSON in one step, so that a run that is killed leaves the last whole file."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(payload, indent=1) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_json(path, payload)
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -97,41 +104,23 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> 
     return "\n".join(lines) + "\n"
 
 
+def bounds_table(bounds: Sequence[Bound]) -> str:
+    """The bounds as a Markdown table."""
+    return markdown_table(("bound", "measured", "must be", "holds"), [bound.row() for bound in bounds])
+
+
+def mib(nbytes: float) -> str:
+    """Bytes in MiB, for a table."""
+    return f"{nbytes / 2**20:.0f} MiB"
+
+
 def stamp() -> str:
     """Today, for the name of a result file."""
     return time.strftime("%Y-%m-%d", time.gmtime())
 
 
-def command_line(module: str, arguments: Sequence[str]) -> str:
-    """The command that repeats this run."""
-    return _without_paths(" ".join(["python", "-m", module, *arguments]))
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def _commit() -> str | None:
-    """The commit that was measured, with ``+changes`` when the working tree differs from it; None without git."""
-    try:
-        head = _git("rev-parse", "--short=12", "HEAD")
-        changed = _git("status", "--porcelain", "--", "actoffload", "benchmarks/*.py")
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return f"{head}+changes" if changed else head
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
-    return done.stdout.strip()
-
-
-def _without_paths(text: str) -> str:
-    """``text`` without this machine's directories."""
-    return text.replace(str(ROOT), ".").replace(str(Path.home()), "~")
+def command_line(module: str, arguments: Sequence[str] | None) -> str:
+    """The command that repeats this run; None stands for this process's arguments. ``DIR`` stands for other folders."""
+    given = sys.argv[1:] if arguments is None else arguments
+    named = [without_paths(argument, ROOT) for argument in given]
+    return " ".join(["python", "-m", module, *("DIR" if name.startswith("/") else name for name in named)])

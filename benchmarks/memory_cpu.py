@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import harness
+from benchmarks.modes import WARM_UP
 
 GPT = {"layers": 8, "width": 512, "seq": 512}
 BATCH = 8
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write the result file; 1 when a sample failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="samples of each mode")
-    parser.add_argument("--steps", type=int, default=4, help="steps of each sample; the first one is not counted")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps of each sample")
     parser.add_argument("--path", help="directory of the spool")
     options = parser.parse_args(arguments)
 
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "dtype": "float32",
             "mode": mode,
             "steps": options.steps,
+            "warm_up": WARM_UP,
             "path": options.path,
             "optimizer": True,
         }

@@ -11,10 +11,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from actoffload.report.environment import write_atomically
 from actoffload.report.rok import PRESETS, points_of, verdicts
 from actoffload.report.rok_html import render_html
 from actoffload.report.rok_plot import draw_rok
-from actoffload.report.rok_run import RokRun, write_atomically, write_csv
+from actoffload.report.rok_run import RokRun, write_csv
 from benchmarks import harness
 
 

@@ -1,18 +1,19 @@
 """One sample: a few training steps of one model in one mode. The last line of output is one JSON object.
 
-The options come as one JSON argument: ``model`` ("gpt" or "stack"), ``gpt`` (sizes), ``batch``, ``device``, ``dtype``,
-``mode``, ``steps``, ``path``, ``threads``, ``optimizer`` (bool) and ``options`` (for `offload_activations`).
-Modes: ``keep``, ``recompute``, ``save_on_cpu`` (PyTorch's own), and the targets of `offload_activations`.
+The options come as one JSON argument: those of `benchmarks.workloads.build`, and ``device``, ``mode`` (of
+`benchmarks.modes`), ``steps`` (timed), ``warm_up`` (steps before them), ``path``, ``threads``, ``optimizer`` (bool) and
+``options`` (more of them for `offload_activations`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,8 +21,9 @@ import torch
 from torch import Tensor, nn
 
 import actoffload
-from actoffload.testing.gpt import GPT, GPTConfig, Stack
-from actoffload.testing.measure import BlockIO, block_io, peak_rss_bytes
+from actoffload.testing.measure import BlockIO, block_io, peak_rss_bytes, rss_bytes
+from benchmarks import modes, workloads
+from benchmarks.peers import Unavailable
 
 CHECK_CHUNK = 1 << 24
 """Elements that are checksummed at once: bounds the temporary memory."""
@@ -33,78 +35,81 @@ class Run:
     def __init__(self, spec: dict[str, Any]) -> None:
         self.spec = spec
         self.device = torch.device(spec["device"])
-        self.offloader: Any = None
         self.facts: dict[str, Any] = {"mode": spec["mode"]}
-        sizes = GPTConfig(**spec["gpt"], recompute=spec["mode"] == "recompute")
-        dtype = getattr(torch, spec["dtype"])
+        self.losses: list[str] = []
         torch.manual_seed(0)
         with self.device:
-            model: nn.Module = (GPT if spec["model"] == "gpt" else Stack)(sizes)
-            self.model = model.to(dtype)
-            self.forward = self._language(sizes) if spec["model"] == "gpt" else self._blocks(sizes, dtype)
+            self.work = workloads.build(spec)
+        self.model: nn.Module = self.work.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4) if spec.get("optimizer") else None
+        self.opened: modes.Opened | None = None
 
-    def _language(self, sizes: GPTConfig) -> Callable[[], Callable[[], None]]:
-        tokens = torch.randint(0, sizes.vocab, (self.spec["batch"], sizes.seq + 1))
+    @property
+    def offloader(self) -> actoffload.Offloader | None:
+        """The library's, once a step was run in a mode of its own."""
+        return None if self.opened is None else self.opened.offloader
 
-        def forward() -> Callable[[], None]:
-            loss: Tensor = self.model(tokens[:, :-1], tokens[:, 1:])
-            return loss.backward
+    def open(self, name: str | None = None, options: Mapping[str, Any] | None = None) -> modes.Opened:
+        """Begin a mode, by default the sample's own; the one before it ends.
 
-        return forward
+        Raises:
+            Unavailable: a peer cannot run here.
+        """
+        self.close()
+        mode = modes.MODES[name or self.spec["mode"]]
+        more = {**(self.spec.get("options") or {}), **(options or {})} if mode.ours else {}
+        self.opened = modes.Opened(mode, self.work, self.device, self.spec.get("path"), more)
+        return self.opened
 
-    def _blocks(self, sizes: GPTConfig, dtype: torch.dtype) -> Callable[[], Callable[[], None]]:
-        shape = (self.spec["batch"], sizes.seq, sizes.width)
-        x = torch.randn(shape, dtype=dtype, requires_grad=True)
-        direction = torch.randn(shape, dtype=dtype)
-
-        def forward() -> Callable[[], None]:
-            x.grad = None
-            out: Tensor = self.model(x)
-            return lambda: out.backward(direction)
-
-        return forward
-
-    def context(self) -> AbstractContextManager[Any]:
-        """What the forward runs in."""
-        mode = self.spec["mode"]
-        if mode in ("keep", "recompute"):
-            return nullcontext()
-        if mode == "save_on_cpu":
-            return torch.autograd.graph.save_on_cpu(pin_memory=self.device.type != "cpu")
-        options = self.spec.get("options") or {}
-        context: AbstractContextManager[Any] = actoffload.offload_activations(
-            target=mode, path=self.spec.get("path"), model=self.model, **options
-        )
-        return context
+    def close(self) -> None:
+        """End the mode."""
+        if self.opened is not None:
+            self.opened.close()
+            self.opened = None
 
     def step(self) -> float:
         """Forward, backward and the optimizer; seconds, the device's work included."""
+        opened = self.opened or self.open()
         self.synchronize()
         begin = time.perf_counter()
-        with self.context() as offloader:
-            backward = self.forward()
-        self.offloader = offloader
-        backward()
-        del backward
+        with opened.peer.context():
+            result, direction = self.work.forward()
+            if opened.peer.backward_inside:
+                torch.autograd.backward(result, direction)
+        if not opened.peer.backward_inside:
+            torch.autograd.backward(result, direction)
         if self.optimizer is not None:
             self.optimizer.step()
         self.synchronize()
-        return time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
+        if direction is None:
+            self.losses.append(float(result.detach()).hex())
+        return seconds
 
     def first_step(self) -> str:
-        """One step with deterministic algorithms; a checksum of all gradients."""
+        """One step with deterministic algorithms and no optimizer; a checksum of all gradients."""
         # Gradients stay allocated from here on, so that they count as static memory.
         self.clear_gradients()
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         optimizer, self.optimizer = self.optimizer, None
-        self.note_memory("static_bytes", "memory_allocated")
-        self.step()
-        self.note_memory("first_peak_device_bytes", "max_memory_allocated")
-        self.optimizer = optimizer
-        torch.use_deterministic_algorithms(False)
+        try:
+            self.step()
+        finally:
+            self.optimizer = optimizer
+            torch.use_deterministic_algorithms(False)
         return gradients_checksum(self.model)
+
+    def make_static(self) -> None:
+        """Allocate all that outlives a step, gradients and the optimizer's state, and note how much memory that is."""
+        self.clear_gradients()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        if self.device.type == "cpu":
+            trim_heap()
+            self.facts["static_rss_bytes"] = rss_bytes()
+        else:
+            self.facts["static_bytes"] = int(torch.accelerator.memory_allocated())
 
     def clear_gradients(self) -> None:
         """Zero every gradient in place."""
@@ -114,10 +119,17 @@ class Run:
             else:
                 parameter.grad.zero_()
 
-    def note_memory(self, name: str, query: str) -> None:
-        """Keep the first answer of the device's allocator to ``query``."""
-        if self.device.type != "cpu":
-            self.facts.setdefault(name, int(getattr(torch.accelerator, query)()))
+    def timed(self, steps: int) -> list[float]:
+        """Seconds of so many steps."""
+        times_s = []
+        for _ in range(steps):
+            self.clear_gradients()
+            times_s.append(self.step())
+        return times_s
+
+    def counts(self) -> dict[str, Any]:
+        """What the mode counted so far."""
+        return {} if self.opened is None else self.opened.peer.facts()
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -127,11 +139,14 @@ class Run:
 
 def gradients_checksum(model: nn.Module) -> str:
     """128 bits of all gradients' bits: equal gradients have equal checksums, whatever the order of summation."""
+    return checksum(parameter.grad.detach() for parameter in model.parameters() if parameter.grad is not None)
+
+
+def checksum(tensors: Any) -> str:
+    """128 bits of all tensors' bits."""
     plain = weighted = 0
-    for index, parameter in enumerate(model.parameters()):
-        if parameter.grad is None:
-            continue
-        words = parameter.grad.detach().reshape(-1).view(torch.uint8)
+    for index, tensor in enumerate(tensors):
+        words: Tensor = tensor.reshape(-1).view(torch.uint8)
         words = words[: words.numel() // 2 * 2].view(torch.int16)
         for begin in range(0, words.numel(), CHECK_CHUNK):
             chunk = words[begin : begin + CHECK_CHUNK].long()
@@ -141,38 +156,68 @@ def gradients_checksum(model: nn.Module) -> str:
     return f"{plain % 2**64:016x}{weighted % 2**64:016x}"
 
 
+def per_step(before: dict[str, Any], after: dict[str, Any], steps: int) -> dict[str, float]:
+    """How much of each count fell into one of the timed steps."""
+    names = ("written_bytes", "read_bytes", "wait_s")
+    return {f"{name}_per_step": (after[name] - before.get(name, 0)) / steps for name in names if name in after}
+
+
+def trim_heap() -> None:
+    """Give what the C library's heap keeps back to the system, where it can (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def reset_peak_rss() -> bool:
+    """Let the peak of this process's resident memory begin anew; False where the system does not offer that."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return True
+
+
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """All steps of one sample. Bytes and seconds."""
     if spec.get("threads"):
         torch.set_num_threads(spec["threads"])
     run = Run(spec)
     on_device = run.device.type != "cpu"
-    io_before = block_io()
     result = run.facts
+    run.open()  # a peer's library is static memory, too
+    run.make_static()
+    io_before = block_io()
     result["first_gradients"] = run.first_step()
     if spec["mode"] == "keep":
-        run.clear_gradients()
         result["reproducible"] = run.first_step() == result["first_gradients"]
+        run.losses.pop()
+    run.timed(spec.get("warm_up", 1))
+    result["peak_rss_bytes"] = peak_rss_bytes()
     if on_device:
         torch.accelerator.reset_peak_memory_stats()
-    result["step_s"] = []
-    for _ in range(spec["steps"]):
-        run.clear_gradients()
-        result["step_s"].append(run.step())
+    fresh = reset_peak_rss()
+    before = run.counts()
+    result["step_s"] = run.timed(spec["steps"])
     result["median_step_s"] = median(result["step_s"])
-    result["peak_rss_bytes"] = peak_rss_bytes()
-    run.note_memory("peak_device_bytes", "max_memory_allocated")
+    result["steady_peak_rss_bytes"] = peak_rss_bytes() if fresh else None
+    result["peak_rss_bytes"] = max(result["peak_rss_bytes"], peak_rss_bytes())
+    result |= per_step(before, run.counts(), spec["steps"])
     if on_device:
-        result["activation_peak_bytes"] = result["peak_device_bytes"] - result["static_bytes"]
-    return result | _finish(run, io_before)
+        peak = int(torch.accelerator.max_memory_allocated())
+        result |= {"peak_device_bytes": peak, "activation_peak_bytes": peak - result["static_bytes"]}
+    result["losses"] = run.losses
+    result["last_parameters"] = checksum(parameter.detach() for parameter in run.model.parameters())
+    return result | finish(run, io_before)
 
 
-def _finish(run: Run, io_before: BlockIO | None) -> dict[str, Any]:
+def finish(run: Run, io_before: BlockIO | None) -> dict[str, Any]:
+    """Close the mode; what it and the kernel counted."""
     facts: dict[str, Any] = {}
-    if isinstance(run.offloader, actoffload.Offloader):
+    if run.offloader is not None:
         facts["statistics"] = run.offloader.statistics().as_dict()
         facts["report"] = run.offloader.report()
-        run.offloader.close()
+    run.close()
     io_after = block_io()
     if io_before is not None and io_after is not None:
         moved = io_after - io_before
@@ -181,12 +226,14 @@ def _finish(run: Run, io_before: BlockIO | None) -> dict[str, Any]:
 
 
 def main(argument: str) -> int:
-    """Measure and print; running out of memory is a result, not a failure."""
+    """Measure and print; running out of memory is a result, and so is a peer that is not to be had."""
     # Before torch starts cuBLAS: without a fixed workspace its results are not reproducible.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     spec = json.loads(argument)
     try:
         result = measure(spec)
+    except Unavailable as error:
+        result = {"mode": spec["mode"], "unavailable": str(error)}
     except torch.OutOfMemoryError as error:
         result = {"mode": spec["mode"], "error": f"out of memory: {str(error).splitlines()[0]}", "oom": True}
     print(json.dumps(result))

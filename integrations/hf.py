@@ -61,9 +61,8 @@ class TrainerAttachment(TrainerCallback):
     """A trainer whose forward passes run inside an offloading context; made by `attach`."""
 
     def __init__(self, trainer: Any, options: dict[str, Any]) -> None:
-        self.trainer = trainer
         self._context = offload_activations(model=trainer.model, **options)
-        self._name = _method_with_forward(type(trainer))
+        self.trainer, self._name = trainer, _method_with_forward(type(trainer))
         self._own = {name: value for name, value in vars(trainer).items() if name == self._name}
         self._inner: Callable[..., Any] = getattr(trainer, self._name)
         self._outer = functools.wraps(self._inner)(functools.partial(self._run))
@@ -175,10 +174,11 @@ class OffloadArguments:
     actoffload_host_budget: str | None = _flag(None, "most bytes of host memory")
     actoffload_nvme_budget: str | None = _flag(None, "most bytes on disk")
     actoffload_min_bytes: str | None = _flag(None, "smaller tensors stay")
-    actoffload_policy: Literal["auto", "all", "plan"] = _flag("auto", "what moves")
+    actoffload_policy: Literal["auto", "greedy", "all"] = _flag("auto", "what moves")
+    actoffload_max_slowdown: float | None = _flag(None, "how much slower a planned step may get, such as 0.02")
     actoffload_include: list[str] | None = field(default=None, metadata={"help": "modules (glob) whose tensors move"})
     actoffload_exclude: list[str] | None = field(default=None, metadata={"help": "modules (glob) whose tensors stay"})
-    actoffload_engine: Literal["auto", "posix", "aiofiles", "memory"] = _flag("auto", "storage engine")
+    actoffload_engine: Literal["auto", "uring", "posix", "aiofiles", "gds", "memory"] = _flag("auto", "storage engine")
     actoffload_strict: bool = _flag(False, "raise when a step moves nothing")
     actoffload_verify: bool = _flag(False, "checksum what is written and check what is read")
     actoffload_announce: Literal["none", "first", "all"] | None = _flag(None, "which ranks say what is active")

@@ -40,11 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def make_offloader(tmp_path: Path) -> Iterator[Callable[..., Offloader]]:
-    """Make offloaders that move everything to disk unless told otherwise; they end with the test."""
+    """Make offloaders that move everything to disk, without a plan, unless told otherwise; they end with the test."""
     made: list[Offloader] = []
 
     def make(**options: Any) -> Offloader:
         defaults: dict[str, Any] = {"target": "nvme", "path": str(tmp_path), "min_bytes": 0, "keep_last_bytes": 0}
+        defaults["policy"] = "greedy"
         made.append(Offloader(OffloadConfig(**(defaults | options))))
         return made[-1]
 

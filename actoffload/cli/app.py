@@ -11,6 +11,7 @@ import typer
 from ..config import OffloadConfig
 from ..errors import ActOffloadError, ConfigError, SpoolPathError
 from ..version import __version__
+from . import bench as bench_module
 from . import demo as demo_module
 from . import doctor as doctor_module
 from . import estimate as estimate_module
@@ -94,6 +95,7 @@ def doctor(path: PathOption = None, as_json: JsonOption = False) -> None:
     raise typer.Exit(0 if doctor_module.healthy(findings) else 1)
 
 
+app.command(name="bench")(bench_module.command)
 app.command(name="estimate")(estimate_module.command)
 app.command(name="plan")(plan_module.command)
 app.command(name="rok")(rok_module.command)

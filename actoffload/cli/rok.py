@@ -18,10 +18,11 @@ from rich.table import Table
 
 from ..config import format_size, parse_size
 from ..errors import ConfigError
+from ..report.environment import describe_environment, write_atomically
 from ..report.rok import PRESETS, SERIES, Case, Point, Preset, Variant, Verdict, points_of, verdicts
 from ..report.rok_html import cells_of, render_html
 from ..report.rok_plot import draw_rok
-from ..report.rok_run import RokRun, describe_machine, load_results, write_atomically, write_csv
+from ..report.rok_run import RokRun, load_results, write_csv
 
 _SELECT = "Select from the preset; repeat for several"
 Names = Annotated[list[str] | None, typer.Option(rich_help_panel=_SELECT)]
@@ -73,7 +74,7 @@ def command(
         run = RokRun(
             chosen,
             out or Path(f"rok_{preset}.json"),
-            environment=describe_machine(),
+            environment=describe_environment(),
             command=shlex.join(["actoffload", *_without_folders(sys.argv[1:])]),
             series=_series(series),
             target=target,

@@ -14,19 +14,18 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from .. import OffloadConfig, Offloader
-from ..blocks import Recompute
 from ..errors import ActOffloadError, BudgetError
 from ..policy import Decision, TensorFacts
+from ..recompute import Recompute
+from ..recompute_meter import RecomputeMeter
 from ..report.rok import BACKWARD_FACTOR, Case
 from ..testing.measure import peak_rss_bytes
 from .rok_models import Workload, build
@@ -41,57 +40,6 @@ class KeepAll:
     def decide(self, facts: TensorFacts) -> Decision:
         """Keep it."""
         return Decision.KEEP
-
-
-class RecomputeMeter:
-    """Counts what recomputed blocks hold, which saved-tensor hooks do not see.
-
-    Args:
-        resident_bytes: what else is on the device, asked for when a block has been recomputed.
-        static: storages that are no activations.
-    """
-
-    def __init__(self, resident_bytes: Callable[[], int], static: frozenset[int]) -> None:
-        self.peak_bytes = 0
-        self._resident_bytes = resident_bytes
-        self._static = static
-
-    def watch(self, block: nn.Module) -> None:
-        """Count a block's recomputations from now on."""
-        block.forward = _Counted(block.forward, self)
-
-    def recomputed(self, storages: dict[int, int], inputs: frozenset[int]) -> None:
-        """A block has been recomputed and holds these storages (bytes by address)."""
-        own = sum(nbytes for key, nbytes in storages.items() if key not in self._static | inputs)
-        self.peak_bytes = max(self.peak_bytes, self._resident_bytes() + own)
-
-
-class _Counted:
-    """A block's forward, which counts what it saves while it is recomputed."""
-
-    def __init__(self, forward: Callable[..., Any], meter: RecomputeMeter) -> None:
-        self._forward = forward
-        self._meter = meter
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._current_graph_task_id() == -1:
-            return self._forward(*args, **kwargs)
-        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        saved: dict[int, int] = {}
-
-        def counted(tensor: Tensor) -> Any:
-            storage = tensor.untyped_storage()
-            saved[storage._cdata] = storage.nbytes()
-            return pack(tensor)
-
-        inputs = frozenset(
-            value.untyped_storage()._cdata for value in (*args, *kwargs.values()) if isinstance(value, Tensor)
-        )
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(counted, unpack):
-                return self._forward(*args, **kwargs)
-        finally:  # checkpointing ends a recomputation early with an exception
-            self._meter.recomputed(saved, inputs)
 
 
 class Run:
@@ -117,7 +65,6 @@ class Run:
         self.recompute = Recompute()
         self.losses: list[str] = []
         self.offloader: Offloader | None = None
-        self.meter: RecomputeMeter | None = None
 
     def _count_flops(self) -> int:
         """Of one step: a forward of one sequence, times the batch, times three."""
@@ -133,17 +80,13 @@ class Run:
         if self.series == "recompute":
             self.recompute.follow(self.blocks, self.blocks)
         elif self.series in ("offload", "hybrid"):
-            policy = "all" if self.series == "offload" else "plan"
+            policy = "all" if self.series == "offload" else "auto"
             self._begin_offloading(policy=policy, device_budget=self.spec["device_budget"])
 
-    def _begin_offloading(self, **options: Any) -> None:
+    def _begin_offloading(self, **options: Any) -> Offloader:
         common = {"target": self.spec["target"], "path": self.spec["path"]}
         self.offloader = Offloader(OffloadConfig(**common, **options)).use(self.model)
-        accounts = self.offloader.core.accounts
-        static = frozenset(p.untyped_storage()._cdata for p in (*self.model.parameters(), *self.model.buffers()))
-        self.meter = RecomputeMeter(lambda: accounts.resident_bytes, static)
-        for block in self.blocks.values():
-            self.meter.watch(block)
+        return self.offloader
 
     def step(self) -> float:
         """One step; its seconds, the device's work included."""
@@ -174,22 +117,20 @@ class Run:
         return step_s, self._counted_peak() if self.on_cpu else torch.accelerator.max_memory_allocated() - static
 
     def _forget_peak(self) -> None:
-        if self.offloader is not None and self.meter is not None:
+        if self.offloader is not None:
             with self.offloader.core.lock:
                 accounts = self.offloader.core.accounts
                 accounts.resident_peak_bytes = accounts.resident_bytes
-            self.meter.peak_bytes = 0
 
     def _counted_peak(self) -> int:
-        if self.offloader is None or self.meter is None:
-            return 0
-        return max(self.offloader.statistics().resident_peak_bytes, self.meter.peak_bytes)
+        return 0 if self.offloader is None else self.offloader.statistics().resident_peak_bytes
 
     def counting_step(self) -> dict[str, int]:
         """One more step in which the offloader counts and moves nothing; peaks in bytes."""
         self.recompute.undo()
-        self._begin_offloading(policy=KeepAll())
+        offloader = self._begin_offloading(policy=KeepAll())
         if self.series == "recompute":
+            self.recompute = Recompute(RecomputeMeter(offloader.core, (), offloader.notes))
             self.recompute.follow(self.blocks, self.blocks)
         self._forget_peak()
         self.step()

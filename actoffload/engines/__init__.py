@@ -10,16 +10,18 @@ from typing import Final
 from ..errors import ConfigError, EngineUnavailableError
 from .aiofiles import AiofilesEngine
 from .base import EngineCapabilities, IoKind, IoRequest, RequestState, SpoolFile, StorageEngine
+from .gds import GdsEngine
 from .memory import MemoryEngine
 from .posix import PosixEngine
+from .uring import UringEngine
 
 _CLASSES: Final[dict[str, type[StorageEngine]]] = {
-    cls.default_name: cls for cls in (PosixEngine, AiofilesEngine, MemoryEngine)
+    cls.default_name: cls for cls in (PosixEngine, UringEngine, AiofilesEngine, GdsEngine, MemoryEngine)
 }
 ENGINES: Final[tuple[str, ...]] = tuple(_CLASSES)
 """Names that ``create_engine`` knows."""
 
-AUTO_ORDER: Final[tuple[str, ...]] = ("posix", "aiofiles")
+AUTO_ORDER: Final[tuple[str, ...]] = ("posix", "uring", "aiofiles")
 """What ``auto`` tries, best first."""
 
 EngineFactory = Callable[[SpoolFile], StorageEngine]

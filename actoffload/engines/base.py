@@ -213,6 +213,11 @@ class StorageEngine(ABC):
     def capabilities(self) -> EngineCapabilities:
         """What this engine does and needs."""
 
+    @property
+    def remark(self) -> str:
+        """How it works on this machine, for reports; empty: there is nothing to say."""
+        return ""
+
     @abstractmethod
     def submit(self, request: IoRequest) -> None:
         """Queues a request and returns at once.

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+PANELS_IN_A_ROW = 3
+
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
@@ -18,7 +20,7 @@ class Point:
 
 
 def step_time_against_memory(points: Sequence[Point], path: Path, title: str) -> bool:
-    """One panel for each group, step time over activation peak; lower left is better.
+    """One panel for each group, three in a row, step time over activation peak; lower left is better.
 
     Args:
         points: what was measured; those without numbers are named in the panel's corner.
@@ -38,8 +40,14 @@ def step_time_against_memory(points: Sequence[Point], path: Path, title: str) ->
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(groups), figsize=(6 * len(groups), 4.5), squeeze=False, layout="constrained")
-    for axis, group in zip(axes[0], groups, strict=True):
+    columns = min(PANELS_IN_A_ROW, len(groups))
+    rows = -(-len(groups) // columns)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(6 * columns, 4.5 * rows), squeeze=False, layout="constrained"
+    )
+    for axis in axes.flat[len(groups) :]:
+        axis.set_axis_off()
+    for axis, group in zip(axes.flat, groups, strict=False):
         mine = [point for point in points if point.group == group]
         right = top = 1e-9
         for point in mine:

@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import csv
 import json
-import platform
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from ..errors import ConfigError
-from ..version import __version__
+from .environment import run_worker, write_json
 from .rok import SERIES, Case, Point, Preset, Variant
 
 WORKER = "actoffload.cli.rok_worker"
 VERSION = 1
-_KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 _HOW = ("device", "threads", "warm_up", "steps", "target", "memory_limit")
 
 Launch = Callable[[dict[str, Any], float], dict[str, Any]]
@@ -139,7 +132,7 @@ class RokRun:
             sample = self._take(job)
             self.payload["samples"].append(sample)
             self.payload["environment"]["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            write_atomically(self.file, json.dumps(self.payload, indent=1) + "\n")
+            write_json(self.file, self.payload)
             yield job, sample
 
     def _take(self, job: Job) -> dict[str, Any]:
@@ -180,26 +173,9 @@ def _key(sample: dict[str, Any]) -> tuple[Case, Variant, int]:
     return Case(**sample["case"]), variant, int(sample["repeat"])
 
 
-# -- processes --------------------------------------------------------------------------------------------------------
-
-
 def launch_worker(spec: dict[str, Any], limit_s: float) -> dict[str, Any]:
     """One sample in a process of its own; a failure, also by running out of memory or time, is a result."""
-    command = [sys.executable, "-m", WORKER, json.dumps(spec)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"stopped after {limit_s:.0f} s", "oom": False}
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode in _KILLED:
-        return {"error": "out of memory: killed by the system (signal 9)", "oom": True}
-    if done.returncode != 0 or not lines:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        memory = any(text in done.stderr for text in ("MemoryError", "can't allocate memory", "Cannot allocate memory"))
-        text = f"status {done.returncode}: {last}".replace(str(Path.home()), "~")
-        return {"error": f"out of memory: {text}" if memory else text, "oom": memory}
-    result: dict[str, Any] = json.loads(lines[-1])
-    return result
+    return run_worker(WORKER, spec, limit_s=limit_s)
 
 
 def find_device() -> str:
@@ -208,49 +184,6 @@ def find_device() -> str:
 
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return "cpu" if accelerator is None else accelerator.type
-
-
-def describe_machine() -> dict[str, Any]:
-    """The machine and the software. No host name, no path."""
-    import torch
-
-    facts: dict[str, Any] = {
-        "cpu": _cpu_model(),
-        "cores": psutil.cpu_count(logical=True),
-        "memory_bytes": int(psutil.virtual_memory().total),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "actoffload": __version__,
-        "commit": _commit(),
-        "gpu": None,
-    }
-    if torch.cuda.is_available():
-        facts["gpu"] = torch.cuda.get_device_name()
-        facts["gpu_memory_bytes"] = torch.cuda.get_device_properties(0).total_memory
-        facts["cuda"] = torch.version.cuda
-    return facts
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
-
-
-def _commit() -> str | None:
-    """The commit that this package is checked out at; None when it is installed or there is no git."""
-    folder = Path(__file__).resolve().parent
-    command = ["git", "describe", "--always", "--dirty=+changes", "--exclude=*", "--abbrev=12"]
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=60)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -272,17 +205,6 @@ def load_results(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError("results", str(file), f"no results of `actoffload rok` ({error})") from error
     return dict(data)
-
-
-def write_atomically(file: Path, text: str) -> None:
-    """Write in one step, so that a run that is killed leaves the last whole file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(file)
 
 
 def write_csv(points: Sequence[Point], file: Path) -> None:

@@ -302,12 +302,12 @@ class FakeDevice(Accelerator):
             return block
 
     def _find_freed(self) -> None:
-        for cdata, block in list(self._blocks.items()):
-            if block.alias is not None and _holders(block.alias) == _NOBODY_ELSE:
-                del self._blocks[cdata]
-                with _disable_current_modes():
+        with _disable_current_modes():  # once for all of them: it costs more than the look itself
+            for cdata, block in list(self._blocks.items()):
+                if block.alias is not None and _holders(block.alias) == _NOBODY_ELSE:
+                    del self._blocks[cdata]
                     block.free()
-                self._reuse_after_free(block)
+                    self._reuse_after_free(block)
 
     def _reuse_after_free(self, block: _Block) -> None:
         """The next owner writes to the block once its stream, and those it was lent to, are past this point."""
@@ -346,10 +346,9 @@ def _poison(address: int, nbytes: int) -> None:
 
 
 def _holders(alias: Tensor) -> tuple[int, int]:
-    """How many tensors, and how many Python names, hold the storage of ``alias``."""
-    with _disable_current_modes():
-        storage = alias.untyped_storage()
-        return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
+    """How many tensors, and how many Python names, hold the storage of ``alias``; call it without dispatch modes."""
+    storage = alias.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), sys.getrefcount(storage)
 
 
 def _holders_when_alone() -> tuple[int, int]:

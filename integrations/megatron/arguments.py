@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ _FLAGS = {
     "include": "--actoffload-modules",
     "exclude": "--actoffload-exclude-modules",
     "policy": "--actoffload-policy",
+    "max_slowdown": "--actoffload-max-slowdown",
     "engine": "--actoffload-engine",
     "strict": "--actoffload-strict",
     "verify": "--actoffload-verify",
@@ -53,8 +55,9 @@ def add_actoffload_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         ("host_budget", "SIZE", "most bytes of host memory"),
         ("nvme_budget", "SIZE", "most bytes on disk"),
         ("min_bytes", "SIZE", "smaller tensors stay"),
-        ("policy", "POLICY", "auto, all, plan, or a file with a plan's JSON"),
-        ("engine", "ENGINE", "storage engine: auto, posix, aiofiles or memory"),
+        ("policy", "POLICY", "auto, greedy, all, or a file with a plan's JSON"),
+        ("max_slowdown", "SHARE", "with policy auto: how much slower a step may get, for example 0.02"),
+        ("engine", "ENGINE", "storage engine: auto, uring, posix, aiofiles, gds or memory"),
         ("trace", "FILE", "Chrome/Perfetto trace; with several ranks each writes its own file"),
         ("announce", "WHO", "who says at the first step what is active: none, first or all"),
     ):
@@ -114,9 +117,17 @@ def _checked(field: str) -> Callable[[str], str]:
 
 def _read(field: str, value: Any) -> Any:
     """The value of a field, where the flag's text only says where to find it."""
-    if field == "policy" and isinstance(value, str) and value not in ("auto", "all", "plan") and Path(value).is_file():
+    if (
+        field == "policy"
+        and isinstance(value, str)
+        and value not in ("auto", "greedy", "all")
+        and Path(value).is_file()
+    ):
         return Plan.from_json(Path(value).read_text(encoding="utf-8"))
     if field == "trace" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         path = Path(value)
         return str(path.with_name(f"{path.stem}.rank{os.environ.get('RANK', '0')}{path.suffix}"))
+    if field == "max_slowdown":
+        with contextlib.suppress(ValueError):
+            return float(value)
     return value

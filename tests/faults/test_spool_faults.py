@@ -18,6 +18,7 @@ import pytest
 from actoffload.engines.base import IoKind
 from actoffload.errors import (
     ChecksumError,
+    EngineUnavailableError,
     OffloaderClosedError,
     SpoolFullError,
     StateError,
@@ -246,7 +247,7 @@ CHILD = f"""{PRELUDE}
 if sys.argv[3] == "named":
     del os.O_TMPFILE
 from actoffload.spool import Spool
-spool = Spool([sys.argv[2]], grow_bytes=4 << 20)
+spool = Spool([sys.argv[2]], engine=sys.argv[4], grow_bytes=4 << 20)
 memory = mmap.mmap(-1, 1 << 20)
 address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 spool.write(spool.allocate(1 << 20), address, 1 << 20).wait()
@@ -258,7 +259,7 @@ print("written", flush=True)
 @pytest.mark.parametrize("how", ["tmpfile", "named"])
 def test_a_killed_process_leaves_no_file(tmp_path: Path, how: str) -> None:
     code = CHILD + "sys.stdin.read()\n"
-    command = [sys.executable, "-c", code, str(ROOT), str(tmp_path), how]
+    command = [sys.executable, "-c", code, str(ROOT), str(tmp_path), how, "auto"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "written\n"
@@ -267,9 +268,13 @@ def test_a_killed_process_leaves_no_file(tmp_path: Path, how: str) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("engine", ["auto", "posix"])
 @pytest.mark.parametrize("ending", ["", "import atexit; atexit.register(spool.abort)", "sys.exit(0)"])
-def test_an_interpreter_that_exits_with_work_queued_neither_hangs_nor_crashes(tmp_path: Path, ending: str) -> None:
-    command = [sys.executable, "-W", "error", "-c", f"{CHILD}\n{ending}\n", str(ROOT), str(tmp_path), "tmpfile"]
+def test_an_interpreter_that_exits_with_work_queued_neither_hangs_nor_crashes(
+    tmp_path: Path, ending: str, engine: str
+) -> None:
+    code = f"{CHILD}\n{ending}\n"
+    command = [sys.executable, "-W", "error", "-c", code, str(ROOT), str(tmp_path), "tmpfile", engine]
     found = subprocess.run(command, capture_output=True, text=True, timeout=2 * WAIT_S, check=False)
     assert (found.returncode, found.stdout, found.stderr) == (0, "written\n", "")
 
@@ -324,10 +329,13 @@ print("fine")
 )
 
 
-@pytest.mark.parametrize("engine", ["gate", "posix", "aiofiles"])
+@pytest.mark.parametrize("engine", ["gate", "posix", "uring", "aiofiles"])
 def test_a_forked_child_lets_go_and_the_parent_goes_on(tmp_path: Path, engine: str) -> None:
-    if engine == "aiofiles":
-        pytest.importorskip("aiofiles")
+    if engine != "gate":
+        try:
+            Spool([tmp_path], engine=engine).close()
+        except EngineUnavailableError as exc:
+            pytest.skip(str(exc))
     command = [sys.executable, "-c", FORK, str(ROOT), str(tmp_path), engine]
     found = subprocess.run(command, capture_output=True, text=True, timeout=2 * WAIT_S, check=False)
     assert (found.returncode, found.stdout) == (0, "fine\n"), found.stderr
@@ -342,9 +350,10 @@ def test_abort_with_a_shut_gate_returns(make_spool: MakeSpool) -> None:
     assert {type(transfer.error) for transfer in transfers} == {OffloaderClosedError}
 
 
-def test_random_cancels_and_frees_never_mix_bytes_up(make_spool: MakeSpool) -> None:
+@pytest.mark.parametrize("engine", ["auto", "posix"])
+def test_random_cancels_and_frees_never_mix_bytes_up(make_spool: MakeSpool, engine: str) -> None:
     """Cancelled writes and early frees, from two threads, on an arena that is always nearly full."""
-    spool = make_spool("posix", capacity_bytes=8 * MIB, threads=3, poison=False)
+    spool = make_spool(engine, capacity_bytes=8 * MIB, threads=3, poison=False)
     failures: list[str] = []
 
     def work(seed: int) -> None:

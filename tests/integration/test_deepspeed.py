@@ -31,13 +31,9 @@ Found = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def zero(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return launch(WORKER, 2, tmp_path_factory.mktemp("zero"), "announced", *ZERO, *OFFLOADED)
-
-
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return launch(WORKER, 2, tmp_path_factory.mktemp("parts"), *CHECKPOINT, *PIPELINE)
+def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    rows = ["announced", *ZERO, *OFFLOADED, *CHECKPOINT, *PIPELINE]
+    return launch(WORKER, 2, tmp_path_factory.mktemp("two"), *rows)
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +49,13 @@ def assert_row(ranks: Found, row: str) -> None:
 
 
 @pytest.mark.parametrize("row", [*ZERO, *OFFLOADED])
-def test_zero(zero: Found, row: str) -> None:
-    assert_row(zero, row)
+def test_zero(two: Found, row: str) -> None:
+    assert_row(two, row)
 
 
 @pytest.mark.parametrize("row", [*CHECKPOINT, *PIPELINE])
-def test_checkpoints_and_pipelines(parts: Found, row: str) -> None:
-    assert_row(parts, row)
+def test_checkpoints_and_pipelines(two: Found, row: str) -> None:
+    assert_row(two, row)
 
 
 @pytest.mark.parametrize("row", ONE_PROCESS)
@@ -67,25 +63,25 @@ def test_one_process(one: Found, row: str) -> None:
     assert_row(one, row)
 
 
-def test_the_inputs_of_deepspeeds_own_checkpoints_leave(parts: Found) -> None:
+def test_the_inputs_of_deepspeeds_own_checkpoints_leave(two: Found) -> None:
     """DeepSpeed keeps them on ``ctx``, where hooks see nothing; the adapter has autograd save them."""
     steps, blocks, block_input = 3, 4, 4 * 64 * 64 * 4
-    for rank in parts:
+    for rank in two:
         seen = {row: rank[row][0].statistics.activation_bytes for row in ("checkpoint", "checkpoint_non_reentrant")}
         assert seen["checkpoint"] >= seen["checkpoint_non_reentrant"] + steps * blocks * block_input
 
 
-def test_a_pipeline_tells_its_schedule(parts: Found) -> None:
-    first, last = (rank["pipeline"][2][1:] for rank in parts)
+def test_a_pipeline_tells_its_schedule(two: Found) -> None:
+    first, last = (rank["pipeline"][2][1:] for rank in two)
     assert first == 3 * ["F0>F1", "F1>B0", "B0>F2", "F2>B1", "B1>F3", "F3>B2", "B2>B3", "B3"]
     assert last == 3 * ["F0>B0", "B0>F1", "F1>B1", "B1>F2", "F2>B2", "B2>F3", "F3>B3", "B3"]
-    for rank in parts:  # two model chunks: eight forwards and eight backwards in a step, each told once
+    for rank in two:  # two model chunks: eight forwards and eight backwards in a step, each told once
         told = [line.split(">")[0] for line in rank["pipeline_dual"][2][1:]]
         assert sorted(told) == sorted(3 * [f"{direction}{number}" for direction in "FB" for number in range(8)])
 
 
-def test_one_line_is_said_by_the_first_rank_alone(zero: Found) -> None:
-    first, second = (rank["announced"] for rank in zero)
+def test_one_line_is_said_by_the_first_rank_alone(two: Found) -> None:
+    first, second = (rank["announced"] for rank in two)
     (line,) = [line for line in first.splitlines() if "actoffload" in line]
     assert "target nvme" in line
     assert line.endswith("bandwidth is shared with DeepSpeed's offload_optimizer (cpu)")

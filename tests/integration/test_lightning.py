@@ -115,7 +115,14 @@ def fit(task: Task, directory: Path, module: nn.Module | None = None, **options:
 
 
 def options(tmp_path: Path) -> dict[str, Any]:
-    return {"target": "nvme", "path": str(tmp_path), "min_bytes": 0, "device_budget": "64KiB", "strict": True}
+    return {
+        "target": "nvme",
+        "path": str(tmp_path),
+        "min_bytes": 0,
+        "device_budget": "64KiB",
+        "strict": True,
+        "policy": "greedy",
+    }
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -21,6 +22,7 @@ PROFILES = 208
 CHUNK = 16
 EXHAUSTIVE = 48
 SPEND = 20_000
+RECORDED = sorted((Path(__file__).resolve().parents[1] / "recorded").glob("*.json"))
 PEERS = ("ssdtrain", "bring_back", "lifetime")
 
 
@@ -69,6 +71,23 @@ def test_the_fixed_set(first: int) -> None:
         _check_without_budget(profile)
         for share in (0.0, random.Random(seed).random()):
             _check_budget(profile, share)
+
+
+@pytest.mark.parametrize("speed", [0.1, 0.5, 1.0, 4.0])
+@pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)
+def test_what_real_models_did(file: Path, speed: float) -> None:
+    """Steps that were recorded, with the disk as it was, slower and faster."""
+    recorded = Profile.load(file)
+    assert recorded.disk is not None
+    assert len(recorded.blocks) >= 4
+    profile = recorded.with_links(disk=recorded.disk.scaled(speed))
+    _check_without_budget(profile)
+    for share in (0.0, 0.1, 0.5):
+        _check_budget(profile, share)
+
+
+def test_models_were_recorded() -> None:
+    assert {file.stem for file in RECORDED} >= {"gpt", "bert", "t5"}
 
 
 @pytest.mark.parametrize("seed", range(EXHAUSTIVE))

@@ -21,7 +21,7 @@ def _step(offloader: Offloader, model: Chain) -> None:
 
 def test_it_says_once_what_is_active_what_moves_and_what_stays(make_offloader: MakeOffloader, tmp_path: Any) -> None:
     lines: list[str] = []
-    offloader = make_offloader(announce=lines.append, min_bytes=33 << 10)
+    offloader = make_offloader(announce=lines.append, min_bytes=33 << 10, engine="posix")
     model = Chain(width=64)
     with offloader:
         loss = model(batch(256)).sum() + model(batch(4)).sum()

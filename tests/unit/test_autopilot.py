@@ -80,7 +80,7 @@ def _steps(offloader: Offloader, count: int, model: nn.Module | None = None) -> 
 
 
 def test_the_step_after_the_warm_up_is_planned_from_and_the_plan_is_followed(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="plan")
+    offloader = make_offloader(policy="auto")
     planner = _Scripted(lambda index, nbytes: index % 2 == 0)
     pilot = _with(offloader, planner)
     _steps(offloader, WARM_UP + 1)
@@ -98,7 +98,7 @@ def test_the_step_after_the_warm_up_is_planned_from_and_the_plan_is_followed(mak
 
 
 def test_explain_says_what_is_planned_and_why(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="plan")
+    offloader = make_offloader(policy="auto")
     _with(offloader, _Scripted(lambda index, nbytes: index % 2 == 0))
     _steps(offloader, 1)
     assert offloader.explain().startswith("no plan yet: it is made from what the first 2 steps show\n")
@@ -111,7 +111,7 @@ def test_explain_says_what_is_planned_and_why(make_offloader: MakeOffloader) -> 
 
 def test_limits_are_those_of_the_options(make_offloader: MakeOffloader) -> None:
     planner = _Scripted(lambda *_: False)
-    offloader = make_offloader(policy="plan", device_budget="64KiB", max_slowdown=0.5, nvme_budget="8MiB")
+    offloader = make_offloader(policy="auto", device_budget="64KiB", max_slowdown=0.5, nvme_budget="8MiB")
     _with(offloader, planner)
     _steps(offloader, WARM_UP + 2)
     (limits,) = planner.limits
@@ -121,13 +121,13 @@ def test_limits_are_those_of_the_options(make_offloader: MakeOffloader) -> None:
     assert limits.tiers == ("nvme",)
     assert limits.recompute
     planner = _Scripted(lambda *_: False)
-    _with(offloader := make_offloader(policy="plan"), planner)
+    _with(offloader := make_offloader(policy="auto"), planner)
     _steps(offloader, WARM_UP + 2)
     assert not planner.limits[0].recompute, "nobody asked for anything that recomputing could buy"
 
 
 def test_passes_without_gradients_or_without_backward_are_no_steps(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="plan")
+    offloader = make_offloader(policy="auto")
     planner = _Scripted(lambda *_: True)
     _with(offloader, planner)
     model = Chain()
@@ -144,7 +144,7 @@ def test_passes_without_gradients_or_without_backward_are_no_steps(make_offloade
 def test_recomputed_blocks_are_applied_followed_and_undone(make_offloader: MakeOffloader) -> None:
     model = GPT(GPTConfig(layers=3, width=32, seq=32, dropout=0.1))
     reference = _step(make_offloader(policy="all"), model, TOKENS)
-    offloader = make_offloader(policy="plan", device_budget="1MiB").use(model)
+    offloader = make_offloader(policy="auto", device_budget="1MiB").use(model)
     pilot = _with(offloader, _Scripted(lambda *_: False, ("stack.blocks.0", "stack.blocks.2")))
     for _ in range(WARM_UP + 1):
         assert_same_gradients(_step(offloader, model, TOKENS), reference)
@@ -162,7 +162,7 @@ def test_recomputed_blocks_are_applied_followed_and_undone(make_offloader: MakeO
 
 
 def test_another_shape_starts_over(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="plan")
+    offloader = make_offloader(policy="auto")
     planner = _Scripted(lambda *_: True)
     pilot = _with(offloader, planner)
     model = Chain()
@@ -178,7 +178,7 @@ def test_another_shape_starts_over(make_offloader: MakeOffloader) -> None:
 
 
 def test_a_budget_that_cannot_be_kept_is_an_error_before_the_forward(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="plan", device_budget=1)
+    offloader = make_offloader(policy="auto", device_budget=1)
     planner = _Scripted(lambda *_: False)
     planner.error = BudgetError(1, 4096)
     _with(offloader, planner)
@@ -190,7 +190,7 @@ def test_a_budget_that_cannot_be_kept_is_an_error_before_the_forward(make_offloa
 
 
 def test_a_planner_that_is_too_strict_is_not_believed(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="plan", device_budget="1GiB")
+    offloader = make_offloader(policy="auto", device_budget="1GiB")
     planner = _Scripted(lambda *_: False)
     planner.error = BudgetError(1 << 30, 1 << 31)
     pilot = _with(offloader, planner)
@@ -203,10 +203,11 @@ def test_a_planner_that_is_too_strict_is_not_believed(make_offloader: MakeOffloa
 def _review(pilot: Autopilot, steps: int = 1, **seen: Any) -> None:
     for _ in range(steps):
         pilot._review(replace(Observed(step_s=1.0, peak_bytes=0), **seen))
+        pilot._plan_if_due()
 
 
 def test_waits_make_the_next_plan_trust_the_links_less(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="plan")
+    offloader = make_offloader(policy="auto")
     planner = _Scripted(lambda *_: False)
     pilot = _with(offloader, planner)
     _steps(offloader, WARM_UP + 2)
@@ -224,7 +225,7 @@ def test_waits_make_the_next_plan_trust_the_links_less(make_offloader: MakeOfflo
 
 
 def test_a_link_that_changed_makes_a_new_plan(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    offloader = make_offloader(policy="plan")
+    offloader = make_offloader(policy="auto")
     planner = _Scripted(lambda *_: False)
     pilot = _with(offloader, planner)
     _steps(offloader, WARM_UP + 2)
@@ -236,7 +237,7 @@ def test_a_link_that_changed_makes_a_new_plan(make_offloader: MakeOffloader, mon
 
 
 def test_it_comes_to_rest(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="plan")
+    offloader = make_offloader(policy="auto")
     planner = _Scripted(lambda *_: False)
     pilot = _with(offloader, planner)
     model = Chain()
@@ -255,7 +256,7 @@ def test_gradients_are_the_same_under_any_plan(make_offloader: MakeOffloader) ->
     reference = _step(make_offloader(policy="all"), model, TOKENS)
     chance = random.Random(0)
     for _ in range(12):
-        offloader = make_offloader(policy="plan", device_budget="1MiB", debug=True).use(model)
+        offloader = make_offloader(policy="auto", device_budget="1MiB", debug=True).use(model)
         stays = [chance.random() < 0.5 for _ in range(200)]
         recompute = tuple(name for name in blocks if chance.random() < 0.5)
         _with(offloader, _Scripted(_listed(stays), recompute))

@@ -39,7 +39,7 @@ def enter(request: pytest.FixtureRequest) -> Any:
     [
         ({"target": "disk"}, "choose one of 'auto', 'host', 'nvme', 'tiered'"),
         ({"target": None}, "choose one of"),
-        ({"engine": "floppy"}, "choose one of 'auto', 'posix', 'aiofiles', 'memory'"),
+        ({"engine": "floppy"}, "choose one of 'auto', 'uring', 'posix', 'aiofiles', 'gds', 'memory'"),
         ({"engine": 7}, "give the name of an engine or a factory"),
         ({"device_budget": -1}, "a size cannot be negative"),
         ({"device_budget": 0}, "must be above 0"),
@@ -50,7 +50,7 @@ def enter(request: pytest.FixtureRequest) -> Any:
         ({"prefetch_bytes": 0}, "must be above 0"),
         ({"pending_bytes": ""}, "not a size"),
         ({"keep_last_bytes": [1]}, "give a size in bytes"),
-        ({"policy": "some"}, "choose one of 'auto', 'all'"),
+        ({"policy": "some"}, "choose one of 'auto', 'greedy', 'all'"),
         ({"policy": 3}, "policy"),
         ({"include": ""}, "give a string or a sequence"),
         ({"exclude": [3]}, "give a string or a sequence"),

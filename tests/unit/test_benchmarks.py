@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from actoffload.report.plots import Point, step_time_against_memory
-from benchmarks import gpu, harness, memory_cpu, worker
+from benchmarks import fio, gpu, harness, memory_cpu, micro, micro_hooks, micro_spool, worker
 
 
 def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -76,6 +76,7 @@ def test_the_environment_names_no_host_and_no_path() -> None:
 def test_the_command_line_names_no_path() -> None:
     line = harness.command_line("benchmarks.gpu", ["--path", f"{harness.ROOT}/x"])
     assert line == "python -m benchmarks.gpu --path ./x"
+    assert harness.command_line("benchmarks.gpu", ["--path", "/mnt/x"]) == "python -m benchmarks.gpu --path DIR"
 
 
 def test_results_are_written_in_one_step(tmp_path: Path) -> None:
@@ -114,24 +115,6 @@ def test_the_summary_of_memory_cpu() -> None:
     assert "NO" in memory_cpu.render(memory_cpu.summarise(samples))
 
 
-def _points() -> list[dict[str, Any]]:
-    case = {"name": "s", "batch": 2, "seq": 8}
-    done = {"median_step_s": 1.5, "identical": True, "activation_peak_bytes": 1 << 30}
-    moved = {"statistics": {"moved_bytes": 1 << 32, "wait_s": 0.5, "steps": 2}}
-    return [
-        {"case": case, "mode": "keep", "result": {"error": "out of memory: x", "oom": True, "identical": None}},
-        {"case": case, "mode": "host", "result": done | moved},
-        {"case": case, "mode": "nvme", "result": done | moved | {"identical": False}},
-    ]
-
-
-def test_the_table_of_the_gpu_suite() -> None:
-    table = gpu.render(_points())
-    assert "| s (2 × 8) / keep | out of memory | - | - | - | - |" in table
-    assert "| s (2 × 8) / host | 1.500 | 1.00 GiB | 2.00 GiB | 0.25 | yes |" in table
-    assert "| NO |" in table
-
-
 def test_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "x.png"
@@ -151,20 +134,125 @@ def test_the_suite_refuses_a_machine_without_an_accelerator(capsys: pytest.Captu
     assert "--tiny" in capsys.readouterr().err
 
 
+def _hooks(kind: str, *costs_us: float, alive: int = 10) -> harness.Sample:
+    bare = {"wall_s": 1.0, "thread_s": 0.5}
+    pairs = [
+        {"bare": bare, "ours": {"wall_s": 1.0 + 2e-6 * us * alive, "thread_s": 0.5 + 1e-6 * us * alive}}
+        for us in costs_us
+    ]
+    return {"kind": kind, "alive": alive, "nbytes": 0, "tensors": alive, "pairs": pairs}
+
+
+def test_the_cost_of_a_hook_is_what_it_takes_above_a_bare_one() -> None:
+    samples = [_hooks("small", 1.0, 9.0), _hooks("small", 2.0)]
+    assert micro.above_bare_us(samples, "thread_s") == pytest.approx(2.0)
+    assert micro.above_bare_us(samples, "wall_s") == pytest.approx(4.0)
+    assert micro.above_bare_us([{"kind": "small", "error": "x"}], "wall_s") is None
+
+
+def test_the_costs_of_hooks_have_their_bounds() -> None:
+    failed: harness.Sample = {"kind": "policy", "alive": 10, "nbytes": 0, "error": "x"}
+    samples = [_hooks("small", 2.9), _hooks("parameter", 3.1), _hooks("moves", 59.0), failed]
+    bounds = micro.judge({"hooks": samples})
+    assert {one.what: one.holds for one in bounds} == {
+        "hook: stays: below min_bytes": True,
+        "hook: stays: a parameter": False,
+        "hook: moves, memory engine": True,
+        "hook: stays: a policy keeps it": False,  # it could not be measured, which is no success
+    }
+    table = micro.render({"hooks": samples}, bounds)
+    assert "| hook: stays: a parameter | 3.100 µs | ≤ 3 µs | NO |" in table
+    assert "Not measured: policy: x" in table
+    assert "| stays: below min_bytes | - | 10 | 2.90 | 5.80 |" in table
+
+
+def test_scaling_compares_many_with_few() -> None:
+    samples = [_hooks(kind, cost, alive=n) for kind in micro.SCALED for n, cost in ((10, 2.0), (1000, 2.7))]
+    bounds = micro.judge({"scaling": samples})
+    assert [one.measured for one in bounds] == [pytest.approx(1.35)] * 3
+    assert not any(one.holds for one in bounds)
+    assert "1000 alive over 10" in bounds[0].what
+
+
+def _rate(mode: str, direction: str, rate: float, *, busy: bool = False) -> harness.Sample:
+    block = micro_spool.BUSY_BLOCK if busy else 1 << 20
+    head = {"mode": mode, "block": block, "direction": direction, "busy": busy, "depth": 4}
+    return {**head, "bytes_per_s": rate}
+
+
+def test_the_spool_is_judged_by_the_faster_fio() -> None:
+    rates = {"posix": 0.91e9, "uring": 0.89e9, "fio io_uring": 0.5e9, "fio libaio": 1e9}
+    samples = [_rate(mode, way, rate) for mode, rate in rates.items() for way in micro_spool.WAYS]
+    holds = {one.what: one.holds for one in micro.judge({"spool": samples})}
+    assert len(holds) == 4
+    assert holds["spool: posix write, 1024 KiB, of fio"] is True
+    assert holds["spool: uring read, 1024 KiB, of fio"] is False
+    without = [s for s in samples if not s["mode"].startswith("fio")]
+    missing: list[harness.Sample] = [{"mode": "fio libaio", "error": "fio is not installed"}]
+    assert micro.judge({"spool": without + missing}) == []
+    assert "Not measured: fio libaio: fio is not installed" in micro.render({"spool": without + missing}, [])
+
+
+def test_uring_is_compared_with_posix_while_python_runs() -> None:
+    samples = [_rate("posix", "write", 1.0, busy=True), _rate("uring", "write", 2.0, busy=True)]
+    (write,) = micro.judge({"busy": samples})
+    assert (write.measured, write.holds) == (2.0, True)
+    assert micro.judge({"busy": samples[:1]}) == []
+
+
+@pytest.mark.parametrize("kind", sorted(micro_hooks.KINDS))
+def test_each_kind_of_tensor_does_what_it_is_called(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    spec = {"kind": kind, "tensors": 5, "chains": 2, "pairs": 1, "path": str(tmp_path), "nbytes": 4096}
+    sample = micro_hooks.measure(spec)
+    assert "error" not in sample, sample
+    statistics = sample["statistics"]
+    assert (statistics["nvme_read_bytes"] > 0) == (kind == "moves")
+    assert list(statistics["kept_bytes"]) == [one for one in [micro_hooks.REASONS[kind]] if one is not None]
+    assert (sample["tensors"], len(sample["pairs"])) == (10, 1)
+    monkeypatch.setattr(micro_hooks, "make_forward", lambda *_: lambda: torch.ones(4, requires_grad=True).sin())
+    assert "not what was to be measured" in micro_hooks.measure(spec)["error"]
+
+
+FAKE_FIO = """#!/bin/sh
+[ "$1" = --version ] && echo fio-9 && exit
+echo "note: a line before the JSON"
+echo "{\\"jobs\\": [{\\"error\\": 0, \\"write\\": {\\"bw_bytes\\": 3}, \\"read\\": {\\"bw_bytes\\": 4}}]}"
+case "$*" in *libaio*) exit 1;; esac
+"""
+
+
+def test_fio_is_asked_and_its_failures_are_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: dict[str, Any] = {"region": 1 << 20, "block": 4096, "depth": 1, "seconds": 0.1}
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(fio.FioError, match="not installed"):
+        fio.version()
+    with pytest.raises(fio.FioError, match="FileNotFoundError"):
+        fio.measure("x", "write", engine="io_uring", **options)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (tmp_path / "fio").write_text(FAKE_FIO, encoding="utf-8")
+    (tmp_path / "fio").chmod(0o700)
+    assert fio.version() == "fio-9"
+    assert fio.measure("x", "mixed", engine="io_uring", **options) == 7.0
+    with pytest.raises(fio.FioError, match="status 1"):
+        fio.measure("x", "mixed", engine="libaio", **options)
+
+
 @pytest.mark.slow
-def test_the_tiny_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("OUT", str(tmp_path))
-    monkeypatch.setattr(gpu, "TINY_MODES", ("keep", "save_on_cpu", "nvme"))
-    assert gpu.main(["--tiny", "--skip-tests", "--steps", "1", "--path", str(tmp_path)]) == 0, capsys.readouterr().out
-    (file,) = tmp_path.glob("gpu_tiny_*.json")
-    points = json.loads(file.read_text(encoding="utf-8"))["points"]
-    assert [point["result"]["identical"] for point in points] == [True, True, True]
-    assert points[-1]["result"]["statistics"]["nvme_written_bytes"] > 0
-
-
-def test_the_time_budget_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OUT", str(tmp_path))
-    assert gpu.main(["--tiny", "--skip-tests", "--budget-s", "0"]) == 0
-    (file,) = tmp_path.glob("gpu_tiny_*.json")
-    points = json.loads(file.read_text(encoding="utf-8"))["points"]
-    assert all(point["result"]["skipped"] for point in points)
+def test_micro_without_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path / "out"))
+    monkeypatch.setattr("benchmarks.fio.shutil.which", lambda name: None)
+    monkeypatch.setattr(micro, "SCALED", ("small",))
+    monkeypatch.setattr(micro_hooks, "KINDS", {kind: micro_hooks.KINDS[kind] for kind in ("small", "moves")})
+    small = ["--region", "4", "--seconds", "0.02", "--rounds", "1", "--pairs", "1", "--few", "10", "--many", "20"]
+    status = micro.main(["--path", str(tmp_path), "--blocks", str(1 << 20), *small])
+    text = capsys.readouterr().out
+    assert status in (0, 1)
+    assert "Not measured: fio libaio: fio is not installed" in text
+    (file,) = (tmp_path / "out").glob("micro_*.json")
+    facts = json.loads(file.read_text(encoding="utf-8"))
+    assert set(facts["samples"]) == set(micro.PARTS)
+    assert str(tmp_path) not in file.read_text(encoding="utf-8").replace(facts["command"], "")
+    ran = {sample["mode"] for sample in facts["samples"]["busy"] if "error" not in sample}
+    assert len(facts["bounds"]) == 2 + 1 + (2 if "uring" in ran else 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from actoffload.blocks import BlockWatch, Checkpointed, Recompute, find_blocks, why_not_recomputed
+from actoffload.blocks import BlockWatch, find_blocks, why_not_recomputed
+from actoffload.recompute import Checkpointed, Recompute
 from actoffload.testing.gpt import GPT, GPTConfig
 from tests.harness import MakeOffloader, assert_same_gradients, gradients
 

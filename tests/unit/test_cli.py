@@ -46,7 +46,7 @@ def mode(name: str, losses: Sequence[float], **end: Any) -> demo.ModeResult:
         (["demo", "--path", __file__], "is a file"),
         (["doctor", "--path", "/no/such/folder"], "does not exist"),
         (["doctor", "--paht", "x"], "paht"),
-        (["bench"], "No such command"),
+        (["benhc"], "No such command"),
     ],
 )
 def test_bad_options_end_with_2_and_say_why(arguments: list[str], message: str) -> None:

@@ -1,10 +1,9 @@
-"""``actoffload rok``: points from samples, what dominates what, resuming, failures as results, pictures, a real run."""
+"""``actoffload rok``: taking samples, resuming, failures as results, the command, a real run."""
 
 from __future__ import annotations
 
 import csv
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,37 +18,11 @@ from actoffload.cli import rok_models, rok_worker
 from actoffload.cli.app import app
 from actoffload.errors import ActOffloadError, BudgetError, ConfigError
 from actoffload.report import rok_run
-from actoffload.report.rok import PRESETS, Case, Preset, Variant, dominating, points_of, verdicts
-from actoffload.report.rok_html import render_html, ticks
-from actoffload.report.rok_plot import draw_rok
+from actoffload.report.rok import PRESETS, Preset
 from actoffload.report.rok_run import RokRun, launch_worker, load_results
+from tests.rok_samples import CASE, MACHINE, PRESET, all_points, failed, sample
 
 runner = CliRunner()
-CASE = Case(model="gpt-small", hidden=128, layers=2, batch=2, seq=128, vocab=64)
-PRESET = Preset(cases=(CASE, replace(CASE, batch=4)), levels=("0.5", "recompute"), warm_up=1, steps=2, device="cpu")
-LOSSES = ["0x1p+2", "0x1p+1"]
-MACHINE = {"gpu": None, "cpu": "a <cpu>", "torch": "2", "commit": "abc"}
-
-
-def sample(series: str, peak: int = 100, step_s: float = 1.0, case: Case = CASE, **more: Any) -> dict[str, Any]:
-    base = {
-        "case": asdict(case),
-        "series": series,
-        "level": "",
-        "repeat": 0,
-        "device_budget": None,
-        "flops": 10**12,
-        "step_s": [step_s, step_s],
-        "activation_peak_bytes": peak,
-        "counted_peak_bytes": peak,
-        "losses_hex": LOSSES,
-    }
-    return base | more
-
-
-def failed(series: str, error: str, *, oom: bool = False, case: Case = CASE) -> dict[str, Any]:
-    head = {"case": asdict(case), "series": series, "level": "", "repeat": 0, "device_budget": None}
-    return head | {"error": error, "oom": oom}
 
 
 class Launcher:
@@ -78,84 +51,6 @@ def make_run(file: Path, launch: Any, preset: Preset = PRESET, **options: Any) -
 def worker_spec(series: str, **changes: Any) -> dict[str, Any]:
     values = {"device": "cpu", "threads": None, "warm_up": 3, "steps": 1, "target": "nvme", "memory_limit": None}
     return values | {"case": asdict(CASE), "series": series, "device_budget": None, "path": None} | changes
-
-
-# -- numbers ----------------------------------------------------------------------------------------------------------
-
-
-def test_throughput_counts_the_algorithm_over_the_median_step() -> None:
-    (point,) = points_of([sample("keep", step_s=2.0, repeat=0) | {"step_s": [1.0, 2.0, 50.0]}])
-    assert (point.tflops, point.step_s, point.peak_bytes, point.identical) == (0.5, 2.0, 100, True)
-    assert point.spread == pytest.approx(24.5)
-
-
-def test_repeats_are_one_point_with_the_highest_peak_and_the_spread_of_their_medians() -> None:
-    samples = [sample("keep", 100, 1.0), sample("keep", 120, 1.1, repeat=1)]
-    (point,) = points_of(samples)
-    assert (point.samples, point.peak_bytes) == (2, 120)
-    assert point.spread == pytest.approx(0.1 / 1.05)
-
-
-def test_one_bit_of_difference_is_found() -> None:
-    other = sample("offload") | {"losses_hex": ["0x1p+2", "0x1.0000000000001p+1"]}
-    points = points_of([other, sample("keep")])
-    assert {p.variant.series: p.identical for p in points} == {"offload": False, "keep": True}
-
-
-def test_what_dominates_what() -> None:
-    samples = [
-        sample("keep", 100, 1.0),
-        sample("recompute", 40, 1.4),
-        sample("offload", 60, 1.5),
-        sample("hybrid", 60, 1.1),
-        sample("keep", 10, 0.1, case=replace(CASE, hidden=256)),  # another panel
-        failed("hybrid", "boom", case=replace(CASE, batch=4)),
-    ]
-    points = points_of(samples)
-    by_name = {p.label: p.dominated_by for p in points if p.case.hidden == 128}
-    assert by_name["offload, batch 2"] == ("hybrid, batch 2", "recompute, batch 2")
-    assert by_name["keep, batch 2"] == by_name["recompute, batch 2"] == by_name["hybrid, batch 2"] == ()
-    assert points[-1].dominated_by == ()
-    assert dominating(points[-1], points) == []
-    assert not points[-1].measured
-
-
-def test_equal_points_do_not_dominate_each_other() -> None:
-    points = points_of([sample("keep"), sample("offload")])
-    assert [p.dominated_by for p in points] == [(), ()]
-
-
-def test_the_hybrid_is_compared_at_no_more_memory() -> None:
-    samples = [
-        sample("keep", 100, 1.0),
-        sample("recompute", 40, 1.4),
-        sample("offload", 20, 1.5),
-        sample("hybrid", 100, 1.02),
-        sample("hybrid", 40, 1.5, level="0.4"),
-    ]
-    found = {v.other.variant.series: v for v in verdicts(points_of(samples))}
-    assert found["keep"].holds is False
-    assert found["recompute"].holds is False
-    assert found["offload"].holds is None
-    assert found["keep"].ratio == pytest.approx(1 / 1.02)
-    noisy = [*samples, sample("keep", 100, 1.2, repeat=1)]
-    keep = next(v for v in verdicts(points_of(noisy)) if v.other.variant.series == "keep")
-    assert (keep.noise, keep.holds) == (0.05, True)
-
-
-def test_labels() -> None:
-    assert Variant(series="hybrid", level="0.4").label == "hybrid 40%"
-    assert Variant(series="hybrid", level="recompute").label == "hybrid = recompute"
-    assert Variant(series="keep").label == "keep"
-
-
-def test_presets_hold_the_shapes_of_the_paper() -> None:
-    shapes = {(c.model, c.hidden, c.layers, c.batch) for c in PRESETS["ssdtrain"].cases}
-    for model in ("gpt", "bert", "t5"):
-        assert {(model, 8192, 4, 16), (model, 12288, 3, 16), (model, 16384, 2, 16)} <= shapes
-    assert {("bert", hidden, 3, batch) for hidden in (12288, 14336) for batch in (4, 8, 16, 32)} <= shapes
-    assert len(shapes) == len(PRESETS["ssdtrain"].cases) == 16
-    assert {c.dtype for c in PRESETS["ssdtrain"].cases} == {"bfloat16"}
 
 
 # -- taking samples ---------------------------------------------------------------------------------------------------
@@ -283,49 +178,6 @@ def test_transformers_models(model: str) -> None:
     torch.autograd.backward(loss)
     assert torch.isfinite(loss)
     assert workload.model.training
-
-
-# -- pictures ---------------------------------------------------------------------------------------------------------
-
-
-def all_points() -> list[dict[str, Any]]:
-    return [
-        sample("keep", 100 << 20, 1.0),
-        sample("recompute", 40 << 20, 1.4),
-        sample("offload", 60 << 20, 1.5),
-        sample("hybrid", 60 << 20, 1.1, level="0.6", device_budget=60 << 20),
-        failed("keep", "out of memory: no room", oom=True, case=replace(CASE, batch=8)),
-        failed("recompute", "a </script> that failed", case=replace(CASE, batch=8)),
-    ]
-
-
-def test_the_page_needs_nothing_but_itself() -> None:
-    page = render_html(points_of(all_points()), "a <title>", dict(MACHINE))
-    assert not re.search(r"https?:|//cdn|@import|url\(|<link|src=|fetch\(|XMLHttpRequest", page)
-    assert page.count("<circle") == 4
-    assert page.count("data-tip=") == 4
-    assert "a &lt;title&gt;" in page
-    assert "a &lt;/script&gt; that failed" in page
-    assert page.count("</script>") == 1
-    assert "out of memory: keep, batch 8" in page
-    assert "prefers-color-scheme: dark" in page
-
-
-def test_the_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "rok.png"
-    assert draw_rok(points_of(all_points()), file, "title")
-    assert file.read_bytes().startswith(b"\x89PNG")
-    assert draw_rok(points_of([failed("keep", "boom")]), file, "nothing was measured")
-    assert not draw_rok([], tmp_path / "none.png", "nothing")
-
-
-@pytest.mark.parametrize("most", [0.0, 1e-6, 0.0421, 0.5, 1.0, 3.4, 99.0, 1234.0])
-def test_ticks_are_round_and_reach_beyond(most: float) -> None:
-    values = ticks(most)
-    assert values[0] == 0.0
-    assert values[-1] >= most
-    assert 2 <= len(values) <= 8
 
 
 # -- the command ------------------------------------------------------------------------------------------------------

@@ -77,7 +77,6 @@ BAD = [
     ("policy", "whatever"),
     ("max_slowdown", -0.1),
     ("max_slowdown", "2%"),
-    ("max_slowdown", 0.02),
     ("recompute", "yes"),
     ("include", ""),
     ("include", []),
@@ -121,7 +120,9 @@ def test_an_option_like_no_other_lists_them_all() -> None:
 
 
 def test_a_slowdown_goes_with_the_planner() -> None:
-    assert make_config({"policy": "plan", "max_slowdown": 0.02}).max_slowdown == 0.02
+    assert make_config({"max_slowdown": 0.02}).max_slowdown == 0.02
+    with pytest.raises(ConfigError, match=r"max_slowdown=0.02: only a planner can keep it: leave policy at 'auto'"):
+        make_config({"policy": "all", "max_slowdown": 0.02})
 
 
 def test_sizes_become_bytes() -> None:

@@ -41,7 +41,7 @@ ROW_BYTES = 128 * 64 * 4
 @pytest.fixture
 def options(tmp_path: Path) -> Iterator[dict[str, Any]]:
     """Options of a shared offloader of this test's own, which ends with it."""
-    chosen = {"target": "nvme", "path": str(tmp_path), "min_bytes": 0}
+    chosen = {"target": "nvme", "path": str(tmp_path), "min_bytes": 0, "policy": "greedy"}
     yield chosen
     shared_offloader(chosen).abort()
 
@@ -71,10 +71,11 @@ def test_a_policy_that_cannot_be_hashed_is_told_by_identity(options: dict[str, A
         def decide(self, facts: TensorFacts) -> Decision:
             return Decision.OFFLOAD if facts.nbytes > self.nbytes else Decision.KEEP
 
-    policy = Above(0)
-    first = offload_activations(policy=policy, **options).offloader
-    second = offload_activations(policy=Above(0), **options).offloader
-    assert offload_activations(policy=policy, **options).offloader is first
+    policy, more = Above(0), {**options}
+    del more["policy"]
+    first = offload_activations(policy=policy, **more).offloader
+    second = offload_activations(policy=Above(0), **more).offloader
+    assert offload_activations(policy=policy, **more).offloader is first
     assert second is not first
     train_step(Chain(), batch(), first)
     assert first.statistics().packed_bytes > 0

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
 from actoffload import OffloadConfig, Offloader, memory, ranks
+from actoffload.engines.process_memory import crc32
 from actoffload.errors import SpoolFullError
 from actoffload.spool import Spool
 from tests.harness import spool_statistics
@@ -289,3 +293,15 @@ def test_freed_blocks_leave_the_process() -> None:
 def test_elsewhere_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
     assert memory.fix_mmap_threshold() is False
+
+
+def test_a_checksum_of_memory_that_is_gone_is_an_error_and_no_crash() -> None:
+    memory = mmap.mmap(-1, 3 << 20)
+    memory[:] = bytes(range(256)) * (len(memory) // 256)
+    anchor = ctypes.c_char.from_buffer(memory)
+    address = ctypes.addressof(anchor)
+    del anchor
+    assert crc32(address + 5, (2 << 20) + 7) == zlib.crc32(memory[5 : (2 << 20) + 12])
+    memory.close()  # unmapped: a load there would end the process
+    with pytest.raises(OSError, match=r"cannot be read|Input/output error|Bad address"):
+        crc32(address + 5, 2 << 20)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from actoffload.errors import BudgetError, ConfigError
-from actoffload.planner import Plan, PlanEntry
-from actoffload.planners import PLANNERS, Limits, Observed, Planner, correct, make_planner, needs_replan
+from actoffload.planner import Plan
+from actoffload.planners import PLANNERS, Limits, Planner, make_planner
 from actoffload.planners.base import Bench
 from actoffload.planners.joint import ranking
 from actoffload.planners.lifetime import BINS, Channel
@@ -19,6 +19,7 @@ from actoffload.policy import Decision, TensorFacts
 from actoffload.profile import Link, Profile, Storage
 from actoffload.simulator import Conditions, simulate
 from actoffload.testing.profiles import Accelerator, link, random_profile, transformer_profile
+from tests.profiles import slow_profile
 
 A100_FLOPS = 90e12
 """What an A100 at its base clock reaches, as SSDTrain's evaluation ran it."""
@@ -33,11 +34,6 @@ def _a100(write_gb_s: float, read_gb_s: float | None = None) -> Accelerator:
 def _ssdtrain_profile(width: int, layers: int, write_gb_s: float) -> Profile:
     """SSDTrain's evaluation: batch 16, sequences of 1024, tensor parallel over two devices."""
     return transformer_profile(width, layers, 16, shards=2, accelerator=_a100(write_gb_s))
-
-
-def _slow_profile() -> Profile:
-    accelerator = Accelerator(name="slow", flops=1e12, host=None, disk=link(1.0, 2.0))
-    return transformer_profile(1024, 6, 4, sequence=512, accelerator=accelerator, element_bytes=4)
 
 
 def test_every_planner_is_found_by_its_name() -> None:
@@ -117,7 +113,7 @@ def test_ssdtrain_cuts_by_reads_too() -> None:
 
 
 def test_bring_back_keeps_the_largest() -> None:
-    profile = _slow_profile()
+    profile = slow_profile()
     budget = int(0.7 * profile.baseline_peak_bytes)
     plan = make_planner("bring_back").plan(profile, Limits(device_budget=budget))
     assert plan.predicted_peak_bytes is not None
@@ -147,7 +143,7 @@ def test_a_channel_is_booked_once() -> None:
 
 
 def test_joint_recomputes_what_is_cheapest_by_the_byte() -> None:
-    profile = _slow_profile()
+    profile = slow_profile()
     cheap = tuple(
         replace(block, recompute_s=block.recompute_s * (0.1 if number == 3 else 1.0))
         for number, block in enumerate(profile.blocks)
@@ -209,7 +205,7 @@ def test_tiers_are_chosen() -> None:
 
 
 def test_a_disk_that_is_small_is_not_overfilled() -> None:
-    profile = _slow_profile()
+    profile = slow_profile()
     room = profile.saved_bytes // 3
     plan = make_planner("auto").plan(profile, Limits(nvme_budget=room))
     seen = simulate(profile, plan, Conditions(nvme_budget=room))
@@ -222,7 +218,7 @@ def test_a_disk_that_is_small_is_not_overfilled() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_budget_that_cannot_be_met_names_the_floor(name: str) -> None:
-    profile = _slow_profile()
+    profile = slow_profile()
     with pytest.raises(BudgetError) as caught:
         make_planner(name).plan(profile, Limits(device_budget=1 << 20))
     error = caught.value
@@ -238,7 +234,7 @@ def test_a_budget_that_cannot_be_met_names_the_floor(name: str) -> None:
 
 
 def test_a_budget_with_nothing_to_move_names_the_floor() -> None:
-    profile = _slow_profile()
+    profile = slow_profile()
     storages = tuple(replace(storage, block=None) for storage in profile.storages)
     profile = replace(profile, disk=None, blocks=(), storages=storages)
     with pytest.raises(BudgetError, match="floor"):
@@ -247,7 +243,7 @@ def test_a_budget_with_nothing_to_move_names_the_floor() -> None:
 
 def test_declined_says_why() -> None:
     auto = make_planner("auto")
-    profile = _slow_profile()
+    profile = slow_profile()
     fits = auto.plan(profile, Limits(device_budget=profile.baseline_peak_bytes))
     assert fits.declined.startswith("all fits")
     still = replace(profile, storages=tuple(replace(s, kept="below min_bytes") for s in profile.storages))
@@ -315,88 +311,3 @@ def test_every_choice_is_listed_only_where_there_are_few() -> None:
     assert len(set(choices)) == len(choices) >= 2
     assert every_choice(small, at_most=1) is None
     assert all(other != small.keep for other in neighbours(small, small.keep, 1))
-
-
-# -- feedback ---------------------------------------------------------------------------------------------------------
-
-
-def _planned() -> tuple[Profile, Plan]:
-    profile = _slow_profile()
-    return profile, make_planner("auto").plan(profile, Limits(max_slowdown=0.05))
-
-
-def test_a_step_as_predicted_changes_nothing() -> None:
-    profile, plan = _planned()
-    seen = simulate(profile, plan)
-    observed = Observed(step_s=seen.step_s, backward_wait_s=seen.backward_wait_s, peak_bytes=seen.peak_bytes)
-    after = correct(profile, plan, observed)
-    assert after.disk is not None
-    assert after.disk.cost_s_per_byte == pytest.approx(0.0, abs=1e-15)
-    assert needs_replan(profile, plan, observed) == ""
-
-
-def test_bandwidth_that_is_less_is_learned_and_moves_less() -> None:
-    profile, plan = _planned()
-    assert profile.disk is not None
-    real = replace(profile, disk=profile.disk.scaled(0.1))
-    assert real.disk is not None
-    for _ in range(6):
-        seen = simulate(real, plan)
-        observed = Observed(
-            step_s=seen.step_s,
-            forward_wait_s=seen.forward_wait_s,
-            backward_wait_s=seen.backward_wait_s,
-            disk_write_bytes_per_s=real.disk.write_bytes_per_s,
-            disk_read_bytes_per_s=real.disk.read_bytes_per_s,
-        )
-        reason = needs_replan(profile, plan, observed)
-        profile = correct(profile, plan, observed)
-        plan = make_planner("auto").plan(profile, Limits()) if reason else plan
-    assert profile.disk is not None
-    assert profile.disk.write_bytes_per_s == pytest.approx(real.disk.write_bytes_per_s, rel=0.2)
-    assert simulate(real, plan).step_s <= 1.05 * real.step_s
-
-
-def test_moving_that_costs_compute_time_is_learned() -> None:
-    profile, plan = _planned()
-    assert profile.disk is not None
-    real = replace(profile, disk=replace(profile.disk, cost_s_per_byte=0.3 * profile.step_s / profile.saved_bytes))
-    for _ in range(8):
-        seen = simulate(real, plan)
-        observed = Observed(step_s=seen.step_s, backward_wait_s=seen.backward_wait_s)
-        profile = correct(profile, plan, observed)
-    assert real.disk is not None
-    assert profile.disk is not None
-    assert profile.disk.cost_s_per_byte == pytest.approx(real.disk.cost_s_per_byte, rel=0.1)
-
-
-def test_a_step_that_moved_nothing_corrects_the_times() -> None:
-    profile = _slow_profile()
-    after = correct(profile, None, Observed(step_s=2 * profile.step_s))
-    assert after.step_s == pytest.approx(1.5 * profile.step_s)
-    assert after.keep_step_s == 2 * profile.step_s
-    assert after.storages[3].birth_s == pytest.approx(1.5 * profile.storages[3].birth_s)
-
-
-def test_when_to_plan_anew() -> None:
-    profile, plan = _planned()
-    seen = simulate(profile, plan)
-    sizes = tuple(entry.nbytes for entry in plan.entries)
-    same = Observed(step_s=seen.step_s, backward_wait_s=seen.backward_wait_s, sizes=sizes)
-    assert needs_replan(profile, plan, same) == ""
-    assert "other sizes" in needs_replan(profile, plan, replace(same, sizes=sizes[1:]))
-    assert "bandwidth" in needs_replan(profile, plan, replace(same, disk_write_bytes_per_s=1e8))
-    assert "the step took" in needs_replan(profile, plan, replace(same, step_s=1.2 * seen.step_s))
-    assert "the peak was" in needs_replan(profile, plan, replace(same, peak_bytes=2 * seen.peak_bytes))
-    with pytest.raises(ConfigError):
-        Observed(step_s=0.0)
-
-
-def test_a_plan_without_tiers_is_still_a_plan() -> None:
-    old = Plan((PlanEntry(index=0, nbytes=1, action="offload"),))
-    new = Plan((PlanEntry(index=0, nbytes=1, action="offload", tier="nvme"),))
-    other = Plan((PlanEntry(index=0, nbytes=1, action="offload", tier="host"),))
-    assert old.difference(new) == ()
-    assert new.difference(other) == (0,)
-    with pytest.raises(ConfigError):
-        Plan.from_json(new.to_json().replace("nvme", "tape"))

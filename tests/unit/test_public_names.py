@@ -9,14 +9,18 @@ def test_the_public_names() -> None:
     assert sorted(actoffload.__all__) == sorted(
         [
             "Attachment",
+            "Decision",
             "OffloadConfig",
             "Offloader",
             "Plan",
             "Policy",
+            "Profile",
             "Statistics",
             "StorageEngine",
+            "TensorFacts",
             "__version__",
             "attach",
+            "create_selective_checkpoint_contexts",
             "errors",
             "keep",
             "no_offload",

@@ -343,13 +343,14 @@ def test_two_threads_save_one_storage_under_a_budget(
     """A thread that waited for room had no handle yet: another found its record, dropped it, and it was released."""
     inside, go = threading.Event(), threading.Event()
 
-    def wait_for_room(self: CpuMover, nbytes: int, limit_bytes: int) -> None:
+    def make_room(self: CpuMover, nbytes: int) -> float:
         if not inside.is_set():
             inside.set()
             while not go.is_set():  # as the real one: gives the lock back while it waits
                 self.core.changed.wait(0.05)
+        return 0.0
 
-    monkeypatch.setattr(CpuMover, "wait_for_room", wait_for_room)
+    monkeypatch.setattr(CpuMover, "make_room", make_room)
     offloader = make_offloader(device_budget="1MiB")
     w = _weight(256)
     h = w * 1.0

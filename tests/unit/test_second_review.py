@@ -94,7 +94,7 @@ def test_it_is_seen_at_the_next_save_not_only_at_the_end(make_offloader: MakeOff
 
 
 def test_two_models_under_one_plan_do_not_take_each_others_blocks(tmp_path: Path) -> None:
-    options = {"target": "nvme", "path": str(tmp_path), "policy": "plan", "min_bytes": 1}
+    options = {"target": "nvme", "path": str(tmp_path), "policy": "auto", "min_bytes": 1}
     first, second = _net(), _net()
     attachments = [actoffload.attach(model, **options) for model in (first, second)]
     x = torch.randn(128, 32)
@@ -110,7 +110,7 @@ def test_two_models_under_one_plan_do_not_take_each_others_blocks(tmp_path: Path
 
 def test_a_model_under_a_plan_can_be_pickled_with_its_hooks(make_offloader: MakeOffloader) -> None:
     model = Chain()
-    make_offloader(policy="plan").use(model)
+    make_offloader(policy="auto").use(model)
     copy = pickle.loads(pickle.dumps(model))
     assert_same_gradients(train_step(copy, batch()), train_step(model, batch()))
 
@@ -123,7 +123,7 @@ class _Broken:
 
 
 def test_a_planner_that_fails_ends_the_planning_and_not_the_training(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="plan")
+    offloader = make_offloader(policy="auto")
     assert offloader._autopilot is not None
     offloader._autopilot._planner = _Broken()
     model = Chain()
@@ -136,7 +136,7 @@ def test_a_planner_that_fails_ends_the_planning_and_not_the_training(make_offloa
 
 
 def test_a_recording_that_never_ends_is_given_up(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="plan")
+    offloader = make_offloader(policy="auto")
     recorder = offloader.recorder
     alive = torch.randn(64, 64, requires_grad=True) * 2
     with offloader:
@@ -151,7 +151,7 @@ def test_a_recording_that_never_ends_is_given_up(make_offloader: MakeOffloader) 
 
 def test_a_dropped_offloader_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     model = _net()
-    offloader = Offloader(OffloadConfig(target="nvme", path=str(tmp_path), policy="plan")).use(model)
+    offloader = Offloader(OffloadConfig(target="nvme", path=str(tmp_path), policy="auto")).use(model)
     assert offloader._autopilot is not None
     offloader._autopilot.recompute.follow(offloader._blocks.blocks, ["0"])
     assert "forward" in vars(model[0])

@@ -25,7 +25,7 @@ class _Pipeline:
     def __init__(self, make_offloader: MakeOffloader, **options: Any) -> None:
         self.reads: list[int] = []
         self.offloader: Offloader = make_offloader(
-            policy="auto",
+            policy="greedy",
             trace=self._note,
             **({"keep_last_bytes": 2 * 4 * ROWS, "prefetch_bytes": 2 * 4 * ROWS} | options),
         )

@@ -145,3 +145,14 @@ def test_the_report_takes_the_spool_as_dataclass_or_mapping() -> None:
 
 def test_the_report_before_anything_was_saved() -> None:
     assert "saved nothing" in render_report(make_config({}), Statistics())
+
+
+def test_the_report_says_what_a_day_of_this_costs_the_drive() -> None:
+    statistics = Statistics(nvme_written_bytes=10**12, packed_tensors=1, steps=1)
+    report = render_report(make_config({"drive_tbw": "600TB"}), statistics, elapsed_s=3600)
+    assert "1.0 TB written in 60.0 min, 24.0 TB a day at this rate; 25.0 days of writing" in report
+    assert "600.0 TB of the drive" in report
+    two = make_config({"drive_tbw": "600TB", "path": ["/one", "/two"]})
+    assert "50.0 days of writing" in render_report(two, statistics, elapsed_s=3600)
+    assert "set drive_tbw=" in render_report(make_config({}), statistics, elapsed_s=3600)
+    assert "wear" not in render_report(make_config({}), Statistics(packed_tensors=1, steps=1), elapsed_s=3600)

@@ -155,7 +155,8 @@ ROWS = {
 
 def section(budget: str) -> dict[str, Any]:
     directory = str(scratch())
-    return {"target": "nvme", "path": directory, "min_bytes": 1024, "device_budget": budget, "announce": LINES.append}
+    spool = {"target": "nvme", "path": directory, "policy": "greedy"}
+    return {**spool, "min_bytes": 1024, "device_budget": budget, "announce": LINES.append}
 
 
 def config_of(row: Row, offloaded: bool) -> dict[str, Any]:

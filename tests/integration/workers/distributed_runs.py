@@ -18,7 +18,7 @@ from tests.integration.evidence import Run, counting_owners
 from tests.integration.processes import scratch
 
 STEPS = 3
-OPTIONS: dict[str, Any] = {"target": "nvme", "min_bytes": 1024, "device_budget": "1MiB"}
+OPTIONS: dict[str, Any] = {"target": "nvme", "min_bytes": 1024, "device_budget": "1MiB", "policy": "greedy"}
 
 Step = Callable[[int], list[Tensor]]
 

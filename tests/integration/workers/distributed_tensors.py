@@ -156,6 +156,30 @@ def stale_twin(core: Offloader | None) -> str:
     return outcome
 
 
+def stale_view(core: Offloader | None, *, with_gradient: bool = True) -> str:
+    """As `stale_twin`, with views of the local tensors, which know nothing of the DTensor."""
+    x: Any = distributed(requires_grad=with_gradient)
+    weight = torch.ones(x.to_local().numel(), requires_grad=True)
+    with core or contextlib.nullcontext():
+        middle: Any = x * 1
+        flat = middle.to_local().view(-1)
+        unused = (flat * weight).sum()
+        del flat
+        if core is not None:
+            core.synchronize()
+        with torch.no_grad():
+            middle.add_(1)
+        result = middle.to_local().view(-1) * weight
+    outcome = _outcome(result, weight)
+    del unused
+    return outcome
+
+
+def stale_view_of_data(core: Offloader | None) -> str:
+    """The same where the DTensor wants no gradient."""
+    return stale_view(core, with_gradient=False)
+
+
 def twice_differentiated(core: Offloader | None) -> str:
     """A gradient of a gradient, through saved DTensors."""
     x = distributed(requires_grad=True)
@@ -199,7 +223,15 @@ def _outcome(result: Tensor, x: Tensor) -> str:
     return f"gradient {gradient.double().sum().item():.17g} {gradient.flatten()[:3].tolist()}"
 
 
-PROGRAMS = (changed_in_place, stale_twin, twice_differentiated, changed_after_unpack, gathered_weight_changed)
+PROGRAMS = (
+    changed_in_place,
+    stale_twin,
+    stale_view,
+    stale_view_of_data,
+    twice_differentiated,
+    changed_after_unpack,
+    gathered_weight_changed,
+)
 
 
 def programs() -> dict[str, tuple[str, str]]:

@@ -36,7 +36,7 @@ from tests.integration.megatron_found import Found, Hint
 from tests.integration.processes import main, scratch
 
 SIZES = "--layers 4 --width 64 --heads 4 --seq 64 --micro-batch 2 --lr 0.01"
-OFFLOAD = "--actoffload-target nvme --actoffload-min-bytes 1024"
+OFFLOAD = "--actoffload-target nvme --actoffload-policy greedy --actoffload-min-bytes 1024"
 
 
 @dataclass

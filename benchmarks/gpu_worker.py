@@ -1,0 +1,169 @@
+"""All modes of one case in one process: prints one JSON object for each mode when it is measured.
+
+The model is made once. Every mode stands between two blocks of steps in the reference mode (A B A C A), so that a drift
+of the machine falls on both sides of each ratio. A mode that fails in a way that may spoil the process ends it; the
+rest is the next process's. The options come as one JSON argument: those of `benchmarks.worker`, and ``modes``,
+``reference`` and ``limit_s``.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+
+from actoffload.errors import ActOffloadError
+from actoffload.testing.measure import rss_bytes
+from benchmarks.modes import MODES, WARM_UP
+from benchmarks.peers import Unavailable
+from benchmarks.worker import Run, per_step
+
+SPARE_S = 10.0
+COST = 3.0
+"""How many times the reference's a mode's step is reckoned to take before it is known."""
+
+
+class Series:
+    """The modes of one case, one after the other."""
+
+    def __init__(self, spec: dict[str, Any]) -> None:
+        self.spec = spec
+        self.deadline_s = time.monotonic() + spec["limit_s"]
+        if spec.get("threads"):
+            torch.set_num_threads(spec["threads"])
+        self.run = Run(spec | {"mode": spec["reference"]})
+        self.run.make_static()
+        self.static_rss_bytes = rss_bytes()
+        self.available_bytes = psutil.virtual_memory().available
+        self.reference_s: list[float] = []
+        self.gradients = ""
+        self.baseline_bytes: int | None = None
+
+    def reference(self) -> dict[str, Any]:
+        """The reference itself, twice its deterministic step; what it measures."""
+        result = self._measured(self.spec["reference"])
+        self.gradients = result["first_gradients"]
+        self.run.open(self.spec["reference"])
+        result["reproducible"] = self.run.first_step() == self.gradients
+        self._close()
+        self.reference_s = result["step_s"]
+        return result
+
+    def mode(self, name: str) -> dict[str, Any]:
+        """One mode, and a block of the reference after it."""
+        steps = self.spec["steps"] + (WARM_UP if MODES[name].ours else 1) + 1
+        if self.deadline_s - time.monotonic() < SPARE_S + COST * steps * median(self.reference_s):
+            return {"mode": name, "left_out": "no time was left"}
+        before_s = self.reference_s
+        try:
+            result = self._measured(name)
+        except Unavailable as error:
+            return {"mode": name, "unavailable": str(error)}
+        except torch.OutOfMemoryError as error:
+            result = {"mode": name, "error": f"out of memory: {str(error).splitlines()[0]}", "oom": True}
+        except ActOffloadError as error:
+            result = {"mode": name, "error": f"{type(error).__name__}: {str(error).splitlines()[0]}", "oom": False}
+        finally:
+            self._close()
+        if "error" in result:
+            return result
+        self.run.open(self.spec["reference"])
+        self.run.timed(1)
+        self.reference_s = self.run.timed(self.spec["steps"])
+        self._close()
+        result["reference_step_s"] = [*before_s, *self.reference_s]
+        result["ratio"] = result["median_step_s"] / median(result["reference_step_s"])
+        result["identical"] = result["first_gradients"] == self.gradients
+        return result
+
+    def _measured(self, name: str) -> dict[str, Any]:
+        run, steps, ours = self.run, self.spec["steps"], MODES[name].ours
+        result: dict[str, Any] = {"mode": name}
+        run.open(name, self._budget(name))
+        result["first_gradients"] = run.first_step()
+        run.timed(WARM_UP if ours else 1)
+        on_device = run.device.type != "cpu"
+        if on_device:
+            torch.accelerator.reset_peak_memory_stats()
+        before = run.counts()
+        result["step_s"] = run.timed(steps)
+        result["median_step_s"] = median(result["step_s"])
+        result["host_rss_bytes"] = max(0, rss_bytes() - self.static_rss_bytes)
+        # What a driver pins for a process is not always in its resident memory.
+        result["host_taken_bytes"] = max(0, self.available_bytes - psutil.virtual_memory().available)
+        if on_device:
+            peak = int(torch.accelerator.max_memory_allocated())
+            result |= {"peak_device_bytes": peak, "activation_peak_bytes": peak - run.facts["static_bytes"]}
+        result |= per_step(before, run.counts(), steps)
+        offloader = run.offloader
+        if offloader is not None:
+            counted = offloader.statistics()
+            self.baseline_bytes = counted.baseline_peak_bytes
+            result |= {"statistics": counted.as_dict(), "report": offloader.report(), **planned(offloader)}
+            if not on_device:
+                result["activation_peak_bytes"] = counted.resident_peak_bytes
+        return result
+
+    def _budget(self, name: str) -> dict[str, Any]:
+        share = MODES[name].options.get("device_budget")
+        if share is None:
+            return {}
+        if self.baseline_bytes is None:
+            raise Unavailable("what is saved in all is not known: no earlier mode of the library has counted it")
+        return {"device_budget": int(share * self.baseline_bytes)}
+
+    def _close(self) -> None:
+        """End the mode, with all the memory that it or torch's allocators still keep for it."""
+        self.run.close()
+        gc.collect()
+        if self.run.device.type == "cuda":
+            torch.cuda.empty_cache()
+            empty_host_cache = getattr(torch._C, "_host_emptyCache", None)
+            if empty_host_cache is not None:
+                empty_host_cache()
+
+
+def planned(offloader: Any) -> dict[str, Any]:
+    """What the planner expects of a step, where there is a plan."""
+    plan = getattr(getattr(offloader, "_autopilot", None), "plan", None)
+    if plan is None:
+        return {}
+    return {"predicted_step_s": plan.predicted_step_s, "predicted_peak_bytes": plan.predicted_peak_bytes}
+
+
+def main(argument: str) -> int:
+    """Measure and print."""
+    # Before torch starts cuBLAS: without a fixed workspace its results are not reproducible.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    spec = json.loads(argument)
+    try:
+        series = Series(spec)
+        say(series.reference())
+    except torch.OutOfMemoryError as error:
+        text = f"out of memory: {str(error).splitlines()[0]}"
+        say({"mode": spec["reference"], "error": text, "oom": True})
+        return 0
+    for name in spec["modes"]:
+        try:
+            say(series.mode(name))
+        except Exception as error:  # a peer's bug, and whatever else: the next process begins afresh
+            lines = str(error).splitlines() or ["no message"]
+            say({"mode": name, "error": f"{type(error).__name__}: {lines[0]}", "oom": False})
+            return 0
+    return 0
+
+
+def say(result: dict[str, Any]) -> None:
+    """One line of output."""
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1]))

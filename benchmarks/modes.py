@@ -1,0 +1,153 @@
+"""The modes that every benchmark knows by name: keep, recompute, the library's targets, and peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+import actoffload
+from benchmarks.peer_aio import AioHandle
+from benchmarks.peers import Megatron, Peer, SaveOnCpu, TorchSave, Torchtune, Trl
+from benchmarks.workloads import Workload, checkpoint_blocks
+
+WARM_UP = 4
+"""Untimed steps of the library's modes: what a planner takes to see two steps, decide and settle."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """How a forward is run.
+
+    Attributes:
+        peer: whose hooks; "" for none, ``"actoffload"`` for the library.
+        recompute: every block under ``torch.utils.checkpoint``.
+        options: for `offload_activations`. A ``device_budget`` from 0 to 1 is a share of what saved tensors take when
+            all are kept.
+    """
+
+    peer: str = ""
+    recompute: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is the library."""
+        return self.peer == "actoffload"
+
+
+def _ours(recompute: bool = False, **options: Any) -> Mode:
+    return Mode(peer="actoffload", recompute=recompute, options=options)
+
+
+MODES = {
+    "keep": Mode(),
+    "recompute": Mode(recompute=True),
+    "host": _ours(target="host"),
+    "nvme": _ours(target="nvme"),
+    "tiered": _ours(target="tiered"),
+    "default": _ours(),
+    "all": _ours(policy="all"),
+    "host, all": _ours(target="host", policy="all"),
+    "nvme, all": _ours(target="nvme", policy="all"),
+    "budget 35 %": _ours(device_budget=0.35),
+    "recompute + host": _ours(recompute=True, target="host"),
+    "recompute + nvme": _ours(recompute=True, target="nvme"),
+    "save_on_cpu": Mode(peer="save_on_cpu"),
+    "recompute + save_on_cpu": Mode(peer="save_on_cpu", recompute=True),
+    "torch.save": Mode(peer="torch.save"),
+    "aio_handle": Mode(peer="aio_handle"),
+    "TRL": Mode(peer="trl"),
+    "torchtune": Mode(peer="torchtune"),
+    "Megatron": Mode(peer="megatron"),
+}
+
+
+class Library:
+    """The library, opened like one of its peers."""
+
+    backward_inside = False
+
+    def __init__(self, model: nn.Module, path: str | None, options: Mapping[str, Any]) -> None:
+        self.options = {"model": model, "path": path, **options}
+        self.offloader: actoffload.Offloader | None = None
+
+    def context(self) -> AbstractContextManager[Any]:
+        manager = actoffload.offload_activations(**self.options)
+        self.offloader = manager.offloader
+        return manager
+
+    def facts(self) -> dict[str, Any]:
+        if self.offloader is None:
+            return {}
+        counts = self.offloader.statistics()
+        read_bytes = max(counts.host_read_bytes, counts.nvme_read_bytes)
+        return {"written_bytes": counts.moved_bytes, "read_bytes": read_bytes, "wait_s": counts.wait_s}
+
+    def close(self) -> None:
+        if self.offloader is not None:
+            self.offloader.close()
+
+
+class Plain:
+    """No hooks at all."""
+
+    backward_inside = False
+
+    def context(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        return
+
+
+class Opened:
+    """A mode in use on a workload.
+
+    Raises:
+        Unavailable: a peer cannot run here.
+    """
+
+    def __init__(
+        self, mode: Mode, work: Workload, device: torch.device, path: str | None, options: Mapping[str, Any]
+    ) -> None:
+        self._undo: Callable[[], None] | None = None
+        self._closed = False
+        self.peer = _open(mode, work, device, path, options)
+        if mode.recompute:
+            self._undo = checkpoint_blocks(work.model, work.blocks)
+
+    @property
+    def offloader(self) -> actoffload.Offloader | None:
+        """The library's own, where it is the mode's."""
+        return self.peer.offloader if isinstance(self.peer, Library) else None
+
+    def close(self) -> None:
+        """Leave the model as it was and give everything back. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.peer.close()
+        if self._undo is not None:
+            self._undo()
+
+
+def _open(mode: Mode, work: Workload, device: torch.device, path: str | None, options: Mapping[str, Any]) -> Peer:
+    makers: dict[str, Callable[[], Peer]] = {
+        "": Plain,
+        "actoffload": lambda: Library(work.model, path, {**mode.options, **options}),
+        "save_on_cpu": lambda: SaveOnCpu(device),
+        "torch.save": lambda: TorchSave(path),
+        "aio_handle": lambda: AioHandle(work.model, device, path),
+        "trl": lambda: Trl(work.model, device),
+        "torchtune": lambda: Torchtune(work.model, device),
+        "megatron": lambda: Megatron(work.model, work.blocks, device),
+    }
+    return makers[mode.peer]()

@@ -1,0 +1,154 @@
+"""Peers on the CPU: the same GPT steps with PyTorch's own means, DeepSpeed's ``aio_handle`` and the library.
+
+    python -m benchmarks.peers_cpu [--rounds N] [--steps N] [--path DIR] [--tiny]
+
+The GPT of `benchmarks.e2e_cpu` (8 layers, width 512, 8 × 512 tokens, two threads). ``torch.save`` stands for the hooks
+of PyTorch's tutorial on saved tensors, ``aio_handle`` for hooks built on DeepSpeed's handle, ``save_on_cpu`` for
+PyTorch's own context (on CPU tensors it copies nothing), ``recompute`` for ``torch.utils.checkpoint`` around every
+block, ``default`` and ``all`` for the library. TRL's ``OffloadActivations`` needs an accelerator: `benchmarks.gpu` has
+it.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks import e2e_cpu, harness
+from benchmarks.modes import MODES, WARM_UP
+
+NAMES = ("keep", "default", "all", "recompute", "save_on_cpu", "torch.save", "aio_handle")
+OURS = "default"
+TORCH_SAVE_BOUND, AIO_BOUND = 1.8, 1.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write the result files; 1 when a sample failed, ours differ in a bit or a bound does not hold."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="samples of each mode")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps of each sample")
+    parser.add_argument("--path", help="directory of the spool, for every mode that writes")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes: only to see that it runs")
+    options = parser.parse_args(arguments)
+    common = e2e_cpu.cases(options.tiny)[e2e_cpu.HEAD] | {
+        "threads": e2e_cpu.THREADS,
+        "device": "cpu",
+        "dtype": "float32",
+        "steps": options.steps,
+        "warm_up": WARM_UP,
+        "path": options.path,
+        "optimizer": True,
+    }
+
+    def measure(name: str) -> harness.Sample:
+        more = {"options": {"min_bytes": 0}} if options.tiny else {}
+        found = harness.run_sample("benchmarks.worker", common | {"mode": name} | more, timeout_s=3600)
+        print(f"{name}: {found.get('error') or e2e_cpu.line(found)}", flush=True)
+        return found
+
+    payload: dict[str, Any] = {
+        "benchmark": "peers_cpu",
+        "command": harness.command_line("benchmarks.peers_cpu", arguments),
+        "environment": harness.environment() | {"torch_threads": e2e_cpu.THREADS},
+        "configuration": common | {"path": None},
+    }
+    samples = harness.interleave(NAMES, options.rounds, measure)
+    payload["samples"] = samples
+    failed = harness.failures(samples)
+    target = harness.results_folder(keep=not options.tiny) / f"peers_cpu_{harness.stamp()}.json"
+    harness.write_results(target, payload)
+    if "keep" in failed:
+        print("failed: keep")
+        return 1
+    payload["summary"] = summary = summarise(samples)
+    limits = bounds(summary)
+    payload["bounds"] = [bound.as_dict() for bound in limits]
+    harness.write_results(target, payload)
+    text = f"{render(summary)}\n{harness.bounds_table(limits)}"
+    print(text)
+    target.with_suffix(".md").write_text(text, encoding="utf-8")
+    ours_differ = [name for name, row in summary.items() if MODES[name].ours and row.get("identical") is False]
+    broken = failed or ours_differ
+    return 1 if broken or not (options.tiny or all(bound.holds for bound in limits)) else 0
+
+
+def summarise(samples: dict[str, list[harness.Sample]]) -> dict[str, dict[str, Any]]:
+    """The medians of each mode against ``keep``; a text under ``why`` for one that was not measured."""
+    keep = samples["keep"]
+    keep_s, static = harness.middle(keep, "median_step_s"), harness.middle(keep, "static_rss_bytes")
+    traces = {_trace(sample) for sample in keep}
+    summary: dict[str, dict[str, Any]] = {}
+    for name, taken in samples.items():
+        missing = [s.get("unavailable") or s["error"] for s in taken if "unavailable" in s or "error" in s]
+        if missing:
+            summary[name] = {"why": missing[0]}
+            continue
+        row: dict[str, Any] = {
+            "step_s": harness.middle(taken, "median_step_s"),
+            "ratio": harness.middle(taken, "median_step_s") / keep_s,
+            "above_static_bytes": harness.middle(taken, "peak_rss_bytes") - static,
+            "identical": len(traces | {_trace(sample) for sample in taken}) == 1,
+            "others_cpu_share": max(sample["others_cpu_share"] for sample in taken),
+        }
+        for key in ("written_bytes_per_step", "read_bytes_per_step", "wait_s_per_step"):
+            row[key] = harness.middle(taken, key) if key in taken[0] else None
+        summary[name] = row
+    return summary
+
+
+def _trace(sample: harness.Sample) -> tuple[Any, ...]:
+    return (*sample["losses"], sample["first_gradients"], sample["last_parameters"])
+
+
+def bounds(summary: dict[str, dict[str, Any]]) -> list[harness.Bound]:
+    """How many times faster the library's default is than each of the two peers that write to disk."""
+
+    def faster(peer: str) -> float | None:
+        ours, theirs = summary[OURS].get("step_s"), summary[peer].get("step_s")
+        return None if ours is None or theirs is None else theirs / ours
+
+    limits = (("torch.save", TORCH_SAVE_BOUND), ("aio_handle", AIO_BOUND))
+    return [
+        harness.Bound(what=f"step time of {peer} hooks / ours", measured=faster(peer), bound=bound, at_most=False)
+        for peer, bound in limits
+        if "why" not in summary[peer]
+    ]
+
+
+def render(summary: dict[str, dict[str, Any]]) -> str:
+    """The summary as a Markdown table, a row for each mode."""
+    columns = (
+        "8-layer GPT, width 512, two threads",
+        "step time / keep's",
+        "step, s",
+        "peak RSS above keep's static",
+        "written a step",
+        "read a step",
+        "waits a step, s",
+        "bit-identical",
+    )
+    return harness.markdown_table(columns, [_row(name, row) for name, row in summary.items()])
+
+
+def _row(name: str, row: dict[str, Any]) -> tuple[str, ...]:
+    if "why" in row:
+        return (f"{name} ({row['why']})", *["-"] * 7)
+
+    def moved(key: str) -> str:
+        return "-" if row[key] is None else harness.mib(row[key])
+
+    return (
+        name,
+        f"{row['ratio']:.3f}",
+        f"{row['step_s']:.2f}",
+        harness.mib(row["above_static_bytes"]),
+        moved("written_bytes_per_step"),
+        moved("read_bytes_per_step"),
+        "-" if row["wait_s_per_step"] is None else f"{row['wait_s_per_step']:.3f}",
+        "yes" if row["identical"] else "NO",
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

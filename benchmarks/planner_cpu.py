@@ -1,0 +1,149 @@
+"""Default options on the CPU with a throttled disk, and a ``device_budget`` of 40 % against recomputing every block.
+
+    python -m benchmarks.planner_cpu [--rounds N] [--steps N] [--path DIR]
+
+The disk's speed is measured first, then a fault engine slows it to a half, a quarter and a tenth of that. What the
+simulator calls ideal is the plan for the recorded step and the disk's true speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from fractions import Fraction
+from statistics import median
+from typing import Any
+
+from benchmarks import harness
+
+WORKER = "actoffload.testing.planner_worker"
+GPT = {"layers": 6, "width": 512, "seq": 512}
+BATCH = 4
+THREADS = 2
+WARM_UP = 12
+"""Steps that are not timed: two are recorded, five show how the first plan does, then there is time for a second."""
+SPEEDS = (Fraction(1), Fraction(1, 2), Fraction(1, 4), Fraction(1, 10))
+BUDGET = 0.4
+"""Share of the baseline's peak."""
+
+
+def variants() -> dict[str, dict[str, Any]]:
+    """What is measured, by name: the mode, the disk's speed and whether there is a budget."""
+    found: dict[str, dict[str, Any]] = {"keep": {"mode": "keep"}, "recompute": {"mode": "recompute"}}
+    for speed in SPEEDS:
+        found[f"default, disk × {speed}"] = {"mode": "default", "speed": speed}
+    for speed in (SPEEDS[0], SPEEDS[2]):
+        found[f"budget {BUDGET:.0%}, disk × {speed}"] = {"mode": "default", "speed": speed, "budget": True}
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write the result file; 1 when a sample failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="samples of each variant")
+    parser.add_argument("--steps", type=int, default=6, help="timed steps of each sample")
+    parser.add_argument("--path", help="directory of the spool")
+    options = parser.parse_args(arguments)
+    disk = harness.run_sample(WORKER, {"mode": "disk", "path": options.path}, timeout_s=300)
+    if "error" in disk:
+        print(f"the disk could not be measured: {disk['error']}", file=sys.stderr)
+        return 1
+    bytes_per_s = min(disk["write_bytes_per_s"], disk["read_bytes_per_s"])
+    baselines: list[int] = []
+    chosen = variants()
+
+    def measure(name: str) -> harness.Sample:
+        variant = chosen[name]
+        speed = variant.get("speed", SPEEDS[0])
+        spec = {
+            "gpt": GPT,
+            "batch": BATCH,
+            "threads": THREADS,
+            "mode": variant["mode"],
+            "warm_up": WARM_UP if variant["mode"] == "default" else 2,
+            "steps": options.steps,
+            "path": options.path,
+            "device_budget": int(BUDGET * baselines[0]) if variant.get("budget") else None,
+            "bandwidth": None if speed == 1 else float(speed) * bytes_per_s,
+        }
+        sample = harness.run_sample(WORKER, spec, timeout_s=1200) | {"spec": spec | {"path": None}}
+        if "baseline_peak_bytes" in sample:
+            baselines.append(sample["baseline_peak_bytes"])
+        shown = sample.get("error") or f"{sample['median_step_s']:.3f} s a step"
+        print(f"{name}: {shown}", flush=True)
+        return sample
+
+    samples = harness.interleave(tuple(chosen), options.rounds, measure)
+    failed = any("error" in sample for taken in samples.values() for sample in taken)
+    payload: dict[str, Any] = {
+        "benchmark": "planner_cpu",
+        "command": harness.command_line("benchmarks.planner_cpu", sys.argv[1:] if arguments is None else arguments),
+        "environment": harness.environment() | {"torch_threads": THREADS},
+        "configuration": {"gpt": GPT, "batch": BATCH, "threads": THREADS, "warm_up": WARM_UP, "steps": options.steps},
+        "disk": disk,
+        "samples": samples,
+    }
+    target = harness.results_folder() / f"planner_cpu_{harness.stamp()}.json"
+    if not failed:
+        payload["summary"] = summarise(samples)
+        table = render(payload["summary"])
+        print(f"{table}\nFrom `benchmarks/results/{target.name}`.")
+        target.with_suffix(".md").write_text(table, encoding="utf-8")
+    harness.write_results(target, payload)
+    return 1 if failed else 0
+
+
+def summarise(samples: dict[str, list[harness.Sample]]) -> dict[str, dict[str, Any]]:
+    """One row for each variant; ratios are taken within a round, the median over the rounds."""
+    keep = samples["keep"]
+    losses = {tuple(sample["losses_hex"][:2]) for taken in samples.values() for sample in taken}
+    rows: dict[str, dict[str, Any]] = {}
+    for name, taken in samples.items():
+        row: dict[str, Any] = {
+            "step_s": median(s["median_step_s"] for s in taken),
+            "ratio_to_keep": median(s["median_step_s"] / k["median_step_s"] for s, k in zip(taken, keep, strict=True)),
+            "identical": len(losses) == 1,
+        }
+        if "peak_bytes" in taken[0]:
+            row["peak_share"] = max(s["peak_bytes"] / s["baseline_peak_bytes"] for s in taken)
+            row["written_bytes"] = median(s["written_bytes"] for s in taken)
+            row["declined"] = next((s["declined"] for s in taken if s.get("declined")), "")
+            row["recomputed_blocks"] = median(len(s.get("recompute", ())) for s in taken)
+        if "ideal_bytes" in taken[0]:
+            row["ideal_bytes"] = median(s["ideal_bytes"] for s in taken)
+        budget = taken[0]["spec"]["device_budget"]
+        if budget is not None:
+            row["within_budget"] = all(s["peak_bytes"] <= budget for s in taken)
+            recomputed = samples["recompute"]
+            row["ratio_to_recompute"] = median(
+                s["median_step_s"] / r["median_step_s"] for s, r in zip(taken, recomputed, strict=True)
+            )
+        rows[name] = row
+    return rows
+
+
+def render(summary: dict[str, dict[str, Any]]) -> str:
+    """The summary as a Markdown table."""
+    columns = ("variant", "step", "× keep", "× recompute", "peak", "written", "ideal", "bits equal")
+    rows = []
+    for name, row in summary.items():
+        ideal = row.get("ideal_bytes")
+        rows.append(
+            (
+                name,
+                f"{row['step_s']:.3f} s",
+                f"{row['ratio_to_keep']:.2f}",
+                f"{row['ratio_to_recompute']:.2f}" if "ratio_to_recompute" in row else "",
+                f"{row['peak_share']:.0%}" if "peak_share" in row else "",
+                f"{row['written_bytes'] / 2**20:.0f} MiB" if "written_bytes" in row else "",
+                "" if ideal is None else f"{ideal / 2**20:.0f} MiB",
+                "yes" if row["identical"] else "NO",
+            )
+        )
+    head = f"GPT {GPT['layers']} × {GPT['width']}, batch {BATCH} × {GPT['seq']}, {THREADS} threads\n\n"
+    return head + harness.markdown_table(columns, rows)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

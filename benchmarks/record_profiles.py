@@ -1,0 +1,66 @@
+"""Records the profiles in ``tests/recorded``: one step each of real models, as the planner sees it.
+
+    python -m benchmarks.record_profiles [--folder DIR] [--path DIR]
+
+Run it where nothing else runs: times are part of a profile.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from actoffload import OffloadConfig, Offloader
+from actoffload.cli.rok_models import build
+from actoffload.report.rok import Case
+from benchmarks import harness
+
+CASES = (
+    Case(model="gpt", hidden=256, layers=6, batch=4, seq=256, vocab=512),
+    Case(model="bert", hidden=256, layers=6, batch=4, seq=256, vocab=512),
+    Case(model="t5", hidden=256, layers=4, batch=4, seq=192, vocab=512),
+    Case(model="gpt-small", hidden=384, layers=8, batch=4, seq=256, vocab=512),
+)
+STEPS = 3
+"""The second is recorded, and the plan is made before the third."""
+
+
+def record(case: Case, path: str | None) -> Offloader:
+    """An offloader that has a profile of a model's training step."""
+    torch.manual_seed(0)
+    workload = build(case)
+    tokens = torch.randint(1, case.vocab, (case.batch, case.seq + 1))
+    optimizer = torch.optim.SGD(workload.model.parameters(), lr=1e-3)
+    # A budget that everything fits: without one a planner does not ask for blocks to recompute.
+    offloader = Offloader(OffloadConfig(path=path, target="nvme", device_budget="64GiB")).use(workload.model)
+    for _ in range(STEPS):
+        with offloader:
+            loss = workload.loss(tokens)
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        del loss
+    return offloader
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Record all and write one file each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=harness.ROOT / "tests" / "recorded")
+    parser.add_argument("--path", help="directory of the spool")
+    options = parser.parse_args(arguments)
+    for case in CASES:
+        offloader = record(case, options.path)
+        profile = offloader.profile
+        assert profile is not None, "three steps make a plan"
+        profile.save(options.folder / f"{case.model}.json")
+        print(f"{case.name}: {len(profile.storages)} storages, {len(profile.blocks)} blocks, {profile.step_s:.2f} s")
+        offloader.close()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,176 @@
+"""What the benchmarks train: the built-in GPT, a stack of its blocks, and Transformers' models with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from actoffload.cli.rok_models import build as build_language_model
+from actoffload.report.rok import Case
+from actoffload.testing.gpt import GPT, GPTConfig, Stack
+
+Start = tuple[Tensor, Tensor | None]
+LANGUAGE_MODELS = {"gpt2": "gpt", "bert": "bert", "t5": "t5"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A model and its forward.
+
+    Attributes:
+        model: the model.
+        forward: one forward; what backward begins at, and its gradient (None for a scalar).
+        blocks: names of the layers, which full recompute checkpoints one by one.
+    """
+
+    model: nn.Module
+    forward: Callable[[], Start]
+    blocks: tuple[str, ...]
+
+
+def build(spec: dict[str, Any]) -> Workload:
+    """The workload that ``spec`` names, on torch's default device; weights and inputs by torch's seed.
+
+    Args:
+        spec: ``model`` ("gpt", "stack", "gpt2", "bert", "t5", "vit" or "llama"), ``dtype``, ``batch`` (sequences or
+            images) and the sizes: ``gpt`` (fields of `GPTConfig`) for the first two, else ``sizes``.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    name, dtype = spec["model"], getattr(torch, spec["dtype"])
+    if name in ("gpt", "stack"):
+        return (_gpt if name == "gpt" else _stack)(GPTConfig(**spec["gpt"]), spec["batch"], dtype)
+    if name in LANGUAGE_MODELS:
+        return _language(spec)
+    makers = {"vit": _vit, "llama": _llama}
+    if name not in makers:
+        raise ValueError(f"model={name!r}: choose one of {['gpt', 'stack', *LANGUAGE_MODELS, *makers]}")
+    return makers[name](spec["sizes"], spec["batch"], dtype)
+
+
+def _gpt(sizes: GPTConfig, batch: int, dtype: torch.dtype) -> Workload:
+    model = GPT(sizes).to(dtype)
+    tokens = torch.randint(0, sizes.vocab, (batch, sizes.seq + 1))
+    return Workload(
+        model=model,
+        forward=lambda: (model(tokens[:, :-1], tokens[:, 1:]), None),
+        blocks=_names("stack.blocks", sizes.layers),
+    )
+
+
+def _stack(sizes: GPTConfig, batch: int, dtype: torch.dtype) -> Workload:
+    model = Stack(sizes).to(dtype)
+    shape = (batch, sizes.seq, sizes.width)
+    x = torch.randn(shape, dtype=dtype, requires_grad=True)
+    direction = torch.randn(shape, dtype=dtype)
+
+    def forward() -> Start:
+        x.grad = None
+        return model(x), direction
+
+    return Workload(model=model, forward=forward, blocks=_names("blocks", sizes.layers))
+
+
+def _language(spec: dict[str, Any]) -> Workload:
+    """GPT-2, BERT or T5; the sizes are the fields of `Case`."""
+    case = Case(model=LANGUAGE_MODELS[spec["model"]], batch=spec["batch"], dtype=spec["dtype"], **spec["sizes"])
+    made = build_language_model(case)
+    tokens = torch.randint(1, case.vocab, (case.batch, case.seq + 1))
+    return Workload(model=made.model, forward=lambda: (made.loss(tokens), None), blocks=made.blocks)
+
+
+def _vit(sizes: dict[str, int], batch: int, dtype: torch.dtype) -> Workload:
+    """Sizes: ``hidden``, ``layers``, ``image`` and ``patch`` (pixels), ``classes``."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    sizes_of_head: dict[str, Any] = {"num_labels": sizes["classes"]}
+    config = ViTConfig(
+        hidden_size=sizes["hidden"],
+        num_hidden_layers=sizes["layers"],
+        num_attention_heads=max(1, sizes["hidden"] // 64),
+        intermediate_size=4 * sizes["hidden"],
+        image_size=sizes["image"],
+        patch_size=sizes["patch"],
+        **sizes_of_head,
+    )
+    model = _made(ViTForImageClassification, config, dtype)
+    images = torch.randn(batch, 3, sizes["image"], sizes["image"], dtype=dtype)
+    labels = torch.randint(0, sizes["classes"], (batch,))
+    return Workload(
+        model=model,
+        forward=lambda: (model(pixel_values=images, labels=labels).loss, None),
+        blocks=_layers(model, "ViTLayer"),
+    )
+
+
+def _llama(sizes: dict[str, int], batch: int, dtype: torch.dtype) -> Workload:
+    """Sizes: ``hidden``, ``layers``, ``inner``, ``heads``, ``kv_heads``, ``vocab``, ``seq``."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=sizes["vocab"],
+        hidden_size=sizes["hidden"],
+        intermediate_size=sizes["inner"],
+        num_hidden_layers=sizes["layers"],
+        num_attention_heads=sizes["heads"],
+        num_key_value_heads=sizes["kv_heads"],
+        max_position_embeddings=sizes["seq"],
+        use_cache=False,
+    )
+    model = _made(LlamaForCausalLM, config, dtype)
+    tokens = torch.randint(0, sizes["vocab"], (batch, sizes["seq"]))
+    return Workload(
+        model=model,
+        forward=lambda: (model(input_ids=tokens, labels=tokens).loss, None),
+        blocks=_layers(model, "LlamaDecoderLayer"),
+    )
+
+
+def _made(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    """A model of Transformers in ``dtype``, in training mode."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model: nn.Module = kind(config).train()
+    finally:
+        torch.set_default_dtype(before)
+    return model
+
+
+def _layers(model: nn.Module, kind: str) -> tuple[str, ...]:
+    return tuple(name for name, module in model.named_modules() if type(module).__name__ == kind)
+
+
+def _names(container: str, count: int) -> tuple[str, ...]:
+    return tuple(f"{container}.{number}" for number in range(count))
+
+
+def checkpoint_blocks(model: nn.Module, blocks: tuple[str, ...]) -> Callable[[], None]:
+    """Run every block under ``torch.utils.checkpoint`` (non-reentrant).
+
+    Returns:
+        What takes that back.
+    """
+    modules = [model.get_submodule(name) for name in blocks]
+    for module in modules:
+        # An attribute of the instance goes before the class's method.
+        object.__setattr__(module, "forward", _checkpointed(module.forward))
+
+    def undo() -> None:
+        for module in modules:
+            object.__delattr__(module, "forward")
+
+    return undo
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, **options: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, **options)
+
+    return run

@@ -1,0 +1,177 @@
+"""What the adapter for Hugging Face refuses, and its dataclass of flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from actoffload.integrations.hf import OffloadArguments, attach
+from torch import nn
+from transformers import HfArgumentParser, Trainer, TrainingArguments
+
+import actoffload
+from actoffload.errors import ConfigError
+from tests.integration.evidence import assert_evidence
+from tests.integration.hf_models import (
+    checkpointing,
+    compare,
+    make_trainer,
+)
+
+for _package in ("accelerate", "peft"):
+    pytest.importorskip(_package)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("thing", [nn.Linear(2, 2), None, Trainer], ids=["module", "none", "class"])
+def test_what_is_no_trainer_is_refused(thing: Any) -> None:
+    with pytest.raises(ConfigError, match=r"trainer=.*: give a transformers.Trainer"):
+        attach(thing)
+
+
+def test_attaching_twice_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    attachment = attach(trainer, target="nvme", path=tmp_path)
+    with pytest.raises(ConfigError, match="attached already"):
+        attach(trainer, target="nvme", path=tmp_path)
+    attachment.detach()
+    attachment.offloader.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target": "floppy"}, "target='floppy': choose one of"),
+        ({"min_byte": 3}, "min_byte=3: no such option; did you mean min_bytes?"),
+        ({"device_budget": "much"}, "device_budget='much': not a size"),
+    ],
+)
+def test_an_option_that_cannot_work_leaves_the_trainer_alone(
+    options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    trainer = make_trainer(tmp_path)
+    before = dict(vars(trainer))
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        attach(trainer, **options)
+    assert dict(vars(trainer)) == before
+
+
+def test_an_old_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make_trainer(tmp_path)
+    monkeypatch.setattr("actoffload.integrations.hf.transformers.__version__", "4.30.2")
+    with pytest.raises(ConfigError, match=r"transformers='4.30.2': too old for this adapter, which needs 4.46"):
+        attach(trainer)
+
+
+def test_the_offloading_of_transformers_is_refused(tmp_path: Path) -> None:
+    options: dict[str, Any] = checkpointing(reentrant=False)
+    options["activation_checkpointing_kwargs"] = {"offload": True}
+    with pytest.raises(ConfigError, match=r"activation_checkpointing_kwargs=.*transformers would move activations too"):
+        attach(make_trainer(tmp_path, **options))
+    options["activation_checkpointing"] = False  # then it does nothing
+    trainer = make_trainer(tmp_path, **options)
+    attachment = attach(trainer, target="nvme", path=tmp_path, min_bytes=1024)
+    trainer.args.activation_checkpointing = True
+    with pytest.raises(ConfigError, match="activation_checkpointing_kwargs"):
+        trainer.train()
+    attachment.detach()
+    attachment.offloader.close()
+
+
+def test_the_offloading_of_transformers_by_hand_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.model.activation_checkpointing_enable(offload=True)
+    with pytest.raises(ConfigError, match=r"activation_checkpointing_enable\(offload=...\)"):
+        attach(trainer)
+    trainer.model.activation_checkpointing_enable()
+    attachment = attach(trainer, target="nvme", path=tmp_path)
+    attachment.detach()
+    attachment.offloader.close()
+
+
+def test_the_offloading_of_accelerate_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, activation_checkpointing=True, activation_checkpointing_offload=True
+    )
+    trainer = make_trainer(tmp_path)
+    monkeypatch.setitem(trainer.accelerator.state.__dict__, "fsdp_plugin", plugin)
+    with pytest.raises(ConfigError, match="Accelerate's FSDP plugin"):
+        attach(trainer)
+
+
+def test_data_parallel_threads_are_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.args._n_gpu = 2
+    with pytest.raises(ConfigError, match=r"n_gpu=2: nn\.DataParallel"):
+        attach(trainer)
+
+
+# -- the dataclass of flags -------------------------------------------------------------------------------------------
+
+
+def parse(*flags: str) -> Any:
+    parser = HfArgumentParser(OffloadArguments)
+    (found,) = parser.parse_args_into_dataclasses(list(flags))
+    return found
+
+
+def test_flags_are_off_by_default(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    assert parse("--actoffload_path", str(tmp_path)).attach(trainer) is None
+    assert not hasattr(trainer, "actoffload")
+
+
+def test_flags_train(tmp_path: Path) -> None:
+    flags = parse(
+        *("--actoffload_target", "nvme", "--actoffload_path", str(tmp_path), "--actoffload_min_bytes", "1KiB"),
+        *("--actoffload_device_budget", "131072", "--actoffload_exclude", "lm_head", "model.norm"),
+        *("--actoffload_strict", "--actoffload_announce", "first"),
+    )
+    assert_evidence(*compare(lambda: make_trainer(tmp_path), **flags.options()))
+    trainer = make_trainer(tmp_path)
+    attachment = flags.attach(trainer, policy="all")
+    config = attachment.offloader.config
+    assert (config.device_budget, config.min_bytes, config.policy) == (131072, 1024, "all")
+    assert (config.exclude, config.strict, config.announce) == (("lm_head", "model.norm"), True, "first")
+    attachment.detach()
+    attachment.offloader.close()
+
+
+def test_every_flag_is_an_option_and_has_a_help() -> None:
+    from dataclasses import fields
+
+    known = {item.name for item in fields(actoffload.OffloadConfig)}
+    for item in fields(OffloadArguments):
+        assert item.name.removeprefix("actoffload_") in known
+        assert item.metadata["help"]
+    HfArgumentParser((TrainingArguments, OffloadArguments)).format_help()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--actoffload_target", "floppy"), "invalid choice: 'floppy'"),
+        (("--actoffload_engine", "steam"), "invalid choice: 'steam'"),
+    ],
+)
+def test_a_flag_with_an_unknown_value_is_refused(
+    flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(*flags)
+    assert message in capsys.readouterr().err
+
+
+def test_a_flag_that_cannot_work_is_named() -> None:
+    with pytest.raises(ConfigError, match="actoffload_min_bytes='many': not a size"):
+        parse("--actoffload_target", "nvme", "--actoffload_min_bytes", "many")
+    parser = HfArgumentParser(OffloadArguments)
+    with pytest.raises(ConfigError, match="actoffload_target='floppy': choose one of"):
+        parser.parse_dict({"actoffload_target": "floppy"})
+    with pytest.raises(ValueError, match="actoffload_targets"):
+        parser.parse_dict({"actoffload_targets": "nvme"})

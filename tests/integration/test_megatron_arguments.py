@@ -1,0 +1,219 @@
+"""The Megatron adapter's command line, and what it does beside Megatron's own arguments and switches."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core.package_info")
+
+from actoffload.integrations.megatron import add_actoffload_args, microbatches, wrap_forward_step
+
+from actoffload import OffloadConfig
+from actoffload.errors import ConfigError
+from tests.integration.megatron_flags import parse
+from tests.integration.megatron_pipeline import Chunk, Recorder
+
+pytestmark = [
+    # Megatron says at import what it runs without.
+    pytest.mark.filterwarnings("ignore:(Transformer Engine and )?Apex.*not installed:UserWarning"),
+    pytest.mark.filterwarnings("ignore:full scope is deprecated:UserWarning"),
+]
+
+
+def no_step(data_iterator: Any, model: Any) -> Any:
+    """A forward step that is never called."""
+    raise AssertionError
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+def test_the_parser_comes_back() -> None:
+    parser = argparse.ArgumentParser()
+    assert add_actoffload_args(parser) is parser
+
+
+def test_off_by_default() -> None:
+    step = wrap_forward_step(lambda data_iterator, model: (data_iterator, model), parse(""))
+    assert step.offloader is None
+    assert step(1, 2) == (1, 2)
+
+
+def test_every_flag_reaches_the_offloader(tmp_path: Path) -> None:
+    (tmp_path / "second").mkdir()
+    (tmp_path / "plan.json").write_text('{"version": 1, "entries": []}', encoding="utf-8")
+    step = wrap_forward_step(
+        no_step,
+        parse(
+            f"--actoffload-target tiered --actoffload-path {tmp_path} {tmp_path}/second "
+            "--actoffload-device-budget 3MiB --actoffload-host-budget 64MiB --actoffload-nvme-budget 1GiB "
+            "--actoffload-min-bytes 5 --actoffload-modules a.* b --actoffload-exclude-modules c "
+            f"--actoffload-policy {tmp_path}/plan.json --actoffload-engine posix --actoffload-strict "
+            f"--actoffload-verify --actoffload-trace {tmp_path}/trace.json --actoffload-announce all"
+        ),
+    )
+    assert step.offloader is not None
+    config = step.offloader.config
+    assert config == OffloadConfig(
+        target="tiered",
+        path=(tmp_path, tmp_path / "second"),
+        device_budget=3 << 20,
+        host_budget=64 << 20,
+        nvme_budget=1 << 30,
+        min_bytes=5,
+        include=("a.*", "b"),
+        exclude="c",
+        policy=config.policy,
+        engine="posix",
+        strict=True,
+        verify=True,
+        trace=str(tmp_path / "trace.json"),
+        announce="all",
+    )
+    assert not isinstance(config.policy, str)
+    step.offloader.close()
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--actoffload-target", "ssd"),
+        ("--actoffload-device-budget", "0"),
+        ("--actoffload-device-budget", "much"),
+        ("--actoffload-host-budget", "-1"),
+        ("--actoffload-nvme-budget", "0"),
+        ("--actoffload-min-bytes", "1XB"),
+        ("--actoffload-policy", "none"),
+        ("--actoffload-engine", "tape"),
+        ("--actoffload-announce", "loudly"),
+    ],
+)
+def test_a_bad_value_names_its_flag(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse(f"{flag}={value}")
+    assert stopped.value.code == 2
+    assert f"argument {flag}: " in capsys.readouterr().err
+
+
+def test_a_bad_value_that_no_parser_saw_names_its_flag() -> None:
+    args = argparse.Namespace(actoffload_target="nvme", actoffload_min_bytes="1XB")
+    with pytest.raises(ConfigError, match="--actoffload-min-bytes='1XB'"):
+        wrap_forward_step(no_step, args)
+    with pytest.raises(ConfigError, match="--actoffload-target='ssd'"):
+        wrap_forward_step(no_step, argparse.Namespace(actoffload_target="ssd"))
+
+
+def test_a_path_that_cannot_be_used_names_its_flag(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--actoffload-path="):
+        wrap_forward_step(no_step, parse(f"--actoffload-target nvme --actoffload-path {tmp_path}/missing"))
+
+
+def test_a_plan_that_is_none_names_its_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plan.json").write_text(json.dumps({"version": 7}), encoding="utf-8")
+    with pytest.raises(SystemExit):
+        parse(f"--actoffload-policy {tmp_path}/plan.json")
+    assert "argument --actoffload-policy: " in capsys.readouterr().err
+
+
+def test_each_rank_traces_into_its_own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    args = parse(f"--actoffload-target nvme --actoffload-path {tmp_path} --actoffload-trace {tmp_path}/t.json")
+    step = wrap_forward_step(no_step, args)
+    assert step.offloader is not None
+    assert step.offloader.config.trace == f"{tmp_path}/t.rank1.json"
+    step.offloader.close()
+
+
+def test_arguments_without_the_flags_are_an_error() -> None:
+    with pytest.raises(ConfigError, match="add_actoffload_args"):
+        wrap_forward_step(no_step, argparse.Namespace(hidden_size=4))
+
+
+# -- beside Megatron --------------------------------------------------------------------------------------------------
+
+
+def test_the_signature_stays() -> None:
+    wrapped = wrap_forward_step(no_step, parse(""))
+    assert inspect.signature(wrapped) == inspect.signature(no_step)
+    assert wrapped.__name__ == "no_step"
+
+
+def test_megatrons_own_arguments_are_used_at_the_first_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    args: list[argparse.Namespace] = []
+    training = types.ModuleType("megatron.training")
+    monkeypatch.setattr(training, "get_args", lambda: args[0], raising=False)
+    monkeypatch.setitem(sys.modules, "megatron.training", training)
+    step = wrap_forward_step(Recorder().forward_step)  # before Megatron has parsed anything
+    assert step.offloader is None
+    args.append(parse(f"--actoffload-target nvme --actoffload-min-bytes 0 --actoffload-path {tmp_path}"))
+    step(None, chunk_with())
+    assert step.offloader is not None
+    assert step.offloader.statistics().packed_tensors > 0
+    step.offloader.close()
+
+
+def test_without_megatron_training_the_arguments_are_needed() -> None:
+    with pytest.raises(ConfigError, match=r"megatron\.training is not installed"):
+        wrap_forward_step(no_step)(None, None)
+
+
+def chunk_with(**more: Any) -> Chunk:
+    """A model chunk whose configuration has more switches."""
+    settings: dict[str, Any] = {
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "microbatch_group_size_per_vp_stage": None,
+    }
+    return Chunk(types.SimpleNamespace(**{**settings, **more}), None)
+
+
+SWITCHES = [
+    ("cpu_offloading", "--cpu-offloading"),
+    ("fine_grained_activation_offloading", "--fine-grained-activation-offloading"),
+    ("overlap_moe_expert_parallel_comm", "--overlap-moe-expert-parallel-comm"),
+]
+
+
+@pytest.mark.parametrize(("switch", "flag"), [*SWITCHES, ("cpu_offloading_num_layers", "--cpu-offloading-num-layers")])
+def test_megatrons_own_offloading_in_the_arguments_is_refused(switch: str, flag: str, tmp_path: Path) -> None:
+    args = parse(f"--actoffload-target nvme --actoffload-path {tmp_path}")
+    setattr(args, switch, 1)
+    with pytest.raises(ConfigError, match=f"--actoffload-target='nvme': cannot be used with {flag}:"):
+        wrap_forward_step(no_step, args)
+    args.actoffload_target = "none"
+    assert wrap_forward_step(no_step, args).offloader is None
+
+
+@pytest.mark.parametrize(("switch", "flag"), SWITCHES)
+def test_megatrons_own_offloading_in_the_model_is_refused(switch: str, flag: str, tmp_path: Path) -> None:
+    step = wrap_forward_step(no_step, parse(f"--actoffload-target nvme --actoffload-path {tmp_path}"))
+    with pytest.raises(ConfigError, match=f"--actoffload-target='nvme': cannot be used with {flag}:"):
+        step(None, chunk_with(**{switch: True}))
+    assert step.offloader is not None
+    step.offloader.close()
+
+
+def test_a_call_without_a_megatron_model_is_an_error(tmp_path: Path) -> None:
+    step = wrap_forward_step(no_step, parse(f"--actoffload-target nvme --actoffload-path {tmp_path}"))
+    for nothing in (None, torch.nn.Linear(1, 1)):
+        with pytest.raises(ConfigError, match="without a Megatron model"):
+            step(None, nothing)
+    assert step.offloader is not None
+    step.offloader.close()
+
+
+def test_a_megatron_core_that_lacks_something_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.core.num_microbatches_calculator", None)
+    microbatches.core.cache_clear()  # what is not there is looked for again each time
+    with pytest.raises(ConfigError, match=r"megatron-core='[0-9.]+': lacks .*num_microbatches_calculator"):
+        wrap_forward_step(no_step, parse(f"--actoffload-target nvme --actoffload-path {tmp_path}"))

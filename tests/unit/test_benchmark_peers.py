@@ -1,0 +1,217 @@
+"""Modes and peers give the same gradients and leave the model as it was; the CPU benchmarks' numbers and bounds."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks import e2e_cpu, harness, peer_aio, peers_cpu
+from benchmarks.modes import MODES
+from benchmarks.peers import Unavailable
+from benchmarks.worker import Run
+
+SPEC = {
+    "model": "gpt",
+    "gpt": {"layers": 2, "width": 64, "seq": 64, "vocab": 32},
+    "batch": 2,
+    "device": "cpu",
+    "dtype": "float32",
+    "mode": "keep",
+    "options": {"min_bytes": 0},
+}
+
+
+class FakeHandle:
+    """DeepSpeed's handle, as far as it is used: what was begun is done when somebody waits."""
+
+    def __init__(self, *_: Any) -> None:
+        self.begun: list[tuple[bool, Tensor, str, int]] = []
+
+    def new_cpu_locked_tensor(self, count: int, like: Tensor) -> Tensor:
+        return torch.full((count,), 0xAB, dtype=like.dtype)
+
+    def async_pwrite(self, buffer: Tensor, file: str, offset: int) -> int:
+        self.begun.append((True, buffer, file, offset))
+        return 0
+
+    def async_pread(self, buffer: Tensor, file: str, offset: int) -> int:
+        assert Path(file).stat().st_size >= offset + len(buffer)
+        self.begun.append((False, buffer, file, offset))
+        return 0
+
+    def wait(self) -> int:
+        assert self.begun, "DeepSpeed's handle ends the process here"
+        for write, buffer, file, offset in self.begun:
+            fd = os.open(file, os.O_RDWR | os.O_CREAT)
+            memory = buffer.numpy().data
+            moved = os.pwrite(fd, memory, offset) if write else os.preadv(fd, [memory], offset)
+            assert moved == len(buffer)
+            os.close(fd)
+        self.begun.clear()
+        return 1
+
+
+@pytest.fixture
+def aio(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library:
+        aio_handle = FakeHandle
+
+    monkeypatch.setattr(peer_aio, "load_library", Library)
+    monkeypatch.setattr(peer_aio, "LEAST_BYTES", 4096)
+    monkeypatch.setattr(peer_aio, "WINDOW_BYTES", 1 << 20)
+
+
+@pytest.mark.parametrize("name", ["recompute", "nvme, all", "save_on_cpu", "torch.save", "aio_handle"])
+def test_each_mode_gives_the_same_gradients(name: str, tmp_path: Path, aio: None) -> None:
+    expected = Run(SPEC).first_step()
+    run = Run({**SPEC, "path": str(tmp_path)})
+    before = [dict(vars(module)) for module in run.model.modules()]
+    opened = run.open(name)
+    assert [run.first_step() for _ in range(3)] == [expected] * 3
+    facts = opened.peer.facts()
+    if name in ("nvme, all", "torch.save", "aio_handle"):
+        assert facts["written_bytes"] > 1 << 20
+        assert facts["read_bytes"] >= facts["written_bytes"] * 0.5
+    opened.close()
+    assert list(tmp_path.iterdir()) == []
+    assert [module.keys() for module in before] == [vars(module).keys() for module in run.model.modules()]
+    run.open("keep")
+    assert run.first_step() == expected
+
+
+def test_a_mode_ends_when_the_next_one_begins() -> None:
+    run = Run(SPEC)
+    for _ in range(2):
+        run.open("recompute")
+    assert all("forward" in vars(run.model.get_submodule(name)) for name in run.work.blocks)
+    run.open("keep").close()
+    assert not any("forward" in vars(module) for module in run.model.modules())
+
+
+def test_files_of_torch_save_go_with_the_graph(tmp_path: Path) -> None:
+    run = Run({**SPEC, "path": str(tmp_path)})
+    opened = run.open("torch.save")
+    with opened.peer.context():
+        loss, _ = run.work.forward()
+    (folder,) = tmp_path.iterdir()
+    assert len(list(folder.iterdir())) > 10
+    del loss
+    assert list(folder.iterdir()) == []
+    opened.close()
+
+
+def test_handles_read_each_tensor_once_and_use_memory_again(tmp_path: Path, aio: None) -> None:
+    run = Run({**SPEC, "path": str(tmp_path)})
+    opened = run.open("aio_handle")
+    peer: Any = opened.peer
+    run.step()
+    buffers, end = sum(map(len, peer.buffers.values())), peer.end
+    assert peer.read_bytes == peer.written_bytes
+    run.step()
+    assert (sum(map(len, peer.buffers.values())), peer.end) == (buffers, end)
+    opened.close()
+
+
+@pytest.mark.parametrize("name", ["TRL", "torchtune", "Megatron"])
+def test_peers_that_need_an_accelerator_say_so(name: str) -> None:
+    with pytest.raises(Unavailable, match="needs"):
+        Run(SPEC).open(name)
+    assert not MODES[name].ours
+
+
+def test_unknown_models_are_refused() -> None:
+    with pytest.raises(ValueError, match="'abacus': choose one of"):
+        Run({**SPEC, "model": "abacus"})
+
+
+@pytest.mark.parametrize("name", sorted(e2e_cpu.cases(True)))
+def test_every_case_trains(name: str) -> None:
+    pytest.importorskip("transformers")
+    run = Run(SPEC | e2e_cpu.cases(True)[name])
+    run.make_static()
+    assert run.facts["static_rss_bytes"] > 1 << 20
+    opened = run.open("recompute")
+    recomputed = run.first_step()
+    opened.close()
+    run.open("keep")
+    assert run.first_step() == recomputed
+    assert float.fromhex(run.losses[0]) > 0
+
+
+def _sample(step_s: float, rss: int = 2000, **more: Any) -> harness.Sample:
+    facts = {"median_step_s": step_s, "peak_rss_bytes": rss, "static_rss_bytes": 100, "others_cpu_share": 0.0}
+    trace = {"losses": ["0x1p+0"], "first_gradients": "a", "last_parameters": "b"}
+    counted = {"statistics": {"baseline_peak_bytes": 1000, "resident_peak_bytes": 200}}
+    return facts | trace | counted | {"written_bytes_per_step": 900.0, "wait_s_per_step": 0.5} | more
+
+
+def test_the_summary_of_e2e() -> None:
+    row = e2e_cpu.summarise([_sample(2.0), _sample(2.0)], [_sample(2.1, 1300), _sample(2.1, 1300)])
+    assert row["ratio"] == pytest.approx(1.05)
+    assert row["gone_share"] == pytest.approx(0.7)
+    assert row["offload_above_static_bytes"] == 1200
+    assert row["identical"] is True
+    grown = row | {"ratio": 1.2}
+    limits = e2e_cpu.bounds({"gpt": row, "gpt, layers × 2": grown})
+    assert [limit.holds for limit in limits] == [True, True, False]
+    assert limits[2].measured == pytest.approx(0.15)
+    assert e2e_cpu.bounds({"bert": row}) == []
+    assert "| gpt | 1.050 |" in e2e_cpu.render({"gpt": row})
+
+
+@pytest.mark.parametrize("key", ["losses", "first_gradients", "last_parameters"])
+def test_one_bit_makes_a_difference(key: str) -> None:
+    other = _sample(2.0) | {key: ["0x1.8p+0"] if key == "losses" else "c"}
+    assert e2e_cpu.summarise([_sample(2.0)], [other])["identical"] is False
+    assert peers_cpu.summarise({"keep": [_sample(2.0)], "all": [other]})["all"]["identical"] is False
+
+
+def test_the_summary_of_peers() -> None:
+    samples = {
+        "keep": [_sample(2.0)],
+        "default": [_sample(2.1, 1300)],
+        "torch.save": [_sample(4.2)],
+        "aio_handle": [{"mode": "aio_handle", "unavailable": "no headers", "others_cpu_share": 0.0}],
+    }
+    summary = peers_cpu.summarise(samples)
+    assert summary["default"]["above_static_bytes"] == 1200
+    assert summary["aio_handle"] == {"why": "no headers"}
+    (bound,) = peers_cpu.bounds(summary)
+    assert bound.measured == pytest.approx(2.0)
+    assert bound.holds
+    table = peers_cpu.render(summary)
+    assert "| aio_handle (no headers) | - |" in table
+    assert "| torch.save | 2.100 |" in table
+
+
+def test_bounds_say_what_they_are() -> None:
+    bound = harness.Bound(what="x", measured=0.5, bound=0.6, at_most=False)
+    assert bound.row() == ("x", "0.500", "≥ 0.6", "NO")
+    assert bound.as_dict()["holds"] is False
+    assert harness.Bound(what="x", measured=None, bound=1.0).row() == ("x", "-", "≤ 1", "NO")
+    assert harness.Bound(what="x", measured=1.0, bound=1.0, unit=" ×").row() == ("x", "1.000 ×", "≤ 1 ×", "yes")
+
+
+@pytest.mark.slow
+def test_the_cpu_benchmarks_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(peers_cpu, "NAMES", ("keep", "all"))
+    monkeypatch.setattr(peers_cpu, "bounds", lambda summary: [])
+    arguments = ["--tiny", "--rounds", "1", "--steps", "1", "--path", str(tmp_path)]
+    assert e2e_cpu.main([*arguments, "--cases", "gpt"]) == 0, capsys.readouterr().out
+    assert peers_cpu.main(arguments) == 0, capsys.readouterr().out
+    (e2e,) = tmp_path.glob("e2e_cpu_*.json")
+    (peers,) = tmp_path.glob("peers_cpu_*.json")
+    assert json.loads(e2e.read_text(encoding="utf-8"))["summary"]["gpt"]["identical"] is True
+    rows = json.loads(peers.read_text(encoding="utf-8"))["summary"]
+    assert [row["identical"] for row in rows.values()] == [True, True]
+    assert rows["all"]["written_bytes_per_step"] > 0
+    assert str(tmp_path) not in e2e.read_text(encoding="utf-8") + peers.read_text(encoding="utf-8")

@@ -1,0 +1,181 @@
+"""``device_budget`` under a plan, on a disk so slow that what the plan expected to be gone is still there."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from actoffload import OffloadConfig, Offloader, Plan
+from actoffload.planner import PlanEntry
+from actoffload.policy import Decision, TensorFacts
+from actoffload.recompute import Recompute
+from actoffload.recompute_meter import RecomputeMeter
+from actoffload.record import State
+from actoffload.testing.faults import GateEngine, SlowEngine
+from actoffload.tiers import Mover
+from tests.harness import Chain, MakeOffloader, assert_same_gradients, batch, gradients, same_bits
+
+RECORD_BYTES = 64 << 10
+LAYERS = 12
+SLOW = partial(SlowEngine, threads=1, bandwidth_bytes_per_s=4e6)  # 16 ms a record: slower than the compute
+
+
+def _plan(stays: str) -> Plan:
+    """One entry for each layer's storage; ``stays``: k for keep, . for offload."""
+    actions = {"k": "keep", ".": "offload"}
+    return Plan(tuple(PlanEntry(index=i, nbytes=RECORD_BYTES, action=actions[c]) for i, c in enumerate(stays)))
+
+
+def _run(path: Path, plan: Plan, budget_records: int) -> tuple[int, bool]:
+    """The peak of one step in records, and whether the gradient is right."""
+    options: dict[str, Any] = {"target": "nvme", "path": str(path), "engine": SLOW, "min_bytes": 0}
+    config = OffloadConfig(policy=plan, device_budget=budget_records * RECORD_BYTES, **options)
+    offloader = Offloader(config)
+    x = torch.linspace(-1, 1, RECORD_BYTES // 4).requires_grad_()
+
+    def forward() -> Tensor:
+        h = x
+        for _ in range(LAYERS):
+            h = (h * 1.0001).sin()
+        return h.sum()
+
+    try:
+        (expected,) = torch.autograd.grad(forward(), x)
+        with offloader:
+            loss = forward()
+        (found,) = torch.autograd.grad(loss, x)
+        statistics = offloader.statistics()
+        assert statistics.live_records == 0
+        assert statistics.baseline_peak_bytes == LAYERS * RECORD_BYTES
+        return -(-statistics.resident_peak_bytes // RECORD_BYTES), same_bits(found, expected)
+    finally:
+        offloader.abort()
+
+
+KEEPS_LATE = "......kkkkk."
+"""Five stay at the end of the forward, when the first six have left, as far as the plan knows."""
+
+
+def test_what_a_plan_keeps_waits_for_the_room_that_writes_give(tmp_path: Path) -> None:
+    assert _run(tmp_path, _plan(KEEPS_LATE), 7) == (7, True)
+
+
+def test_without_the_wait_for_kept_ones_the_budget_is_exceeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Mover, "make_room", lambda self, nbytes: 0.0)
+    peak, equal = _run(tmp_path, _plan(KEEPS_LATE), 7)
+    assert peak > 7
+    assert equal
+
+
+def test_a_plan_says_how_much_room_is_needed_next(tmp_path: Path) -> None:
+    """Kept up to the budget: only the last one of the plan may take the last of it, and nothing waits for more."""
+    assert _run(tmp_path, _plan("k" * LAYERS), LAYERS) == (LAYERS, True)
+
+
+@pytest.mark.parametrize(("reserved", "states"), [(0, {State.RESIDENT}), (1 << 20, {State.SPILLING})])
+def test_a_write_goes_on_where_its_room_is_needed(
+    make_offloader: MakeOffloader, reserved: int, states: set[State]
+) -> None:
+    """Backward takes back what is still on its way out, but not when something else will need that memory."""
+    offloader = make_offloader(device_budget="1MiB", engine=GateEngine)  # no write begins
+    x = torch.ones(1024, requires_grad=True)
+    with offloader:
+        tape = offloader._tape()
+        loss: Any = ((x * 1.0).sin() * 1.0).sin().cos()
+    offloader.core.reserved_bytes = reserved
+    _needed = loss.grad_fn._saved_self
+    *others, last = [record for record in tape.records if record is not None]
+    assert last.state is State.RESIDENT
+    assert {record.state for record in others} == states
+
+
+# -- recomputation ----------------------------------------------------------------------------------------------------
+
+
+class _Deep(nn.Module):
+    """Blocks that save much between their input and their output."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Chain(64, 3) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class _KeepAll:
+    def decide(self, facts: TensorFacts) -> Decision:
+        return Decision.KEEP
+
+
+def _step(model: nn.Module, offloader: Offloader) -> dict[str, Tensor]:
+    with offloader:
+        loss = model(batch()).square().sum()
+    loss.backward()
+    return gradients(model)
+
+
+def test_what_a_recomputed_block_holds_counts_as_resident(make_offloader: MakeOffloader) -> None:
+    model = _Deep()
+    blocks = {f"layers.{n}": layer for n, layer in enumerate(model.layers)}
+    peaks: dict[bool, int] = {}
+    expected = _step(model, make_offloader(policy=_KeepAll()))
+    for counted in (False, True):
+        offloader = make_offloader(policy=_KeepAll())
+        recompute = Recompute(RecomputeMeter(offloader.core, (), offloader.notes) if counted else None)
+        recompute.follow(blocks, blocks)
+        assert_same_gradients(_step(model, offloader), expected)
+        recompute.undo()
+        peaks[counted] = offloader.statistics().resident_peak_bytes
+    activation = 128 * 64 * 4
+    assert peaks[False] == 5 * activation  # the inputs of four blocks and of the loss
+    # The last block's three layers: of each tanh and sigmoid, and the inputs of two; the loss has what it needs.
+    assert peaks[True] == (4 + 3 * 2 + 2) * activation
+
+
+def test_what_was_recomputed_is_let_go_of(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(device_budget="1GiB")
+    meter = RecomputeMeter(offloader.core, offloader.tiers.movers.values(), offloader.notes)
+    accounts = offloader.core.accounts
+    meter.recomputed(100)
+    meter.recomputed(50)
+    assert (accounts.resident_bytes, accounts.resident_peak_bytes) == (50, 100)
+    assert offloader.core.reserved_bytes == 100
+    meter.recomputing()
+    assert accounts.resident_bytes == 0
+    meter.recomputed(70)
+    x = torch.ones(1024, requires_grad=True)
+    with offloader:
+        y = (x * 1.0).sin()
+    y.sum().backward()
+    assert (accounts.resident_bytes, accounts.recomputed_bytes) == (0, 0)
+
+
+def test_room_for_a_recomputation_is_reserved_ahead(make_offloader: MakeOffloader) -> None:
+    core = make_offloader(device_budget=1000).core
+    core.accounts.came(300)
+    core.largest_bytes, core.reserved_bytes = 100, 500
+    assert core.has_room_ahead(200)
+    assert not core.has_room_ahead(201)
+    core.accounts.recomputed(450)  # what was reserved is taken; what is left of it, or one record
+    assert core.has_room_ahead(150)
+    assert not core.has_room_ahead(151)
+
+
+def test_parameters_and_inputs_are_not_counted(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader()
+    meter = RecomputeMeter(offloader.core, (), offloader.notes)
+    weight = nn.Parameter(torch.ones(4, 4))
+    noted = torch.ones(4)
+    offloader.notes.add(noted, "input")
+    assert meter.is_static(weight)
+    assert meter.is_static(weight.t())
+    assert meter.is_static(noted[1:])
+    assert not meter.is_static(torch.ones(4))

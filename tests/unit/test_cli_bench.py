@@ -1,0 +1,328 @@
+"""``actoffload bench``: what is measured, what is made of it, and that nothing is left on the disk."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from actoffload import engines
+from actoffload.cli.app import app
+from actoffload.engines.base import IoKind
+from actoffload.engines.memory import MemoryEngine
+from actoffload.engines.posix import PosixEngine
+from actoffload.errors import ConfigError, EngineUnavailableError
+from actoffload.paths import RESERVE_BYTES
+from actoffload.report import bench, bench_run
+from actoffload.report.bench import DIRECTIONS, Failure, Rates, Sample, Setting
+from actoffload.report.bench_run import Rig, measure_all
+
+KIB, MIB = 1 << 10, 1 << 20
+TINY = ["--size", "64KiB", "--size", "1MiB", "--depth", "2", "--seconds", "0.02", "--rounds", "1", "--region", "8MiB"]
+WIDE = {"COLUMNS": "400"}
+runner = CliRunner()
+
+
+def rates(write: float | None, read: float | None, mixed: float | None, **setting: Any) -> Rates:
+    direct = setting.pop("direct", True)
+    chosen = Setting(**{"engine": "posix", "block_bytes": MIB, "depth": 4, **setting})
+    return Rates(setting=chosen, direct=direct, write=write, read=read, mixed=mixed)
+
+
+def sample(direction: bench.Direction, rate: float, **setting: Any) -> Sample:
+    chosen = Setting(**{"engine": "posix", "block_bytes": MIB, "depth": 4, **setting})
+    return Sample(setting=chosen, direction=direction, bytes_per_s=rate, seconds=1.0, processor_s=0.1, direct=True)
+
+
+# -- what is made of the samples --------------------------------------------------------------------------------------
+
+
+def test_what_counts_is_the_slowest_way() -> None:
+    assert rates(3.0, 2.0, 1.0).sustained == 1.0
+    assert rates(1.0, 2.0, 3.0).sustained == 1.0
+    assert rates(3.0, 2.0, None).sustained == 2.0
+    assert rates(3.0, None, 1.0).sustained is None
+
+
+def test_medians_by_setting() -> None:
+    samples = [sample("write", rate) for rate in (1.0, 9.0, 2.0)] + [sample("write", 7.0, depth=1)]
+    first, second = bench.rates_of(samples)
+    assert (first.write, first.read, first.setting.depth) == (2.0, None, 4)
+    assert (second.write, second.setting.depth) == (7.0, 1)
+
+
+def test_the_best_setting_hides_most_with_the_least_in_flight() -> None:
+    slow, fast, deep = rates(1.0, 1.0, 1.0, depth=1), rates(9.8, 9.8, 9.8), rates(10.0, 10.0, 10.0, depth=16)
+    assert bench.best_of([slow, fast, deep]) == fast
+    assert bench.best_of([slow, deep]) == deep
+    assert bench.best_of([rates(5.0, None, None)]) is None
+    assert bench.best_of([]) is None
+
+
+def test_the_page_cache_wins_only_alone() -> None:
+    cached = rates(90.0, 90.0, 90.0, engine="aiofiles", direct=False)
+    assert bench.best_of([cached, rates(1.0, 1.0, 1.0)]) == rates(1.0, 1.0, 1.0)
+    assert bench.best_of([cached]) == cached
+    assert "page cache" in bench.advice(cached)[-1]
+
+
+def test_half_of_the_step_writes_and_half_reads() -> None:
+    assert bench.hidden_bytes(2.0, 3e9) == 3e9
+    assert bench.hiding_step_s(3e9, 3e9) == 2.0
+
+
+def test_sentences_on_a_workload() -> None:
+    best = rates(4e9, 2e9, 3e9)
+    text = "\n".join(bench.advice(best, step_s=3.0, saved_bytes=6_000_000_000))
+    assert "2.00 GB/s both ways" in text
+    assert "A step of 3 s hides 2.8 GiB written and read back" in text  # 3e9 bytes
+    assert "50% hides: all of it would need 4.00 GB/s" in text
+    assert "hide in a step of 6 s or more" in text
+    assert "A step of 1 s hides 953.7 MiB" in "\n".join(bench.advice(best))  # 1e9 bytes
+    facts = bench.as_dict([], [], best, 3.0, 6_000_000_000)["training"]
+    assert (facts["hidden_bytes"], facts["share_hidden"], facts["hiding_step_s"]) == (3e9, 0.5, 6.0)
+    assert bench.as_dict([], [], None, 3.0, None)["training"] is None
+
+
+# -- what is measured -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["posix", "aiofiles"])
+def test_both_at_once_moves_as_much_each_way(engine: str, tmp_path: Path) -> None:
+    pytest.importorskip("aiofiles")
+    with Rig([str(tmp_path)], engine, 2, 64 * KIB, 2 * MIB) as rig:
+        rig.prepare(64 * KIB)
+        rig.measure("write", 0.01)
+        (lane,) = rig._spool.engines
+        before = lane.written_bytes, lane.read_bytes
+        assert rig.measure("mixed", 0.05).bytes_per_s > 0
+        written, read = lane.written_bytes - before[0], lane.read_bytes - before[1]
+    assert min(written, read) > 0
+    assert abs(written - read) <= 4 * 64 * KIB  # a slot each is at most one ahead
+
+
+def test_reading_goes_over_what_was_written_and_only_that(tmp_path: Path) -> None:
+    with Rig([str(tmp_path)], "posix", 2, 64 * KIB, 2 * MIB) as rig:
+        rig.prepare(64 * KIB)
+        with pytest.raises(ConfigError, match="direction='read'"):
+            rig.measure("read", 0.01)
+        rig.measure("write", 0.001)
+        assert rig.measure("read", 0.01).bytes_per_s > 0
+
+
+def test_the_depth_is_what_runs_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, running, seen = threading.Lock(), [0], [0]
+    transfer = PosixEngine._transfer_once
+
+    def counted(self: PosixEngine, kind: IoKind, view: memoryview, offset: int) -> int:
+        with lock:
+            running[0] += 1
+            seen[0] = max(seen[0], running[0])
+        time.sleep(0.001)
+        try:
+            return transfer(self, kind, view, offset)
+        finally:
+            with lock:
+                running[0] -= 1
+
+    monkeypatch.setattr(PosixEngine, "_transfer_once", counted)
+    with Rig([str(tmp_path)], "posix", 3, 64 * KIB, 2 * MIB) as rig:
+        rig.measure("write", 0.05)
+    assert seen[0] == 3
+
+
+def test_an_engine_that_moves_nothing_does_not_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PosixEngine, "_transfer_once", lambda self, kind, view, offset: len(view))
+    setting = Setting(engine="posix", block_bytes=64 * KIB, depth=2)
+    found = list(measure_all([str(tmp_path)], [setting], DIRECTIONS, region_bytes=MIB, seconds=0.01))
+    assert [type(one) for one in found] == [Failure]
+    assert "what was read back is not what was written" in str(found)
+
+
+def test_rounds_take_turns(tmp_path: Path) -> None:
+    settings = [Setting(engine=engine, block_bytes=64 * KIB, depth=1) for engine in ("posix", "memory")]
+    found = list(measure_all([str(tmp_path)], settings, ["write"], region_bytes=MIB, seconds=0.001, rounds=2))
+    assert [one.setting.engine for one in found] == ["posix", "memory", "posix", "memory"]
+
+
+def test_a_disk_that_fails_ends_the_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transfer, calls = PosixEngine._transfer_once, [0]
+
+    def failing(self: PosixEngine, kind: IoKind, view: memoryview, offset: int) -> int:
+        calls[0] += 1
+        if calls[0] > 200:
+            raise OSError(errno.EIO, "broken")
+        return transfer(self, kind, view, offset)
+
+    monkeypatch.setattr(PosixEngine, "_transfer_once", failing)
+    arguments = ["bench", "--path", str(tmp_path), "--engine", "posix", *TINY, "--seconds", "1000"]
+    result = runner.invoke(app, arguments, env=WIDE)
+    assert result.exit_code == 1
+    assert "broken" in result.output
+    assert open_files(tmp_path) == []
+
+
+def open_files(folder: Path) -> list[str]:
+    """What this process holds open in a folder, named or not, and what the folder shows."""
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except OSError:
+            continue
+    return [link for link in links if link.startswith(str(folder))] + [file.name for file in folder.iterdir()]
+
+
+def test_an_interrupt_gives_everything_back(tmp_path: Path) -> None:
+    def interrupted(over: threading.Event) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch, Rig([str(tmp_path)], "posix", 2, 64 * KIB, 2 * MIB) as rig:
+        patch.setattr(bench_run, "compute_until", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rig.measure("write", 60.0, busy=True)
+    assert open_files(tmp_path) == []
+    assert not any(thread.name.startswith("actoffload-posix") for thread in threading.enumerate())
+
+
+# -- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_json_and_nothing_else(tmp_path: Path) -> None:
+    arguments = ["bench", "--json", "-", "--path", str(tmp_path), "--engine", "posix", "--engine", "memory", *TINY]
+    result = runner.invoke(app, [*arguments, "--step-time", "2", "--saved-bytes", "1GiB"], env=WIDE)
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert [(one["setting"]["engine"], one["setting"]["block_bytes"]) for one in facts["rates"]] == [
+        ("posix", 64 * KIB),
+        ("posix", MIB),
+        ("memory", 64 * KIB),
+        ("memory", MIB),
+    ]
+    assert all(one[way] > 0 for one in facts["rates"] for way in (*DIRECTIONS, "sustained"))
+    assert len(facts["samples"]) == 12
+    best, training = facts["best"], facts["training"]
+    assert best["sustained"] == min(best[way] for way in DIRECTIONS)
+    assert training["hidden_bytes"] == pytest.approx(best["sustained"])  # of a step of two seconds
+    assert training["saved_bytes"] == 1 << 30
+    assert open_files(tmp_path) == []
+
+
+def test_for_a_person_and_into_a_file(tmp_path: Path) -> None:
+    spool, file = tmp_path / "spool", tmp_path / "x.json"
+    spool.mkdir()
+    arguments = ["bench", "--path", str(spool), "--engine", "posix", "--json", str(file), "--busy", *TINY]
+    result = runner.invoke(app, arguments, env=WIDE)
+    assert result.exit_code == 0, result.output
+    for text in ("posix", "64.0 KiB", "write", "read", "mixed", "Best: posix", "A step of 1 s hides"):
+        assert text in result.output
+    assert json.loads(file.read_text(encoding="utf-8"))["best"]["setting"]["engine"] == "posix"
+    assert open_files(spool) == []
+
+
+def test_every_disk_engine_is_the_default() -> None:
+    from actoffload.cli.bench import DEPTHS, SIZES, settings_of
+
+    settings = settings_of(None, None, None)
+    assert {one.engine for one in settings} == set(engines.ENGINES) - {"memory"}
+    assert len(settings) == (len(engines.ENGINES) - 1) * len(SIZES) * len(DEPTHS)
+    assert len(settings_of(["posix", "posix"], ["1MiB"], [2])) == 1
+
+
+class _Absent(MemoryEngine):
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise EngineUnavailableError("engine='aiofiles': install the package [aiofiles]")
+
+
+def test_an_engine_that_cannot_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(engines._CLASSES, "aiofiles", _Absent)
+    arguments = ["bench", "--path", str(tmp_path), "--engine", "aiofiles", *TINY]
+    alone = runner.invoke(app, arguments, env=WIDE)
+    assert alone.exit_code == 1
+    assert alone.output.count("aiofiles was not measured: engine='aiofiles': install the package [aiofiles]") == 1
+    beside = runner.invoke(app, [*arguments, "--engine", "posix"], env=WIDE)
+    assert beside.exit_code == 0
+    assert "aiofiles was not measured" in beside.output
+    assert "Best: posix" in beside.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--engine", "tape"], "engine='tape'"),
+        (["--size", "1000"], "size=1000: give a multiple of 4096"),
+        (["--size", "lots"], "size='lots'"),
+        (["--size", "16MiB", "--region", "8MiB"], "size=16777216: is larger than the 8.0 MiB"),
+        (["--region", "0"], "region=0"),
+        (["--step-time", "-1"], "step_time=-1.0"),
+        (["--saved-bytes", "0"], "saved_bytes=0"),
+        (["--depth", "0"], "depth"),
+        (["--path", "/no/such/folder"], "/no/such/folder"),
+    ],
+)
+def test_bad_options_end_with_2_and_say_why(arguments: list[str], message: str, tmp_path: Path) -> None:
+    where = [] if "--path" in arguments else ["--path", str(tmp_path)]
+    result = runner.invoke(app, ["bench", *where, *arguments], env=WIDE)
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+
+
+def test_too_little_room_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_run, "Spool", None)
+    result = runner.invoke(app, ["bench", "--path", str(tmp_path), "--region", "100000TiB"], env=WIDE)
+    assert result.exit_code == 1
+    assert "too little room: the measurement needs 100000.0 TiB" in result.output
+    assert str(tmp_path) in result.output
+
+
+def test_directories_on_one_disk_share_its_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    real = os.statvfs(tmp_path)
+    blocks = (RESERVE_BYTES + 6 * MIB) // real.f_frsize
+    little = os.statvfs_result((*real[:4], blocks, *real[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda _: little)
+    bench_run.check_room([str(folders[0])], 6 * MIB)
+    bench_run.check_room([str(folder) for folder in folders], 6 * MIB)
+    with pytest.raises(OSError, match="too little room"):
+        bench_run.check_room([str(folder) for folder in folders], 8 * MIB)
+
+
+def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
+    spool, file = tmp_path / "spool", tmp_path / "x.json"
+    spool.mkdir()
+    arguments = ["--path", str(spool), "--engine", "posix", "--size", "64KiB", "--region", "8MiB", "--seconds", "100"]
+    command = [sys.executable, "-m", "actoffload.cli", "bench", "--json", str(file), *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not list(open_by(process.pid, spool)):
+            assert time.monotonic() < deadline, "it never opened its file"
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _out, err = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "Traceback" not in err
+    assert list(spool.iterdir()) == []
+    assert not file.exists()
+
+
+def open_by(pid: int, folder: Path) -> list[str]:
+    links = []
+    try:
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
+    except OSError:
+        pass
+    return [link for link in links if link.startswith(str(folder))]

@@ -1,0 +1,341 @@
+"""The GPUDirect Storage engine on a stand-in of ``kvikio`` and ``cupy`` whose device memory is host memory."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import importlib.machinery
+import os
+import sys
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actoffload import paths
+from actoffload.engines import create_engine
+from actoffload.engines import gds as gds_module
+from actoffload.engines.base import IoKind, IoRequest, SpoolFile, StorageEngine
+from actoffload.engines.gds import PAGE_BYTES, GdsEngine, why_compat
+from actoffload.errors import EngineUnavailableError, StorageReadError, StorageWriteError
+from actoffload.testing.engine_suite import BLOCK, WAIT_S, Memory, StorageEngineTests, peek_file, random_bytes
+
+Transfer = Callable[[int, int, int, int], int]  # descriptor, address, bytes, offset
+
+
+def really_write(fd: int, address: int, nbytes: int, offset: int) -> int:
+    return os.pwrite(fd, ctypes.string_at(address, nbytes), offset)
+
+
+def really_read(fd: int, address: int, nbytes: int, offset: int) -> int:
+    data = os.pread(fd, nbytes, offset)
+    ctypes.memmove(address, data, len(data))
+    return len(data)
+
+
+class Future:
+    """What a transfer of ``kvikio`` returns: it runs, and fails, when it is asked."""
+
+    def __init__(self, run: Callable[[], int]) -> None:
+        self.get = run
+
+
+class CuFile:
+    """``kvikio.CuFile`` with two descriptors, as the real one."""
+
+    def __init__(self, kvikio: StandIn, path: str, flags: str) -> None:
+        assert flags == "r+"
+        if kvikio.open_error is not None:
+            raise kvikio.open_error
+        self._kvikio = kvikio
+        self._fds = [os.open(path, os.O_RDWR) for _ in range(2)]
+        kvikio.opened.append(self)
+
+    def fileno(self) -> int:
+        return self._fds[0]
+
+    def close(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
+
+    @property
+    def closed(self) -> bool:
+        return not self._fds
+
+    def pread(self, buf: Any, size: int, file_offset: int) -> Future:
+        return self._transfer(self._kvikio.read, buf, size, file_offset)
+
+    def pwrite(self, buf: Any, size: int, file_offset: int) -> Future:
+        return self._transfer(self._kvikio.write, buf, size, file_offset)
+
+    def _transfer(self, transfer: Transfer, buf: Any, size: int, file_offset: int) -> Future:
+        seen = buf.__cuda_array_interface__
+        assert (seen["shape"], seen["typestr"], seen["strides"]) == ((size,), "|u1", None)
+        return Future(lambda: transfer(self._fds[0], seen["data"][0], size, file_offset))
+
+
+class StandIn(types.ModuleType):
+    """The parts of ``kvikio`` that the engine uses."""
+
+    def __init__(self) -> None:
+        super().__init__("kvikio")
+        self.__spec__ = importlib.machinery.ModuleSpec("kvikio", None)
+        self.open_error: Exception | None = None
+        self.opened: list[CuFile] = []
+        self.read: Transfer = really_read
+        self.write: Transfer = really_write
+        self.settings = {"num_threads": 1}
+        self.prefers_compat = False
+        self.gds_available = True
+
+    def submodules(self) -> Iterator[types.ModuleType]:
+        """Those that ``import kvikio`` alone does not bring."""
+        defaults, driver = types.ModuleType("kvikio.defaults"), types.ModuleType("kvikio.cufile_driver")
+        vars(defaults).update(
+            get=self.settings.__getitem__,
+            set=self.settings.__setitem__,
+            is_compat_mode_preferred=lambda: self.prefers_compat,
+        )
+        vars(driver).update(get=lambda name: {"is_gds_available": self.gds_available}[name])
+        yield from (defaults, driver)
+
+    def CuFile(self, path: str, flags: str) -> CuFile:
+        return CuFile(self, path, flags)
+
+
+class DeviceMemory:
+    """``cupy.cuda.MemoryPointer``."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._memory = ctypes.create_string_buffer(nbytes)
+        self.ptr = ctypes.addressof(self._memory)
+
+    def copy_from_host(self, source: ctypes.c_void_p, nbytes: int) -> None:
+        ctypes.memmove(self.ptr, source, nbytes)
+
+    def copy_to_host(self, target: ctypes.c_void_p, nbytes: int) -> None:
+        ctypes.memmove(target, self.ptr, nbytes)
+
+
+@pytest.fixture
+def kvikio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """A machine with a device, cuFile and the kernel module."""
+    kvikio, cupy = StandIn(), types.ModuleType("cupy")
+    vars(cupy).update(cuda=types.SimpleNamespace(alloc=DeviceMemory))
+    for module in (kvikio, *kvikio.submodules(), cupy):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(gds_module, "_KERNEL_MODULE", tmp_path)
+    return kvikio
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[SpoolFile]:
+    file = paths.open_arena(str(tmp_path))
+    yield file
+    os.close(file.fd)
+
+
+@pytest.fixture
+def engine(file: SpoolFile, kvikio: StandIn) -> Iterator[GdsEngine]:
+    engine = GdsEngine(file, threads=1)
+    yield engine
+    engine.abort()
+
+
+def move(engine: StorageEngine, kind: IoKind, memory: Memory) -> IoRequest:
+    request = IoRequest(kind, memory.address, memory.nbytes, 0)
+    engine.submit(request)
+    assert request.wait(WAIT_S)
+    return request
+
+
+class TestGdsOnAStandIn(StorageEngineTests):
+    @pytest.fixture(autouse=True)
+    def with_the_stand_in(self, kvikio: StandIn) -> None:
+        pass
+
+    def make_engine(self, file: SpoolFile, threads: int | None = None) -> StorageEngine:
+        return GdsEngine(file, threads=threads)
+
+
+class TestGdsShortOnAStandIn(TestGdsOnAStandIn):
+    @pytest.fixture(autouse=True)
+    def at_most_a_block(self, kvikio: StandIn) -> None:
+        kvikio.read = lambda fd, address, nbytes, offset: really_read(fd, address, min(nbytes, BLOCK), offset)
+        kvikio.write = lambda fd, address, nbytes, offset: really_write(fd, address, min(nbytes, BLOCK), offset)
+
+
+def test_it_is_tried_with_device_memory_and_leaves_no_trace(file: SpoolFile, kvikio: StandIn) -> None:
+    os.ftruncate(file.fd, BLOCK + 512)
+    tried: list[tuple[str, int, int]] = []
+
+    def noting(name: str, transfer: Transfer) -> Transfer:
+        def run(fd: int, address: int, nbytes: int, offset: int) -> int:
+            tried.append((name, nbytes, offset))
+            return transfer(fd, address, nbytes, offset)
+
+        return run
+
+    kvikio.read, kvikio.write = noting("read", really_read), noting("write", really_write)
+    engine = create_engine("gds", file)
+    assert tried == [("write", 64 << 10, 2 * PAGE_BYTES), ("read", 64 << 10, 2 * PAGE_BYTES)]
+    assert os.fstat(file.fd).st_size == BLOCK + 512
+    assert engine.written_bytes == engine.read_bytes == 0
+    assert engine.capabilities.direct == file.direct
+    assert engine.capabilities.alignment == PAGE_BYTES
+    assert engine.remark == "GPUDirect Storage, past host memory"
+    assert kvikio.settings["num_threads"] == engine.capabilities.threads > 1
+    engine.close()
+    engine.close()
+    assert [each.closed for each in kvikio.opened] == [True]
+
+
+def test_a_larger_thread_pool_is_left_alone(file: SpoolFile, kvikio: StandIn) -> None:
+    kvikio.settings["num_threads"] = 64
+    GdsEngine(file, threads=2).close()
+    assert kvikio.settings["num_threads"] == 64
+
+
+@pytest.mark.parametrize("cause", ["module", "preferred", "cufile", "silent"])
+def test_compatibility_mode_is_said_and_never_called_direct(
+    file: SpoolFile, kvikio: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: str
+) -> None:
+    assert why_compat() == ""
+    kvikio.prefers_compat = cause == "preferred"
+    kvikio.gds_available = cause != "cufile"
+    if cause == "module":
+        monkeypatch.setattr(gds_module, "_KERNEL_MODULE", tmp_path / "absent")
+    if cause == "silent":
+        monkeypatch.setattr(sys.modules["kvikio.cufile_driver"], "get", lambda name: 1 / 0)
+    found = {
+        "module": "the kernel module nvidia-fs is not loaded",
+        "preferred": "kvikio prefers it here (KVIKIO_COMPAT_MODE, or no cuFile)",
+        "cufile": "cuFile says that GPUDirect Storage is not available",
+        "silent": "cuFile does not answer: division by zero",
+    }
+    assert why_compat() == found[cause]
+    engine = GdsEngine(file)
+    assert engine.remark == f"compatibility mode, through host memory: {found[cause]}"
+    assert not engine.capabilities.direct
+    source, target = Memory(BLOCK, fill=3), Memory(BLOCK)
+    assert move(engine, IoKind.WRITE, source).error is None
+    assert move(engine, IoKind.READ, target).error is None
+    assert target.data == source.data == peek_file(file, 0, BLOCK)
+    engine.close()
+
+
+def wrong_bytes(fd: int, address: int, nbytes: int, offset: int) -> int:
+    found = really_read(fd, address, nbytes, offset)
+    ctypes.memset(address + nbytes - 1, 0x55, 1)
+    return found
+
+
+def failing(fd: int, address: int, nbytes: int, offset: int) -> int:
+    raise RuntimeError("cuFile error at: cufile.cpp:123: CU_FILE_IO_ERROR\nmore lines")
+
+
+@pytest.mark.parametrize(
+    ("way", "transfer", "reason"),
+    [
+        ("read", wrong_bytes, "the trial read back other bytes than it wrote"),
+        ("read", lambda *_: 0, "the trial read failed: .*the file ends"),
+        ("write", lambda fd, address, nbytes, offset: nbytes, "the trial read failed: .*the file ends"),
+        ("write", failing, r"the trial write failed: .*CU_FILE_IO_ERROR \(EIO\)"),
+    ],
+)
+def test_a_trial_that_goes_wrong_makes_it_unavailable(
+    file: SpoolFile, kvikio: StandIn, way: str, transfer: Transfer, reason: str
+) -> None:
+    setattr(kvikio, way, transfer)
+    with pytest.raises(EngineUnavailableError, match=reason):
+        create_engine("gds", file)
+    assert [each.closed for each in kvikio.opened] == [True]
+    assert os.fstat(file.fd).st_size == 0
+
+
+@pytest.mark.parametrize("missing", ["kvikio", "cupy"])
+def test_without_its_packages_it_says_what_to_install(
+    file: SpoolFile, kvikio: StandIn, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    monkeypatch.setitem(sys.modules, missing, None)
+    with pytest.raises(EngineUnavailableError, match=rf"cannot import {missing} .*actoffload\[gds\]"):
+        create_engine("gds", file)
+    assert all(each.closed for each in kvikio.opened)
+
+
+def test_without_a_driver_or_a_device_it_says_so(file: SpoolFile, kvikio: StandIn) -> None:
+    def no_device(nbytes: int) -> DeviceMemory:
+        raise RuntimeError("cudaErrorInsufficientDriver: no driver\nmore lines")
+
+    sys.modules["cupy"].cuda.alloc = no_device
+    with pytest.raises(EngineUnavailableError, match=r"no device memory to try it with: cudaError\w+: no driver; use"):
+        create_engine("gds", file)
+    kvikio.open_error = RuntimeError("libcuda.so.1: cannot open shared object file")
+    with pytest.raises(EngineUnavailableError, match=r"kvikio does not open a file: libcuda"):
+        create_engine("gds", file)
+    assert [each.closed for each in kvikio.opened] == [True]
+
+
+def test_a_file_that_cannot_be_opened_again_is_refused(file: SpoolFile, kvikio: StandIn) -> None:
+    once = SpoolFile(file.fd, file.path, file.direct, file.alignment)
+    with pytest.raises(EngineUnavailableError, match="second time"):
+        create_engine("gds", once)
+
+
+@pytest.mark.parametrize(("kind", "cls"), [(IoKind.READ, StorageReadError), (IoKind.WRITE, StorageWriteError)])
+def test_an_error_of_a_transfer_names_place_and_cause(
+    engine: GdsEngine, file: SpoolFile, kvikio: StandIn, kind: IoKind, cls: type[OSError]
+) -> None:
+    kvikio.read = kvikio.write = failing
+    error = move(engine, kind, Memory(BLOCK)).error
+    assert isinstance(error, cls)
+    assert (error.errno, error.filename) == (errno.EIO, file.path)
+    assert "CU_FILE_IO_ERROR" in str(error)
+    assert "more lines" not in str(error)
+
+
+def test_an_errno_is_kept(engine: GdsEngine, kvikio: StandIn) -> None:
+    def full(fd: int, address: int, nbytes: int, offset: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    kvikio.write = full
+    error = move(engine, IoKind.WRITE, Memory(BLOCK)).error
+    assert isinstance(error, StorageWriteError)
+    assert error.errno == errno.ENOSPC
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_closes_both_descriptors_and_no_other(engine: GdsEngine, file: SpoolFile) -> None:
+    inode = os.fstat(file.fd).st_ino
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            engine.after_fork_in_child()
+            found = [
+                os.stat(f"/proc/self/fd/{fd}").st_ino
+                for fd in os.listdir("/proc/self/fd")
+                if int(fd) > 2 and os.path.exists(f"/proc/self/fd/{fd}")
+            ]
+            status = 0 if found.count(inode) == 1 and os.fstat(file.fd) else 2  # the spool closes its own
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    source = Memory(BLOCK)
+    source.data = random_bytes(BLOCK, 5)
+    assert move(engine, IoKind.WRITE, source).error is None
+
+
+def test_the_real_one_works_or_says_why_not(file: SpoolFile) -> None:
+    try:
+        engine = create_engine("gds", file)
+    except EngineUnavailableError as exc:
+        pytest.skip(str(exc))
+    assert engine.remark
+    source, target = Memory(BLOCK, fill=9), Memory(BLOCK)
+    assert move(engine, IoKind.WRITE, source).error is None
+    assert move(engine, IoKind.READ, target).error is None
+    assert target.data == source.data
+    engine.close()

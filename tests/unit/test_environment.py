@@ -1,0 +1,105 @@
+"""What measurements share: the commit of the checkout alone, workers whose failures are results, whole files."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from actoffload.report.environment import (
+    Processors,
+    commit_of,
+    describe_environment,
+    run_worker,
+    stream_worker,
+    write_json,
+)
+
+
+def _git(folder: Path, *arguments: str) -> None:
+    identity = ["-c", "user.name=x", "-c", "user.email=x@example.org"]
+    subprocess.run(["git", *identity, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def test_the_commit_is_that_of_a_checkout_of_this_project(tmp_path: Path) -> None:
+    assert commit_of(tmp_path) is None
+    _git(tmp_path, "init")
+    (tmp_path / "README").write_text("somebody else's")
+    _git(tmp_path, "add", ".")
+    _git(tmp_path, "commit", "-m", "x")
+    (tmp_path / "actoffload").mkdir()
+    (tmp_path / "actoffload" / "version.py").write_text("1")
+    assert commit_of(tmp_path) is None, "installed into somebody else's repository"
+    _git(tmp_path, "add", ".")
+    _git(tmp_path, "commit", "-m", "y")
+    commit = commit_of(tmp_path)
+    assert commit is not None
+    assert len(commit) == 12
+    (tmp_path / "README").write_text("of no matter")
+    assert commit_of(tmp_path) == commit
+    (tmp_path / "actoffload" / "version.py").write_text("2")
+    assert commit_of(tmp_path) == f"{commit}+changes"
+
+
+def test_the_environment_says_how_busy_the_machine_is() -> None:
+    facts = describe_environment()
+    assert len(facts["load_average"]) == 3
+    assert 0 <= facts["cpu_busy_share"] <= 1
+    assert isinstance(facts["busy"], bool)
+
+
+def _worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> str:
+    (tmp_path / "a_worker.py").write_text(f"import json, sys, time\nspec = json.loads(sys.argv[1])\n{script}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return "a_worker"
+
+
+def test_a_workers_last_object_is_its_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "print('noise'); print(json.dumps({'no': 1})); print(json.dumps(spec)); print('more noise')"
+    result = run_worker(_worker(tmp_path, monkeypatch, script), {"a": 1}, limit_s=60)
+    assert 0 <= result.pop("others_cpu_share") <= 1
+    assert result == {"a": 1}
+
+
+def test_a_workers_own_time_is_not_that_of_others() -> None:
+    before = Processors(busy_s=100.0, children_s=1.0, clock_s=10.0, cores=2)
+    after = Processors(busy_s=103.0, children_s=3.5, clock_s=15.0, cores=2)
+    assert after.others_since(before) == pytest.approx(0.5 / 10)
+    assert before.others_since(before) == 0.0
+    now = Processors.now()
+    assert now.cores >= 1
+    assert now.busy_s >= now.children_s
+
+
+def test_a_stream_yields_each_object_and_then_the_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = "print(json.dumps(spec)); print('noise'); print('{\"b\": 2}', flush=True); raise SystemExit('a bad day')"
+    said = list(stream_worker(_worker(tmp_path, monkeypatch, script), {"a": 1}, limit_s=60))
+    assert said == [{"a": 1}, {"b": 2}, {"error": "status 1: a bad day", "oom": False}]
+    assert "a bad day" in capfd.readouterr().err
+
+
+def test_a_stream_is_stopped_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = _worker(tmp_path, monkeypatch, "print('{\"a\": 1}', flush=True)\ntime.sleep(600)")
+    assert list(stream_worker(name, {}, limit_s=5)) == [{"a": 1}, {"error": "stopped after 5 s", "oom": False}]
+
+
+def test_who_stops_listening_stops_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = _worker(tmp_path, monkeypatch, "print('{\"a\": 1}', flush=True)\ntime.sleep(600)")
+    stream = stream_worker(name, {}, limit_s=600)
+    assert next(stream) == {"a": 1}
+    begin_s = time.monotonic()
+    stream.close()
+    assert time.monotonic() - begin_s < 300
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    write_json(file, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(file, {"a": object()})
+    assert file.read_text(encoding="utf-8") == '{\n "a": 1\n}\n'
+    assert [found.name for found in tmp_path.iterdir()] == ["x.json"]
