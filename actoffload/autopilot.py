@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
@@ -12,7 +11,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from .agreement import Agreement, joined
 from .assembly import Tiers
 from .config import OffloadConfig
 from .errors import BudgetError
@@ -38,8 +36,6 @@ REVIEW_STEPS = 5
 REVIEW_GROWTH = 2
 MAX_PLANS = 12
 """After so many plans the last one stays: what the steps show does not settle."""
-AGREE_STEPS = 8
-"""Ranks that agree look at what the others said so many steps after they spoke themselves."""
 WAIT_SHARE = 0.02
 """Without a budget a plan expects no waits; where they take more than this share of a step it trusted its links."""
 TRUST_LESS = 0.8
@@ -98,10 +94,6 @@ class Autopilot:
         self._gave_up = False
         self._review_steps = REVIEW_STEPS
         self._known_rates: dict[tuple[str, str], float] = {}
-        self._due: tuple[Profile, Observed, str] | None = None
-        self._talk: Agreement | None = None
-        self._talked = self._agreed = False
-        self._index = self._decided_at = 0
 
     def between_steps(self) -> None:
         """A step has ended and the next one begins with the forward that follows.
@@ -114,9 +106,6 @@ class Autopilot:
         try:
             with self._core.lock:
                 self._finish_step()
-            self._agree()  # without the lock: it talks over the network
-            with self._core.lock:
-                self._plan_if_due()
                 self._begin_step()
         except BudgetError:
             raise
@@ -155,7 +144,6 @@ class Autopilot:
         began_s, packed_s, unpacked_s, tensors = self._began
         if accounts.packed_tensors == tensors and not self._recorder.finished:
             return  # a pass without gradients
-        self._index += 1
         observed = Observed(
             step_s=max(1e-9, now() - began_s),
             forward_wait_s=accounts.pack_wait_s - packed_s,
@@ -171,16 +159,16 @@ class Autopilot:
         if not self._recorder.useful:
             return  # a forward without a backward: the next one
         device = next(iter(self._tiers.movers), "cpu")
-        profile = self._recorder.profile(wait=self._must_agree, device=device)
+        profile = self._recorder.profile(device=device)
         if profile is None:
             return  # the device has not come to the end of that step: asked again before the next one
         profile = replace(profile, **self._links(), prefetch_bytes=self._prefetch.window.nbytes)
         self._steps += 1
         if self._keeping:
             self._keeping = self._placement.keep_all = False
-            self._due = replace(profile, keep_step_s=observed.step_s), observed, "first plan"
+            self._make_plan(replace(profile, keep_step_s=observed.step_s), observed, "first plan")
         elif self._steps > WARM_UP and not self._try_keeping(profile):
-            self._due = profile, observed, "first plan"
+            self._make_plan(profile, observed, "first plan")
 
     def _try_keeping(self, profile: Profile) -> bool:
         """Begin a step with nothing moved: only that shows what moving costs, and only ``max_slowdown`` asks for it."""
@@ -195,8 +183,7 @@ class Autopilot:
     def _review(self, observed: Observed) -> None:
         assert self.plan is not None, "there is a plan to look at"
         assert self.profile is not None, "a plan was made from a profile"
-        alone = self._must_agree and self.recompute.names  # what was agreed on stays
-        if not alone and self._placement.mismatched_bytes > SHAPES_CHANGED * max(1, self.profile.saved_bytes):
+        if self._placement.mismatched_bytes > SHAPES_CHANGED * max(1, self.profile.saved_bytes):
             self._start_over("the forward saved other sizes than the plan was made for")
             return
         self._observed.append(observed)
@@ -207,7 +194,7 @@ class Autopilot:
         profile, reason = (self._judged if self._bounded else self._watched)(self.profile, self.plan, self.seen)
         if reason:
             self._review_steps *= REVIEW_GROWTH
-            self._due = profile, self.seen, reason
+            self._make_plan(profile, self.seen, reason)
 
     def _judged(self, profile: Profile, plan: Plan, seen: Observed) -> tuple[Profile, str]:
         """Where the user has set a bound: the step as a whole counts, and what moving costs the compute."""
@@ -235,55 +222,13 @@ class Autopilot:
                     return profile.with_links(host=corrected.host, disk=corrected.disk), text
         return profile, ""
 
-    # -- several ranks ------------------------------------------------------------------------------------------------
-
-    @property
-    def _must_agree(self) -> bool:
-        """Whether ranks must agree on what is recomputed: a block that communicates runs again on all or on none."""
-        return self._config.recompute and self._bounded and _several_ranks()
-
-    def _agree(self) -> None:
-        """Have the ranks make one plan from one profile; without that, and until then, none of them recomputes."""
-        if not self._must_agree:
-            return
-        if self._talk is not None and self._index >= self._decided_at:
-            self._decide(self._talk)
-        elif self._due is not None and not self._talked:
-            self._talked = True
-            self._talk = Agreement.of_the_default_group()
-            if self._talk is not None:
-                self._decided_at = self._index + AGREE_STEPS
-                self._talk.say(json.dumps([self._index, self._due[0].to_json()]))
-        elif self.recompute.names:
-            self._due = None  # a rank that corrects a plan does so alone: what was agreed stays as it is
-
-    def _decide(self, talk: Agreement) -> None:
-        self._talk = None
-        words = [json.loads(text) for text in talk.outcome() or ()]
-        profiles = [Profile.from_json(text) for _, text in words]
-        shared = joined(profiles, [index for index, _ in words], dist.get_rank()) if words else None
-        self._agreed = shared is not None
-        if shared is None:
-            self.history.append("the ranks did not come to one profile: none of them recomputes")
-        else:
-            self._due = shared, self.seen or Observed(step_s=shared.step_s), "the ranks agreed on one profile"
-
     # -- plans --------------------------------------------------------------------------------------------------------
-
-    def _plan_if_due(self) -> None:
-        if self._due is not None:
-            due, self._due = self._due, None
-            self._make_plan(*due)
-            self._agreed = False  # on this one plan
 
     def _make_plan(self, profile: Profile, observed: Observed, reason: str) -> None:
         budget = self._limits.device_budget
         try:
             plan = self._planner.plan(profile, self._limits)
         except BudgetError as error:
-            if self._talk is not None:  # recomputing may do it, when the ranks have agreed
-                self.history.append(f"no plan yet: {error}")
-                return
             if budget is None or observed.peak_bytes is None or observed.peak_bytes > budget:
                 raise
             self.history.append(f"no plan: {error}")  # but the last step did keep it: go on as it was
@@ -324,7 +269,7 @@ class Autopilot:
             nvme_budget=None if config.nvme_budget is None else config.size("nvme_budget", 0),
             max_slowdown=config.max_slowdown,
             tiers=tiers,
-            recompute=config.recompute and self._bounded and (self._agreed or not _several_ranks()),
+            recompute=config.recompute and self._bounded and not _several_ranks(),
         )
 
     # -- what is measured ---------------------------------------------------------------------------------------------

@@ -115,16 +115,18 @@ class BlockWatch(Hooking):
             return  # nobody listens, or a recomputation
         if not hasattr(self._local, "running"):
             self._local.running = []
-        self._local.running.append((name, module, _versions(module)))
-        tensors = (leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        given = [(tensor, tensor._version) for tensor in tensors]
+        self._local.running.append((name, module, _versions(module), given))
         self._listener.block_began(name, tuple(tensor for tensor in tensors if tensor.requires_grad))
 
     def leave(self, module: nn.Module) -> None:
         """It has ended."""
-        running: list[tuple[str, nn.Module, int]] = getattr(self._local, "running", [])
+        running: list[tuple[str, nn.Module, int, list[tuple[Tensor, int]]]] = getattr(self._local, "running", [])
         if running and running[-1][1] is module:
-            name, _, versions = running.pop()
-            repeatable = _versions(module) == versions and not why_not_recomputed(module)
+            name, _, versions, given = running.pop()
+            unchanged = all(tensor._version == version for tensor, version in given)
+            repeatable = unchanged and _versions(module) == versions and not why_not_recomputed(module)
             self._listener.block_ended(name, repeatable=repeatable)
 
 

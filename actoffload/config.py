@@ -106,8 +106,8 @@ class OffloadConfig:
     without ``device_budget`` as good as not at all; with it, whatever the budget costs."""
     recompute: bool = True
     """With ``policy="auto"``, ``model=`` and ``device_budget`` or ``max_slowdown``: let the plan run blocks of the
-    model under ``torch.utils.checkpoint`` where that is cheaper than moving what they save. Several
-    ranks agree on it, as a block that communicates must run again on all of them or on none."""
+    model under ``torch.utils.checkpoint`` where that is cheaper than moving what they save. Not with several
+    ranks, which would have to agree on it: a block that communicates must run again on all of them or on none."""
     include: str | Sequence[str] | None = None
     """Glob patterns of module names; only tensors saved inside a matching module move. Needs ``model=``."""
     exclude: str | Sequence[str] | None = None

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import errno
 import threading
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from .engines.base import IoKind, IoRequest, Latch, StorageEngine, report_uncaught
 from .engines.process_memory import crc32
+from .engines.queued import memory_view
 from .errors import ChecksumError, OffloaderClosedError
 
 
@@ -214,7 +216,7 @@ class Transfer:
 
     def _check(self, request: IoRequest, index: int, path: str) -> ChecksumError | None:
         expected = self.extent._checksums[index]
-        found = crc32(request.address, request.length)
+        found = zlib.crc32(memory_view(request.address, request.length))
         if expected is None or found == expected:
             return None
         where = f"{request.length} bytes at offset {request.offset}"

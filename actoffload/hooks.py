@@ -168,7 +168,7 @@ class Offloader(Storer):
             field = "include" if self.config.include else "exclude"
             raise ConfigError(field, getattr(self.config, field), "needs model= to know the modules' names")
         self._learn()
-        if self._autopilot is not None and self.core.accounts.live_records == 0:
+        if self._autopilot is not None and self.nothing_is_alive():
             self._autopilot.between_steps()
         entry = _Entry(self)
         stack = self._stack()

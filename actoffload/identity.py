@@ -86,7 +86,12 @@ def own_counter(tensor: Tensor) -> tuple[Counter, ...]:
     if "torch.distributed.tensor" not in sys.modules or not (dist.is_available() and dist.is_initialized()):
         return ()
     base = tensor._base
-    return () if base is None or base.requires_grad else (Counter(torch.empty(0), 0),)
+    if base is None:
+        return ()
+    # A view that was made inside of a Function, as `to_local` makes it, says so.
+    autograd = torch._C._autograd
+    plain = base.requires_grad and autograd._get_creation_meta(tensor) == autograd.CreationMeta.DEFAULT
+    return () if plain else (Counter(torch.empty(0), 0),)
 
 
 class _Entry(NamedTuple, Generic[R]):

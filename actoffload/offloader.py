@@ -21,8 +21,8 @@ from .events import EventKind, now, open_sink
 from .identity import Counter, IdentityMap, ModuleOwners, StorageSet, live_modules
 from .phases import Phases
 from .placement import Placement
-from .planner import Plan, PlanEntry
-from .policy import Decision, KeepReason
+from .planner import Plan, decided
+from .policy import KeepReason
 from .prefetch import Prefetch
 from .record import Record, State
 from .recorder import Recorder, SavedStorage
@@ -53,8 +53,7 @@ class Storer:
         self.core = Core(config, open_sink(config.trace))
         self.notes = StorageSet()
         self.owners = ModuleOwners()
-        self.closed = False
-        self.forked = False
+        self.closed = self.forked = False
         self._began_s = now()
         self._identities: IdentityMap[Record] = IdentityMap()
         self._dropped: deque[tuple[Record, int]] = deque()
@@ -159,8 +158,8 @@ class Storer:
         tape.decisions.append((record.nbytes, reason, record.module))
 
     def _make_room(self, mover: Mover) -> None:
-        following = self._following_bytes
-        self.core.accounts.pack_wait_s += mover.make_room(self.core.largest_bytes if following is None else following)
+        following = self.core.largest_bytes if self._following_bytes is None else self._following_bytes
+        self.core.accounts.pack_wait_s += mover.make_room(following)
 
     def kept(self, reason: KeepReason, nbytes: int, activation: bool, device: str) -> SavedStorage | None:
         """Count a tensor that stays without a record; what is returned goes to `drop_kept` when it dies."""
@@ -175,7 +174,11 @@ class Storer:
             accounts.saved(nbytes)
             accounts.came(nbytes)
             if reason is not KeepReason.IN_BACKWARD and device in self._movers:
-                self._make_room(self._movers[device])
+                try:
+                    self._make_room(self._movers[device])
+                except BaseException:  # an interrupt: no handle will count it down
+                    self._kept_gone.append(nbytes)
+                    raise
             return self.recorder.kept(nbytes, reason)
 
     def why_unfit(self, tensor: Tensor, nbytes: int) -> KeepReason | None:
@@ -217,7 +220,7 @@ class Storer:
             first = record.state
             near = record.near
             since_s = now()
-            if not near:
+            if not near and not record.counted:
                 mover.make_room(record.nbytes)
             storage = self._fetch_now(record, mover)
             if not near:
@@ -280,6 +283,12 @@ class Storer:
             if last:  # closing joins threads, and this may be one of them
                 threading.Thread(target=self._shut, kwargs={"wait": True}, name="actoffload-close", daemon=True).start()
 
+    def nothing_is_alive(self) -> bool:
+        """Whether no record is, those of handles that died just now counted out."""
+        with self.core.lock:
+            self._drain()
+            return self.core.accounts.live_records == 0
+
     def _drain(self) -> None:
         accounts = self.core.accounts
         while self._kept_gone:
@@ -332,10 +341,7 @@ class Storer:
             return
         self.closed = True
         self.synchronize()
-        with self.core.lock:
-            self._drain()
-            idle = self.core.accounts.live_records == 0
-        if idle:
+        if self.nothing_is_alive():
             self._shut(wait=True)
 
     def abort(self) -> None:
@@ -384,15 +390,4 @@ class Storer:
     @property
     def plan(self) -> Plan:
         """What was decided in the last forward, as data; given as ``policy=``, it is followed."""
-        return Plan(
-            tuple(
-                PlanEntry(
-                    index=index,
-                    nbytes=nbytes,
-                    action=(Decision.OFFLOAD if reason is None else Decision.KEEP).value,
-                    reason=reason.value if reason is not None else "",
-                    module=module,
-                )
-                for index, (nbytes, reason, module) in enumerate(self._decisions)
-            )
-        )
+        return decided(self._decisions)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, asdict, dataclass, fields
 from typing import Any
 
 from .errors import ConfigError
-from .policy import Decision, TensorFacts
+from .policy import Decision, KeepReason, TensorFacts
 
 TIERS = ("", "host", "nvme")
 """Where a planned storage may go; empty leaves it to the offloader."""
@@ -127,3 +128,19 @@ def _differ(a: PlanEntry | None, b: PlanEntry | None) -> bool:
     if a is None or b is None or (a.action, a.nbytes) != (b.action, b.nbytes):
         return True
     return bool(a.tier and b.tier and a.tier != b.tier)
+
+
+def decided(decisions: Iterable[tuple[int, KeepReason | None, str | None]]) -> Plan:
+    """What was decided in one forward as a plan: bytes, why it stays (None: it moves) and module, in order."""
+    return Plan(
+        tuple(
+            PlanEntry(
+                index=index,
+                nbytes=nbytes,
+                action=(Decision.OFFLOAD if reason is None else Decision.KEEP).value,
+                reason=reason.value if reason is not None else "",
+                module=module,
+            )
+            for index, (nbytes, reason, module) in enumerate(decisions)
+        )
+    )

@@ -89,6 +89,9 @@ class Checkpointed:
         self.active = True
         self._meter = meter
 
+    def __reduce__(self) -> Any:  # a copy of the module, or a pickled one, is as it was before us
+        return _itself, (self.forward,)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.active or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
@@ -103,6 +106,10 @@ class Checkpointed:
 
         # Hooks around a checkpoint see the tensors that it is given by position, and no others.
         return checkpoint(run, *leaves, use_reentrant=False)
+
+
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
 
 
 class _Counted:

@@ -146,6 +146,8 @@ class Mover(ABC):
         budget = self.core.device_budget
         if budget is None or self.core.accounts.resident_bytes + nbytes <= budget:
             return 0.0
+        if self.core.inert or self.capturing():  # nothing may be ordered then
+            return 0.0
         since_s = now()
         self.wait_for_room(nbytes, budget)
         return now() - since_s

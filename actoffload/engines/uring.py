@@ -27,6 +27,8 @@ WINDOW_BYTES = 64 << 20
 """Bytes of them in one direction, where there is more than one: what is started cannot be taken back."""
 PREPARED_BYTES = 8 << 20
 """Bytes of those that are started and still wait for their ``before``, likewise."""
+_BROKEN = frozenset({errno.EBADF, errno.EBADFD, errno.ENXIO, errno.EOPNOTSUPP})
+"""Errors of a ring that takes nothing any more."""
 _BROKEN_PAUSE_S = 0.001
 _WAKE = 0  # the tag of the read that ends when there is work; transfers count from 1
 
@@ -170,7 +172,10 @@ class UringEngine(QueuedEngine):
         add(tag, request.address + done, request.length - done, cursor.offset)
 
     def _landed(self, tag: int, result: int) -> None:
-        request, cursor = self._flights.pop(tag)
+        flight = self._flights.pop(tag, None)
+        if flight is None:
+            return  # it failed with the ring before
+        request, cursor = flight
         error: BaseException | None = None
         try:
             if result < 0:
@@ -186,9 +191,13 @@ class UringEngine(QueuedEngine):
         self._finish(request, error)
 
     def _all_failed(self, error: OSError) -> None:
-        """The ring itself is broken (somebody closed its descriptor): nothing hangs, every request fails."""
-        for tag in tuple(self._flights):
-            self._landed(tag, -(error.errno or errno.EIO))
+        """The ring itself is broken (somebody closed its descriptor): nothing hangs, every request fails.
+
+        Any other error is one of the moment: what the kernel has may still touch the memory, so it is asked again.
+        """
+        if error.errno in _BROKEN:
+            for tag in tuple(self._flights):
+                self._landed(tag, -(error.errno or errno.EIO))
         time.sleep(_BROKEN_PAUSE_S)
 
     def _finish(self, request: IoRequest, error: BaseException | None) -> None:

@@ -121,6 +121,7 @@ def test_dtensors_and_collectives_come_back_as_they_were(found: tuple[Runs, list
         ("stale_twin", False),
         ("stale_view", False),
         ("stale_view_of_data", False),
+        ("stale_local", False),
         ("twice_differentiated", False),
         ("changed_after_unpack", True),
         ("gathered_weight_changed", True),

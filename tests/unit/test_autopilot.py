@@ -203,7 +203,6 @@ def test_a_planner_that_is_too_strict_is_not_believed(make_offloader: MakeOffloa
 def _review(pilot: Autopilot, steps: int = 1, **seen: Any) -> None:
     for _ in range(steps):
         pilot._review(replace(Observed(step_s=1.0, peak_bytes=0), **seen))
-        pilot._plan_if_due()
 
 
 def test_waits_make_the_next_plan_trust_the_links_less(make_offloader: MakeOffloader) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from actoffload.blocks import BlockWatch, find_blocks, why_not_recomputed
 from actoffload.recompute import Checkpointed, Recompute
+from actoffload.recompute_meter import RecomputeMeter
 from actoffload.testing.gpt import GPT, GPTConfig
 from tests.harness import MakeOffloader, assert_same_gradients, gradients
 
@@ -237,3 +238,37 @@ def test_a_model_under_a_plan_can_be_copied_and_pickled() -> None:
     buffer = io.BytesIO()
     torch.save(twin.state_dict(), buffer)
     assert len(buffer.getvalue()) > 0
+
+
+class _InPlace(nn.Module):
+    """A block that changes what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x.add_(1)))
+
+
+def test_a_block_that_changes_its_input_is_not_run_twice() -> None:
+    listener = _Heard()
+    watch = BlockWatch(listener)
+    blocks = nn.ModuleList([_InPlace(), _InPlace()])
+    watch.watch(blocks)
+    with torch.no_grad():
+        blocks[0](torch.zeros(2, 8))
+    assert listener.words[-1] == "-0!"
+
+
+def test_a_model_can_be_copied_and_pickled_while_recomputed_blocks_are_counted(make_offloader: MakeOffloader) -> None:
+    model = _Model()
+    plain = _step(model)
+    offloader = make_offloader()
+    recompute = Recompute(RecomputeMeter(offloader.core, (), offloader.notes))
+    recompute.follow({"layers.a": model.layers["a"]}, ["layers.a"])
+    twin, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    recompute.undo()
+    nn.init.zeros_(model.get_parameter("layers.a.linear.weight"))
+    assert_same_gradients(_step(twin), plain)
+    assert_same_gradients(_step(loaded), plain)

@@ -179,3 +179,22 @@ def test_parameters_and_inputs_are_not_counted(make_offloader: MakeOffloader) ->
     assert meter.is_static(weight.t())
     assert meter.is_static(noted[1:])
     assert not meter.is_static(torch.ones(4))
+
+
+def test_no_room_is_made_where_nothing_may_be_ordered(
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """During graph capture and after abort()."""
+    offloader = make_offloader(device_budget=1000)
+    (mover,) = offloader.tiers.movers.values()
+    asked: list[int] = []
+    monkeypatch.setattr(mover, "wait_for_room", lambda nbytes, limit: asked.append(nbytes))
+    mover.make_room(2000)
+    assert asked == [2000]
+    with monkeypatch.context() as capture:
+        capture.setattr(mover, "capturing", lambda: True)
+        mover.make_room(2000)
+    offloader.core.inert = True
+    mover.make_room(2000)
+    offloader.core.inert = False
+    assert asked == [2000]

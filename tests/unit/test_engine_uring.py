@@ -369,3 +369,23 @@ def test_in_a_container_that_forbids_it_auto_says_so_and_goes_on(tmp_path: Path)
     assert found.stdout.startswith("posix ")
     assert "not uring" in found.stdout
     assert "seccomp" in found.stdout
+
+
+def test_an_error_of_the_moment_neither_ends_the_reaper_nor_loses_a_request(
+    engine: UringEngine, file: SpoolFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = engine._ring.enter, [0]
+
+    def enter() -> None:
+        calls[0] += 1
+        if calls[0] % 3 == 0:
+            raise OSError(errno.ENOMEM, "no memory just now")
+        real()
+
+    monkeypatch.setattr(engine._ring, "enter", enter)
+    for _ in range(8):
+        request = move(engine, IoKind.WRITE, Memory(BLOCK))
+        assert request.state is RequestState.DONE
+        assert request.error is None
+    assert calls[0] >= 3
+    assert all(thread.is_alive() for thread in engine._threads)

@@ -175,6 +175,24 @@ def stale_view(core: Offloader | None, *, with_gradient: bool = True) -> str:
     return outcome
 
 
+def stale_local(core: Offloader | None) -> str:
+    """The same with a DTensor made of an activation, whose local tensor is a view of that."""
+    mesh = distributed().device_mesh
+    x = torch.ones(SIZE, SIZE, requires_grad=True) * 2
+    weights = [torch.ones(SIZE * SIZE, requires_grad=True) for _ in range(2)]
+    with core or contextlib.nullcontext():
+        made: Any = DTensor.from_local(x, mesh, [Shard(0)])
+        unused = (made.to_local().view(-1) * weights[0]).sum()
+        if core is not None:
+            core.synchronize()
+        with torch.no_grad():
+            made.mul_(3)
+        result = made.to_local().view(-1) * weights[1]
+    outcome = _outcome(result, weights[1])
+    del unused
+    return outcome
+
+
 def stale_view_of_data(core: Offloader | None) -> str:
     """The same where the DTensor wants no gradient."""
     return stale_view(core, with_gradient=False)
@@ -228,6 +246,7 @@ PROGRAMS = (
     stale_twin,
     stale_view,
     stale_view_of_data,
+    stale_local,
     twice_differentiated,
     changed_after_unpack,
     gathered_weight_changed,
