@@ -41,6 +41,7 @@ class Place:
     def make(self, path: Path, options: dict[str, Any], accelerator: Accelerator | None = None) -> Offloader:
         """An offloader that moves everything that may move."""
         fields: dict[str, Any] = {"path": path, "min_bytes": 0, "keep_last_bytes": 0, "allow_any_filesystem": True}
+        fields["policy"] = "greedy"  # a plan would let small models stay
         config = OffloadConfig(**(fields | self.options | options))
         return Offloader(config, accelerator=accelerator)
 
