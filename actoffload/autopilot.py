@@ -158,8 +158,7 @@ class Autopilot:
     def _recorded(self, observed: Observed) -> None:
         if not self._recorder.useful:
             return  # a forward without a backward: the next one
-        device = next(iter(self._tiers.movers), "cpu")
-        profile = self._recorder.profile(device=device)
+        profile = self._recorder.profile(device=next(iter(self._tiers.movers), "cpu"))
         if profile is None:
             return  # the device has not come to the end of that step: asked again before the next one
         profile = replace(profile, **self._links(), prefetch_bytes=self._prefetch.window.nbytes)

@@ -144,9 +144,10 @@ class Storer:
         if reason is None:
             reason = mover.begin(record)
         self.core.largest_bytes = max(self.core.largest_bytes, record.nbytes)
-        # Whether this one stays or not, room for the next: it exists before it is saved.
-        self._following_bytes = self._placement.following_bytes(record)
-        self._make_room(mover)
+        if self.core.device_budget is not None:
+            # Whether this one stays or not, room for the next: it exists before it is saved.
+            self._following_bytes = self._placement.following_bytes(record)
+            self._make_room(mover)
         if reason is None:
             self.core.accounts.moved_bytes += record.nbytes
         else:
@@ -173,7 +174,7 @@ class Storer:
                 return None
             accounts.saved(nbytes)
             accounts.came(nbytes)
-            if reason is not KeepReason.IN_BACKWARD and device in self._movers:
+            if self.core.device_budget is not None and reason is not KeepReason.IN_BACKWARD and device in self._movers:
                 try:
                     self._make_room(self._movers[device])
                 except BaseException:  # an interrupt: no handle will count it down

@@ -74,8 +74,8 @@ class Placement:
         """What the forward saves after this record, as far as a plan says; None: no plan knows."""
         if self._plan is None or self._plan.entry(record.index, record.nbytes) is None:
             return None
-        following = self._plan.entries[record.index + 1 :][:1]
-        return following[0].nbytes if following else 0
+        following = record.index + 1
+        return self._plan.entries[following].nbytes if following < len(self._plan.entries) else 0
 
     def _is_last(self, tape: Tape[Record]) -> bool:
         """Whether the newest record of a tape is among the last, and its backward follows at once."""

@@ -207,15 +207,14 @@ class Recorder:
         """Whether the step that was recorded reached backward."""
         return bool(self._in_backward)
 
-    def profile(self, *, wait: bool = False, **facts: Any) -> Profile | None:
+    def profile(self, **facts: Any) -> Profile | None:
         """The step as a profile; None while the device has not come to its end.
 
         Args:
-            wait: for the device, so that there is one.
             facts: fields of `Profile` that are known elsewhere: the links, the device, the prefetch window.
         """
         self.finish()
-        if not self.stopwatch.end(wait=wait):
+        if not self.stopwatch.end():
             return None
         blocks, renumbered = self._recomputable()
         storages = tuple(self._storage(entry, renumbered) for entry in self._saved)

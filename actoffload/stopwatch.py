@@ -27,8 +27,8 @@ class Stopwatch(ABC):
         """This moment, as the work given to the device so far defines it."""
 
     @abstractmethod
-    def end(self, *, wait: bool = False) -> bool:
-        """Whether every stamp so far can be told in seconds; if not, ask again later, or ``wait`` for it."""
+    def end(self) -> bool:
+        """Whether every stamp so far can be told in seconds; if not, ask again later."""
 
     @abstractmethod
     def seconds(self, stamp: Stamp) -> float:
@@ -49,7 +49,7 @@ class HostStopwatch(Stopwatch):
     def stamp(self) -> Stamp:
         return self._compute_s() - self._origin_s
 
-    def end(self, *, wait: bool = False) -> bool:
+    def end(self) -> bool:
         return True
 
     def seconds(self, stamp: Stamp) -> float:
@@ -112,12 +112,9 @@ class DeviceStopwatch(Stopwatch):
         seconds = sum(self._device.seconds_between(begin, end) for _, begin, end in copies)
         return sum(nbytes for nbytes, _, _ in copies) / seconds if seconds > 0 else None
 
-    def end(self, *, wait: bool = False) -> bool:
+    def end(self) -> bool:
         self.running = False
         stamps = [self._last, *(end for _, end in self._waits)]
-        for stamp in stamps if wait else ():
-            if stamp is not None:
-                self._device.synchronize(stamp)
         return all(stamp is None or self._device.done(stamp) for stamp in stamps)
 
     def seconds(self, stamp: Stamp) -> float:

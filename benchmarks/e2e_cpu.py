@@ -43,11 +43,9 @@ def cases(tiny: bool) -> dict[str, dict[str, Any]]:
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write the result files; 1 when a sample failed or a bound does not hold."""
-    options = _parse(arguments)
-    chosen = {name: case for name, case in cases(options.tiny).items() if not options.cases or name in options.cases}
-    common = {
+def shared(options: argparse.Namespace) -> dict[str, Any]:
+    """What `benchmarks.worker` is told of every sample on the CPU."""
+    return {
         "threads": THREADS,
         "device": "cpu",
         "dtype": "float32",
@@ -57,6 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "optimizer": True,
     }
 
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, write the result files; 1 when a sample failed or a bound does not hold."""
+    options = _parse(arguments)
+    chosen = {name: case for name, case in cases(options.tiny).items() if not options.cases or name in options.cases}
+    common = shared(options)
+
     def measure(name: str) -> harness.Sample:
         case, mode = name.split("/")
         more = {"options": {"min_bytes": 0}} if options.tiny and mode == OFFLOAD else {}
@@ -64,12 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name}: {found.get('error') or line(found)}", flush=True)
         return found
 
-    payload: dict[str, Any] = {
-        "benchmark": "e2e_cpu",
-        "command": harness.command_line("benchmarks.e2e_cpu", arguments),
-        "environment": harness.environment() | {"torch_threads": THREADS},
-        "configuration": {"cases": chosen, **common, "path": None},
-    }
+    payload = harness.head("e2e_cpu", arguments, {"cases": chosen, **common, "path": None}, threads=THREADS)
     samples = harness.interleave([f"{case}/{mode}" for case in chosen for mode in MODES], options.rounds, measure)
     payload["samples"] = samples
     target = harness.results_folder(keep=not options.tiny) / f"e2e_cpu_{harness.stamp()}.json"

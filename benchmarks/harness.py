@@ -119,6 +119,31 @@ def stamp() -> str:
     return time.strftime("%Y-%m-%d", time.gmtime())
 
 
+def head(benchmark: str, arguments: Sequence[str] | None, configuration: dict[str, Any], *, threads: int) -> Sample:
+    """What every result begins with: the benchmark, the command, the environment and the configuration."""
+    return {
+        "benchmark": benchmark,
+        "command": command_line(f"benchmarks.{benchmark}", arguments),
+        "environment": environment() | {"torch_threads": threads},
+        "configuration": configuration,
+    }
+
+
+def publish(
+    name: str, payload: Sample, summarise: Callable[[Any], dict[str, Any]], render: Callable[[Any], str]
+) -> int:
+    """Write ``payload``, with its summary as a table where no sample failed; 1 when one did."""
+    failed = any("error" in sample for taken in payload["samples"].values() for sample in taken)
+    target = results_folder() / f"{name}_{stamp()}.json"
+    if not failed:
+        payload["summary"] = summarise(payload["samples"])
+        table = render(payload["summary"])
+        print(f"{table}\nFrom `benchmarks/results/{target.name}`.")
+        target.with_suffix(".md").write_text(table, encoding="utf-8")
+    write_results(target, payload)
+    return 1 if failed else 0
+
+
 def command_line(module: str, arguments: Sequence[str] | None) -> str:
     """The command that repeats this run; None stands for this process's arguments. ``DIR`` stands for other folders."""
     given = sys.argv[1:] if arguments is None else arguments

@@ -9,10 +9,8 @@ saved bytes that left the process's peak RSS.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
 from benchmarks import harness
 from benchmarks.modes import WARM_UP
@@ -50,22 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return sample
 
     samples = harness.interleave(MODES, options.rounds, measure)
-    failed = any("error" in sample for mode in MODES for sample in samples[mode])
-    payload: dict[str, Any] = {
-        "benchmark": "memory_cpu",
-        "command": harness.command_line("benchmarks.memory_cpu", sys.argv[1:] if arguments is None else arguments),
-        "environment": harness.environment() | {"torch_threads": THREADS},
-        "configuration": {"gpt": GPT, "batch": BATCH, "threads": THREADS, "steps": options.steps},
-        "samples": samples,
-    }
-    target = harness.results_folder() / f"memory_cpu_gpt8x512_{harness.stamp()}.json"
-    if not failed:
-        payload["summary"] = summarise(samples)
-        table = render(payload["summary"])
-        print(f"{table}\nFrom `benchmarks/results/{target.name}`.")
-        target.with_suffix(".md").write_text(table, encoding="utf-8")
-    harness.write_results(target, payload)
-    return 1 if failed else 0
+    configuration = {"gpt": GPT, "batch": BATCH, "threads": THREADS, "steps": options.steps}
+    payload = harness.head("memory_cpu", arguments, configuration, threads=THREADS) | {"samples": samples}
+    return harness.publish("memory_cpu_gpt8x512", payload, summarise, render)
 
 
 def summarise(samples: dict[str, list[harness.Sample]]) -> dict[str, float]:

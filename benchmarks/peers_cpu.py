@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks import e2e_cpu, harness
-from benchmarks.modes import MODES, WARM_UP
+from benchmarks.modes import MODES
 
 NAMES = ("keep", "default", "all", "recompute", "save_on_cpu", "torch.save", "aio_handle")
 OURS = "default"
@@ -31,15 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--path", help="directory of the spool, for every mode that writes")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes: only to see that it runs")
     options = parser.parse_args(arguments)
-    common = e2e_cpu.cases(options.tiny)[e2e_cpu.HEAD] | {
-        "threads": e2e_cpu.THREADS,
-        "device": "cpu",
-        "dtype": "float32",
-        "steps": options.steps,
-        "warm_up": WARM_UP,
-        "path": options.path,
-        "optimizer": True,
-    }
+    common = e2e_cpu.cases(options.tiny)[e2e_cpu.HEAD] | e2e_cpu.shared(options)
 
     def measure(name: str) -> harness.Sample:
         more = {"options": {"min_bytes": 0}} if options.tiny else {}
@@ -47,12 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{name}: {found.get('error') or e2e_cpu.line(found)}", flush=True)
         return found
 
-    payload: dict[str, Any] = {
-        "benchmark": "peers_cpu",
-        "command": harness.command_line("benchmarks.peers_cpu", arguments),
-        "environment": harness.environment() | {"torch_threads": e2e_cpu.THREADS},
-        "configuration": common | {"path": None},
-    }
+    payload = harness.head("peers_cpu", arguments, common | {"path": None}, threads=e2e_cpu.THREADS)
     samples = harness.interleave(NAMES, options.rounds, measure)
     payload["samples"] = samples
     failed = harness.failures(samples)

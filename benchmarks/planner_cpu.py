@@ -75,23 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return sample
 
     samples = harness.interleave(tuple(chosen), options.rounds, measure)
-    failed = any("error" in sample for taken in samples.values() for sample in taken)
-    payload: dict[str, Any] = {
-        "benchmark": "planner_cpu",
-        "command": harness.command_line("benchmarks.planner_cpu", sys.argv[1:] if arguments is None else arguments),
-        "environment": harness.environment() | {"torch_threads": THREADS},
-        "configuration": {"gpt": GPT, "batch": BATCH, "threads": THREADS, "warm_up": WARM_UP, "steps": options.steps},
-        "disk": disk,
-        "samples": samples,
-    }
-    target = harness.results_folder() / f"planner_cpu_{harness.stamp()}.json"
-    if not failed:
-        payload["summary"] = summarise(samples)
-        table = render(payload["summary"])
-        print(f"{table}\nFrom `benchmarks/results/{target.name}`.")
-        target.with_suffix(".md").write_text(table, encoding="utf-8")
-    harness.write_results(target, payload)
-    return 1 if failed else 0
+    configuration = {"gpt": GPT, "batch": BATCH, "threads": THREADS, "warm_up": WARM_UP, "steps": options.steps}
+    payload = harness.head("planner_cpu", arguments, configuration, threads=THREADS)
+    payload |= {"disk": disk, "samples": samples}
+    return harness.publish("planner_cpu", payload, summarise, render)
 
 
 def summarise(samples: dict[str, list[harness.Sample]]) -> dict[str, dict[str, Any]]:

@@ -16,9 +16,19 @@ from actoffload.policy import Decision, TensorFacts
 from actoffload.recompute import Recompute
 from actoffload.recompute_meter import RecomputeMeter
 from actoffload.record import State
+from actoffload.testing.fakedevice import FakeDevice
 from actoffload.testing.faults import GateEngine, SlowEngine
 from actoffload.tiers import Mover
-from tests.harness import Chain, MakeOffloader, assert_same_gradients, batch, gradients, same_bits
+from tests.harness import (
+    Chain,
+    MakeOffloader,
+    assert_empty,
+    assert_same_gradients,
+    batch,
+    gradients,
+    only_engine,
+    same_bits,
+)
 
 RECORD_BYTES = 64 << 10
 LAYERS = 12
@@ -31,6 +41,13 @@ def _plan(stays: str) -> Plan:
     return Plan(tuple(PlanEntry(index=i, nbytes=RECORD_BYTES, action=actions[c]) for i, c in enumerate(stays)))
 
 
+def _waves(x: Tensor) -> Tensor:
+    h = x
+    for _ in range(LAYERS):
+        h = (h * 1.0001).sin()
+    return h.sum()
+
+
 def _run(path: Path, plan: Plan, budget_records: int) -> tuple[int, bool]:
     """The peak of one step in records, and whether the gradient is right."""
     options: dict[str, Any] = {"target": "nvme", "path": str(path), "engine": SLOW, "min_bytes": 0}
@@ -38,16 +55,10 @@ def _run(path: Path, plan: Plan, budget_records: int) -> tuple[int, bool]:
     offloader = Offloader(config)
     x = torch.linspace(-1, 1, RECORD_BYTES // 4).requires_grad_()
 
-    def forward() -> Tensor:
-        h = x
-        for _ in range(LAYERS):
-            h = (h * 1.0001).sin()
-        return h.sum()
-
     try:
-        (expected,) = torch.autograd.grad(forward(), x)
+        (expected,) = torch.autograd.grad(_waves(x), x)
         with offloader:
-            loss = forward()
+            loss = _waves(x)
         (found,) = torch.autograd.grad(loss, x)
         statistics = offloader.statistics()
         assert statistics.live_records == 0
@@ -75,6 +86,45 @@ def test_without_the_wait_for_kept_ones_the_budget_is_exceeded(tmp_path: Path, m
 def test_a_plan_says_how_much_room_is_needed_next(tmp_path: Path) -> None:
     """Kept up to the budget: only the last one of the plan may take the last of it, and nothing waits for more."""
     assert _run(tmp_path, _plan("k" * LAYERS), LAYERS) == (LAYERS, True)
+
+
+@pytest.mark.parametrize("target", ["host", "nvme"])
+def test_on_a_device_kept_ones_make_the_compute_stream_wait_for_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: Any
+) -> None:
+    """In stream order: memory is reused only after the copies that read it; the simulated device tells if not."""
+
+    def peak() -> int:
+        device = FakeDevice("lazy")  # no copy is done before it is waited for
+        config = OffloadConfig(
+            target=target,
+            path=str(tmp_path),
+            min_bytes=0,
+            debug=True,
+            policy=_plan(KEEPS_LATE),
+            device_budget=7 * RECORD_BYTES,
+            pending_bytes="1GiB",  # the window alone would let everything stay
+        )
+        offloader = Offloader(config, accelerator=device)
+        x = torch.linspace(-1, 1, RECORD_BYTES // 4).requires_grad_()
+        try:
+            with device:
+                (expected,) = torch.autograd.grad(_waves(x), x)
+                with offloader:
+                    loss = _waves(x)
+                (found,) = torch.autograd.grad(loss, x)
+            device.finish()
+            assert same_bits(found, expected)
+            assert not device.violations
+            statistics = offloader.statistics()
+            assert statistics.live_records == 0
+            return statistics.resident_peak_bytes
+        finally:
+            offloader.abort()
+
+    assert peak() <= 7 * RECORD_BYTES
+    monkeypatch.setattr(Mover, "make_room", lambda self, nbytes: 0.0)
+    assert peak() > 7 * RECORD_BYTES
 
 
 @pytest.mark.parametrize(("reserved", "states"), [(0, {State.RESIDENT}), (1 << 20, {State.SPILLING})])
@@ -198,3 +248,60 @@ def test_no_room_is_made_where_nothing_may_be_ordered(
     mover.make_room(2000)
     offloader.core.inert = False
     assert asked == [2000]
+
+
+def test_an_interrupt_while_a_small_tensor_waits_leaves_the_counts_right(
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offloader = make_offloader(device_budget="1MiB", min_bytes="1KiB")
+
+    def interrupted(self: Mover, nbytes: int) -> float:
+        raise KeyboardInterrupt
+
+    x = torch.ones(8, requires_grad=True)
+    monkeypatch.setattr(Mover, "make_room", interrupted)
+    with pytest.raises(KeyboardInterrupt), offloader:
+        (x * 1.0).sin()
+    monkeypatch.undo()
+    assert_empty(offloader)
+
+
+def test_a_read_under_way_is_not_counted_twice(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has its room since it began: backward must not wait for writes to make it once more."""
+    offloader = make_offloader(device_budget="1MiB", engine=GateEngine)
+    x = torch.ones(1024, requires_grad=True)
+    with offloader:
+        tape = offloader._tape()
+        y: Any = (x * 1.0).sin()
+    gate = only_engine(offloader)
+    gate.open()
+    offloader.synchronize()
+    gate.shut()
+    (record,) = tape.records
+    assert record is not None
+    with offloader.core.lock:
+        offloader.tiers.movers["cpu"].bring(record, urgent=False)
+    assert (record.state, record.counted) == (State.FETCHING, True)
+    asked: list[int] = []
+
+    def make_room(self: Mover, nbytes: int) -> float:
+        asked.append(nbytes)
+        return 0.0
+
+    monkeypatch.setattr(Mover, "make_room", make_room)
+    gate.open()
+    _value = y.grad_fn._saved_self
+    assert asked == []
+
+
+def test_the_room_that_is_needed_next_is_what_the_plan_says(make_offloader: MakeOffloader) -> None:
+    sizes = (4096, 8192)
+    plan = Plan(tuple(PlanEntry(index=i, nbytes=n, action="keep") for i, n in enumerate(sizes)))
+    offloader = make_offloader(policy=plan, device_budget="1MiB")
+    seen: list[int | None] = []
+    kept: list[Tensor] = []
+    with offloader:
+        for nbytes in (*sizes, 16384):
+            kept.append((torch.ones(nbytes // 4, requires_grad=True) * 1.0).sin())
+            seen.append(offloader._following_bytes)
+    assert seen == [8192, 0, None]  # then nothing, as far as the plan knows; then what it does not know

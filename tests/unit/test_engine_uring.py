@@ -389,3 +389,9 @@ def test_an_error_of_the_moment_neither_ends_the_reaper_nor_loses_a_request(
         assert request.error is None
     assert calls[0] >= 3
     assert all(thread.is_alive() for thread in engine._threads)
+
+
+def test_a_completion_that_comes_after_its_request_has_failed_is_nobodys(engine: UringEngine) -> None:
+    """The ring broke, its requests failed, and the kernel ends one of them all the same."""
+    engine._landed(1 << 40, BLOCK)
+    assert move(engine, IoKind.WRITE, Memory(BLOCK)).state is RequestState.DONE

@@ -35,7 +35,7 @@ class _Counter(Stopwatch):
         self.count += 1
         return self.count
 
-    def end(self, *, wait: bool = False) -> bool:
+    def end(self) -> bool:
         return self.ready
 
     def seconds(self, stamp: Stamp) -> float:
@@ -228,18 +228,6 @@ def test_waits_of_the_compute_stream_are_no_compute_time() -> None:
     assert stopwatch.end()
     assert stopwatch.seconds(first) == 1.0
     assert stopwatch.seconds(last) == 3.0
-
-
-def test_who_needs_the_times_at_once_waits_for_the_device() -> None:
-    device = FakeDevice("lazy")
-    stopwatch = DeviceStopwatch(device)
-    stopwatch.begin()
-    device.before_kernel()
-    device.advance(1.0)
-    last = stopwatch.stamp()
-    assert not stopwatch.end()
-    assert stopwatch.end(wait=True)
-    assert stopwatch.seconds(last) == 1.0
 
 
 def test_a_step_on_the_simulated_device_is_timed_without_its_stalls(tmp_path: Any) -> None:
