@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
+from . import cpu_allocator
 from .cpu_tier import CpuMover
 from .device import Accelerator, accelerator_for, default_device_types
 from .device_tier import DeviceMover
@@ -79,12 +80,17 @@ class Tiers:
         devices[0].transfers.stopwatch = stopwatch
         return stopwatch
 
+    def begin_step(self) -> None:
+        """A forward begins: CPU memory that was idle for long goes back to the system."""
+        cpu_allocator.next_epoch()
+
     def close(self, *, wait: bool) -> None:
-        """Close the spool and unpin host memory; without ``wait`` what is queued is cancelled."""
+        """Close the spool, unpin host memory, give idle memory back; without ``wait`` what is queued is cancelled."""
         if self.spool is not None:
             (self.spool.close if wait else self.spool.abort)()
         for pool in self.pools:
             pool.close()
+        cpu_allocator.give_back()
 
     def after_fork_in_child(self) -> None:
         """Give up what belongs to the parent."""
@@ -120,8 +126,8 @@ class Tiers:
         return self.spool
 
     def _cpu_mover(self) -> Mover:
-        if self.core.config.tune_malloc:
-            fix_mmap_threshold()
+        if self.core.config.tune_malloc and cpu_allocator.install():
+            fix_mmap_threshold()  # for want of better: what is freed goes back at once, and is paid for page by page
         pool = HostPool(self._host_budget(staging=False), slab_bytes=16 << 20, poison=self.core.config.debug)
         self.pools.append(pool)
         return CpuMover(self.core, self._open_spool(), pool)

@@ -173,6 +173,7 @@ class Offloader(Storer):
         entry = _Entry(self)
         stack = self._stack()
         stack.append(entry)
+        self.tiers.begin_step()
         with self.core.lock:
             self.core.accounts.steps += 1
         entry.hooks.__enter__()
