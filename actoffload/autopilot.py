@@ -238,7 +238,8 @@ class Autopilot:
         self._observed.clear()
         self._core.reserved_bytes = _largest_recomputation(profile, plan)
         self._placement.follow(plan)
-        self._prefetch.window.follow(plan.prefetch_bytes)
+        # A plan that names no window was made for the profile's.
+        self._prefetch.window.follow(plan.prefetch_bytes or profile.prefetch_bytes)
         for mover in self._tiers.movers.values():
             mover.expect_pending(plan.pending_bytes)
         self.recompute.follow(self._blocks, plan.recompute)
@@ -249,6 +250,7 @@ class Autopilot:
         self.plan = None
         self._observed.clear()
         self._placement.follow(None)
+        self._prefetch.window.start_over()
         self._core.reserved_bytes = 0
         self.recompute.undo()
 

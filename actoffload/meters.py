@@ -6,11 +6,17 @@ ENOUGH_BYTES = 32 << 20
 """A rate is believed once so many bytes went through a full link."""
 
 
+Mark = tuple[float, float]
+"""How much the link had done when a transfer began: in all, and while it was full."""
+
+
 class RateMeter:
     """Bytes per second of one direction of a link, seen from the transfers that begin and end on it.
 
-    What matters is the rate with the link full: ``depth`` transfers or more under way. Until enough was seen of that,
-    the rate while anything was under way stands for it, which can only be too low.
+    What matters is the rate with the link full: ``depth`` transfers or more under way. A transfer that was under way
+    both with a full link and without counts for each in proportion, as if those under way at a time shared the link
+    evenly. Until enough was seen of a full link, the rate while anything was under way stands for it, which can only
+    be too low.
 
     Args:
         depth: how many transfers fill the link.
@@ -20,18 +26,24 @@ class RateMeter:
         self._depth = depth
         self._count = 0
         self._since_s = 0.0
-        self._bytes = [0, 0]
+        self._share = [0.0, 0.0]
+        """Seconds of a transfer's even share of the link, one that is under way all the time: not full, full."""
+        self._bytes = [0.0, 0.0]
         self._seconds = [0.0, 0.0]
 
-    def began(self, time_s: float) -> None:
-        """A transfer began."""
+    def began(self, time_s: float) -> Mark:
+        """A transfer began; what `ended` wants to know of it."""
         self._pass(time_s)
         self._count += 1
+        return self._share[0], self._share[1]
 
-    def ended(self, nbytes: int, time_s: float) -> None:
-        """A transfer of ``nbytes`` ended; 0 when it failed or was cancelled."""
+    def ended(self, nbytes: int, time_s: float, mark: Mark) -> None:
+        """A transfer of ``nbytes`` ended, 0 when it failed or was cancelled; ``mark`` is what `began` returned."""
         self._pass(time_s)
-        self._bytes[self._full] += nbytes
+        alone, full = (now - before for now, before in zip(self._share, mark, strict=True))
+        part = full / (alone + full) if alone + full > 0 else float(self._full)
+        self._bytes[1] += nbytes * part
+        self._bytes[0] += nbytes * (1 - part)
         self._count -= 1
 
     @property
@@ -51,7 +63,7 @@ class RateMeter:
 
     def restart(self) -> None:
         """Forget what was seen; what is under way stays under way."""
-        self._bytes, self._seconds = [0, 0], [0.0, 0.0]
+        self._bytes, self._seconds = [0.0, 0.0], [0.0, 0.0]
 
     @property
     def _full(self) -> bool:
@@ -59,5 +71,7 @@ class RateMeter:
 
     def _pass(self, time_s: float) -> None:
         if self._count:
-            self._seconds[self._full] += max(0.0, time_s - self._since_s)
+            seconds = max(0.0, time_s - self._since_s)
+            self._seconds[self._full] += seconds
+            self._share[self._full] += seconds / self._count
         self._since_s = time_s

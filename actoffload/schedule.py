@@ -43,22 +43,33 @@ class LearnedOrders:
 
 
 class Window:
-    """How many bytes to fetch ahead of backward. It grows when backward had to wait, if the user did not fix it."""
+    """How many bytes to fetch ahead of backward.
+
+    It grows when backward had to wait, unless the user fixed it or a plan is followed: the plan weighed what waits for
+    what a wider window holds in memory, and is made anew where there are more waits than it expected.
+    """
 
     def __init__(self, first_bytes: int, *, fixed: bool = False) -> None:
         self.nbytes = first_bytes
+        self._first_bytes = first_bytes
         self._fixed = fixed
-        self._limit = first_bytes if fixed else first_bytes * GROWTH_LIMIT
+        self._planned = False
 
-    def follow(self, nbytes: int | None) -> None:
-        """Fetch so many bytes ahead, as a plan says; None: go on from here. Does nothing where the user fixed it."""
-        if nbytes is not None and not self._fixed:
+    def follow(self, nbytes: int) -> None:
+        """Fetch so many bytes ahead from now on, as a plan says. Does nothing where the user fixed it."""
+        if not self._fixed:
             self.nbytes = nbytes
-            self._limit = max(self._limit, nbytes)
+            self._planned = True
+
+    def start_over(self) -> None:
+        """There is no plan any more: begin with the first size again, and grow."""
+        self.nbytes = self._first_bytes
+        self._planned = False
 
     def waited(self) -> None:
         """Backward had to wait for a fetch that the window had not begun in time."""
-        self.nbytes = min(self._limit, int(self.nbytes * GROWTH))
+        if not self._fixed and not self._planned:
+            self.nbytes = min(self._first_bytes * GROWTH_LIMIT, int(self.nbytes * GROWTH))
 
 
 class Tape(Generic[R]):

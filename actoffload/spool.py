@@ -24,7 +24,7 @@ from .engines.base import IoKind, IoRequest, SpoolFile, StorageEngine
 from .errors import ConfigError, SpoolFullError, StateError
 from .events import now
 from .extent_io import Extent, Transfer, closed_error
-from .meters import RateMeter
+from .meters import Mark, RateMeter
 
 _POISON_BYTE = b"\xff"
 _POISON_WAIT_S = 30.0
@@ -79,7 +79,7 @@ class Spool:
         self._closed = False
         self._inert = False
         self._inbox: deque[Extent | Transfer] = deque()
-        self._live: set[Transfer] = set()
+        self._live: dict[Transfer, Mark] = {}
         self.meters = {IoKind.WRITE: RateMeter(), IoKind.READ: RateMeter()}
         self._verify = verify
         self._to_poison: list[Extent] = []
@@ -309,8 +309,7 @@ class Spool:
             extent._busy += 1
             if transfer.kind is IoKind.WRITE:
                 extent._writing, extent._valid_bytes = True, 0
-            self._live.add(transfer)
-            self.meters[transfer.kind].began(now())
+            self._live[transfer] = self.meters[transfer.kind].began(now())
         transfer.start()
         return transfer
 
@@ -343,9 +342,9 @@ class Spool:
             item = self._inbox.popleft()
             if isinstance(item, Transfer):
                 extent = item.extent
-                self._live.discard(item)
+                mark = self._live.pop(item)
                 moved = item.done and not item.cancelled and item.error is None
-                self.meters[item.kind].ended(item.length if moved else 0, now())
+                self.meters[item.kind].ended(item.length if moved else 0, now(), mark)
                 extent._busy -= 1
             else:
                 extent = item

@@ -23,6 +23,7 @@ from ..engines import IoKind
 from ..planners.auto import Auto
 from ..planners.base import Limits
 from ..profile import Link
+from ..simulator import simulate
 from ..spool import Spool
 from .faults import SlowEngine
 from .gpt import GPT, GPTConfig
@@ -97,7 +98,7 @@ def _counts(offloader: Offloader | None, *, forget_peak: bool = False) -> dict[s
 
 
 def _planned(offloader: Offloader, spec: dict[str, Any]) -> dict[str, Any]:
-    """What was planned; and the ideal: the plan of the same profile with the disk's true speed."""
+    """What was planned; and the ideal: what the simulator writes at the disk's true speed, planned for that."""
     pilot = offloader._autopilot
     assert isinstance(pilot, Autopilot), "the default policy plans"
     plan, profile = pilot.plan, pilot.profile
@@ -116,8 +117,11 @@ def _planned(offloader: Offloader, spec: dict[str, Any]) -> dict[str, Any]:
     }
     if spec["bandwidth"] is not None and spec["device_budget"] is None:
         link = Link(write_bytes_per_s=spec["bandwidth"], read_bytes_per_s=spec["bandwidth"])
-        ideal = Auto().plan(profile.with_links(disk=link), Limits(tiers=("nvme",)))
-        found |= {"ideal_bytes": ideal.offloaded_bytes, "ideal_declined": ideal.declined}
+        true = profile.with_links(disk=link)
+        ideal = Auto().plan(true, Limits(tiers=("nvme",)))
+        step = simulate(true, ideal)
+        found |= {"ideal_bytes": step.disk_written_bytes, "ideal_declined": ideal.declined}
+        found |= {"ideal_peak_bytes": step.peak_bytes}
     return found
 
 

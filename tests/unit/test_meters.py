@@ -7,6 +7,18 @@ import pytest
 from actoffload.meters import ENOUGH_BYTES, RateMeter
 
 
+def replay(meter: RateMeter, transfers: list[tuple[float, float, int]]) -> None:
+    """Let the meter see transfers, each its begin, its end and its bytes."""
+    moments = [(begin_s, 1, n) for n, (begin_s, _, _) in enumerate(transfers)]
+    moments += [(end_s, 0, n) for n, (_, end_s, _) in enumerate(transfers)]
+    marks = {}
+    for time_s, begins, n in sorted(moments):  # what ends at a time ends before what begins then
+        if begins:
+            marks[n] = meter.began(time_s)
+        else:
+            meter.ended(transfers[n][2], time_s, marks[n])
+
+
 def test_nothing_is_known_before_anything_has_ended() -> None:
     meter = RateMeter()
     assert meter.bytes_per_s is None
@@ -16,41 +28,59 @@ def test_nothing_is_known_before_anything_has_ended() -> None:
 
 def test_only_a_full_link_shows_its_rate() -> None:
     meter = RateMeter(depth=2)
-    meter.began(0.0)
-    meter.ended(ENOUGH_BYTES, 10.0)  # alone: slow
+    replay(meter, [(0.0, 10.0, ENOUGH_BYTES)])  # alone: slow
     assert meter.bytes_per_s == ENOUGH_BYTES / 10
-    meter.began(20.0)
-    meter.began(20.0)
-    meter.began(20.0)
-    meter.ended(ENOUGH_BYTES // 2, 20.5)
-    meter.ended(ENOUGH_BYTES // 2, 21.0)
-    meter.ended(ENOUGH_BYTES, 30.0)  # the last one is alone
-    assert meter.bytes_per_s == ENOUGH_BYTES
+    assert meter.full_bytes_per_s is None
+    replay(meter, [(20.0, 21.0, ENOUGH_BYTES), (20.0, 21.0, ENOUGH_BYTES), (30.0, 50.0, ENOUGH_BYTES)])
+    assert meter.bytes_per_s == meter.full_bytes_per_s == 2 * ENOUGH_BYTES
+
+
+@pytest.mark.parametrize("overlap_s", [0.1, 1.0, 3.0])
+def test_a_transfer_that_was_alone_for_a_while_counts_in_part(overlap_s: float) -> None:
+    # A link of ENOUGH_BYTES a second: each transfer is alone for 4 seconds and shares the link with its neighbours.
+    nbytes = int(ENOUGH_BYTES * (4.0 + 2 * overlap_s / 2))
+    step_s = 4.0 + overlap_s
+    meter = RateMeter(depth=2)
+    replay(meter, [(n * step_s, (n + 1) * step_s + overlap_s, nbytes) for n in range(20)])
+    assert meter.full_bytes_per_s == pytest.approx(ENOUGH_BYTES, rel=0.06)  # the first and the last are half alone
+
+
+def test_a_link_that_one_transfer_cannot_fill_is_never_taken_for_faster_than_it_is() -> None:
+    # Alone a transfer goes at half of the link's rate; A runs for 3 s, B joins it for the last one and stays for two.
+    meter = RateMeter(depth=2)
+    a = b = int((2 * 0.5 + 0.5) * 4 * ENOUGH_BYTES)
+    replay(meter, [(0.0, 3.0, a), (2.0, 5.0, b)])
+    rate = meter.full_bytes_per_s
+    assert rate is not None
+    assert 0.3 * 4 * ENOUGH_BYTES <= rate <= 4 * ENOUGH_BYTES
 
 
 def test_time_without_transfers_does_not_count() -> None:
     meter = RateMeter(depth=2)
-    for begin_s in (0.0, 100.0, 200.0):
-        meter.began(begin_s)
-        meter.ended(1000, begin_s + 1)
+    replay(meter, [(begin_s, begin_s + 1, 1000) for begin_s in (0.0, 100.0, 200.0)])
     assert meter.bytes_per_s == pytest.approx(1000)
 
 
 def test_what_failed_takes_time_and_moves_nothing() -> None:
     meter = RateMeter(depth=1)
-    meter.began(0.0)
-    meter.ended(0, 1.0)
-    meter.began(1.0)
-    meter.ended(1000, 2.0)
+    replay(meter, [(0.0, 1.0, 0), (1.0, 2.0, 1000)])
     assert meter.bytes_per_s == 500
 
 
 def test_after_a_restart_what_is_under_way_still_counts_as_load() -> None:
     meter = RateMeter(depth=2)
-    meter.began(0.0)
-    meter.began(0.0)
-    meter.ended(7, 1.0)
+    first, second = meter.began(0.0), meter.began(0.0)
+    meter.ended(7, 1.0, first)
     meter.restart()
-    meter.began(1.0)
-    meter.ended(ENOUGH_BYTES, 2.0)
-    assert meter.bytes_per_s == ENOUGH_BYTES
+    third = meter.began(1.0)
+    meter.ended(2 * ENOUGH_BYTES, 2.0, third)
+    assert meter.full_bytes_per_s == 2 * ENOUGH_BYTES
+    meter.ended(0, 2.0, second)
+
+
+def test_a_transfer_that_took_no_time_counts_where_the_link_was() -> None:
+    meter = RateMeter(depth=1)
+    meter.ended(1000, 0.0, meter.began(0.0))
+    assert meter.bytes_per_s is None
+    replay(meter, [(0.0, 1.0, 1000)])
+    assert meter.bytes_per_s == 2000

@@ -180,6 +180,24 @@ def test_a_window_that_the_user_fixed_stays() -> None:
     assert window.nbytes == 100
 
 
+def test_a_window_that_a_plan_chose_stays_while_the_plan_does() -> None:
+    window = Window(100)
+    window.waited()
+    window.follow(700)
+    window.waited()
+    assert window.nbytes == 700
+    window.start_over()
+    assert window.nbytes == 100
+    window.waited()
+    assert window.nbytes == int(100 * GROWTH)
+    fixed = Window(100, fixed=True)
+    fixed.follow(700)
+    assert fixed.nbytes == 100
+    fixed.start_over()
+    fixed.waited()
+    assert fixed.nbytes == 100
+
+
 def test_the_oldest_orders_are_forgotten() -> None:
     orders = LearnedOrders(capacity=2)
     orders.put(1, (1,))

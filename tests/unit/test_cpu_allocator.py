@@ -1,0 +1,354 @@
+"""The allocator of large CPU tensors: no two share a byte, memory is used again and goes back, and it is refused well.
+
+It is installed for a whole process, so what it does is tried in processes of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from actoffload import cpu_allocator
+from actoffload.cpu_allocator import Refused
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux") or shutil.which("c++") is None, reason="Linux and a C++ compiler"
+)
+
+_HEAD = """
+import os, random, sys, threading
+import torch
+from actoffload import cpu_allocator
+MIB = 1 << 20
+def rss(): return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def full(nbytes, value=1): return torch.full((nbytes,), value, dtype=torch.uint8)
+assert cpu_allocator.facts() is None
+old = full(3 * MIB, 7)
+assert cpu_allocator.install() == "", cpu_allocator.install()
+assert cpu_allocator.install() == ""
+def blocks(): return cpu_allocator.facts()["blocks"]
+def live(): return cpu_allocator.facts()["live_bytes"]
+assert blocks() == 0
+"""
+
+
+def run(body: str, timeout_s: float = 300, **environment: str) -> str:
+    """Run a program that has the allocator; its output."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", _HEAD + body],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env={**os.environ, **environment},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_what_is_large_comes_from_it_and_goes_back() -> None:
+    run("""
+small = full(cpu_allocator.SMALLEST_BYTES - 1)
+assert blocks() == 0
+large = full(cpu_allocator.SMALLEST_BYTES)
+assert blocks() == 1 and live() == cpu_allocator.SMALLEST_BYTES, cpu_allocator.facts()
+view = large[10:]
+del large
+assert blocks() == 1 and int(view.sum()) == view.numel()
+storage = view.untyped_storage()
+storage.resize_(MIB)
+assert blocks() == 1 and live() == MIB and int(view.sum()) == view.numel()
+storage.resize_(0)
+assert blocks() == 0
+assert int(old.sum()) == 7 * old.numel()
+del old, small
+assert full(5 * MIB + 1).data_ptr() % 4096 == 0 and blocks() == 0
+array = full(MIB).numpy()
+assert blocks() == 1 and int(array.sum(dtype="int64")) == MIB
+del array
+assert blocks() == 0
+moved = full(MIB).share_memory_()  # another storage
+assert blocks() == 0
+""")
+
+
+def test_freed_neighbours_become_one_and_are_used_again() -> None:
+    run("""
+row = [full(MIB) for _ in range(8)]
+places = [t.data_ptr() for t in row]
+assert places == sorted(places)
+guard = full(MIB)
+for order in ((3, 4), (4, 3), (2, 4, 3), (3, 2, 4)):
+    for index in order:
+        row[index] = None
+    first, n = min(order), len(order)
+    joined = torch.empty(n * MIB, dtype=torch.uint8)
+    assert joined.data_ptr() == places[first], order
+    del joined
+    for index in sorted(order):
+        row[index] = full(MIB)
+    assert [t.data_ptr() for t in row] == places
+row[1] = row[5] = row[6] = None
+assert full(MIB).data_ptr() == places[1]  # where it fits best, not what is larger
+both = full(MIB), full(MIB)
+assert [t.data_ptr() for t in both] == [places[1], places[5]]
+top = guard.data_ptr()
+del both, guard
+assert full(3 * MIB).data_ptr() == top  # what lies at the end is no hole
+""")
+
+
+def test_no_two_tensors_share_a_byte_whatever_the_threads_do() -> None:
+    run("""
+errors = []
+def churn(seed):
+    own = random.Random(seed)
+    held = []
+    for turn in range(600):
+        if held and own.random() < 0.5:
+            value, tensor = held.pop(own.randrange(len(held)))
+            if not bool((tensor == value).all()):
+                errors.append((seed, turn))
+        else:
+            value = own.randrange(256)
+            held.append((value, full(own.randrange(200 << 10, 2 * MIB), value)))
+    for value, tensor in held:
+        if not bool((tensor == value).all()):
+            errors.append((seed, "end"))
+def steps():
+    while not done.wait(0.002):
+        cpu_allocator.next_epoch() if random.random() < 0.7 else cpu_allocator.give_back()
+torch.set_num_threads(1)
+done = threading.Event()
+others = [threading.Thread(target=churn, args=(seed,)) for seed in range(4)]
+clock = threading.Thread(target=steps)
+clock.start()
+for thread in others: thread.start()
+for thread in others: thread.join()
+done.set(); clock.join()
+assert not errors, errors[:5]
+assert blocks() == 0 and live() == 0, cpu_allocator.facts()
+""")
+
+
+def test_what_is_idle_goes_back_and_what_is_used_stays() -> None:
+    run("""
+def resident(): return cpu_allocator.facts()["resident_bytes"]
+N = cpu_allocator.IDLE_EPOCHS
+kept = full(16 * MIB, 3)
+large = full(128 * MIB)
+end = full(16 * MIB, 5)
+before = rss()
+del large
+assert resident() >= 160 * MIB
+for _ in range(3 * N):  # used in each step: it stays
+    again = full(128 * MIB)
+    del again
+    cpu_allocator.next_epoch()
+assert resident() >= 160 * MIB and rss() > before - 16 * MIB
+for _ in range(N - 1):
+    cpu_allocator.next_epoch()
+assert resident() >= 160 * MIB, "too early"
+for _ in range(2):
+    cpu_allocator.next_epoch()
+assert resident() <= 40 * MIB and rss() < before - 112 * MIB, (cpu_allocator.facts(), rss(), before)
+assert int(kept.sum()) == 3 * kept.numel() and int(end.sum()) == 5 * end.numel()
+high = full(64 * MIB)
+del high
+assert resident() >= 96 * MIB
+cpu_allocator.give_back()
+assert resident() <= 40 * MIB
+assert int(kept.sum()) == 3 * kept.numel() and int(end.sum()) == 5 * end.numel()
+part = full(MIB)  # uses a part of a large hole: the rest of it is idle all the same
+for _ in range(2 * N):
+    del part
+    part = full(MIB)
+    cpu_allocator.next_epoch()
+assert resident() <= 44 * MIB
+""")
+
+
+def test_what_does_not_fit_comes_from_pytorch() -> None:
+    run("""
+import psutil
+total = psutil.virtual_memory().total
+held = torch.empty(total - 64 * MIB, dtype=torch.uint8)  # addresses only: nothing is written
+assert blocks() == 1
+other = full(200 * MIB, 9)
+assert blocks() == 1 and int(other.sum()) == 9 * other.numel()
+del other, held
+assert blocks() == 0
+""")
+
+
+def test_a_forked_child_has_its_own() -> None:
+    run("""
+held = full(8 * MIB, 4)
+stop = threading.Event()
+def churn():
+    while not stop.is_set():
+        full(MIB)
+busy = threading.Thread(target=churn)
+busy.start()
+torch.set_num_threads(1)
+import warnings
+for turn in range(20):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        new = full(4 * MIB, turn)
+        held.fill_(turn)
+        cpu_allocator.give_back()
+        os._exit(0 if bool((new == turn).all()) and bool((held == turn).all()) else 1)
+    assert os.waitpid(child, 0)[1] == 0
+stop.set(); busy.join()
+assert bool((held == 4).all())
+""")
+
+
+def test_training_with_it_installs_it_and_gives_all_back_at_the_end(tmp_path: Path) -> None:
+    run(
+        """
+import actoffload
+model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)])
+x = torch.randn(1024, 512)
+def step(path=None):
+    for p in model.parameters(): p.grad = None
+    if path is None: model(x).square().mean().backward()
+    else:
+        options = {"policy": "all", "min_bytes": 0, "keep_last_bytes": 0}
+        with actoffload.offload_activations(target="nvme", path=path, model=model, **options) as offloader:
+            model(x).square().mean().backward()
+        assert offloader.statistics().moved_bytes > 4 << 20
+        offloader.close()
+    return [p.grad.clone() for p in model.parameters()]
+plain = step()
+assert all(map(torch.equal, plain, step(os.environ["SPOOL"])))
+found = cpu_allocator.facts()
+assert found["peak_bytes"] > 4 * MIB
+assert found["resident_bytes"] <= found["live_bytes"] + 8 * MIB * (found["blocks"] + 1)
+""",
+        SPOOL=str(tmp_path),
+    )
+
+
+def test_the_profiler_sees_its_memory() -> None:
+    run("""
+from torch.profiler import ProfilerActivity, profile
+with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    full(4 * MIB)
+assert max(event.cpu_memory_usage for event in seen.events()) >= 4 * MIB
+""")
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No library is in use and none in the cache, as far as `cpu_allocator` knows; the cache's place."""
+    monkeypatch.setattr(cpu_allocator._Process, "library", None)
+    monkeypatch.setattr(cpu_allocator._Process, "reason", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    return tmp_path / "actoffload"
+
+
+def test_the_library_is_built_once(fresh: Path) -> None:
+    library = cpu_allocator.build()
+    assert library.parent == fresh
+    assert [file.name for file in fresh.iterdir()] == [library.name]
+    made = library.stat().st_mtime_ns
+    assert cpu_allocator.build() == library
+    assert library.stat().st_mtime_ns == made
+
+
+def test_a_cache_that_others_can_write_to_is_not_trusted(fresh: Path) -> None:
+    fresh.mkdir(mode=0o777)
+    fresh.chmod(0o777)
+    library = cpu_allocator.build()
+    assert library.parent != fresh
+    assert not list(fresh.iterdir())
+    shutil.rmtree(library.parent)
+
+
+@pytest.mark.parametrize(
+    ("why", "told"),
+    [
+        ("compiler", "no C++ compiler"),
+        ("broken", "the C++ compiler failed: cpu_allocator.cpp"),
+        ("preload", "jemalloc is preloaded"),
+        ("limit", "address space is limited"),
+        ("overcommit", "does not overcommit"),
+        ("platform", "only on Linux"),
+        ("library", "could not be loaded"),
+    ],
+)
+def test_where_it_cannot_be_used_the_reason_is_said(
+    why: str, told: str, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if why == "compiler":
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+    elif why == "broken":
+        bad = tmp_path / "cpu_allocator.cpp"
+        bad.write_text("no program")
+        monkeypatch.setattr(cpu_allocator, "SOURCE", bad)
+    elif why == "preload":
+        monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libjemalloc.so.2")
+    elif why == "limit":
+        monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 40, 1 << 40))
+    elif why == "overcommit":
+        monkeypatch.setattr(cpu_allocator, "_overcommit", lambda: 2)
+    elif why == "platform":
+        monkeypatch.setattr(sys, "platform", "darwin")
+    else:
+        library = tmp_path / "empty.so"
+        library.touch()
+        monkeypatch.setattr(cpu_allocator, "build", lambda: library)
+    reason = cpu_allocator.install()
+    assert told in reason.replace(str(tmp_path) + "/", "")
+    assert cpu_allocator.install() == reason
+    assert cpu_allocator.facts() is None
+    cpu_allocator.next_epoch()
+    cpu_allocator.give_back()
+    torch.full((1 << 20,), 1.0)
+
+
+def test_a_compiler_that_hangs_or_is_gone_is_a_reason(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_allocator, "COMPILE_S", 0.01)
+    with pytest.raises(Refused, match="timed out"):
+        cpu_allocator.build()
+    monkeypatch.setattr(shutil, "which", lambda name: "/nowhere/c++")
+    with pytest.raises(Refused, match="C\\+\\+ compiler failed"):
+        cpu_allocator.build()
+
+
+def test_where_it_is_refused_blocks_go_back_one_by_one(tmp_path: Path) -> None:
+    program = """
+import os, sys
+import torch, actoffload
+from actoffload import cpu_allocator
+offloader = actoffload.Offloader(actoffload.OffloadConfig(target="nvme", path=sys.argv[1]))
+assert cpu_allocator.facts() is None and "jemalloc is preloaded" in cpu_allocator.install()
+def rss(): return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+held = [torch.full((2 << 20,), 1, dtype=torch.uint8) for _ in range(32)]
+guard = torch.full((1 << 20,), 1, dtype=torch.uint8)
+before = rss()
+del held
+assert rss() < before - (48 << 20)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "LD_PRELOAD": "/nowhere/libjemalloc.so"},  # the loader goes on without it
+    )
+    assert done.returncode == 0, done.stderr
