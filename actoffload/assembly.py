@@ -38,6 +38,8 @@ class Tiers:
         self.spool: Spool | None = None
         self.pools: list[HostPool] = []
         self.movers: dict[str, Mover] = {}
+        self._memory_note = ""
+        self._cpu_memory: cpu_allocator.Use | None = None
         self._open(accelerator)
 
     def counts(self) -> dict[str, int]:
@@ -54,6 +56,12 @@ class Tiers:
             "host_peak_bytes": sum(pool.peak_bytes for pool in self.pools),
             "nvme_peak_bytes": spool.peak_allocated_bytes if spool else 0,
         }
+
+    @property
+    def notes(self) -> list[str]:
+        """What a person may want to know of how this was opened."""
+        engine = [f"{self.spool.engine_name} engine: {self.spool.engine_reason}"] if self.spool is not None else []
+        return engine + [self._memory_note] * bool(self._memory_note)
 
     def rates(self, *, full: bool = False) -> dict[tuple[str, str], float | None]:
         """Bytes per second of each link and direction, as seen since the last call; None where nothing went.
@@ -90,7 +98,8 @@ class Tiers:
             (self.spool.close if wait else self.spool.abort)()
         for pool in self.pools:
             pool.close()
-        cpu_allocator.give_back()
+        if self._cpu_memory is not None:
+            self._cpu_memory.end()
 
     def after_fork_in_child(self) -> None:
         """Give up what belongs to the parent."""
@@ -126,11 +135,18 @@ class Tiers:
         return self.spool
 
     def _cpu_mover(self) -> Mover:
-        if self.core.config.tune_malloc and cpu_allocator.install():
-            fix_mmap_threshold()  # for want of better: what is freed goes back at once, and is paid for page by page
+        if self.core.config.tune_malloc:
+            self._tune_malloc()
         pool = HostPool(self._host_budget(staging=False), slab_bytes=16 << 20, poison=self.core.config.debug)
         self.pools.append(pool)
         return CpuMover(self.core, self._open_spool(), pool)
+
+    def _tune_malloc(self) -> None:
+        refused = cpu_allocator.install()
+        self._cpu_memory = cpu_allocator.Use()
+        if refused:
+            fix_mmap_threshold()  # for want of better: what is freed goes back at once, and is paid for page by page
+            self._memory_note = f"freed CPU memory goes back to the system block by block, which costs time: {refused}"
 
     def _device_mover(self, device: Accelerator) -> Mover:
         target = self.core.config.target

@@ -8,12 +8,12 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
+from .agreement import Proposal, several_ranks
 from .assembly import Tiers
 from .config import OffloadConfig
-from .errors import BudgetError
+from .errors import BudgetError, ConfigError
 from .events import now
 from .memory import available_bytes
 from .placement import Placement
@@ -42,6 +42,8 @@ TRUST_LESS = 0.8
 BANDWIDTH_CHANGE = 0.25
 SHAPES_CHANGED = 0.1
 """A forward that saves this share of its bytes at other places, or in other sizes, is not the one that was planned."""
+LOOK_AT_STEP = 3
+"""The step under a new plan in which the blocks' times are taken."""
 ROOM_TO_KEEP = 1.5
 """A step that keeps all is tried only where so many times its peak is free."""
 
@@ -92,6 +94,10 @@ class Autopilot:
         self._observed: list[Observed] = []
         self._keeping = False
         self._gave_up = False
+        self._made = 0
+        """Plans made, and begun anew."""
+        self._agreed = self._stale = False
+        self._seen_blocks: tuple[tuple[str, float], ...] = ()
         self._review_steps = REVIEW_STEPS
         self._known_rates: dict[tuple[str, str], float] = {}
 
@@ -101,7 +107,8 @@ class Autopilot:
         Raises:
             BudgetError: no plan keeps the ``device_budget``, and the last step did not keep it either.
         """
-        if self._gave_up or len(self.history) >= MAX_PLANS:
+        if self._gave_up or self._made >= MAX_PLANS:
+            self._forget_recording()
             return
         try:
             with self._core.lock:
@@ -111,13 +118,45 @@ class Autopilot:
             raise
         except Exception as error:  # training does not end because a plan could not be made
             self._gave_up = True
-            self._recorder.active = self._recorder.finished = self._placement.keep_all = False
+            self._placement.keep_all = False
+            self._forget_recording()
             self.history.append(f"no plan: {error!r}")
             self._core.advise("plan", f"policy='auto' could not plan ({error!r}); what can be moved in time moves")
 
     def forgot_blocks(self) -> None:
         """Some blocks are not ours any more: leave them as they were."""
         self.recompute.follow(self._blocks, self.recompute.names)
+
+    def proposal(self) -> Proposal:
+        """The plan that this rank would follow if all ranks did, recomputed blocks included."""
+        profile = self.profile
+        if profile is None or self.plan is None or self._gave_up or self._stale:
+            return Proposal()
+        try:
+            limits = replace(self._limits, recompute=self._config.recompute and self._bounded)
+            plan = self._planner.plan(profile, limits)
+            text = plan.to_json()
+        except Exception:  # as without: this rank goes on, and the others must not wait for it
+            return Proposal()
+        sizes = tuple(storage.nbytes for storage in profile.storages)
+        names = tuple(block.name for block in profile.blocks if block.name in self._blocks)
+        fits = (sizes, names, limits.device_budget, limits.max_slowdown, limits.tiers, limits.recompute)
+        return Proposal(plan=text, fits=fits, step_s=plan.predicted_step_s or profile.step_s)
+
+    def settled(self, plan: Plan | None, told: str) -> None:
+        """Follow a plan that all ranks follow, and stay with it; None: they do not agree, or not any more."""
+        with self._core.lock:
+            if plan is not None:
+                assert self.profile is not None, "only ranks with a profile agree"
+                self._keeping = self._placement.keep_all = False
+                self._agreed = True
+                self._follow(self.profile, plan, told)
+            elif self._agreed:  # on every rank, as all know what all have proposed
+                self._agreed = self._stale = False
+                self._start_over("the ranks agree no more")
+        if plan is None and told:
+            self._core.advise("agree", told)
+            self._core.warn()
 
     def explain(self) -> str:
         """The plan that is followed, by block, with what was predicted beside what was seen; and why it was made."""
@@ -134,7 +173,7 @@ class Autopilot:
         accounts.step_peak_bytes = accounts.resident_bytes
         self._placement.mismatched_bytes = 0
         self._began = (now(), accounts.pack_wait_s, accounts.unpack_wait_s, accounts.packed_tensors)
-        if self.plan is None and not self._recorder.finished:
+        if not self._recorder.finished and (self.plan is None or self._blocks_are_due):
             self._recorder.begin()
 
     def _finish_step(self) -> None:
@@ -142,7 +181,7 @@ class Autopilot:
             return
         accounts = self._core.accounts
         began_s, packed_s, unpacked_s, tensors = self._began
-        if accounts.packed_tensors == tensors and not self._recorder.finished:
+        if accounts.packed_tensors == tensors and (self.plan is not None or not self._recorder.finished):
             return  # a pass without gradients
         observed = Observed(
             step_s=max(1e-9, now() - began_s),
@@ -150,10 +189,11 @@ class Autopilot:
             backward_wait_s=accounts.unpack_wait_s - unpacked_s,
             peak_bytes=accounts.step_peak_bytes,
         )
-        if self._recorder.active or self._recorder.finished:
-            self._recorded(observed)
-        elif self.plan is not None and self.profile is not None:
+        if self.plan is not None and self.profile is not None:
+            self._look_at_blocks()
             self._review(observed)
+        elif self._recorder.active or self._recorder.finished:
+            self._recorded(observed)
 
     def _recorded(self, observed: Observed) -> None:
         if not self._recorder.useful:
@@ -169,6 +209,34 @@ class Autopilot:
         elif self._steps > WARM_UP and not self._try_keeping(profile):
             self._make_plan(profile, observed, "first plan")
 
+    @property
+    def _blocks_are_due(self) -> bool:
+        """Whether the next step shows how long each block takes under the plan: once for each plan, when it is used."""
+        return not self._seen_blocks and len(self._observed) == min(LOOK_AT_STEP, self._review_steps - 1)
+
+    def _look_at_blocks(self) -> None:
+        if not self._recorder.active and not self._recorder.finished:
+            return
+        if not self._recorder.useful:
+            self._forget_recording()  # a forward without a backward: another step shows it
+            return
+        times: dict[str, float] = {}
+        try:
+            profile = self._recorder.profile()
+        except ConfigError:  # a step that was interrupted; a plan does not end because its blocks could not be timed
+            self._forget_recording()
+        else:
+            if profile is None:
+                return  # the device has not come to the end of that step: asked again after the next one
+            for block in profile.blocks:
+                times[block.name] = times.get(block.name, 0.0) + block.forward_s + block.backward_s
+        self._seen_blocks = tuple(times.items()) or (("", 0.0),)
+        if self.seen is not None:
+            self.seen = replace(self.seen, blocks=self._seen_blocks)
+
+    def _forget_recording(self) -> None:
+        self._recorder.active = self._recorder.finished = False
+
     def _try_keeping(self, profile: Profile) -> bool:
         """Begin a step with nothing moved: only that shows what moving costs, and only ``max_slowdown`` asks for it."""
         config = self._config
@@ -182,18 +250,28 @@ class Autopilot:
     def _review(self, observed: Observed) -> None:
         assert self.plan is not None, "there is a plan to look at"
         assert self.profile is not None, "a plan was made from a profile"
-        if self._placement.mismatched_bytes > SHAPES_CHANGED * max(1, self.profile.saved_bytes):
+        if self._agreed:
+            self.seen = replace(observed, blocks=self._seen_blocks)
+            self._observed = [*self._observed, observed][-REVIEW_STEPS:]
+            self._stale |= self._mismatched
+            return
+        if self._mismatched:
             self._start_over("the forward saved other sizes than the plan was made for")
             return
         self._observed.append(observed)
         if len(self._observed) < self._review_steps:
             return
-        self.seen = replace(_median(self._observed), **self._rates())
+        self.seen = replace(_median(self._observed), blocks=self._seen_blocks, **self._rates())
         self._observed.clear()
         profile, reason = (self._judged if self._bounded else self._watched)(self.profile, self.plan, self.seen)
         if reason:
             self._review_steps *= REVIEW_GROWTH
             self._make_plan(profile, self.seen, reason)
+
+    @property
+    def _mismatched(self) -> bool:
+        saved_bytes = 0 if self.profile is None else self.profile.saved_bytes
+        return self._placement.mismatched_bytes > SHAPES_CHANGED * max(1, saved_bytes)
 
     def _judged(self, profile: Profile, plan: Plan, seen: Observed) -> tuple[Profile, str]:
         """Where the user has set a bound: the step as a whole counts, and what moving costs the compute."""
@@ -233,8 +311,14 @@ class Autopilot:
             self.history.append(f"no plan: {error}")  # but the last step did keep it: go on as it was
             self._gave_up = True
             return
+        self._made += 1
+        self._follow(profile, plan, reason)
+
+    def _follow(self, profile: Profile, plan: Plan, reason: str) -> None:
         self.history.append(reason)
         self.profile, self.plan = profile, plan
+        self._seen_blocks = ()
+        self._forget_recording()
         self._observed.clear()
         self._core.reserved_bytes = _largest_recomputation(profile, plan)
         self._placement.follow(plan)
@@ -247,7 +331,9 @@ class Autopilot:
     def _start_over(self, reason: str) -> None:
         """Record anew; until there is a plan again, what moves is decided as before the first one."""
         self.history.append(reason)
+        self._made += 1
         self.plan = None
+        self._forget_recording()
         self._observed.clear()
         self._placement.follow(None)
         self._prefetch.window.start_over()
@@ -270,7 +356,7 @@ class Autopilot:
             nvme_budget=None if config.nvme_budget is None else config.size("nvme_budget", 0),
             max_slowdown=config.max_slowdown,
             tiers=tiers,
-            recompute=config.recompute and self._bounded and not _several_ranks(),
+            recompute=config.recompute and self._bounded and not several_ranks(),
         )
 
     # -- what is measured ---------------------------------------------------------------------------------------------
@@ -291,10 +377,6 @@ class Autopilot:
                 None if known is None else Link(write_bytes_per_s=write or known, read_bytes_per_s=read or known)
             )
         return links
-
-
-def _several_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _largest_recomputation(profile: Profile, plan: Plan) -> int:

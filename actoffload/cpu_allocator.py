@@ -26,9 +26,10 @@ import torch
 SOURCE = Path(__file__).parent / "native" / "cpu_allocator.cpp"
 SMALLEST_BYTES = 256 << 10
 """Smaller tensors stay with PyTorch's allocator."""
-IDLE_EPOCHS = 4
-"""Memory that no tensor was in for so many forwards goes back to the system."""
+IDLE_EPOCHS = 16
+"""Memory that no tensor was in for so many forwards goes back to the system; a step may have several forwards."""
 COMPILE_S = 120
+_TEMPORARY = "actoffload-"
 _PRELOADED = ("jemalloc", "tcmalloc", "mimalloc")
 _INSTALL_ERRORS = {1: "another allocator than PyTorch's own is in use", 2: "no addresses could be reserved"}
 
@@ -43,6 +44,7 @@ class _Process:
     lock = threading.Lock()
     library: ctypes.CDLL | None = None
     reason: str | None = None
+    users = 0
 
 
 def install() -> str:
@@ -51,9 +53,40 @@ def install() -> str:
         if _Process.library is None and _Process.reason is None:
             try:
                 _Process.library = _install()
-            except Refused as refused:
-                _Process.reason = str(refused)
+            except Exception as error:  # training does not end because memory could not be tuned
+                _Process.reason = _told(error)
         return _Process.reason or ""
+
+
+def refusal() -> str:
+    """Why `install` would not use it here, or ""; builds it and does not install it."""
+    try:
+        _check_process()
+        _discard(build())
+    except Exception as error:
+        return _told(error)
+    return ""
+
+
+class Use:
+    """While there is one, freed memory is kept for the tensors to come; after the last one what is free goes back."""
+
+    def __init__(self) -> None:
+        self._ended = False
+        with _Process.lock:
+            _Process.users += 1
+            _keep(True)
+
+    def end(self) -> None:
+        """It is over. Idempotent."""
+        with _Process.lock:
+            if self._ended:
+                return
+            self._ended = True
+            _Process.users = max(0, _Process.users - 1)
+            if _Process.users == 0:
+                _keep(False)
+                give_back()
 
 
 def next_epoch() -> None:
@@ -86,8 +119,9 @@ def build() -> Path:
     compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise Refused("there is no C++ compiler (c++, g++, clang++ or CXX)")
-    source = SOURCE.read_bytes()
-    key = hashlib.sha256(b"\0".join([source, torch.__version__.encode(), _torch_folder().encode(), compiler.encode()]))
+    key = hashlib.sha256(SOURCE.read_bytes())
+    for text in (torch.__version__, torch.version.git_version or "", _torch_folder(), compiler):
+        key.update(b"\0" + text.encode())
     folder = _cache_folder()
     library = folder / f"cpu_allocator-{platform.machine()}-{key.hexdigest()[:20]}.so"
     if not library.exists():
@@ -95,21 +129,44 @@ def build() -> Path:
     return library
 
 
-def _install() -> ctypes.CDLL:
+def _keep(keep: bool) -> None:
+    if _Process.library is not None:
+        _Process.library.actoffload_keep(ctypes.c_int(keep))
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
+
+
+def _after_fork_in_child() -> None:
+    _Process.lock = threading.Lock()  # the other one may be held by a thread that this process does not have
+    _Process.users = 0  # no offloader of the parent works here
+    _keep(False)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _check_process() -> None:
     if not sys.platform.startswith("linux"):
         raise Refused("only on Linux")
     preload = os.environ.get("LD_PRELOAD", "")
     for name in _PRELOADED:
         if name in preload:
             raise Refused(f"{name} is preloaded, and keeps memory itself")
-    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-        raise Refused("the process's address space is limited (`ulimit -v`)")
+    for limit, name in ((resource.RLIMIT_AS, "v"), (resource.RLIMIT_DATA, "d")):
+        if resource.getrlimit(limit)[0] != resource.RLIM_INFINITY:
+            raise Refused(f"the process's address space is limited (`ulimit -{name}`), and much of it is reserved")
     if _overcommit() == 2:
         raise Refused("the system does not overcommit memory (vm.overcommit_memory is 2)")
-    try:
-        library = ctypes.CDLL(str(build()))
-    except OSError as error:
-        raise Refused(f"the compiled library could not be loaded: {error}") from error
+    if _locks_memory():
+        raise Refused("the process locks its memory (mlockall), and much of it is reserved")
+
+
+def _install() -> ctypes.CDLL:
+    _check_process()
+    library = _load()
     code = library.actoffload_install(
         ctypes.c_size_t(int(psutil.virtual_memory().total)), ctypes.c_size_t(SMALLEST_BYTES)
     )
@@ -118,25 +175,54 @@ def _install() -> ctypes.CDLL:
     return library
 
 
+def _load() -> ctypes.CDLL:
+    path = build()
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError:  # damaged, or made on a newer system that shares the home directory
+        path.unlink(missing_ok=True)
+        path = build()
+        try:
+            return ctypes.CDLL(str(path))
+        except OSError as error:
+            raise Refused(f"the compiled library could not be loaded: {error}") from error
+    finally:
+        _discard(path)
+
+
+def _discard(library: Path) -> None:
+    """Remove a library that lies in no cache; what is loaded of it stays."""
+    if library.parent.name.startswith(_TEMPORARY):
+        shutil.rmtree(library.parent, ignore_errors=True)
+
+
 def _compile(compiler: str, library: Path) -> None:
     root = Path(_torch_folder())
     unfinished = library.with_name(f"{library.name}.{os.getpid()}.{threading.get_ident()}")
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     said = ""
-    for standard in ("c++20", "c++17"):  # what PyTorch's headers need depends on its release
-        command = [compiler, f"-std={standard}", "-O2", "-fPIC", "-shared", abi, f"-I{root / 'include'}"]
-        command += [str(SOURCE), "-o", str(unfinished), f"-L{root / 'lib'}", "-lc10", "-pthread"]
-        try:
+    try:
+        for standard in ("c++20", "c++17"):  # what PyTorch's headers need depends on its release
+            command = [compiler, f"-std={standard}", "-O2", "-fPIC", "-shared", abi, f"-I{root / 'include'}"]
+            command += [str(SOURCE), "-o", str(unfinished), f"-L{root / 'lib'}", "-lc10", "-pthread"]
             done = subprocess.run(
-                command, capture_output=True, text=True, timeout=COMPILE_S, check=False, stdin=subprocess.DEVNULL
+                command,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=COMPILE_S,
+                check=False,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "LC_ALL": "C"},
             )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise Refused(f"the C++ compiler failed: {error}") from error
-        if done.returncode == 0:
-            unfinished.replace(library)  # at once: other processes may look for it now
-            return
-        said = said or next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
-    unfinished.unlink(missing_ok=True)
+            if done.returncode == 0:
+                unfinished.replace(library)  # at once: other processes may look for it now
+                return
+            said = said or next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Refused(f"the C++ compiler failed: {error}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
     raise Refused(f"the C++ compiler failed: {said.strip()}")
 
 
@@ -146,22 +232,26 @@ def _torch_folder() -> str:
 
 def _cache_folder() -> Path:
     """A directory that only this user can write to: a library in it is loaded into the process."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(base) / "actoffload"
+    base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found = folder.stat()
-        private = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        if folder.is_absolute() and private and os.access(folder, os.W_OK | os.X_OK):
-            return folder
+        if base.is_absolute():
+            (base / "actoffload").mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder = (base / "actoffload").resolve()
+            if all(map(_is_private, (folder, folder.parent))) and os.access(folder, os.W_OK | os.X_OK):
+                return folder
     except OSError:
         pass
     return _temporary_folder()
 
 
+def _is_private(folder: Path) -> bool:
+    found = folder.stat()
+    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
 def _temporary_folder() -> Path:
     try:
-        return Path(tempfile.mkdtemp(prefix="actoffload-"))
+        return Path(tempfile.mkdtemp(prefix=_TEMPORARY))
     except OSError as error:
         raise Refused(f"no directory for the compiled library could be made: {error}") from error
 
@@ -171,3 +261,11 @@ def _overcommit() -> int:
         return int(Path("/proc/sys/vm/overcommit_memory").read_text())
     except (OSError, ValueError):
         return 0
+
+
+def _locks_memory() -> bool:
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return False
+    return any(line.split()[1] != "0" for line in status.splitlines() if line.startswith("VmLck:"))

@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Hashable
-from functools import partial
+from functools import partial, wraps
 from types import TracebackType
 from typing import Any
 
@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .agreement import agree
 from .announcement import Announcement
 from .assembly import Tiers
 from .autopilot import Autopilot
 from .blocks import BlockWatch
 from .config import OffloadConfig
 from .device import Accelerator
-from .errors import ConfigError, NothingOffloadedError, OffloaderClosedError
+from .errors import ConfigError, OffloaderClosedError
 from .explanation import explain
 from .handles import Handle, Kept, KeptActivation, Wrapped
 from .identity import PLAIN_TYPES, Counter, byte_span, is_parameter, own_counter
@@ -34,6 +35,7 @@ from .recompute_meter import RecomputeMeter
 from .record import Record
 from .schedule import Tape
 from .scopes import ModelInputs, ModuleScopes, untraced
+from .strictness import Before
 
 RELEARN_EVERY = 100
 """Without ``model=``, the live modules are looked through at the first entries and then every so many."""
@@ -60,9 +62,8 @@ class no_offload:
 
     def __call__(self, function: Any) -> Any:
         """Wrap a function so that it runs inside the region."""
-        import functools
 
-        @functools.wraps(function)
+        @wraps(function)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             with self:
                 return function(*args, **kwargs)
@@ -92,10 +93,7 @@ class _Entry:
     def __init__(self, offloader: Offloader) -> None:
         self.hooks = saved_tensors_hooks(offloader._pack, _unpack)
         self.tape: Tape[Record] = Tape()
-        accounts = offloader.core.accounts
-        self.packed_before = accounts.packed_tensors
-        self.moved_before = accounts.moved_bytes
-        self.kept_before = dict(accounts.kept_bytes)
+        self.before = Before(offloader.core.accounts)
 
 
 class Offloader(Storer):
@@ -170,10 +168,10 @@ class Offloader(Storer):
         self._learn()
         if self._autopilot is not None and self.nothing_is_alive():
             self._autopilot.between_steps()
+        self.tiers.begin_step()
         entry = _Entry(self)
         stack = self._stack()
         stack.append(entry)
-        self.tiers.begin_step()
         with self.core.lock:
             self.core.accounts.steps += 1
         entry.hooks.__enter__()
@@ -196,7 +194,7 @@ class Offloader(Storer):
                 self._prefetch.after_forward(entry.tape)
         self._announcement.after_forward(self)
         if self.config.strict:
-            self._check_moved(entry)
+            entry.before.check(self.core.accounts, with_gradients=torch.is_grad_enabled())
 
     def stage(
         self, microbatch: Hashable, direction: Direction, *, next: tuple[Hashable, Direction] | None = None
@@ -230,6 +228,26 @@ class Offloader(Storer):
             self._drain()
             self._prefetch.expect(Hint(microbatch, direction, next))
 
+    def agree(self, group: Any = None) -> bool:
+        """Have all ranks of a group follow one plan, so that blocks can be recomputed where ranks communicate.
+
+        Without it each rank plans for itself and none recomputes. A collective: every rank calls it between the same
+        steps. From then on the plan stays until the next call.
+
+        Args:
+            group: ranks that run the same model on batches of one shape; None for all.
+
+        Returns:
+            Whether they follow one plan now; False, on all of them, while one has no plan of its own (the first ones
+            come with the third step), or where they save different tensors, which is said once.
+
+        Raises:
+            StateError: a rank, which it names, is in the middle of a step, or has another policy; on all of them.
+        """
+        pilot = self._autopilot
+        problem = "" if self.nothing_is_alive() else "what a forward saved is still alive: call it between steps"
+        return agree(pilot, group, "it was closed" if self.closed else problem)
+
     def _stack(self) -> list[_Entry]:
         stack: list[_Entry] | None = getattr(self._entries, "stack", None)
         if stack is None:
@@ -247,27 +265,6 @@ class Offloader(Storer):
         elif self._entered <= 2 or self._entered % RELEARN_EVERY == 0:
             self.learn(None)
         self.owners.note_storages(self.notes)
-
-    def _check_moved(self, entry: _Entry) -> None:
-        accounts = self.core.accounts
-        packed = accounts.packed_tensors - entry.packed_before
-        if accounts.moved_bytes > entry.moved_before or (packed == 0 and not torch.is_grad_enabled()):
-            return
-        if packed == 0:
-            raise NothingOffloadedError(
-                "strict=True and autograd saved nothing inside the context: was the forward run inside it, with "
-                "gradients enabled, and on tensors that need them?"
-            )
-        reasons = {
-            reason: nbytes - entry.kept_before.get(reason, 0)
-            for reason, nbytes in accounts.kept_bytes.items()
-            if nbytes > entry.kept_before.get(reason, 0)
-        }
-        told = ", ".join(f"{reason}: {nbytes} bytes" for reason, nbytes in sorted(reasons.items()))
-        raise NothingOffloadedError(
-            f"strict=True and nothing was moved: autograd saved {packed} tensors, all stayed ({told or 'no bytes'}). "
-            "Lower min_bytes, widen include/exclude or the policy, or check target and devices"
-        )
 
     # -- pack and unpack ----------------------------------------------------------------------------------------------
 

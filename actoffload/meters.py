@@ -7,7 +7,7 @@ ENOUGH_BYTES = 32 << 20
 
 
 Mark = tuple[float, float]
-"""How much the link had done when a transfer began: in all, and while it was full."""
+"""A transfer's even share of the link until it began, in seconds: while it was not full, and while it was."""
 
 
 class RateMeter:
@@ -15,8 +15,9 @@ class RateMeter:
 
     What matters is the rate with the link full: ``depth`` transfers or more under way. A transfer that was under way
     both with a full link and without counts for each in proportion, as if those under way at a time shared the link
-    evenly. Until enough was seen of a full link, the rate while anything was under way stands for it, which can only
-    be too low.
+    evenly; where the link serves them one after the other, the rate of bursts of two or three is up to a third too
+    high. Until enough was seen of a full link, the rate while anything was under way stands for it, which can only be
+    too low.
 
     Args:
         depth: how many transfers fill the link.

@@ -383,8 +383,7 @@ class Storer:
     def report(self) -> str:
         """What was done and why, for a person."""
         spool = self.tiers.spool
-        notes = [f"{spool.engine_name} engine: {spool.engine_reason}"] if spool is not None else []
-        notes += self.core.advice.values()
+        notes = [*self.tiers.notes, *self.core.advice.values()]
         spooled = spool.statistics() if spool else None
         return render_report(self.config, self.statistics(), spooled, notes, now() - self._began_s)
 

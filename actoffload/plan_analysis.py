@@ -37,6 +37,7 @@ class BlockRow:
         wait_s: what backward waits for its storages.
         peak_bytes: what of it is on the device when the most is.
         why: the reason, in words.
+        seen_s: what its forward and backward really took under the plan, without waits; 0 where nobody looked.
     """
 
     name: str
@@ -51,6 +52,7 @@ class BlockRow:
     wait_s: float
     peak_bytes: int
     why: str
+    seen_s: float = 0.0
 
     @property
     def what(self) -> str:

@@ -42,7 +42,8 @@ def render_plan(
     """
     analysis = analyse(profile, plan, limits, prediction=prediction, more=more)
     lines = [*headline(profile, plan, limits), *_comparison(analysis, seen), ""]
-    lines += _block_lines(analysis.rows)
+    times = dict(seen.blocks) if seen is not None else {}
+    lines += _block_lines([replace(row, seen_s=times.get(row.name, 0.0)) for row in analysis.rows])
     lines += ["", *peak_lines(analysis), *more_lines(analysis, limits)]
     return "\n".join(lines)
 
@@ -103,12 +104,13 @@ def block_cells(row: BlockRow) -> tuple[str, ...]:
         _ms(row.forward_s) if row.forward_s else "-",
         _ms(row.backward_s) if row.backward_s else "-",
         _ms(extra) if extra else "-",
+        _ms(row.seen_s) if row.seen_s else "-",
         format_size(row.peak_bytes),
     )
 
 
-BLOCK_COLUMNS = ("block", "what", "saves", "forward", "backward", "added", "at the peak")
-"""What `block_cells` holds; ``added`` is recomputing and waiting."""
+BLOCK_COLUMNS = ("block", "what", "saves", "forward", "backward", "added", "seen", "at the peak")
+"""What `block_cells` holds; ``added`` is recomputing and waiting, ``seen`` forward and backward as they really were."""
 
 
 def why_lines(rows: Sequence[BlockRow]) -> list[str]:

@@ -3,7 +3,7 @@
 // glibc either keeps freed activations where nothing of their size fits any more (posix_memalign leaves pieces of a few
 // dozen bytes between the blocks) or, with a low mmap threshold, gives every block back to the kernel and takes the next
 // one from it page by page. Here a freed block joins its free neighbours and the next tensor goes where it fits best;
-// memory that nothing has used for two steps goes back to the kernel.
+// memory that nothing has used for some steps goes back to the kernel, and all that is free once nobody offloads.
 //
 // Small tensors, and whatever does not fit, come from the allocator that was there before.
 
@@ -102,6 +102,15 @@ class Arena {
     } else {
       insert(address, size);
     }
+    if (!keep_) {
+      give_back(address, address + size, 0);
+    }
+  }
+
+  // Whether what is freed from now on is kept for the tensors to come.
+  void keep(bool keep) {
+    const std::lock_guard<std::mutex> guard(lock_);
+    keep_ = keep;
   }
 
   // Gives back what was free during the last `epochs` epochs, and begins a new one.
@@ -171,6 +180,7 @@ class Arena {
   std::unordered_map<std::uintptr_t, std::uintptr_t> live_;  // address, size
   std::vector<std::uint32_t> used_;  // of each chunk, the last epoch in which a block was there; 0 without pages
   std::uint32_t epoch_ = 1;
+  bool keep_ = true;
   std::uint64_t live_bytes_ = 0, peak_bytes_ = 0;
 };
 
@@ -192,7 +202,9 @@ class CpuAllocator final : public c10::Allocator {
   c10::DataPtr allocate(std::size_t nbytes) override {
     void* const data = nbytes < smallest ? nullptr : arena->allocate(nbytes);
     if (data == nullptr) {
-      return small->allocate(nbytes);
+      c10::DataPtr other = small->allocate(nbytes);
+      other.compare_exchange_deleter(small->raw_deleter(), &release);  // `raw_deleter` promises the same for all
+      return other;
     }
     c10::profiledCPUMemoryReporter().New(data, nbytes);
     return {data, data, &release, c10::Device(c10::DeviceType::CPU)};
@@ -233,9 +245,12 @@ int actoffload_install(std::size_t reserve_bytes, std::size_t smallest_bytes) {
   smallest = smallest_bytes;
   arena = new Arena(begin, nbytes);
   pthread_atfork([] { arena->lock().lock(); }, [] { arena->lock().unlock(); }, [] { arena->lock().unlock(); });
-  c10::SetCPUAllocator(new CpuAllocator());
-  return 0;
+  auto* const allocator = new CpuAllocator();
+  c10::SetCPUAllocator(allocator);
+  return c10::GetCPUAllocator() == allocator ? 0 : 1;  // one that was set with a higher priority stays
 }
+
+void actoffload_keep(int keep) { arena->keep(keep != 0); }
 
 void actoffload_next_epoch(std::uint32_t epochs) { arena->next_epoch(epochs); }
 

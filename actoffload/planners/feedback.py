@@ -32,6 +32,7 @@ class Observed:
         disk_read_bytes_per_s: from disk.
         peak_bytes: the most activation bytes on the device.
         sizes: the size of each storage by its place, where a forward saved others than were planned for.
+        blocks: each block's name and the seconds of its forward and backward, without waits; empty if nobody looked.
     """
 
     step_s: float
@@ -43,6 +44,7 @@ class Observed:
     disk_read_bytes_per_s: float | None = None
     peak_bytes: int | None = None
     sizes: tuple[int, ...] | None = None
+    blocks: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.step_s < float("inf"):

@@ -21,6 +21,7 @@ class SlowEngine(PosixEngine):
         file: As for every engine.
         threads: As for every engine.
         bandwidth_bytes_per_s: Bytes per second, reads and writes together.
+        duplex: Reads and writes do not share it: each goes at that speed.
         latency_s: Seconds that every system call takes in addition.
     """
 
@@ -31,18 +32,21 @@ class SlowEngine(PosixEngine):
         threads: int | None = None,
         bandwidth_bytes_per_s: float = float("inf"),
         latency_s: float = 0.0,
+        duplex: bool = False,
     ) -> None:
         self._bandwidth = bandwidth_bytes_per_s
         self._latency_s = latency_s
+        self._duplex = duplex
         self._bus_lock = threading.Lock()
-        self._bus_free_at_s = 0.0
+        self._bus_free_at_s = dict.fromkeys(IoKind, 0.0)
         super().__init__(file, threads=threads)
 
     def _transfer_once(self, kind: IoKind, view: memoryview, offset: int) -> int:
         with self._bus_lock:  # one bus: a transfer begins when the one before it has gone through
             now = time.monotonic()
-            self._bus_free_at_s = max(now, self._bus_free_at_s) + len(view) / self._bandwidth
-            wait_s = self._bus_free_at_s - now + self._latency_s
+            bus = kind if self._duplex else IoKind.WRITE
+            self._bus_free_at_s[bus] = max(now, self._bus_free_at_s[bus]) + len(view) / self._bandwidth
+            wait_s = self._bus_free_at_s[bus] - now + self._latency_s
         time.sleep(wait_s)
         return super()._transfer_once(kind, view, offset)
 

@@ -2,7 +2,7 @@
 
 The specification (a JSON argument) has ``gpt`` (sizes), ``batch``, ``threads``, ``mode`` (``keep``, ``recompute``,
 ``default``), ``warm_up``, ``steps``, ``path``, ``device_budget`` (bytes or null) and ``bandwidth`` (bytes per second of
-the disk, reads and writes together; null: as fast as it is).
+the disk each way, as the simulator has it; null: as fast as it is).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _offloader(spec: dict[str, Any], model: torch.nn.Module) -> Offloader:
     """Default options, but for what the specification throttles or bounds."""
     options: dict[str, Any] = {"path": spec["path"], "device_budget": spec["device_budget"]}
     if spec["bandwidth"] is not None:
-        options["engine"] = partial(SlowEngine, bandwidth_bytes_per_s=spec["bandwidth"])
+        options["engine"] = partial(SlowEngine, bandwidth_bytes_per_s=spec["bandwidth"], duplex=True)
     return Offloader(OffloadConfig(**options)).use(model)
 
 

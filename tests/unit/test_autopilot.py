@@ -97,6 +97,42 @@ def test_the_step_after_the_warm_up_is_planned_from_and_the_plan_is_followed(mak
     assert_empty(offloader)
 
 
+def test_blocks_are_timed_once_under_each_plan(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actoffload.autopilot.WAIT_SHARE", float("inf"))  # nor a disk that is slow for a moment
+    monkeypatch.setattr("actoffload.autopilot.BANDWIDTH_CHANGE", float("inf"))
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(width=64, layers=3, head_width=32, seq=32))
+
+    def run(count: int) -> None:
+        for _ in range(count):
+            with offloader:
+                loss = model(TOKENS, TOKENS)
+            loss.backward()
+
+    offloader = make_offloader(policy="auto").use(model)
+    pilot = _with(offloader, _Scripted(lambda index, nbytes: index % 2 == 0))
+    run(WARM_UP + 1)
+    made = 0
+    begin = offloader.recorder.begin
+
+    def counted() -> None:
+        nonlocal made
+        made += 1
+        begin()
+
+    offloader.recorder.begin = counted  # type: ignore[method-assign]
+    run(REVIEW_STEPS + 1)
+    assert pilot.history == ["first plan"]
+    assert made == 1, "one step is recorded under the plan, and no other one"
+    assert pilot.seen is not None
+    times = dict(pilot.seen.blocks)
+    assert [name for name in times if "blocks." in name] == ["stack.blocks.0", "stack.blocks.1", "stack.blocks.2"]
+    assert all(seconds > 0 for seconds in times.values())
+    block = next(line for line in offloader.explain().splitlines() if line.startswith("  stack.blocks.1"))
+    assert block.split()[-3] in ("ms", "s")  # before the bytes at the peak: "seen"
+    assert_empty(offloader)
+
+
 def test_explain_says_what_is_planned_and_why(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(policy="auto")
     _with(offloader, _Scripted(lambda index, nbytes: index % 2 == 0))

@@ -149,7 +149,7 @@ end = full(16 * MIB, 5)
 before = rss()
 del large
 assert resident() >= 160 * MIB
-for _ in range(3 * N):  # used in each step: it stays
+for _ in range(2 * N):  # used in each step: it stays
     again = full(128 * MIB)
     del again
     cpu_allocator.next_epoch()
@@ -193,9 +193,9 @@ def test_a_forked_child_has_its_own() -> None:
     run("""
 held = full(8 * MIB, 4)
 stop = threading.Event()
-def churn():
+def churn():  # takes the lock most of the time, without the interpreter's
     while not stop.is_set():
-        full(MIB)
+        cpu_allocator.facts()
 busy = threading.Thread(target=churn)
 busy.start()
 torch.set_num_threads(1)
@@ -241,6 +241,49 @@ assert found["resident_bytes"] <= found["live_bytes"] + 8 * MIB * (found["blocks
     )
 
 
+def test_nothing_is_kept_once_nobody_offloads() -> None:
+    run("""
+def resident(): return cpu_allocator.facts()["resident_bytes"]
+one, other = cpu_allocator.Use(), cpu_allocator.Use()
+kept = full(8 * MIB, 2)
+one.end(); one.end()
+freed = full(64 * MIB); del freed
+assert resident() >= 64 * MIB
+other.end()
+assert resident() <= 12 * MIB
+freed = full(64 * MIB); del freed  # also what is freed from now on
+assert resident() <= 12 * MIB
+again = cpu_allocator.Use()
+freed = full(64 * MIB); del freed
+assert resident() >= 64 * MIB
+import warnings
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    child = os.fork()
+if child == 0:
+    freed = torch.empty(32 * MIB, dtype=torch.uint8); freed.zero_(); del freed
+    cpu_allocator.give_back()
+    freed = torch.empty(32 * MIB, dtype=torch.uint8); del freed
+    os._exit(0 if resident() <= 12 * MIB and bool((kept == 2).all()) else 1)
+assert os.waitpid(child, 0)[1] == 0
+again.end()
+assert bool((kept == 2).all())
+""")
+
+
+def test_every_tensor_has_the_deleter_that_the_allocator_promises() -> None:
+    run("""
+for nbytes in (16, cpu_allocator.SMALLEST_BYTES - 1, MIB):
+    tensor = full(nbytes)
+    storage = tensor.untyped_storage()
+    storage.resize_(2 * nbytes)
+    assert int(tensor.sum()) == nbytes
+    storage.resize_(nbytes // 2)
+    del tensor, storage
+assert blocks() == 0
+""")
+
+
 def test_the_profiler_sees_its_memory() -> None:
     run("""
 from torch.profiler import ProfilerActivity, profile
@@ -266,6 +309,8 @@ def test_the_library_is_built_once(fresh: Path) -> None:
     assert [file.name for file in fresh.iterdir()] == [library.name]
     made = library.stat().st_mtime_ns
     assert cpu_allocator.build() == library
+    assert cpu_allocator.refusal() == ""
+    assert cpu_allocator.facts() is None
     assert library.stat().st_mtime_ns == made
 
 
@@ -284,10 +329,12 @@ def test_a_cache_that_others_can_write_to_is_not_trusted(fresh: Path) -> None:
         ("compiler", "no C++ compiler"),
         ("broken", "the C++ compiler failed: cpu_allocator.cpp"),
         ("preload", "jemalloc is preloaded"),
-        ("limit", "address space is limited"),
+        ("limit", "limited (`ulimit -v`)"),
+        ("data", "limited (`ulimit -d`)"),
         ("overcommit", "does not overcommit"),
         ("platform", "only on Linux"),
         ("library", "could not be loaded"),
+        ("locked", "locks its memory"),
     ],
 )
 def test_where_it_cannot_be_used_the_reason_is_said(
@@ -301,16 +348,21 @@ def test_where_it_cannot_be_used_the_reason_is_said(
         monkeypatch.setattr(cpu_allocator, "SOURCE", bad)
     elif why == "preload":
         monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libjemalloc.so.2")
-    elif why == "limit":
-        monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 40, 1 << 40))
+    elif why in ("limit", "data"):
+        limited = resource.RLIMIT_AS if why == "limit" else resource.RLIMIT_DATA
+        monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 40 if which == limited else -1, -1))
     elif why == "overcommit":
         monkeypatch.setattr(cpu_allocator, "_overcommit", lambda: 2)
+    elif why == "locked":
+        monkeypatch.setattr(cpu_allocator, "_locks_memory", lambda: True)
     elif why == "platform":
         monkeypatch.setattr(sys, "platform", "darwin")
     else:
         library = tmp_path / "empty.so"
         library.touch()
         monkeypatch.setattr(cpu_allocator, "build", lambda: library)
+    if why != "library":  # only loading it shows that
+        assert told in cpu_allocator.refusal().replace(str(tmp_path) + "/", "")
     reason = cpu_allocator.install()
     assert told in reason.replace(str(tmp_path) + "/", "")
     assert cpu_allocator.install() == reason
@@ -318,6 +370,33 @@ def test_where_it_cannot_be_used_the_reason_is_said(
     cpu_allocator.next_epoch()
     cpu_allocator.give_back()
     torch.full((1 << 20,), 1.0)
+
+
+def test_a_damaged_library_is_made_anew(fresh: Path) -> None:
+    library = cpu_allocator.build()
+    library.write_bytes(b"")
+    assert cpu_allocator._load() is not None
+    assert library.stat().st_size > 0
+
+
+def test_what_a_compiler_says_may_be_no_text(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "cxx"
+    compiler.write_bytes(b"#!/bin/sh\nprintf 'error: \\377\\376' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    assert "the C++ compiler failed: error:" in cpu_allocator.install()
+    assert [file.name for file in fresh.iterdir()] == []
+
+
+def test_a_cache_that_is_a_link_to_elsewhere_is_judged_by_where_it_leads(fresh: Path, tmp_path: Path) -> None:
+    open_folder = tmp_path / "open"
+    open_folder.mkdir()
+    open_folder.chmod(0o777)
+    (open_folder / "mine").mkdir()
+    fresh.symlink_to(open_folder / "mine")
+    library = cpu_allocator.build()
+    assert open_folder not in library.parents
+    shutil.rmtree(library.parent)
 
 
 def test_a_compiler_that_hangs_or_is_gone_is_a_reason(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,6 +415,7 @@ import torch, actoffload
 from actoffload import cpu_allocator
 offloader = actoffload.Offloader(actoffload.OffloadConfig(target="nvme", path=sys.argv[1]))
 assert cpu_allocator.facts() is None and "jemalloc is preloaded" in cpu_allocator.install()
+assert "block by block, which costs time: jemalloc is preloaded" in offloader.report()
 def rss(): return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 held = [torch.full((2 << 20,), 1, dtype=torch.uint8) for _ in range(32)]
 guard = torch.full((1 << 20,), 1, dtype=torch.uint8)

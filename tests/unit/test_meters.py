@@ -45,6 +45,17 @@ def test_a_transfer_that_was_alone_for_a_while_counts_in_part(overlap_s: float) 
     assert meter.full_bytes_per_s == pytest.approx(ENOUGH_BYTES, rel=0.06)  # the first and the last are half alone
 
 
+@pytest.mark.parametrize(("burst", "most"), [(2, 1.34), (3, 1.34), (8, 1.14)])
+def test_one_after_the_other_a_burst_is_not_taken_for_much_faster_than_it_is(burst: int, most: float) -> None:
+    # A link of ENOUGH_BYTES a second that serves in order: all are submitted at once, and one ends each second.
+    meter = RateMeter(depth=2)
+    for turn in range(4):
+        begin_s = 100.0 * turn
+        replay(meter, [(begin_s, begin_s + 1 + n, ENOUGH_BYTES) for n in range(burst)])
+    assert meter.full_bytes_per_s is not None
+    assert 1.0 <= meter.full_bytes_per_s / ENOUGH_BYTES <= most
+
+
 def test_a_link_that_one_transfer_cannot_fill_is_never_taken_for_faster_than_it_is() -> None:
     # Alone a transfer goes at half of the link's rate; A runs for 3 s, B joins it for the last one and stays for two.
     meter = RateMeter(depth=2)

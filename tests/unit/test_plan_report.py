@@ -89,6 +89,21 @@ def test_what_is_recomputed_is_compared_with_moving_it() -> None:
     assert rows["a"].why == "idle 900 s, moved in 200 s"
 
 
+def test_blocks_show_how_long_they_really_took() -> None:
+    profile = small()
+    plan = make(profile, Limits())
+    looked = Observed(step_s=1.0, blocks=(("a", 0.25), ("nobody", 7.0)))
+    text = render_plan(profile, plan, seen=looked)
+    table = text[: text.index("\nwhy\n")]
+    rows = {line.split()[0]: line for line in table.splitlines() if line.startswith("  ")}
+    head = rows["block"]
+    column = slice(head.index("added") + len("added"), head.index("seen") + len("seen"))
+    assert rows["a"][column].strip() == "250 ms"
+    assert rows["b"][column].strip() == "-"
+    assert "7 s" not in text
+    assert "250 ms" not in render_plan(profile, plan, seen=replace(looked, blocks=()))
+
+
 def test_the_text_names_everything() -> None:
     profile = transformer()
     limits = Limits(device_budget=GIB)
