@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from actoffload.report.plots import Point, step_time_against_memory
-from benchmarks import fio, gpu, harness, memory_cpu, micro, micro_hooks, micro_spool, worker
+from benchmarks import fio, gpu, harness, memory_cpu, micro, micro_hooks, micro_spool, planner_cpu, worker
 
 
 def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -256,3 +256,24 @@ def test_micro_without_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     ran = {sample["mode"] for sample in facts["samples"]["busy"] if "error" not in sample}
     assert len(facts["bounds"]) == 2 + 1 + (2 if "uring" in ran else 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_the_planner_benchmark_compares_each_sample_with_those_of_keep_beside_it() -> None:
+    def sample(step_s: float, keep_s: float | None = None, **more: Any) -> dict[str, Any]:
+        found = {"median_step_s": step_s, "losses_hex": ["a", "b", "c"], "spec": {"device_budget": None}, **more}
+        return found if keep_s is None else found | {"keep_step_s": keep_s}
+
+    moved = {"peak_bytes": 30, "baseline_peak_bytes": 100, "written_bytes": 80, "ideal_bytes": 100}
+    rows = planner_cpu.summarise(
+        {
+            "keep": [sample(2.0), sample(4.0)],
+            "recompute": [sample(3.0, 2.0), sample(6.0, 4.0)],
+            "default": [sample(2.2, 2.0, **moved), sample(4.8, 4.0, **moved)],
+        }
+    )
+    assert rows["recompute"]["ratio_to_keep"] == 1.5
+    assert rows["default"]["ratio_to_keep"] == pytest.approx(1.15)
+    assert (rows["default"]["of_ideal"], rows["default"]["peak_share"]) == (0.8, 0.3)
+    assert rows["default"]["identical"]
+    text = planner_cpu.render(rows)
+    assert "| default | 3.500 s | 1.15 |  | 30% | 0 MiB | 80% | yes |" in text
