@@ -75,7 +75,7 @@ def command(
             chosen,
             out or Path(f"rok_{preset}.json"),
             environment=describe_environment(),
-            command=shlex.join(["actoffload", *_without_folders(sys.argv[1:])]),
+            command=shlex.join(["actoffload", *without_folders(sys.argv[1:])]),
             series=_series(series),
             target=target,
             path=None if path is None else [str(p) for p in path],
@@ -102,9 +102,10 @@ def _series(names: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(names or SERIES)
 
 
-def _without_folders(arguments: Sequence[str]) -> list[str]:
-    home = str(Path.home())
-    return [argument.replace(home, "~") for argument in arguments]
+def without_folders(arguments: Sequence[str]) -> list[str]:
+    """The arguments as results may show them: of a path on this machine only the last part."""
+    parts = [argument.rpartition("=") for argument in arguments]  # "--out=FILE" is one argument
+    return [f"{head}{sign}{Path(last).name if Path(last).is_absolute() else last}" for head, sign, last in parts]
 
 
 def select(

@@ -91,6 +91,12 @@ def test_results_of_other_options_are_not_mixed(tmp_path: Path) -> None:
         make_run(file, Launcher())
 
 
+def test_results_show_no_path_of_this_machine() -> None:
+    given = ["rok", "--out", "/data/me/r.json", "--path=/mnt/nvme0/x", "--level", "40%", "--preset=cpu", "r.json", ""]
+    shown = ["rok", "--out", "r.json", "--path=x", "--level", "40%", "--preset=cpu", "r.json", ""]
+    assert rok_command.without_folders(given) == shown
+
+
 def test_without_a_baseline_there_is_no_budget(tmp_path: Path) -> None:
     boom = {"error": "out of memory", "oom": True}
     run = make_run(tmp_path / "r.json", Launcher(keep=boom, offload=boom, recompute=boom, hybrid=boom))
