@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(
 _HEAD = """
 import os, random, sys, threading
 import torch
+torch.set_num_threads(1)  # a forked child of OpenMP's threads hangs in its first parallel loop
 from actoffload import cpu_allocator
 MIB = 1 << 20
 def rss(): return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -126,7 +127,6 @@ def churn(seed):
 def steps():
     while not done.wait(0.002):
         cpu_allocator.next_epoch() if random.random() < 0.7 else cpu_allocator.give_back()
-torch.set_num_threads(1)
 done = threading.Event()
 others = [threading.Thread(target=churn, args=(seed,)) for seed in range(4)]
 clock = threading.Thread(target=steps)
@@ -198,7 +198,6 @@ def churn():  # takes the lock most of the time, without the interpreter's
         cpu_allocator.facts()
 busy = threading.Thread(target=churn)
 busy.start()
-torch.set_num_threads(1)
 import warnings
 for turn in range(20):
     with warnings.catch_warnings():
