@@ -118,6 +118,8 @@ class Tiers:
                 raise ConfigError("devices", device_type, "no such device here; leave it out to take what there is")
             elif self.core.config.target != "host":
                 self.movers[device_type] = self._cpu_mover()
+        if self.core.config.tune_malloc and isinstance(self.movers.get("cpu"), CpuMover):
+            self._tune_malloc()  # last: nobody would end its use if something above failed
 
     def _open_spool(self) -> Spool:
         if self.spool is None:
@@ -135,8 +137,6 @@ class Tiers:
         return self.spool
 
     def _cpu_mover(self) -> Mover:
-        if self.core.config.tune_malloc:
-            self._tune_malloc()
         pool = HostPool(self._host_budget(staging=False), slab_bytes=16 << 20, poison=self.core.config.debug)
         self.pools.append(pool)
         return CpuMover(self.core, self._open_spool(), pool)

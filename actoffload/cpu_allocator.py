@@ -1,8 +1,8 @@
 """Memory for large CPU tensors that the process keeps from one tensor to the next: builds and installs it.
 
-The allocator is ``native/cpu_allocator.cpp``. It is compiled once (about two seconds) into the user's cache directory,
-as a part of PyTorch's own C++ interface for allocators, and stays installed until the process ends: tensors outlive
-every offloader. Where it cannot be built or should not be used, a reason says why.
+The allocator is ``native/cpu_allocator.cpp``. It is compiled once into the user's cache directory, uses PyTorch's own
+C++ interface for allocators, and stays installed until the process ends: tensors outlive every offloader. Where it
+cannot be built or should not be used, a reason says why.
 """
 
 from __future__ import annotations
