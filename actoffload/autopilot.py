@@ -22,6 +22,7 @@ from .planner import Plan
 from .planners.auto import Auto
 from .planners.base import Limits, Planner
 from .planners.feedback import Observed, correct, needs_replan
+from .planners.hiding import correct_hiding
 from .prefetch import Prefetch
 from .profile import Link, Profile
 from .recompute import Meter, Recompute
@@ -36,10 +37,6 @@ REVIEW_STEPS = 5
 REVIEW_GROWTH = 2
 MAX_PLANS = 12
 """After so many plans the last one stays: what the steps show does not settle."""
-WAIT_SHARE = 0.02
-"""Without a budget a plan expects no waits; where they take more than this share of a step it trusted its links."""
-TRUST_LESS = 0.8
-BANDWIDTH_CHANGE = 0.25
 SHAPES_CHANGED = 0.1
 """A forward that saves this share of its bytes at other places, or in other sizes, is not the one that was planned."""
 LOOK_AT_STEP = 3
@@ -90,6 +87,7 @@ class Autopilot:
         self._blocks = blocks
         self._planner: Planner = planner or Auto()
         self._steps = 0
+        self._recorded_s = 0.0
         self._began: tuple[float, float, float, int] | None = None
         self._observed: list[Observed] = []
         self._keeping = False
@@ -203,6 +201,7 @@ class Autopilot:
             return  # the device has not come to the end of that step: asked again before the next one
         profile = replace(profile, **self._links(), prefetch_bytes=self._prefetch.window.nbytes)
         self._steps += 1
+        self._recorded_s = profile.step_s
         if self._keeping:
             self._keeping = self._placement.keep_all = False
             self._make_plan(replace(profile, keep_step_s=observed.step_s), observed, "first plan")
@@ -263,7 +262,10 @@ class Autopilot:
             return
         self.seen = replace(_median(self._observed), blocks=self._seen_blocks, **self._rates())
         self._observed.clear()
-        profile, reason = (self._judged if self._bounded else self._watched)(self.profile, self.plan, self.seen)
+        if self._bounded:
+            profile, reason = self._judged(self.profile, self.plan, self.seen)
+        else:
+            profile, reason = correct_hiding(self.profile, self.seen, self._recorded_s)
         if reason:
             self._review_steps *= REVIEW_GROWTH
             self._make_plan(profile, self.seen, reason)
@@ -278,26 +280,6 @@ class Autopilot:
         conditions = Conditions(device_budget=self._limits.device_budget)
         corrected = correct(profile, plan, seen, conditions)
         return corrected, needs_replan(profile, plan, seen, corrected, conditions)
-
-    def _watched(self, profile: Profile, plan: Plan, seen: Observed) -> tuple[Profile, str]:
-        """Without a bound: what hides behind compute moves, so nothing may wait, and the links are what counts."""
-        waited_s = seen.forward_wait_s + seen.backward_wait_s
-        if waited_s > WAIT_SHARE * seen.step_s:
-            slower = {
-                name: link.scaled(TRUST_LESS)
-                for name, link in (("host", profile.host), ("disk", profile.disk))
-                if link is not None
-            }
-            return profile.with_links(**slower), f"the step waited {waited_s:.3g} of {seen.step_s:.3g} s"
-        corrected = correct(profile, None, seen)
-        for name in ("host", "disk"):
-            old, new = getattr(profile, name), getattr(corrected, name)
-            for way in ("write", "read") if old is not None else ():
-                before, now_ = (getattr(link, f"{way}_bytes_per_s") for link in (old, new))
-                if abs(now_ - before) > BANDWIDTH_CHANGE / 2 * before:  # corrected goes half of the way
-                    text = f"{name} {way} bandwidth went from {before / 1e9:.3g} towards {now_ / 1e9:.3g} GB/s"
-                    return profile.with_links(host=corrected.host, disk=corrected.disk), text
-        return profile, ""
 
     # -- plans --------------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@
 
 Each sample lies between two of keeping everything and is compared with their mean, as the machine's speed drifts.
 The disk's speed is measured first, then a fault engine slows it to a half, a quarter and a tenth of that. What the
-simulator calls ideal is the plan for the recorded step and the disk's true speed.
+simulator calls ideal is the plan for the recorded step, as long as the timed steps computed, and the disk's true speed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ WORKER = "actoffload.testing.planner_worker"
 GPT = {"layers": 6, "width": 512, "seq": 512}
 BATCH = 4
 THREADS = 2
-WARM_UP = 12
-"""Steps that are not timed: two are recorded, five show how the first plan does, then there is time for a second."""
+WARM_UP = 18
+"""Steps that are not timed: two are recorded, five show how the first plan does, ten how the second one does."""
 SPEEDS = (Fraction(1), Fraction(1, 2), Fraction(1, 4), Fraction(1, 10))
 BUDGET = 0.4
 """Share of the baseline's peak."""

@@ -63,15 +63,23 @@ def correct(profile: Profile, plan: Plan | None, observed: Observed, conditions:
         observed: the step.
         conditions: the budgets that it ran under.
     """
-    changed = replace(
+    changed = correct_links(profile, observed)
+    seen = simulate(changed, plan, conditions, detail=False)
+    if seen.moved_bytes > 0:
+        return _with_costs(changed, seen, observed)
+    step_s = observed.step_s - (seen.step_s - seen.compute_s)
+    if profile.step_s <= 0 or step_s <= 0:
+        return changed
+    return replace(rescaled(changed, _towards(profile.step_s, step_s) / profile.step_s), keep_step_s=step_s)
+
+
+def correct_links(profile: Profile, observed: Observed) -> Profile:
+    """The profile with its bandwidths half of the way towards those that were seen."""
+    return replace(
         profile,
         host=_corrected(profile.host, observed.host_write_bytes_per_s, observed.host_read_bytes_per_s),
         disk=_corrected(profile.disk, observed.disk_write_bytes_per_s, observed.disk_read_bytes_per_s),
     )
-    seen = simulate(changed, plan, conditions, detail=False)
-    if seen.moved_bytes == 0:
-        return _rescaled(changed, observed.step_s - (seen.step_s - seen.compute_s))
-    return _with_costs(changed, seen, observed)
 
 
 def needs_replan(
@@ -145,11 +153,9 @@ def _costlier(link: Link | None, each: float, nbytes: int) -> Link | None:
     return replace(link, cost_s_per_byte=max(0.0, link.cost_s_per_byte + each))
 
 
-def _rescaled(profile: Profile, step_s: float) -> Profile:
-    """The profile with all its times stretched half of the way to a step of ``step_s`` that moved nothing."""
-    if profile.step_s <= 0 or step_s <= 0:
-        return profile
-    factor = _towards(profile.step_s, step_s) / profile.step_s
+def rescaled(profile: Profile, factor: float) -> Profile:
+    """The profile of a step that computes ``factor`` times as long, everywhere alike."""
+    keep_s = profile.keep_step_s
     return replace(
         profile,
         storages=tuple(_stretched(storage, factor) for storage in profile.storages),
@@ -157,7 +163,7 @@ def _rescaled(profile: Profile, step_s: float) -> Profile:
         forward_s=profile.forward_s * factor,
         backward_s=profile.backward_s * factor,
         other_s=profile.other_s * factor,
-        keep_step_s=step_s,
+        keep_step_s=None if keep_s is None else keep_s * factor,
     )
 
 

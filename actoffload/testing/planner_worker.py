@@ -22,6 +22,7 @@ from ..autopilot import Autopilot
 from ..engines import IoKind
 from ..planners.auto import Auto
 from ..planners.base import Limits
+from ..planners.feedback import rescaled
 from ..profile import Link
 from ..simulator import simulate
 from ..spool import Spool
@@ -69,7 +70,10 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         "peak_rss_bytes": peak_rss_bytes(),
     }
     if offloader is not None:
-        result |= _planned(offloader, spec) | {
+        waits = ("pack_wait_s", "unpack_wait_s")
+        computed_s = median(step["step_s"] - sum(step[wait] for wait in waits) for step in timed)
+        result |= _planned(offloader, spec, computed_s) | {
+            "computed_s": computed_s,
             "peak_bytes": max(step["peak_bytes"] for step in timed),
             "written_bytes": median(step["nvme_written_bytes"] for step in timed),
             "baseline_peak_bytes": offloader.statistics().baseline_peak_bytes,
@@ -97,8 +101,11 @@ def _counts(offloader: Offloader | None, *, forget_peak: bool = False) -> dict[s
     return {name: getattr(statistics, name) for name in names} | {"peak_bytes": statistics.resident_peak_bytes}
 
 
-def _planned(offloader: Offloader, spec: dict[str, Any]) -> dict[str, Any]:
-    """What was planned; and the ideal: what the simulator writes at the disk's true speed, planned for that."""
+def _planned(offloader: Offloader, spec: dict[str, Any], computed_s: float) -> dict[str, Any]:
+    """What was planned; and the ideal: what the simulator writes at the disk's true speed, planned for that.
+
+    The ideal is for steps as long as the timed ones, which is not the one step that the planner has recorded.
+    """
     pilot = offloader._autopilot
     assert isinstance(pilot, Autopilot), "the default policy plans"
     plan, profile = pilot.plan, pilot.profile
@@ -117,7 +124,7 @@ def _planned(offloader: Offloader, spec: dict[str, Any]) -> dict[str, Any]:
     }
     if spec["bandwidth"] is not None and spec["device_budget"] is None:
         link = Link(write_bytes_per_s=spec["bandwidth"], read_bytes_per_s=spec["bandwidth"])
-        true = profile.with_links(disk=link)
+        true = rescaled(profile.with_links(disk=link), computed_s / profile.step_s)
         ideal = Auto().plan(true, Limits(tiers=("nvme",)))
         step = simulate(true, ideal)
         found |= {"ideal_bytes": step.disk_written_bytes, "ideal_declined": ideal.declined}

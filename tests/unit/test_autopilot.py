@@ -98,8 +98,9 @@ def test_the_step_after_the_warm_up_is_planned_from_and_the_plan_is_followed(mak
 
 
 def test_blocks_are_timed_once_under_each_plan(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actoffload.autopilot.WAIT_SHARE", float("inf"))  # nor a disk that is slow for a moment
-    monkeypatch.setattr("actoffload.autopilot.BANDWIDTH_CHANGE", float("inf"))
+    monkeypatch.setattr("actoffload.planners.hiding.WAIT_SHARE", float("inf"))  # nor a disk that is slow for a moment
+    monkeypatch.setattr("actoffload.planners.hiding.BANDWIDTH_CHANGE", float("inf"))
+    monkeypatch.setattr("actoffload.planners.hiding.STEP_CHANGE", float("inf"))
     torch.manual_seed(0)
     model = GPT(GPTConfig(width=64, layers=3, head_width=32, seq=32))
 
@@ -269,6 +270,19 @@ def test_a_link_that_changed_makes_a_new_plan(make_offloader: MakeOffloader, mon
     _review(pilot, REVIEW_STEPS)
     assert planner.profiles[1].disk == Link(write_bytes_per_s=0.75e9, read_bytes_per_s=2e9)
     assert "write bandwidth" in pilot.history[-1]
+
+
+def test_steps_that_are_faster_than_the_recorded_one_are_planned_for(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="auto")
+    planner = _Scripted(lambda *_: False)
+    pilot = _with(offloader, planner)
+    _steps(offloader, WARM_UP + 2)
+    recorded_s = planner.profiles[0].step_s
+    _review(pilot, REVIEW_STEPS, step_s=recorded_s / 2)
+    assert planner.profiles[1].step_s == pytest.approx(recorded_s / 2)
+    assert pilot.history[-1].startswith("the step computed for ")
+    _review(pilot, 2 * REVIEW_STEPS, step_s=recorded_s * 2)
+    assert planner.profiles[2].step_s == pytest.approx(recorded_s), "as long as recorded, but no longer"
 
 
 def test_it_comes_to_rest(make_offloader: MakeOffloader) -> None:
