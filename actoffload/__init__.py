@@ -16,7 +16,8 @@ from . import errors
 from .api import Attachment, attach, offload_activations
 from .config import OffloadConfig
 from .engines.base import StorageEngine
-from .hooks import Offloader, keep, no_offload
+from .hooks import Offloader
+from .marks import keep, no_offload
 from .planner import Plan
 from .policy import Decision, Policy, TensorFacts
 from .profile import Profile

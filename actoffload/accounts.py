@@ -53,6 +53,12 @@ class Accounts:
         self.resident_peak_bytes = max(self.resident_peak_bytes, self.resident_bytes)
         self.step_peak_bytes = max(self.step_peak_bytes, self.resident_bytes)
 
+    def peaked(self, baseline_bytes: int, resident_bytes: int) -> None:
+        """The counts were so high in between."""
+        self.baseline_peak_bytes = max(self.baseline_peak_bytes, baseline_bytes)
+        self.resident_peak_bytes = max(self.resident_peak_bytes, resident_bytes)
+        self.step_peak_bytes = max(self.step_peak_bytes, resident_bytes)
+
     def at_once(self, nbytes: int) -> None:
         """So many bytes are on the device at once, also those that this library has let go of."""
         self.resident_peak_bytes = max(self.resident_peak_bytes, nbytes)

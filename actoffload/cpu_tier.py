@@ -8,7 +8,8 @@ kernels see the same alignment and round the same way.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -26,8 +27,7 @@ MIN_ALIGNMENT = 512
 PENDING_BYTES = 256 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
+class Layout(NamedTuple):
     """How a span of ``nbytes`` bytes lies around its direct-I/O body.
 
     Attributes:
@@ -95,7 +95,7 @@ class CpuMover(Mover):
             record.data_begin = record.begin
             address = slot.address + layout.pad
         else:
-            self._in_place[record] = None
+            self._in_place.append(record)
         record.io = layout
         record.to(State.SPILLING)
         self.core.pending_bytes += record.nbytes
@@ -106,8 +106,8 @@ class CpuMover(Mover):
             address + layout.io_begin,
             layout.io_bytes,
             # The kernel says so where memory is gone; who reads it in this process would crash.
-            before=None if bounce or self._kernel_reads else lambda: self.check_place(record),
-            on_done=lambda transfer: self._written(record, transfer, since_s, direct=not bounce),
+            before=None if bounce or self._kernel_reads else partial(self.check_place, record),
+            on_done=partial(self._written, record, since_s, not bounce),
             keepalive=record.data,
         )
         return None
@@ -151,7 +151,7 @@ class CpuMover(Mover):
             record.extent,
             start + layout.io_begin,
             layout.io_bytes,
-            on_done=lambda transfer: self._fetched(record, transfer, storage, start, since_s),
+            on_done=partial(self._fetched, record, storage, start, since_s),
             keepalive=storage,
         )
         return True
@@ -159,7 +159,7 @@ class CpuMover(Mover):
     def _storage(self, slot: Slot, layout: Layout, nbytes: int) -> torch.UntypedStorage:
         return self._pool.tensor(slot, layout.pad, nbytes, owning=True).untyped_storage()
 
-    def _written(self, record: Record, transfer: Transfer, since_s: float, direct: bool) -> None:
+    def _written(self, record: Record, since_s: float, direct: bool, transfer: Transfer) -> None:
         dropped = None  # freed after the lock is given back: unmapping takes time
         with self.core.lock:
             if direct and self.resized(record):
@@ -178,7 +178,7 @@ class CpuMover(Mover):
         del dropped
 
     def _fetched(
-        self, record: Record, transfer: Transfer, storage: torch.UntypedStorage, start: int, since_s: float
+        self, record: Record, storage: torch.UntypedStorage, start: int, since_s: float, transfer: Transfer
     ) -> None:
         with self.core.lock:
             if record.state is not State.FETCHING:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from functools import partial
 
 import torch
 
@@ -61,7 +62,7 @@ class DeviceMover(Mover):
         record.slot = slot
         record.outgoing = out
         record.to(State.STAGING)
-        self._in_place[record] = None
+        self._in_place.append(record)
         self.window.hold(record, out)
         self.window.advance()
         return None
@@ -175,11 +176,11 @@ class DeviceMover(Mover):
             slot.address,
             slot.nbytes,
             before=host_bytes_complete,
-            on_done=lambda transfer: self._written(record, transfer, since_s),
+            on_done=partial(self._written, record, since_s),
             keepalive=slot,
         )
 
-    def _written(self, record: Record, transfer: Transfer, since_s: float) -> None:
+    def _written(self, record: Record, since_s: float, transfer: Transfer) -> None:
         with self.core.lock:
             if self.write_ended(record, transfer):
                 self.core.event(EventKind.WRITE, record, "to disk", since_s)
@@ -218,12 +219,12 @@ class DeviceMover(Mover):
             record.extent,
             slot.address,
             slot.nbytes,
-            on_done=lambda transfer: self._fetched(record, transfer, since_s),
+            on_done=partial(self._fetched, record, since_s),
             keepalive=slot,
         )
         return True
 
-    def _fetched(self, record: Record, transfer: Transfer, since_s: float) -> None:
+    def _fetched(self, record: Record, since_s: float, transfer: Transfer) -> None:
         with self.core.lock:
             if record.state is not State.FETCHING:
                 return

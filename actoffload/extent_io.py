@@ -11,7 +11,7 @@ import errno
 import threading
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .engines.base import IoKind, IoRequest, Latch, StorageEngine, report_uncaught
 from .engines.process_memory import crc32
@@ -19,8 +19,7 @@ from .engines.queued import memory_view
 from .errors import ChecksumError, OffloaderClosedError
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """A range of one arena."""
 
     lane: int
@@ -205,7 +204,7 @@ class Transfer:
         """
         self.extent._checksums[index] = crc32(address, length)
 
-    def part_done(self, request: IoRequest, index: int, path: str, verify: bool) -> None:
+    def part_done(self, index: int, path: str, verify: bool, request: IoRequest) -> None:
         """For the requests: one of them has finished."""
         error = request.error
         if error is None and verify and self.kind is IoKind.READ:

@@ -124,7 +124,8 @@ class KeptActivation(Kept):
     __slots__ = ("entry", "nbytes", "owner")
 
     def __init__(self, alias: Tensor, owner: Storer, nbytes: int, entry: SavedStorage | None) -> None:
-        super().__init__(alias)
+        self.alias = alias
+        self.version = alias._version
         self.owner = owner
         self.nbytes = nbytes
         self.entry = entry

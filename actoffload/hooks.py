@@ -7,7 +7,6 @@ import os
 import threading
 import weakref
 from collections.abc import Hashable
-from functools import partial, wraps
 from types import TracebackType
 from typing import Any
 
@@ -27,64 +26,22 @@ from .errors import ConfigError, OffloaderClosedError
 from .explanation import explain
 from .handles import Handle, Kept, KeptActivation, Wrapped
 from .identity import PLAIN_TYPES, Counter, byte_span, is_parameter, own_counter
-from .offloader import MARKED, Storer
+from .marks import MARKED, REGIONS
+from .offloader import Storer
 from .phases import Direction, Hint, check_phase
 from .policy import KeepReason
 from .profile import Profile
 from .recompute_meter import RecomputeMeter
 from .record import Record
 from .schedule import Tape
-from .scopes import ModelInputs, ModuleScopes, untraced
+from .scopes import ModelInputs, ModuleScopes, untraced, untraced_hook
 from .strictness import Before
 
 RELEARN_EVERY = 100
 """Without ``model=``, the live modules are looked through at the first entries and then every so many."""
 
-_local = threading.local()
 _offloaders: weakref.WeakSet[Offloader] = weakref.WeakSet()
 _NOTES = {"parameter": KeepReason.PARAMETER, "buffer": KeepReason.BUFFER, "input": KeepReason.INPUT}
-
-
-class no_offload:
-    """A region that is left alone: what autograd saves inside it stays. A context manager and a decorator.
-
-    >>> with no_offload():
-    ...     pass
-    """
-
-    @untraced
-    def __enter__(self) -> None:
-        _local.regions = getattr(_local, "regions", 0) + 1
-
-    @untraced
-    def __exit__(self, *exc: object) -> None:
-        _local.regions -= 1
-
-    def __call__(self, function: Any) -> Any:
-        """Wrap a function so that it runs inside the region."""
-
-        @wraps(function)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return function(*args, **kwargs)
-
-        return wrapped
-
-
-@untraced
-def keep(tensor: Tensor) -> Tensor:
-    """This tensor stays, with every view of it, from now on; what was moved before is not brought back.
-
-    Args:
-        tensor: any tensor.
-
-    Returns:
-        The same tensor.
-    """
-    if not isinstance(tensor, Tensor):
-        raise ConfigError("tensor", tensor, "keep() takes a tensor")
-    MARKED.add(tensor, "marked")
-    return tensor
 
 
 class _Entry:
@@ -183,6 +140,8 @@ class Offloader(Storer):
     ) -> None:
         entry = self._stack().pop()
         entry.hooks.__exit__(kind, error, trace)
+        with self.core.lock:
+            self._drain()
         advice = entry.tape.bursts.advice(entry.tape.total_bytes)
         if advice is not None:
             self.core.advise("burst", advice)
@@ -268,22 +227,25 @@ class Offloader(Storer):
 
     # -- pack and unpack ----------------------------------------------------------------------------------------------
 
-    @untraced
+    @untraced_hook
     def _pack(self, tensor: Tensor, counters: tuple[Counter, ...] = ()) -> Any:
         if type(tensor) not in PLAIN_TYPES:
             return self._pack_subclass(tensor, counters)
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
             return self._keep(tensor, KeepReason.LAYOUT, 0)
-        counters = counters or own_counter(tensor)
         storage = tensor.untyped_storage()
+        nbytes, storage_bytes = tensor.nbytes, storage.nbytes()
         reason = self._why_static(tensor, storage)
         if reason is not None:
-            return self._keep(tensor, reason, min(tensor.numel() * tensor.element_size(), storage.nbytes()))
-        span = byte_span(tensor, storage.nbytes()) if tensor.numel() else (0, 0)
-        nbytes = span[1] - span[0]
-        reason = self.why_unfit(tensor, nbytes)
+            return self._keep(tensor, reason, min(nbytes, storage_bytes))
+        if nbytes == storage_bytes and tensor.is_contiguous():
+            begin, end = 0, nbytes
+        else:
+            begin, end = byte_span(tensor, storage_bytes) if nbytes else (0, 0)
+        reason = self.why_unfit("cpu" if tensor.is_cpu else tensor.device.type, end - begin)
         if reason is not None:
-            return self._keep(tensor, reason, nbytes)
+            return self._keep(tensor, reason, end - begin)
+        counters = counters or own_counter(tensor)
         alias = tensor.detach()
         conj, neg = alias.is_conj(), alias.is_neg()
         if conj:
@@ -291,36 +253,39 @@ class Offloader(Storer):
         if neg:
             alias = alias._neg_view()
         tape = self._tape()
-        record = self.admit(alias, span, storage, tape, self._scopes.current, counters)
+        record = self.admit(alias, (begin, end), storage, tape, self._scopes.current, counters)
         if record.handles == 1 and tape.bursts.saved(torch._C._autograd._get_sequence_nr(), record.nbytes):
             with self.core.lock:  # the node holds all that it saves until it has saved the last of it
                 self.core.accounts.at_once(tape.bursts.node_bytes)
         return Handle(self, record, alias, conj, neg)
 
     def _why_static(self, tensor: Tensor, storage: torch.UntypedStorage) -> KeepReason | None:
+        number = storage._cdata
         if is_parameter(tensor):
-            self.notes.add(tensor, "parameter")
+            if number not in self.notes.by_number:
+                self.notes.add(tensor, "parameter")
             return KeepReason.PARAMETER
-        note = self.notes.get(storage)
+        note = self.notes.by_number.get(number)
         if note is None and self.owners.awaits_gathering and self.owners.note_gathered(self.notes):
-            note = self.notes.get(storage)
+            note = self.notes.by_number.get(number)
         if note is not None:
-            return _NOTES[note]
-        if MARKED.get(storage) is not None:
+            return _NOTES[note[1]]
+        if number in MARKED.by_number:
             return KeepReason.MARKED
-        if getattr(_local, "regions", 0):
+        if REGIONS.depth:
             return KeepReason.REGION
         if torch._C._current_graph_task_id() != -1:
             return KeepReason.IN_BACKWARD  # a recompute: its own backward follows at once
         return None
 
     def _keep(self, tensor: Tensor, reason: KeepReason, nbytes: int) -> Kept:
-        activation = nbytes > 0 and reason not in _STATIC
-        entry = self.kept(reason, nbytes, activation, tensor.device.type)
-        if reason is KeepReason.PARAMETER and tensor.is_leaf:
-            return Kept(tensor)  # itself, as autograd does: a leaf makes no cycle, and its `.data` may be swapped
-        alias = tensor.detach()
-        return KeptActivation(alias, self, nbytes, entry) if activation else Kept(alias)
+        static = reason is KeepReason.PARAMETER or reason is KeepReason.BUFFER or reason is KeepReason.INPUT
+        if static or not nbytes:
+            self.kept(reason, nbytes, False)
+            # A leaf itself, as autograd does: it makes no cycle, and its `.data` may be swapped.
+            return Kept(tensor if reason is KeepReason.PARAMETER and tensor.is_leaf else tensor.detach())
+        entry = self.kept(reason, nbytes, True, tensor.device)
+        return KeptActivation(tensor.detach(), self, nbytes, entry)
 
     def _pack_subclass(self, tensor: Tensor, outer: tuple[Counter, ...]) -> Any:
         if is_parameter(tensor):
@@ -328,7 +293,8 @@ class Offloader(Storer):
             return self._keep(tensor, KeepReason.PARAMETER, 0)
         counter = Wrapped.hollow(tensor) if is_traceable_wrapper_subclass(tensor) else None
         if counter is not None:
-            return Wrapped(tensor, counter, partial(self._pack, counters=(*outer, counter)))
+            counters = (*outer, counter)
+            return Wrapped(tensor, counter, lambda inner: self._pack(inner, counters))
         return self._keep(tensor, KeepReason.SUBCLASS, 0)
 
     def _tape(self) -> Tape[Record]:
@@ -366,10 +332,7 @@ class Offloader(Storer):
         super().close()
 
 
-_STATIC = frozenset({KeepReason.PARAMETER, KeepReason.BUFFER, KeepReason.INPUT})
-
-
-@untraced
+@untraced_hook
 def _unpack(handle: Any) -> Tensor:
     tensor: Tensor = handle.unpack()
     return tensor

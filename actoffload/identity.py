@@ -194,31 +194,32 @@ class StorageSet:
     """Storages with a note each, held weakly: parameters, buffers, inputs, tensors marked with ``keep``."""
 
     def __init__(self) -> None:
-        self._notes: dict[int, tuple[StorageRef, str]] = {}
+        self.by_number: dict[int, tuple[StorageRef, str]] = {}
+        """The notes by ``storage._cdata``, which no other storage gets as long as the reference lives."""
         self._sweep_at = 1024
 
     def add(self, tensor: Tensor, note: str) -> None:
         """Note the storage of a tensor (of each inner tensor, for a wrapper subclass). Others are ignored."""
         for storage in storages(tensor):
-            if storage._cdata not in self._notes and storage.nbytes():
+            if storage._cdata not in self.by_number and storage.nbytes():
                 ref = StorageRef(storage)
-                self._notes[ref.cdata] = (ref, note)
-        if len(self._notes) > self._sweep_at:
+                self.by_number[ref.cdata] = (ref, note)
+        if len(self.by_number) > self._sweep_at:
             self.sweep()
 
     def get(self, storage: torch.UntypedStorage) -> str | None:
         """The note of a storage, or None."""
-        entry = self._notes.get(storage._cdata)
+        entry = self.by_number.get(storage._cdata)
         return None if entry is None else entry[1]
 
     def sweep(self) -> None:
         """Forget the storages that are gone."""
-        for cdata in [c for c, (ref, _) in list(self._notes.items()) if ref.gone()]:
-            self._notes.pop(cdata, None)
-        self._sweep_at = max(1024, 2 * len(self._notes))
+        for cdata in [c for c, (ref, _) in list(self.by_number.items()) if ref.gone()]:
+            self.by_number.pop(cdata, None)
+        self._sweep_at = max(1024, 2 * len(self.by_number))
 
     def __len__(self) -> int:
-        return len(self._notes)
+        return len(self.by_number)
 
 
 def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
@@ -252,11 +253,18 @@ def is_parameter(tensor: Tensor) -> bool:
     was made of an activation claims to be such a leaf, but its base is none.
     """
     base = tensor._base
-    if tensor.is_leaf and tensor.requires_grad and (base is None or base.is_leaf):
-        return True
+    wanted = tensor.requires_grad
     if base is None:
-        return isinstance(tensor, nn.Parameter)
-    return isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad)
+        return (wanted and tensor.is_leaf) or _says_parameter(tensor)
+    if base.is_leaf and (base.requires_grad or (wanted and tensor.is_leaf)):
+        return True
+    return _says_parameter(base)
+
+
+def _says_parameter(tensor: Tensor) -> bool:
+    """``isinstance(tensor, nn.Parameter)``, which is slow for what is plainly none."""
+    kind = type(tensor)
+    return kind is not Tensor and (kind is nn.Parameter or isinstance(tensor, nn.Parameter))
 
 
 class ModuleOwners:
@@ -267,11 +275,8 @@ class ModuleOwners:
         self._managed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._sharded: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
         self._gathered: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-
-    @property
-    def awaits_gathering(self) -> bool:
-        """Whether some sharded parameter was never seen gathered: see `note_gathered`."""
-        return len(self._sharded) > 0
+        self.awaits_gathering = False
+        """Whether some sharded parameter may never have been seen gathered: see `note_gathered`."""
 
     def add(self, modules: Iterable[nn.Module]) -> int:
         """Remember the modules that own something directly; returns how many were new."""
@@ -314,12 +319,14 @@ class ModuleOwners:
                     found = True
             if not meshes:
                 del self._sharded[module]
+        self.awaits_gathering = len(self._sharded) > 0
         return found
 
     def _await_gathering(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         dimensions = _mesh_dimensions(parameter)
         if dimensions and name not in self._gathered.get(module, ()):
             self._sharded.setdefault(module, {})[name] = dimensions
+            self.awaits_gathering = True
 
 
 def _mesh_dimensions(parameter: Tensor) -> int:

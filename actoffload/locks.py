@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 
 class DrainingLock:
@@ -12,13 +14,20 @@ class DrainingLock:
 
     A finalizer may run anywhere, also in a thread that holds the lock, so it notes its work and tries the lock without
     waiting. If it finds the lock taken, the release that follows calls `after_release`, and nothing is left lying.
+
+    Attributes:
+        noted: what was noted and not yet worked off; its owner appends to it and empties it.
+        after_release: called after a release with something noted.
     """
 
-    __slots__ = ("_lock", "after_release")
+    __slots__ = ("_lock", "after_release", "noted")
 
-    def __init__(self, after_release: weakref.WeakMethod[Callable[[], None]] | None = None) -> None:
+    def __init__(
+        self, after_release: weakref.WeakMethod[Callable[[], None]] | None = None, noted: deque[Any] | None = None
+    ) -> None:
         self._lock = threading.Lock()
         self.after_release = after_release
+        self.noted: deque[Any] = deque() if noted is None else noted
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """As `threading.Lock.acquire`."""
@@ -27,9 +36,10 @@ class DrainingLock:
     def release(self) -> None:
         """Give it back, and let the owner work off what was noted meanwhile."""
         self._lock.release()
-        after = self.after_release() if self.after_release is not None else None
-        if after is not None:
-            after()
+        if self.noted:
+            after = self.after_release() if self.after_release is not None else None
+            if after is not None:
+                after()
 
     def release_only(self) -> None:
         """Give it back without the call: for the owner's own work."""

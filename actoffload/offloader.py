@@ -28,6 +28,7 @@ from .record import Record, State
 from .recorder import Recorder, SavedStorage
 from .schedule import Tape, Window
 from .statistics import Statistics
+from .staying import MANY, Staying
 from .summary import render_report
 from .tiers import Core, Mover
 
@@ -35,9 +36,6 @@ CPU_MIN_BYTES = 128 << 10
 DEVICE_MIN_BYTES = 1 << 20
 CPU_PREFETCH_BYTES = 64 << 20
 DEVICE_PREFETCH_BYTES = 128 << 20
-
-MARKED = StorageSet()
-"""Storages that the user marked with ``keep()``."""
 
 
 class Storer:
@@ -56,13 +54,17 @@ class Storer:
         self.closed = self.forked = False
         self._began_s = now()
         self._identities: IdentityMap[Record] = IdentityMap()
-        self._dropped: deque[tuple[Record, int]] = deque()
-        self._kept_gone: deque[int] = deque()
+        self._dropped: deque[tuple[Record, int]] = self.core.lock.noted
+        self._staying = Staying(self.core.accounts)
+        self._least_bytes: dict[str, int] = {}
         self._decisions: list[tuple[int, KeepReason | None, str | None]] = []
         self._following_bytes: int | None = None
         self.core.lock.after_release = weakref.WeakMethod(self._drain_if_free)
         self.tiers = Tiers(self.core, accelerator)
         self._movers = self.tiers.movers
+        for device in self._movers:
+            least = CPU_MIN_BYTES if device == "cpu" else DEVICE_MIN_BYTES
+            self._least_bytes[device] = max(1, config.size("min_bytes", least))
         self.recorder = Recorder(self.tiers.stopwatch())
         first = CPU_PREFETCH_BYTES if isinstance(self._movers.get("cpu"), CpuMover) else DEVICE_PREFETCH_BYTES
         window = Window(config.size("prefetch_bytes", first), fixed=config.prefetch_bytes is not None)
@@ -131,7 +133,7 @@ class Storer:
 
     def _place(self, record: Record, tensor: Tensor, tape: Tape[Record]) -> None:
         """Decide what becomes of a new record, and begin it."""
-        mover = self._movers[record.device.type]
+        mover = self._movers[record.kind]
         mover.pump()
         mover.count_near(record)
         self.core.event(EventKind.PACK, record, record.module or "")
@@ -162,36 +164,35 @@ class Storer:
         following = self.core.largest_bytes if self._following_bytes is None else self._following_bytes
         self.core.accounts.pack_wait_s += mover.make_room(following)
 
-    def kept(self, reason: KeepReason, nbytes: int, activation: bool, device: str) -> SavedStorage | None:
+    def kept(
+        self, reason: KeepReason, nbytes: int, activation: bool, device: torch.device | None = None
+    ) -> SavedStorage | None:
         """Count a tensor that stays without a record; what is returned goes to `drop_kept` when it dies."""
-        accounts = self.core.accounts
+        notes = self._staying.notes
+        notes.append((reason._value_, nbytes, activation))
+        if self.core.device_budget is None and not self.recorder.active and len(notes) < MANY:
+            return None
         with self.core.lock:
             self._drain()
-            accounts.packed_tensors += 1
-            accounts.packed_bytes += nbytes
-            accounts.kept_bytes[reason.value] += nbytes
             if not activation:
                 return None
-            accounts.saved(nbytes)
-            accounts.came(nbytes)
-            if self.core.device_budget is not None and reason is not KeepReason.IN_BACKWARD and device in self._movers:
+            mover = None if device is None else self._movers.get(device.type)
+            if self.core.device_budget is not None and reason is not KeepReason.IN_BACKWARD and mover is not None:
                 try:
-                    self._make_room(self._movers[device])
+                    self._make_room(mover)
                 except BaseException:  # an interrupt: no handle will count it down
-                    self._kept_gone.append(nbytes)
+                    notes.append(nbytes)
                     raise
             return self.recorder.kept(nbytes, reason)
 
-    def why_unfit(self, tensor: Tensor, nbytes: int) -> KeepReason | None:
+    def why_unfit(self, device: str, nbytes: int) -> KeepReason | None:
         """Why a tensor of this device and size stays, or None."""
-        if tensor.device.type not in self._movers:
+        least = self._least_bytes.get(device)
+        if least is None:
             return KeepReason.DEVICE
-        default = CPU_MIN_BYTES if tensor.device.type == "cpu" else DEVICE_MIN_BYTES
-        if nbytes < self.config.size("min_bytes", default) or nbytes == 0:
+        if nbytes < least:
             return KeepReason.SMALL
-        if self._movers[tensor.device.type].capturing():
-            return KeepReason.CAPTURE
-        return None
+        return KeepReason.CAPTURE if self._movers[device].capturing() else None
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
@@ -209,7 +210,7 @@ class Storer:
             OffloaderClosedError: the copy went with ``abort()``, or belongs to the parent of a forked process.
         """
         core = self.core
-        mover = self._movers[record.device.type]
+        mover = self._movers[record.kind]
         core.warn()
         with core.lock:
             self._drain()
@@ -272,7 +273,7 @@ class Storer:
         """A kept tensor without a record died. May be called anywhere."""
         if entry is not None:
             self.recorder.kept_died(entry)
-        self._kept_gone.append(nbytes)
+        self._staying.notes.append(nbytes)
 
     def _drain_if_free(self) -> None:
         while self._dropped and self.core.lock.acquire(blocking=False):
@@ -292,10 +293,8 @@ class Storer:
 
     def _drain(self) -> None:
         accounts = self.core.accounts
-        while self._kept_gone:
-            nbytes = self._kept_gone.popleft()
-            accounts.baseline_bytes -= nbytes
-            accounts.left(nbytes)
+        if self._staying.notes:
+            self._staying.settle()
         while self._dropped:
             record, round_ = self._dropped.popleft()
             record.handles -= 1
@@ -304,12 +303,12 @@ class Storer:
             if record.handles == 0:
                 self._release(record)
             elif record.waiting <= 0:
-                self._movers[record.device.type].settle(record)
+                self._movers[record.kind].settle(record)
         if accounts.recomputed_bytes and not accounts.baseline_bytes:
             accounts.recomputed(0)  # backward is over
 
     def _release(self, record: Record) -> None:
-        self._movers[record.device.type].release(record)
+        self._movers[record.kind].release(record)
         self.recorder.died(record)
         if record.identity is not None:
             self._identities.remove(record.identity, record)

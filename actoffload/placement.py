@@ -7,11 +7,12 @@ from torch import Tensor
 from .config import OffloadConfig
 from .phases import Phases
 from .planner import Plan
-from .policy import Decision, KeepReason, ModuleFilter, OffloadAll, Policy, TensorFacts
+from .policy import Decision, KeepReason, ModuleFilter, Policy, TensorFacts
 from .record import Record
 from .schedule import Tape, Window
 
 KEEP_LAST_SHARE = 16
+_KEEP = Decision.KEEP.value
 
 
 class Placement:
@@ -27,7 +28,10 @@ class Placement:
         self._config = config
         self._window = window
         self._phases = phases
-        self._policy: Policy = OffloadAll() if isinstance(config.policy, str) else config.policy
+        policy = config.policy
+        # A plan is followed entry by entry instead.
+        self._policy: Policy | None = None if isinstance(policy, str) or type(policy) is Plan else policy
+        self._planned = KeepReason.PLAN if isinstance(policy, str) else KeepReason.POLICY
         self._filter = ModuleFilter(config.include, config.exclude)
         self._keeps_last = config.policy in ("auto", "greedy")
         self._plan: Plan | None = config.policy if isinstance(config.policy, Plan) else None
@@ -50,22 +54,14 @@ class Placement:
         """
         if not self._filter.allows(record.module):
             return KeepReason.EXCLUDED
-        facts = TensorFacts(
-            nbytes=record.nbytes,
-            shape=tuple(tensor.shape),
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            device=str(tensor.device),
-            module=record.module,
-            index=record.index,
-        )
-        if self._policy.decide(facts) is Decision.KEEP:
+        if self._policy is not None and self._policy.decide(_facts(record, tensor)) is Decision.KEEP:
             return KeepReason.POLICY
         if self.keep_all:
             return KeepReason.PLAN
         entry = self._plan.entry(record.index, record.nbytes) if self._plan is not None else None
         if entry is not None:
             record.tier = entry.tier
-            return KeepReason.PLAN if entry.action == Decision.KEEP.value else None
+            return self._planned if entry.action == _KEEP else None
         if self._plan is not None:
             self.mismatched_bytes += record.nbytes
         return KeepReason.LAST if self._keeps_last and self._is_last(tape) else None
@@ -85,3 +81,14 @@ class Placement:
         last = self._phases.expected_bytes(tape)
         tail = self._config.size("keep_last_bytes", min(last // KEEP_LAST_SHARE, self._window.nbytes))
         return last - tail < tape.total_bytes <= last  # beyond it: a longer forward, which goes on
+
+
+def _facts(record: Record, tensor: Tensor) -> TensorFacts:
+    return TensorFacts(
+        nbytes=record.nbytes,
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        device=str(tensor.device),
+        module=record.module,
+        index=record.index,
+    )

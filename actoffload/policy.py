@@ -12,6 +12,8 @@ from typing import Protocol, runtime_checkable
 class KeepReason(Enum):
     """Why a saved tensor stayed on its device; the keys of ``Statistics.kept_bytes``."""
 
+    __hash__ = object.__hash__  # members are singletons, and Enum's own hash is a Python function
+
     PARAMETER = "parameter"
     BUFFER = "buffer"
     INPUT = "input"
@@ -97,6 +99,8 @@ class ModuleFilter:
 
     def allows(self, module: str | None) -> bool:
         """Whether a tensor saved inside ``module`` may move."""
+        if not self.include and not self.exclude:
+            return True
         name = module or ""
         if self.include and not _covers(self.include, name):
             return False

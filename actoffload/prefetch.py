@@ -51,7 +51,7 @@ class Prefetch:
         window = self._window_bytes
         tape.fetch_ahead(window, self._bring)
         if tape.exhausted:
-            self._fetch_next(tape, window - tape.ahead_bytes)
+            self._fetch_next(tape, window - tape.left_bytes)
 
     def during_forward(self, tape: Tape[Record]) -> None:
         """Near the end of a forward: fill the window along the tape whose backward comes next, if it is another."""
@@ -86,13 +86,15 @@ class Prefetch:
         tape.prepare(self.orders)
         tape.fetch_ahead(nbytes, self._bring)
 
-    def _bring(self, record: Record) -> int | None:
+    def _bring(self, record: Record, early: bool) -> int | None:
         near = record.near
+        if early and not near:
+            return None
         # What is still on its way out takes no more memory when it stays, but the room that it would have given.
         if not self._core.has_room_ahead(0 if near else record.nbytes):
             return None
         try:
-            brought = self._movers[record.device.type].bring(record, urgent=False)
+            brought = self._movers[record.kind].bring(record, urgent=False)
         except torch.OutOfMemoryError:
             brought = False  # it is only early: what backward needs now is there
         record.wanted = True  # after: the mover counts what it forwards when it is first wanted

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class State(Enum):
     """Where the nearest complete copy of a storage is, and what is under way."""
 
+    __hash__ = object.__hash__  # members are singletons, and Enum's own hash is a Python function
+
     RESIDENT = "resident"  # on the device
     STAGING = "staging"  # device -> host begun; the device copy is still there
     HOSTED = "hosted"  # in host memory
@@ -69,6 +71,7 @@ class Record:
         "incoming",
         "index",
         "io",
+        "kind",
         "module",
         "nbytes",
         "number",
@@ -94,6 +97,7 @@ class Record:
         self.end = end
         self.nbytes = end - begin
         self.device = device
+        self.kind = device.type
         self.data: torch.UntypedStorage | None = storage
         self.data_begin = 0
         self.weak_data: StorageRef | None = None

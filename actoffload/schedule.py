@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, Generic, Protocol, TypeVar
 
 from .bursts import Bursts
@@ -86,7 +87,9 @@ class Tape(Generic[R]):
         """What was decided of each record, as its owner notes it; outlives the records."""
         self._order: tuple[int, ...] = ()
         self._position: dict[int, int] = {}
+        self._reach: list[int] = [0]
         self._prepared = 0
+        self._cursor = 0
         self._frontier = 0
         self._ahead: dict[int, int] = {}
         self._ahead_bytes = 0
@@ -122,7 +125,8 @@ class Tape(Generic[R]):
             self._seen.append(index)
         position = self._position.get(index)
         if position is not None:
-            self._frontier = max(self._frontier, position + 1)
+            self._cursor = max(self._cursor, position + 1)
+            self._frontier = max(self._frontier, self._cursor)
 
     def prepare(self, orders: LearnedOrders) -> None:
         """The forward has ended: choose the order in which backward will want the records, unless that was done."""
@@ -130,28 +134,34 @@ class Tape(Generic[R]):
         if count == self._prepared:
             return
         self._prepared = count
-        self._frontier = 0
+        self._cursor = self._frontier = 0
         order = orders.get(self.signature)
         self._order = order if order is not None else tuple(range(count - 1, -1, -1))
         self._position = {index: position for position, index in enumerate(self._order)}
+        records = (self.records[index] for index in self._order)
+        self._reach = [0, *accumulate(0 if record is None else record.nbytes for record in records)]
 
     def rewind(self) -> None:
         """Backward starts over (``retain_graph``): the same order again. What is ahead stays ahead."""
-        self._frontier = 0
+        self._cursor = self._frontier = 0
 
-    def fetch_ahead(self, window_bytes: int, fetch: Callable[[R], int | None]) -> None:
-        """Fetch the next records until ``window_bytes`` are ahead.
+    def fetch_ahead(self, window_bytes: int, fetch: Callable[[R, bool], int | None]) -> None:
+        """Fetch the records that backward will want within the next ``window_bytes``.
+
+        Records that are near count for that distance: one that is wanted last of all takes memory last of all, also
+        where nothing else is away.
 
         Args:
-            window_bytes: how much to have under way at most (one record at least).
-            fetch: begins to bring a record; returns the bytes that makes (0 when it was near already), or None when
-                there is no room now.
+            window_bytes: how far ahead to look, and how much to have under way at most (one record at least).
+            fetch: begins to bring a record, unless it is away and the second argument says that it is too early;
+                returns the bytes that makes (0 when it was near already), or None when it did nothing.
         """
         while self._frontier < len(self._order) and self._ahead_bytes < window_bytes:
             index = self._order[self._frontier]
             record = self.records[index]
             if record is not None and index not in self._ahead:
-                nbytes = fetch(record)
+                early = self._reach[self._frontier] - self._reach[self._cursor] >= window_bytes
+                nbytes = fetch(record, early)
                 if nbytes is None:
                     return
                 self._ahead[index] = nbytes
@@ -164,9 +174,9 @@ class Tape(Generic[R]):
         return self._frontier >= len(self._order)
 
     @property
-    def ahead_bytes(self) -> int:
-        """Bytes fetched, or being fetched, ahead of backward."""
-        return self._ahead_bytes
+    def left_bytes(self) -> int:
+        """Bytes that backward has not asked for yet."""
+        return self._reach[-1] - self._reach[self._cursor]
 
     def _uncount(self, index: int) -> None:
         self._ahead_bytes -= self._ahead.pop(index, 0)

@@ -271,7 +271,7 @@ class Spool:
         for index, segment in enumerate(transfer.extent.segments):
             length = min(segment.nbytes, left)
             lane = self._arenas.lanes[segment.lane]
-            done = partial(transfer.part_done, index=index, path=lane.file.path, verify=self._verify)
+            done = partial(transfer.part_done, index, lane.file.path, self._verify)
             before = self._before_part(transfer, index, address, length)
             request = IoRequest(transfer.kind, address, length, segment.offset, before=before, on_done=done)
             parts.append((lane.engine, request))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections import OrderedDict, deque
+from collections import deque
 from typing import Any, cast
 
 import torch
@@ -67,7 +67,7 @@ class Core:
         self.inert = True
         self.sink = None
         self._to_warn.clear()
-        self.lock = DrainingLock(self.lock.after_release)
+        self.lock = DrainingLock(self.lock.after_release, self.lock.noted)
         self.changed = threading.Condition(cast(Any, self.lock))
 
     def event(self, kind: EventKind, record: Record, detail: str = "", since_s: float | None = None) -> None:
@@ -122,8 +122,8 @@ class Mover(ABC):
         self.core = core
         self.spool = spool
         self.planned_pending_bytes = 0
-        self._in_place: OrderedDict[Record, None] = OrderedDict()
-        """Records that are being copied from where their owner holds them."""
+        self._in_place: deque[Record] = deque()
+        """Records that are being copied from where their owner holds them, and some that were; looked at in turn."""
 
     @abstractmethod
     def begin(self, record: Record) -> KeepReason | None:
@@ -277,7 +277,6 @@ class Mover(ABC):
 
         What was copied of it may be another's bytes then. Whoever does so fills it again before backward comes.
         """
-        self._in_place.pop(record, None)
         moving = record.state in (State.STAGING, State.SPILLING) and record.data is not None
         return moving and (record.was_resized or _elsewhere(record))
 
@@ -293,11 +292,14 @@ class Mover(ABC):
 
     def notice_resized(self) -> None:
         """Look for such storages on every occasion: one that is filled again at its old address shows nothing later."""
-        for _ in range(min(LOOK_AT, len(self._in_place))):  # in turn: with many under way each is seen every few saves
-            record, _ = self._in_place.popitem(last=False)
-            if record.state in (State.STAGING, State.SPILLING) and record.data is not None:
-                self._in_place[record] = None
-                record.was_resized = record.was_resized or _elsewhere(record)
+        turn = self._in_place  # with many under way each is seen every few saves
+        for _ in range(min(LOOK_AT, len(turn))):
+            record = turn.popleft()
+            data, state = record.data, record.state
+            if data is not None and (state is State.SPILLING or state is State.STAGING):
+                turn.append(record)
+                if data.data_ptr() != record.address:
+                    record.was_resized = True
 
     def stay(self, record: Record) -> None:
         """End the move of a storage that was `resized`: it is what backward will be given, as without offloading."""

@@ -88,6 +88,9 @@ class Workload:
         block_begin: by block, the base time at which its backward begins; None when it cannot be recomputed.
         events: ``(base time, kind, position or block)`` in order.
         order: in the order of need, ``(position, block)``: one of them is -1.
+        place: by position, where it first is in that order; -1 where it never is.
+        block_place: by block, likewise.
+        reach: bytes that a forward has saved in records before each place of the order, if nothing is recomputed.
         items: what is decided on, in the order of places.
         groups: blocks that can be recomputed, by name.
     """
@@ -110,6 +113,10 @@ class Workload:
         self.unmatched = self._find_unmatched()
         self.events = self._make_events()
         self.order = self._make_order()
+        self.place, self.block_place = [-1] * len(self.nbytes), [-1] * len(blocks)
+        for place, (position, block) in enumerate(self.order):
+            (self.place if position >= 0 else self.block_place)[max(position, block)] = place
+        self.reach = self.reach_of([KEEP] * self.count + [ABSENT] * len(blocks), frozenset())
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 
@@ -137,6 +144,19 @@ class Workload:
                     for position in item.positions:
                         modes[position] = tier
         return modes
+
+    def reach_of(self, modes: Sequence[int], recomputed: frozenset[int]) -> list[int]:
+        """`reach` where these blocks are recomputed: what they drop is not there, the input of a checkpoint is."""
+        storages = self.profile.storages
+        reach, total = [0], 0
+        for position, block in self.order:
+            if position < 0:
+                source = self.block_input[block]
+                total += self.nbytes[source] if block in recomputed and source >= self.count else 0
+            elif modes[position] != DROPPED and storages[position].index is not None:
+                total += self.nbytes[position]
+            reach.append(total)
+        return reach
 
     def lowest_tier(self) -> int:
         """Where an offloader sends what no plan knows."""

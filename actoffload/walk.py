@@ -38,7 +38,8 @@ class Walk(Transit):
         self.pressed: list[int] = []
         self.largest = max((self.nbytes[p] for p, mode in enumerate(modes) if HOST <= mode <= NVME), default=0)
         self.window = max(bounds.window, 2 * self.largest) if bounds.window else 0
-        self.frontier = self.ahead = self.reserved = 0
+        self.frontier = self.cursor = self.ahead = self.reserved = 0
+        self.reach = workload.reach_of(modes, self.blocks) if self.blocks else workload.reach
         self.begun: set[int] = set()
         self.passed: set[int] = set()
         self.need_times, self.safe = self._safe_starts() if bounds.latest_safe else ([], [])
@@ -165,6 +166,7 @@ class Walk(Transit):
         if self.is_ahead[p]:
             self.is_ahead[p] = False
             self.ahead -= self.nbytes[p]
+        self.cursor = max(self.cursor, self.workload.place[p] + 1)
         if self.frontier < len(self.workload.order) and (self.ahead < self.window or self.safe):
             self._fetch_ahead(now)
 
@@ -184,6 +186,7 @@ class Walk(Transit):
         if block not in self.passed:  # nothing that is fetched beside the input may take the room
             self.reserved += nbytes
         source = self.workload.block_input[block]
+        self.cursor = max(self.cursor, self.workload.block_place[block])
         if self.state[source] not in (NONE, GONE):
             self._need(source, now)
         now = base + self.delay
@@ -243,6 +246,8 @@ class Walk(Transit):
                 return  # a later forward's
             nbytes = self.nbytes[p]
             if HOSTED <= state <= AWAY:
+                if not self.safe and self.reach[self.frontier] - self.reach[self.cursor] >= self.window:
+                    return
                 if limit is not None and self.resident + nbytes + self.largest + self.reserved > limit:
                     return
                 host = self.bounds.host

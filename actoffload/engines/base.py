@@ -17,6 +17,8 @@ from typing import ClassVar
 class IoKind(Enum):
     """Direction of a transfer, seen from memory."""
 
+    __hash__ = object.__hash__  # members are singletons, and Enum's own hash is a Python function
+
     READ = "read"
     WRITE = "write"
 
@@ -32,6 +34,10 @@ class RequestState(Enum):
     CANCELLED = "cancelled"
 
 
+_first_waiter = threading.Lock()
+"""Held by those who wait while they note it; who sets a latch never takes it."""
+
+
 class Latch:
     """A one-way flag to wait for, almost free until somebody does.
 
@@ -42,7 +48,7 @@ class Latch:
 
     def __init__(self) -> None:
         self._is_set = False
-        self._waiters: list[threading.Event] = []
+        self._waiters: list[threading.Event] | None = None  # made by the first that waits: most often nobody does
 
     @property
     def is_set(self) -> bool:
@@ -52,7 +58,7 @@ class Latch:
     def set(self) -> None:
         """Wakes everybody who waits, now and later."""
         self._is_set = True  # first the flag, then the events: a waiter adds its event, then looks at the flag again
-        for event in tuple(self._waiters):
+        for event in tuple(self._waiters or ()):
             event.set()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -60,7 +66,10 @@ class Latch:
         if self._is_set:
             return True
         event = threading.Event()
-        self._waiters.append(event)
+        with _first_waiter:
+            if self._waiters is None:
+                self._waiters = []
+            self._waiters.append(event)
         return self.is_set or event.wait(timeout)
 
 

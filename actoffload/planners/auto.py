@@ -24,7 +24,7 @@ SPEND = 140_000
 """Items that one plan may walk on the simulator, at about 5 µs each."""
 SPEND_PER_ITEM = 800
 """What local search may spend for each item that there is: more gains nothing where there are few."""
-WINDOWS = (0.25, 1, 8)
+WINDOWS = (0.25, 1, 2, 4, 8)
 """Prefetch windows that are tried, as factors of the profile's."""
 
 

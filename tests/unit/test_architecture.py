@@ -25,8 +25,8 @@ FLOORS = {
     2: "blocks recompute cpu_allocator device hostpool paths ranks scopes stopwatch engines engines.*",
     3: "spool arena extent_io transfer",
     4: "record tiers *_tier",
-    5: "agreement announcement assembly autopilot explanation handles placement prefetch recompute_meter recorder "
-    "offloader strictness",
+    5: "agreement announcement assembly autopilot explanation handles marks placement prefetch recompute_meter "
+    "recorder offloader staying strictness",
     6: "hooks selective api",
     7: "__init__ cli cli.* report report.* testing testing.* integrations integrations.*",
 }

@@ -40,7 +40,7 @@ def answer(*arguments: str) -> Any:
     return json.loads(invoke(*arguments, "--json"))
 
 
-def test_for_a_person(file: Path) -> None:
+def test_for_a_person(file: Path, tmp_path: Path) -> None:
     text = invoke(str(file), "--device-budget", "1GiB")
     for part in (
         "plan of auto on cuda, device budget 1.0 GiB",
@@ -52,7 +52,9 @@ def test_for_a_person(file: Path) -> None:
         "1.0 GiB more of budget would buy",
     ):
         assert part in text
-    assert "declined: " in invoke(str(file))
+    slow = tmp_path / "slow.json"
+    Profile.load(file).with_links(disk=link(0.05, 0.05)).save(slow)
+    assert "declined: " in invoke(str(slow))
 
 
 def test_json_holds_all(file: Path) -> None:

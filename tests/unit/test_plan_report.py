@@ -129,7 +129,7 @@ def test_the_text_names_everything() -> None:
 
 
 def test_a_declined_plan_says_so() -> None:
-    profile = transformer()
+    profile = transformer(write_gb_s=0.05)
     text = render_plan(profile, make(profile, Limits()), limits=Limits())
     assert "declined: moving lowers the peak by less than 1%" in text
     assert "the plan declines to move" in text
@@ -174,7 +174,8 @@ def test_many_blocks_share_lines_and_lose_nothing() -> None:
 
 
 def test_equal_reasons_share_a_line() -> None:
-    rows = analyse(transformer(), make(transformer(), Limits())).rows
+    profile = transformer(write_gb_s=0.05)
+    rows = analyse(profile, make(profile, Limits())).rows
     assert why_lines(rows) == ["layers.0 … (outside blocks): the plan declines to move"]
     assert why_lines(rows[:1]) == ["layers.0: the plan declines to move"]
     assert block_cells(rows[0])[:3] == ("layers.0", "keep", "512.0 MiB")

@@ -126,10 +126,10 @@ def test_a_record_hosted_again_keeps_its_slot_when_its_write_ends_late(
     arrived, go = threading.Event(), threading.Event()
     written = DeviceMover._written
 
-    def late(self: DeviceMover, record: Record, transfer: Transfer, since_s: float) -> None:
+    def late(self: DeviceMover, record: Record, since_s: float, transfer: Transfer) -> None:
         arrived.set()
         assert go.wait(WAIT_S)
-        written(self, record, transfer, since_s)
+        written(self, record, since_s, transfer)
 
     monkeypatch.setattr(DeviceMover, "_written", late)
     device = FakeDevice("eager")

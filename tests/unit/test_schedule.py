@@ -28,7 +28,9 @@ def _tape(sizes: list[int]) -> Tape[_Sized]:
 def _names(tape: Tape[_Sized], window_bytes: int, near: tuple[int, ...] = ()) -> list[int]:
     fetched: list[int] = []
 
-    def fetch(record: _Sized) -> int:
+    def fetch(record: _Sized, early: bool) -> int | None:
+        if early and record.name not in near:
+            return None
         fetched.append(record.name)
         return 0 if record.name in near else record.nbytes
 
@@ -79,10 +81,9 @@ def test_the_window_is_full_but_not_fuller_than_one_record_more() -> None:
     orders = LearnedOrders()
     tape.advance(9, orders)
     assert _names(tape, 25) == [8, 7, 6]
-    assert tape.ahead_bytes == 30
     assert _names(tape, 25) == []
     tape.advance(8, orders)
-    assert tape.ahead_bytes == 20
+    assert tape.left_bytes == 80
     assert _names(tape, 25) == [5]
     assert _names(tape, 1) == []
 
@@ -94,20 +95,33 @@ def test_one_record_that_is_larger_than_the_window_is_still_fetched() -> None:
     assert _names(tape, 1) == []
 
 
-def test_what_is_near_takes_nothing_of_the_window() -> None:
+def test_what_is_near_is_passed_at_once_but_what_lies_behind_it_is_not_fetched_too_early() -> None:
+    tape = _tape([10] * 6)
+    orders = LearnedOrders()
+    near = (4, 3, 2)
+    tape.advance(5, orders)
+    assert _names(tape, 25, near) == [4, 3, 2]
+    tape.advance(4, orders)
+    assert _names(tape, 25, near) == [1]
+    tape.advance(3, orders)
+    assert _names(tape, 25, near) == [0]
+    assert tape.exhausted
+
+
+def test_a_wide_window_fetches_at_once_what_lies_behind_what_is_near() -> None:
     tape = _tape([10] * 6)
     tape.advance(5, LearnedOrders())
-    assert _names(tape, 15, near=(4, 3, 2)) == [4, 3, 2, 1, 0]
+    assert _names(tape, 45, near=(4, 3, 2)) == [4, 3, 2, 1, 0]
 
 
 def test_released_records_are_passed_over_and_no_longer_counted() -> None:
     tape = _tape([10] * 6)
     tape.advance(5, LearnedOrders())
     tape.forget(3)
-    assert _names(tape, 20) == [4, 2]
+    assert _names(tape, 30) == [4, 2]
     tape.forget(4)
-    assert tape.ahead_bytes == 10
-    assert _names(tape, 20) == [1]
+    tape.advance(4, LearnedOrders())
+    assert _names(tape, 30) == [1]
 
 
 def test_no_room_stops_and_the_next_time_goes_on_there() -> None:
@@ -115,14 +129,13 @@ def test_no_room_stops_and_the_next_time_goes_on_there() -> None:
     tape.advance(3, LearnedOrders())
     asked: list[int] = []
 
-    def refuse(record: _Sized) -> int | None:
+    def refuse(record: _Sized, early: bool) -> int | None:
         asked.append(record.name)
         return None
 
     tape.fetch_ahead(100, refuse)
     tape.fetch_ahead(100, refuse)
     assert asked == [2, 2]
-    assert tape.ahead_bytes == 0
     assert _names(tape, 100) == [2, 1, 0]
 
 
@@ -157,7 +170,7 @@ def test_rewind_fetches_all_again() -> None:
     tape.advance(1, orders)
     tape.advance(0, orders)
     tape.rewind()
-    assert tape.ahead_bytes == 0
+    assert tape.left_bytes == 30
     tape.advance(2, orders)
     assert _names(tape, 100) == [1, 0]
     assert tape.learned() == (2, 1, 0)

@@ -89,7 +89,8 @@ def test_it_is_seen_at_the_next_save_not_only_at_the_end(make_offloader: MakeOff
         y.untyped_storage().resize_(nbytes)
     only_engine(offloader).open()
     offloader.synchronize()
-    assert list(mover._in_place) == []
+    mover.notice_resized()
+    assert list(mover._in_place) == [], "nor is it looked at any more when it has ended"
     del z, other
 
 
@@ -180,6 +181,7 @@ def test_an_error_on_the_way_into_a_wait_leaves_the_lock_as_it_should_be() -> No
     owner = _Owner()
     lock = DrainingLock()
     condition = threading.Condition(lock)  # type: ignore[arg-type]
+    lock.noted.append("some work")
     lock.after_release = weakref.WeakMethod(owner.after)
     condition.acquire()
     assert not condition.wait(timeout=0.01), "not called on the way into a wait"

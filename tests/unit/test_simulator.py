@@ -54,6 +54,17 @@ def test_keeping_all() -> None:
     assert seen.peak.bytes_by_kind == {"kept": 200, "on its way out": 0, "brought back": 0, "recomputed": 0}
 
 
+@pytest.mark.parametrize(("window", "peak_bytes"), [(200, 300), (300, 400)])
+def test_what_is_needed_last_is_not_brought_back_before_what_is_near_has_been_used(
+    window: int, peak_bytes: int
+) -> None:
+    kept = [_storage(n, 1.0 + 0.1 * n, 2.5 + 0.5 * (4 - n), last_s=2.9 + 0.5 * (4 - n)) for n in (1, 2, 3)]
+    profile = _profile(_storage(0, 0.0, 6.0), *kept, prefetch_bytes=window)
+    seen = _seen(profile, "dkkk")
+    assert (seen.peak_bytes, seen.backward_wait_s, seen.disk_read_bytes) == (peak_bytes, 0.0, 100)
+    assert simulate(profile).peak_bytes == 400
+
+
 def test_a_read_that_nothing_hides_is_waited_for() -> None:
     seen = _seen(_profile(_storage(0, 0.0, 3.0)), "d")
     # Written from 0 to 1, needed at 3 and read only then, as nothing before it tells backward to read ahead.
