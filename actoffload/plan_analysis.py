@@ -99,7 +99,7 @@ class Analysis:
 
     def as_dict(self) -> dict[str, object]:
         """Everything but the timelines, ready for JSON."""
-        without = {"timeline", "waits", "pressed"}
+        without = {"timeline", "waits", "pressed", "stayed"}
         return {
             "blocks": [asdict(row) | {"what": row.what} for row in self.rows],
             "prediction": {k: v for k, v in asdict(self.prediction).items() if k not in without},

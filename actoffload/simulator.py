@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from .errors import ConfigError
 from .planner import Plan
 from .profile import Profile
-from .timeline import DROPPED, KEEP, Choice, Workload
+from .timeline import DROPPED, HOST, KEEP, NVME, Choice, Workload
 from .transit import QUEUED, WRITING, Bounds
 from .walk import Walk
 
@@ -88,6 +88,7 @@ class Prediction:
         pressed_bytes: kept although planned to go, as a limit would have been passed.
         waits: ``(storage, seconds)`` for each wait in backward; storages by number, inputs of checkpoints beyond them.
         pressed: the storages that were kept although planned to go.
+        stayed: those, and the ones that backward took before they had left.
         timeline: bytes on the device from each time on; empty unless asked for.
         peak: what was on the device at the peak; None unless asked for.
     """
@@ -111,6 +112,7 @@ class Prediction:
     pressed_bytes: int
     waits: tuple[tuple[int, float], ...] = ()
     pressed: tuple[int, ...] = ()
+    stayed: tuple[int, ...] = ()
     timeline: tuple[tuple[float, int], ...] = ()
     peak: Peak | None = None
 
@@ -222,6 +224,7 @@ def _prediction(walk: Walk, log: tuple[tuple[float, int], ...], peak: Peak | Non
         pressed_bytes=sum(walk.workload.nbytes[p] for p in walk.pressed),
         waits=tuple(walk.waits),
         pressed=tuple(walk.pressed),
+        stayed=tuple(p for p, mode in enumerate(walk.modes) if HOST <= mode <= NVME and not walk.left[p]),
         timeline=log,
         peak=peak,
     )

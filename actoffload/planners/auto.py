@@ -6,6 +6,8 @@ Without a budget it frees the most memory that costs no time (or no more than ``
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..config import format_size
 from ..planner import Plan
 from ..profile import Profile
@@ -20,12 +22,14 @@ from .ssdtrain import cut
 
 MIN_GAIN = 0.01
 """A peak that is lower by less than this share is not worth moving anything."""
-SPEND = 140_000
-"""Items that one plan may walk on the simulator, at about 5 µs each."""
+SPEND = 75_000
+"""Items that one plan may walk on the simulator, at about 7 µs each."""
 SPEND_PER_ITEM = 800
 """What local search may spend for each item that there is: more gains nothing where there are few."""
 WINDOWS = (0.25, 1, 2, 4, 8)
-"""Prefetch windows that are tried, as factors of the profile's."""
+"""Prefetch windows that are tried for what was chosen, as factors of the profile's ..."""
+FAR = 8
+"""... and the one under which choices are looked for as well: what is slow to come back must be asked for early."""
 
 
 class Auto:
@@ -51,7 +55,7 @@ class Auto:
                 return bench.finish(bench.keep, self.name, _no_reason)
             return self._decline(bench, "no saved storage may move, and no block can be recomputed")
         choice = self._search(bench)
-        window = _best_window(bench, choice)
+        window = _best_window(bench, (choice,), WINDOWS)
         if budget is None and bench.predict(choice, window).peak_bytes > (1 - MIN_GAIN) * bench.kept.peak_bytes:
             return self._decline(bench, _why_declined(bench))
         return bench.finish(choice, self.name, _Reasons(bench), window=window)
@@ -65,8 +69,9 @@ class Auto:
             return min(everything, key=bench.score)
         choices = candidates(bench)
         best = bench.best(choices)
-        bench.window = _best_window(bench, best, (choices[1], choices[2]))
-        best = bench.best([best, *choices[1:4]])
+        others = [*choices[1:4], *_far(bench)]
+        bench.window = _best_window(bench, (best, *others), (1, FAR))
+        best = bench.best([best, *others])
         if not bench.fits(best):
             best = bench.best([best, bench.floor()[1]])
         best = bench.best([best, joint(bench)])
@@ -78,14 +83,25 @@ def candidates(bench: Bench) -> list[Choice]:
     """What each planner would choose, from nothing to everything."""
     order = bench.movable()
     choices = [bench.keep, bench.offload_all(), bench.offload(order[: cut(bench, order)]), lifetime(bench)]
-    return [*choices, bench.search_cut(order)[1], bring_back(bench)]
+    choices += [bench.search_cut(order)[1], bring_back(bench)]
+    return choices + [other for other in map(bench.relieved, choices[2:]) if other not in choices]
 
 
-def _best_window(bench: Bench, choice: Choice, others: tuple[Choice, ...] = ()) -> int | None:
-    """How far ahead to read: the bench's window, unless another one is better for the choice or one of the others."""
+def _far(bench: Bench) -> list[Choice]:
+    """What leaves when backward reads far ahead; under a budget it does so anyway."""
+    if bench.limits.device_budget is not None:
+        return []
+    near, bench.window = bench.window, FAR * bench.workload.profile.prefetch_bytes
+    choice = bring_back(bench)
+    bench.window = near
+    return [choice]
+
+
+def _best_window(bench: Bench, choices: Sequence[Choice], factors: Sequence[float]) -> int | None:
+    """How far ahead to read: the bench's window, unless another one is better for one of the choices."""
     own = bench.workload.profile.prefetch_bytes
-    windows = [bench.window, *(max(1, int(own * factor)) for factor in WINDOWS)]
-    return min(windows, key=lambda window: min(bench.score(c, window) for c in (choice, *others)))
+    windows = [bench.window, *(max(1, int(own * factor)) for factor in factors)]
+    return min(windows, key=lambda window: min(bench.score(choice, window) for choice in choices))
 
 
 def _why_declined(bench: Bench) -> str:

@@ -302,9 +302,8 @@ class Bench:
             floor = floor if budget < floor < seen.peak_bytes else seen.peak_bytes
             detail = f"{format_size(floor)}; {planner} reaches {format_size(seen.peak_bytes)}"
             raise BudgetError(budget, floor, detail)
-        relieved = self._without_pressed(choice, seen)
-        if relieved is not choice and self.score(relieved, window) <= self.score(choice, window):
-            choice, seen = relieved, self.predict(relieved, window)
+        choice = self.relieved(choice, window)
+        seen = self.predict(choice, window)
         reasons = [why(number) if choice.tiers[number] != KEEP else "" for number in range(len(choice.tiers))]
         return Plan(
             self.workload.to_entries(choice, reasons),
@@ -319,13 +318,14 @@ class Bench:
             baseline_peak_bytes=self.kept.peak_bytes,
         )
 
-    def _without_pressed(self, choice: Choice, seen: Prediction) -> Choice:
-        """The choice, with what would find no room kept from the start."""
-        pressed = set(seen.pressed)
-        if not pressed:
+    def relieved(self, choice: Choice, window: int | None = None) -> Choice:
+        """The choice, with what would never leave kept from the start, where that is no worse: it is in others' way."""
+        stayed = set(self.predict(choice, window).stayed)
+        if not stayed:
             return choice
         tiers = list(choice.tiers)
         for number, item in enumerate(self.workload.items):
-            if pressed.issuperset(item.positions):
+            if stayed.issuperset(item.positions):
                 tiers[number] = KEEP
-        return Choice(tuple(tiers), choice.recompute)
+        other = Choice(tuple(tiers), choice.recompute)
+        return other if self.score(other, window)[:2] <= self.score(choice, window)[:2] else choice

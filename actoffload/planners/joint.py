@@ -16,8 +16,8 @@ from .base import Bench, Limits
 
 SPREAD = 5
 """How many numbers of recomputed blocks are tried at first, and then at each closer look."""
-SPEND = 100_000
-"""Items that the search may walk on the simulator, at about 5 µs each."""
+SPEND = 60_000
+"""Items that the search may walk on the simulator, at about 7 µs each."""
 
 
 class Joint:
