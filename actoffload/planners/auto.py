@@ -22,7 +22,7 @@ from .ssdtrain import cut
 
 MIN_GAIN = 0.01
 """A peak that is lower by less than this share is not worth moving anything."""
-SPEND = 75_000
+SPEND = 60_000
 """Items that one plan may walk on the simulator, at about 7 µs each."""
 SPEND_PER_ITEM = 800
 """What local search may spend for each item that there is: more gains nothing where there are few."""
