@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 
 from .statistics import Statistics
 
+MANY_NOTES = 4096
+"""So many notes are worked off at once, so that they do not pile up where nothing else takes the lock."""
+
+Note = int | tuple[str, int, bool]
+"""Bytes of an activation that died; or a tensor that stays: the reason, its bytes, whether it is an activation."""
+
 
 class Accounts:
-    """Counts in bytes unless named otherwise. The caller holds the offloader's lock."""
+    """Counts in bytes unless named otherwise. The caller holds the offloader's lock.
+
+    Tensors that stay without a record are only noted by those who save or drop them, which is one atomic list operation
+    and needs no lock, also in a finalizer. What was noted is worked off, in order, before any peak can be passed.
+    """
 
     def __init__(self) -> None:
+        self.notes: deque[Note] = deque()
         self.steps = 0
         self.packed_tensors = 0
         self.packed_bytes = 0
@@ -39,25 +50,55 @@ class Accounts:
 
     def died(self, nbytes: int) -> None:
         """The last handle on bytes died."""
+        if self.notes:
+            self.settle()
         self.live_records -= 1
         self.baseline_bytes -= nbytes
 
     def saved(self, nbytes: int) -> None:
         """Bytes that a run without offloading would hold from now on."""
+        if self.notes:
+            self.settle()
         self.baseline_bytes += nbytes
         self.baseline_peak_bytes = max(self.baseline_peak_bytes, self.baseline_bytes)
 
     def came(self, nbytes: int) -> None:
         """Bytes are on the device from now on."""
+        if self.notes:
+            self.settle()
         self.resident_bytes += nbytes
         self.resident_peak_bytes = max(self.resident_peak_bytes, self.resident_bytes)
         self.step_peak_bytes = max(self.step_peak_bytes, self.resident_bytes)
 
-    def peaked(self, baseline_bytes: int, resident_bytes: int) -> None:
-        """The counts were so high in between."""
-        self.baseline_peak_bytes = max(self.baseline_peak_bytes, baseline_bytes)
-        self.resident_peak_bytes = max(self.resident_peak_bytes, resident_bytes)
-        self.step_peak_bytes = max(self.step_peak_bytes, resident_bytes)
+    def settle(self) -> None:
+        """Work off what was noted."""
+        notes, by_reason = self.notes, self.kept_bytes
+        saved = saved_peak = self.baseline_bytes
+        held = held_peak = self.resident_bytes
+        tensors = packed = 0
+        try:
+            while notes:
+                note = notes.popleft()
+                if isinstance(note, int):
+                    saved -= note
+                    held -= note
+                    continue
+                reason, nbytes, activation = note
+                tensors += 1
+                packed += nbytes
+                by_reason[reason] += nbytes
+                if activation:
+                    saved += nbytes
+                    held += nbytes
+                    saved_peak = max(saved_peak, saved)
+                    held_peak = max(held_peak, held)
+        finally:  # an interrupt: what was worked off is counted
+            self.packed_tensors += tensors
+            self.packed_bytes += packed
+            self.baseline_bytes, self.resident_bytes = saved, held
+            self.baseline_peak_bytes = max(self.baseline_peak_bytes, saved_peak)
+            self.resident_peak_bytes = max(self.resident_peak_bytes, held_peak)
+            self.step_peak_bytes = max(self.step_peak_bytes, held_peak)
 
     def at_once(self, nbytes: int) -> None:
         """So many bytes are on the device at once, also those that this library has let go of."""
@@ -65,6 +106,8 @@ class Accounts:
 
     def left(self, nbytes: int) -> None:
         """Bytes are no longer held on the device."""
+        if self.notes:
+            self.settle()
         self.resident_bytes -= nbytes
 
     def recomputed(self, nbytes: int) -> None:

@@ -126,11 +126,12 @@ class Offloader(Storer):
         if self._autopilot is not None and self.nothing_is_alive():
             self._autopilot.between_steps()
         self.tiers.begin_step()
+        with self.core.lock:
+            self._drain()
+            self.core.accounts.steps += 1
         entry = _Entry(self)
         stack = self._stack()
         stack.append(entry)
-        with self.core.lock:
-            self.core.accounts.steps += 1
         entry.hooks.__enter__()
         return self
 
@@ -140,8 +141,9 @@ class Offloader(Storer):
     ) -> None:
         entry = self._stack().pop()
         entry.hooks.__exit__(kind, error, trace)
-        with self.core.lock:
-            self._drain()
+        if kind is None:  # else it may be a generator's, closed by the collector inside of our own lock
+            with self.core.lock:
+                self._drain()
         advice = entry.tape.bursts.advice(entry.tape.total_bytes)
         if advice is not None:
             self.core.advise("burst", advice)

@@ -309,6 +309,7 @@ class ModuleOwners:
         filled again for the rest of training: whatever autograd saves of it has to see that, so it must never move.
         """
         found = False
+        self.awaits_gathering = False  # before: another thread may find one meanwhile
         for module, meshes in list(self._sharded.items()):
             for name, dimensions in list(meshes.items()):
                 parameter = module._parameters.get(name)
@@ -319,7 +320,8 @@ class ModuleOwners:
                     found = True
             if not meshes:
                 del self._sharded[module]
-        self.awaits_gathering = len(self._sharded) > 0
+        if len(self._sharded):
+            self.awaits_gathering = True
         return found
 
     def _await_gathering(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:

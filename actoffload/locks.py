@@ -10,7 +10,7 @@ from typing import Any
 
 
 class DrainingLock:
-    """A mutex that calls its owner back each time it was released.
+    """A mutex that calls its owner back when it was released and something is noted.
 
     A finalizer may run anywhere, also in a thread that holds the lock, so it notes its work and tries the lock without
     waiting. If it finds the lock taken, the release that follows calls `after_release`, and nothing is left lying.

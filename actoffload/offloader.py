@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .accounts import MANY_NOTES
 from .assembly import Tiers
 from .config import OffloadConfig
 from .cpu_tier import CpuMover
@@ -28,7 +29,6 @@ from .record import Record, State
 from .recorder import Recorder, SavedStorage
 from .schedule import Tape, Window
 from .statistics import Statistics
-from .staying import MANY, Staying
 from .summary import render_report
 from .tiers import Core, Mover
 
@@ -55,7 +55,6 @@ class Storer:
         self._began_s = now()
         self._identities: IdentityMap[Record] = IdentityMap()
         self._dropped: deque[tuple[Record, int]] = self.core.lock.noted
-        self._staying = Staying(self.core.accounts)
         self._least_bytes: dict[str, int] = {}
         self._decisions: list[tuple[int, KeepReason | None, str | None]] = []
         self._following_bytes: int | None = None
@@ -152,6 +151,7 @@ class Storer:
             self._make_room(mover)
         if reason is None:
             self.core.accounts.moved_bytes += record.nbytes
+            self.core.largest_moved_bytes = max(self.core.largest_moved_bytes, record.nbytes)
         else:
             self.core.accounts.kept_bytes[reason.value] += record.nbytes
             self.core.event(EventKind.KEEP, record, reason.value)
@@ -168,21 +168,27 @@ class Storer:
         self, reason: KeepReason, nbytes: int, activation: bool, device: torch.device | None = None
     ) -> SavedStorage | None:
         """Count a tensor that stays without a record; what is returned goes to `drop_kept` when it dies."""
-        notes = self._staying.notes
+        notes = self.core.accounts.notes
         notes.append((reason._value_, nbytes, activation))
-        if self.core.device_budget is None and not self.recorder.active and len(notes) < MANY:
+        if self.core.device_budget is None and not self.recorder.active and len(notes) < MANY_NOTES:
             return None
+        try:
+            return self._kept_now(reason, nbytes, activation, device)
+        except BaseException:  # an interrupt: no handle will count it down
+            if activation:
+                notes.append(nbytes)
+            raise
+
+    def _kept_now(
+        self, reason: KeepReason, nbytes: int, activation: bool, device: torch.device | None
+    ) -> SavedStorage | None:
         with self.core.lock:
             self._drain()
             if not activation:
                 return None
             mover = None if device is None else self._movers.get(device.type)
             if self.core.device_budget is not None and reason is not KeepReason.IN_BACKWARD and mover is not None:
-                try:
-                    self._make_room(mover)
-                except BaseException:  # an interrupt: no handle will count it down
-                    notes.append(nbytes)
-                    raise
+                self._make_room(mover)
             return self.recorder.kept(nbytes, reason)
 
     def why_unfit(self, device: str, nbytes: int) -> KeepReason | None:
@@ -273,7 +279,7 @@ class Storer:
         """A kept tensor without a record died. May be called anywhere."""
         if entry is not None:
             self.recorder.kept_died(entry)
-        self._staying.notes.append(nbytes)
+        self.core.accounts.notes.append(nbytes)
 
     def _drain_if_free(self) -> None:
         while self._dropped and self.core.lock.acquire(blocking=False):
@@ -293,8 +299,8 @@ class Storer:
 
     def _drain(self) -> None:
         accounts = self.core.accounts
-        if self._staying.notes:
-            self._staying.settle()
+        if accounts.notes:
+            accounts.settle()
         while self._dropped:
             record, round_ = self._dropped.popleft()
             record.handles -= 1

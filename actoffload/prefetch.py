@@ -13,12 +13,12 @@ from .tiers import Core, Mover
 
 
 class Prefetch:
-    """Keeps a window of bytes full ahead of backward. The caller holds the offloader's lock.
+    """Brings back what backward will ask for within the next so many bytes. The caller holds the offloader's lock.
 
     Args:
         core: shared with the movers; its budget bounds what is fetched ahead.
         movers: by device type.
-        window: how many bytes to fetch ahead.
+        window: how far ahead to fetch.
         phases: which forward or backward comes next.
     """
 
@@ -72,7 +72,7 @@ class Prefetch:
 
     @property
     def _window_bytes(self) -> int:
-        return max(self.window.nbytes, 2 * self._core.largest_bytes)
+        return max(self.window.nbytes, 2 * self._core.largest_moved_bytes)
 
     def _fetch_next(self, tape: Tape[Record], nbytes: int) -> None:
         follows = self.phases.follows()

@@ -44,7 +44,7 @@ class LearnedOrders:
 
 
 class Window:
-    """How many bytes to fetch ahead of backward.
+    """How far ahead of backward to fetch, in bytes of what it will ask for.
 
     It grows when backward had to wait, unless the user fixed it or a plan is followed: the plan weighed what waits for
     what a wider window holds in memory, and is made anew where there are more waits than it expected.
@@ -175,7 +175,7 @@ class Tape(Generic[R]):
 
     @property
     def left_bytes(self) -> int:
-        """Bytes that backward has not asked for yet."""
+        """Bytes that lie before backward on this tape; what was released unused counts until it is passed."""
         return self._reach[-1] - self._reach[self._cursor]
 
     def _uncount(self, index: int) -> None:

@@ -7,6 +7,7 @@ module they work as ever; inside a compiled graph, where there are no modules, t
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -36,9 +37,9 @@ def untraced(function: F) -> F:
 def untraced_hook(function: Callable[..., Any]) -> Callable[..., Any]:
     """As `untraced`, for what only autograd calls, for each tensor: nearly free where nothing is being compiled."""
     disabled: Callable[..., Any] = untraced(function)
-    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)  # private: without it, only slower
-    compiling = getattr(frames, "get_eval_frame_callback", None)
-    skip_code = getattr(frames, "skip_code", None)
+    # Private names, in the modules that `torch.compiler.disable` has just used: without them it is only slower.
+    compiling = getattr(sys.modules.get("torch._C._dynamo.eval_frame"), "get_eval_frame_callback", None)
+    skip_code = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
     if compiling is None or skip_code is None:
         return disabled
 
@@ -46,6 +47,7 @@ def untraced_hook(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args) if compiling() is None else disabled(*args)
 
     skip_code(direct.__code__)
+    direct._torchdynamo_disable = True  # type: ignore[attr-defined]
     return direct
 
 

@@ -45,6 +45,8 @@ class Core:
         self.device_budget = None if config.device_budget is None else config.size("device_budget", 0)
         self.largest_bytes = 0
         """The largest record so far: what the next one may need."""
+        self.largest_moved_bytes = 0
+        """The largest that was moved so far: prefetch looks at least twice as far."""
         self.reserved_bytes = 0
         """What backward needs at once where it recomputes a block."""
         self.inert = False

@@ -90,6 +90,7 @@ class Workload:
         order: in the order of need, ``(position, block)``: one of them is -1.
         place: by position, where it first is in that order; -1 where it never is.
         block_place: by block, likewise.
+        recorded: by position, whether a forward has a record of it; the others are small, or stay for good.
         reach: bytes that a forward has saved in records before each place of the order, if nothing is recomputed.
         items: what is decided on, in the order of places.
         groups: blocks that can be recomputed, by name.
@@ -116,6 +117,7 @@ class Workload:
         self.place, self.block_place = [-1] * len(self.nbytes), [-1] * len(blocks)
         for place, (position, block) in enumerate(self.order):
             (self.place if position >= 0 else self.block_place)[max(position, block)] = place
+        self.recorded = [s.index is not None for s in storages] + [True] * len(blocks)
         self.reach = self.reach_of([KEEP] * self.count + [ABSENT] * len(blocks), frozenset())
 
     # -- decisions ----------------------------------------------------------------------------------------------------
@@ -147,13 +149,12 @@ class Workload:
 
     def reach_of(self, modes: Sequence[int], recomputed: frozenset[int]) -> list[int]:
         """`reach` where these blocks are recomputed: what they drop is not there, the input of a checkpoint is."""
-        storages = self.profile.storages
+        sources = {self.block_input[block] for block in recomputed}
         reach, total = [0], 0
         for position, block in self.order:
             if position < 0:
-                source = self.block_input[block]
-                total += self.nbytes[source] if block in recomputed and source >= self.count else 0
-            elif modes[position] != DROPPED and storages[position].index is not None:
+                total += self.nbytes[self.block_input[block]] if block in recomputed else 0
+            elif modes[position] != DROPPED and self.recorded[position] and position not in sources:
                 total += self.nbytes[position]
             reach.append(total)
         return reach

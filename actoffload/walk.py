@@ -36,8 +36,10 @@ class Walk(Transit):
         self.forward_wait = self.backward_wait = self.recompute_s = 0.0
         self.waits: list[tuple[int, float]] = []
         self.pressed: list[int] = []
-        self.largest = max((self.nbytes[p] for p, mode in enumerate(modes) if HOST <= mode <= NVME), default=0)
-        self.window = max(bounds.window, 2 * self.largest) if bounds.window else 0
+        there = zip(self.nbytes, modes, workload.recorded, strict=True)
+        self.largest = max((size for size, mode, record in there if record and KEEP <= mode <= NVME), default=0)
+        moved = max((self.nbytes[p] for p, mode in enumerate(modes) if HOST <= mode <= NVME), default=0)
+        self.window = max(bounds.window, 2 * moved) if bounds.window else 0
         self.frontier = self.cursor = self.ahead = self.reserved = 0
         self.reach = workload.reach_of(modes, self.blocks) if self.blocks else workload.reach
         self.begun: set[int] = set()
@@ -145,7 +147,7 @@ class Walk(Transit):
             self.disk_peak = max(self.disk_peak, self.disk)
         return now
 
-    def _need(self, p: int, now: float) -> None:
+    def _need(self, p: int, now: float, place: int = -1) -> None:
         self.phase = "backward"
         state = self.state[p]
         if state != NEAR:
@@ -166,7 +168,7 @@ class Walk(Transit):
         if self.is_ahead[p]:
             self.is_ahead[p] = False
             self.ahead -= self.nbytes[p]
-        self.cursor = max(self.cursor, self.workload.place[p] + 1)
+        self.cursor = max(self.cursor, (self.workload.place[p] if place < 0 else place) + 1)
         if self.frontier < len(self.workload.order) and (self.ahead < self.window or self.safe):
             self._fetch_ahead(now)
 
@@ -186,9 +188,8 @@ class Walk(Transit):
         if block not in self.passed:  # nothing that is fetched beside the input may take the room
             self.reserved += nbytes
         source = self.workload.block_input[block]
-        self.cursor = max(self.cursor, self.workload.block_place[block])
         if self.state[source] not in (NONE, GONE):
-            self._need(source, now)
+            self._need(source, now, self.workload.block_place[block])
         now = base + self.delay
         self.reserved -= nbytes
         self.phase = "recompute"

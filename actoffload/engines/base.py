@@ -5,6 +5,7 @@ An engine sees addresses, lengths and offsets, never a tensor; it knows neither 
 
 from __future__ import annotations
 
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -36,6 +37,15 @@ class RequestState(Enum):
 
 _first_waiter = threading.Lock()
 """Held by those who wait while they note it; who sets a latch never takes it."""
+
+
+def _renew_after_fork() -> None:
+    global _first_waiter
+    _first_waiter = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_after_fork)
 
 
 class Latch:

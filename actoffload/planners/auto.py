@@ -29,7 +29,7 @@ SPEND_PER_ITEM = 800
 WINDOWS = (0.25, 1, 2, 4, 8)
 """Prefetch windows that are tried for what was chosen, as factors of the profile's ..."""
 FAR = 8
-"""... and the one under which choices are looked for as well: what is slow to come back must be asked for early."""
+"""... and the one under which, without a budget, choices are looked for too: slow links must be asked early."""
 
 
 class Auto:

@@ -17,8 +17,8 @@ def correct_hiding(profile: Profile, observed: Observed, longest_s: float) -> tu
     """The profile that the next plan should be made from, and why there should be one; an empty text: as it is.
 
     The first steps of a process are slow, so the one that was recorded may promise time that later ones do not have.
-    A step is never taken to be longer than that one: moving may have cost what it is longer, and would then make room
-    for more of itself.
+    A step is never taken to be longer than that one: what moving costs looks like compute, and would else make room for
+    more of itself without end.
 
     Args:
         profile: what the plan was made from.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from actoffload import keep, no_offload
-from actoffload.accounts import Accounts
-from actoffload.staying import MANY, Staying
+from actoffload.accounts import MANY_NOTES, Accounts
+from actoffload.errors import NothingOffloadedError
+from actoffload.hooks import _unpack
 from tests.harness import MakeOffloader
 
 SMALL = 16
@@ -28,10 +30,9 @@ def test_notes_are_counted_in_the_order_in_which_they_came() -> None:
     accounts = Accounts()
     accounts.saved(100)
     accounts.came(70)
-    staying = Staying(accounts)
-    staying.notes += [("a", 10, True), ("b", 5, False), 10, ("a", 8, True), ("a", 4, True), 4]
-    staying.settle()
-    assert not staying.notes
+    accounts.notes += [("a", 10, True), ("b", 5, False), 10, ("a", 8, True), ("a", 4, True), 4]
+    accounts.settle()
+    assert not accounts.notes
     assert accounts.packed_tensors == 4
     assert accounts.packed_bytes == 27
     assert accounts.kept_bytes == {"a": 22, "b": 5}
@@ -43,10 +44,71 @@ def test_a_peak_that_was_higher_before_stays() -> None:
     accounts = Accounts()
     accounts.came(500)
     accounts.left(500)
-    staying = Staying(accounts)
-    staying.notes.append(("a", 10, True))
-    staying.settle()
+    accounts.notes.append(("a", 10, True))
+    accounts.settle()
     assert (accounts.baseline_peak_bytes, accounts.resident_peak_bytes, accounts.resident_bytes) == (10, 500, 10)
+
+
+@pytest.mark.parametrize("change", ["left", "came", "saved", "died"])
+def test_what_another_thread_counts_meanwhile_hides_no_peak(change: str) -> None:
+    accounts = Accounts()
+    accounts.saved(100)
+    accounts.came(100)
+    accounts.notes.append(("a", 50, True))
+    getattr(accounts, change)(80)
+    assert not accounts.notes
+    assert accounts.resident_peak_bytes == (230 if change == "came" else 150)
+    assert accounts.baseline_peak_bytes == (230 if change == "saved" else 150)
+
+
+def test_an_interrupt_loses_nothing_that_was_worked_off() -> None:
+    accounts = Accounts()
+    broken: Any = ("not a note",)
+    accounts.notes += [("a", 10, True), ("b", 5, False), broken, 10]
+    with pytest.raises(ValueError, match="not enough values"):
+        accounts.settle()
+    assert (accounts.packed_tensors, accounts.resident_bytes, accounts.resident_peak_bytes) == (2, 10, 10)
+    accounts.settle()
+    assert accounts.resident_bytes == 0
+
+
+def test_an_interrupted_save_is_counted_out_again(
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offloader = make_offloader(min_bytes="1KiB", device_budget="1MiB")
+    drain = offloader._drain
+
+    def interrupt() -> None:
+        monkeypatch.setattr(offloader, "_drain", drain)
+        raise KeyboardInterrupt
+
+    with offloader:
+        x = torch.ones(SMALL, requires_grad=True).clone()
+        monkeypatch.setattr(offloader, "_drain", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            x.sin()
+    offloader.statistics()
+    assert (offloader.core.accounts.baseline_bytes, offloader.core.accounts.resident_bytes) == (0, 0)
+
+
+def test_an_inner_context_is_not_blamed_for_what_the_outer_one_saved(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(min_bytes="1KiB", strict=True, policy="greedy")
+    ended = False
+    try:
+        with offloader:
+            _sines(3)
+            with torch.no_grad(), offloader:  # raises only if it takes the three for its own
+                _sines(2)
+            ended = True
+    except NothingOffloadedError:
+        assert ended, "the inner context was blamed"
+    else:
+        raise AssertionError("the outer context moved nothing, and is strict")
+
+
+def test_hooks_cost_nothing_of_the_compiler_where_nothing_is_compiled() -> None:
+    assert getattr(_unpack, "__name__", "") == "direct"
+    assert torch.compiler.is_compiling() is False
 
 
 def test_small_tensors_are_counted_when_the_counts_are_asked_for(make_offloader: MakeOffloader) -> None:
@@ -66,11 +128,11 @@ def test_small_tensors_are_counted_when_the_counts_are_asked_for(make_offloader:
 def test_notes_do_not_pile_up_in_a_forward_that_moves_nothing(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(min_bytes="1KiB")
     with offloader:
-        out = _sines(MANY + MANY // 2)
-        assert len(offloader._staying.notes) <= MANY
-        assert offloader.core.accounts.packed_tensors >= MANY
+        out = _sines(MANY_NOTES + MANY_NOTES // 2)
+        assert len(offloader.core.accounts.notes) <= MANY_NOTES
+        assert offloader.core.accounts.packed_tensors >= MANY_NOTES
     out.sum().backward()
-    assert offloader.statistics().packed_tensors == MANY + MANY // 2
+    assert offloader.statistics().packed_tensors == MANY_NOTES + MANY_NOTES // 2
 
 
 def test_threads_that_save_at_once_lose_no_note(make_offloader: MakeOffloader) -> None:
