@@ -169,8 +169,12 @@ class Walk(Transit):
             self.is_ahead[p] = False
             self.ahead -= self.nbytes[p]
         self.cursor = max(self.cursor, (self.workload.place[p] if place < 0 else place) + 1)
-        if self.frontier < len(self.workload.order) and (self.ahead < self.window or self.safe):
+        if self.frontier < len(self.workload.order) and (self.safe or self._looks_ahead(p)):
             self._fetch_ahead(now)
+
+    def _looks_ahead(self, p: int) -> bool:
+        """Whether there is room in the window, and who asked for ``p`` has a record to look ahead from."""
+        return self.ahead < self.window and self.workload.recorded[p]
 
     def _until_near(self, p: int, now: float) -> float:
         while self.state[p] != NEAR:
