@@ -50,9 +50,9 @@ class Accounts:
 
     def died(self, nbytes: int) -> None:
         """The last handle on bytes died."""
+        self.live_records -= 1
         if self.notes:
             self.settle()
-        self.live_records -= 1
         self.baseline_bytes -= nbytes
 
     def saved(self, nbytes: int) -> None:
@@ -78,20 +78,23 @@ class Accounts:
         tensors = packed = 0
         try:
             while notes:
-                note = notes.popleft()
-                if isinstance(note, int):
+                note = notes[0]
+                if isinstance(
+                    note, int
+                ):  # an interrupt comes after a call: what is counted is taken off before the next
                     saved -= note
                     held -= note
+                    notes.popleft()
                     continue
                 reason, nbytes, activation = note
                 tensors += 1
                 packed += nbytes
+                saved += nbytes * activation
+                held += nbytes * activation
+                notes.popleft()
+                saved_peak = max(saved_peak, saved)
+                held_peak = max(held_peak, held)
                 by_reason[reason] += nbytes
-                if activation:
-                    saved += nbytes
-                    held += nbytes
-                    saved_peak = max(saved_peak, saved)
-                    held_peak = max(held_peak, held)
         finally:  # an interrupt: what was worked off is counted
             self.packed_tensors += tensors
             self.packed_bytes += packed

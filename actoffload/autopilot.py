@@ -303,6 +303,7 @@ class Autopilot:
         self._forget_recording()
         self._observed.clear()
         self._core.reserved_bytes = _largest_recomputation(profile, plan)
+        self._core.largest_moved_bytes = 0  # what moved before there was this plan says nothing of what it moves
         self._placement.follow(plan)
         # A plan that names no window was made for the profile's.
         self._prefetch.window.follow(plan.prefetch_bytes or profile.prefetch_bytes)
@@ -319,7 +320,7 @@ class Autopilot:
         self._observed.clear()
         self._placement.follow(None)
         self._prefetch.window.start_over()
-        self._core.reserved_bytes = 0
+        self._core.reserved_bytes = self._core.largest_moved_bytes = 0
         self.recompute.undo()
 
     @property

@@ -123,15 +123,19 @@ class KeptActivation(Kept):
 
     __slots__ = ("entry", "nbytes", "owner")
 
-    def __init__(self, alias: Tensor, owner: Storer, nbytes: int, entry: SavedStorage | None) -> None:
+    def __init__(self, alias: Tensor, owner: Storer, nbytes: int, reason: str) -> None:
         self.alias = alias
         self.version = alias._version
-        self.owner = owner
+        self.entry: SavedStorage | None = None
         self.nbytes = nbytes
-        self.entry = entry
+        notes = owner.core.accounts.notes
+        self.owner: Storer | None = owner  # whoever has one is counted: no interrupt comes between here and the note
+        notes.append((reason, nbytes, True))
 
     def __del__(self) -> None:
-        self.owner.drop_kept(self.nbytes, self.entry)
+        owner = getattr(self, "owner", None)
+        if owner is not None:
+            owner.drop_kept(self.nbytes, self.entry)
 
 
 class Wrapped:

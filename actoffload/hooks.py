@@ -283,11 +283,12 @@ class Offloader(Storer):
     def _keep(self, tensor: Tensor, reason: KeepReason, nbytes: int) -> Kept:
         static = reason is KeepReason.PARAMETER or reason is KeepReason.BUFFER or reason is KeepReason.INPUT
         if static or not nbytes:
-            self.kept(reason, nbytes, False)
+            self.kept_static(reason, nbytes)
             # A leaf itself, as autograd does: it makes no cycle, and its `.data` may be swapped.
             return Kept(tensor if reason is KeepReason.PARAMETER and tensor.is_leaf else tensor.detach())
-        entry = self.kept(reason, nbytes, True, tensor.device)
-        return KeptActivation(tensor.detach(), self, nbytes, entry)
+        handle = KeptActivation(tensor.detach(), self, nbytes, reason._value_)
+        self.kept(handle, reason, tensor.device)
+        return handle
 
     def _pack_subclass(self, tensor: Tensor, outer: tuple[Counter, ...]) -> Any:
         if is_parameter(tensor):

@@ -309,18 +309,19 @@ class ModuleOwners:
         filled again for the rest of training: whatever autograd saves of it has to see that, so it must never move.
         """
         found = False
-        self.awaits_gathering = False  # before: another thread may find one meanwhile
         for module, meshes in list(self._sharded.items()):
             for name, dimensions in list(meshes.items()):
                 parameter = module._parameters.get(name)
                 if parameter is not None and _mesh_dimensions(parameter) < dimensions:
                     notes.add(parameter, "parameter")
                     self._gathered.setdefault(module, set()).add(name)
-                    del meshes[name]
+                    meshes.pop(name, None)  # another thread may be here as well
                     found = True
             if not meshes:
-                del self._sharded[module]
-        if len(self._sharded):
+                self._sharded.pop(module, None)
+        if not self._sharded:
+            self.awaits_gathering = False
+        if self._sharded:  # again: another thread may have found one just now, and said so before
             self.awaits_gathering = True
         return found
 

@@ -19,6 +19,7 @@ from .cpu_tier import CpuMover
 from .device import Accelerator
 from .errors import OffloaderClosedError
 from .events import EventKind, now, open_sink
+from .handles import KeptActivation
 from .identity import Counter, IdentityMap, ModuleOwners, StorageSet, live_modules
 from .phases import Phases
 from .placement import Placement
@@ -164,32 +165,24 @@ class Storer:
         following = self.core.largest_bytes if self._following_bytes is None else self._following_bytes
         self.core.accounts.pack_wait_s += mover.make_room(following)
 
-    def kept(
-        self, reason: KeepReason, nbytes: int, activation: bool, device: torch.device | None = None
-    ) -> SavedStorage | None:
-        """Count a tensor that stays without a record; what is returned goes to `drop_kept` when it dies."""
+    def kept_static(self, reason: KeepReason, nbytes: int) -> None:
+        """Count a tensor that stays and is no activation."""
         notes = self.core.accounts.notes
-        notes.append((reason._value_, nbytes, activation))
-        if self.core.device_budget is None and not self.recorder.active and len(notes) < MANY_NOTES:
-            return None
-        try:
-            return self._kept_now(reason, nbytes, activation, device)
-        except BaseException:  # an interrupt: no handle will count it down
-            if activation:
-                notes.append(nbytes)
-            raise
+        notes.append((reason._value_, nbytes, False))
+        if len(notes) >= MANY_NOTES:
+            with self.core.lock:
+                self._drain()
 
-    def _kept_now(
-        self, reason: KeepReason, nbytes: int, activation: bool, device: torch.device | None
-    ) -> SavedStorage | None:
+    def kept(self, handle: KeptActivation, reason: KeepReason, device: torch.device) -> None:
+        """An activation stays without a record, and its handle has noted it: make room for it, and record it."""
+        if self.core.device_budget is None and not self.recorder.active and len(self.core.accounts.notes) < MANY_NOTES:
+            return
         with self.core.lock:
             self._drain()
-            if not activation:
-                return None
-            mover = None if device is None else self._movers.get(device.type)
+            mover = self._movers.get(device.type)
             if self.core.device_budget is not None and reason is not KeepReason.IN_BACKWARD and mover is not None:
                 self._make_room(mover)
-            return self.recorder.kept(nbytes, reason)
+            handle.entry = self.recorder.kept(handle.nbytes, reason)
 
     def why_unfit(self, device: str, nbytes: int) -> KeepReason | None:
         """Why a tensor of this device and size stays, or None."""

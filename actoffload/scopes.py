@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from .identity import StorageSet
 
 F = TypeVar("F", bound=Callable[..., Any])
+_LOANS = 1000
 
 UNTRACED_REASON = (
     "actoffload's contexts, attachments and marks act on real tensors and cannot be part of a compiled graph: enter "
@@ -40,7 +41,7 @@ def untraced_hook(function: Callable[..., Any]) -> Callable[..., Any]:
     # Private names, in the modules that `torch.compiler.disable` has just used: without them it is only slower.
     compiling = getattr(sys.modules.get("torch._C._dynamo.eval_frame"), "get_eval_frame_callback", None)
     skip_code = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
-    if compiling is None or skip_code is None:
+    if compiling is None or skip_code is None or not _owned(compiling):
         return disabled
 
     def direct(*args: Any) -> Any:
@@ -49,6 +50,14 @@ def untraced_hook(function: Callable[..., Any]) -> Callable[..., Any]:
     skip_code(direct.__code__)
     direct._torchdynamo_disable = True  # type: ignore[attr-defined]
     return direct
+
+
+def _owned(function: Callable[[], object]) -> bool:
+    """Whether the None that a C function returns is the caller's own; one that is only lent would be worn out."""
+    before = sys.getrefcount(None)
+    for _ in range(_LOANS):
+        function()
+    return abs(sys.getrefcount(None) - before) < _LOANS // 2
 
 
 def untraced_frame(function: F) -> F:

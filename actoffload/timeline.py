@@ -149,13 +149,14 @@ class Workload:
 
     def reach_of(self, modes: Sequence[int], recomputed: frozenset[int]) -> list[int]:
         """`reach` where these blocks are recomputed: what they drop is not there, the input of a checkpoint is."""
-        sources = {self.block_input[block] for block in recomputed}
         reach, total = [0], 0
+        inputs: set[int] = set()  # of checkpoints, which several may share: on the tape once, where it is needed first
         for position, block in self.order:
-            if position < 0:
-                total += self.nbytes[self.block_input[block]] if block in recomputed else 0
-            elif modes[position] != DROPPED and self.recorded[position] and position not in sources:
-                total += self.nbytes[position]
+            source = position if position >= 0 else self.block_input[block]
+            there = block in recomputed if position < 0 else modes[position] != DROPPED and self.recorded[position]
+            if there and source not in inputs:
+                total += self.nbytes[source]
+                inputs.add(source)
             reach.append(total)
         return reach
 

@@ -174,7 +174,7 @@ class Walk(Transit):
 
     def _looks_ahead(self, p: int) -> bool:
         """Whether there is room in the window, and who asked for ``p`` has a record to look ahead from."""
-        return self.ahead < self.window and self.workload.recorded[p]
+        return self.ahead < self.window and self.workload.recorded[p] and self.modes[p] != DROPPED
 
     def _until_near(self, p: int, now: float) -> float:
         while self.state[p] != NEAR:

@@ -120,6 +120,7 @@ class Run:
         if self.offloader is not None:
             with self.offloader.core.lock:
                 accounts = self.offloader.core.accounts
+                accounts.settle()
                 accounts.resident_peak_bytes = accounts.resident_bytes
 
     def _counted_peak(self) -> int:

@@ -26,10 +26,11 @@ SPEND = 60_000
 """Items that one plan may walk on the simulator, at about 7 µs each."""
 SPEND_PER_ITEM = 800
 """What local search may spend for each item that there is: more gains nothing where there are few."""
-WINDOWS = (0.25, 1, 2, 4, 8)
-"""Prefetch windows that are tried for what was chosen, as factors of the profile's ..."""
-FAR = 8
-"""... and the one under which, without a budget, choices are looked for too: slow links must be asked early."""
+OWN = (0.25, 1, 2, 8)
+SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
+"""Prefetch windows that are tried: these factors of the profile's, and these shares of what a forward saves."""
+MANY_ITEMS = 500
+"""With more, choices are looked for under the two middle ones of each alone: every look takes a while."""
 
 
 class Auto:
@@ -55,7 +56,7 @@ class Auto:
                 return bench.finish(bench.keep, self.name, _no_reason)
             return self._decline(bench, "no saved storage may move, and no block can be recomputed")
         choice = self._search(bench)
-        window = _best_window(bench, (choice,), WINDOWS)
+        window = _best_window(bench, (choice,), _windows(bench))
         if budget is None and bench.predict(choice, window).peak_bytes > (1 - MIN_GAIN) * bench.kept.peak_bytes:
             return self._decline(bench, _why_declined(bench))
         return bench.finish(choice, self.name, _Reasons(bench), window=window)
@@ -69,8 +70,11 @@ class Auto:
             return min(everything, key=bench.score)
         choices = candidates(bench)
         best = bench.best(choices)
-        others = [*choices[1:4], *_far(bench)]
-        bench.window = _best_window(bench, (best, *others), (1, FAR))
+        windows = _windows(bench)
+        if len(bench.workload.items) > MANY_ITEMS:
+            windows = windows[len(windows) // 2 - 1 :: 2]
+        others = [*choices[1:4], *_under(bench, windows)]
+        bench.window = _best_window(bench, (best, *others), windows)
         best = bench.best([best, *others])
         if not bench.fits(best):
             best = bench.best([best, bench.floor()[1]])
@@ -87,21 +91,29 @@ def candidates(bench: Bench) -> list[Choice]:
     return choices + [other for other in map(bench.relieved, choices[2:]) if other not in choices]
 
 
-def _far(bench: Bench) -> list[Choice]:
-    """What leaves when backward reads far ahead; under a budget it does so anyway."""
+def _windows(bench: Bench) -> list[int]:
+    """How far ahead backward may read, in bytes, from near to far."""
+    own, whole = bench.workload.profile.prefetch_bytes, bench.workload.reach[-1]
+    return sorted({max(1, int(own * factor)) for factor in OWN} | {max(1, int(whole * share)) for share in SHARES})
+
+
+def _under(bench: Bench, windows: Sequence[int]) -> list[Choice]:
+    """What leaves when backward reads so far ahead: slow links must be asked early, but not before the peak is over."""
     if bench.limits.device_budget is not None:
-        return []
-    near, bench.window = bench.window, FAR * bench.workload.profile.prefetch_bytes
-    choice = bring_back(bench)
-    bench.window = near
-    return [choice]
+        return []  # it reads far ahead anyway, as its room allows
+    usual = bench.window
+    found = []
+    for window in windows:
+        bench.window = window
+        found.append(bring_back(bench))
+    bench.window = usual
+    return found
 
 
-def _best_window(bench: Bench, choices: Sequence[Choice], factors: Sequence[float]) -> int | None:
+def _best_window(bench: Bench, choices: Sequence[Choice], windows: Sequence[int]) -> int | None:
     """How far ahead to read: the bench's window, unless another one is better for one of the choices."""
-    own = bench.workload.profile.prefetch_bytes
-    windows = [bench.window, *(max(1, int(own * factor)) for factor in factors)]
-    return min(windows, key=lambda window: min(bench.score(choice, window) for choice in choices))
+    tried: list[int | None] = [bench.window, *windows]
+    return min(tried, key=lambda window: min(bench.score(choice, window) for choice in choices))
 
 
 def _why_declined(bench: Bench) -> str:

@@ -68,6 +68,7 @@ def test_an_interrupt_loses_nothing_that_was_worked_off() -> None:
     with pytest.raises(ValueError, match="not enough values"):
         accounts.settle()
     assert (accounts.packed_tensors, accounts.resident_bytes, accounts.resident_peak_bytes) == (2, 10, 10)
+    assert accounts.notes.popleft() is broken, "nor is anything taken off that was not counted"
     accounts.settle()
     assert accounts.resident_bytes == 0
 
