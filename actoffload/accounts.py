@@ -79,9 +79,8 @@ class Accounts:
         try:
             while notes:
                 note = notes[0]
-                if isinstance(
-                    note, int
-                ):  # an interrupt comes after a call: what is counted is taken off before the next
+                # An interrupt comes after a call: what is counted below is taken off before the next one.
+                if isinstance(note, int):
                     saved -= note
                     held -= note
                     notes.popleft()

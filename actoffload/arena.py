@@ -174,9 +174,6 @@ class ArenaSet:
             SpoolFullError: There is no room; nothing is taken.
         """
         remaining = self.round_up(nbytes)
-        if remaining <= self.stripe_bytes and (segment := self._take_piece(remaining)) is not None:
-            self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
-            return (segment,)
         pieces = -(-remaining // self.stripe_bytes)
         wanted = self.round_up(-(-remaining // pieces))
         segments: list[Segment] = []

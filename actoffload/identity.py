@@ -275,8 +275,12 @@ class ModuleOwners:
         self._managed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._sharded: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
         self._gathered: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-        self.awaits_gathering = False
-        """Whether some sharded parameter may never have been seen gathered: see `note_gathered`."""
+
+    @property
+    def awaits_gathering(self) -> bool:
+        """Whether some sharded parameter was never seen gathered: see `note_gathered`."""
+        # Not its `len`, which is a Python function: this is asked for every saved tensor.
+        return bool(self._sharded.data)  # type: ignore[attr-defined]
 
     def add(self, modules: Iterable[nn.Module]) -> int:
         """Remember the modules that own something directly; returns how many were new."""
@@ -319,17 +323,12 @@ class ModuleOwners:
                     found = True
             if not meshes:
                 self._sharded.pop(module, None)
-        if not self._sharded:
-            self.awaits_gathering = False
-        if self._sharded:  # again: another thread may have found one just now, and said so before
-            self.awaits_gathering = True
         return found
 
     def _await_gathering(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
         dimensions = _mesh_dimensions(parameter)
         if dimensions and name not in self._gathered.get(module, ()):
             self._sharded.setdefault(module, {})[name] = dimensions
-            self.awaits_gathering = True
 
 
 def _mesh_dimensions(parameter: Tensor) -> int:

@@ -82,14 +82,6 @@ class Policy(Protocol):
         ...
 
 
-class OffloadAll:
-    """Everything that may move moves."""
-
-    def decide(self, facts: TensorFacts) -> Decision:
-        """Always ``OFFLOAD``."""
-        return Decision.OFFLOAD
-
-
 class ModuleFilter:
     """Glob patterns over qualified module names; a pattern also covers what is inside the module it names."""
 

@@ -317,3 +317,12 @@ def test_gradients_are_the_same_under_any_plan(make_offloader: MakeOffloader) ->
 def test_a_policy_of_the_users_own_is_not_planned_over(make_offloader: MakeOffloader) -> None:
     assert make_offloader(policy="all")._autopilot is None
     assert make_offloader(policy=Plan(()))._autopilot is None
+
+
+def test_prefetch_looks_no_further_for_what_moved_before_there_was_a_plan(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="auto")
+    _with(offloader, _Scripted(lambda *_: True))
+    _steps(offloader, WARM_UP + 1)
+    assert offloader.core.largest_moved_bytes > 0
+    _steps(offloader, 1)
+    assert offloader.core.largest_moved_bytes == 0, "the plan keeps all"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from actoffload.planner import Plan
-from actoffload.policy import Decision, KeepReason, ModuleFilter, OffloadAll, Policy, TensorFacts
+from actoffload.policy import Decision, KeepReason, ModuleFilter, Policy, TensorFacts
 from actoffload.summary import KEPT_MEANINGS
 
 
@@ -35,13 +35,8 @@ def test_anything_that_decides_is_a_policy() -> None:
             return Decision.KEEP
 
     assert isinstance(Mine(), Policy)
-    assert isinstance(OffloadAll(), Policy)
     assert isinstance(Plan(()), Policy)
     assert not isinstance(object(), Policy)
-
-
-def test_offload_all() -> None:
-    assert OffloadAll().decide(facts(nbytes=1)) is Decision.OFFLOAD
 
 
 @pytest.mark.parametrize(

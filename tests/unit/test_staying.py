@@ -109,7 +109,6 @@ def test_an_inner_context_is_not_blamed_for_what_the_outer_one_saved(make_offloa
 
 def test_hooks_cost_nothing_of_the_compiler_where_nothing_is_compiled() -> None:
     assert getattr(_unpack, "__name__", "") == "direct"
-    assert torch.compiler.is_compiling() is False
 
 
 def test_small_tensors_are_counted_when_the_counts_are_asked_for(make_offloader: MakeOffloader) -> None:

@@ -1,0 +1,42 @@
+"""What is needed last stays away while much is still near, and is back before backward asks for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from actoffload import Plan
+from actoffload.planner import PlanEntry
+from actoffload.record import State
+from tests.harness import MakeOffloader
+
+COUNT = 8
+ELEMENTS = 64 * 1024
+NBYTES = 4 * ELEMENTS
+
+
+@pytest.mark.parametrize(("window", "early"), [(2 * NBYTES, False), (COUNT * NBYTES, True)])
+def test_a_record_behind_others_that_are_near(make_offloader: MakeOffloader, window: int, early: bool) -> None:
+    entries = tuple(PlanEntry(index=n, nbytes=NBYTES, action="keep" if n else "offload") for n in range(COUNT))
+    offloader = make_offloader(policy=Plan(entries), prefetch_bytes=window)
+    h = torch.randn(ELEMENTS, requires_grad=True) * 1.0
+    away: list[bool] = []
+    with offloader:
+        for _ in range(COUNT):
+            h = h.sin()
+            h.register_hook(lambda grad: note(grad))
+        first = offloader._stack()[-1].tape.records[0]
+    offloader.synchronize()
+    assert first is not None
+    assert first.state is State.SPILLED
+
+    def note(grad: Tensor) -> Tensor:
+        away.append(first.state is State.SPILLED)
+        return grad
+
+    h.sum().backward()
+    # Hooks run before their node's backward: nothing was asked for at the first, the last record at the second.
+    assert away[0]
+    assert away[1] is not early
+    assert not away[-1], "fetched before its own node asks for it"
