@@ -86,16 +86,20 @@ def test_what_real_models_did(file: Path, speed: float) -> None:
         _check_budget(profile, share)
 
 
+HALF = {"bert": 0.67, "gpt": 0.61, "gpt-small": 0.42, "t5": 0.43}
+"""Shares of keep's peak that a disk of half the bandwidth is known to reach."""
+
+
 @pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)
 def test_half_of_the_bandwidth_frees_memory_at_no_loss(file: Path) -> None:
-    """A disk that takes half of what the forward saves in its time: a third of the peak goes, if reads come late."""
+    """A disk that takes half of what the forward saves in its time: much of the peak goes, if reads come late."""
     recorded = Profile.load(file)
     rate = recorded.saved_bytes / recorded.step_s  # a forward is about a third of a step: 0.5 of what would take all
     profile = recorded.with_links(disk=Link(write_bytes_per_s=1.5 * rate, read_bytes_per_s=1.5 * rate))
     plan = Auto().plan(profile, Limits(tiers=("nvme",)))
     seen = simulate(profile, plan, detail=False)
     assert seen.step_s <= 1.01 * profile.step_s
-    assert seen.peak_bytes <= 0.7 * profile.baseline_peak_bytes
+    assert seen.peak_bytes <= HALF[file.stem] * profile.baseline_peak_bytes
 
 
 def test_models_were_recorded() -> None:

@@ -65,6 +65,21 @@ def test_what_is_needed_last_is_not_brought_back_before_what_is_near_has_been_us
     assert simulate(profile).peak_bytes == 400
 
 
+def test_the_input_of_two_checkpoints_lies_on_the_way_once() -> None:
+    storages = (
+        _storage(0, 0.0, 6.0, nbytes=7),
+        _storage(1, 0.5, 5.0, nbytes=100, block=0),
+        _storage(2, 1.0, 4.0, nbytes=100, block=1),
+    )
+    blocks = tuple(
+        Block(name=name, forward_s=0.5, backward_s=1.0, recompute_s=0.5, input_bytes=7, input=0) for name in ("a", "b")
+    )
+    workload = Workload(_profile(*storages, blocks=blocks))
+    modes = workload.modes(Choice((KEEP,) * len(workload.items), frozenset({0, 1})))
+    assert workload.reach_of(modes, frozenset({0, 1}))[-1] == 7
+    assert workload.reach[-1] == 207
+
+
 def test_a_read_that_nothing_hides_is_waited_for() -> None:
     seen = _seen(_profile(_storage(0, 0.0, 3.0)), "d")
     # Written from 0 to 1, needed at 3 and read only then, as nothing before it tells backward to read ahead.
