@@ -96,14 +96,14 @@ def test_without_enough_bandwidth_a_part_moves_and_the_tail_stays(width: int, la
     assert everything.step_s > 1.2 * profile.step_s  # what auto avoids
 
 
-def test_a_deep_model_is_planned_under_a_window_that_is_far_enough() -> None:
-    disk = Accelerator(name="one drive", flops=140e12, host=None, disk=link(6))
-    profile = transformer_profile(8192, 250, 1, accelerator=disk)
+def test_a_drive_that_reads_slowly_is_asked_early_enough() -> None:
+    drive = Accelerator(name="one drive", flops=140e12, host=None, disk=link(3, 1.5))
+    profile = transformer_profile(8192, 25, 1, accelerator=drive)
     plan = make_planner("auto").plan(profile, Limits())
     assert plan.predicted_step_s is not None
     assert plan.predicted_peak_bytes is not None
     assert plan.predicted_step_s <= 1.01 * profile.step_s
-    assert plan.predicted_peak_bytes <= 0.8 * profile.baseline_peak_bytes
+    assert plan.predicted_peak_bytes <= 0.9 * profile.baseline_peak_bytes
 
 
 def test_wider_models_need_less_bandwidth() -> None:
