@@ -128,7 +128,8 @@ class OffloadConfig:
     """What a drive under ``path`` is rated to take in writes (its TBW), such as ``"600TB"``: the report then projects
     how long it lasts. Several paths are taken for several drives."""
     prefetch_bytes: Size | None = None
-    """How far ahead of backward to read, in bytes. Default: chosen from what backward is seen to need."""
+    """How far ahead of backward to read, in bytes. Default: chosen from what backward is seen to need, at most a
+    quarter of what the forward saved unless a plan asks for more."""
     pending_bytes: Size | None = None
     """Most bytes on their way out at once; beyond it tensors are kept (or, with ``device_budget``, waited for).
     Default: 256 MiB on CPU; on an accelerator twice the largest tensor, at least 64 MiB."""

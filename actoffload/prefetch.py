@@ -33,7 +33,7 @@ class Prefetch:
         """A phase is about to begin; the first bytes of a backward are fetched at once."""
         tape = self.phases.hint(hint)
         if tape is not None and not tape.in_backward:
-            self._fetch(tape, self._window_bytes)
+            self._fetch(tape, self._ahead(tape))
 
     def walk(self, record: Record, round_: int) -> None:
         """Backward has reached a record; ``round_`` is how often this handle was unpacked before."""
@@ -48,21 +48,21 @@ class Prefetch:
 
     def during_backward(self, tape: Tape[Record]) -> None:
         """Fill the window along the tape that backward walks, and what is left of it along the next backward's."""
-        window = self._window_bytes
+        window = self._ahead(tape)
         tape.fetch_ahead(window, self._bring)
         if tape.exhausted:
             self._fetch_next(tape, window - tape.left_bytes)
 
     def during_forward(self, tape: Tape[Record]) -> None:
         """Near the end of a forward: fill the window along the tape whose backward comes next, if it is another."""
-        window = self._window_bytes
+        window = self._ahead(tape)
         expected = self.phases.expected_bytes(tape)
         if expected and tape.total_bytes + window >= expected:
             self._fetch_next(tape, window)
 
     def after_forward(self, tape: Tape[Record]) -> None:
         """A forward has ended: fetch what the backward that comes next, of another one, will want first."""
-        self._fetch_next(tape, self._window_bytes)
+        self._fetch_next(tape, self._ahead(tape))
 
     def learn(self, tape: Tape[Record]) -> None:
         """The last record of a tape was released: remember the order in which backward walked it."""
@@ -70,9 +70,8 @@ class Prefetch:
         if order is not None:
             self.orders.put(tape.signature, order)
 
-    @property
-    def _window_bytes(self) -> int:
-        return max(self.window.nbytes, 2 * self._core.largest_moved_bytes)
+    def _ahead(self, tape: Tape[Record]) -> int:
+        return max(self.window.over(tape.total_bytes), 2 * self._core.largest_moved_bytes)
 
     def _fetch_next(self, tape: Tape[Record], nbytes: int) -> None:
         follows = self.phases.follows()

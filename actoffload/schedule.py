@@ -22,6 +22,8 @@ GROWTH = 1.5
 """A window that was too small grows by this factor ..."""
 GROWTH_LIMIT = 8
 """... up to so many times its first size."""
+MOST = 1 / 4
+"""Nor does it reach further than over this share of what a forward saved: else all of it would be back at once."""
 
 
 class LearnedOrders:
@@ -47,7 +49,8 @@ class Window:
     """How far ahead of backward to fetch, in bytes of what it will ask for.
 
     It grows when backward had to wait, unless the user fixed it or a plan is followed: the plan weighed what waits for
-    what a wider window holds in memory, and is made anew where there are more waits than it expected.
+    what a wider window holds in memory, and is made anew where there are more waits than it expected. Unless one of
+    them has said how wide it is, it is bounded by what there is to fetch, too: with little, nothing would be away.
     """
 
     def __init__(self, first_bytes: int, *, fixed: bool = False) -> None:
@@ -55,6 +58,10 @@ class Window:
         self._first_bytes = first_bytes
         self._fixed = fixed
         self._planned = False
+
+    def over(self, saved_bytes: int) -> int:
+        """How far ahead to fetch, in bytes, where a forward saved so many."""
+        return self.nbytes if self._fixed or self._planned else min(self.nbytes, int(MOST * saved_bytes))
 
     def follow(self, nbytes: int) -> None:
         """Fetch so many bytes ahead from now on, as a plan says. Does nothing where the user fixed it."""

@@ -40,3 +40,23 @@ def test_a_record_behind_others_that_are_near(make_offloader: MakeOffloader, win
     assert away[0]
     assert away[1] is not early
     assert not away[-1], "fetched before its own node asks for it"
+
+
+def test_what_a_small_forward_saved_does_not_come_back_all_at_once(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="all", min_bytes=1)
+    h = torch.randn(ELEMENTS, requires_grad=True) * 1.0
+    away: list[int] = []
+
+    def note(grad: Tensor) -> Tensor:
+        away.append(sum(record is not None and record.state is State.SPILLED for record in records))
+        return grad
+
+    with offloader:
+        for _ in range(COUNT):
+            h = h.sin()
+            h.register_hook(note)
+        records = list(offloader._stack()[-1].tape.records)
+    offloader.synchronize()
+    h.sum().backward()
+    assert away[0] == COUNT
+    assert away[1] >= COUNT // 2, "backward has reached the first of eight, and reads a quarter ahead"

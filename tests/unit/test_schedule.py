@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import actoffload.schedule
-from actoffload.schedule import GROWTH, GROWTH_LIMIT, LearnedOrders, Tape, Window
+from actoffload.schedule import GROWTH, GROWTH_LIMIT, MOST, LearnedOrders, Tape, Window
 
 
 @dataclass(eq=False)
@@ -209,6 +209,16 @@ def test_a_window_that_a_plan_chose_stays_while_the_plan_does() -> None:
     fixed.start_over()
     fixed.waited()
     assert fixed.nbytes == 100
+
+
+def test_a_window_that_nobody_chose_reaches_over_a_part_of_a_small_forward() -> None:
+    window = Window(1000)
+    assert [window.over(saved) for saved in (100_000, 4000, 400, 0)] == [1000, 1000, int(MOST * 400), 0]
+    window.follow(700)
+    assert window.over(400) == 700
+    window.start_over()
+    assert window.over(400) == int(MOST * 400)
+    assert Window(1000, fixed=True).over(400) == 1000
 
 
 def test_the_oldest_orders_are_forgotten() -> None:
