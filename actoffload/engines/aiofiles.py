@@ -97,11 +97,11 @@ class AiofilesEngine(QueuedEngine):
         try:
             if request.before is not None:  # it may wait for a device: not in the loop's thread
                 await self._loop.run_in_executor(self._executor, request.before)
-            cursor = Cursor(request, self._file, self._capabilities.alignment)
+            cursor = Cursor([request], self._file, self._capabilities.alignment)
             while not cursor.finished:
                 try:
                     await handle.seek(cursor.offset)
-                    moved = await self._transfer_with(handle, request.kind, cursor.view)
+                    moved = await self._transfer_with(handle, request.kind, cursor.views[0])
                 except OSError as exc:
                     cursor.fail(exc)
                     continue
@@ -118,7 +118,7 @@ class AiofilesEngine(QueuedEngine):
             raise BlockingIOError(errno.EAGAIN, "would block")
         return moved
 
-    def _transfer_once(self, kind: IoKind, view: memoryview, offset: int) -> int:
+    def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
         raise NotImplementedError("this engine transfers on its loop")
 
 

@@ -94,7 +94,8 @@ class GdsEngine(QueuedEngine):
                 if int(name) != self._file.fd and (found.st_dev, found.st_ino) == (ours.st_dev, ours.st_ino):
                     os.close(int(name))
 
-    def _transfer_once(self, kind: IoKind, view: memoryview, offset: int) -> int:
+    def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
+        view = views[0]
         memory = _Memory(ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view))
         transfer = self._kvikio_file.pread if kind is IoKind.READ else self._kvikio_file.pwrite
         try:

@@ -46,7 +46,8 @@ class MemoryEngine(QueuedEngine):
             self._chunk(position // _CHUNK_BYTES)[position % _CHUNK_BYTES] = byte
         self._size_bytes = max(self._size_bytes, offset + len(data))
 
-    def _transfer_once(self, kind: IoKind, view: memoryview, offset: int) -> int:
+    def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
+        view = views[0]
         index, start = divmod(offset, _CHUNK_BYTES)
         length = min(len(view), _CHUNK_BYTES - start)
         if kind is IoKind.READ:

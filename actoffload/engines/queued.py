@@ -1,4 +1,8 @@
-"""What all engines with a queue in Python share: the two queues, the worker threads, care about every result."""
+"""What all engines with a queue in Python share: the two queues, the worker threads, care about every result.
+
+Small requests that lie one behind the other in the file and wait anyway are carried out together: one system call, and
+one turn at the interpreter's lock, for all of them.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import ClassVar
 
 from ..errors import OffloaderClosedError, StateError, StorageReadError, StorageWriteError
 from .base import EngineCapabilities, IoKind, IoRequest, SpoolFile, StorageEngine
@@ -16,6 +22,9 @@ from .base import EngineCapabilities, IoKind, IoRequest, SpoolFile, StorageEngin
 _RETRY_ERRNOS = frozenset({errno.EINTR, errno.EAGAIN, errno.EWOULDBLOCK})
 _MAX_STALLS = 1000  # attempts in a row that moved nothing; with the pause below, about a second
 _STALL_PAUSE_S = 0.001
+GATHERED_BYTES = 1 << 20
+"""Requests are gathered up to this size: a larger call is hardly any faster, and the first of them waits for all."""
+_MOST_GATHERED = 64  # requests; the system takes at least so many ranges of memory in one call
 
 
 def memory_view(address: int, length: int) -> memoryview:
@@ -24,36 +33,43 @@ def memory_view(address: int, length: int) -> memoryview:
 
 
 class Cursor:
-    """How far one request has come; judges the result of every system call.
+    """How far a request, or a row of them, has come; judges the result of every system call.
 
     Args:
-        request: The request that is being carried out.
+        requests: What is being carried out: of one kind, each beginning in the file where the one before it ends.
         file: For messages and for the alignment that a continued transfer must keep.
         alignment: Alignment of the engine in bytes.
     """
 
-    def __init__(self, request: IoRequest, file: SpoolFile, alignment: int) -> None:
-        self._request = request
+    def __init__(self, requests: Sequence[IoRequest], file: SpoolFile, alignment: int) -> None:
+        self._requests = requests
+        self._kind = requests[0].kind
+        self._offset = requests[0].offset
+        self._length = sum(request.length for request in requests)
         self._file = file
         self._alignment = alignment
-        self._view = memory_view(request.address, request.length)
         self._done = 0
         self._stalls = 0
 
     @property
     def finished(self) -> bool:
         """Every byte has been moved."""
-        return self._done == self._request.length
+        return self._done == self._length
 
     @property
-    def view(self) -> memoryview:
-        """The memory that is still to be moved."""
-        return self._view[self._done :] if self._done else self._view
+    def views(self) -> list[memoryview]:
+        """The memory that is still to be moved, a view of each request's."""
+        done, found = self._done, []
+        for request in self._requests:
+            if done < request.length:
+                found.append(memory_view(request.address + done, request.length - done))
+            done = max(0, done - request.length)
+        return found
 
     @property
     def offset(self) -> int:
         """Where in the file that belongs."""
-        return self._request.offset + self._done
+        return self._offset + self._done
 
     def advance(self, moved: int) -> None:
         """Takes the byte count of one call; a short one continues after it.
@@ -62,11 +78,11 @@ class Cursor:
             StorageReadError: The file ends before the range does.
             StorageWriteError: Nothing was written, again and again.
         """
-        if moved == 0 and self._request.kind is IoKind.READ:
+        if moved == 0 and self._kind is IoKind.READ:
             raise self._error(errno.EIO, f"the file ends after {self._done} bytes of it")
-        if not 0 <= moved <= self._request.length - self._done:
+        if not 0 <= moved <= self._length - self._done:
             raise self._error(errno.EIO, f"the system reports {moved} bytes moved")
-        if self._done + moved < self._request.length:
+        if self._done + moved < self._length:
             moved -= moved % self._alignment  # a direct transfer may only continue on a boundary
         self._done += moved
         if moved:
@@ -93,9 +109,8 @@ class Cursor:
             time.sleep(_STALL_PAUSE_S)
 
     def _error(self, number: int, reason: str) -> StorageReadError | StorageWriteError:
-        request = self._request
-        cls = StorageReadError if request.kind is IoKind.READ else StorageWriteError
-        what = f"{request.kind.value} of {request.length} bytes at offset {request.offset} failed: {reason}"
+        cls = StorageReadError if self._kind is IoKind.READ else StorageWriteError
+        what = f"{self._kind.value} of {self._length} bytes at offset {self._offset} failed: {reason}"
         return cls(number, f"{what} ({errno.errorcode.get(number, 'unknown')})", self._file.path)
 
 
@@ -109,6 +124,9 @@ class QueuedEngine(StorageEngine):
         capabilities: What the subclass can do.
     """
 
+    gathered_bytes: ClassVar[int] = 0
+    """Requests up to so many bytes together are given to one call; 0: each goes alone."""
+
     def __init__(self, file: SpoolFile, capabilities: EngineCapabilities) -> None:
         self._file = file
         self._capabilities = capabilities
@@ -116,6 +134,7 @@ class QueuedEngine(StorageEngine):
         self._writes: deque[IoRequest] = deque()
         self._wake = threading.Condition(threading.Lock())
         self._closing = False
+        self._idle_workers = 0  # workers that wait, or are about to take what they were woken for; under the lock
         self._counter_lock = threading.Lock()
         self._written_bytes = 0
         self._read_bytes = 0
@@ -184,22 +203,34 @@ class QueuedEngine(StorageEngine):
         self.close()
 
     @abstractmethod
-    def _transfer_once(self, kind: IoKind, view: memoryview, offset: int) -> int:
-        """Tries one transfer and returns how many bytes moved. The seam of the fault tests."""
+    def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
+        """Tries one transfer and returns how many bytes moved. The seam of the fault tests.
+
+        Args:
+            kind: The direction.
+            views: The memory: one range, or several whose bytes lie one behind the other in the file.
+            offset: Where in the file.
+        """
 
     def _work(self) -> None:
-        while (request := self._next()) is not None:
-            self._serve(request)
-            del request  # an idle thread must not keep the last request alive
+        while requests := self._next():
+            for row in rows(requests):
+                self._serve(row)
+                del row  # an idle thread must not keep the last request alive
+            del requests
 
-    def _next(self) -> IoRequest | None:
-        """Waits for a request and starts it; None: closed and nothing is left."""
+    def _next(self) -> list[IoRequest]:
+        """Waits for a request and starts it, with those that are to go along; empty: closed and nothing is left."""
         with self._wake:
             while (request := self._pop()) is None:
                 if self._closing:
-                    return None
-                self._wake.wait()
-            return request
+                    return []
+                self._idle_workers += 1
+                try:
+                    self._wake.wait()
+                finally:
+                    self._idle_workers -= 1
+            return [request, *self._gather(request)] if self.gathered_bytes else [request]
 
     def _pop(self) -> IoRequest | None:
         """Starts the next request that was not cancelled. The lock is held."""
@@ -209,23 +240,56 @@ class QueuedEngine(StorageEngine):
                 return request
         return None
 
-    def _serve(self, request: IoRequest) -> None:
-        error: BaseException | None = None
+    def _gather(self, first: IoRequest) -> list[IoRequest]:
+        """Starts what waits behind ``first`` and lies beside it, but no work of threads that wait. The lock is held."""
+        queue = self._queue(first)
+        begin, end = first.offset, first.offset + first.length
+        most = min(_MOST_GATHERED, (len(queue) + 1) // (self._idle_workers + 1)) - 1
+        found: list[IoRequest] = []
+        while len(found) < most and queue and queue is (self._reads or self._writes):
+            head = queue[0]
+            if end - begin + head.length > self.gathered_bytes or head.offset not in (end, begin - head.length):
+                break
+            request = self._pop()
+            if request is None:
+                break
+            found.append(request)
+            if request is not head:
+                break  # that one was cancelled meanwhile: this is another, wherever it lies
+            begin, end = min(begin, head.offset), max(end, head.offset + head.length)
+        return found
+
+    def _serve(self, row: Sequence[IoRequest]) -> None:
+        ready = []
+        for request in row:
+            try:
+                if request.before is not None:
+                    request.before()
+            except BaseException as exc:  # whatever it was, it belongs to the request and not to this thread
+                request.finish(exc)
+            else:
+                ready.append(request)
+        error = self._carry_out(ready) if len(ready) == len(row) else None
+        alone = len(ready) < len(row) or (error is not None and len(row) > 1)  # whose error it is, each finds out
+        for request in ready:
+            request.finish(self._carry_out([request]) if alone else error)
+
+    def _carry_out(self, row: Sequence[IoRequest]) -> BaseException | None:
+        """Moves the bytes of a row; what went wrong, or None."""
+        kind = row[0].kind
         try:
-            if request.before is not None:
-                request.before()
-            cursor = Cursor(request, self._file, self._capabilities.alignment)
+            cursor = Cursor(row, self._file, self._capabilities.alignment)
             while not cursor.finished:
                 try:
-                    moved = self._transfer_once(request.kind, cursor.view, cursor.offset)
+                    moved = self._transfer_once(kind, cursor.views, cursor.offset)
                 except OSError as exc:
                     cursor.fail(exc)
                     continue
                 cursor.advance(moved)
-                self._count(request.kind, moved)
-        except BaseException as exc:  # whatever it was, it belongs to the request and not to this thread
-            error = exc
-        request.finish(error)
+                self._count(kind, moved)
+        except BaseException as exc:
+            return exc
+        return None
 
     def _count(self, kind: IoKind, moved: int) -> None:
         with self._counter_lock:
@@ -246,6 +310,27 @@ class QueuedEngine(StorageEngine):
         self._wake.notify_all()
 
 
+def rows(requests: Iterable[IoRequest]) -> list[list[IoRequest]]:
+    """Returns the requests in rows, in each of which every request begins in the file where the one before it ends."""
+    found: list[list[IoRequest]] = []
+    for request in sorted(requests, key=lambda request: request.offset):
+        if found and found[-1][-1].offset + found[-1][-1].length == request.offset:
+            found[-1].append(request)
+        else:
+            found.append([request])
+    return found
+
+
+def first_bytes(views: Iterable[memoryview], nbytes: int) -> list[memoryview]:
+    """Returns views of the first ``nbytes`` bytes."""
+    found = []
+    for view in views:
+        if nbytes > 0:
+            found.append(view[:nbytes])
+        nbytes -= len(view)
+    return found
+
+
 def default_threads(threads: int | None) -> int:
     """Returns the thread count: the caller's, or a small default (more only fight for the interpreter's lock)."""
     if threads is None:
@@ -255,4 +340,4 @@ def default_threads(threads: int | None) -> int:
     return threads
 
 
-__all__ = ["Cursor", "QueuedEngine", "default_threads", "memory_view"]
+__all__ = ["GATHERED_BYTES", "Cursor", "QueuedEngine", "default_threads", "first_bytes", "memory_view", "rows"]

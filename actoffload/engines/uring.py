@@ -141,7 +141,7 @@ class UringEngine(QueuedEngine):
                 self._wake.notify()
             self._asleep = True
         for request in launch:
-            self._launch(request, Cursor(request, self._file, self._capabilities.alignment))
+            self._launch(request, Cursor([request], self._file, self._capabilities.alignment))
         return not self._finished
 
     def _pop(self) -> IoRequest | None:
@@ -235,7 +235,7 @@ class UringEngine(QueuedEngine):
                 self._wake.wait()
             return self._to_prepare.popleft()
 
-    def _transfer_once(self, kind: IoKind, view: memoryview, offset: int) -> int:
+    def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
         raise NotImplementedError("this engine transfers on its ring")
 
 

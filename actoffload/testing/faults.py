@@ -9,9 +9,11 @@ import errno
 import os
 import threading
 import time
+from typing import ClassVar
 
 from ..engines.base import IoKind, IoRequest, SpoolFile
 from ..engines.posix import PosixEngine
+from ..engines.queued import first_bytes
 
 
 class SlowEngine(PosixEngine):
@@ -41,14 +43,14 @@ class SlowEngine(PosixEngine):
         self._bus_free_at_s = dict.fromkeys(IoKind, 0.0)
         super().__init__(file, threads=threads)
 
-    def _transfer_once(self, kind: IoKind, view: memoryview, offset: int) -> int:
+    def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
         with self._bus_lock:  # one bus: a transfer begins when the one before it has gone through
             now = time.monotonic()
             bus = kind if self._duplex else IoKind.WRITE
-            self._bus_free_at_s[bus] = max(now, self._bus_free_at_s[bus]) + len(view) / self._bandwidth
+            self._bus_free_at_s[bus] = max(now, self._bus_free_at_s[bus]) + sum(map(len, views)) / self._bandwidth
             wait_s = self._bus_free_at_s[bus] - now + self._latency_s
         time.sleep(wait_s)
-        return super()._transfer_once(kind, view, offset)
+        return super()._transfer_once(kind, views, offset)
 
 
 class ShortEngine(PosixEngine):
@@ -65,9 +67,9 @@ class ShortEngine(PosixEngine):
         self.calls = 0
         super().__init__(file, threads=threads)
 
-    def _transfer_once(self, kind: IoKind, view: memoryview, offset: int) -> int:
+    def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
         self.calls += 1
-        return super()._transfer_once(kind, view[: self._most_bytes], offset)
+        return super()._transfer_once(kind, first_bytes(views, self._most_bytes), offset)
 
 
 class FailingEngine(PosixEngine):
@@ -100,14 +102,14 @@ class FailingEngine(PosixEngine):
         self.calls = 0
         super().__init__(file, threads=threads)
 
-    def _transfer_once(self, kind: IoKind, view: memoryview, offset: int) -> int:
+    def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
         if kind is self._kind:
             with self._calls_lock:
                 self.calls += 1
                 behind = self.calls - self._first
             if behind >= 0 and (self._count_failing is None or behind < self._count_failing):
                 raise OSError(self._error_number, os.strerror(self._error_number))
-        return super()._transfer_once(kind, view, offset)
+        return super()._transfer_once(kind, views, offset)
 
 
 class FullEngine(PosixEngine):
@@ -124,25 +126,27 @@ class FullEngine(PosixEngine):
         self._left_lock = threading.Lock()
         super().__init__(file, threads=threads)
 
-    def _transfer_once(self, kind: IoKind, view: memoryview, offset: int) -> int:
+    def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
         if kind is IoKind.WRITE:
             with self._left_lock:
-                room = min(self._left_bytes, len(view)) // self._file.alignment * self._file.alignment
+                room = min(self._left_bytes, sum(map(len, views))) // self._file.alignment * self._file.alignment
                 self._left_bytes -= room
             if room == 0:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            view = view[:room]
-        return super()._transfer_once(kind, view, offset)
+            views = first_bytes(views, room)
+        return super()._transfer_once(kind, views, offset)
 
 
 class GateEngine(PosixEngine):
     """Starts requests only when the test says so; the order is that of the real engine.
 
-    ``close`` opens the gate, as it waits for everything that is queued.
+    ``close`` opens the gate, as it waits for everything that is queued. Each request goes alone.
 
     Attributes:
         started: The requests in the order in which they were started.
     """
+
+    gathered_bytes: ClassVar[int] = 0
 
     def __init__(self, file: SpoolFile, *, threads: int | None = None) -> None:
         self._permits = 0

@@ -162,7 +162,7 @@ def test_auto_says_what_it_chose_and_why(arena: SpoolFile) -> None:
 def test_auto_falls_back_from_an_engine_that_lies(arena: SpoolFile, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("aiofiles")
     monkeypatch.setattr("actoffload.engines.AUTO_ORDER", ("posix", "aiofiles"))
-    monkeypatch.setattr(PosixEngine, "_transfer_once", lambda self, kind, view, offset: len(view))
+    monkeypatch.setattr(PosixEngine, "_transfer_once", lambda self, kind, views, offset: sum(map(len, views)))
     engine, reason = choose_engine(arena, threads=1)
     engine.close()
     assert engine.capabilities.name == "aiofiles"
@@ -171,7 +171,7 @@ def test_auto_falls_back_from_an_engine_that_lies(arena: SpoolFile, monkeypatch:
 
 def test_auto_fails_when_nothing_works(arena: SpoolFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actoffload.engines.AUTO_ORDER", ("posix",))
-    monkeypatch.setattr(PosixEngine, "_transfer_once", lambda self, kind, view, offset: 0)
+    monkeypatch.setattr(PosixEngine, "_transfer_once", lambda self, kind, views, offset: 0)
     monkeypatch.setattr("actoffload.engines.queued._MAX_STALLS", 3)
     with pytest.raises(EngineUnavailableError, match="posix: probe write failed"):
         choose_engine(arena, threads=1)

@@ -292,14 +292,14 @@ class _HoldEngine(GateEngine):
         super().__init__(file, threads=threads)
         self.open()
 
-    def _transfer_once(self, kind: IoKind, view: memoryview, offset: int) -> int:
+    def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
         if kind is self._held_kind:
             if self.skip:
                 self.skip -= 1
             else:
                 self.entered.set()
                 assert self.leave.wait(WAIT_S)
-        return super()._transfer_once(kind, view, offset)
+        return super()._transfer_once(kind, views, offset)
 
 
 # -- close and abort in the middle -------------------------------------------------------------------------------------

@@ -187,9 +187,9 @@ def test_odd_short_transfers_of_a_direct_file_continue_on_a_boundary(make_spool:
     offsets: list[int] = []
 
     class OddEngine(ShortEngine):
-        def _transfer_once(self, kind: IoKind, view: memoryview, offset: int) -> int:
+        def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
             offsets.append(offset)
-            moved = super()._transfer_once(kind, view, offset)
+            moved = super()._transfer_once(kind, views, offset)
             return moved - 512 if moved > BLOCK else moved
 
     spool = make_spool(partial(OddEngine, most_bytes=4 * BLOCK))

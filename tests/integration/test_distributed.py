@@ -170,12 +170,13 @@ def test_two_ranks_take_half_each_of_memory_and_disk(found: tuple[Runs, list[str
 class JunkEngine(GateEngine):
     """Writes what another tensor would have left in memory that was freed meanwhile."""
 
-    def _transfer_once(self, kind: IoKind, view: Any, offset: int) -> int:
+    def _transfer_once(self, kind: IoKind, views: Any, offset: int) -> int:
         if kind is IoKind.WRITE:
-            junk = mmap.mmap(-1, max(len(view), mmap.PAGESIZE))
+            nbytes = sum(map(len, views))
+            junk = mmap.mmap(-1, max(nbytes, mmap.PAGESIZE))
             junk[:] = b"\x7f" * len(junk)
-            view = memoryview(junk)[: len(view)]
-        return super()._transfer_once(kind, view, offset)
+            views = [memoryview(junk)[:nbytes]]
+        return super()._transfer_once(kind, views, offset)
 
 
 def _freed_and_filled(context: Any, meanwhile: Callable[[], None]) -> Tensor:

@@ -44,11 +44,11 @@ class _FlakyEngine(PosixEngine):
         self.to_fail = {IoKind.READ: 0, IoKind.WRITE: 0}
         super().__init__(file, threads=threads)
 
-    def _transfer_once(self, kind: IoKind, view: memoryview, offset: int) -> int:
+    def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
         if self.to_fail[kind] > 0:
             self.to_fail[kind] -= 1
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return super()._transfer_once(kind, view, offset)
+        return super()._transfer_once(kind, views, offset)
 
 
 @dataclass(eq=False)

@@ -124,13 +124,13 @@ def test_the_depth_is_what_runs_at_once(tmp_path: Path, monkeypatch: pytest.Monk
     lock, running, seen = threading.Lock(), [0], [0]
     transfer = PosixEngine._transfer_once
 
-    def counted(self: PosixEngine, kind: IoKind, view: memoryview, offset: int) -> int:
+    def counted(self: PosixEngine, kind: IoKind, views: list[memoryview], offset: int) -> int:
         with lock:
             running[0] += 1
             seen[0] = max(seen[0], running[0])
         time.sleep(0.001)
         try:
-            return transfer(self, kind, view, offset)
+            return transfer(self, kind, views, offset)
         finally:
             with lock:
                 running[0] -= 1
@@ -142,7 +142,7 @@ def test_the_depth_is_what_runs_at_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_an_engine_that_moves_nothing_does_not_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PosixEngine, "_transfer_once", lambda self, kind, view, offset: len(view))
+    monkeypatch.setattr(PosixEngine, "_transfer_once", lambda self, kind, views, offset: sum(map(len, views)))
     setting = Setting(engine="posix", block_bytes=64 * KIB, depth=2)
     found = list(measure_all([str(tmp_path)], [setting], DIRECTIONS, region_bytes=MIB, seconds=0.01))
     assert [type(one) for one in found] == [Failure]
@@ -158,11 +158,11 @@ def test_rounds_take_turns(tmp_path: Path) -> None:
 def test_a_disk_that_fails_ends_the_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transfer, calls = PosixEngine._transfer_once, [0]
 
-    def failing(self: PosixEngine, kind: IoKind, view: memoryview, offset: int) -> int:
+    def failing(self: PosixEngine, kind: IoKind, views: list[memoryview], offset: int) -> int:
         calls[0] += 1
         if calls[0] > 200:
             raise OSError(errno.EIO, "broken")
-        return transfer(self, kind, view, offset)
+        return transfer(self, kind, views, offset)
 
     monkeypatch.setattr(PosixEngine, "_transfer_once", failing)
     arguments = ["bench", "--path", str(tmp_path), "--engine", "posix", *TINY, "--seconds", "1000"]

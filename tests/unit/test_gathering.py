@@ -1,0 +1,237 @@
+"""Small requests that wait and lie beside each other go to the disk in one call; each has its own bytes and end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actoffload.engines.base import IoKind, IoRequest, RequestState, SpoolFile
+from actoffload.engines.posix import PosixEngine
+from actoffload.engines.queued import GATHERED_BYTES, first_bytes, rows
+from actoffload.paths import open_arena
+from actoffload.testing.engine_suite import Memory, peek_file, poke_file, random_bytes
+
+WAIT_S = 60.0
+BLOCK = 4096
+
+
+class WatchedEngine(PosixEngine):
+    """Holds its calls until ``go`` is set, notes the sizes of their ranges, and does to them what it is told."""
+
+    def __init__(self, file: SpoolFile, *, threads: int = 1) -> None:
+        self.go = threading.Event()
+        self.entered = threading.Semaphore(0)
+        self.calls: list[tuple[IoKind, list[int]]] = []
+        self.harm: Callable[[list[memoryview], int], list[memoryview]] = lambda views, offset: views
+        super().__init__(file, threads=threads)
+
+    def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
+        self.entered.release()
+        assert self.go.wait(WAIT_S)
+        self.calls.append((kind, [len(view) for view in views]))
+        return super()._transfer_once(kind, self.harm(views, offset), offset)
+
+    def put(self, *requests: IoRequest) -> None:
+        """Queue all of them before a thread can take the first."""
+        with self._wake:
+            for request in requests:
+                self._queue(request).append(request)
+            self._wake.notify_all()
+
+    def run(self, *requests: IoRequest) -> list[list[int]]:
+        """Queue them, carry them out and wait; the ranges of the calls."""
+        self.put(*requests)
+        self.go.set()
+        for request in requests:
+            assert request.wait(WAIT_S)
+        return [ranges for _, ranges in self.calls]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[SpoolFile]:
+    file = open_arena(str(tmp_path))
+    yield file
+    os.close(file.fd)
+
+
+@pytest.fixture
+def make_engine(file: SpoolFile) -> Iterator[Callable[..., WatchedEngine]]:
+    made: list[WatchedEngine] = []
+
+    def make(threads: int = 1) -> WatchedEngine:
+        made.append(WatchedEngine(file, threads=threads))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.go.set()
+        engine.abort()
+
+
+def blocks(count: int, *, nbytes: int = BLOCK) -> list[Memory]:
+    """Memory for so many requests, each with other bytes."""
+    found = [Memory(nbytes) for _ in range(count)]
+    for seed, memory in enumerate(found):
+        memory.data = random_bytes(nbytes, seed)
+    return found
+
+
+def side_by_side(kind: IoKind, memories: list[Memory], first: int = 0, **more: Any) -> list[IoRequest]:
+    """A request for each, one behind the other in the file."""
+    return [
+        IoRequest(kind, memory.address, memory.nbytes, first + index * memory.nbytes, **more)
+        for index, memory in enumerate(memories)
+    ]
+
+
+def expected(memories: list[Memory]) -> bytes:
+    return b"".join(memory.data for memory in memories)
+
+
+def test_writes_that_wait_side_by_side_go_in_one_call(
+    make_engine: Callable[..., WatchedEngine], file: SpoolFile
+) -> None:
+    memories = blocks(8)
+    assert make_engine().run(*side_by_side(IoKind.WRITE, memories)) == [[BLOCK] * 8]
+    assert peek_file(file, 0, 8 * BLOCK) == expected(memories)
+
+
+def test_reads_from_the_last_to_the_first_too(make_engine: Callable[..., WatchedEngine], file: SpoolFile) -> None:
+    data = random_bytes(8 * BLOCK, 1)
+    poke_file(file, 0, data)
+    memories = [Memory(BLOCK) for _ in range(8)]
+    assert make_engine().run(*reversed(side_by_side(IoKind.READ, memories))) == [[BLOCK] * 8]
+    assert expected(memories) == data
+
+
+def test_only_up_to_a_size_and_only_what_is_beside(make_engine: Callable[..., WatchedEngine], file: SpoolFile) -> None:
+    large, apart, far = blocks(3, nbytes=GATHERED_BYTES // 2), blocks(2), blocks(1)
+    places = ((large, 0), (apart, 4 * GATHERED_BYTES), (far, 8 * GATHERED_BYTES))
+    requests = [request for memories, first in places for request in side_by_side(IoKind.WRITE, memories, first)]
+    calls = make_engine().run(*requests)
+    assert {request.state for request in requests} == {RequestState.DONE}
+    assert calls == [[GATHERED_BYTES // 2] * 2, [GATHERED_BYTES // 2], [BLOCK] * 2, [BLOCK]]
+
+
+def test_reads_and_writes_do_not_mix_and_reads_go_first(make_engine: Callable[..., WatchedEngine]) -> None:
+    engine = make_engine()
+    written, read = blocks(4), blocks(4)
+    engine.run(*side_by_side(IoKind.WRITE, written), *side_by_side(IoKind.READ, read[:1], first=4 * BLOCK))
+    assert engine.calls[0][0] is IoKind.READ
+    assert [ranges for kind, ranges in engine.calls if kind is IoKind.WRITE] == [[BLOCK] * 4]
+
+
+def test_threads_that_wait_get_their_share(make_engine: Callable[..., WatchedEngine]) -> None:
+    engine, memories = make_engine(threads=2), blocks(8)
+    requests = side_by_side(IoKind.WRITE, memories)
+    deadline_s = time.monotonic() + WAIT_S
+    while engine._idle_workers < 2:
+        assert time.monotonic() < deadline_s
+    engine.put(*requests)
+    for _ in range(2):
+        assert engine.entered.acquire(timeout=WAIT_S)
+    engine.go.set()
+    assert all(request.wait(WAIT_S) for request in requests)
+    assert [len(ranges) for _, ranges in engine.calls] == [4, 4]
+
+
+def test_one_that_was_taken_back_is_left_out(make_engine: Callable[..., WatchedEngine], file: SpoolFile) -> None:
+    engine = make_engine()
+    poke_file(file, 0, bytes(8 * BLOCK))
+    memories = blocks(8)
+    requests = side_by_side(IoKind.WRITE, memories)
+    assert requests[3].cancel()
+    calls = engine.run(*requests)
+    assert sum(map(len, calls)) == 7
+    assert requests[3].state is RequestState.CANCELLED
+    memories[3].data = bytes(BLOCK)
+    assert peek_file(file, 0, 8 * BLOCK) == expected(memories)
+
+
+def test_an_error_of_one_before_is_its_own(make_engine: Callable[..., WatchedEngine], file: SpoolFile) -> None:
+    def fail() -> None:
+        raise LookupError("freed")
+
+    memories = blocks(4)
+    ended: list[IoRequest] = []
+    requests = side_by_side(IoKind.WRITE, memories, before=lambda: None, on_done=ended.append)
+    requests[1].before = fail
+    make_engine().run(*requests)
+    assert [request.state for request in requests].count(RequestState.DONE) == 3
+    assert isinstance(requests[1].error, LookupError)
+    assert len(ended) == 4
+    assert peek_file(file, 2 * BLOCK, 2 * BLOCK) == expected(memories[2:])
+
+
+def test_an_error_of_the_disk_is_of_the_request_that_it_hits(
+    make_engine: Callable[..., WatchedEngine], file: SpoolFile
+) -> None:
+    def broken_at_2(views: list[memoryview], offset: int) -> list[memoryview]:
+        if offset <= 2 * BLOCK < offset + sum(map(len, views)):
+            raise OSError(errno.EIO, "broken")
+        return views
+
+    engine = make_engine()
+    engine.harm = broken_at_2
+    memories = blocks(4)
+    requests = side_by_side(IoKind.WRITE, memories)
+    engine.run(*requests)
+    failed = [request.state is RequestState.FAILED for request in requests]
+    assert failed == [False, False, True, False]
+    assert peek_file(file, 0, 2 * BLOCK) == expected(memories[:2])
+    assert peek_file(file, 3 * BLOCK, BLOCK) == memories[3].data
+
+
+def test_a_short_call_goes_on_in_the_middle_of_a_request(
+    make_engine: Callable[..., WatchedEngine], file: SpoolFile
+) -> None:
+    memories = blocks(4, nbytes=2 * BLOCK)
+    engine = make_engine()
+    engine.harm = lambda views, offset: first_bytes(views, 3 * BLOCK)
+    calls = engine.run(*side_by_side(IoKind.WRITE, memories))
+    assert calls == [[2 * BLOCK] * 4, [BLOCK, 2 * BLOCK, 2 * BLOCK], [2 * BLOCK]]
+    assert peek_file(file, 0, 8 * BLOCK) == expected(memories)
+    assert engine.written_bytes == 8 * BLOCK
+
+
+def test_rows_are_found_in_any_order() -> None:
+    requests = [IoRequest(IoKind.READ, 0, length, offset) for offset, length in ((8, 2), (0, 4), (4, 4), (20, 1))]
+    assert [[request.offset for request in row] for row in rows(requests)] == [[0, 4, 8], [20]]
+    assert rows([]) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_whatever_waits_each_request_moves_its_own_bytes(data: st.DataObject, tmp_path_factory: Any) -> None:
+    places = data.draw(st.lists(st.integers(0, 15), min_size=1, max_size=12, unique=True))
+    taken_back = data.draw(st.sets(st.sampled_from(places)))
+    most = BLOCK * data.draw(st.integers(1, 16))
+    file = open_arena(str(tmp_path_factory.mktemp("arena")))
+    engine = WatchedEngine(file, threads=data.draw(st.integers(1, 3)))
+    try:
+        poke_file(file, 0, bytes(16 * BLOCK))
+        engine.harm = lambda views, offset: first_bytes(views, most)
+        memories = dict(zip(places, blocks(len(places)), strict=True))
+        writes = {n: IoRequest(IoKind.WRITE, m.address, BLOCK, n * BLOCK) for n, m in memories.items()}
+        for place in taken_back:
+            assert writes[place].cancel()
+        engine.run(*writes.values())
+        for place in range(16):
+            stays = place not in memories or place in taken_back
+            assert peek_file(file, place * BLOCK, BLOCK) == (bytes(BLOCK) if stays else memories[place].data)
+        back = {n: Memory(BLOCK) for n in places}
+        engine.run(*(IoRequest(IoKind.READ, m.address, BLOCK, n * BLOCK) for n, m in back.items()))
+        for place, memory in back.items():
+            assert memory.data == (bytes(BLOCK) if place in taken_back else memories[place].data)
+    finally:
+        engine.abort()
+        os.close(file.fd)
