@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext, suppress
 from functools import cached_property
 
-from . import cpu_allocator
+from . import cpu_allocator, numa
 from .cpu_tier import CpuMover
 from .device import Accelerator, accelerator_for, default_device_types
 from .device_tier import DeviceMover
@@ -38,7 +39,7 @@ class Tiers:
         self.spool: Spool | None = None
         self.pools: list[HostPool] = []
         self.movers: dict[str, Mover] = {}
-        self._memory_note = ""
+        self._memory_note = self._numa_note = ""
         self._cpu_memory: cpu_allocator.Use | None = None
         self._open(accelerator)
 
@@ -61,7 +62,7 @@ class Tiers:
     def notes(self) -> list[str]:
         """What a person may want to know of how this was opened."""
         engine = [f"{self.spool.engine_name} engine: {self.spool.engine_reason}"] if self.spool is not None else []
-        return engine + [self._memory_note] * bool(self._memory_note)
+        return engine + [note for note in (self._memory_note, self._numa_note) if note]
 
     def rates(self, *, full: bool = False) -> dict[tuple[str, str], float | None]:
         """Bytes per second of each link and direction, as seen since the last call; None where nothing went.
@@ -137,7 +138,7 @@ class Tiers:
         return self.spool
 
     def _cpu_mover(self) -> Mover:
-        pool = HostPool(self._host_budget(staging=False), slab_bytes=16 << 20, poison=self.core.config.debug)
+        pool = HostPool(self._host_budget(staging=False), slab_bytes=CPU_SLAB_BYTES, poison=self.core.config.debug)
         self.pools.append(pool)
         return CpuMover(self.core, self._open_spool(), pool)
 
@@ -151,18 +152,28 @@ class Tiers:
     def _device_mover(self, device: Accelerator) -> Mover:
         target = self.core.config.target
         spool: Spool | None = None
-        if target in ("nvme", "tiered"):
-            spool = self._open_spool()
-        elif target == "auto":
-            try:
+        node = numa.node_of(device.pci_address(device.current_index()))
+        with nullcontext() if node is None else numa.threads_on(numa.processors_of(node)):
+            if target in ("nvme", "tiered"):
                 spool = self._open_spool()
-            except OSError:
-                spool = None  # no usable path: host memory only
+            elif target == "auto":
+                with suppress(OSError):  # no usable path: host memory only
+                    spool = self._open_spool()
+        if node is not None:
+            self._numa_note = f"I/O threads and host memory on NUMA node {node}, where {device.type} is"
+
+        def place(address: int, nbytes: int) -> None:
+            near = numa.node_of(device.pci_address(device.current_index()))  # the one that computes now
+            refused = "" if near is None else numa.prefer(address, nbytes, near)
+            if refused:
+                self._numa_note = f"host memory could not be asked for on NUMA node {near}, near the device: {refused}"
+
         pool = HostPool(
             self._host_budget(staging=target == "nvme"),
-            slab_bytes=256 << 20,
+            slab_bytes=PINNED_SLAB_BYTES,
             pin=device.pin,
             unpin=device.unpin,
+            place=place,
             is_done=device.done,
             poison=self.core.config.debug,
         )

@@ -87,6 +87,10 @@ class Accelerator(ABC):
     def unpin(self, address: int) -> None:
         """Undo `pin`."""
 
+    def pci_address(self, index: int) -> str | None:
+        """Where device ``index`` is on the PCI bus, such as ``"0000:17:00.0"``; None where nobody says."""
+        return None
+
     def index_of(self, tensor: Tensor) -> int:
         """The index of the device that a tensor is on."""
         index = tensor.device.index
@@ -210,6 +214,12 @@ class CudaAccelerator(TorchAccelerator):
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device="cuda")  # reads and clears the error, or the user's next kernel would report it
         return False
+
+    def pci_address(self, index: int) -> str | None:
+        found: Any = torch.cuda.get_device_properties(index)
+        if not all(hasattr(found, f"pci_{part}_id") for part in ("domain", "bus", "device")):
+            return None
+        return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
     def unpin(self, address: int) -> None:
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -57,11 +57,15 @@ class _Returned(NamedTuple):
 class _Slab:
     """One mapping, registered with the device if it can be."""
 
-    def __init__(self, nbytes: int, pin: Callable[[int, int], bool] | None) -> None:
+    def __init__(
+        self, nbytes: int, pin: Callable[[int, int], bool] | None, place: Callable[[int, int], None] | None
+    ) -> None:
         self.mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if nbytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
             self.mapping.madvise(mmap.MADV_HUGEPAGE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.mapping))
+        if place is not None:
+            place(self.address, nbytes)
         self.pinned = pin is not None and pin(self.address, nbytes)
         self.extents = ExtentAllocator(nbytes, ALIGNMENT)
 
@@ -74,6 +78,7 @@ class HostPool:
         slab_bytes: bytes mapped at a time (a bigger slot gets a slab of its own size).
         pin: page-locks ``(address, nbytes)``; None for memory that needs no pinning.
         unpin: undoes ``pin``.
+        place: told of ``(address, nbytes)`` before the memory is touched, to say where its pages should be.
         is_done: whether an event in a slot's ``events`` has happened.
         poison: overwrite every slot with 0xFF when it becomes free.
     """
@@ -85,6 +90,7 @@ class HostPool:
         slab_bytes: int = 64 << 20,
         pin: Callable[[int, int], bool] | None = None,
         unpin: Callable[[int], None] | None = None,
+        place: Callable[[int, int], None] | None = None,
         is_done: Callable[[object], bool] | None = None,
         poison: bool = False,
     ) -> None:
@@ -94,7 +100,7 @@ class HostPool:
         self.mapped_bytes = 0
         self.pin_failed = False
         self._slab_bytes = slab_bytes
-        self._pin, self._unpin, self._is_done = pin, unpin, is_done
+        self._pin, self._unpin, self._is_done, self._place = pin, unpin, is_done, place
         self._poison = poison
         self._slabs: list[_Slab] = []
         self._limbo: list[_Returned] = []
@@ -158,7 +164,7 @@ class HostPool:
             self._settle()
 
     def _map(self, nbytes: int) -> _Slab:
-        slab = _Slab(nbytes, self._pin)
+        slab = _Slab(nbytes, self._pin, self._place)
         self.mapped_bytes += nbytes
         if self._pin is not None and not slab.pinned and not self.pin_failed:
             self.pin_failed = True
