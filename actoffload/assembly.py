@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
-from functools import cached_property
+from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cached_property, partial
 
 from . import cpu_allocator, numa
 from .cpu_tier import CpuMover
@@ -152,28 +152,18 @@ class Tiers:
     def _device_mover(self, device: Accelerator) -> Mover:
         target = self.core.config.target
         spool: Spool | None = None
-        node = numa.node_of(device.pci_address(device.current_index()))
-        with nullcontext() if node is None else numa.threads_on(numa.processors_of(node)):
-            if target in ("nvme", "tiered"):
+        if target in ("nvme", "tiered"):
+            spool = self._open_spool()
+        elif target == "auto":
+            with suppress(OSError):  # no usable path: host memory only
                 spool = self._open_spool()
-            elif target == "auto":
-                with suppress(OSError):  # no usable path: host memory only
-                    spool = self._open_spool()
-        if node is not None:
-            self._numa_note = f"I/O threads and host memory on NUMA node {node}, where {device.type} is"
-
-        def place(address: int, nbytes: int) -> None:
-            near = numa.node_of(device.pci_address(device.current_index()))  # the one that computes now
-            refused = "" if near is None else numa.prefer(address, nbytes, near)
-            if refused:
-                self._numa_note = f"host memory could not be asked for on NUMA node {near}, near the device: {refused}"
 
         pool = HostPool(
             self._host_budget(staging=target == "nvme"),
             slab_bytes=PINNED_SLAB_BYTES,
             pin=device.pin,
             unpin=device.unpin,
-            place=place,
+            place=partial(self._near, device) if numa.several_nodes() else None,
             is_done=device.done,
             poison=self.core.config.debug,
         )
@@ -182,6 +172,20 @@ class Tiers:
         pending = self.core.config.pending_bytes
         window = None if pending is None else self.core.config.size("pending_bytes", 0)
         return DeviceMover(self.core, spool, pool, Transfers(device), spill, window)
+
+    def _near(self, device: Accelerator, address: int, nbytes: int) -> AbstractContextManager[None]:
+        """Have a slab, and the I/O threads with it, on the NUMA node of the device that computes now."""
+        index = device.current_index()
+        node = numa.node_of(device.pci_address(index))
+        if node is None:
+            return nullcontext()
+        processors = numa.processors_of(node)
+        threads = [number for engine in self.spool.engines for number in engine.thread_numbers] if self.spool else []
+        numa.send(threads, processors)
+        refused = numa.prefer(address, nbytes, node)
+        what = "host memory and I/O threads" if threads else "host memory"
+        self._numa_note = f"{what} on NUMA node {node}, where {device.type}:{index} is"
+        return numa.running_on(processors) if refused else nullcontext()
 
     def _host_budget(self, *, staging: bool) -> int:
         if self.core.config.host_budget is not None:

@@ -103,8 +103,8 @@ class OffloadConfig:
     `Policy`, or a `Plan` to follow."""
     max_slowdown: float | None = None
     """With ``policy="auto"``: how much slower than keeping everything a step may be, as a share (0.02 is 2 %). Default:
-    without ``device_budget`` nothing waits; with it, whatever the budget costs. On the CPU transfers take processor time
-    as well, which is only counted where this is given: a step that keeps everything shows it."""
+    without ``device_budget`` nothing waits; with it, whatever the budget costs. On the CPU transfers take processor
+    time as well, which is only counted where this is given: a step that keeps everything shows it."""
     recompute: bool = True
     """With ``policy="auto"``, ``model=`` and ``device_budget`` or ``max_slowdown``: let the plan run blocks of the
     model under ``torch.utils.checkpoint`` where that is cheaper than moving what they save. Not with several
@@ -130,7 +130,7 @@ class OffloadConfig:
     how long it lasts. Several paths are taken for several drives."""
     prefetch_bytes: Size | None = None
     """How far ahead of backward to read, in bytes. Default: chosen from what backward is seen to need, at most a
-    quarter of what the forward saved unless a plan asks for more."""
+    quarter of what the forward saved unless a plan says how far."""
     pending_bytes: Size | None = None
     """Most bytes on their way out at once; beyond it tensors are kept (or, with ``device_budget``, waited for).
     Default: 256 MiB on CPU; on an accelerator twice the largest tensor, at least 64 MiB."""

@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ from .extents import ExtentAllocator
 
 ALIGNMENT = 4096
 _HUGE_PAGE = 2 << 20
+
+Place = Callable[[int, int], AbstractContextManager[None]]
 
 
 class Slot:
@@ -57,16 +60,13 @@ class _Returned(NamedTuple):
 class _Slab:
     """One mapping, registered with the device if it can be."""
 
-    def __init__(
-        self, nbytes: int, pin: Callable[[int, int], bool] | None, place: Callable[[int, int], None] | None
-    ) -> None:
+    def __init__(self, nbytes: int, pin: Callable[[int, int], bool] | None, place: Place | None) -> None:
         self.mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if nbytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
             self.mapping.madvise(mmap.MADV_HUGEPAGE)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.mapping))
-        if place is not None:
-            place(self.address, nbytes)
-        self.pinned = pin is not None and pin(self.address, nbytes)
+        with place(self.address, nbytes) if place is not None else nullcontext():
+            self.pinned = pin is not None and pin(self.address, nbytes)
         self.extents = ExtentAllocator(nbytes, ALIGNMENT)
 
 
@@ -78,7 +78,8 @@ class HostPool:
         slab_bytes: bytes mapped at a time (a bigger slot gets a slab of its own size).
         pin: page-locks ``(address, nbytes)``; None for memory that needs no pinning.
         unpin: undoes ``pin``.
-        place: told of ``(address, nbytes)`` before the memory is touched, to say where its pages should be.
+        place: told of ``(address, nbytes)`` before the memory is touched, to say where its pages should be; the memory
+            is page-locked within the context that it returns.
         is_done: whether an event in a slot's ``events`` has happened.
         poison: overwrite every slot with 0xFF when it becomes free.
     """
@@ -90,7 +91,7 @@ class HostPool:
         slab_bytes: int = 64 << 20,
         pin: Callable[[int, int], bool] | None = None,
         unpin: Callable[[int], None] | None = None,
-        place: Callable[[int, int], None] | None = None,
+        place: Place | None = None,
         is_done: Callable[[object], bool] | None = None,
         poison: bool = False,
     ) -> None:

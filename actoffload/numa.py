@@ -1,7 +1,7 @@
 """Which processors and which memory are near a device, on machines with several NUMA nodes.
 
 Copies between a device and the memory of the other socket go at a half to a third of the speed. The kernel says in
-``/sys`` which node a PCI device is at; memory is asked for there before it is touched, threads stay on its processors.
+``/sys`` which node a PCI device is at; memory is asked for there before it is touched, threads go to its processors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import errno
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 SYSTEM = Path("/sys")
@@ -21,14 +21,23 @@ _MBIND = {"x86_64": 237, "aarch64": 235, "ppc64le": 259}
 _PREFERRED = 1  # elsewhere when the node is full: never a reason to fail
 
 
+def several_nodes(system: Path = SYSTEM) -> bool:
+    """Whether there is more than one node with processors.
+
+    Args:
+        system: where the kernel's files are; for tests.
+    """
+    return len(_numbers(system / "devices/system/node/has_cpu")) > 1
+
+
 def node_of(pci_address: str | None, system: Path = SYSTEM) -> int | None:
-    """The NUMA node of a PCI device; None: there is but one, or nobody knows.
+    """The NUMA node of a PCI device, or None where nobody knows.
 
     Args:
         pci_address: such as ``"0000:17:00.0"``.
         system: where the kernel's files are; for tests.
     """
-    if pci_address is None or len(_numbers(system / "devices/system/node/has_cpu")) < 2:
+    if pci_address is None:
         return None
     try:
         node = int((system / "bus/pci/devices" / pci_address.lower() / "numa_node").read_text())
@@ -44,21 +53,23 @@ def processors_of(node: int, system: Path = SYSTEM) -> frozenset[int]:
 
 
 @contextlib.contextmanager
-def threads_on(processors: frozenset[int]) -> Iterator[None]:
-    """Threads that are begun inside run on these processors from then on: a thread inherits them from its beginner."""
-    if not processors or not hasattr(os, "sched_setaffinity"):
-        yield
-        return
-    before = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, processors)
-    except OSError:  # not allowed: they run anywhere
-        yield
-        return
+def running_on(processors: frozenset[int]) -> Iterator[None]:
+    """This thread runs on these processors inside: pages that it touches first come from their node."""
+    before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+    send([0], processors)
     try:
         yield
     finally:
-        os.sched_setaffinity(0, before)
+        send([0], frozenset(before))
+
+
+def send(threads: Iterable[int], processors: frozenset[int]) -> None:
+    """Have threads, by their system-wide numbers (0: this one), run on these processors; without any: as they do."""
+    if not processors or not hasattr(os, "sched_setaffinity"):
+        return
+    for thread in threads:
+        with contextlib.suppress(OSError):  # not allowed, or it has ended
+            os.sched_setaffinity(thread, processors)
 
 
 def prefer(address: int, nbytes: int, node: int) -> str:

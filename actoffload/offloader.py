@@ -68,6 +68,8 @@ class Storer:
         self.recorder = Recorder(self.tiers.stopwatch())
         first = CPU_PREFETCH_BYTES if isinstance(self._movers.get("cpu"), CpuMover) else DEVICE_PREFETCH_BYTES
         window = Window(config.size("prefetch_bytes", first), fixed=config.prefetch_bytes is not None)
+        if isinstance(config.policy, Plan) and config.policy.prefetch_bytes is not None:
+            window.follow(config.policy.prefetch_bytes)
         phases: Phases[Tape[Record]] = Phases()
         self._prefetch = Prefetch(self.core, self._movers, window, phases)
         self._placement = Placement(config, window, phases)

@@ -48,21 +48,19 @@ class Prefetch:
 
     def during_backward(self, tape: Tape[Record]) -> None:
         """Fill the window along the tape that backward walks, and what is left of it along the next backward's."""
-        window = self._ahead(tape)
-        tape.fetch_ahead(window, self._bring)
+        tape.fetch_ahead(self._ahead(tape), self._bring)
         if tape.exhausted:
-            self._fetch_next(tape, window - tape.left_bytes)
+            self._fetch_next(tape, tape.left_bytes)
 
     def during_forward(self, tape: Tape[Record]) -> None:
         """Near the end of a forward: fill the window along the tape whose backward comes next, if it is another."""
-        window = self._ahead(tape)
         expected = self.phases.expected_bytes(tape)
-        if expected and tape.total_bytes + window >= expected:
-            self._fetch_next(tape, window)
+        if expected and tape.total_bytes + self._ahead(tape) >= expected:
+            self._fetch_next(tape)
 
     def after_forward(self, tape: Tape[Record]) -> None:
         """A forward has ended: fetch what the backward that comes next, of another one, will want first."""
-        self._fetch_next(tape, self._ahead(tape))
+        self._fetch_next(tape)
 
     def learn(self, tape: Tape[Record]) -> None:
         """The last record of a tape was released: remember the order in which backward walked it."""
@@ -73,13 +71,16 @@ class Prefetch:
     def _ahead(self, tape: Tape[Record]) -> int:
         return max(self.window.over(tape.total_bytes), 2 * self._core.largest_moved_bytes)
 
-    def _fetch_next(self, tape: Tape[Record], nbytes: int) -> None:
+    def _fetch_next(self, tape: Tape[Record], left_bytes: int = 0) -> None:
+        """Fetch what the next backward, of another tape, wants first, less what is left of the one that runs."""
         follows = self.phases.follows()
-        if follows is None or nbytes <= 0:
+        if follows is None:
             return
         direction, other = follows
         if direction == "backward" and other is not None and other is not tape and not other.in_backward:
-            self._fetch(other, nbytes)
+            nbytes = self._ahead(other) - left_bytes
+            if nbytes > 0:
+                self._fetch(other, nbytes)
 
     def _fetch(self, tape: Tape[Record], nbytes: int) -> None:
         tape.prepare(self.orders)

@@ -50,7 +50,8 @@ class Window:
 
     It grows when backward had to wait, unless the user fixed it or a plan is followed: the plan weighed what waits for
     what a wider window holds in memory, and is made anew where there are more waits than it expected. Unless one of
-    them has said how wide it is, it is bounded by what there is to fetch, too: with little, nothing would be away.
+    them has said how wide it is, it grows up to a bound and is bounded by what there is to fetch, too: with little,
+    nothing would be away.
     """
 
     def __init__(self, first_bytes: int, *, fixed: bool = False) -> None:

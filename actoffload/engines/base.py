@@ -237,6 +237,11 @@ class StorageEngine(ABC):
         """How it works on this machine, for reports; empty: there is nothing to say."""
         return ""
 
+    @property
+    def thread_numbers(self) -> tuple[int, ...]:
+        """The system-wide numbers of the threads that move bytes, as far as they are known."""
+        return ()
+
     @abstractmethod
     def submit(self, request: IoRequest) -> None:
         """Queues a request and returns at once.

@@ -52,6 +52,11 @@ class Cursor:
         self._stalls = 0
 
     @property
+    def done(self) -> int:
+        """How many bytes have been moved."""
+        return self._done
+
+    @property
     def finished(self) -> bool:
         """Every byte has been moved."""
         return self._done == self._length
@@ -149,6 +154,11 @@ class QueuedEngine(StorageEngine):
             thread.start()
 
     @property
+    def thread_numbers(self) -> tuple[int, ...]:
+        """See ``StorageEngine``."""
+        return tuple(thread.native_id for thread in self._threads if thread.native_id is not None)
+
+    @property
     def capabilities(self) -> EngineCapabilities:
         """See ``StorageEngine``."""
         return self._capabilities
@@ -214,10 +224,8 @@ class QueuedEngine(StorageEngine):
 
     def _work(self) -> None:
         while requests := self._next():
-            for row in rows(requests):
-                self._serve(row)
-                del row  # an idle thread must not keep the last request alive
-            del requests
+            self._serve(requests)
+            del requests  # an idle thread must not keep the last request alive
 
     def _next(self) -> list[IoRequest]:
         """Waits for a request and starts it, with those that are to go along; empty: closed and nothing is left."""
@@ -241,44 +249,42 @@ class QueuedEngine(StorageEngine):
         return None
 
     def _gather(self, first: IoRequest) -> list[IoRequest]:
-        """Starts what waits behind ``first`` and lies beside it, but no work of threads that wait. The lock is held."""
+        """Starts what waits behind ``first`` and lies beside it, but no work of threads that wait. The lock is held.
+
+        Nothing that has something to run before: what it waits for, the others would wait for as well.
+        """
         queue = self._queue(first)
         begin, end = first.offset, first.offset + first.length
         most = min(_MOST_GATHERED, (len(queue) + 1) // (self._idle_workers + 1)) - 1
         found: list[IoRequest] = []
-        while len(found) < most and queue and queue is (self._reads or self._writes):
+        while first.before is None and len(found) < most and queue and queue is (self._reads or self._writes):
             head = queue[0]
-            if end - begin + head.length > self.gathered_bytes or head.offset not in (end, begin - head.length):
+            beside = head.offset == end or head.offset + head.length == begin
+            if not beside or head.before is not None or end - begin + head.length > self.gathered_bytes:
                 break
-            request = self._pop()
-            if request is None:
-                break
-            found.append(request)
-            if request is not head:
-                break  # that one was cancelled meanwhile: this is another, wherever it lies
-            begin, end = min(begin, head.offset), max(end, head.offset + head.length)
+            queue.popleft()
+            if head.try_start():  # else it was taken back
+                found.append(head)
+                begin, end = min(begin, head.offset), max(end, head.offset + head.length)
         return found
 
-    def _serve(self, row: Sequence[IoRequest]) -> None:
-        ready = []
-        for request in row:
-            try:
-                if request.before is not None:
-                    request.before()
-            except BaseException as exc:  # whatever it was, it belongs to the request and not to this thread
-                request.finish(exc)
-            else:
-                ready.append(request)
-        error = self._carry_out(ready) if len(ready) == len(row) else None
-        alone = len(ready) < len(row) or (error is not None and len(row) > 1)  # whose error it is, each finds out
-        for request in ready:
-            request.finish(self._carry_out([request]) if alone else error)
+    def _serve(self, requests: Sequence[IoRequest]) -> None:
+        """Carries out one request, or several that lie side by side."""
+        if len(requests) == 1:
+            requests[0].finish(self._carry_out(requests)[1])
+            return
+        row = sorted(requests, key=lambda request: request.offset)
+        done, error = self._carry_out(row)
+        for request in requests:  # the first is the one that was waited for longest
+            whole = request.offset + request.length <= row[0].offset + done
+            request.finish(None if whole or error is None else self._carry_out([request])[1])  # whose it is: each alone
 
-    def _carry_out(self, row: Sequence[IoRequest]) -> BaseException | None:
-        """Moves the bytes of a row; what went wrong, or None."""
-        kind = row[0].kind
+    def _carry_out(self, row: Sequence[IoRequest]) -> tuple[int, BaseException | None]:
+        """Moves the bytes of a row; how many of them were moved, and what went wrong, if anything."""
+        kind, cursor = row[0].kind, Cursor(row, self._file, self._capabilities.alignment)
         try:
-            cursor = Cursor(row, self._file, self._capabilities.alignment)
+            if row[0].before is not None:
+                row[0].before()
             while not cursor.finished:
                 try:
                     moved = self._transfer_once(kind, cursor.views, cursor.offset)
@@ -287,9 +293,9 @@ class QueuedEngine(StorageEngine):
                     continue
                 cursor.advance(moved)
                 self._count(kind, moved)
-        except BaseException as exc:
-            return exc
-        return None
+        except BaseException as exc:  # whatever it was, it belongs to the request and not to this thread
+            return cursor.done, exc
+        return cursor.done, None
 
     def _count(self, kind: IoKind, moved: int) -> None:
         with self._counter_lock:
@@ -308,17 +314,6 @@ class QueuedEngine(StorageEngine):
     def _notify_all(self) -> None:
         """Tells every worker that the engine closes. The lock is held."""
         self._wake.notify_all()
-
-
-def rows(requests: Iterable[IoRequest]) -> list[list[IoRequest]]:
-    """Returns the requests in rows, in each of which every request begins in the file where the one before it ends."""
-    found: list[list[IoRequest]] = []
-    for request in sorted(requests, key=lambda request: request.offset):
-        if found and found[-1][-1].offset + found[-1][-1].length == request.offset:
-            found[-1].append(request)
-        else:
-            found.append([request])
-    return found
 
 
 def first_bytes(views: Iterable[memoryview], nbytes: int) -> list[memoryview]:
@@ -340,4 +335,4 @@ def default_threads(threads: int | None) -> int:
     return threads
 
 
-__all__ = ["GATHERED_BYTES", "Cursor", "QueuedEngine", "default_threads", "first_bytes", "memory_view", "rows"]
+__all__ = ["GATHERED_BYTES", "Cursor", "QueuedEngine", "default_threads", "first_bytes", "memory_view"]

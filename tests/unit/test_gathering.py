@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from actoffload.engines.base import IoKind, IoRequest, RequestState, SpoolFile
 from actoffload.engines.posix import PosixEngine
-from actoffload.engines.queued import GATHERED_BYTES, first_bytes, rows
+from actoffload.engines.queued import GATHERED_BYTES, first_bytes
 from actoffload.paths import open_arena
 from actoffload.testing.engine_suite import Memory, peek_file, poke_file, random_bytes
 
@@ -157,19 +157,33 @@ def test_one_that_was_taken_back_is_left_out(make_engine: Callable[..., WatchedE
     assert peek_file(file, 0, 8 * BLOCK) == expected(memories)
 
 
-def test_an_error_of_one_before_is_its_own(make_engine: Callable[..., WatchedEngine], file: SpoolFile) -> None:
-    def fail() -> None:
-        raise LookupError("freed")
+@pytest.mark.parametrize("kind", IoKind)
+def test_behind_one_that_was_taken_back_nothing_of_the_other_kind_is_reached(
+    make_engine: Callable[..., WatchedEngine], file: SpoolFile, kind: IoKind
+) -> None:
+    other = IoKind.READ if kind is IoKind.WRITE else IoKind.WRITE
+    before = random_bytes(4 * BLOCK, 9)
+    poke_file(file, 0, before)
+    memories = dict(zip("abc", blocks(3), strict=True))
+    data = {name: memory.data for name, memory in memories.items()}
+    first = IoRequest(kind, memories["a"].address, BLOCK, BLOCK)
+    taken_back = [IoRequest(kind, memories["b"].address, BLOCK, place * BLOCK) for place in (2, 0)]
+    beside = IoRequest(other, memories["c"].address, BLOCK, 2 * BLOCK)
+    assert all(request.cancel() for request in taken_back)
+    engine = make_engine()
+    engine.run(first, *taken_back, beside)
+    assert sorted((found.name, sizes) for found, sizes in engine.calls) == [("READ", [BLOCK]), ("WRITE", [BLOCK])]
+    written, read = (("a", 1), ("c", 2)) if kind is IoKind.WRITE else (("c", 2), ("a", 1))
+    assert peek_file(file, written[1] * BLOCK, BLOCK) == data[written[0]]
+    assert memories[read[0]].data == before[read[1] * BLOCK : (read[1] + 1) * BLOCK]
+    assert memories["b"].data == data["b"]
 
-    memories = blocks(4)
-    ended: list[IoRequest] = []
-    requests = side_by_side(IoKind.WRITE, memories, before=lambda: None, on_done=ended.append)
-    requests[1].before = fail
-    make_engine().run(*requests)
-    assert [request.state for request in requests].count(RequestState.DONE) == 3
-    assert isinstance(requests[1].error, LookupError)
-    assert len(ended) == 4
-    assert peek_file(file, 2 * BLOCK, 2 * BLOCK) == expected(memories[2:])
+
+def test_what_has_something_to_wait_for_goes_alone(make_engine: Callable[..., WatchedEngine]) -> None:
+    memories = blocks(6)
+    requests = side_by_side(IoKind.WRITE, memories)
+    requests[2].before = lambda: None
+    assert make_engine().run(*requests) == [[BLOCK] * 2, [BLOCK], [BLOCK] * 3]
 
 
 def test_an_error_of_the_disk_is_of_the_request_that_it_hits(
@@ -189,6 +203,26 @@ def test_an_error_of_the_disk_is_of_the_request_that_it_hits(
     assert failed == [False, False, True, False]
     assert peek_file(file, 0, 2 * BLOCK) == expected(memories[:2])
     assert peek_file(file, 3 * BLOCK, BLOCK) == memories[3].data
+    assert engine.written_bytes == 3 * BLOCK
+
+
+def test_what_was_written_before_the_disk_was_full_is_not_written_again(
+    make_engine: Callable[..., WatchedEngine], file: SpoolFile
+) -> None:
+    def full_at_2(views: list[memoryview], offset: int) -> list[memoryview]:
+        if offset >= 2 * BLOCK:
+            raise OSError(errno.ENOSPC, "full")
+        return first_bytes(views, 2 * BLOCK - offset)
+
+    engine = make_engine()
+    engine.harm = full_at_2
+    memories = blocks(4)
+    requests = side_by_side(IoKind.WRITE, memories)
+    calls = engine.run(*requests)
+    assert [request.state is RequestState.FAILED for request in requests] == [False, False, True, True]
+    assert calls == [[BLOCK] * 4, [BLOCK] * 2, [BLOCK], [BLOCK]]
+    assert engine.written_bytes == 2 * BLOCK
+    assert peek_file(file, 0, 2 * BLOCK) == expected(memories[:2])
 
 
 def test_a_short_call_goes_on_in_the_middle_of_a_request(
@@ -203,35 +237,41 @@ def test_a_short_call_goes_on_in_the_middle_of_a_request(
     assert engine.written_bytes == 8 * BLOCK
 
 
-def test_rows_are_found_in_any_order() -> None:
-    requests = [IoRequest(IoKind.READ, 0, length, offset) for offset, length in ((8, 2), (0, 4), (4, 4), (20, 1))]
-    assert [[request.offset for request in row] for row in rows(requests)] == [[0, 4, 8], [20]]
-    assert rows([]) == []
-
-
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_whatever_waits_each_request_moves_its_own_bytes(data: st.DataObject, tmp_path_factory: Any) -> None:
-    places = data.draw(st.lists(st.integers(0, 15), min_size=1, max_size=12, unique=True))
-    taken_back = data.draw(st.sets(st.sampled_from(places)))
+    places = data.draw(st.lists(st.integers(0, 15), min_size=1, max_size=16))
+    kinds = [data.draw(st.sampled_from(IoKind)) for _ in places]
+    taken_back = data.draw(st.sets(st.integers(0, len(places) - 1)))
+    live: dict[int, int] = {}  # as the spool orders them: of two at one place, the first was taken back
+    for number, place in enumerate(places):
+        if number not in taken_back:
+            taken_back |= {live[place]} if place in live else set()
+            live[place] = number
     most = BLOCK * data.draw(st.integers(1, 16))
     file = open_arena(str(tmp_path_factory.mktemp("arena")))
     engine = WatchedEngine(file, threads=data.draw(st.integers(1, 3)))
     try:
-        poke_file(file, 0, bytes(16 * BLOCK))
+        stored = random_bytes(16 * BLOCK, 100)
+        poke_file(file, 0, stored)
         engine.harm = lambda views, offset: first_bytes(views, most)
-        memories = dict(zip(places, blocks(len(places)), strict=True))
-        writes = {n: IoRequest(IoKind.WRITE, m.address, BLOCK, n * BLOCK) for n, m in memories.items()}
-        for place in taken_back:
-            assert writes[place].cancel()
-        engine.run(*writes.values())
+        memories = blocks(len(places))
+        held = [memory.data for memory in memories]
+        requests = [
+            IoRequest(kind, memory.address, BLOCK, place * BLOCK)
+            for kind, memory, place in zip(kinds, memories, places, strict=True)
+        ]
+        for number in taken_back:
+            assert requests[number].cancel()
+        engine.run(*requests)
+        for number, memory in enumerate(memories):
+            place, read = places[number], kinds[number] is IoKind.READ and number not in taken_back
+            assert memory.data == (stored[place * BLOCK : (place + 1) * BLOCK] if read else held[number])
         for place in range(16):
-            stays = place not in memories or place in taken_back
-            assert peek_file(file, place * BLOCK, BLOCK) == (bytes(BLOCK) if stays else memories[place].data)
-        back = {n: Memory(BLOCK) for n in places}
-        engine.run(*(IoRequest(IoKind.READ, m.address, BLOCK, n * BLOCK) for n, m in back.items()))
-        for place, memory in back.items():
-            assert memory.data == (bytes(BLOCK) if place in taken_back else memories[place].data)
+            writer = live.get(place, -1)
+            wrote = writer >= 0 and kinds[writer] is IoKind.WRITE
+            found = held[writer] if wrote else stored[place * BLOCK : (place + 1) * BLOCK]
+            assert peek_file(file, place * BLOCK, BLOCK) == found
     finally:
         engine.abort()
         os.close(file.fd)

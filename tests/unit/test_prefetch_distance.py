@@ -16,10 +16,16 @@ ELEMENTS = 64 * 1024
 NBYTES = 4 * ELEMENTS
 
 
+@pytest.mark.parametrize("said_by", ["user", "plan"])
 @pytest.mark.parametrize(("window", "early"), [(2 * NBYTES, False), (COUNT * NBYTES, True)])
-def test_a_record_behind_others_that_are_near(make_offloader: MakeOffloader, window: int, early: bool) -> None:
+def test_a_record_behind_others_that_are_near(
+    make_offloader: MakeOffloader, window: int, early: bool, said_by: str
+) -> None:
     entries = tuple(PlanEntry(index=n, nbytes=NBYTES, action="keep" if n else "offload") for n in range(COUNT))
-    offloader = make_offloader(policy=Plan(entries), prefetch_bytes=window)
+    if said_by == "user":
+        offloader = make_offloader(policy=Plan(entries), prefetch_bytes=window)
+    else:
+        offloader = make_offloader(policy=Plan(entries, prefetch_bytes=window))
     h = torch.randn(ELEMENTS, requires_grad=True) * 1.0
     away: list[bool] = []
     with offloader:
@@ -60,3 +66,27 @@ def test_what_a_small_forward_saved_does_not_come_back_all_at_once(make_offloade
     h.sum().backward()
     assert away[0] == COUNT
     assert away[1] >= COUNT // 2, "backward has reached the first of eight, and reads a quarter ahead"
+
+
+@pytest.mark.parametrize(("first", "second", "fetched"), [(2, 16, 4), (16, 4, 2)])
+def test_the_next_backward_is_fetched_by_its_own_size(
+    make_offloader: MakeOffloader, first: int, second: int, fetched: int
+) -> None:
+    offloader = make_offloader(policy="all", min_bytes=1)
+    outputs: dict[str, Tensor] = {}
+    for name, count in (("second", second), ("first", first)):
+        offloader.stage(name, "forward")
+        with offloader:
+            h = torch.randn(ELEMENTS, requires_grad=True) * 1.0
+            for _ in range(count):
+                h = h.sin()
+            records = list(offloader._stack()[-1].tape.records)
+        outputs[name] = h
+        if name == "second":
+            waiting = records
+    offloader.synchronize()
+    offloader.stage("first", "backward", next=("second", "backward"))
+    outputs["first"].sum().backward()
+    offloader.synchronize()
+    away = sum(record is not None and record.state is State.SPILLED for record in waiting)
+    assert second - away == fetched
