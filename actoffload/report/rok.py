@@ -74,8 +74,8 @@ class Preset:
     """
 
     cases: tuple[Case, ...]
-    levels: tuple[str, ...] = ("recompute", "0.15", "0.25", "0.4", "0.6", "0.8")
-    warm_up: int = 7
+    levels: tuple[str, ...] = ("keep", "offload", "recompute", "0.15", "0.4", "0.65")
+    warm_up: int = 8
     steps: int = 5
     repeats: int = 2
     threads: int | None = None
