@@ -175,17 +175,23 @@ class Tiers:
 
     def _near(self, device: Accelerator, address: int, nbytes: int) -> AbstractContextManager[None]:
         """Have a slab, and the I/O threads with it, on the NUMA node of the device that computes now."""
-        index = device.current_index()
-        node = numa.node_of(device.pci_address(index))
-        if node is None:
-            return nullcontext()
-        processors = numa.processors_of(node)
-        threads = [number for engine in self.spool.engines for number in engine.thread_numbers] if self.spool else []
-        numa.send(threads, processors)
-        refused = numa.prefer(address, nbytes, node)
-        what = "host memory and I/O threads" if threads else "host memory"
-        self._numa_note = f"{what} on NUMA node {node}, where {device.type}:{index} is"
-        return numa.running_on(processors) if refused else nullcontext()
+        with suppress(Exception):  # where memory lies is never a reason to fail
+            index = device.current_index()
+            node = numa.node_of(device.pci_address(index))
+            if node is None:
+                return nullcontext()
+            processors = numa.processors_of(node)
+            engines = self.spool.engines if self.spool is not None else ()
+            sent = sum(numa.send(engine.thread_numbers, processors) for engine in engines)
+            refused = numa.prefer(address, nbytes, node)
+            how = (
+                f"touched first from there, as it could not be asked for ({refused})" if refused else "asked for there"
+            )
+            self._numa_note = (
+                f"{device.type}:{index} is at NUMA node {node}: {sent} I/O threads there, host memory {how}"
+            )
+            return numa.running_on(processors) if refused else nullcontext()
+        return nullcontext()
 
     def _host_budget(self, *, staging: bool) -> int:
         if self.core.config.host_budget is not None:

@@ -130,7 +130,7 @@ class OffloadConfig:
     how long it lasts. Several paths are taken for several drives."""
     prefetch_bytes: Size | None = None
     """How far ahead of backward to read, in bytes. Default: chosen from what backward is seen to need, at most a
-    quarter of what the forward saved unless a plan says how far."""
+    quarter of what the forward saved, or twice its largest tensor, unless a plan says how far."""
     pending_bytes: Size | None = None
     """Most bytes on their way out at once; beyond it tensors are kept (or, with ``device_budget``, waited for).
     Default: 256 MiB on CPU; on an accelerator twice the largest tensor, at least 64 MiB."""

@@ -47,29 +47,40 @@ def node_of(pci_address: str | None, system: Path = SYSTEM) -> int | None:
 
 
 def processors_of(node: int, system: Path = SYSTEM) -> frozenset[int]:
-    """The processors of a node that this thread may run on; all that it may run on where the node has none of them."""
-    allowed = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
-    return _numbers(system / f"devices/system/node/node{node}/cpulist") & allowed or allowed
+    """The processors of a node."""
+    return _numbers(system / f"devices/system/node/node{node}/cpulist")
 
 
 @contextlib.contextmanager
 def running_on(processors: frozenset[int]) -> Iterator[None]:
     """This thread runs on these processors inside: pages that it touches first come from their node."""
     before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-    send([0], processors)
+    sent = send([0], processors)
     try:
         yield
     finally:
-        send([0], frozenset(before))
+        if sent:
+            os.sched_setaffinity(0, before)
 
 
-def send(threads: Iterable[int], processors: frozenset[int]) -> None:
-    """Have threads, by their system-wide numbers (0: this one), run on these processors; without any: as they do."""
-    if not processors or not hasattr(os, "sched_setaffinity"):
-        return
-    for thread in threads:
+def send(threads: Iterable[int], processors: frozenset[int]) -> int:
+    """Have threads run on those of these processors on which they may run now.
+
+    Args:
+        threads: their system-wide numbers; 0 is the one that calls.
+        processors: where to; a thread that may run on none of them stays as it is.
+
+    Returns:
+        How many of the threads are there now.
+    """
+    sent = 0
+    for thread in threads if hasattr(os, "sched_setaffinity") else ():
         with contextlib.suppress(OSError):  # not allowed, or it has ended
-            os.sched_setaffinity(thread, processors)
+            there = os.sched_getaffinity(thread) & processors
+            if there:
+                os.sched_setaffinity(thread, there)
+                sent += 1
+    return sent
 
 
 def prefer(address: int, nbytes: int, node: int) -> str:

@@ -55,8 +55,12 @@ class Prefetch:
     def during_forward(self, tape: Tape[Record]) -> None:
         """Near the end of a forward: fill the window along the tape whose backward comes next, if it is another."""
         expected = self.phases.expected_bytes(tape)
-        if expected and tape.total_bytes + self._ahead(tape) >= expected:
-            self._fetch_next(tape)
+        most = max(self.window.nbytes, 2 * self._core.largest_moved_bytes)
+        if not expected or tape.total_bytes + most < expected:
+            return
+        other = self._next_backward(tape)
+        if other is not None and tape.total_bytes + self._ahead(other) >= expected:
+            self._fetch(other, self._ahead(other))
 
     def after_forward(self, tape: Tape[Record]) -> None:
         """A forward has ended: fetch what the backward that comes next, of another one, will want first."""
@@ -73,14 +77,17 @@ class Prefetch:
 
     def _fetch_next(self, tape: Tape[Record], left_bytes: int = 0) -> None:
         """Fetch what the next backward, of another tape, wants first, less what is left of the one that runs."""
+        other = self._next_backward(tape)
+        if other is not None and self._ahead(other) > left_bytes:
+            self._fetch(other, self._ahead(other) - left_bytes)
+
+    def _next_backward(self, tape: Tape[Record]) -> Tape[Record] | None:
+        """The tape that is walked next, if it is another one and not begun."""
         follows = self.phases.follows()
         if follows is None:
-            return
+            return None
         direction, other = follows
-        if direction == "backward" and other is not None and other is not tape and not other.in_backward:
-            nbytes = self._ahead(other) - left_bytes
-            if nbytes > 0:
-                self._fetch(other, nbytes)
+        return None if direction != "backward" or other is tape or other is None or other.in_backward else other
 
     def _fetch(self, tape: Tape[Record], nbytes: int) -> None:
         tape.prepare(self.orders)

@@ -368,7 +368,7 @@ class Spool:
             extents, self._to_poison = self._to_poison, []
         anchor = ctypes.c_char.from_buffer(self._poison)
         for extent in extents:
-            transfer = self._transfer(IoKind.WRITE, extent, extent.nbytes, None, None, anchor)
+            transfer = self._transfer(IoKind.WRITE, extent, extent.nbytes, _alone, None, anchor)
             parts = self._parts(transfer, ctypes.addressof(anchor), step=0)  # the same bytes for every segment
             self._start(transfer, parts, poisoning=True)
 
@@ -377,6 +377,13 @@ class Spool:
         with self._lock:
             poisoning = [transfer for transfer in self._live if transfer.extent._poisoned]
         return bool(poisoning) and all(transfer.wait(_POISON_WAIT_S) for transfer in poisoning)
+
+
+def _alone() -> None:
+    """Before a write of poison: with something to run before, an engine does not gather it with others.
+
+    Who allocates may wait for the poison, with a lock held that what is done with the others may want.
+    """
 
 
 def _poison_block(nbytes: int) -> mmap.mmap:

@@ -5,6 +5,7 @@ An engine sees addresses, lengths and offsets, never a tensor; it knows neither 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -177,7 +178,8 @@ class IoRequest:
 def report_uncaught(error: BaseException) -> None:
     """Reports an exception that a callback let out of an engine's thread, as the interpreter would for that thread."""
     thread = threading.current_thread()
-    threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, thread)))
+    with contextlib.suppress(Exception):  # a hook that fails must not end the thread either
+        threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, thread)))
 
 
 @dataclass(frozen=True)

@@ -281,8 +281,9 @@ class QueuedEngine(StorageEngine):
 
     def _carry_out(self, row: Sequence[IoRequest]) -> tuple[int, BaseException | None]:
         """Moves the bytes of a row; how many of them were moved, and what went wrong, if anything."""
-        kind, cursor = row[0].kind, Cursor(row, self._file, self._capabilities.alignment)
+        done, kind = 0, row[0].kind
         try:
+            cursor = Cursor(row, self._file, self._capabilities.alignment)
             if row[0].before is not None:
                 row[0].before()
             while not cursor.finished:
@@ -292,10 +293,11 @@ class QueuedEngine(StorageEngine):
                     cursor.fail(exc)
                     continue
                 cursor.advance(moved)
+                done = cursor.done
                 self._count(kind, moved)
         except BaseException as exc:  # whatever it was, it belongs to the request and not to this thread
-            return cursor.done, exc
-        return cursor.done, None
+            return done, exc
+        return done, None
 
     def _count(self, kind: IoKind, moved: int) -> None:
         with self._counter_lock:

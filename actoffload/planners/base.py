@@ -310,7 +310,7 @@ class Bench:
             planner=planner,
             recompute=tuple(sorted(self.workload.groups[n].name for n in choice.recompute)),
             declined=declined,
-            prefetch_bytes=self.window if window is None else window,
+            prefetch_bytes=window or self.window or self.workload.profile.prefetch_bytes,
             pending_bytes=seen.pending_peak_bytes,
             predicted_step_s=seen.step_s,
             predicted_peak_bytes=seen.peak_bytes,

@@ -136,6 +136,7 @@ def test_the_depth_is_what_runs_at_once(tmp_path: Path, monkeypatch: pytest.Monk
                 running[0] -= 1
 
     monkeypatch.setattr(PosixEngine, "_transfer_once", counted)
+    monkeypatch.setattr(PosixEngine, "gathered_bytes", 0)
     with Rig([str(tmp_path)], "posix", 3, 64 * KIB, 2 * MIB) as rig:
         rig.measure("write", 0.05)
     assert seen[0] == 3

@@ -249,12 +249,20 @@ def test_whatever_waits_each_request_moves_its_own_bytes(data: st.DataObject, tm
             taken_back |= {live[place]} if place in live else set()
             live[place] = number
     most = BLOCK * data.draw(st.integers(1, 16))
+    broken = data.draw(st.sets(st.integers(0, 15), max_size=2))
+
+    def harm(views: list[memoryview], offset: int) -> list[memoryview]:
+        first = offset // BLOCK
+        if broken.intersection(range(first, first + sum(map(len, views)) // BLOCK)):
+            raise OSError(errno.EIO, "broken")
+        return first_bytes(views, most)
+
     file = open_arena(str(tmp_path_factory.mktemp("arena")))
     engine = WatchedEngine(file, threads=data.draw(st.integers(1, 3)))
     try:
         stored = random_bytes(16 * BLOCK, 100)
         poke_file(file, 0, stored)
-        engine.harm = lambda views, offset: first_bytes(views, most)
+        engine.harm = harm
         memories = blocks(len(places))
         held = [memory.data for memory in memories]
         requests = [
@@ -264,12 +272,16 @@ def test_whatever_waits_each_request_moves_its_own_bytes(data: st.DataObject, tm
         for number in taken_back:
             assert requests[number].cancel()
         engine.run(*requests)
+        for number, request in enumerate(requests):
+            ended = RequestState.FAILED if places[number] in broken else RequestState.DONE
+            assert request.state is (RequestState.CANCELLED if number in taken_back else ended)
         for number, memory in enumerate(memories):
-            place, read = places[number], kinds[number] is IoKind.READ and number not in taken_back
+            place = places[number]
+            read = kinds[number] is IoKind.READ and requests[number].state is RequestState.DONE
             assert memory.data == (stored[place * BLOCK : (place + 1) * BLOCK] if read else held[number])
         for place in range(16):
             writer = live.get(place, -1)
-            wrote = writer >= 0 and kinds[writer] is IoKind.WRITE
+            wrote = writer >= 0 and kinds[writer] is IoKind.WRITE and place not in broken
             found = held[writer] if wrote else stored[place * BLOCK : (place + 1) * BLOCK]
             assert peek_file(file, place * BLOCK, BLOCK) == found
     finally:

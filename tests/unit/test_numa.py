@@ -55,14 +55,24 @@ def test_several_nodes(tmp_path: Path, nodes: str, several: bool) -> None:
     assert not numa.several_nodes(tmp_path / "elsewhere")
 
 
-def test_processors_that_this_process_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_processors_of_a_node(tmp_path: Path) -> None:
     system = make_system(tmp_path)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3, 4, 5}, raising=False)
-    assert numa.processors_of(1, system) == {4, 5}
-    assert numa.processors_of(0, system) == {2, 3}
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {2, 3}, raising=False)
-    assert numa.processors_of(1, system) == {2, 3}, "bound elsewhere by the user: that stays"
-    assert numa.processors_of(7, system) == {2, 3}
+    assert numa.processors_of(1, system) == {4, 5, 6, 7, 12}
+    assert numa.processors_of(7, system) == frozenset()
+
+
+def test_threads_are_sent_where_they_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = {11: {0, 1, 4, 5}, 12: {0, 1}, 13: {5}}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda thread: set(masks[thread]), raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", masks.__setitem__, raising=False)
+    assert numa.send([11, 12, 13], frozenset({4, 5, 6})) == 2
+    assert masks == {11: {4, 5}, 12: {0, 1}, 13: {5}}, "who was bound elsewhere by the user stays there"
+
+    def gone(thread: int) -> set[int]:
+        raise ProcessLookupError
+
+    monkeypatch.setattr(os, "sched_getaffinity", gone, raising=False)
+    assert numa.send([11], frozenset({4})) == 0
 
 
 @LINUX
@@ -154,8 +164,23 @@ def test_an_offloader_near_its_device(
         assert asked == [1]
         assert pinned_on == [one if refused else before], "who touches it first decides where asking did not help"
         assert os.sched_getaffinity(0) == before
-        what = "host memory and I/O threads" if target == "tiered" else "host memory"
-        assert f"{what} on NUMA node 1, where {device.type}:0 is" in offloader.tiers.notes
+        (note,) = [note for note in offloader.tiers.notes if "NUMA" in note]
+        assert f"{device.type}:0 is at NUMA node 1: {len(begun)} I/O threads there, host memory" in note
+        assert (f"could not be asked for ({refused})" in note) == bool(refused)
+    finally:
+        offloader.close()
+
+
+def test_memory_is_had_where_nobody_knows_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(index: int) -> str:
+        raise RuntimeError("no such property")
+
+    device = FakeDevice()
+    monkeypatch.setattr(device, "pci_address", fail, raising=False)
+    monkeypatch.setattr(numa, "several_nodes", lambda: True)
+    offloader = Offloader(OffloadConfig(target="host", path=tmp_path), accelerator=device)
+    try:
+        assert offloader.tiers.pools[0].acquire(4096) is not None
     finally:
         offloader.close()
 

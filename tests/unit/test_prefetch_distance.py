@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -90,3 +92,32 @@ def test_the_next_backward_is_fetched_by_its_own_size(
     offloader.synchronize()
     away = sum(record is not None and record.state is State.SPILLED for record in waiting)
     assert second - away == fetched
+
+
+@pytest.mark.parametrize(("first", "second", "fetched"), [(4, 16, 4), (16, 4, 2)])
+def test_near_the_end_of_a_forward_too(make_offloader: MakeOffloader, first: int, second: int, fetched: int) -> None:
+    offloader = make_offloader(policy="all", min_bytes=1)
+    near: list[int] = []
+
+    def forward(name: str, count: int, follows: tuple[str, str] | None = None) -> tuple[Tensor, list[Any]]:
+        offloader.stage(name, "forward", next=follows)  # type: ignore[arg-type]
+        with offloader:
+            h = torch.randn(ELEMENTS, requires_grad=True) * 1.0
+            for _ in range(count):
+                h = h.sin()
+                if follows:
+                    near.append(sum(record.state is not State.SPILLED or record.wanted for record in waiting))
+            return h, list(offloader._stack()[-1].tape.records)
+
+    for step in range(2):  # the first one teaches how much each forward saves
+        near.clear()
+        old, waiting = forward("old", second)
+        offloader.synchronize()
+        new, _ = forward("new", first, ("old", "backward"))
+        if step:
+            begun = next(number for number, count in enumerate(near) if count)
+            assert near[-1] == fetched
+            assert first - begun - 1 <= fetched, "no earlier than the window of what is fetched reaches"
+        for name, output in (("old", old), ("new", new)):
+            offloader.stage(name, "backward")
+            output.sum().backward()
