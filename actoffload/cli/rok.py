@@ -155,8 +155,9 @@ def measure(run: RokRun, *, quiet: bool) -> None:
     with Progress(*columns, TimeRemainingColumn(), console=console, disable=quiet) as progress:
         task = progress.add_task(todo[0].label if todo else "done", total=len(todo))
         for number, (job, sample) in enumerate(run.run(), start=1):
-            following = todo[number].label if number < len(todo) else "done"
-            progress.update(task, advance=1, description=following)
+            left = run.missing()  # another round may have become due
+            following = left[0].label if left else "done"
+            progress.update(task, advance=1, description=following, total=number + len(left))
             if "error" in sample:
                 progress.console.print(f"{job.label}: {sample['error']}", style="yellow", markup=False)
 

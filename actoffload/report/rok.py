@@ -69,6 +69,7 @@ class Preset:
         warm_up: steps before the timed ones, enough for a plan to settle.
         steps: timed steps of each sample.
         repeats: samples of each point, taken in turns.
+        most_repeats: up to so many, where the hybrid looks slower by less than the samples disagree (`Verdict.open`).
         threads: CPU threads of PyTorch; None for its own choice.
         device: ``"cpu"`` or the accelerator's type; empty for the accelerator where there is one.
     """
@@ -78,6 +79,7 @@ class Preset:
     warm_up: int = 8
     steps: int = 5
     repeats: int = 2
+    most_repeats: int = 4
     threads: int | None = None
     device: str = ""
 
@@ -117,6 +119,7 @@ PRESETS = {
         warm_up=3,
         steps=2,
         repeats=1,
+        most_repeats=1,
         threads=1,
         device="cpu",
     ),
@@ -244,6 +247,13 @@ class Verdict:
     def holds(self) -> bool | None:
         """Whether the hybrid is at least as fast within the noise; None when there is none to compare."""
         return None if self.ratio is None else self.ratio >= 1 - self.noise
+
+    @property
+    def open(self) -> bool:
+        """Whether the hybrid looks slower, but by less than the samples of one of the two disagree."""
+        if self.holds is not False or self.hybrid is None or self.ratio is None:
+            return False
+        return 1 - self.ratio <= max(self.other.spread, self.hybrid.spread)
 
 
 def verdicts(points: Sequence[Point]) -> list[Verdict]:

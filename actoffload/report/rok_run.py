@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from .environment import run_worker, write_json
-from .rok import SERIES, Case, Point, Preset, Variant
+from .rok import SERIES, Case, Point, Preset, Variant, points_of, verdicts
 
 WORKER = "actoffload.cli.rok_worker"
 VERSION = 1
@@ -113,14 +113,29 @@ class RokRun:
         return [
             Job(case=case, variant=variant, repeat=repeat)
             for case in self.preset.cases
-            for repeat in range(self.preset.repeats)
+            for repeat in range(max(self.preset.repeats, self._taken(case)))
             for variant in self.preset.variants(self.series)
         ]
 
     def missing(self) -> list[Job]:
-        """Those that the results do not hold yet."""
+        """Those that the results do not hold yet; once they hold all, another round of the cases that are open."""
         there = {_key(sample) for sample in self.payload["samples"]}
-        return [job for job in self.jobs() if job.key not in there]
+        found = [job for job in self.jobs() if job.key not in there]
+        if found:
+            return found
+        return [
+            Job(case=case, variant=variant, repeat=self._taken(case))
+            for case in self.preset.cases
+            if self._taken(case) < self.preset.most_repeats and case in self._open_cases()
+            for variant in self.preset.variants(self.series)
+        ]
+
+    def _taken(self, case: Case) -> int:
+        """How many rounds of a case were begun."""
+        return 1 + max((s["repeat"] for s in self.payload["samples"] if Case(**s["case"]) == case), default=-1)
+
+    def _open_cases(self) -> set[Case]:
+        return {verdict.other.case for verdict in verdicts(points_of(self.payload["samples"])) if verdict.open}
 
     def run(self) -> Generator[tuple[Job, dict[str, Any]]]:
         """Take each missing sample; yields it when it is in the file.
@@ -128,12 +143,13 @@ class RokRun:
         Raises:
             OSError: the file cannot be written.
         """
-        for job in self.missing():
-            sample = self._take(job)
-            self.payload["samples"].append(sample)
-            self.payload["environment"]["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            write_json(self.file, self.payload)
-            yield job, sample
+        while jobs := self.missing():
+            for job in jobs:
+                sample = self._take(job)
+                self.payload["samples"].append(sample)
+                self.payload["environment"]["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+                write_json(self.file, self.payload)
+                yield job, sample
 
     def _take(self, job: Job) -> dict[str, Any]:
         head: dict[str, Any] = {
@@ -155,7 +171,7 @@ class RokRun:
             "device_budget": head["device_budget"],
             "path": self._path,
         }
-        return head | self._launch(spec, self._limit_s)
+        return head | self._launch(spec, self._limit_s) | head  # what it is a sample of is not the worker's to say
 
     def _budget(self, case: Case, level: str) -> int | None:
         """The bytes of a level, by what earlier samples counted: saved bytes, as a budget is about those."""

@@ -56,8 +56,24 @@ def worker_spec(series: str, **changes: Any) -> dict[str, Any]:
 # -- taking samples ---------------------------------------------------------------------------------------------------
 
 
+def test_a_case_whose_samples_leave_it_open_is_taken_again(tmp_path: Path) -> None:
+    calls = 0
+
+    def launch(spec: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        nonlocal calls
+        calls += 1
+        slow = spec["series"] == "hybrid" and spec["case"]["batch"] == 2
+        found = sample("", step_s=(1.1 + 0.3 * (calls // 6 % 2)) if slow else 1.0)
+        return {k: v for k, v in found.items() if k not in ("case", "series", "level", "repeat", "device_budget")}
+
+    run = make_run(tmp_path / "r.json", launch)
+    taken = [(job.case.batch, job.repeat) for job, _ in run.run()]
+    assert [taken.count((batch, repeat)) for batch in (2, 4) for repeat in range(5)] == [6, 6, 6, 6, 0, 6, 6, 0, 0, 0]
+    assert list(make_run(tmp_path / "r.json", launch).run()) == []
+
+
 def test_variants_take_turns_and_budgets_come_from_what_was_counted(tmp_path: Path) -> None:
-    launch = Launcher(recompute={"counted_peak_bytes": 30, "step_s": [1.0], "flops": 1, "activation_peak_bytes": 30})
+    launch = Launcher(recompute=sample("recompute", 30))
     run = make_run(tmp_path / "r.json", launch)
     assert len(list(run.run())) == 2 * 2 * 6
     turn = [("keep", None), ("offload", None), ("recompute", None), ("hybrid", None), ("hybrid", 50), ("hybrid", 30)]

@@ -76,6 +76,18 @@ def test_the_hybrid_is_compared_at_no_more_memory() -> None:
     assert (keep.noise, keep.holds) == (0.05, True)
 
 
+def test_a_verdict_is_open_while_its_samples_disagree_by_more() -> None:
+    samples = [sample("keep", 100, 1.0), sample("hybrid", 100, 1.1)]
+    (verdict,) = verdicts(points_of(samples))
+    assert (verdict.holds, verdict.open) == (False, False)
+    (verdict,) = verdicts(points_of([*samples, sample("hybrid", 100, 1.15, repeat=1)]))
+    assert (verdict.holds, verdict.open) == (False, False)
+    (verdict,) = verdicts(points_of([*samples, sample("hybrid", 100, 1.4, repeat=1)]))
+    assert (verdict.holds, verdict.open) == (False, True)
+    (verdict,) = verdicts(points_of([sample("keep", 100, 1.0), sample("hybrid", 100, 0.9)]))
+    assert (verdict.holds, verdict.open) == (True, False)
+
+
 def test_labels() -> None:
     assert Variant(series="hybrid", level="0.4").label == "hybrid 40%"
     assert Variant(series="hybrid", level="recompute").label == "hybrid = recompute"
