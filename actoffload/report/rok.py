@@ -140,6 +140,7 @@ class Point:
         tflops: throughput at ``step_s``, 10¹² FLOP/s.
         spread: how far the samples' medians lie apart, of one sample its steps, as a share of ``step_s``.
         samples: how many there are.
+        rounds: the median step of each round that was measured, in seconds.
         identical: whether all losses are those of ``keep``, bit for bit; None where there is nothing to compare.
         oom: whether it ran out of memory.
         error: what went wrong; empty when nothing did.
@@ -154,6 +155,7 @@ class Point:
     tflops: float | None = None
     spread: float = 0.0
     samples: int = 0
+    rounds: Mapping[int, float] = field(default_factory=dict, compare=False)
     identical: bool | None = None
     oom: bool = False
     error: str = ""
@@ -172,7 +174,7 @@ class Point:
     def as_dict(self) -> dict[str, Any]:
         """One flat row."""
         row = asdict(self)
-        case, variant = row.pop("case"), row.pop("variant")
+        case, variant, _ = row.pop("case"), row.pop("variant"), row.pop("rounds")
         row["dominated_by"] = "; ".join(self.dominated_by)
         return {**case, **variant, **row, "efficient": self.measured and not self.dominated_by}
 
@@ -202,13 +204,15 @@ def _point(case: Case, variant: Variant, samples: Sequence[Sample], reference: S
     if not good or bad:  # a point that fails now and then is a failed one
         return replace(point, oom=any(s.get("oom") for s in bad), error=bad[0]["error"] if bad else "no sample")
     step_s = median(s for sample in good for s in sample["step_s"])
-    times = [median(sample["step_s"]) for sample in good] if len(good) > 1 else good[0]["step_s"]
+    rounds = {int(sample["repeat"]): median(sample["step_s"]) for sample in good}
+    times = list(rounds.values()) if len(rounds) > 1 else good[0]["step_s"]
     return replace(
         point,
         peak_bytes=max(sample["activation_peak_bytes"] for sample in good),
         step_s=step_s,
         tflops=good[0]["flops"] / step_s / 1e12,
         spread=(max(times) - min(times)) / step_s,
+        rounds=rounds,
         identical=None if reference is None else all(list(s["losses_hex"]) == list(reference) for s in good),
     )
 
@@ -234,13 +238,15 @@ class Verdict:
     Attributes:
         other: the point.
         hybrid: the fastest hybrid with no higher peak; None when every hybrid has a higher one.
-        ratio: its throughput over the other's; None without one.
-        noise: by how much they may differ and be the same, as a share.
+        ratio: its throughput over the other's, the median of the rounds, as a machine's speed drifts; None without one.
+        spread: how far the rounds' ratios (of one round, the steps) lie apart, as a share.
+        noise: by how much they may differ and be the same, as a share: the spread, within limits.
     """
 
     other: Point
     hybrid: Point | None
     ratio: float | None
+    spread: float
     noise: float
 
     @property
@@ -250,10 +256,8 @@ class Verdict:
 
     @property
     def open(self) -> bool:
-        """Whether the hybrid looks slower, but by less than the samples of one of the two disagree."""
-        if self.holds is not False or self.hybrid is None or self.ratio is None:
-            return False
-        return 1 - self.ratio <= max(self.other.spread, self.hybrid.spread)
+        """Whether the hybrid looks slower, but by less than the rounds disagree."""
+        return self.holds is False and self.ratio is not None and 1 - self.ratio <= self.spread
 
 
 def verdicts(points: Sequence[Point]) -> list[Verdict]:
@@ -269,8 +273,24 @@ def verdicts(points: Sequence[Point]) -> list[Verdict]:
             if p.variant.series == "hybrid" and p.case == other.case and p.peak_bytes is not None and p.tflops
             if p.peak_bytes <= limit
         ]
-        hybrid = max(mine, key=lambda p: p.tflops or 0.0, default=None)
-        noise = min(MOST_NOISE, max(LEAST_NOISE, other.spread, hybrid.spread if hybrid else 0.0))
-        ratio = None if hybrid is None or hybrid.tflops is None else hybrid.tflops / other.tflops
-        found.append(Verdict(other=other, hybrid=hybrid, ratio=ratio, noise=noise))
+        found.append(max((_compared(other, hybrid) for hybrid in mine), key=_by_ratio, default=_alone(other)))
     return found
+
+
+def _compared(other: Point, hybrid: Point) -> Verdict:
+    """Round by round, where both have the same ones."""
+    ratios = [other.rounds[n] / hybrid.rounds[n] for n in other.rounds if n in hybrid.rounds]
+    if not ratios:
+        ratios = [(other.step_s or 0.0) / (hybrid.step_s or 1.0)]
+    ratio = median(ratios)
+    spread = (max(ratios) - min(ratios)) / ratio if len(ratios) > 1 else max(other.spread, hybrid.spread)
+    noise = min(MOST_NOISE, max(LEAST_NOISE, spread))
+    return Verdict(other=other, hybrid=hybrid, ratio=ratio, spread=spread, noise=noise)
+
+
+def _by_ratio(verdict: Verdict) -> float:
+    return verdict.ratio or 0.0
+
+
+def _alone(other: Point) -> Verdict:
+    return Verdict(other=other, hybrid=None, ratio=None, spread=0.0, noise=LEAST_NOISE)
