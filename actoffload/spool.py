@@ -380,10 +380,7 @@ class Spool:
 
 
 def _alone() -> None:
-    """Before a write of poison: with something to run before, an engine does not gather it with others.
-
-    Who allocates may wait for the poison, with a lock held that what is done with the others may want.
-    """
+    """Before poison is written: with that, it is not gathered with what may want a lock that who awaits it holds."""
 
 
 def _poison_block(nbytes: int) -> mmap.mmap:

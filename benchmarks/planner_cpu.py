@@ -1,6 +1,6 @@
 """Default options on the CPU with a throttled disk, and a ``device_budget`` of 40 % against recomputing every block.
 
-    python -m benchmarks.planner_cpu [--rounds N] [--steps N] [--path DIR]
+    python -m benchmarks.planner_cpu [--rounds N] [--steps N] [--speeds SPEED ...] [--path DIR]
 
 Each sample lies between two of keeping everything and is compared with their mean, as the machine's speed drifts.
 The disk's speed is measured first, then a fault engine slows it to a half, a quarter and a tenth of that. What the
@@ -44,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="samples of each variant")
     parser.add_argument("--steps", type=int, default=6, help="timed steps of each sample")
+    speeds = [str(speed) for speed in SPEEDS]
+    parser.add_argument("--speeds", nargs="+", choices=speeds, help="only these speeds of the disk, and no budgets")
     parser.add_argument("--path", help="directory of the spool")
     options = parser.parse_args(arguments)
     disk = harness.run_sample(WORKER, {"mode": "disk", "path": options.path}, timeout_s=300)
@@ -53,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bytes_per_s = min(disk["write_bytes_per_s"], disk["read_bytes_per_s"])
     baselines: list[int] = []
     keeps: list[harness.Sample] = []
-    chosen = variants()
+    only = {f"default, disk × {speed}" for speed in options.speeds or ()}
+    chosen = {name: how for name, how in variants().items() if not only or name in only | {"keep"}}
 
     def measure(name: str) -> harness.Sample:
         if name == "keep":

@@ -43,6 +43,7 @@ def _peaks(path: Path, target: str, settled: bool) -> tuple[int, int]:
     """The most activation bytes on the device at once, in forward and in backward; gradients are checked."""
     options: dict[str, Any] = {"target": target, "path": str(path), "device_budget": BUDGET_BYTES, "min_bytes": 0}
     device = FakeDevice("lazy")  # no copy is done before it is waited for
+    options["prefetch_bytes"] = LAYERS * RECORD_BYTES  # so far ahead that only the budget is in its way
     offloader = Offloader(OffloadConfig(keep_last_bytes=0, debug=True, **options), accelerator=device)
     x = torch.linspace(-1, 1, RECORD_BYTES // 4).requires_grad_()
 
