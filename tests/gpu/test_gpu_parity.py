@@ -54,9 +54,14 @@ def make_model(dtype: torch.dtype = torch.float32, *, recompute: bool = False) -
 
 
 def gradients(
-    model: nn.Module, context: AbstractContextManager[Any], *, inside: bool = False, micro_batches: int = 1
+    model: nn.Module,
+    context: AbstractContextManager[Any],
+    *,
+    inside: bool = False,
+    micro_batches: int = 1,
+    settled: bool = False,
 ) -> list[Tensor]:
-    """Gradients of one step, the same batch and dropout each time."""
+    """Gradients of one step, the same batch and dropout each time; ``settled``: what moves is away before backward."""
     model.zero_grad()
     torch.manual_seed(1)
     losses = []
@@ -64,6 +69,8 @@ def gradients(
         tokens = torch.randint(0, 256, (BATCH, SEQ + 1), device=accelerator())
         with context:
             loss = model(tokens[:, :-1], tokens[:, 1:])
+            if settled and isinstance(context, actoffload.Offloader):
+                context.synchronize()
             if inside:
                 loss.backward()
         losses.append(loss)
@@ -91,8 +98,8 @@ def test_gradients(target: str, inside: bool, dtype: torch.dtype, tmp_path: Path
     host_budget = 4 * MIB if target == "tiered" else None
     offloader = make_offloader(target, tmp_path, host_budget=host_budget)
     try:
-        for _ in range(3):
-            assert_identical(gradients(model, offloader, inside=inside), reference)
+        for settled in (False, True, False):
+            assert_identical(gradients(model, offloader, inside=inside, settled=settled), reference)
         statistics = offloader.statistics()
     finally:
         offloader.close()
@@ -110,8 +117,8 @@ def test_gradients_with_checkpointing(target: str, tmp_path: Path) -> None:
     reference = gradients(model, nullcontext())
     offloader = make_offloader(target, tmp_path)
     try:
-        assert_identical(gradients(model, offloader), reference)
-        assert_identical(gradients(model, offloader), reference)
+        for settled in (False, True):
+            assert_identical(gradients(model, offloader, settled=settled), reference)
         assert offloader.statistics().moved_bytes > 0
     finally:
         offloader.close()
@@ -123,8 +130,8 @@ def test_gradients_with_a_budget_and_several_micro_batches(target: str, tmp_path
     reference = gradients(model, nullcontext(), micro_batches=3)
     offloader = make_offloader(target, tmp_path, device_budget=8 * MIB)
     try:
-        for _ in range(2):
-            assert_identical(gradients(model, offloader, micro_batches=3), reference)
+        for settled in (False, True):
+            assert_identical(gradients(model, offloader, micro_batches=3, settled=settled), reference)
         assert offloader.statistics().moved_bytes > 0
     finally:
         offloader.close()

@@ -80,7 +80,7 @@ def _steps(offloader: Offloader, count: int, model: nn.Module | None = None) -> 
 
 
 def test_the_step_after_the_warm_up_is_planned_from_and_the_plan_is_followed(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="auto")
+    offloader = make_offloader(policy="auto", engine="memory")
     planner = _Scripted(lambda index, nbytes: index % 2 == 0)
     pilot = _with(offloader, planner)
     _steps(offloader, WARM_UP + 1)

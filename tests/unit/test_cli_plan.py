@@ -98,7 +98,7 @@ def test_the_plan_is_written_and_can_be_followed(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(layers=2, width=128, seq=128, vocab=64))
     tokens = torch.randint(0, 64, (4, 128))
-    offloader = Offloader(OffloadConfig(target="nvme", path=str(tmp_path), policy="auto")).use(model)
+    offloader = Offloader(OffloadConfig(target="nvme", path=str(tmp_path), engine="memory")).use(model)
     for _ in range(3):
         with offloader:
             loss = model(tokens, tokens)

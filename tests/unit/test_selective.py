@@ -65,8 +65,8 @@ def test_gradients_are_those_of_pytorchs_own(policy: Any, shape: Any, inside: bo
     expected = train_step(model, x)
     model.make = create_selective_checkpoint_contexts
     with no_garbage_collection():
-        for _ in range(3):
-            assert_same_gradients(train_step(model, x, offloader, inside=inside), expected)
+        for between in (None, offloader.synchronize, None):
+            assert_same_gradients(train_step(model, x, offloader, inside=inside, between=between), expected)
             assert_empty(offloader)
     assert offloader.statistics().nvme_read_bytes > 0
 
