@@ -169,7 +169,8 @@ class Transit:
         self.queues[k].append(p)
         if self.current[k] < 0:
             self._start(k, now)
-            self.next_end = min(self.ends)
+            if self.ends[k] < self.next_end:
+                self.next_end = self.ends[k]
 
     def _start(self, k: int, now: float) -> None:
         if self.current[k] >= 0 or (not self.duplex[k] and self.current[3 - k] >= 0):
@@ -216,7 +217,8 @@ class Transit:
         if not self.duplex[k]:
             self._start(max(k, 3 - k), now)
             k = min(k, 3 - k)
-        self._start(k, now)
+        if self.queues[k]:
+            self._start(k, now)
         self.next_end = min(self.ends)
         return now
 

@@ -72,11 +72,11 @@ class Walk(Transit):
 
     def go(self) -> bool:
         """Walk the step; whether it came to its end, rather than to where it was told to stop."""
-        modes = self.modes
+        modes, state, blocks = self.modes, self.state, self.blocks
         try:
             for base, kind, p in self.workload.events:
                 if kind == RECOMPUTE:
-                    if p in self.blocks:
+                    if p in blocks:
                         self._recompute(p, base)
                     continue
                 mode = modes[p]
@@ -89,6 +89,9 @@ class Walk(Transit):
                     self._born(p, mode, now)
                 elif kind == NEED:
                     self._need(p, now)
+                elif mode == KEEP and state[p] == NEAR:  # most often; it was never anywhere else
+                    self._went(p, now)
+                    state[p] = GONE
                 else:
                     self._die(p, now)
         except StoppedError:
@@ -114,11 +117,13 @@ class Walk(Transit):
         if now < 0:
             self.pressed.append(p)
             return
-        self._charge(nbytes * self.costs[mode])
+        if self.costs[mode]:
+            self._charge(nbytes * self.costs[mode])
         self.state[p] = QUEUED
         self.pending += nbytes
         self.releasing += nbytes
-        self.pending_peak = max(self.pending_peak, self.pending)
+        if self.pending > self.pending_peak:
+            self.pending_peak = self.pending
         self._enqueue(OUT_1, p, now)
 
     def _admit(self, p: int, mode: int, now: float) -> float:
@@ -140,11 +145,13 @@ class Walk(Transit):
             self._wait(now - since)
             self.on_host[p] = True
             self.host += nbytes
-            self.host_peak = max(self.host_peak, self.host)
+            if self.host > self.host_peak:
+                self.host_peak = self.host
         if to_disk:
             self.on_disk[p] = True
             self.disk += nbytes
-            self.disk_peak = max(self.disk_peak, self.disk)
+            if self.disk > self.disk_peak:
+                self.disk_peak = self.disk
         return now
 
     def _need(self, p: int, now: float, place: int = -1) -> None:
@@ -168,7 +175,9 @@ class Walk(Transit):
         if self.is_ahead[p]:
             self.is_ahead[p] = False
             self.ahead -= self.nbytes[p]
-        self.cursor = max(self.cursor, (self.workload.place[p] if place < 0 else place) + 1)
+        after = (self.workload.place[p] if place < 0 else place) + 1
+        if after > self.cursor:
+            self.cursor = after
         if self.frontier < len(self.workload.order) and (self.safe or self._looks_ahead(p)):
             self._fetch_ahead(now)
 
@@ -236,22 +245,26 @@ class Walk(Transit):
         return now
 
     def _fetch_ahead(self, now: float) -> None:
-        order, limit = self.workload.order, self.bounds.device
-        horizon = self._horizon(now)
-        while self.frontier < len(order):
-            if self.ahead >= self.window and not (self.safe and self.safe[self.frontier] + self.delay <= horizon):
+        order, limit, states, safe = self.workload.order, self.bounds.device, self.state, self.safe
+        horizon = self._horizon(now) if safe else now
+        count = len(order)
+        while self.frontier < count:
+            if self.ahead >= self.window and not (safe and safe[self.frontier] + self.delay <= horizon):
                 return
             p, block = order[self.frontier]
             if p < 0:
                 if not self._pass_block(block):
                     return
                 p = self.workload.block_input[block] if block in self.blocks else -1
-            state = self.state[p] if p >= 0 else NEAR
+            state = states[p] if p >= 0 else NEAR
+            if state == NEAR:
+                self.frontier += 1
+                continue
             if state == NONE and self.modes[p] != DROPPED:
                 return  # a later forward's
             nbytes = self.nbytes[p]
             if HOSTED <= state <= AWAY:
-                if not self.safe and self.reach[self.frontier] - self.reach[self.cursor] >= self.window:
+                if not safe and self.reach[self.frontier] - self.reach[self.cursor] >= self.window:
                     return
                 if limit is not None and self.resident + nbytes + self.largest + self.reserved > limit:
                     return
@@ -267,9 +280,7 @@ class Walk(Transit):
             self.frontier += 1
 
     def _horizon(self, now: float) -> float:
-        """When backward will next ask for something, if reads begin as late as is safe."""
-        if not self.safe:
-            return now
+        """When backward will next ask for something; for reads that begin as late as is safe."""
         place = bisect_right(self.need_times, now - self.delay)
         following = self.need_times[place] if place < len(self.need_times) else NEVER
         return following + self.delay
