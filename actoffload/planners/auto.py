@@ -30,7 +30,7 @@ OWN = (0.25, 1, 2, 8)
 SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
 """Prefetch windows that are tried: these factors of the profile's, and these shares of what a forward saves."""
 MANY_ITEMS = 500
-"""With more, choices are looked for under few of the wider ones alone: every look takes a while."""
+"""With more, choices are looked for under a wide one alone: every look takes a while."""
 
 
 class Auto:
@@ -56,7 +56,7 @@ class Auto:
                 return bench.finish(bench.keep, self.name, _no_reason)
             return self._decline(bench, "no saved storage may move, and no block can be recomputed")
         choice = self._search(bench)
-        window = _best_window(bench, (choice,), _windows(bench))
+        window = _best_window(bench, (choice,), _windows(bench)[1::2] if _many(bench) else _windows(bench))
         if budget is None and bench.predict(choice, window).peak_bytes > (1 - MIN_GAIN) * bench.kept.peak_bytes:
             return self._decline(bench, _why_declined(bench))
         return bench.finish(choice, self.name, _Reasons(bench), window=window)
@@ -71,8 +71,8 @@ class Auto:
         choices = candidates(bench)
         best = bench.best(choices)
         windows = _windows(bench)
-        if len(bench.workload.items) > MANY_ITEMS:
-            windows = windows[len(windows) // 2 :: 2]
+        if _many(bench):
+            windows = windows[-2:-1] or windows
         others = [*choices[1:4], *_under(bench, windows)]
         bench.window = _best_window(bench, (best, *others), windows)
         best = bench.best([best, *others])
@@ -81,6 +81,10 @@ class Auto:
         best = bench.best([best, joint(bench)])
         most = SPEND_PER_ITEM * (len(bench.workload.items) + 40)
         return refine(bench, best, min(most, self._spend - bench.spent))
+
+
+def _many(bench: Bench) -> bool:
+    return len(bench.workload.items) > MANY_ITEMS
 
 
 def candidates(bench: Bench) -> list[Choice]:
@@ -112,8 +116,12 @@ def _under(bench: Bench, windows: Sequence[int]) -> list[Choice]:
 
 def _best_window(bench: Bench, choices: Sequence[Choice], windows: Sequence[int]) -> int | None:
     """How far ahead to read: the bench's window, unless another one is better for one of the choices."""
-    tried: list[int | None] = [bench.window, *windows]
-    return min(tried, key=lambda window: min(bench.score(choice, window) for choice in choices))
+    best, score = bench.window, min(map(bench.score, choices))
+    for window in windows:
+        for choice in choices:
+            if bench.beats(choice, score, window):
+                best, score = window, bench.score(choice, window)
+    return best
 
 
 def _why_declined(bench: Bench) -> str:
