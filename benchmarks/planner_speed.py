@@ -2,7 +2,8 @@
 
     python -m benchmarks.planner_speed [--rounds N] [--layers N ...]
 
-Prints and records, for each planner, the median and the longest time of a plan, in wall-clock and in processor time.
+Prints and records, for each planner, the median time of a plan, that of the slowest kind (the median over its rounds,
+as the machine's speed drifts), and the longest of all.
 """
 
 from __future__ import annotations
@@ -28,19 +29,22 @@ DIRECT = Accelerator(name="disk", flops=140e12, host=None, disk=link(6))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print, write the result file; 1 when a plan of ``auto`` for the largest profile took too long."""
+    """Measure, print, write the result file; 1 when a kind of plan of ``auto`` for the largest profile is too slow."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=3, help="plans of each kind")
+    parser.add_argument("--rounds", type=int, default=9, help="plans of each kind")
     parser.add_argument("--layers", type=int, nargs="+", default=LAYERS, help="sizes of the models")
     options = parser.parse_args(arguments)
+    profiles = [
+        (accelerator.name, transformer_profile(8192, layers, 1, accelerator=accelerator))
+        for layers in options.layers
+        for accelerator in (TIERED, DIRECT)
+    ]
     samples = []
-    for layers in options.layers:
-        for accelerator in (TIERED, DIRECT):
-            profile = transformer_profile(8192, layers, 1, accelerator=accelerator)
-            for round_ in range(options.rounds):
-                samples += [{"round": round_, **sample} for sample in measure(profile, accelerator.name)]
+    for round_ in range(options.rounds):
+        for links, profile in profiles:
+            samples += [{"round": round_, **sample} for sample in measure(profile, links)]
     rows = summarise(samples)
-    columns = ("storages", "planner", "median s", "longest s", "longest processor s")
+    columns = ("storages", "planner", "median s", "slowest kind s", "longest s")
     table = harness.markdown_table(columns, rows)
     target = harness.results_folder() / f"planner_speed_{harness.stamp()}.json"
     print(f"{table}\nFrom `benchmarks/results/{target.name}`.")
@@ -54,8 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     harness.write_results(target, payload)
     largest = max(sample["storages"] for sample in samples)
-    times = [s["processor_s"] for s in samples if s["planner"] == "auto" and s["storages"] == largest]
-    return 1 if max(times) > LIMIT_S else 0
+    auto = [s for s in samples if s["planner"] == "auto" and s["storages"] == largest]
+    return 1 if slowest_kind_s(auto) > LIMIT_S else 0
 
 
 def measure(profile: Profile, links: str) -> list[dict[str, Any]]:
@@ -88,14 +92,19 @@ def measure(profile: Profile, links: str) -> list[dict[str, Any]]:
     return samples
 
 
+def slowest_kind_s(samples: list[dict[str, Any]]) -> float:
+    """The median over the rounds of the kind that takes longest."""
+    kinds = {(sample["links"], sample["limits"]) for sample in samples}
+    return max(median(s["seconds"] for s in samples if (s["links"], s["limits"]) == kind) for kind in kinds)
+
+
 def summarise(samples: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """A row for each planner and size."""
     rows = []
     for storages, planner in sorted({(sample["storages"], sample["planner"]) for sample in samples}):
         own = [s for s in samples if (s["storages"], s["planner"]) == (storages, planner)]
         seconds = [sample["seconds"] for sample in own]
-        longest_cpu_s = max(sample["processor_s"] for sample in own)
-        values = (median(seconds), max(seconds), longest_cpu_s)
+        values = (median(seconds), slowest_kind_s(own), max(seconds))
         rows.append((str(storages), planner, *(f"{value:.3f}" for value in values)))
     return rows
 

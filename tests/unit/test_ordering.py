@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -40,7 +40,13 @@ def _loss(model: nn.Sequential, x: Tensor) -> Tensor:
 
 
 def _gradients_survive(
-    path: Path, adversary: Adversary, target: str, *, seed: int = 0, steps: int = 3, engine: str = "auto"
+    path: Path,
+    adversary: Adversary,
+    target: str,
+    *,
+    seed: int = 0,
+    steps: int = 3,
+    engine: Literal["auto", "memory"] = "auto",
 ) -> bool:
     torch.manual_seed(0)
     model = nn.Sequential(*[_Block() for _ in range(6)])
