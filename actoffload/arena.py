@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .engines import EngineFactory, choose_engine, create_engine
@@ -175,7 +175,7 @@ class ArenaSet:
         """
         remaining = self.round_up(nbytes)
         pieces = -(-remaining // self.stripe_bytes)
-        wanted = self.round_up(-(-remaining // pieces))
+        wanted = remaining if pieces == 1 else self.round_up(-(-remaining // pieces))
         segments: list[Segment] = []
         while remaining:
             wanted = min(wanted, remaining)
@@ -215,13 +215,10 @@ class ArenaSet:
         if lanes:
             self.capacity_bytes = sum(lane.share_bytes for lane in lanes)
 
-    def _round_robin(self) -> Iterator[int]:
-        start, count = self._next_lane, len(self.lanes)
-        for index in range(start, start + count):
-            yield index % count
-
     def _take_piece(self, nbytes: int) -> Segment | None:
-        for index in self._round_robin():
+        count = len(self.lanes)
+        for turn in range(self._next_lane, self._next_lane + count):
+            index = turn % count
             lane = self.lanes[index]
             offset = lane.extents.allocate(nbytes)
             if offset is None and lane.grow(nbytes, self._grow_bytes, self._limit_bytes - self.arena_bytes):

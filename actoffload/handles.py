@@ -1,6 +1,7 @@
 """What autograd holds instead of a saved tensor: the facts of one view, and what it is a view of.
 
-A handle never holds the tensor it was made from (that would be a cycle through the graph), only its version counter.
+A handle never holds the tensor it was made from (that would be a cycle through the graph), only its version counter,
+and an alias of it where it stays.
 """
 
 from __future__ import annotations
@@ -116,6 +117,34 @@ class Kept:
         if alias._version != self.version:
             check_version(alias._version, self.version, alias.dtype, alias.shape, None)
         return alias
+
+
+class Stayed(Kept):
+    """One saved view of a record that stays where it is for as long as it lives; backward's way past it is noted."""
+
+    __slots__ = ("owner", "record", "round")
+
+    def __init__(self, owner: Storer, record: Record, alias: Tensor) -> None:
+        self.owner = owner
+        self.record = record
+        self.round = record.round
+        self.alias = alias
+        self.version = alias._version
+
+    def unpack(self) -> Tensor:
+        """The saved tensor.
+
+        Raises:
+            SavedTensorModifiedError: it was changed in place.
+        """
+        alias = self.alias
+        if alias._version != self.version:
+            check_version(alias._version, self.version, alias.dtype, alias.shape, self.record.module)
+        self.round = self.owner.passed(self.record, self.round)
+        return alias.detach()  # not the alias itself: whoever is given it may swap its `.data`, and ask again
+
+    def __del__(self) -> None:
+        self.owner.drop(self.record, self.round)
 
 
 class KeptActivation(Kept):

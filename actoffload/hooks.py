@@ -24,7 +24,7 @@ from .config import OffloadConfig
 from .device import Accelerator
 from .errors import ConfigError, OffloaderClosedError
 from .explanation import explain
-from .handles import Handle, Kept, KeptActivation, Wrapped
+from .handles import Handle, Kept, KeptActivation, Stayed, Wrapped
 from .identity import PLAIN_TYPES, Counter, byte_span, is_parameter, own_counter
 from .marks import MARKED, REGIONS
 from .offloader import Storer
@@ -259,6 +259,8 @@ class Offloader(Storer):
         if record.handles == 1 and tape.bursts.saved(torch._C._autograd._get_sequence_nr(), record.nbytes):
             with self.core.lock:  # the node holds all that it saves until it has saved the last of it
                 self.core.accounts.at_once(tape.bursts.node_bytes)
+        if record.stays and not conj and not neg:
+            return Stayed(self, record, alias)
         return Handle(self, record, alias, conj, neg)
 
     def _why_static(self, tensor: Tensor, storage: torch.UntypedStorage) -> KeepReason | None:

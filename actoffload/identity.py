@@ -153,7 +153,8 @@ class IdentityMap(Generic[R]):
     ) -> StorageRef:
         """Remember a record; returns the weak reference that pins the storage's identity.
 
-        ``tensor`` is held: its handle makes it a `version_probe`, which holds no memory; nor do ``counters``.
+        ``tensor`` is held until `remove`: its handle makes it a `version_probe`, which holds no memory (nor do
+        ``counters``), unless the record stays, and holds that memory itself.
         """
         ref = StorageRef(storage)
         entry = _Entry(ref, address, tensor, tensor._version, begin, end, threading.get_ident(), counters, record)

@@ -41,7 +41,7 @@ class RateMeter:
     def ended(self, nbytes: int, time_s: float, mark: Mark) -> None:
         """A transfer of ``nbytes`` ended, 0 when it failed or was cancelled; ``mark`` is what `began` returned."""
         self._pass(time_s)
-        alone, full = (now - before for now, before in zip(self._share, mark, strict=True))
+        alone, full = self._share[0] - mark[0], self._share[1] - mark[1]
         part = full / (alone + full) if alone + full > 0 else float(self._full)
         self._bytes[1] += nbytes * part
         self._bytes[0] += nbytes * (1 - part)

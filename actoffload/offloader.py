@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import weakref
 from collections import deque
@@ -14,10 +13,10 @@ from torch import Tensor, nn
 
 from .accounts import MANY_NOTES
 from .assembly import Tiers
+from .backward import Backward
 from .config import OffloadConfig
 from .cpu_tier import CpuMover
 from .device import Accelerator
-from .errors import OffloaderClosedError
 from .events import EventKind, now, open_sink
 from .handles import KeptActivation
 from .identity import Counter, IdentityMap, ModuleOwners, StorageSet, live_modules
@@ -26,7 +25,7 @@ from .placement import Placement
 from .planner import Plan, decided
 from .policy import KeepReason
 from .prefetch import Prefetch
-from .record import Record, State
+from .record import Record
 from .recorder import Recorder, SavedStorage
 from .schedule import Tape, Window
 from .statistics import Statistics
@@ -39,7 +38,7 @@ CPU_PREFETCH_BYTES = 64 << 20
 DEVICE_PREFETCH_BYTES = 128 << 20
 
 
-class Storer:
+class Storer(Backward):
     """Takes storages in, moves them, hands them back: the offloader without its hooks.
 
     Args:
@@ -101,7 +100,8 @@ class Storer:
             counters: of the wrapper subclasses around the tensor, outermost first.
         """
         core = self.core
-        core.warn()
+        if core.to_warn:
+            core.warn()
         address = storage.data_ptr()
         begin, end = span
         with core.lock:
@@ -138,7 +138,8 @@ class Storer:
         mover = self._movers[record.kind]
         mover.pump()
         mover.count_near(record)
-        self.core.event(EventKind.PACK, record, record.module or "")
+        if self.core.sink is not None:
+            self.core.event(EventKind.PACK, record, record.module or "")
         if self.forked:
             reason: KeepReason | None = KeepReason.FORKED
         elif self.closed or self.core.inert:
@@ -156,9 +157,12 @@ class Storer:
             self.core.accounts.moved_bytes += record.nbytes
             self.core.largest_moved_bytes = max(self.core.largest_moved_bytes, record.nbytes)
         else:
-            self.core.accounts.kept_bytes[reason.value] += record.nbytes
-            self.core.event(EventKind.KEEP, record, reason.value)
-        self.recorder.saved(record, reason)
+            record.stays = True
+            self.core.accounts.kept_bytes[reason._value_] += record.nbytes
+            if self.core.sink is not None:
+                self.core.event(EventKind.KEEP, record, reason.value)
+        if self.recorder.active:
+            self.recorder.saved(record, reason)
         self._prefetch.during_forward(tape)
         self._decisions = tape.decisions
         tape.decisions.append((record.nbytes, reason, record.module))
@@ -194,74 +198,6 @@ class Storer:
         if nbytes < least:
             return KeepReason.SMALL
         return KeepReason.CAPTURE if self._movers[device].capturing() else None
-
-    # -- backward -----------------------------------------------------------------------------------------------------
-
-    def obtain(self, record: Record, round_: int) -> tuple[torch.UntypedStorage, int, int]:
-        """The storage with a record's bytes, the byte of the original at which it begins, and the handle's next round.
-
-        Blocks until the bytes are there.
-
-        Args:
-            record: what to bring back.
-            round_: how often this handle was unpacked before, as `obtain` said.
-
-        Raises:
-            StorageReadError: the only copy could not be read back.
-            OffloaderClosedError: the copy went with ``abort()``, or belongs to the parent of a forked process.
-        """
-        core = self.core
-        mover = self._movers[record.kind]
-        core.warn()
-        with core.lock:
-            self._drain()
-            mover.notice_resized()
-            mover.pump()
-            if core.accounts.recomputed_bytes:
-                core.accounts.recomputed(0)  # backward is done with the block that it recomputed last
-            self._prefetch.walk(record, round_)
-            first = record.state
-            near = record.near
-            since_s = now()
-            if not near and not record.counted:
-                mover.make_room(record.nbytes)
-            storage = self._fetch_now(record, mover)
-            if not near:
-                self._count_wait(record, since_s, first)
-            self.recorder.needed(record)
-            begin = record.data_begin
-            if round_ <= record.round:
-                record.waiting -= 1
-            else:  # a second unpack of this handle: everybody may ask again
-                record.round = round_
-                record.waiting = record.handles - 1
-            if record.tape is not None:
-                self._prefetch.during_backward(record.tape)
-            if record.waiting <= 0:
-                mover.settle(record)
-            return storage, begin, record.round + 1
-
-    def _fetch_now(self, record: Record, mover: Mover) -> torch.UntypedStorage:
-        record.error = None  # a prefetch that failed is tried once more
-        while True:
-            if not record.near and (self.core.inert or self.forked):
-                where = "in a forked process" if self.forked else "after abort()"
-                raise OffloaderClosedError(f"a saved tensor of {record.nbytes} bytes was asked for {where}")
-            mover.bring(record, urgent=True)
-            storage = mover.ready(record)
-            if storage is not None:
-                return storage
-            self.core.changed.wait()
-            if record.error is not None:
-                error, record.error = record.error, None
-                # A copy: the engine's own is in a cycle with the engine's frames, which would hold the handle as well.
-                raise copy.copy(error) from error
-
-    def _count_wait(self, record: Record, since_s: float, first: State) -> None:
-        if first in (State.FETCHING, State.SPILLED):
-            self.core.accounts.unpack_wait_s += now() - since_s
-            self.core.event(EventKind.UNPACK_WAIT, record, since_s=since_s)
-            self._prefetch.window.waited()
 
     # -- the end of a handle ------------------------------------------------------------------------------------------
 
@@ -310,7 +246,8 @@ class Storer:
 
     def _release(self, record: Record) -> None:
         self._movers[record.kind].release(record)
-        self.recorder.died(record)
+        if self.recorder.active:
+            self.recorder.died(record)
         if record.identity is not None:
             self._identities.remove(record.identity, record)
         tape = record.tape
@@ -318,7 +255,8 @@ class Storer:
             tape.forget(record.index)
             self._prefetch.learn(tape)
         self.core.accounts.died(record.nbytes)
-        self.core.event(EventKind.RELEASE, record)
+        if self.core.sink is not None:
+            self.core.event(EventKind.RELEASE, record)
         self.core.changed.notify_all()
 
     # -- life ---------------------------------------------------------------------------------------------------------

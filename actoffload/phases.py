@@ -99,10 +99,11 @@ class Phases(Generic[F]):
     def expected_bytes(self, forward: F) -> int:
         """What a forward that runs will have saved at its end, judged by the step before; 0 when nothing is known."""
         number = self._numbers.get(id(forward))
+        known = None if number is None else self._past_bytes.get(number)
+        if known is not None:
+            return known
         last = next(reversed(self._bytes.values()), None)
-        if number is None or number not in self._past_bytes:
-            return last if last is not None else next(reversed(self._past_bytes.values()), 0)
-        return self._past_bytes[number]
+        return last if last is not None else next(reversed(self._past_bytes.values()), 0)
 
     def _begin(self, phase: Phase) -> Hint | None:
         place = len(self._now)

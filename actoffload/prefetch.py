@@ -48,7 +48,8 @@ class Prefetch:
 
     def during_backward(self, tape: Tape[Record]) -> None:
         """Fill the window along the tape that backward walks, and what is left of it along the next backward's."""
-        tape.fetch_ahead(self._ahead(tape), self._bring)
+        if not tape.exhausted:
+            tape.fetch_ahead(self._ahead(tape), self._bring)
         if tape.exhausted:
             self._fetch_next(tape, tape.left_bytes)
 
@@ -94,7 +95,9 @@ class Prefetch:
         tape.fetch_ahead(nbytes, self._bring)
 
     def _bring(self, record: Record, early: bool) -> int | None:
-        near = record.near
+        near = record.data is not None
+        if near and record.stays and self._core.device_budget is None:
+            return 0  # it takes nothing and gives nothing
         if early and not near:
             return None
         # What is still on its way out takes no more memory when it stays, but the room that it would have given.

@@ -80,6 +80,7 @@ class Record:
         "round",
         "slot",
         "state",
+        "stays",
         "tape",
         "tier",
         "transfer",
@@ -108,6 +109,7 @@ class Record:
         self.tape: Tape[Record] | None = None
         self.index = -1
         self.module: str | None = None
+        self.stays = False  # it was decided that it never leaves
         self.tier = ""  # where a plan sends it: "host", "nvme", or "" for the mover's choice
         self.counted = False  # in the meter of resident bytes
         self.wanted = False  # backward is about to need it

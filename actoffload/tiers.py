@@ -6,11 +6,9 @@ arrive on engine threads and take the lock themselves.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import Any, cast
 
 import torch
 
@@ -20,7 +18,7 @@ from .errors import StateError, StorageError
 from .events import EventKind, EventSink, TraceEvent, now
 from .extent_io import Transfer
 from .identity import StorageRef
-from .locks import DrainingLock
+from .locks import Changed, DrainingLock
 from .policy import KeepReason
 from .record import Record, State
 from .spool import Spool
@@ -38,7 +36,7 @@ class Core:
         self.config = config
         self.sink = sink
         self.lock = DrainingLock()
-        self.changed = threading.Condition(cast(Any, self.lock))
+        self.changed = Changed(self.lock)
         self.accounts = Accounts()
         self.pending_bytes = 0
         """Bytes of writes that were begun and have not ended."""
@@ -54,7 +52,8 @@ class Core:
         self.advice: dict[str, str] = {}
         """What was said once about how the library is used, by its key."""
         self._warned: set[str] = set()
-        self._to_warn: deque[str] = deque()
+        self.to_warn: deque[str] = deque()
+        """What `warn` has not said yet."""
 
     def has_room_ahead(self, nbytes: int) -> bool:
         """Whether ``nbytes`` that backward does not need yet fit the budget, beside what it may need at once."""
@@ -68,9 +67,9 @@ class Core:
         """A new lock: the old one may have been held when the process forked."""
         self.inert = True
         self.sink = None
-        self._to_warn.clear()
+        self.to_warn.clear()
         self.lock = DrainingLock(self.lock.after_release, self.lock.noted)
-        self.changed = threading.Condition(cast(Any, self.lock))
+        self.changed = Changed(self.lock)
 
     def event(self, kind: EventKind, record: Record, detail: str = "", since_s: float | None = None) -> None:
         """Report to the sink, if there is one."""
@@ -94,7 +93,7 @@ class Core:
         self.event(EventKind.DEGRADED, record, reason)
         if reason not in self._warned:
             self._warned.add(reason)
-            self._to_warn.append(
+            self.to_warn.append(
                 f"actoffload: {reason}: {error}. The tensor stays in memory and the step goes on; "
                 "Statistics.degraded counts such tensors"
             )
@@ -103,12 +102,12 @@ class Core:
         """Have `warn` say something once for each ``key``; the report repeats it."""
         if key not in self.advice:
             self.advice[key] = text
-            self._to_warn.append(f"actoffload: {text}")
+            self.to_warn.append(f"actoffload: {text}")
 
     def warn(self) -> None:
         """Say what went wrong, on a thread of the user's and without the lock: a filter may turn it into an error."""
-        while self._to_warn:
-            warnings.warn(self._to_warn.popleft(), RuntimeWarning, stacklevel=2)
+        while self.to_warn:
+            warnings.warn(self.to_warn.popleft(), RuntimeWarning, stacklevel=2)
 
 
 def _elsewhere(record: Record) -> bool:
@@ -295,6 +294,8 @@ class Mover(ABC):
     def notice_resized(self) -> None:
         """Look for such storages on every occasion: one that is filled again at its old address shows nothing later."""
         turn = self._in_place  # with many under way each is seen every few saves
+        if not turn:
+            return
         for _ in range(min(LOOK_AT, len(turn))):
             record = turn.popleft()
             data, state = record.data, record.state

@@ -310,8 +310,9 @@ class QueuedEngine(StorageEngine):
         return self._reads if request.kind is IoKind.READ else self._writes
 
     def _notify(self) -> None:
-        """Tells one worker that there is work. The lock is held."""
-        self._wake.notify()
+        """Tells one worker that there is work, unless all are at work and look for more. The lock is held."""
+        if self._idle_workers:
+            self._wake.notify()
 
     def _notify_all(self) -> None:
         """Tells every worker that the engine closes. The lock is held."""

@@ -22,6 +22,8 @@ HOST_SHARE = 0.75
 
 WIDE = 8
 """Under a budget, planners let backward read so many times the profile's window ahead."""
+ROUNDING = 1e-9
+"""A walk is given up only where the step is longer than it may be by more than this share."""
 CUTS = 256
 """A cut through a long list of items is found to within one part of so many."""
 FLOOR_TRIES = 12
@@ -169,7 +171,7 @@ class Bench:
         key = (choice, window, None)
         seen = self._known.get(key)
         if seen is None:
-            delay_s = most_s - self.workload.profile.step_s
+            delay_s = most_s - self.workload.profile.step_s + ROUNDING * most_s  # what counts is the sum, below
             limits = {"most_bytes": most_bytes, "most_delay_s": delay_s}
             seen = run_within(self.workload, choice, self.conditions, window=window, **limits)
             cut_short = seen is None and self.limits.device_budget is not None  # most often still in forward
@@ -238,16 +240,16 @@ class Bench:
         """How many items of ``order`` should leave: as few as the budget demands, or as many as cost no time.
 
         Args:
-            order: the items in the order in which they should leave; of more than 512 the count is within one 256th.
+            order: the items in the order in which they should leave.
             recompute: the groups that are recomputed.
             tries: how often to halve what is open.
-            within: counts between which the answer is expected.
+            within: counts between which the answer is expected. It is found to within one 256th of what they enclose.
 
         Returns:
             The count and the choice. Where no count fits, the one that comes nearest.
         """
         few, many = (0, len(order)) if within is None else within
-        close = max(1, len(order) // CUTS)
+        close = max(1, (many - few) // CUTS)
         want_few = self.limits.device_budget is not None
         good = few if want_few else many
         if self.fits(self.offload(order[:good], recompute)):

@@ -26,7 +26,7 @@ FLOORS = {
     3: "spool arena extent_io transfer",
     4: "record tiers *_tier",
     5: "agreement announcement assembly autopilot explanation handles marks placement prefetch recompute_meter "
-    "recorder offloader strictness",
+    "recorder backward offloader strictness",
     6: "hooks selective api",
     7: "__init__ cli cli.* report report.* testing testing.* integrations integrations.*",
 }

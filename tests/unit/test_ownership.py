@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from actoffload import Offloader
-from actoffload.handles import Handle, KeptActivation
+from actoffload.handles import Handle, KeptActivation, Stayed
 from actoffload.testing.faults import GateEngine
 from tests.harness import (
     WAIT_S,
@@ -112,7 +112,7 @@ def test_what_was_read_back_returns_too(make_offloader: MakeOffloader) -> None:
 def handle_counts(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How many handles were made and how many have died."""
     counts = {"made": 0, "died": 0}
-    for kind in (Handle, KeptActivation):
+    for kind in (Handle, Stayed, KeptActivation):
         made, died = kind.__init__, kind.__del__
 
         def count_made(self: Any, *args: Any, _made: Any = made) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import pickle
-import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 import actoffload
 from actoffload import OffloadConfig, Offloader, Plan
 from actoffload.errors import NothingOffloadedError
-from actoffload.locks import DrainingLock
+from actoffload.locks import Changed, DrainingLock
 from actoffload.planners.base import Limits
 from actoffload.profile import Profile
 from actoffload.recorder import MOST_STORAGES
@@ -180,7 +179,7 @@ def test_an_error_on_the_way_into_a_wait_leaves_the_lock_as_it_should_be() -> No
 
     owner = _Owner()
     lock = DrainingLock()
-    condition = threading.Condition(lock)  # type: ignore[arg-type]
+    condition = Changed(lock)
     lock.noted.append("some work")
     lock.after_release = weakref.WeakMethod(owner.after)
     condition.acquire()
