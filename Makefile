@@ -15,7 +15,7 @@ PIP_ARGS ?=
 DEMO_ARGS ?=
 # Each file stays with one worker: fixtures that launch processes, and compiled models, are made once. The order of the
 # files stays too, so that the short ones of tests/unit come last and both workers end together.
-PYTEST_ARGS ?= -n auto --dist loadscope --no-loadscope-reorder
+PYTEST_ARGS ?= -n auto --dist loadscope --no-loadscope-reorder --durations=30
 GPU_ARGS ?=
 
 BIN := $(VENV)/bin

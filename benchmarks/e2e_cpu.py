@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from benchmarks import harness
@@ -70,9 +71,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return found
 
     payload = harness.head("e2e_cpu", arguments, {"cases": chosen, **common, "path": None}, threads=THREADS)
-    samples = harness.interleave([f"{case}/{mode}" for case in chosen for mode in MODES], options.rounds, measure)
-    payload["samples"] = samples
     target = harness.results_folder(keep=not options.tiny) / f"e2e_cpu_{harness.stamp()}.json"
+    names = [f"{case}/{mode}" for case in chosen for mode in MODES]
+    samples = harness.interleave(names, options.rounds, measure, partial(harness.keep_samples, target, payload))
     failed = harness.failures(samples)
     if failed:
         print(f"failed: {', '.join(failed)}")

@@ -47,12 +47,22 @@ class Bound:
         return asdict(self) | {"holds": self.holds}
 
 
-def interleave(modes: Sequence[str], rounds: int, measure: Callable[[str], Sample]) -> dict[str, list[Sample]]:
-    """Samples of every mode, taken in turns (A B A B), so that a drift of the machine falls on all alike."""
+def interleave(
+    modes: Sequence[str],
+    rounds: int,
+    measure: Callable[[str], Sample],
+    after_round: Callable[[dict[str, list[Sample]]], object] | None = None,
+) -> dict[str, list[Sample]]:
+    """Samples of every mode, taken in turns (A B A B), so that a drift of the machine falls on all alike.
+
+    ``after_round`` is given all samples so far: a run of an hour that is killed should leave what it has measured.
+    """
     samples: dict[str, list[Sample]] = {mode: [] for mode in modes}
     for _ in range(rounds):
         for mode in modes:
             samples[mode].append(measure(mode))
+        if after_round is not None:
+            after_round(samples)
     return samples
 
 
@@ -92,6 +102,12 @@ def results_folder(*, keep: bool = True) -> Path:
 def write_results(path: Path, payload: dict[str, Any]) -> None:
     """Write ``payload`` as JSON in one step, so that a run that is killed leaves the last whole file."""
     write_json(path, payload)
+
+
+def keep_samples(target: Path, payload: dict[str, Any], samples: dict[str, list[Sample]]) -> None:
+    """Take the samples into ``payload`` and write it: after each round, what there is."""
+    payload["samples"] = samples
+    write_results(target, payload)
 
 
 def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

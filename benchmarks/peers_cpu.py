@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from benchmarks import e2e_cpu, harness
@@ -40,11 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return found
 
     payload = harness.head("peers_cpu", arguments, common | {"path": None}, threads=e2e_cpu.THREADS)
-    samples = harness.interleave(NAMES, options.rounds, measure)
-    payload["samples"] = samples
-    failed = harness.failures(samples)
     target = harness.results_folder(keep=not options.tiny) / f"peers_cpu_{harness.stamp()}.json"
-    harness.write_results(target, payload)
+    samples = harness.interleave(NAMES, options.rounds, measure, partial(harness.keep_samples, target, payload))
+    failed = harness.failures(samples)
     if "keep" in failed:
         print("failed: keep")
         return 1
