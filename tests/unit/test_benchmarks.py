@@ -220,6 +220,9 @@ def test_uring_is_compared_with_posix_while_python_runs() -> None:
 @pytest.mark.parametrize("kind", sorted(micro_hooks.KINDS))
 def test_each_kind_of_tensor_does_what_it_is_called(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(
+        "benchmarks.micro_hooks.gc.collect", lambda: 0
+    )  # slow among all that the other tests have loaded
     spec = {"kind": kind, "tensors": 5, "chains": 2, "pairs": 1, "path": str(tmp_path), "nbytes": 4096}
     sample = micro_hooks.measure(spec)
     assert "error" not in sample, sample
