@@ -175,7 +175,7 @@ class ArenaSet:
         """
         remaining = self.round_up(nbytes)
         pieces = -(-remaining // self.stripe_bytes)
-        wanted = remaining if pieces == 1 else self.round_up(-(-remaining // pieces))
+        wanted = self.round_up(-(-remaining // pieces))
         segments: list[Segment] = []
         while remaining:
             wanted = min(wanted, remaining)

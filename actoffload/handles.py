@@ -115,8 +115,13 @@ class Kept:
         """
         alias = self.alias
         if alias._version != self.version:
-            check_version(alias._version, self.version, alias.dtype, alias.shape, None)
+            check_version(alias._version, self.version, alias.dtype, alias.shape, self.module)
         return alias
+
+    @property
+    def module(self) -> str | None:
+        """The name of the module that it was saved in, if that is known."""
+        return None
 
 
 class Stayed(Kept):
@@ -137,11 +142,14 @@ class Stayed(Kept):
         Raises:
             SavedTensorModifiedError: it was changed in place.
         """
-        alias = self.alias
-        if alias._version != self.version:
-            check_version(alias._version, self.version, alias.dtype, alias.shape, self.record.module)
+        alias = super().unpack()
         self.round = self.owner.passed(self.record, self.round)
         return alias.detach()  # not the alias itself: whoever is given it may swap its `.data`, and ask again
+
+    @property
+    def module(self) -> str | None:
+        """The name of the module that it was saved in, if that is known."""
+        return self.record.module
 
     def __del__(self) -> None:
         self.owner.drop(self.record, self.round)

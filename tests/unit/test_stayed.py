@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from actoffload import Offloader, Plan
+from actoffload import OffloadConfig, Offloader, Plan
 from actoffload.errors import SavedTensorModifiedError
 from actoffload.handles import Handle, Stayed
 from actoffload.identity import StorageRef
 from actoffload.planner import PlanEntry
 from actoffload.record import State
+from actoffload.testing.fakedevice import Adversary, FakeDevice
 from tests.harness import MakeOffloader, assert_empty, no_garbage_collection, same_bits
 
 COUNT = 8
@@ -164,6 +165,32 @@ def test_what_moved_is_fetched_while_backward_passes_what_stayed(make_offloader:
     away = [number for number, state in states.items() if state is State.SPILLED]
     assert away, "it was away as backward began"
     assert min(away) >= 2, f"nobody looked ahead: still away at {sorted(away)}"
+
+
+@pytest.mark.parametrize("adversary", ["lazy", "eager", "random"])
+def test_staying_and_moving_side_by_side_on_a_device(adversary: Adversary) -> None:
+    """No copy touches what stays, nor memory that has a new owner."""
+    x = _input()
+    (expected,) = torch.autograd.grad(_sines(x).sum(), x)
+    device = FakeDevice(adversary, seed=0)
+    config = OffloadConfig(target="host", min_bytes=0, policy=_plan(0, 2, 5), debug=True)
+    offloader = Offloader(config, accelerator=device)
+    try:
+        for _ in range(3):
+            with device:
+                with offloader:
+                    out = _sines(x)
+                (gradient,) = torch.autograd.grad(out.sum(), x)
+            del out
+            assert same_bits(gradient, expected)
+        device.finish()
+        assert not device.violations
+        statistics = offloader.statistics()
+        assert statistics.kept_bytes == {"policy": 3 * 5 * BYTES}
+        assert statistics.host_written_bytes > 0
+        assert statistics.live_records == 0
+    finally:
+        offloader.close()
 
 
 def test_the_order_is_learned_of_what_stays_as_well(make_offloader: MakeOffloader) -> None:
