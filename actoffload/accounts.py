@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
+from . import native_hooks
 from .statistics import Statistics
 
 MANY_NOTES = 4096
@@ -72,6 +73,13 @@ class Accounts:
 
     def settle(self) -> None:
         """Work off what was noted."""
+        native = native_hooks.loaded()
+        if native is not None:
+            native.settle(self)
+        else:
+            self._settle()
+
+    def _settle(self) -> None:
         notes, by_reason = self.notes, self.kept_bytes
         saved = saved_peak = self.baseline_bytes
         held = held_peak = self.resident_bytes

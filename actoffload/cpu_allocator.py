@@ -8,34 +8,25 @@ cannot be built or should not be used, a reason says why.
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
-import platform
 import resource
-import shutil
-import stat
-import subprocess
 import sys
-import tempfile
 import threading
 from pathlib import Path
 
 import psutil
 import torch
 
-SOURCE = Path(__file__).parent / "native" / "cpu_allocator.cpp"
+from . import native_build
+from .native_build import Refused, discard, told
+
+SOURCE = native_build.FOLDER / "cpu_allocator.cpp"
 SMALLEST_BYTES = 256 << 10
 """Smaller tensors stay with PyTorch's allocator."""
 IDLE_EPOCHS = 16
 """Memory that no tensor was in for so many forwards goes back to the system; a step may have several forwards."""
-COMPILE_S = 120
-_TEMPORARY = "actoffload-"
 _PRELOADED = ("jemalloc", "tcmalloc", "mimalloc")
 _INSTALL_ERRORS = {1: "another allocator than PyTorch's own is in use", 2: "no addresses could be reserved"}
-
-
-class Refused(Exception):
-    """Why the allocator is not used here."""
 
 
 class _Process:
@@ -54,7 +45,7 @@ def install() -> str:
             try:
                 _Process.library = _install()
             except Exception as error:  # training does not end because memory could not be tuned
-                _Process.reason = _told(error)
+                _Process.reason = told(error)
         return _Process.reason or ""
 
 
@@ -62,9 +53,9 @@ def refusal() -> str:
     """Why `install` would not use it here, or ""; builds it and does not install it."""
     try:
         _check_process()
-        _discard(build())
+        discard(build())
     except Exception as error:
-        return _told(error)
+        return told(error)
     return ""
 
 
@@ -116,26 +107,15 @@ def build() -> Path:
     Raises:
         Refused: there is no compiler, or it failed.
     """
-    compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        raise Refused("there is no C++ compiler (c++, g++, clang++ or CXX)")
-    key = hashlib.sha256(SOURCE.read_bytes())
-    for text in (torch.__version__, torch.version.git_version or "", _torch_folder(), compiler):
-        key.update(b"\0" + text.encode())
-    folder = _cache_folder()
-    library = folder / f"cpu_allocator-{platform.machine()}-{key.hexdigest()[:20]}.so"
-    if not library.exists():
-        _compile(compiler, library)
-    return library
+    root = Path(_torch_folder())
+    options = [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-I{root / 'include'}"]
+    options += [f"-L{root / 'lib'}", "-lc10", "-pthread"]
+    return native_build.build(SOURCE, options, [torch.__version__, torch.version.git_version or ""])
 
 
 def _keep(keep: bool) -> None:
     if _Process.library is not None:
         _Process.library.actoffload_keep(ctypes.c_int(keep))
-
-
-def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
 
 
 def _after_fork_in_child() -> None:
@@ -187,73 +167,11 @@ def _load() -> ctypes.CDLL:
         except OSError as error:
             raise Refused(f"the compiled library could not be loaded: {error}") from error
     finally:
-        _discard(path)
-
-
-def _discard(library: Path) -> None:
-    """Remove a library that lies in no cache; what is loaded of it stays."""
-    if library.parent.name.startswith(_TEMPORARY):
-        shutil.rmtree(library.parent, ignore_errors=True)
-
-
-def _compile(compiler: str, library: Path) -> None:
-    root = Path(_torch_folder())
-    unfinished = library.with_name(f"{library.name}.{os.getpid()}.{threading.get_ident()}")
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    said = ""
-    try:
-        for standard in ("c++20", "c++17"):  # what PyTorch's headers need depends on its release
-            command = [compiler, f"-std={standard}", "-O2", "-fPIC", "-shared", abi, f"-I{root / 'include'}"]
-            command += [str(SOURCE), "-o", str(unfinished), f"-L{root / 'lib'}", "-lc10", "-pthread"]
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=COMPILE_S,
-                check=False,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "LC_ALL": "C"},
-            )
-            if done.returncode == 0:
-                unfinished.replace(library)  # at once: other processes may look for it now
-                return
-            said = said or next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise Refused(f"the C++ compiler failed: {error}") from error
-    finally:
-        unfinished.unlink(missing_ok=True)
-    raise Refused(f"the C++ compiler failed: {said.strip()}")
+        discard(path)
 
 
 def _torch_folder() -> str:
     return str(Path(torch.__file__).parent)
-
-
-def _cache_folder() -> Path:
-    """A directory that only this user can write to: a library in it is loaded into the process."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    try:
-        if base.is_absolute():
-            (base / "actoffload").mkdir(parents=True, exist_ok=True, mode=0o700)
-            folder = (base / "actoffload").resolve()
-            if all(map(_is_private, (folder, folder.parent))) and os.access(folder, os.W_OK | os.X_OK):
-                return folder
-    except OSError:
-        pass
-    return _temporary_folder()
-
-
-def _is_private(folder: Path) -> bool:
-    found = folder.stat()
-    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _temporary_folder() -> Path:
-    try:
-        return Path(tempfile.mkdtemp(prefix=_TEMPORARY))
-    except OSError as error:
-        raise Refused(f"no directory for the compiled library could be made: {error}") from error
 
 
 def _overcommit() -> int:

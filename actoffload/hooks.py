@@ -1,4 +1,4 @@
-"""Pack and unpack: the only file that knows ``torch.autograd.graph.saved_tensors_hooks``."""
+"""The contexts: the only file that knows ``torch.autograd.graph.saved_tensors_hooks``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .agreement import agree
 from .announcement import Announcement
@@ -24,36 +23,31 @@ from .config import OffloadConfig
 from .device import Accelerator
 from .errors import ConfigError, OffloaderClosedError
 from .explanation import explain
-from .handles import Handle, Kept, KeptActivation, Stayed, Wrapped
-from .identity import PLAIN_TYPES, Counter, byte_span, is_parameter, own_counter
-from .marks import MARKED, REGIONS
-from .offloader import Storer
+from .packing import Packer
 from .phases import Direction, Hint, check_phase
-from .policy import KeepReason
 from .profile import Profile
 from .recompute_meter import RecomputeMeter
 from .record import Record
 from .schedule import Tape
-from .scopes import ModelInputs, ModuleScopes, untraced, untraced_hook
+from .scopes import ModelInputs, untraced
 from .strictness import Before
 
 RELEARN_EVERY = 100
 """Without ``model=``, the live modules are looked through at the first entries and then every so many."""
 
 _offloaders: weakref.WeakSet[Offloader] = weakref.WeakSet()
-_NOTES = {"parameter": KeepReason.PARAMETER, "buffer": KeepReason.BUFFER, "input": KeepReason.INPUT}
 
 
 class _Entry:
     """One entry of a context in one thread."""
 
     def __init__(self, offloader: Offloader) -> None:
-        self.hooks = saved_tensors_hooks(offloader._pack, _unpack)
+        self.hooks = saved_tensors_hooks(*offloader._hooks())
         self.tape: Tape[Record] = Tape()
         self.before = Before(offloader.core.accounts)
 
 
-class Offloader(Storer):
+class Offloader(Packer):
     """The long-lived object: ``with offloader:`` around each forward, ``close()`` at the end.
 
     Backward may run inside or outside the context. Contexts may be entered by several threads and nested.
@@ -70,7 +64,6 @@ class Offloader(Storer):
     def __init__(self, config: OffloadConfig, *, accelerator: Accelerator | None = None) -> None:
         super().__init__(config, accelerator)
         self._entries = threading.local()
-        self._scopes = ModuleScopes()
         self._inputs = ModelInputs(self.notes)
         self._needs_names = bool(config.include or config.exclude) or not isinstance(config.policy, str)
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -227,83 +220,7 @@ class Offloader(Storer):
             self.learn(None)
         self.owners.note_storages(self.notes)
 
-    # -- pack and unpack ----------------------------------------------------------------------------------------------
-
-    @untraced_hook
-    def _pack(self, tensor: Tensor, counters: tuple[Counter, ...] = ()) -> Any:
-        if type(tensor) not in PLAIN_TYPES:
-            return self._pack_subclass(tensor, counters)
-        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
-            return self._keep(tensor, KeepReason.LAYOUT, 0)
-        storage = tensor.untyped_storage()
-        nbytes, storage_bytes = tensor.nbytes, storage.nbytes()
-        reason = self._why_static(tensor, storage)
-        if reason is not None:
-            return self._keep(tensor, reason, min(nbytes, storage_bytes))
-        if nbytes == storage_bytes and tensor.is_contiguous():
-            begin, end = 0, nbytes
-        else:
-            begin, end = byte_span(tensor, storage_bytes) if nbytes else (0, 0)
-        reason = self.why_unfit("cpu" if tensor.is_cpu else tensor.device.type, end - begin)
-        if reason is not None:
-            return self._keep(tensor, reason, end - begin)
-        counters = counters or own_counter(tensor)
-        alias = tensor.detach()
-        conj, neg = alias.is_conj(), alias.is_neg()
-        if conj:
-            alias = alias.conj()
-        if neg:
-            alias = alias._neg_view()
-        tape = self._tape()
-        record = self.admit(alias, (begin, end), storage, tape, self._scopes.current, counters)
-        if record.handles == 1 and tape.bursts.saved(torch._C._autograd._get_sequence_nr(), record.nbytes):
-            with self.core.lock:  # the node holds all that it saves until it has saved the last of it
-                self.core.accounts.at_once(tape.bursts.node_bytes)
-        if record.stays and not conj and not neg:
-            return Stayed(self, record, alias)
-        return Handle(self, record, alias, conj, neg)
-
-    def _why_static(self, tensor: Tensor, storage: torch.UntypedStorage) -> KeepReason | None:
-        number = storage._cdata
-        if is_parameter(tensor):
-            if number not in self.notes.by_number:
-                self.notes.add(tensor, "parameter")
-            return KeepReason.PARAMETER
-        note = self.notes.by_number.get(number)
-        if note is None and self.owners.awaits_gathering and self.owners.note_gathered(self.notes):
-            note = self.notes.by_number.get(number)
-        if note is not None:
-            return _NOTES[note[1]]
-        if number in MARKED.by_number:
-            return KeepReason.MARKED
-        if REGIONS.depth:
-            return KeepReason.REGION
-        if torch._C._current_graph_task_id() != -1:
-            return KeepReason.IN_BACKWARD  # a recompute: its own backward follows at once
-        return None
-
-    def _keep(self, tensor: Tensor, reason: KeepReason, nbytes: int) -> Kept:
-        static = reason is KeepReason.PARAMETER or reason is KeepReason.BUFFER or reason is KeepReason.INPUT
-        if static or not nbytes:
-            self.kept_static(reason, nbytes)
-            # A leaf itself, as autograd does: it makes no cycle, and its `.data` may be swapped.
-            return Kept(tensor if reason is KeepReason.PARAMETER and tensor.is_leaf else tensor.detach())
-        handle = KeptActivation(tensor.detach(), self, nbytes, reason._value_)
-        self.kept(handle, reason, tensor.device)
-        return handle
-
-    def _pack_subclass(self, tensor: Tensor, outer: tuple[Counter, ...]) -> Any:
-        if is_parameter(tensor):
-            self.notes.add(tensor, "parameter")
-            return self._keep(tensor, KeepReason.PARAMETER, 0)
-        counter = Wrapped.hollow(tensor) if is_traceable_wrapper_subclass(tensor) else None
-        if counter is not None:
-            counters = (*outer, counter)
-            return Wrapped(tensor, counter, lambda inner: self._pack(inner, counters))
-        return self._keep(tensor, KeepReason.SUBCLASS, 0)
-
     def _tape(self) -> Tape[Record]:
-        """The tape of the forward that runs in this thread: a new one when backward has walked the last one."""
         stack = self._stack()
         if not stack:  # hooks that PyTorch carried to one of its own threads
             stack.append(_Entry(self))
@@ -335,12 +252,6 @@ class Offloader(Storer):
             self._autopilot.recompute.undo()
         self._inputs.remove()
         super().close()
-
-
-@untraced_hook
-def _unpack(handle: Any) -> Tensor:
-    tensor: Tensor = handle.unpack()
-    return tensor
 
 
 def _close_later(tiers: Tiers) -> None:

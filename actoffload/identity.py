@@ -276,12 +276,9 @@ class ModuleOwners:
         self._managed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._sharded: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
         self._gathered: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
-
-    @property
-    def awaits_gathering(self) -> bool:
-        """Whether some sharded parameter was never seen gathered: see `note_gathered`."""
-        # Not its `len`, which is a Python function: this is asked for every saved tensor.
-        return bool(self._sharded.data)  # type: ignore[attr-defined]
+        # Not the dictionary itself, whose `len` is a Python function: this is asked for every saved tensor.
+        self.sharded: dict[Any, Any] = self._sharded.data  # type: ignore[attr-defined]
+        """The modules with a sharded parameter that was never seen gathered: see `note_gathered`."""
 
     def add(self, modules: Iterable[nn.Module]) -> int:
         """Remember the modules that own something directly; returns how many were new."""

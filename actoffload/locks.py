@@ -60,8 +60,10 @@ class DrainingLock:
         """Whether somebody holds it."""
         return self._lock.locked()
 
-    def __enter__(self) -> bool:
-        return self._lock.acquire()
+    @property
+    def __enter__(self) -> Callable[[], bool]:
+        # What `with` calls is in C: an interrupt in a frame of Python's, after the acquisition, would leave it locked.
+        return self._lock.__enter__
 
     def __exit__(self, *exc: object) -> None:
         self.release()

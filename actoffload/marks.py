@@ -23,6 +23,8 @@ class _Regions(threading.local):
 
 
 REGIONS = _Regions()
+OPEN_REGIONS: list[None] = []
+"""As many as all threads are in: changed by one operation on a list each, which no other thread can split."""
 
 
 class no_offload:
@@ -34,11 +36,13 @@ class no_offload:
 
     @untraced
     def __enter__(self) -> None:
+        OPEN_REGIONS.append(None)
         REGIONS.depth += 1
 
     @untraced
     def __exit__(self, *exc: object) -> None:
         REGIONS.depth -= 1
+        OPEN_REGIONS.pop()
 
     def __call__(self, function: Any) -> Any:
         """Wrap a function so that it runs inside the region."""

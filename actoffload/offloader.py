@@ -176,8 +176,12 @@ class Storer(Backward):
         notes = self.core.accounts.notes
         notes.append((reason._value_, nbytes, False))
         if len(notes) >= MANY_NOTES:
-            with self.core.lock:
-                self._drain()
+            self.settle_notes()
+
+    def settle_notes(self) -> None:
+        """Count what has been noted since it was last done."""
+        with self.core.lock:
+            self._drain()
 
     def kept(self, handle: KeptActivation, reason: KeepReason, device: torch.device) -> None:
         """An activation stays without a record, and its handle has noted it: make room for it, and record it."""

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .. import cpu_allocator
+from .. import cpu_allocator, native_hooks
 from ..config import default_path, format_size
 from ..errors import ActOffloadError
 from ..spool import Extent, Spool
@@ -30,6 +30,7 @@ def examine(paths: Sequence[str] | None) -> dict[str, Any]:
         "device": probes.device(),
         "memory": probes.memory(),
         "cpu_allocator": _cpu_allocator(),
+        "native_hooks": _native_hooks(),
         "io_uring": probes.io_uring(),
         "gds": probes.gpu_direct_storage(),
         "paths": [examine_path(path) for path in paths or [default_path()]],
@@ -39,6 +40,11 @@ def examine(paths: Sequence[str] | None) -> dict[str, Any]:
 def _cpu_allocator() -> dict[str, Any]:
     refused = cpu_allocator.refusal()
     return {"available": not refused, "reason": refused or "memory of large CPU tensors is kept and used again"}
+
+
+def _native_hooks() -> dict[str, Any]:
+    refused = native_hooks.refusal()
+    return {"available": not refused, "reason": refused or "what stays is packed in C"}
 
 
 def healthy(findings: dict[str, Any]) -> bool:
@@ -127,7 +133,13 @@ def _machine_rows(findings: dict[str, Any]) -> list[tuple[str, str]]:
         ("memlock limit", _limit(memory["memlock_limit_bytes"])),
         ("cgroup limit", _limit(memory["cgroup_limit_bytes"])),
     ]
-    for key, name in (("cpu_allocator", "CPU allocator"), ("io_uring", "io_uring"), ("gds", "GPUDirect Storage")):
+    names = {
+        "cpu_allocator": "CPU allocator",
+        "native_hooks": "hooks in C",
+        "io_uring": "io_uring",
+        "gds": "GPUDirect Storage",
+    }
+    for key, name in names.items():
         rows.append((name, f"{'yes' if findings[key]['available'] else 'no'}: {findings[key]['reason']}"))
     return rows
 

@@ -52,7 +52,7 @@ class AiofilesEngine(QueuedEngine):
         super().close()
         if not self._released.acquire(blocking=False):
             return
-        with self._wake:  # against a second close(), which may be about to wake the loop
+        with self._mutex:  # against a second close(), which may be about to wake the loop
             self._loop.close()
         self._executor.shutdown()
         for raw in self._raw:
@@ -77,7 +77,7 @@ class AiofilesEngine(QueuedEngine):
     def _pump(self) -> None:
         """Starts a task for each request that finds an idle handle; in the loop's thread."""
         while self._idle:
-            with self._wake:
+            with self._mutex:
                 request = self._pop()
                 finished = request is None and self._closing
             if request is None:

@@ -137,7 +137,10 @@ class QueuedEngine(StorageEngine):
         self._capabilities = capabilities
         self._reads: deque[IoRequest] = deque()
         self._writes: deque[IoRequest] = deque()
-        self._wake = threading.Condition(threading.Lock())
+        self._mutex = (
+            threading.Lock()
+        )  # taken itself, in C: an interrupt inside `Condition.__enter__` would leave it locked
+        self._wake = threading.Condition(self._mutex)
         self._closing = False
         self._idle_workers = 0  # workers that wait, or are about to take what they were woken for; under the lock
         self._counter_lock = threading.Lock()
@@ -175,7 +178,7 @@ class QueuedEngine(StorageEngine):
 
     def submit(self, request: IoRequest) -> None:
         """See ``StorageEngine``."""
-        with self._wake:
+        with self._mutex:
             if self._closing:
                 raise OffloaderClosedError("the storage engine is closed")
             self._queue(request).append(request)
@@ -183,7 +186,7 @@ class QueuedEngine(StorageEngine):
 
     def promote(self, request: IoRequest) -> None:
         """See ``StorageEngine``; searches the queue."""
-        with self._wake:
+        with self._mutex:
             queue = self._queue(request)
             try:
                 queue.remove(request)
@@ -195,7 +198,7 @@ class QueuedEngine(StorageEngine):
         """See ``StorageEngine``."""
         if threading.current_thread() in self._threads:
             raise StateError("an engine cannot be closed from its own thread (from before() or on_done())")
-        with self._wake:
+        with self._mutex:
             self._closing = True
             self._notify_all()
         for thread in self._threads:
@@ -203,7 +206,7 @@ class QueuedEngine(StorageEngine):
 
     def abort(self) -> None:
         """See ``StorageEngine``."""
-        with self._wake:
+        with self._mutex:
             self._closing = True
             queued = [*self._reads, *self._writes]
             self._reads.clear()
@@ -229,7 +232,7 @@ class QueuedEngine(StorageEngine):
 
     def _next(self) -> list[IoRequest]:
         """Waits for a request and starts it, with those that are to go along; empty: closed and nothing is left."""
-        with self._wake:
+        with self._mutex:
             while (request := self._pop()) is None:
                 if self._closing:
                     return []

@@ -82,7 +82,7 @@ class UringEngine(QueuedEngine):
     def close(self) -> None:
         """See ``StorageEngine``."""
         super().close()
-        with self._wake:  # against a second close(), which may be about to ring
+        with self._mutex:  # against a second close(), which may be about to ring
             bell, self._bell = self._bell, -1
         if bell >= 0:
             self._ring.close()
@@ -126,7 +126,7 @@ class UringEngine(QueuedEngine):
 
     def _start_some(self) -> bool:
         """Gives the kernel what there is room for; False: closed and nothing is left."""
-        with self._wake:
+        with self._mutex:
             launch = list(self._prepared)
             self._prepared.clear()
             while (request := self._pop()) is not None:
@@ -201,7 +201,7 @@ class UringEngine(QueuedEngine):
         time.sleep(_BROKEN_PAUSE_S)
 
     def _finish(self, request: IoRequest, error: BaseException | None) -> None:
-        with self._wake:
+        with self._mutex:
             self._started -= 1
             self._started_bytes[request.kind] -= request.length
             self._notify()
@@ -217,7 +217,7 @@ class UringEngine(QueuedEngine):
                     request.before()
             except BaseException as exc:
                 error = exc
-            with self._wake:
+            with self._mutex:
                 self._waiting -= 1
                 self._waiting_bytes -= request.length
                 if error is None:
@@ -228,7 +228,7 @@ class UringEngine(QueuedEngine):
             del request, error  # an idle thread must not keep them alive
 
     def _next_to_prepare(self) -> IoRequest | None:
-        with self._wake:
+        with self._mutex:
             while not self._to_prepare:
                 if self._finished:
                     return None

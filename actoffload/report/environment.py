@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from .. import native_hooks
 from ..version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +57,7 @@ def describe_environment(root: Path = ROOT) -> dict[str, Any]:
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
         "actoffload": __version__,
+        "native_hooks": native_hooks.refusal() or "yes",
         "commit": commit_of(root),
         "gpu": None,
     }

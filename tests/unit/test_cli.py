@@ -65,7 +65,7 @@ def test_doctor_prints_json_and_nothing_else(tmp_path: Path) -> None:
     result = run("doctor", "--json", "--path", str(tmp_path))
     assert result.returncode == 0, result.stderr
     findings = json.loads(result.stdout)
-    assert set(findings) == {"device", "memory", "cpu_allocator", "io_uring", "gds", "paths"}
+    assert set(findings) == {"device", "memory", "cpu_allocator", "native_hooks", "io_uring", "gds", "paths"}
     assert findings["paths"][0]["path"] == str(tmp_path)
     assert findings["paths"][0]["engine_reason"]
 

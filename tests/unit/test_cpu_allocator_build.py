@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from actoffload import OffloadConfig, Offloader, cpu_allocator
-from actoffload.cpu_allocator import Refused
+from actoffload import OffloadConfig, Offloader, cpu_allocator, native_build
 from actoffload.errors import ActOffloadError
+from actoffload.native_build import Refused
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(
@@ -64,6 +64,7 @@ def test_a_cache_that_others_can_write_to_is_not_trusted(fresh: Path) -> None:
         ("platform", "only on Linux"),
         ("library", "could not be loaded"),
         ("locked", "locks its memory"),
+        ("switch", "ACTOFFLOAD_NATIVE=0 is set"),
     ],
 )
 def test_where_it_cannot_be_used_the_reason_is_said(
@@ -82,6 +83,8 @@ def test_where_it_cannot_be_used_the_reason_is_said(
         monkeypatch.setattr(resource, "getrlimit", lambda which: (1 << 40 if which == limited else -1, -1))
     elif why == "overcommit":
         monkeypatch.setattr(cpu_allocator, "_overcommit", lambda: 2)
+    elif why == "switch":
+        monkeypatch.setenv("ACTOFFLOAD_NATIVE", "0")
     elif why == "locked":
         monkeypatch.setattr(cpu_allocator, "_locks_memory", lambda: True)
     elif why == "platform":
@@ -129,7 +132,7 @@ def test_a_cache_that_is_a_link_to_elsewhere_is_judged_by_where_it_leads(fresh: 
 
 
 def test_a_compiler_that_hangs_or_is_gone_is_a_reason(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_allocator, "COMPILE_S", 0.01)
+    monkeypatch.setattr(native_build, "COMPILE_S", 0.01)
     with pytest.raises(Refused, match="timed out"):
         cpu_allocator.build()
     monkeypatch.setattr(shutil, "which", lambda name: "/nowhere/c++")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from types import FrameType
 
 from actoffload.locks import Changed, DrainingLock
 from tests.harness import WAIT_S
@@ -27,6 +29,27 @@ def test_notify_all_wakes_every_thread_that_waits() -> None:
     for thread in threads:
         thread.join(WAIT_S)
     assert sorted(woken) == [(0, True), (1, True), (2, True)]
+
+
+def test_no_frame_of_python_s_runs_between_the_acquisition_and_the_block() -> None:
+    """An interrupt is raised as such a frame begins or goes on, and the lock would stay locked."""
+    lock = DrainingLock()
+    frames: list[tuple[str, str, bool]] = []
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        if frame.f_code is not here:
+            frames.append((frame.f_code.co_name, event, lock.locked()))
+
+    here = sys._getframe().f_code
+    sys.setprofile(note)
+    try:
+        with lock:
+            sys.setprofile(None)
+    finally:
+        sys.setprofile(None)
+    assert [name for name, event, locked in frames if locked and not event.startswith("c_")] == []
+    assert frames, "the profiler saw nothing"
+    assert not lock.locked()
 
 
 def test_nobody_waits_nothing_happens() -> None:

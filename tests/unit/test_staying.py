@@ -12,7 +12,7 @@ from torch import Tensor
 from actoffload import keep, no_offload
 from actoffload.accounts import MANY_NOTES, Accounts
 from actoffload.errors import NothingOffloadedError
-from actoffload.hooks import _unpack
+from actoffload.packing import _unpack
 from tests.harness import MakeOffloader
 
 SMALL = 16
