@@ -151,16 +151,16 @@ def _flatness(kind: str, samples: Samples) -> Bound:
 
 
 def judge_spool(samples: Samples) -> list[Bound]:
-    """Each engine against the faster of fio's; without fio, or without an engine, its rows are left out."""
+    """Each engine against the faster of fio's on its file; without fio, or without an engine, its rows are left out."""
     bounds = []
     for block in sorted({s["block"] for s in samples if "block" in s}):
         for direction in micro_spool.WAYS:
             rates = rates_of(samples, block, direction)
-            best = max((rate for mode, rate in rates.items() if mode.startswith("fio")), default=None)
             for engine in micro_spool.ENGINES:
-                if best and engine in rates:
+                beside = rates_of([s for s in samples if s.get("file_of") == engine], block, direction)
+                if beside and engine in rates:
                     what = f"spool: {engine} {direction}, {block >> 10} KiB, of fio"
-                    share = rates[engine] / best
+                    share = rates[engine] / max(beside.values())
                     bounds.append(Bound(what=what, measured=share, bound=OF_FIO, at_most=False, unit=" ×"))
     return bounds
 

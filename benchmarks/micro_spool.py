@@ -1,4 +1,4 @@
-"""What the spool reaches of the disk: its engines and fio in turns, on the same file system, block size and depth."""
+"""What the spool reaches of the disk: each of its engines and fio in turns, on the same file, block size and depth."""
 
 from __future__ import annotations
 
@@ -95,9 +95,9 @@ def _in_turns(
             for engine, rig in rigs.items():
                 rate = rig.measure(direction, options["seconds"]).bytes_per_s
                 yield _sample(engine, block, direction, round_, rate, rig)
-            for mode in references:
-                rig = next(iter(rigs.values()))
-                yield _sample(mode, block, direction, round_, _fio(rig, direction, mode, options), rig)
+                for mode in references:  # on the same file: two files of one disk may differ by a factor of two
+                    taken = _sample(mode, block, direction, round_, _fio(rig, direction, mode, options), rig)
+                    yield taken | {"file_of": engine}
 
 
 def _fio(rig: Rig, direction: str, mode: str, options: dict[str, Any]) -> float | str:

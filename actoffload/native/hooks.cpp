@@ -105,6 +105,15 @@ struct Kept {
 
 extern PyTypeObject kept_type;
 
+// An alias of ours that lies in a handle refers to nothing that the collector could free, and there may be 100,000.
+Ref hidden_alias(PyObject* tensor) {
+  Ref alias = call(tensor, name_detach);
+  if (alias && PyObject_GC_IsTracked(alias.get())) {
+    PyObject_GC_UnTrack(alias.get());
+  }
+  return alias;
+}
+
 PyObject* make_kept(Ref alias) {
   if (!alias) {
     return nullptr;
@@ -140,6 +149,14 @@ void kept_dealloc(PyObject* self) {
   PyObject_Free(self);
 }
 
+// The alias: seen by the collector again, as whoever has it may give it attributes.
+PyObject* handed_out(Kept* kept) {
+  if (!PyObject_GC_IsTracked(kept->alias)) {
+    PyObject_GC_Track(kept->alias);
+  }
+  return Py_NewRef(kept->alias);
+}
+
 PyObject* kept_unpack(PyObject* self, PyObject*) {
   Kept* const kept = reinterpret_cast<Kept*>(self);
   Ref now = known.version(kept->alias);
@@ -160,10 +177,10 @@ PyObject* kept_unpack(PyObject* self, PyObject*) {
       return nullptr;
     }
   }
-  return Py_NewRef(kept->alias);
+  return handed_out(kept);
 }
 
-PyObject* kept_alias(PyObject* self, void*) { return Py_NewRef(reinterpret_cast<Kept*>(self)->alias); }
+PyObject* kept_alias(PyObject* self, void*) { return handed_out(reinterpret_cast<Kept*>(self)); }
 
 PyObject* kept_version(PyObject* self, void*) { return Py_NewRef(reinterpret_cast<Kept*>(self)->version); }
 
@@ -362,7 +379,7 @@ bool settle_many(Pack* pack) {
 
 PyObject* keep_parameter(Pack* pack, PyObject* tensor, const Facts& facts) {
   // A leaf itself, as autograd does: it makes no cycle, and its `.data` may be swapped.
-  Ref kept(make_kept(facts.leaf ? Ref(Py_NewRef(tensor)) : call(tensor, name_detach)));
+  Ref kept(make_kept(facts.leaf ? Ref(Py_NewRef(tensor)) : hidden_alias(tensor)));
   if (!kept) {
     return nullptr;
   }
@@ -375,7 +392,7 @@ PyObject* keep_parameter(Pack* pack, PyObject* tensor, const Facts& facts) {
 }
 
 PyObject* keep_small(Pack* pack, PyObject* tensor, long long nbytes) {
-  Ref kept(make_kept(call(tensor, name_detach)));
+  Ref kept(make_kept(hidden_alias(tensor)));
   if (!kept) {
     return nullptr;
   }

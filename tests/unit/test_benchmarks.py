@@ -197,9 +197,12 @@ def _rate(mode: str, direction: str, rate: float, *, busy: bool = False) -> harn
     return {**head, "bytes_per_s": rate}
 
 
-def test_the_spool_is_judged_by_the_faster_fio() -> None:
-    rates = {"posix": 0.91e9, "uring": 0.89e9, "fio io_uring": 0.5e9, "fio libaio": 1e9}
+def test_the_spool_is_judged_by_the_faster_fio_on_the_same_file() -> None:
+    rates = {"posix": 0.91e9, "uring": 1.79e9}
     samples = [_rate(mode, way, rate) for mode, rate in rates.items() for way in micro_spool.WAYS]
+    for file, fastest in (("posix", 1e9), ("uring", 2e9)):
+        for mode, rate in (("fio io_uring", fastest / 2), ("fio libaio", fastest)):
+            samples += [_rate(mode, way, rate) | {"file_of": file} for way in micro_spool.WAYS]
     holds = {one.what: one.holds for one in micro.judge({"spool": samples})}
     assert len(holds) == 4
     assert holds["spool: posix write, 1024 KiB, of fio"] is True

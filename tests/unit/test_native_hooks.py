@@ -250,6 +250,28 @@ def test_an_output_that_is_saved_makes_no_cycle(native: Any, make_offloader: Mak
     assert offloader.core.accounts.resident_bytes == 0
 
 
+def test_the_collector_sees_an_alias_when_somebody_has_it(native: Any, make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(min_bytes=LEAST_BYTES)
+    with offloader:
+        pack, unpack = offloader._hooks()
+        x = ones(4)
+        gc.collect()
+        before = len(gc.get_objects())
+        held = [pack(x) for _ in range(1000)]
+        assert len(gc.get_objects()) < before + 100
+        weight = nn.Parameter(torch.ones(4))
+        held.append(pack(weight))
+    assert gc.is_tracked(weight), "that one is not ours"
+    back = unpack(held[0])
+    assert gc.is_tracked(back)
+    assert gc.is_tracked(unpack(held[0]))
+    back.cycle = back  # type: ignore[attr-defined]
+    gone = weakref.ref(back)
+    del back, held
+    gc.collect()
+    assert gone() is None
+
+
 def test_each_size_is_counted_as_it_is(native: Any, make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(min_bytes=LEAST_BYTES)
     with offloader:
