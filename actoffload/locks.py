@@ -63,6 +63,7 @@ class DrainingLock:
     @property
     def __enter__(self) -> Callable[[], bool]:
         # What `with` calls is in C: an interrupt in a frame of Python's, after the acquisition, would leave it locked.
+        # One that comes just as `__exit__` begins still does; there is no such way out of a block that does more.
         return self._lock.__enter__
 
     def __exit__(self, *exc: object) -> None:

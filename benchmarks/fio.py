@@ -44,6 +44,7 @@ def measure(file: str, direction: str, *, engine: str, region: int, block: int, 
     """
     command = ["fio", "--name=spool", f"--filename={file}", f"--size={region}", f"--rw={_WAYS[direction]}"]
     command += [f"--bs={block}", f"--iodepth={depth}", f"--ioengine={engine}", "--direct=1", "--thread"]
+    command += ["--registerfiles=1"] if engine == "io_uring" else []  # as the spool's engine does
     command += ["--time_based", f"--runtime={round(seconds * 1000)}ms", "--output-format=json"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds + TIMEOUT_S)

@@ -155,12 +155,12 @@ def judge_spool(samples: Samples) -> list[Bound]:
     bounds = []
     for block in sorted({s["block"] for s in samples if "block" in s}):
         for direction in micro_spool.WAYS:
-            rates = rates_of(samples, block, direction)
             for engine in micro_spool.ENGINES:
-                beside = rates_of([s for s in samples if s.get("file_of") == engine], block, direction)
-                if beside and engine in rates:
+                rates = rates_of([s for s in samples if s.get("file_of") == engine], block, direction)
+                own = rates.pop(engine, None)
+                if own is not None and rates:
                     what = f"spool: {engine} {direction}, {block >> 10} KiB, of fio"
-                    share = rates[engine] / max(beside.values())
+                    share = own / max(rates.values())
                     bounds.append(Bound(what=what, measured=share, bound=OF_FIO, at_most=False, unit=" ×"))
     return bounds
 
@@ -221,11 +221,12 @@ def _hook_rows(samples: Samples) -> list[tuple[str, ...]]:
 def _spool_rows(samples: Sequence[harness.Sample]) -> list[tuple[str, ...]]:
     rows = []
     timed = [s for s in samples if "bytes_per_s" in s]
-    for block, mode in dict.fromkeys((s["block"], s["mode"]) for s in timed):
-        one = next(s for s in timed if (s["block"], s["mode"]) == (block, mode))
-        rates = (rates_of(timed, block, way).get(mode) for way in micro_spool.WAYS)
+    for block, mode, file in dict.fromkeys((s["block"], s["mode"], s.get("file_of", "")) for s in timed):
+        mine = [s for s in timed if (s["block"], s["mode"], s.get("file_of", "")) == (block, mode, file)]
+        rates = (rates_of(mine, block, way).get(mode) for way in micro_spool.WAYS)
         numbers = ("-" if rate is None else f"{rate / 1e9:.2f}" for rate in rates)
-        rows.append((mode, str(block >> 10), str(one["depth"]), "Python" if one["busy"] else "waits", *numbers))
+        name = f"{mode}, on the file of {file}" if file and file != mode else mode
+        rows.append((name, str(block >> 10), str(mine[0]["depth"]), "Python" if mine[0]["busy"] else "waits", *numbers))
     return rows
 
 

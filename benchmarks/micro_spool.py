@@ -92,12 +92,18 @@ def _in_turns(
         rig.prepare(block)
     for round_ in range(rounds):
         for direction in WAYS:
-            for engine, rig in rigs.items():
-                rate = rig.measure(direction, options["seconds"]).bytes_per_s
-                yield _sample(engine, block, direction, round_, rate, rig)
-                for mode in references:  # on the same file: two files of one disk may differ by a factor of two
-                    taken = _sample(mode, block, direction, round_, _fio(rig, direction, mode, options), rig)
-                    yield taken | {"file_of": engine}
+            for (
+                engine,
+                rig,
+            ) in rigs.items():  # all on the same file: two files of one disk may differ by a factor of two
+                modes = [engine, *references]
+                first = round_ % len(modes)
+                for mode in modes[first:] + modes[:first]:
+                    if mode == engine:
+                        rate: float | str = rig.measure(direction, options["seconds"]).bytes_per_s
+                    else:
+                        rate = _fio(rig, direction, mode, options)
+                    yield _sample(mode, block, direction, round_, rate, rig) | {"file_of": engine}
 
 
 def _fio(rig: Rig, direction: str, mode: str, options: dict[str, Any]) -> float | str:

@@ -105,10 +105,12 @@ struct Kept {
 
 extern PyTypeObject kept_type;
 
-// An alias of ours that lies in a handle refers to nothing that the collector could free, and there may be 100,000.
+// An alias that lies in a handle alone refers to nothing that the collector could free, and there may be 100,000 of
+// them: it passes them by. Not what a mode returns in the place of an alias, which others have as well.
 Ref hidden_alias(PyObject* tensor) {
   Ref alias = call(tensor, name_detach);
-  if (alias && PyObject_GC_IsTracked(alias.get())) {
+  if (alias && alias.get() != tensor && Py_REFCNT(alias.get()) == 1 &&
+      reinterpret_cast<PyObject*>(Py_TYPE(alias.get())) == known.tensor && PyObject_GC_IsTracked(alias.get())) {
     PyObject_GC_UnTrack(alias.get());
   }
   return alias;

@@ -199,7 +199,7 @@ def _rate(mode: str, direction: str, rate: float, *, busy: bool = False) -> harn
 
 def test_the_spool_is_judged_by_the_faster_fio_on_the_same_file() -> None:
     rates = {"posix": 0.91e9, "uring": 1.79e9}
-    samples = [_rate(mode, way, rate) for mode, rate in rates.items() for way in micro_spool.WAYS]
+    samples = [_rate(mode, way, rate) | {"file_of": mode} for mode, rate in rates.items() for way in micro_spool.WAYS]
     for file, fastest in (("posix", 1e9), ("uring", 2e9)):
         for mode, rate in (("fio io_uring", fastest / 2), ("fio libaio", fastest)):
             samples += [_rate(mode, way, rate) | {"file_of": file} for way in micro_spool.WAYS]
@@ -207,6 +207,9 @@ def test_the_spool_is_judged_by_the_faster_fio_on_the_same_file() -> None:
     assert len(holds) == 4
     assert holds["spool: posix write, 1024 KiB, of fio"] is True
     assert holds["spool: uring read, 1024 KiB, of fio"] is False
+    text = micro.render({"spool": samples}, [])
+    assert "| fio libaio, on the file of uring | 1024 | 4 | waits | 2.00 | 2.00 |" in text
+    assert "| posix | 1024 | 4 | waits | 0.91 | 0.91 |" in text
     without = [s for s in samples if not s["mode"].startswith("fio")]
     missing: list[harness.Sample] = [{"mode": "fio libaio", "error": "fio is not installed"}]
     assert micro.judge({"spool": without + missing}) == []

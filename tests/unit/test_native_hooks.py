@@ -17,6 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from actoffload import Offloader, keep, native_build, native_hooks, no_offload
 from actoffload.accounts import MANY_NOTES, Accounts
@@ -270,6 +271,33 @@ def test_the_collector_sees_an_alias_when_somebody_has_it(native: Any, make_offl
     del back, held
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("returns", ["itself", "one that it keeps", "a subclass"])
+def test_the_collector_goes_on_seeing_what_a_mode_returns_as_an_alias(
+    returns: str, native: Any, make_offloader: MakeOffloader
+) -> None:
+    kept: list[Tensor] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is not Tensor.detach:
+                return func(*args, **(kwargs or {}))
+            if returns == "itself":
+                return args[0]
+            out = func(*args).as_subclass(Named) if returns == "a subclass" else func(*args)
+            kept.append(out)
+            return out
+
+    offloader = make_offloader(min_bytes=LEAST_BYTES)
+    with offloader:
+        pack, _ = offloader._hooks()
+        x = ones(4)
+        with Mode():
+            handle = pack(x)
+    del handle
+    assert gc.is_tracked(x)
+    assert all(map(gc.is_tracked, kept))
 
 
 def test_each_size_is_counted_as_it_is(native: Any, make_offloader: MakeOffloader) -> None:
