@@ -156,18 +156,7 @@ def _install() -> ctypes.CDLL:
 
 
 def _load() -> ctypes.CDLL:
-    path = build()
-    try:
-        return ctypes.CDLL(str(path))
-    except OSError:  # damaged, or made on a newer system that shares the home directory
-        path.unlink(missing_ok=True)
-        path = build()
-        try:
-            return ctypes.CDLL(str(path))
-        except OSError as error:
-            raise Refused(f"the compiled library could not be loaded: {error}") from error
-    finally:
-        discard(path)
+    return native_build.load(build, lambda path: ctypes.CDLL(str(path)))
 
 
 def _torch_folder() -> str:

@@ -7,7 +7,6 @@ registered once and cut into extents (FIELD_NOTES 18 to 20).
 from __future__ import annotations
 
 import ctypes
-import mmap
 import threading
 import warnings
 import weakref
@@ -20,9 +19,9 @@ import torch
 from torch import Tensor
 
 from .extents import ExtentAllocator
+from .memory import map_private
 
 ALIGNMENT = 4096
-_HUGE_PAGE = 2 << 20
 
 Place = Callable[[int, int], AbstractContextManager[None]]
 
@@ -61,9 +60,7 @@ class _Slab:
     """One mapping, registered with the device if it can be."""
 
     def __init__(self, nbytes: int, pin: Callable[[int, int], bool] | None, place: Place | None) -> None:
-        self.mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if nbytes >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
-            self.mapping.madvise(mmap.MADV_HUGEPAGE)
+        self.mapping = map_private(nbytes)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.mapping))
         with place(self.address, nbytes) if place is not None else nullcontext():
             self.pinned = pin is not None and pin(self.address, nbytes)

@@ -13,8 +13,11 @@ import stat
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
 
 FOLDER = Path(__file__).parent / "native"
 SWITCH = "ACTOFFLOAD_NATIVE"
@@ -51,6 +54,26 @@ def build(source: Path, options: Sequence[str], key: Sequence[str]) -> Path:
     if not library.exists():
         _compile(compiler, source, options, library)
     return library
+
+
+def load(build: Callable[[], Path], loader: Callable[[Path], T]) -> T:
+    """What a loader makes of a library, which is built anew, once, where it cannot be loaded.
+
+    Raises:
+        Refused: it cannot be built or loaded.
+    """
+    path = build()
+    try:
+        return loader(path)
+    except (ImportError, OSError):  # damaged, or made on a newer system that shares the home directory
+        path.unlink(missing_ok=True)
+        path = build()
+        try:
+            return loader(path)
+        except (ImportError, OSError) as error:
+            raise Refused(f"the compiled library could not be loaded: {error}") from error
+    finally:
+        discard(path)
 
 
 def discard(library: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from . import native_build
-from .native_build import Refused, discard, told
+from .native_build import Refused, told
 
 NAME = "actoffload_hooks"
 SOURCE = native_build.FOLDER / "hooks.cpp"
@@ -78,18 +78,7 @@ def build() -> Path:
 
 
 def _load() -> Any:
-    path = build()
-    try:
-        return _import(path)
-    except (ImportError, OSError):  # damaged, or made on a newer system that shares the home directory
-        path.unlink(missing_ok=True)
-        path = build()
-        try:
-            return _import(path)
-        except (ImportError, OSError) as error:
-            raise Refused(f"the compiled module could not be loaded: {error}") from error
-    finally:
-        discard(path)
+    return native_build.load(build, _import)
 
 
 def _import(path: Path) -> Any:

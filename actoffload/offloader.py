@@ -28,6 +28,7 @@ from .prefetch import Prefetch
 from .record import Record
 from .recorder import Recorder, SavedStorage
 from .schedule import Tape, Window
+from .scopes import untraced_hook
 from .statistics import Statistics
 from .summary import render_report
 from .tiers import Core, Mover
@@ -178,6 +179,7 @@ class Storer(Backward):
         if len(notes) >= MANY_NOTES:
             self.settle_notes()
 
+    @untraced_hook
     def settle_notes(self) -> None:
         """Count what has been noted since it was last done."""
         with self.core.lock:

@@ -15,7 +15,7 @@ from .accounts import MANY_NOTES
 from .config import OffloadConfig
 from .device import Accelerator
 from .handles import Handle, Kept, KeptActivation, Stayed, Wrapped, check_version
-from .identity import PLAIN_TYPES, Counter, byte_span, is_parameter, own_counter
+from .identity import PLAIN_TYPES, SPAN_ALIGNMENT, Counter, byte_span, is_parameter, own_counter
 from .marks import MARKED, OPEN_REGIONS, REGIONS
 from .offloader import Storer
 from .policy import KeepReason
@@ -58,14 +58,10 @@ class Packer(Storer):
             recorder=self.recorder,
             full=self._pack,
             save=self._save,
-            settle=self._settle_notes,
+            settle=self.settle_notes,
             many=MANY_NOTES,
         )
         return pack, native.unpack
-
-    @untraced_hook
-    def _settle_notes(self) -> None:
-        self.settle_notes()
 
     @untraced_hook
     def _pack(self, tensor: Tensor, counters: tuple[Counter, ...] = ()) -> Any:
@@ -173,4 +169,5 @@ def _native_hooks() -> Any:
         unpack=_unpack,
         static=KeepReason.PARAMETER.value,
         small=KeepReason.SMALL.value,
+        span_alignment=SPAN_ALIGNMENT,
     )

@@ -137,9 +137,8 @@ class QueuedEngine(StorageEngine):
         self._capabilities = capabilities
         self._reads: deque[IoRequest] = deque()
         self._writes: deque[IoRequest] = deque()
-        self._mutex = (
-            threading.Lock()
-        )  # taken itself, in C: an interrupt inside `Condition.__enter__` would leave it locked
+        # Taken itself, which is done in C: an interrupt inside `Condition.__enter__` would leave it locked.
+        self._mutex = threading.Lock()
         self._wake = threading.Condition(self._mutex)
         self._closing = False
         self._idle_workers = 0  # workers that wait, or are about to take what they were woken for; under the lock

@@ -63,14 +63,13 @@ class Getter {
 struct Known {
   PyObject *tensor, *parameter, *strided, *regions, *task_id, *check_version, *unpack;  // regions: a list, of all threads'
   PyObject *static_name, *small_name;  // reasons
+  long long span_alignment;            // SPAN_ALIGNMENT of identity.py
   Getter layout, is_nested, is_quantized, is_cpu, is_meta, base, requires_grad, is_leaf, nbytes, version, device, dtype, shape;
   Getter number;  // of a storage: its StorageImpl's address
 } known;
 
 PyObject *name_untyped_storage, *name_nbytes, *name_is_contiguous, *name_storage_offset, *name_element_size,
     *name_detach, *name_cpu, *name_type, *name_device_budget, *name_active, *name_append, *name_popleft;
-
-constexpr long long kSpanAlignment = 512;  // SPAN_ALIGNMENT of identity.py
 
 Ref call(PyObject* object, PyObject* method) {
   return Ref(PyObject_VectorcallMethod(method, &object, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
@@ -333,8 +332,8 @@ Answer span(PyObject* tensor, const Facts& facts, long long* begin, long long* e
   }
   *begin = offset * itemsize;
   *end = *begin + facts.nbytes;
-  *begin -= *begin % kSpanAlignment;
-  *end = (*end + kSpanAlignment - 1) / kSpanAlignment * kSpanAlignment;
+  *begin -= *begin % known.span_alignment;
+  *end = (*end + known.span_alignment - 1) / known.span_alignment * known.span_alignment;
   if (*end > facts.storage_bytes) {
     *end = facts.storage_bytes;
   }
@@ -680,12 +679,13 @@ PyObject* make_unpack() {
 
 PyObject* setup(PyObject*, PyObject* arguments, PyObject* names) {
   static const char* const kNames[] = {"base", "storage",  "tensor", "parameter", "strided",    "regions", "task_id",
-                                       "check_version", "unpack", "static",    "small", nullptr};
+                                       "check_version", "unpack", "static", "small", "span_alignment", nullptr};
   PyObject *base, *storage, *static_name, *small_name;
   Known given = known;
-  if (!PyArg_ParseTupleAndKeywords(arguments, names, "OOOOOO!OOOUU:setup", const_cast<char**>(kNames), &base, &storage,
+  if (!PyArg_ParseTupleAndKeywords(arguments, names, "OOOOOO!OOOUUL:setup", const_cast<char**>(kNames), &base, &storage,
                                    &given.tensor, &given.parameter, &given.strided, &PyList_Type, &given.regions, &given.task_id,
-                                   &given.check_version, &given.unpack, &static_name, &small_name)) {
+                                   &given.check_version, &given.unpack, &static_name, &small_name,
+                                   &given.span_alignment)) {
     return nullptr;
   }
   const std::pair<Getter*, const char*> getters[] = {
@@ -719,33 +719,37 @@ PyMethodDef functions[] = {
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "actoffload_hooks", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
 
+void describe(PyTypeObject* type, const char* name, std::size_t size, unsigned long flags, PyGetSetDef* getters,
+              const char* doc) {
+  type->tp_name = name;
+  type->tp_basicsize = static_cast<Py_ssize_t>(size);
+  type->tp_flags = Py_TPFLAGS_DEFAULT | flags;
+  type->tp_getset = getters;
+  type->tp_doc = doc;
+}
+
+void make_callable(PyTypeObject* type, std::size_t vectorcall_offset) {
+  type->tp_flags |= Py_TPFLAGS_HAVE_VECTORCALL;
+  type->tp_vectorcall_offset = static_cast<Py_ssize_t>(vectorcall_offset);
+  type->tp_call = PyVectorcall_Call;
+}
+
 void describe_types() {
-  kept_type.tp_name = "actoffload_hooks.Kept";
-  kept_type.tp_basicsize = sizeof(Kept);
-  kept_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION;
+  describe(&kept_type, "actoffload_hooks.Kept", sizeof(Kept), Py_TPFLAGS_DISALLOW_INSTANTIATION, kept_getters,
+           "A saved tensor that stays where it is: its alias, and the version at which it was saved.");
   kept_type.tp_dealloc = kept_dealloc;
   kept_type.tp_methods = kept_methods;
-  kept_type.tp_getset = kept_getters;
-  kept_type.tp_doc = "A saved tensor that stays where it is: its alias, and the version at which it was saved.";
-  pack_type.tp_name = "actoffload_hooks.Pack";
-  pack_type.tp_basicsize = sizeof(Pack);
-  pack_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL;
-  pack_type.tp_vectorcall_offset = offsetof(Pack, vectorcall);
-  pack_type.tp_call = PyVectorcall_Call;
+  describe(&pack_type, "actoffload_hooks.Pack", sizeof(Pack), Py_TPFLAGS_HAVE_GC, pack_getters,
+           "The pack hook of one entry of an offloader's context.");
+  make_callable(&pack_type, offsetof(Pack, vectorcall));
   pack_type.tp_new = pack_new;
   pack_type.tp_dealloc = pack_dealloc;
   pack_type.tp_traverse = pack_traverse;
   pack_type.tp_clear = pack_clear;
   pack_type.tp_free = PyObject_GC_Del;
-  pack_type.tp_getset = pack_getters;
-  pack_type.tp_doc = "The pack hook of one entry of an offloader's context.";
-  unpack_type.tp_name = "actoffload_hooks.Unpack";
-  unpack_type.tp_basicsize = sizeof(Unpack);
-  unpack_type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_DISALLOW_INSTANTIATION;
-  unpack_type.tp_vectorcall_offset = offsetof(Unpack, vectorcall);
-  unpack_type.tp_call = PyVectorcall_Call;
-  unpack_type.tp_getset = unpack_getters;
-  unpack_type.tp_doc = "The tensor that a handle stands for.";
+  describe(&unpack_type, "actoffload_hooks.Unpack", sizeof(Unpack), Py_TPFLAGS_DISALLOW_INSTANTIATION, unpack_getters,
+           "The tensor that a handle stands for.");
+  make_callable(&unpack_type, offsetof(Unpack, vectorcall));
 }
 
 bool intern_names() {

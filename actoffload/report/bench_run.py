@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import mmap
@@ -17,6 +16,7 @@ from ..config import format_size
 from ..engines import ENGINES
 from ..engines.base import EngineCapabilities
 from ..errors import ActOffloadError, ChecksumError, ConfigError, SpoolFullError
+from ..memory import map_private
 from ..paths import MAX_BLOCK_BYTES, RESERVE_BYTES, check_directory
 from ..spool import Extent, Spool
 from .bench import Direction, Failure, Sample, Setting
@@ -213,7 +213,7 @@ class Rig:
         count = min(wanted * lanes, len(self._extents))
         if self._memory is not None:
             self._memory.close()
-        self._memory = _like_the_pool(count * block)
+        self._memory = map_private(count * block)  # as the host pool's
         pattern = os.urandom(min(block, _PATTERN_BYTES))
         whole = (pattern * -(-block // len(pattern)))[:block]
         for index in range(count):
@@ -258,15 +258,6 @@ class Rig:
         if self._memory[:block] != written:
             where = self._spool.files[0].path
             raise ChecksumError(errno.EBADMSG, "what was read back is not what was written", where)
-
-
-def _like_the_pool(nbytes: int) -> mmap.mmap:
-    """Memory as the host pool's and the CPU allocator's: private, in huge pages where the system gives them."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def _check_block(block: int, region: int) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from actoffload import native_hooks
+from actoffload.packing import _native_hooks
 from actoffload.spool import Spool
 from tests.spools import MIB, MakeSpool
 
@@ -24,3 +26,11 @@ def make_spool(tmp_path: Path) -> Iterator[MakeSpool]:
     yield make
     for spool in made:
         spool.abort()
+
+
+@pytest.fixture
+def native() -> Any:
+    """The hooks in C."""
+    module = _native_hooks()
+    assert module is not None, native_hooks.refusal()
+    return module

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import shutil
 import sys
-import sysconfig
-import weakref
-from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,14 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from actoffload import Offloader, keep, native_build, native_hooks, no_offload
-from actoffload.accounts import MANY_NOTES, Accounts
+from actoffload import Offloader, keep, no_offload
+from actoffload.accounts import Accounts
 from actoffload.errors import SavedTensorModifiedError
-from actoffload.handles import Handle, Kept, KeptActivation
+from actoffload.handles import Handle
 from actoffload.packing import _native_hooks
-from tests.harness import MakeOffloader, no_garbage_collection, same_bits
+from tests.harness import MakeOffloader, same_bits
 
 pytestmark = pytest.mark.skipif(
     not sys.platform.startswith("linux") or shutil.which("c++") is None, reason="Linux and a C++ compiler"
@@ -42,20 +36,6 @@ COUNTS = (
 def ones(*shape: int) -> Tensor:
     """An activation: it has a history."""
     return torch.ones(*shape, requires_grad=True).clone()
-
-
-@pytest.fixture
-def native() -> Any:
-    module = _native_hooks()
-    assert module is not None, native_hooks.refusal()
-    return module
-
-
-@pytest.fixture
-def python_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where there is no compiler."""
-    monkeypatch.setattr(native_hooks._Process, "module", None)
-    monkeypatch.setattr(native_hooks._Process, "reason", "not in this test")
 
 
 SAVED: dict[str, Callable[[Any, Tensor], Any]] = {
@@ -239,67 +219,6 @@ def test_a_parameter_that_nobody_knew_is_known_from_then_on(native: Any, make_of
     del held
 
 
-def test_an_output_that_is_saved_makes_no_cycle(native: Any, make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(min_bytes=LEAST_BYTES)
-    with no_garbage_collection():
-        with offloader:
-            out = ones(4).exp()  # saves what it returns
-        gone = weakref.ref(out)
-        del out
-        assert gone() is None
-    offloader.statistics()
-    assert offloader.core.accounts.resident_bytes == 0
-
-
-def test_the_collector_sees_an_alias_when_somebody_has_it(native: Any, make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(min_bytes=LEAST_BYTES)
-    with offloader:
-        pack, unpack = offloader._hooks()
-        x = ones(4)
-        gc.collect()
-        before = len(gc.get_objects())
-        held = [pack(x) for _ in range(1000)]
-        assert len(gc.get_objects()) < before + 100
-        weight = nn.Parameter(torch.ones(4))
-        held.append(pack(weight))
-    assert gc.is_tracked(weight), "that one is not ours"
-    back = unpack(held[0])
-    assert gc.is_tracked(back)
-    assert gc.is_tracked(unpack(held[0]))
-    back.cycle = back  # type: ignore[attr-defined]
-    gone = weakref.ref(back)
-    del back, held
-    gc.collect()
-    assert gone() is None
-
-
-@pytest.mark.parametrize("returns", ["itself", "one that it keeps", "a subclass"])
-def test_the_collector_goes_on_seeing_what_a_mode_returns_as_an_alias(
-    returns: str, native: Any, make_offloader: MakeOffloader
-) -> None:
-    kept: list[Tensor] = []
-
-    class Mode(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is not Tensor.detach:
-                return func(*args, **(kwargs or {}))
-            if returns == "itself":
-                return args[0]
-            out = func(*args).as_subclass(Named) if returns == "a subclass" else func(*args)
-            kept.append(out)
-            return out
-
-    offloader = make_offloader(min_bytes=LEAST_BYTES)
-    with offloader:
-        pack, _ = offloader._hooks()
-        x = ones(4)
-        with Mode():
-            handle = pack(x)
-    del handle
-    assert gc.is_tracked(x)
-    assert all(map(gc.is_tracked, kept))
-
-
 def test_each_size_is_counted_as_it_is(native: Any, make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(min_bytes=LEAST_BYTES)
     with offloader:
@@ -311,129 +230,10 @@ def test_each_size_is_counted_as_it_is(native: Any, make_offloader: MakeOffloade
     assert offloader.core.accounts.resident_bytes == 4 * 13
 
 
-def test_notes_do_not_pile_up(native: Any, make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(min_bytes=LEAST_BYTES)
-    with offloader:
-        x = ones(4)
-        pack, _ = offloader._hooks()
-        handles = []
-        for _ in range(2 * MANY_NOTES):
-            handles.append(pack(x))
-            assert len(offloader.core.accounts.notes) <= MANY_NOTES
-    assert offloader.statistics().kept_bytes == {"below min_bytes": 2 * MANY_NOTES * 16}
-    handles.clear()
-    offloader.statistics()
-    assert offloader.core.accounts.resident_bytes == 0
-
-
-def test_nothing_is_held_or_given_away_twice(native: Any, make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(min_bytes=LEAST_BYTES)
-    model = Model()
-    offloader.use(model)
-    notes = offloader.core.accounts.notes
-    with offloader:
-        pack, unpack = offloader._hooks()
-        small, weight = ones(4), model.weight
-        shared: tuple[Any, ...] = (small, weight, weight.t(), None, True, False, notes, offloader, "parameter", 16)
-        # 16 are the bytes of the small one
-        for turn in range(3):  # the first turns make what is kept for good
-            if turn == 2:
-                before = [sys.getrefcount(one) for one in shared]
-            for _ in range(100):
-                for tensor in (small, weight, shared[2]):
-                    handle = pack(tensor)
-                    assert unpack(handle) is not None
-                    del handle
-            offloader.statistics()
-        assert [sys.getrefcount(one) for one in shared] == pytest.approx(before, abs=8)
-
-
-def test_an_abandoned_context_is_collected(native: Any, make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(min_bytes=LEAST_BYTES)
-
-    class Probe:
-        pass
-
-    probe = Probe()
-    pack, _ = offloader._hooks()
-    offloader.probe = probe  # type: ignore[attr-defined]
-    offloader.cycle = pack  # type: ignore[attr-defined]
-    gone = weakref.ref(probe)
-    pack = native.Pack(
-        owner=probe, notes=deque(), by_number={}, marked={}, awaited={}, least={}, core=probe, recorder=probe,
-        full=probe, save=probe, settle=probe, many=1,
-    )  # fmt: skip
-    probe.pack = pack  # type: ignore[attr-defined]
-    del offloader.probe, offloader.cycle, probe, pack  # type: ignore[attr-defined]
-    gc.collect()
-    assert gone() is None
-
-
 def test_the_owner_is_known_as_of_a_bound_method(native: Any, make_offloader: MakeOffloader) -> None:
     offloader = make_offloader()
     pack, _ = offloader._hooks()
     assert pack.__self__ is offloader  # type: ignore[attr-defined]
-
-
-def test_what_is_not_to_be_called_says_so(native: Any, make_offloader: MakeOffloader) -> None:
-    pack, unpack = make_offloader()._hooks()
-    with pytest.raises(TypeError, match="one tensor"):
-        pack()  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="one tensor"):
-        pack(torch.ones(1), more=1)  # type: ignore[call-arg]
-    with pytest.raises(AttributeError, match="unpack"):
-        unpack(7)
-    with pytest.raises(TypeError):
-        native.Kept()
-    with pytest.raises(TypeError):
-        native.Pack(owner=1)
-    with pytest.raises(TypeError, match=r"layout is not what it was"):
-        native.setup(
-            base=type("Other", (), {"layout": 1}), storage=1, tensor=1, parameter=1, strided=1, regions=[], task_id=1,
-            check_version=1, unpack=1, static="", small="",
-        )  # fmt: skip
-
-
-def test_what_a_patched_method_returns_is_looked_at(
-    native: Any, make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    offloader = make_offloader(min_bytes=LEAST_BYTES)
-    with offloader:
-        pack, _ = offloader._hooks()
-        x = ones(4)
-        for name in ("detach", "untyped_storage"):
-            with monkeypatch.context() as patch:
-                patch.setattr(Tensor, name, lambda tensor: 7)
-                with pytest.raises(AttributeError, match="int object where one of PyTorch's own was expected"):
-                    pack(x)
-    assert offloader.statistics().packed_tensors == 0
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_death_that_cannot_be_noted_ends_nothing(native: Any, make_offloader: MakeOffloader) -> None:
-    class Full(deque[Any]):
-        def append(self, one: Any) -> None:
-            if isinstance(one, int):
-                raise MemoryError("full")
-            super().append(one)
-
-    offloader = make_offloader(min_bytes=LEAST_BYTES)
-    offloader.core.accounts.notes = Full()
-    with offloader:
-        pack, _ = offloader._hooks()
-        handle = pack(ones(4))
-    del handle
-    assert offloader.statistics().packed_tensors == 1
-
-
-def test_a_child_does_not_wait_for_who_was_building_when_it_was_forked(
-    native: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lock = native_hooks._Process.lock
-    with lock:
-        native_hooks._after_fork_in_child()
-        assert native_hooks.load() is native
-    monkeypatch.setattr(native_hooks._Process, "lock", lock)
 
 
 def test_the_compiler_does_not_look_into_unpack(native: Any, make_offloader: MakeOffloader) -> None:
@@ -471,61 +271,3 @@ def test_notes_are_worked_off_alike(first: list[Any], second: list[Any]) -> None
                     said.append(accounts.notes.popleft())
         found.append((said, vars(accounts)))
     assert found[0] == found[1]
-
-
-def test_without_them_python_does_it(python_only: None, make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(min_bytes=LEAST_BYTES)
-    weight = nn.Parameter(torch.ones(4))
-    assert offloader._hooks()[0] == offloader._pack
-    with offloader:
-        assert type(offloader._pack(ones(4))) is KeptActivation
-        assert type(offloader._pack(weight)) is Kept
-        out = (ones(4) * weight).sin()
-    out.sum().backward()
-    assert offloader.statistics().kept_bytes == {"below min_bytes": 3 * 16, "parameter": 2 * 16}
-
-
-@pytest.mark.parametrize(
-    ("why", "told"),
-    [
-        ("switch", "ACTOFFLOAD_NATIVE=0 is set"),
-        ("headers", "Python.h"),
-        ("platform", "only on Linux"),
-        ("free-threaded", "only for CPython with its global lock"),
-        ("broken", "the C++ compiler failed: hooks.cpp"),
-        ("library", "could not be loaded"),
-        ("torch", "TypeError: layout is not what it was"),
-    ],
-)
-def test_where_they_cannot_be_had_the_reason_is_said(
-    why: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(native_hooks._Process, "module", None)
-    monkeypatch.setattr(native_hooks._Process, "reason", None)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    known: dict[str, Any] = {"base": type("Other", (), {"layout": 1})}
-    known |= dict.fromkeys(("storage", "tensor", "parameter", "strided", "task_id", "check_version", "unpack"))
-    known |= {"regions": [], "static": "", "small": ""}
-    if why == "switch":
-        monkeypatch.setenv(native_build.SWITCH, "0")
-    elif why == "headers":
-        monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    elif why == "platform":
-        monkeypatch.setattr(sys, "platform", "darwin")
-    elif why == "free-threaded":
-        monkeypatch.setattr(sysconfig, "get_config_var", lambda name: 1)
-    elif why in ("broken", "library"):
-        bad = tmp_path / "hooks.cpp"
-        bad.write_text("no program" if why == "broken" else "int nothing;")
-        monkeypatch.setattr(native_hooks, "SOURCE", bad)
-    assert native_hooks.load(**known) is None
-    assert told in native_hooks.refusal().replace(str(tmp_path) + "/", "")
-    assert native_hooks.loaded() is None
-
-
-def test_a_damaged_module_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    library = native_hooks.build()
-    library.write_bytes(b"")
-    assert native_hooks._load() is not None
-    assert library.stat().st_size > 0
