@@ -10,8 +10,11 @@ from .statistics import Statistics
 MANY_NOTES = 4096
 """So many notes are worked off at once, so that they do not pile up where nothing else takes the lock."""
 
-Note = int | tuple[str, int, bool]
-"""Bytes of an activation that died; or a tensor that stays: the reason, its bytes, whether it is an activation."""
+RECORD = 2
+
+Note = int | tuple[str, int, int]
+"""A tensor that stays: the reason, its bytes, and 0 for what is no activation, 1 for one, `RECORD` for one that has a
+record; or the bytes of an activation that died, negative where it had a record."""
 
 
 class Accounts:
@@ -83,21 +86,23 @@ class Accounts:
         notes, by_reason = self.notes, self.kept_bytes
         saved = saved_peak = self.baseline_bytes
         held = held_peak = self.resident_bytes
-        tensors = packed = 0
+        tensors = packed = records = 0
         try:
             while notes:
                 note = notes[0]
                 # An interrupt comes after a call: what is counted below is taken off before the next one.
                 if isinstance(note, int):
-                    saved -= note
-                    held -= note
+                    saved -= abs(note)
+                    held -= abs(note)
+                    records -= note < 0
                     notes.popleft()
                     continue
-                reason, nbytes, activation = note
+                reason, nbytes, kind = note
                 tensors += 1
                 packed += nbytes
-                saved += nbytes * activation
-                held += nbytes * activation
+                saved += nbytes * (kind > 0)
+                held += nbytes * (kind > 0)
+                records += kind == RECORD
                 notes.popleft()
                 saved_peak = max(saved_peak, saved)
                 held_peak = max(held_peak, held)
@@ -105,6 +110,7 @@ class Accounts:
         finally:  # an interrupt: what was worked off is counted
             self.packed_tensors += tensors
             self.packed_bytes += packed
+            self.live_records += records
             self.baseline_bytes, self.resident_bytes = saved, held
             self.baseline_peak_bytes = max(self.baseline_peak_bytes, saved_peak)
             self.resident_peak_bytes = max(self.resident_peak_bytes, held_peak)

@@ -13,6 +13,8 @@ from .events import EventKind, now
 from .prefetch import Prefetch
 from .record import Record, State
 from .recorder import Recorder
+from .schedule import Tape
+from .scopes import untraced_hook
 from .tiers import Core, Mover
 
 
@@ -67,6 +69,13 @@ class Backward(ABC):
                 mover.settle(record)
             return storage, begin, next_round
 
+    @untraced_hook
+    def fetch_ahead(self, tape: Tape[Record]) -> None:
+        """Backward has gone on along a tape: for what C keeps."""
+        with self.core.lock:
+            self._prefetch.during_backward(tape)
+
+    @untraced_hook
     def passed(self, record: Record, round_: int) -> int:
         """Backward takes a record that stays, which needs nothing from here; the handle's next round, as `obtain`."""
         if self.core.to_warn:

@@ -41,14 +41,15 @@ class Bursts:
             self.largest_bytes, self.largest_count = self.node_bytes, self._count
         return True
 
-    def advice(self, total_bytes: int) -> str | None:
-        """What to say when one node saved more than half of a forward's ``total_bytes``, else None."""
-        if 2 * self.largest_bytes <= total_bytes or not self.largest_bytes:
-            return None
-        return (
-            f"{format_size(self.largest_bytes)} of the {format_size(total_bytes)} that this forward saved "
-            f"({self.largest_bytes / total_bytes:.0%}, {self.largest_count} tensors) were saved by one autograd node, "
-            "as a graph of torch.compile does for a whole model. All of it is in memory when that node's forward ends "
-            "and again when its backward begins, so the peak does not fall below it, and module names inside it are "
-            "not known. Compile block by block (for block in model.blocks: block.compile()), then the peak falls"
-        )
+
+def advice(bursts: Bursts, total_bytes: int) -> str | None:
+    """What to say when one node saved more than half of a forward's ``total_bytes``, else None."""
+    if 2 * bursts.largest_bytes <= total_bytes or not bursts.largest_bytes:
+        return None
+    return (
+        f"{format_size(bursts.largest_bytes)} of the {format_size(total_bytes)} that this forward saved "
+        f"({bursts.largest_bytes / total_bytes:.0%}, {bursts.largest_count} tensors) were saved by one autograd node, "
+        "as a graph of torch.compile does for a whole model. All of it is in memory when that node's forward ends "
+        "and again when its backward begins, so the peak does not fall below it, and module names inside it are "
+        "not known. Compile block by block (for block in model.blocks: block.compile()), then the peak falls"
+    )

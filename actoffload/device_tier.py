@@ -49,6 +49,7 @@ class DeviceMover(Mover):
         self._spill_mode = spill if spool is not None else "never"
         self._hosted: dict[Record, None] = {}
         self._arrived: deque[Record] = deque()
+        self.watched = (self._in_place, self._arrived)
 
     def begin(self, record: Record) -> KeepReason | None:
         slot = self._pool.acquire(record.nbytes)

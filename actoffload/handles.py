@@ -55,6 +55,18 @@ def check_version(now: int, then: int, dtype: torch.dtype, shape: tuple[int, ...
     )
 
 
+def check_not_replaced() -> None:
+    """Raise: a node read a saved tensor that stays, replaced its ``.data``, and reads it again.
+
+    Raises:
+        SavedTensorModifiedError: always.
+    """
+    raise SavedTensorModifiedError(
+        "one of the variables needed for gradient computation was handed out in this backward, its `.data` was "
+        "replaced, and it is asked for again: read ctx.saved_tensors once, or change a clone"
+    )
+
+
 class Handle:
     """One saved view of a record."""
 
@@ -99,12 +111,18 @@ class Handle:
 
 
 class Kept:
-    """A saved tensor that stays where it is: its alias, and the version at which it was saved."""
+    """A saved tensor that stays where it is: its alias, and the version at which it was saved.
 
-    __slots__ = ("alias", "version")
+    Args:
+        alias: shares its memory; or the tensor itself, a leaf, which is handed out as it is, as autograd does.
+        itself: whether it is that.
+    """
 
-    def __init__(self, alias: Tensor) -> None:
+    __slots__ = ("alias", "itself", "version")
+
+    def __init__(self, alias: Tensor, *, itself: bool = False) -> None:
         self.alias = alias
+        self.itself = itself
         self.version = alias._version
 
     def unpack(self) -> Tensor:
@@ -116,7 +134,8 @@ class Kept:
         alias = self.alias
         if alias._version != self.version:
             check_version(alias._version, self.version, alias.dtype, alias.shape, self.module)
-        return alias
+        # Not the alias: whoever is given it may swap its `.data`, and ask again.
+        return alias if self.itself else alias.detach()
 
     @property
     def module(self) -> str | None:
@@ -133,8 +152,7 @@ class Stayed(Kept):
         self.owner = owner
         self.record = record
         self.round = record.round
-        self.alias = alias
-        self.version = alias._version
+        super().__init__(alias)
 
     def unpack(self) -> Tensor:
         """The saved tensor.
@@ -144,7 +162,7 @@ class Stayed(Kept):
         """
         alias = super().unpack()
         self.round = self.owner.passed(self.record, self.round)
-        return alias.detach()  # not the alias itself: whoever is given it may swap its `.data`, and ask again
+        return alias
 
     @property
     def module(self) -> str | None:
@@ -161,8 +179,7 @@ class KeptActivation(Kept):
     __slots__ = ("entry", "nbytes", "owner")
 
     def __init__(self, alias: Tensor, owner: Storer, nbytes: int, reason: str) -> None:
-        self.alias = alias
-        self.version = alias._version
+        super().__init__(alias)
         self.entry: SavedStorage | None = None
         self.nbytes = nbytes
         notes = owner.core.accounts.notes

@@ -19,16 +19,17 @@ from .announcement import Announcement
 from .assembly import Tiers
 from .autopilot import Autopilot
 from .blocks import BlockWatch
+from .bursts import advice
 from .config import OffloadConfig
 from .device import Accelerator
 from .errors import ConfigError, OffloaderClosedError
 from .explanation import explain
-from .packing import Packer
+from .packing import Packer, tell
 from .phases import Direction, Hint, check_phase
 from .profile import Profile
 from .recompute_meter import RecomputeMeter
 from .record import Record
-from .schedule import Tape
+from .schedule import Tape, new_tape
 from .scopes import ModelInputs, untraced
 from .strictness import Before
 
@@ -42,9 +43,20 @@ class _Entry:
     """One entry of a context in one thread."""
 
     def __init__(self, offloader: Offloader) -> None:
-        self.hooks = saved_tensors_hooks(*offloader._hooks())
-        self.tape: Tape[Record] = Tape()
+        self._pack, unpack = offloader._hooks()
+        self.hooks = saved_tensors_hooks(self._pack, unpack)
+        self.tape = new_tape()
         self.before = Before(offloader.core.accounts)
+
+    @property
+    def tape(self) -> Tape[Record]:
+        """The forward that runs."""
+        return self._tape
+
+    @tape.setter
+    def tape(self, tape: Tape[Record]) -> None:
+        self._tape = tape
+        tell(self._pack, tape)
 
 
 class Offloader(Packer):
@@ -137,9 +149,9 @@ class Offloader(Packer):
         if kind is None:  # else it may be a generator's, closed by the collector inside of our own lock
             with self.core.lock:
                 self._drain()
-        advice = entry.tape.bursts.advice(entry.tape.total_bytes)
-        if advice is not None:
-            self.core.advise("burst", advice)
+        said = advice(entry.tape.bursts, entry.tape.total_bytes)
+        if said is not None:
+            self.core.advise("burst", said)
         self.core.warn()
         if kind is not None:
             return
@@ -176,8 +188,8 @@ class Offloader(Packer):
             check_phase("next", "next", next)
         if direction == "forward":
             stack = self._stack()
-            if stack and stack[-1].tape.records:
-                stack[-1].tape = Tape()
+            if stack and len(stack[-1].tape):
+                stack[-1].tape = new_tape()
         with self.core.lock:
             self._drain()
             self._prefetch.expect(Hint(microbatch, direction, next))
@@ -225,9 +237,10 @@ class Offloader(Packer):
         if not stack:  # hooks that PyTorch carried to one of its own threads
             stack.append(_Entry(self))
         entry = stack[-1]
-        if entry.tape.in_backward or (entry.tape.live == 0 and entry.tape.records):
-            entry.tape = Tape()
-        return entry.tape
+        tape = entry.tape
+        if tape.in_backward or (tape.live == 0 and len(tape)):
+            tape = entry.tape = new_tape()
+        return tape
 
     # -- the rest of the public surface -------------------------------------------------------------------------------
 

@@ -110,7 +110,8 @@ class IdentityMap(Generic[R]):
     """The live records by (storage, version, span)."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, list[_Entry[R]]] = {}
+        self.entries: dict[int, Iterable[_Entry[R]]] = {}
+        """By the storage's number: a list; or, kept in C as a plan says, the one record, which is its own entry."""
 
     def find(
         self,
@@ -127,7 +128,7 @@ class IdentityMap(Generic[R]):
         DTensor counts on the DTensor and not on the local tensor inside.
         """
         version = tensor._version
-        for known in self._entries.get(storage._cdata, ()):
+        for known in self.entries.get(storage._cdata, ()):
             if (
                 known.version == version
                 and known.begin <= begin
@@ -158,20 +159,20 @@ class IdentityMap(Generic[R]):
         """
         ref = StorageRef(storage)
         entry = _Entry(ref, address, tensor, tensor._version, begin, end, threading.get_ident(), counters, record)
-        self._entries.setdefault(ref.cdata, []).append(entry)
+        self.entries[ref.cdata] = [*self.entries.get(ref.cdata, ()), entry]
         return ref
 
     def remove(self, ref: StorageRef, record: R) -> None:
         """Forget a record."""
-        entries = self._entries.get(ref.cdata, [])
+        entries = self.entries.get(ref.cdata, [])
         kept = [entry for entry in entries if entry.record is not record]
         if kept:
-            self._entries[ref.cdata] = kept
+            self.entries[ref.cdata] = kept
         else:
-            self._entries.pop(ref.cdata, None)
+            self.entries.pop(ref.cdata, None)
 
     def __len__(self) -> int:
-        return sum(map(len, self._entries.values()))
+        return sum(len(list(entries)) for entries in self.entries.values())
 
 
 def same_counter(one: Tensor, other: Tensor) -> bool:

@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
+from . import native_hooks
+
 
 class DrainingLock:
     """A mutex that calls its owner back when it was released and something is noted.
@@ -70,11 +72,26 @@ class DrainingLock:
         self.release()
 
 
+def new_lock(
+    after_release: weakref.WeakMethod[Callable[[], None]] | None = None, noted: deque[Any] | None = None
+) -> DrainingLock:
+    """A `DrainingLock`, in C where that is at hand."""
+    native = native_hooks.loaded()
+    lock: DrainingLock = (DrainingLock if native is None else native.DrainingLock)(after_release, noted)
+    return lock
+
+
 class Changed(threading.Condition):
     """A condition whose `notify_all` costs next to nothing while nobody waits, which is nearly always."""
 
     def __init__(self, lock: DrainingLock) -> None:
         super().__init__(cast(Any, lock))
+
+    @property
+    def waiters(self) -> deque[Any]:
+        """Those who wait."""
+        found: deque[Any] = self._waiters  # type: ignore[attr-defined]
+        return found
 
     def notify_all(self) -> None:
         """As `threading.Condition.notify_all`; the lock is held."""

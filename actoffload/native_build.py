@@ -47,6 +47,8 @@ def build(source: Path, options: Sequence[str], key: Sequence[str]) -> Path:
     if compiler is None:
         raise Refused("there is no C++ compiler (c++, g++, clang++ or CXX)")
     digest = hashlib.sha256(source.read_bytes())
+    for header in sorted(source.parent.glob("*.hpp")):
+        digest.update(header.read_bytes())
     for text in (*key, *options, compiler):
         digest.update(b"\0" + text.encode())
     folder = _cache_folder()

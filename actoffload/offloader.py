@@ -53,6 +53,7 @@ class Storer(Backward):
         self.notes = StorageSet()
         self.owners = ModuleOwners()
         self.closed = self.forked = False
+        self._lane: Any = None
         self._began_s = now()
         self._identities: IdentityMap[Record] = IdentityMap()
         self._dropped: deque[tuple[Record, int]] = self.core.lock.noted
@@ -120,7 +121,7 @@ class Storer(Backward):
                 record.module = module
                 record.identity = self._identities.add(storage, address, tensor, begin, end, record, counters)
                 core.accounts.born(record.nbytes)
-                if not tape.records:
+                if not len(tape):
                     self._prefetch.phases.begin_forward(tape)
                 record.tape, record.index = tape, tape.append(record)
             record.handles += 1  # before anything that may let go of the lock
@@ -171,6 +172,20 @@ class Storer(Backward):
     def _make_room(self, mover: Mover) -> None:
         following = self.core.largest_bytes if self._following_bytes is None else self._following_bytes
         self.core.accounts.pack_wait_s += mover.make_room(following)
+
+    @untraced_hook
+    def look_at(self, device: str) -> None:
+        """Look at what must be looked at whenever something is saved: for what C keeps."""
+        with self.core.lock:
+            self._drain()
+            self._movers[device].notice_resized()
+            self._movers[device].pump()
+
+    @untraced_hook
+    def look_ahead(self, tape: Tape[Record]) -> None:
+        """Whether the forward is near its end, and another's backward wants to be begun: for what C keeps."""
+        with self.core.lock:
+            self._prefetch.during_forward(tape)
 
     def kept_static(self, reason: KeepReason, nbytes: int) -> None:
         """Count a tensor that stays and is no activation."""
@@ -284,16 +299,21 @@ class Storer(Backward):
         """
         if self.forked:
             return
-        self.closed = True
+        self._take_no_more()
         self.synchronize()
         if self.nothing_is_alive():
             self._shut(wait=True)
 
     def abort(self) -> None:
         """Stop at once: cancel what is queued and give everything back; what is not in memory is lost. Idempotent."""
-        self.closed = True
+        self._take_no_more()
         if not self.forked:
             self._shut(wait=False)
+
+    def _take_no_more(self) -> None:
+        self.closed = True
+        if self._lane is not None:
+            self._lane.close()
 
     def _shut(self, *, wait: bool) -> None:
         with self.core.lock:
@@ -307,6 +327,8 @@ class Storer(Backward):
     def after_fork_in_child(self) -> None:
         """The child has none of our threads: it keeps what it saves and gives up what is not in memory."""
         self.forked = True
+        if self._lane is not None:
+            self._lane.close()
         self.core.after_fork_in_child()
         self.tiers.after_fork_in_child()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -11,15 +14,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import native_hooks
-from .accounts import MANY_NOTES
+from .accounts import MANY_NOTES, RECORD
+from .bursts import MANY
 from .config import OffloadConfig
 from .device import Accelerator
-from .handles import Handle, Kept, KeptActivation, Stayed, Wrapped, check_version
+from .handles import Handle, Kept, KeptActivation, Stayed, Wrapped, check_not_replaced, check_version
 from .identity import PLAIN_TYPES, SPAN_ALIGNMENT, Counter, byte_span, is_parameter, own_counter
 from .marks import MARKED, OPEN_REGIONS, REGIONS
 from .offloader import Storer
 from .policy import KeepReason
-from .record import Record
+from .record import Record, State
 from .schedule import Tape
 from .scopes import ModuleScopes, untraced_hook
 
@@ -35,6 +39,7 @@ class Packer(Storer):
     """
 
     def __init__(self, config: OffloadConfig, accelerator: Accelerator | None = None) -> None:
+        _native_hooks()  # before the lock is made
         super().__init__(config, accelerator)
         self._scopes = ModuleScopes()
 
@@ -54,14 +59,39 @@ class Packer(Storer):
             marked=MARKED.by_number,
             awaited=self.owners.sharded,
             least=self._least_bytes,
-            core=self.core,
-            recorder=self.recorder,
             full=self._pack,
             save=self._save,
             settle=self.settle_notes,
+            lane=self._lane_of(native),
             many=MANY_NOTES,
         )
         return pack, native.unpack
+
+    def _lane_of(self, native: Any) -> Any:
+        """What keeps, in C, what a plan keeps; told of plans only where nothing else is to be done for each storage."""
+        core = self.core
+        if self._lane is None:
+            self._lane = native.Lane(
+                owner=self,
+                accounts=core.accounts,
+                notes=core.accounts.notes,
+                recording=self.recorder.running,
+                entries=self._identities.entries,
+                phases=self._prefetch.phases,
+                dropped=self._dropped,
+                to_warn=core.to_warn,
+                lock=core.lock,
+                waiters=core.changed.waiters,
+                watched={device: mover.watched for device, mover in self._movers.items()},
+                movers=self._movers,
+                scopes=self._scopes,
+                named=self._scopes.watched,
+                modules=sys.modules,
+                bounded=core.device_budget is not None,
+            )
+            if core.device_budget is None and core.sink is None:
+                self._placement.attach(self._lane)
+        return self._lane
 
     @untraced_hook
     def _pack(self, tensor: Tensor, counters: tuple[Counter, ...] = ()) -> Any:
@@ -133,7 +163,8 @@ class Packer(Storer):
         if static or not nbytes:
             self.kept_static(reason, nbytes)
             # A leaf itself, as autograd does: it makes no cycle, and its `.data` may be swapped.
-            return Kept(tensor if reason is KeepReason.PARAMETER and tensor.is_leaf else tensor.detach())
+            itself = reason is KeepReason.PARAMETER and tensor.is_leaf
+            return Kept(tensor if itself else tensor.detach(), itself=itself)
         handle = KeptActivation(tensor.detach(), self, nbytes, reason._value_)
         self.kept(handle, reason, tensor.device)
         return handle
@@ -147,6 +178,12 @@ class Packer(Storer):
             counters = (*outer, counter)
             return Wrapped(tensor, counter, lambda inner: self._pack(inner, counters))
         return self._keep(tensor, KeepReason.SUBCLASS, 0)
+
+
+def tell(pack: Any, tape: Tape[Record]) -> None:
+    """Tell a pack hook which forward runs in its thread; the one in Python asks for it instead."""
+    if type(tape) is not Tape:
+        pack.tape = tape
 
 
 @untraced_hook
@@ -169,5 +206,16 @@ def _native_hooks() -> Any:
         unpack=_unpack,
         static=KeepReason.PARAMETER.value,
         small=KeepReason.SMALL.value,
+        sequence_number=torch._C._autograd._get_sequence_nr,
+        set_version=torch._C._autograd._unsafe_set_version_counter,
+        resident=State.RESIDENT,
+        released=State.RELEASED,
+        keeps_graph=getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None),
+        replaced=check_not_replaced,
+        own_counter=untraced_hook(own_counter),
+        make_lock=threading.Lock,
+        make_deque=deque,
+        many=MANY,
+        record=RECORD,
         span_alignment=SPAN_ALIGNMENT,
     )

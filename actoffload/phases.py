@@ -49,6 +49,8 @@ class Phases(Generic[F]):
     """The phases of this step so far, those of the step before, and what follows."""
 
     def __init__(self) -> None:
+        self.changes = 0
+        """Grows whenever the answers of `follows` and `expected_bytes` may have changed."""
         self._past: list[Phase] = []
         self._past_bytes: dict[int, int] = {}
         self._now: list[Phase] = []
@@ -63,6 +65,7 @@ class Phases(Generic[F]):
     def hint(self, hint: Hint) -> F | None:
         """A phase is about to begin; returns the forward that a backward belongs to, if it is known."""
         self._pending = hint
+        self.changes += 1
         return self._keys.get(hint.key) if hint.direction == "backward" else None
 
     def begin_forward(self, forward: F) -> None:
@@ -75,6 +78,7 @@ class Phases(Generic[F]):
         hint = self._begin(Phase("forward", number))
         if hint is not None:
             self._keys[hint.key] = forward
+        self.changes += 1
 
     def begin_backward(self, forward: F) -> None:
         """Backward has asked for the first bytes of a forward."""
@@ -84,6 +88,7 @@ class Phases(Generic[F]):
             if self._pending is not None and self._keys.get(self._pending.key) is not forward:
                 self._pending = None  # the hint was of another one
             self._begin(Phase("backward", number))
+            self.changes += 1
 
     def follows(self) -> tuple[Direction, F | None] | None:
         """What comes after the phase that runs: its direction, and its forward if that has begun. None: not known."""

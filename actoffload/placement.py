@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 from torch import Tensor
 
 from .config import OffloadConfig
@@ -13,6 +16,23 @@ from .schedule import Tape, Window
 
 KEEP_LAST_SHARE = 16
 _KEEP = Decision.KEEP.value
+_MOVES = -1
+
+
+class Lane(Protocol):
+    """Keeps what a plan keeps, in C."""
+
+    def keep(self, reason: KeepReason, text: str, sizes: Sequence[int] | None) -> None:
+        """What stays from now on, and why.
+
+        Args:
+            reason: why.
+            text: the reason's value.
+            sizes: by index on the tape: the bytes of the storage that stays there, -1 where none does; None: all stay.
+        """
+
+    def keep_nothing(self) -> None:
+        """`Placement.why_keep` is asked of everything from now on."""
 
 
 class Placement:
@@ -35,14 +55,41 @@ class Placement:
         self._filter = ModuleFilter(config.include, config.exclude)
         self._keeps_last = config.policy in ("auto", "greedy")
         self._plan: Plan | None = config.policy if isinstance(config.policy, Plan) else None
-        self.keep_all = False
-        """Move nothing for now."""
+        self._keeps_all = False
+        self._lane: Lane | None = None
         self.mismatched_bytes = 0
         """Bytes that a plan knew nothing of at their places; whoever looks at it sets it back."""
+
+    @property
+    def keep_all(self) -> bool:
+        """Move nothing for now."""
+        return self._keeps_all
+
+    @keep_all.setter
+    def keep_all(self, value: bool) -> None:
+        self._keeps_all = value
+        self._tell()
 
     def follow(self, plan: Plan | None) -> None:
         """Do as a plan says; None: as before there was one."""
         self._plan = plan
+        self._tell()
+
+    def attach(self, lane: Lane) -> None:
+        """From now on a lane is told what a plan keeps, so that it is kept without asking `why_keep`."""
+        self._lane = lane
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._lane is None or self._policy is not None or not self._filter.allows_all:
+            return
+        if self._keeps_all:
+            self._lane.keep(KeepReason.PLAN, KeepReason.PLAN.value, None)
+        elif self._plan is not None:
+            sizes = [entry.nbytes if entry.action == _KEEP else _MOVES for entry in self._plan.entries]
+            self._lane.keep(self._planned, self._planned.value, sizes)
+        else:
+            self._lane.keep_nothing()
 
     def why_keep(self, record: Record, tensor: Tensor, tape: Tape[Record]) -> KeepReason | None:
         """Why a record that was just added to ``tape`` stays, or None.
@@ -56,7 +103,7 @@ class Placement:
             return KeepReason.EXCLUDED
         if self._policy is not None and self._policy.decide(_facts(record, tensor)) is Decision.KEEP:
             return KeepReason.POLICY
-        if self.keep_all:
+        if self._keeps_all:
             return KeepReason.PLAN
         entry = self._plan.entry(record.index, record.nbytes) if self._plan is not None else None
         if entry is not None:

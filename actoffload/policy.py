@@ -89,9 +89,14 @@ class ModuleFilter:
         self.include = tuple(include or ())
         self.exclude = tuple(exclude or ())
 
+    @property
+    def allows_all(self) -> bool:
+        """Whether there is no pattern."""
+        return not self.include and not self.exclude
+
     def allows(self, module: str | None) -> bool:
         """Whether a tensor saved inside ``module`` may move."""
-        if not self.include and not self.exclude:
+        if self.allows_all:
             return True
         name = module or ""
         if self.include and not _covers(self.include, name):

@@ -8,7 +8,7 @@ import torch
 
 from .phases import Hint, Phases
 from .record import Record
-from .schedule import LearnedOrders, Tape, Window
+from .schedule import FOR_EVER, LearnedOrders, Tape, Window
 from .tiers import Core, Mover
 
 
@@ -50,17 +50,23 @@ class Prefetch:
         """Fill the window along the tape that backward walks, and what is left of it along the next backward's."""
         if not tape.exhausted:
             tape.fetch_ahead(self._ahead(tape), self._bring)
-        if tape.exhausted:
+        if tape.exhausted and not tape.idle(self.phases.changes):
             self._fetch_next(tape, tape.left_bytes)
 
     def during_forward(self, tape: Tape[Record]) -> None:
         """Near the end of a forward: fill the window along the tape whose backward comes next, if it is another."""
+        changes = self.phases.changes
+        if tape.idle(changes):
+            return
         expected = self.phases.expected_bytes(tape)
         most = max(self.window.nbytes, 2 * self._core.largest_moved_bytes)
         if not expected or tape.total_bytes + most < expected:
+            tape.idle_until(changes, expected - most if expected else FOR_EVER)
             return
         other = self._next_backward(tape)
-        if other is not None and tape.total_bytes + self._ahead(other) >= expected:
+        if other is None:
+            tape.idle_until(changes, FOR_EVER)
+        elif tape.total_bytes + self._ahead(other) >= expected:
             self._fetch(other, self._ahead(other))
 
     def after_forward(self, tape: Tape[Record]) -> None:
@@ -79,7 +85,9 @@ class Prefetch:
     def _fetch_next(self, tape: Tape[Record], left_bytes: int = 0) -> None:
         """Fetch what the next backward, of another tape, wants first, less what is left of the one that runs."""
         other = self._next_backward(tape)
-        if other is not None and self._ahead(other) > left_bytes:
+        if other is None:
+            tape.idle_until(self.phases.changes, FOR_EVER)
+        elif self._ahead(other) > left_bytes:
             self._fetch(other, self._ahead(other) - left_bytes)
 
     def _next_backward(self, tape: Tape[Record]) -> Tape[Record] | None:

@@ -66,6 +66,8 @@ class Recorder:
     def __init__(self, stopwatch: Stopwatch) -> None:
         self.stopwatch = stopwatch
         self._local = threading.local()
+        self.running: list[None] = []
+        """Not empty while a step is recorded: C looks at it for each tensor."""
         self._clear()
 
     def _clear(self) -> None:
@@ -79,6 +81,15 @@ class Recorder:
         self._end: Stamp = None
         self.finished = False
         """The step has ended, and its profile may be asked for."""
+
+    @property
+    def active(self) -> bool:
+        """Whether a step is recorded."""
+        return bool(self.running)
+
+    @active.setter
+    def active(self, value: bool) -> None:
+        self.running[:] = [None] if value else []
 
     # -- while the step runs ------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from itertools import accumulate
 from typing import Any, Generic, Protocol, TypeVar
 
+from . import native_hooks
 from .bursts import Bursts
 
 
@@ -22,6 +23,8 @@ GROWTH = 1.5
 """A window that was too small grows by this factor ..."""
 GROWTH_LIMIT = 8
 """... up to so many times its first size."""
+FOR_EVER = 1 << 62
+"""Bytes that no forward saves."""
 MOST = 1 / 4
 """Nor does it reach further than over this share of what a forward saved: else all of it would be back at once."""
 
@@ -82,7 +85,10 @@ class Window:
 
 
 class Tape(Generic[R]):
-    """The records of one forward in the order in which autograd saved them, and backward's way through them."""
+    """The records of one forward in the order in which autograd saved them, and backward's way through them.
+
+    Where the hooks are in C, so is this, with the same methods (`new_tape`).
+    """
 
     def __init__(self) -> None:
         self.records: list[R | None] = []
@@ -93,7 +99,8 @@ class Tape(Generic[R]):
         self.bursts = Bursts()
         self.decisions: list[Any] = []
         """What was decided of each record, as its owner notes it; outlives the records."""
-        self._order: tuple[int, ...] = ()
+        self.order: tuple[int, ...] = ()
+        """The indices in the order in which backward is expected to come."""
         self._position: dict[int, int] = {}
         self._reach: list[int] = [0]
         self._prepared = 0
@@ -103,6 +110,10 @@ class Tape(Generic[R]):
         self._ahead_bytes = 0
         self._seen: list[int] = []
         self._was_seen: set[int] = set()
+        self._idle = (-1, 0)
+
+    def __len__(self) -> int:
+        return len(self.records)
 
     def append(self, record: R) -> int:
         """Add a record; returns its index."""
@@ -111,6 +122,19 @@ class Tape(Generic[R]):
         self.total_bytes += record.nbytes
         self.signature = hash((self.signature, record.nbytes))
         return len(self.records) - 1
+
+    def idle_until(self, changes: int, nbytes: int) -> None:
+        """There is nothing to look for until a phase begins or this forward has saved so many bytes.
+
+        Args:
+            changes: of `Phases`, as they are now.
+            nbytes: bytes; `FOR_EVER` when only a phase can change it.
+        """
+        self._idle = changes, nbytes
+
+    def idle(self, changes: int) -> bool:
+        """Whether that still holds; ``changes`` as they are now."""
+        return changes == self._idle[0] and self.total_bytes < self._idle[1]
 
     def forget(self, index: int) -> None:
         """The record at ``index`` was released."""
@@ -144,9 +168,9 @@ class Tape(Generic[R]):
         self._prepared = count
         self._cursor = self._frontier = 0
         order = orders.get(self.signature)
-        self._order = order if order is not None else tuple(range(count - 1, -1, -1))
-        self._position = {index: position for position, index in enumerate(self._order)}
-        records = (self.records[index] for index in self._order)
+        self.order = order if order is not None else tuple(range(count - 1, -1, -1))
+        self._position = {index: position for position, index in enumerate(self.order)}
+        records = (self.records[index] for index in self.order)
         self._reach = [0, *accumulate(0 if record is None else record.nbytes for record in records)]
 
     def rewind(self) -> None:
@@ -164,8 +188,8 @@ class Tape(Generic[R]):
             fetch: begins to bring a record, unless it is away and the second argument says that it is too early;
                 returns the bytes that makes (0 when it was near already), or None when it did nothing.
         """
-        while self._frontier < len(self._order) and self._ahead_bytes < window_bytes:
-            index = self._order[self._frontier]
+        while self._frontier < len(self.order) and self._ahead_bytes < window_bytes:
+            index = self.order[self._frontier]
             record = self.records[index]
             if record is not None and index not in self._ahead:
                 early = self._reach[self._frontier] - self._reach[self._cursor] >= window_bytes
@@ -179,7 +203,7 @@ class Tape(Generic[R]):
     @property
     def exhausted(self) -> bool:
         """Whether nothing of this tape is left to fetch."""
-        return self._frontier >= len(self._order)
+        return self._frontier >= len(self.order)
 
     @property
     def left_bytes(self) -> int:
@@ -188,3 +212,10 @@ class Tape(Generic[R]):
 
     def _uncount(self, index: int) -> None:
         self._ahead_bytes -= self._ahead.pop(index, 0)
+
+
+def new_tape() -> Tape[Any]:
+    """An empty tape, in C where that is at hand."""
+    native = native_hooks.loaded()
+    tape: Tape[Any] = Tape() if native is None else native.Tape()
+    return tape

@@ -107,6 +107,8 @@ class ModuleScopes(Hooking):
     def __init__(self) -> None:
         self._local = _Running()
         self._hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+        self.watched: dict[Any, Any] = self._hooks.data  # type: ignore[attr-defined]
+        """The modules whose names are known: empty while there are none."""
 
     @property
     def current(self) -> str | None:

@@ -18,7 +18,7 @@ from .errors import StateError, StorageError
 from .events import EventKind, EventSink, TraceEvent, now
 from .extent_io import Transfer
 from .identity import StorageRef
-from .locks import Changed, DrainingLock
+from .locks import Changed, new_lock
 from .policy import KeepReason
 from .record import Record, State
 from .spool import Spool
@@ -35,7 +35,7 @@ class Core:
     def __init__(self, config: OffloadConfig, sink: EventSink | None) -> None:
         self.config = config
         self.sink = sink
-        self.lock = DrainingLock()
+        self.lock = new_lock()
         self.changed = Changed(self.lock)
         self.accounts = Accounts()
         self.pending_bytes = 0
@@ -68,7 +68,7 @@ class Core:
         self.inert = True
         self.sink = None
         self.to_warn.clear()
-        self.lock = DrainingLock(self.lock.after_release, self.lock.noted)
+        self.lock = new_lock(self.lock.after_release, self.lock.noted)
         self.changed = Changed(self.lock)
 
     def event(self, kind: EventKind, record: Record, detail: str = "", since_s: float | None = None) -> None:
@@ -125,6 +125,8 @@ class Mover(ABC):
         self.planned_pending_bytes = 0
         self._in_place: deque[Record] = deque()
         """Records that are being copied from where their owner holds them, and some that were; looked at in turn."""
+        self.watched: tuple[deque[Record], ...] = (self._in_place,)
+        """While all of these are empty, neither `notice_resized` nor `pump` has anything to do."""
 
     @abstractmethod
     def begin(self, record: Record) -> KeepReason | None:

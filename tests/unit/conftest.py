@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from actoffload import native_hooks
 from actoffload.packing import _native_hooks
 from actoffload.spool import Spool
 from tests.spools import MIB, MakeSpool
+from tests.unit.natively import in_python
 
 
 @pytest.fixture
@@ -34,3 +36,12 @@ def native() -> Any:
     module = _native_hooks()
     assert module is not None, native_hooks.refusal()
     return module
+
+
+@pytest.fixture(params=["C", "Python"])
+def either(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What is made in the test is made in C, or else in Python."""
+    if request.param == "C" and _native_hooks() is None:
+        pytest.skip(native_hooks.refusal())
+    with in_python() if request.param == "Python" else nullcontext():
+        yield request.param

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actoffload.bursts import MANY, Bursts
+from actoffload.bursts import MANY, Bursts, advice
 
 
 def bursts(*nodes: tuple[int, int]) -> Bursts:
@@ -33,11 +33,11 @@ def bursts(*nodes: tuple[int, int]) -> Bursts:
 )
 def test_only_a_burst_of_more_than_half_is_told(nodes: list[tuple[int, int]], told: bool) -> None:
     total_bytes = sum(count * nbytes for count, nbytes in nodes)
-    assert (bursts(*nodes).advice(total_bytes) is not None) == told
+    assert (advice(bursts(*nodes), total_bytes) is not None) == told
 
 
 def test_the_advice_has_the_numbers() -> None:
-    advice = bursts((16, 1024), (1, 4096)).advice(20480)
-    assert advice is not None
-    assert "16.0 KiB of the 20.0 KiB" in advice
-    assert "(80%, 16 tensors)" in advice
+    text = advice(bursts((16, 1024), (1, 4096)), 20480)
+    assert text is not None
+    assert "16.0 KiB of the 20.0 KiB" in text
+    assert "(80%, 16 tensors)" in text

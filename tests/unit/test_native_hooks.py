@@ -245,8 +245,8 @@ def test_the_compiler_does_not_look_into_unpack(native: Any, make_offloader: Mak
 
 notes = st.lists(
     st.one_of(
-        st.integers(0, 1 << 40),
-        st.tuples(st.sampled_from(["a", "b", "c"]), st.integers(0, 1 << 40), st.booleans()),
+        st.integers(-(1 << 40), 1 << 40),
+        st.tuples(st.sampled_from(["a", "b", "c"]), st.integers(0, 1 << 40), st.integers(0, 2)),
         st.just(("broken",)),
     ),
     max_size=30,

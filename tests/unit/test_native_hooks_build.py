@@ -15,6 +15,7 @@ from torch import nn
 from actoffload import native_build, native_hooks
 from actoffload.handles import Kept, KeptActivation
 from tests.harness import MakeOffloader
+from tests.unit.natively import TOLD
 from tests.unit.test_native_hooks import LEAST_BYTES, ones
 
 pytestmark = pytest.mark.skipif(
@@ -69,9 +70,6 @@ def test_where_they_cannot_be_had_the_reason_is_said(
     monkeypatch.setattr(native_hooks._Process, "module", None)
     monkeypatch.setattr(native_hooks._Process, "reason", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    known: dict[str, Any] = {"base": type("Other", (), {"layout": 1})}
-    known |= dict.fromkeys(("storage", "tensor", "parameter", "strided", "task_id", "check_version", "unpack"))
-    known |= {"regions": [], "static": "", "small": "", "span_alignment": 512}
     if why == "switch":
         monkeypatch.setenv(native_build.SWITCH, "0")
     elif why == "headers":
@@ -84,7 +82,7 @@ def test_where_they_cannot_be_had_the_reason_is_said(
         bad = tmp_path / "hooks.cpp"
         bad.write_text("no program" if why == "broken" else "int nothing;")
         monkeypatch.setattr(native_hooks, "SOURCE", bad)
-    assert native_hooks.load(**known) is None
+    assert native_hooks.load(**TOLD) is None
     assert told in native_hooks.refusal().replace(str(tmp_path) + "/", "")
     assert native_hooks.loaded() is None
 

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from actoffload.accounts import MANY_NOTES
 from tests.harness import MakeOffloader, no_garbage_collection
+from tests.unit.natively import TOLD
 from tests.unit.test_native_hooks import LEAST_BYTES, Model, Named, ones
 
 pytestmark = pytest.mark.skipif(
@@ -127,12 +128,20 @@ def test_a_hook_and_its_owner_are_collected_together(native: Any) -> None:
 
     probe = Probe()
     gone = weakref.ref(probe)
-    pack = native.Pack(
-        owner=probe, notes=deque(), by_number={}, marked={}, awaited={}, least={}, core=probe, recorder=probe,
-        full=probe, save=probe, settle=probe, many=1,
+    lane = native.Lane(
+        owner=probe, accounts=probe, notes=deque(), recording=[], entries={}, phases=probe, dropped=deque(),
+        to_warn=deque(), lock=native.DrainingLock(noted=deque([probe])), waiters=deque(), watched={}, movers={},
+        scopes=probe, named={}, modules={}, bounded=False,
     )  # fmt: skip
+    lane.keep(probe, "reason", [1, 2])
+    pack = native.Pack(
+        owner=probe, notes=deque(), by_number={}, marked={}, awaited={}, least={}, full=probe, save=probe,
+        settle=probe, lane=lane, many=1,
+    )  # fmt: skip
+    pack.tape = native.Tape()
+    pack.tape.decisions.append(pack)
     probe.pack = pack  # type: ignore[attr-defined]
-    del probe, pack
+    del probe, pack, lane
     gc.collect()
     assert gone() is None
 
@@ -149,11 +158,12 @@ def test_what_is_not_to_be_called_says_so(native: Any, make_offloader: MakeOfflo
         native.Kept()
     with pytest.raises(TypeError):
         native.Pack(owner=1)
+    with pytest.raises(TypeError, match="Tape of this module"):
+        pack.tape = 7  # type: ignore[attr-defined]
     with pytest.raises(TypeError, match=r"layout is not what it was"):
-        native.setup(
-            base=type("Other", (), {"layout": 1}), storage=1, tensor=1, parameter=1, strided=1, regions=[], task_id=1,
-            check_version=1, unpack=1, static="", small="", span_alignment=512,
-        )  # fmt: skip
+        native.setup(**TOLD)
+    with pytest.raises(ValueError, match="not what it was"):
+        native.setup(**{**TOLD, "record": 3})
 
 
 def test_what_a_patched_method_returns_is_looked_at(

@@ -9,17 +9,20 @@ from pathlib import Path
 import pytest
 
 import actoffload.schedule
-from actoffload.schedule import GROWTH, GROWTH_LIMIT, MOST, LearnedOrders, Tape, Window
+from actoffload.schedule import FOR_EVER, GROWTH, GROWTH_LIMIT, MOST, LearnedOrders, Tape, Window, new_tape
+
+pytestmark = pytest.mark.usefixtures("either")
 
 
 @dataclass(eq=False)
 class _Sized:
     nbytes: int
     name: int = 0
+    data: None = None
 
 
 def _tape(sizes: list[int]) -> Tape[_Sized]:
-    tape: Tape[_Sized] = Tape()
+    tape: Tape[_Sized] = new_tape()
     for name, nbytes in enumerate(sizes):
         assert tape.append(_Sized(nbytes, name)) == name
     return tape
@@ -45,6 +48,18 @@ def test_a_tape_counts_what_it_holds() -> None:
     tape.forget(1)
     assert (tape.live, tape.total_bytes) == (2, 60)
     assert [record.name for record in tape.records if record is not None] == [0, 2]
+
+
+def test_it_is_known_for_how_long_there_is_nothing_to_look_for() -> None:
+    tape = _tape([10, 20])
+    assert not tape.idle(0), "nobody has looked yet"
+    tape.idle_until(3, 40)
+    assert tape.idle(3)
+    assert not tape.idle(4), "a phase has begun"
+    tape.append(_Sized(10))
+    assert not tape.idle(3), "the forward has gone on"
+    tape.idle_until(3, FOR_EVER)
+    assert tape.idle(3)
 
 
 def test_the_first_guess_is_the_reverse_order() -> None:

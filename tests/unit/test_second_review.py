@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import actoffload
 from actoffload import OffloadConfig, Offloader, Plan
 from actoffload.errors import NothingOffloadedError
-from actoffload.locks import Changed, DrainingLock
+from actoffload.locks import Changed, new_lock
 from actoffload.planners.base import Limits
 from actoffload.profile import Profile
 from actoffload.recorder import MOST_STORAGES
@@ -172,13 +172,13 @@ def test_an_offloader_is_in_no_cycle(tmp_path: Path) -> None:
         gc.enable()
 
 
-def test_an_error_on_the_way_into_a_wait_leaves_the_lock_as_it_should_be() -> None:
+def test_an_error_on_the_way_into_a_wait_leaves_the_lock_as_it_should_be(either: str) -> None:
     class _Owner:
         def after(self) -> None:
             raise ValueError("the owner's work failed")
 
     owner = _Owner()
-    lock = DrainingLock()
+    lock = new_lock()
     condition = Changed(lock)
     lock.noted.append("some work")
     lock.after_release = weakref.WeakMethod(owner.after)

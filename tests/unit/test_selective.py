@@ -189,7 +189,7 @@ def test_the_second_step_prefetches_in_the_order_of_the_recomputation(make_offlo
     def walk(self: Any, record: Any, round_: int) -> None:
         if record.tape is not None:
             record.tape.prepare(self.orders)
-            guesses.append(record.tape._order)
+            guesses.append(record.tape.order)
             asked[-1].append(record.index)
         advance(self, record, round_)
 

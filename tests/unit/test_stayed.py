@@ -152,10 +152,10 @@ def test_what_moved_is_fetched_while_backward_passes_what_stayed(make_offloader:
     states: dict[int, State] = {}
     x = _input()
     with offloader:
-        records = offloader._stack()[-1].tape.records
+        tape = offloader._stack()[-1].tape
 
         def seen(number: int) -> None:
-            record = records[0]
+            record = tape.records[0]
             assert record is not None
             states[number] = record.state
 

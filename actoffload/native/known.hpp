@@ -1,0 +1,45 @@
+// What this module was told of PyTorch and of the package, and the names that it asks for.
+
+#pragma once
+
+#include "python.hpp"
+
+namespace {
+
+// What `setup` was told: PyTorch's types and functions, and ours.
+struct Known {
+  PyObject *tensor, *parameter, *strided, *regions, *task_id, *check_version, *unpack;  // regions: a list, of all threads'
+  PyObject *static_name, *small_name;                                                   // reasons
+  PyObject *sequence_number, *set_version, *resident, *released;                        // the last two: of `State`
+  PyObject *make_lock, *make_deque;
+  PyObject *keeps_graph, *replaced, *own_counter;  // the first may be None
+  long long span_alignment;                                                             // SPAN_ALIGNMENT of identity.py
+  Getter layout, is_nested, is_quantized, is_cpu, is_meta, base, requires_grad, is_leaf, nbytes, version, device, dtype, shape;
+  Getter number;  // of a storage: its StorageImpl's address
+} known;
+
+#define ACTOFFLOAD_NAMES(X)                                                                                         \
+  X(untyped_storage) X(nbytes) X(is_contiguous) X(storage_offset) X(element_size) X(detach) X(cpu) X(type)          \
+  X(append) X(popleft) X(data_ptr) X(locked) X(acquire) X(release) X(changes) X(current)  \
+  X(capturing) X(to_warn) X(accounts) X(recomputed_bytes) X(live_records) X(packed_tensors) X(packed_bytes)         \
+  X(deduplicated_bytes) X(baseline_bytes) X(resident_bytes) X(baseline_peak_bytes) X(resident_peak_bytes)           \
+  X(step_peak_bytes) X(notes) X(kept_bytes) X(data) X(get) X(passed) X(drop) X(look_at) X(look_ahead) X(fetch_ahead)
+
+#define ACTOFFLOAD_DECLARE(text) PyObject* name_##text;
+ACTOFFLOAD_NAMES(ACTOFFLOAD_DECLARE)
+#undef ACTOFFLOAD_DECLARE
+PyObject* name_distributed_tensor;
+
+bool intern_names() {
+#define ACTOFFLOAD_INTERN(text)                           \
+  name_##text = PyUnicode_InternFromString(#text);        \
+  if (name_##text == nullptr) {                           \
+    return false;                                         \
+  }
+  ACTOFFLOAD_NAMES(ACTOFFLOAD_INTERN)
+#undef ACTOFFLOAD_INTERN
+  name_distributed_tensor = PyUnicode_InternFromString("torch.distributed.tensor");
+  return name_distributed_tensor != nullptr;
+}
+
+}  // namespace

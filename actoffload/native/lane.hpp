@@ -1,0 +1,201 @@
+// What those who keep what a plan keeps know of their offloader, and whether they may be inside of it now.
+//
+// All that they do is done at once under the GIL: between the look at the offloader's lock, which nobody may hold, and the
+// last change no line of Python runs and nothing is allocated that Python's collector knows, so that no other thread and
+// no finalizer comes in between. Where something is out of the ordinary `Storer` does the same in Python, on the same
+// objects.
+
+#pragma once
+
+#include <vector>
+#include "lock.hpp"
+
+namespace {
+
+// What is known of an offloader by those who keep for it, and what its plan keeps.
+struct Lane {
+  enum class Keeps : char { nothing, planned, all };  // nothing comes first: a new lane keeps nothing
+  PyObject_HEAD
+  PyObject* owner;     // the Storer
+  PyObject* accounts;
+  PyObject* notes;     // Accounts.notes
+  PyObject* recording; // a list, empty while no step is recorded
+  PyObject* entries;   // of the IdentityMap, by the storage's number
+  PyObject* phases;
+  PyObject* dropped;   // handles that died and were not worked off
+  PyObject* to_warn;
+  PyObject* lock;      // a Lock
+  PyObject* waiters;   // of the condition on it
+  PyObject* watched;   // by type of device: a tuple of what must be empty for there to be nothing to look at
+  PyObject* movers;    // by type of device
+  PyObject* scopes;    // tells the name of the module that runs
+  PyObject* named;     // a dictionary, empty while no names are known
+  PyObject* modules;   // sys.modules
+  PyObject* reason;    // a KeepReason
+  PyObject* text;      // and its value
+  PyObject* note;      // the one that was taken last, and the decision: storages of one size share them
+  PyObject* decision;
+  std::vector<long long>* sizes;  // by index: the bytes of the storage that the plan keeps there, else -1
+  Keeps keeps;
+  char open;
+  char bounded;  // there is a device budget
+};
+
+constexpr std::size_t kLaneMembers[] = {
+    offsetof(Lane, owner),  offsetof(Lane, accounts), offsetof(Lane, notes),
+    offsetof(Lane, recording), offsetof(Lane, entries), offsetof(Lane, phases),   offsetof(Lane, dropped),
+    offsetof(Lane, to_warn), offsetof(Lane, lock),    offsetof(Lane, waiters),  offsetof(Lane, watched),
+    offsetof(Lane, movers), offsetof(Lane, scopes),  offsetof(Lane, named),  offsetof(Lane, modules),  offsetof(Lane, reason),
+    offsetof(Lane, text),   offsetof(Lane, note),    offsetof(Lane, decision)};
+
+PyObject** member_of(void* object, std::size_t offset) {
+  return reinterpret_cast<PyObject**>(static_cast<char*>(object) + offset);
+}
+
+// Whether nobody is inside of the offloader, and nothing waits for whoever comes next: then C may be inside.
+bool free_now(const Lane* lane) {
+  return lane->open && !as_lock(lane->lock)->held && PyObject_Size(lane->dropped) == 0 &&
+         PyList_GET_SIZE(lane->recording) == 0;
+}
+
+// Whether the block that was recomputed last is done with.
+Answer nothing_recomputed(const Lane* lane) {
+  const Ref nbytes(PyObject_GetAttr(lane->accounts, name_recomputed_bytes));
+  const int some = nbytes ? PyObject_IsTrue(nbytes.get()) : -1;
+  return some < 0 ? Answer::failed : some == 0 ? Answer::yes : Answer::no;
+}
+
+// Whether a device has nothing under way that must be looked at on every occasion.
+Answer nothing_to_look_at(const Lane* lane, PyObject* kind) {
+  PyObject* const watched = PyDict_GetItemWithError(lane->watched, kind);
+  if (watched == nullptr || !PyTuple_Check(watched)) {
+    return PyErr_Occurred() != nullptr ? Answer::failed : Answer::no;
+  }
+  for (Py_ssize_t place = 0; place < PyTuple_GET_SIZE(watched); ++place) {
+    const Py_ssize_t size = PyObject_Size(PyTuple_GET_ITEM(watched, place));
+    if (size != 0) {
+      return size < 0 ? Answer::failed : Answer::no;
+    }
+  }
+  return Answer::yes;
+}
+
+// The number that changes whenever what follows the running phase may have changed.
+bool changes_of(const Lane* lane, long long* changes) {
+  return integer(Ref(PyObject_GetAttr(lane->phases, name_changes)), changes);
+}
+
+// -- the type --------------------------------------------------------------------------------------------------------
+
+PyObject* lane_new(PyTypeObject* type, PyObject* arguments, PyObject* names) {
+  static const char* const kNames[] = {"owner",   "accounts", "notes",   "recording", "entries", "phases",
+                                       "dropped", "to_warn", "lock",     "waiters", "watched",  "movers",  "scopes",
+                                       "named",   "modules", "bounded", nullptr};
+  Ref self(type->tp_alloc(type, 0));
+  if (!self) {
+    return nullptr;
+  }
+  Lane* const lane = reinterpret_cast<Lane*>(self.get());
+  int bounded = 0;
+  PyObject* given[15];
+  if (!PyArg_ParseTupleAndKeywords(arguments, names, "OOOO!O!OOOO!OO!O!OO!O!p:Lane", const_cast<char**>(kNames), &given[0],
+                                   &given[1], &given[2], &PyList_Type, &given[3], &PyDict_Type, &given[4], &given[5],
+                                   &given[6], &given[7], &lock_type, &given[8], &given[9], &PyDict_Type, &given[10],
+                                   &PyDict_Type, &given[11], &given[12], &PyDict_Type, &given[13], &PyDict_Type,
+                                   &given[14], &bounded)) {
+    return nullptr;
+  }
+  for (std::size_t at = 0; at < 15; ++at) {
+    *member_of(lane, kLaneMembers[at]) = Py_NewRef(given[at]);
+  }
+  lane->sizes = new (std::nothrow) std::vector<long long>;
+  if (lane->sizes == nullptr) {
+    PyErr_NoMemory();
+    return nullptr;
+  }
+  lane->open = 1;
+  lane->bounded = bounded != 0;
+  return self.release();
+}
+
+int lane_traverse(PyObject* self, visitproc visit, void* arg) {
+  for (const std::size_t offset : kLaneMembers) {
+    Py_VISIT(*member_of(self, offset));
+  }
+  return 0;
+}
+
+int lane_clear(PyObject* self) {
+  reinterpret_cast<Lane*>(self)->open = 0;
+  for (const std::size_t offset : kLaneMembers) {
+    Py_CLEAR(*member_of(self, offset));
+  }
+  return 0;
+}
+
+void lane_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  lane_clear(self);
+  delete reinterpret_cast<Lane*>(self)->sizes;
+  Py_TYPE(self)->tp_free(self);
+}
+
+// keep(reason, text, sizes): what stays from now on, and why. `sizes` is None where all does.
+PyObject* lane_keep(PyObject* self, PyObject* arguments) {
+  Lane* const lane = reinterpret_cast<Lane*>(self);
+  PyObject *reason, *text, *sizes;
+  if (!PyArg_ParseTuple(arguments, "OUO:keep", &reason, &text, &sizes)) {
+    return nullptr;
+  }
+  const Ref row(PySequence_Fast(sizes == Py_None ? PyTuple_New(0) : Py_NewRef(sizes), "sizes: a sequence or None"));
+  if (!row) {
+    return nullptr;
+  }
+  std::vector<long long> taken;
+  try {
+    for (Py_ssize_t place = 0; place < PySequence_Fast_GET_SIZE(row.get()); ++place) {
+      taken.push_back(PyLong_AsLongLong(PySequence_Fast_GET_ITEM(row.get(), place)));
+    }
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  }
+  if (PyErr_Occurred() != nullptr) {
+    return nullptr;
+  }
+  lane->sizes->swap(taken);
+  lane->keeps = sizes == Py_None ? Lane::Keeps::all : Lane::Keeps::planned;
+  Py_XSETREF(lane->reason, Py_NewRef(reason));
+  Py_XSETREF(lane->text, Py_NewRef(text));
+  Py_RETURN_NONE;
+}
+
+PyObject* lane_keep_nothing(PyObject* self, PyObject*) {
+  reinterpret_cast<Lane*>(self)->keeps = Lane::Keeps::nothing;
+  Py_RETURN_NONE;
+}
+
+PyObject* lane_close(PyObject* self, PyObject*) {
+  reinterpret_cast<Lane*>(self)->open = 0;
+  Py_RETURN_NONE;
+}
+
+PyMethodDef lane_methods[] = {
+    {"keep", lane_keep, METH_VARARGS, "keep(reason, text, sizes): what stays from now on, and why."},
+    {"keep_nothing", lane_keep_nothing, METH_NOARGS, "Python decides of everything from now on."},
+    {"close", lane_close, METH_NOARGS, "Python does everything from now on."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyTypeObject lane_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+void describe_lane() {
+  describe(&lane_type, "actoffload_hooks.Lane", sizeof(Lane), Py_TPFLAGS_HAVE_GC, nullptr,
+           "What an offloader's plan keeps, and what its handles have to know of the offloader.");
+  lane_type.tp_methods = lane_methods;
+  lane_type.tp_new = lane_new;
+  lane_type.tp_dealloc = lane_dealloc;
+  lane_type.tp_traverse = lane_traverse;
+  lane_type.tp_clear = lane_clear;
+  lane_type.tp_free = PyObject_GC_Del;
+}
+
+}  // namespace

@@ -1,0 +1,105 @@
+// `Accounts.settle`: works off what was noted of tensors that stay.
+
+#pragma once
+
+#include "known.hpp"
+
+namespace {
+
+constexpr long long kRecord = 2;  // RECORD of accounts.py; compared when the module is set up
+
+// What `Accounts.settle` adds up.
+struct Sums {
+  long long records = 0, tensors = 0, packed = 0, now = 0, peak = 0;  // now and peak: bytes above what was held before
+  PyObject* reason = nullptr;                            // of `reason_bytes`; borrowed from `held`
+  long long reason_bytes = 0;
+};
+
+bool flush(PyObject* by_reason, Sums* sums) {
+  if (sums->reason == nullptr) {
+    return true;
+  }
+  const Ref reason(std::exchange(sums->reason, nullptr));
+  PyObject* const before = PyDict_GetItemWithError(by_reason, reason.get());
+  if (before == nullptr && PyErr_Occurred() != nullptr) {
+    return false;
+  }
+  const long long known_bytes = before == nullptr ? 0 : PyLong_AsLongLong(before);
+  const Ref sum(PyLong_FromLongLong(known_bytes + std::exchange(sums->reason_bytes, 0)));
+  return sum && PyDict_SetItem(by_reason, reason.get(), sum.get()) == 0;
+}
+
+// Counts one note; false, with an error, where it is none.
+bool count(PyObject* by_reason, PyObject* one, Sums* sums) {
+  if (PyLong_Check(one)) {
+    const long long nbytes = PyLong_AsLongLong(one);
+    sums->records -= nbytes < 0;
+    sums->now -= nbytes < 0 ? -nbytes : nbytes;
+    return PyErr_Occurred() == nullptr;
+  }
+  if (!PyTuple_Check(one) || PyTuple_GET_SIZE(one) != 3) {
+    PyErr_SetString(PyExc_ValueError, "not enough values in a note");
+    return false;
+  }
+  PyObject* const reason = PyTuple_GET_ITEM(one, 0);
+  const long long nbytes = PyLong_AsLongLong(PyTuple_GET_ITEM(one, 1)), kind = PyLong_AsLongLong(PyTuple_GET_ITEM(one, 2));
+  if (PyErr_Occurred() != nullptr || (sums->reason != reason && !flush(by_reason, sums))) {
+    return false;
+  }
+  if (sums->reason == nullptr) {
+    sums->reason = Py_NewRef(reason);
+  }
+  sums->reason_bytes += nbytes;
+  ++sums->tensors;
+  sums->packed += nbytes;
+  sums->records += kind == kRecord;
+  if (kind > 0) {
+    sums->now += nbytes;
+    sums->peak = sums->now > sums->peak ? sums->now : sums->peak;
+  }
+  return true;
+}
+
+bool enter(PyObject* accounts, const Sums& sums) {
+  long long saved = 0, held = 0;
+  return integer(Ref(PyObject_GetAttr(accounts, name_baseline_bytes)), &saved) &&
+         integer(Ref(PyObject_GetAttr(accounts, name_resident_bytes)), &held) &&
+         add_to(accounts, name_packed_tensors, sums.tensors) && add_to(accounts, name_packed_bytes, sums.packed) &&
+         add_to(accounts, name_live_records, sums.records) &&
+         add_to(accounts, name_baseline_bytes, sums.now) && add_to(accounts, name_resident_bytes, sums.now) &&
+         raise_to(accounts, name_baseline_peak_bytes, saved + sums.peak) &&
+         raise_to(accounts, name_resident_peak_bytes, held + sums.peak) &&
+         raise_to(accounts, name_step_peak_bytes, held + sums.peak);
+}
+
+// `Accounts.settle`: works off what was noted. What is taken off the notes is counted, whatever comes.
+PyObject* settle(PyObject*, PyObject* accounts) {
+  const Ref notes(PyObject_GetAttr(accounts, name_notes)), by_reason(PyObject_GetAttr(accounts, name_kept_bytes));
+  if (!notes || !by_reason) {
+    return nullptr;
+  }
+  if (!PyDict_Check(by_reason.get())) {
+    PyErr_SetString(PyExc_TypeError, "kept_bytes is no dictionary");
+    return nullptr;
+  }
+  Sums sums;
+  bool good = true;
+  while (good && PyObject_Size(notes.get()) > 0) {
+    const Ref first(PySequence_GetItem(notes.get(), 0));
+    good = first && count(by_reason.get(), first.get(), &sums);
+    if (good) {
+      good = static_cast<bool>(call(notes.get(), name_popleft));
+    }
+  }
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  const bool entered = flush(by_reason.get(), &sums) && enter(accounts, sums);
+  if (type != nullptr) {
+    PyErr_Clear();
+    PyErr_Restore(type, value, trace);
+    return nullptr;
+  }
+  return entered ? Py_NewRef(Py_None) : nullptr;
+}
+
+}  // namespace

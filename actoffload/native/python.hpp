@@ -1,0 +1,128 @@
+// Python's objects in C++: references that are owned, calls, numbers, truth, types.
+
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <cstddef>
+#include <iterator>
+#include <new>
+#include <utility>
+
+namespace {
+
+// A reference that is owned.
+class Ref {
+ public:
+  Ref() = default;
+  explicit Ref(PyObject* object) : object_(object) {}
+  Ref(Ref&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+  Ref(const Ref&) = delete;
+  Ref& operator=(const Ref&) = delete;
+  Ref& operator=(Ref&& other) noexcept {
+    Py_XSETREF(object_, other.release());
+    return *this;
+  }
+  ~Ref() { Py_XDECREF(object_); }
+  explicit operator bool() const { return object_ != nullptr; }
+  PyObject* get() const { return object_; }
+  PyObject* release() { return std::exchange(object_, nullptr); }
+
+ private:
+  PyObject* object_ = nullptr;
+};
+
+// An attribute of every tensor that is written in C: read without looking it up.
+class Getter {
+ public:
+  bool find(PyObject* base, const char* name) {
+    Ref found(PyObject_GetAttrString(base, name));
+    if (!found) {
+      return false;
+    }
+    if (Py_TYPE(found.get()) != &PyGetSetDescr_Type) {
+      PyErr_Format(PyExc_TypeError, "%s is not what it was", name);
+      return false;
+    }
+    descriptor_ = reinterpret_cast<PyGetSetDescrObject*>(found.release());  // lives as long as the process
+    return true;
+  }
+  Ref operator()(PyObject* tensor) const {
+    if (!PyObject_TypeCheck(tensor, descriptor_->d_common.d_type)) {  // what a patched or overridden method returned
+      PyErr_Format(PyExc_AttributeError, "%.100s object where one of PyTorch's own was expected", Py_TYPE(tensor)->tp_name);
+      return Ref();
+    }
+    const PyGetSetDef* const definition = descriptor_->d_getset;
+    return Ref(definition->get(tensor, definition->closure));
+  }
+
+ private:
+  PyGetSetDescrObject* descriptor_ = nullptr;
+};
+
+Ref call(PyObject* object, PyObject* method) {
+  return Ref(PyObject_VectorcallMethod(method, &object, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+}
+
+bool integer(const Ref& number, long long* value) {
+  if (!number) {
+    return false;
+  }
+  *value = PyLong_AsLongLong(number.get());
+  return *value != -1 || PyErr_Occurred() == nullptr;
+}
+
+// A function of another shape than that of a method without arguments.
+template <typename Function>
+PyCFunction as_method(Function function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+enum class Answer { failed = -1, no = 0, yes = 1 };
+
+Answer truth(const Ref& object) {
+  if (!object) {
+    return Answer::failed;
+  }
+  return object.get() == Py_True ? Answer::yes : object.get() == Py_False ? Answer::no : Answer::failed;
+}
+
+// Adds to, or raises, a number that is an attribute.
+bool add_to(PyObject* object, PyObject* name, long long more) {
+  long long value = 0;
+  if (!integer(Ref(PyObject_GetAttr(object, name)), &value)) {
+    return false;
+  }
+  const Ref sum(PyLong_FromLongLong(value + more));
+  return sum && PyObject_SetAttr(object, name, sum.get()) == 0;
+}
+
+bool raise_to(PyObject* object, PyObject* name, long long peak) {
+  long long value = 0;
+  if (!integer(Ref(PyObject_GetAttr(object, name)), &value)) {
+    return false;
+  }
+  if (value >= peak) {
+    return true;
+  }
+  const Ref higher(PyLong_FromLongLong(peak));
+  return higher && PyObject_SetAttr(object, name, higher.get()) == 0;
+}
+
+void describe(PyTypeObject* type, const char* name, std::size_t size, unsigned long flags, PyGetSetDef* getters,
+              const char* doc) {
+  type->tp_name = name;
+  type->tp_basicsize = static_cast<Py_ssize_t>(size);
+  type->tp_flags = Py_TPFLAGS_DEFAULT | flags;
+  type->tp_getset = getters;
+  type->tp_doc = doc;
+}
+
+void make_callable(PyTypeObject* type, std::size_t vectorcall_offset) {
+  type->tp_flags |= Py_TPFLAGS_HAVE_VECTORCALL;
+  type->tp_vectorcall_offset = static_cast<Py_ssize_t>(vectorcall_offset);
+  type->tp_call = PyVectorcall_Call;
+}
+
+}  // namespace
