@@ -83,7 +83,9 @@ class Packer(Storer):
                 lock=core.lock,
                 waiters=core.changed.waiters,
                 watched={device: mover.watched for device, mover in self._movers.items()},
-                movers=self._movers,
+                captures={
+                    device: untraced_hook(mover.capturing) for device, mover in self._movers.items() if mover.captures
+                },
                 scopes=self._scopes,
                 named=self._scopes.watched,
                 modules=sys.modules,

@@ -44,16 +44,13 @@ bool look(Lane* lane, PyObject* kind) {
   return static_cast<bool>(Ref(PyObject_CallMethodOneArg(lane->owner, name_look_at, kind)));
 }
 
-// Whether the device records what it is given into a graph; nothing does on the CPU.
+// Whether the device records what it is given into a graph.
 Answer capturing(const Lane* lane, PyObject* kind) {
-  if (kind == name_cpu) {
-    return Answer::no;
+  PyObject* const told = PyDict_GetItemWithError(lane->captures, kind);
+  if (told == nullptr) {
+    return PyErr_Occurred() != nullptr ? Answer::failed : Answer::no;
   }
-  PyObject* const mover = PyDict_GetItemWithError(lane->movers, kind);
-  if (mover == nullptr) {
-    return PyErr_Occurred() != nullptr ? Answer::failed : Answer::yes;
-  }
-  return truth(call(mover, name_capturing));
+  return truth(Ref(PyObject_CallNoArgs(told)));
 }
 
 // Whether two tensors of one version share its counter: `same_counter` of identity.py.

@@ -27,7 +27,7 @@ struct Lane {
   PyObject* lock;      // a Lock
   PyObject* waiters;   // of the condition on it
   PyObject* watched;   // by type of device: a tuple of what must be empty for there to be nothing to look at
-  PyObject* movers;    // by type of device
+  PyObject* captures;  // by type of device, where that is possible: tells whether a graph is being captured
   PyObject* scopes;    // tells the name of the module that runs
   PyObject* named;     // a dictionary, empty while no names are known
   PyObject* modules;   // sys.modules
@@ -45,7 +45,7 @@ constexpr std::size_t kLaneMembers[] = {
     offsetof(Lane, owner),  offsetof(Lane, accounts), offsetof(Lane, notes),
     offsetof(Lane, recording), offsetof(Lane, entries), offsetof(Lane, phases),   offsetof(Lane, dropped),
     offsetof(Lane, to_warn), offsetof(Lane, lock),    offsetof(Lane, waiters),  offsetof(Lane, watched),
-    offsetof(Lane, movers), offsetof(Lane, scopes),  offsetof(Lane, named),  offsetof(Lane, modules),  offsetof(Lane, reason),
+    offsetof(Lane, captures), offsetof(Lane, scopes),  offsetof(Lane, named),  offsetof(Lane, modules),  offsetof(Lane, reason),
     offsetof(Lane, text),   offsetof(Lane, note),    offsetof(Lane, decision)};
 
 PyObject** member_of(void* object, std::size_t offset) {
@@ -89,7 +89,7 @@ bool changes_of(const Lane* lane, long long* changes) {
 
 PyObject* lane_new(PyTypeObject* type, PyObject* arguments, PyObject* names) {
   static const char* const kNames[] = {"owner",   "accounts", "notes",   "recording", "entries", "phases",
-                                       "dropped", "to_warn", "lock",     "waiters", "watched",  "movers",  "scopes",
+                                       "dropped", "to_warn", "lock",     "waiters", "watched",  "captures",  "scopes",
                                        "named",   "modules", "bounded", nullptr};
   Ref self(type->tp_alloc(type, 0));
   if (!self) {

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from actoffload import Offloader, Plan
+from actoffload import OffloadConfig, Offloader, Plan
 from actoffload.errors import SavedTensorModifiedError
 from actoffload.policy import Decision, TensorFacts
-from tests.harness import WAIT_S, MakeOffloader, assert_empty
+from actoffload.testing.fakedevice import FakeDevice
+from tests.harness import WAIT_S, MakeOffloader, assert_empty, same_bits
 from tests.unit.keeping import BYTES, ELEMENTS, KEPT_IN_C, activation, after_the_first, kept_in_c, plan_of
 
 pytestmark = KEPT_IN_C
@@ -96,6 +97,42 @@ def test_python_is_asked_where_something_is_out_of_the_ordinary(
     assert_empty(offloader)
 
 
+def test_what_is_captured_into_a_graph_is_python_s() -> None:
+    device = FakeDevice("eager", seed=0)
+    config = OffloadConfig(target="host", min_bytes=0, policy=plan_of([True] * 4), debug=True)
+    offloader = Offloader(config, accelerator=device)
+    try:
+        with device:
+            saved = [activation(number) for number in range(3)]
+            with offloader:
+                pack = offloader._stack()[-1].hooks.pack_hook
+                first, second = pack(saved[0]), pack(saved[1])
+                device.capturing = True
+                third = pack(saved[2])
+                device.capturing = False
+        assert [kept_in_c(handle) for handle in (first, second)] == [False, True]
+        assert offloader.statistics().kept_bytes == {"policy": 2 * BYTES, "graph capture": BYTES}
+        del first, second, third
+        assert offloader.statistics().live_records == 0
+    finally:
+        offloader.close()
+
+
+def test_what_is_on_its_way_is_looked_at_on_every_occasion(make_offloader: MakeOffloader) -> None:
+    """Else a storage that its owner frees while it is written, and fills again, would not be noticed."""
+    offloader = make_offloader(policy=plan_of([True] * 4), min_bytes=1, engine="memory")
+    (mover,) = offloader._movers.values()
+    with offloader:
+        first, second = after_the_first(offloader)
+        for occasion in (lambda: offloader._stack()[-1].hooks.pack_hook(activation(2)), first.unpack, second.unpack):
+            mover._in_place.append(first.record)  # goes when it is seen not to be on its way
+            held = occasion()
+            assert not mover._in_place
+    assert kept_in_c(second)
+    del first, second, held, occasion
+    assert_empty(offloader)
+
+
 def test_while_somebody_else_is_inside_python_waits_for_the_lock(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(policy=plan_of([True] * 9), min_bytes=1, engine="memory")
     inside, leave = threading.Event(), threading.Event()
@@ -171,6 +208,47 @@ def test_a_view_that_may_be_inside_of_a_dtensor_is_python_s(
         assert kept_in_c(second)
         assert kept_in_c(view) == (not begun)
     del first, second, view
+    assert_empty(offloader)
+
+
+def test_a_view_of_less_does_not_stand_for_the_whole(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy=plan_of([True] * 4), min_bytes=1, engine="memory")
+    offloader._placement.keep_all = True
+    with offloader:
+        first, second = after_the_first(offloader)
+        pack = offloader._stack()[-1].hooks.pack_hook
+        saved = activation(2, 4 * ELEMENTS)
+        low, high = pack(saved[:ELEMENTS]), pack(saved[3 * ELEMENTS :])
+        piece = pack(saved[130:140])
+        whole = pack(saved)
+    assert [kept_in_c(handle) for handle in (low, high, piece)] == [True, False, False], "the second one is Python's"
+    assert low.record is not high.record
+    assert piece.record is low.record
+    assert whole.record.nbytes == 4 * BYTES
+    for handle, expected in ((low, saved[:ELEMENTS]), (high, saved[3 * ELEMENTS :]), (whole, saved)):
+        assert same_bits(handle.unpack(), expected.detach())
+    assert offloader.statistics().kept_bytes == {"plan": (2 + 1 + 1 + 4) * BYTES}
+    del first, second, low, high, piece, whole, handle
+    assert_empty(offloader)
+
+
+def test_a_storage_that_was_freed_and_filled_again_elsewhere_is_another(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy=plan_of([True] * 4), min_bytes=1, engine="memory")
+    saved = activation(1)
+    storage = saved.untyped_storage()
+    with offloader:
+        first, second = after_the_first(offloader)
+        pack = offloader._stack()[-1].hooks.pack_hook
+        third, address = pack(saved), storage.data_ptr()
+        blocks = []
+        while storage.data_ptr() == address:
+            storage.resize_(0)
+            blocks.append(torch.empty(ELEMENTS))  # takes the place, where it is given away at once
+            storage.resize_(BYTES)
+        fourth = pack(saved)
+    assert kept_in_c(third)
+    assert fourth.record is not third.record
+    del first, second, third, fourth
     assert_empty(offloader)
 
 
