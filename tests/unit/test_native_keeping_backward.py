@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +15,19 @@ from torch import Tensor
 
 from actoffload import OffloadConfig, Offloader
 from actoffload.testing.fakedevice import FakeDevice
-from tests.harness import MakeOffloader, assert_empty, same_bits
-from tests.unit.keeping import BYTES, ELEMENTS, KEPT_IN_C, activation, after_the_first, chain, kept_in_c, plan_of
+from tests.harness import WAIT_S, MakeOffloader, assert_empty, same_bits
+from tests.unit.keeping import (
+    BYTES,
+    ELEMENTS,
+    KEPT_IN_C,
+    activation,
+    after_the_first,
+    chain,
+    kept_in_c,
+    leave_a_note,
+    plan_of,
+    record,
+)
 
 pytestmark = KEPT_IN_C
 
@@ -53,30 +66,67 @@ def test_what_moves_among_what_stays_is_fetched_as_in_python(
 def test_a_backward_that_comes_next_is_begun_while_a_forward_that_stays_ends(
     make_offloader: MakeOffloader, either: str
 ) -> None:
-    """Two forwards, then two backwards: at the end of the second backward nothing of the first one is away."""
+    """Two forwards, then two backwards: what the first one wants is fetched before the second forward has ended."""
     x = torch.linspace(0, 1, ELEMENTS).requires_grad_()
-    offloader = make_offloader(policy=plan_of([False] + [True] * 7), min_bytes=1, engine="memory")
-    begun: list[int] = []
-    look = offloader._prefetch._fetch
+    plan = plan_of([True] * 6 + [False] + [True], prefetch_bytes=2 * BYTES)
+    offloader = make_offloader(policy=plan, min_bytes=1, engine="memory")
+    tapes: list[Any] = []
+    begun: list[tuple[int, int]] = []
+    fetch = offloader._prefetch._fetch
 
     def note(tape: Any, nbytes: int) -> None:
-        begun.append(tape.total_bytes)
-        look(tape, nbytes)
+        begun.append((tapes.index(tape), tapes[-1].total_bytes // BYTES))
+        fetch(tape, nbytes)
 
     offloader._prefetch._fetch = note  # type: ignore[method-assign]
-    for _ in range(3):
+    for step in range(3):
         outs = []
-        for length in (8, 5):
+        for _ in range(2):
             with offloader:
-                outs.append(chain(x * 1.0, length))
-        offloader.synchronize()
-        begun.clear()
-        for out in outs:  # the first one first: then the second one's backward comes next
+                tapes.append(offloader._stack()[-1].tape)
+                outs.append(chain(x * 1.0, 8))
+                if len(outs) == 2 and step:
+                    assert begun, "nothing was begun while the forward ran"
+            offloader.synchronize()
+        if step:
+            assert {index for index, _ in begun} == {0}, "it is the first one's backward that comes next"
+            assert min(saved for _, saved in begun) == 6, "when the window reaches to the end of this forward"
+        for out in outs:
             torch.autograd.grad(out.sum(), x)
         outs.clear()
+        tapes.clear()
+        begun.clear()
         del out
         assert_empty(offloader)
-    assert 5 * BYTES in begun
+
+
+def test_after_one_backward_the_next_one_is_begun_where_all_of_it_stays(
+    make_offloader: MakeOffloader, either: str
+) -> None:
+    x = torch.linspace(0, 1, ELEMENTS).requires_grad_()
+    plan = plan_of([True] * 5 + [False] + [True] * 2, prefetch_bytes=100 * BYTES)
+    offloader = make_offloader(policy=plan, min_bytes=1, engine="memory")
+    begun: list[int] = []
+    fetch = offloader._prefetch._fetch
+
+    def note(tape: Any, nbytes: int) -> None:
+        begun.append(len(tape))
+        fetch(tape, nbytes)
+
+    offloader._prefetch._fetch = note  # type: ignore[method-assign]
+    for step in range(3):
+        outs = []
+        for length in (8, 5):  # the second one has nothing that moves
+            with offloader:
+                outs.append(chain(x * 1.0, length))
+            offloader.synchronize()
+        long, short = outs
+        begun.clear()
+        torch.autograd.grad(short.sum(), x)
+        assert begun == ([] if step == 0 else [8] * 5), "the other one's is fetched as this one goes on"
+        torch.autograd.grad(long.sum(), x)
+        del outs, long, short
+        assert_empty(offloader)
 
 
 def test_it_stays_on_a_device_as_well() -> None:
@@ -123,6 +173,113 @@ def test_a_burst_is_counted(make_offloader: MakeOffloader, either: str) -> None:
         assert (bursts.node_bytes, bursts.largest_count) == (12 * BYTES, 12)
     out.sum().backward()
     del out
+    assert_empty(offloader)
+
+
+def note_calls(offloader: Offloader, name: str) -> list[Any]:
+    """What a method of the offloader is called with from now on."""
+    calls: list[Any] = []
+    real = getattr(offloader, name)
+
+    def call(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return real(*arguments)
+
+    setattr(offloader, name, call)
+    return calls
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        record,
+        leave_a_note,
+        lambda offloader: offloader._lane.close(),
+        lambda offloader: offloader.core.to_warn.append("something is wrong"),
+        lambda offloader: offloader.core.accounts.recomputed(1),
+        lambda offloader: None,
+    ],
+    ids=["recording", "a note", "closed", "a warning", "a recomputed block", "nothing"],
+)
+def test_python_passes_where_something_is_out_of_the_ordinary(
+    before: Callable[[Offloader], Any], request: pytest.FixtureRequest, make_offloader: MakeOffloader
+) -> None:
+    offloader = make_offloader(policy=plan_of([True] * 4), min_bytes=1, engine="memory")
+    with offloader:
+        first, second = after_the_first(offloader)
+        third = offloader._stack()[-1].hooks.pack_hook(activation(2))
+    third.unpack()  # backward has begun
+    calls = note_calls(offloader, "passed")
+    before(offloader)
+    if offloader.core.to_warn:
+        with pytest.raises(RuntimeWarning, match="something is wrong"):
+            second.unpack()
+    else:
+        assert same_bits(second.unpack(), activation(1).detach())
+    assert bool(calls) == ("nothing" not in request.node.name)
+    offloader.recorder.active = False
+    del first, second, third
+    calls.clear()
+    assert_empty(offloader)
+
+
+@pytest.mark.parametrize("why", ["recording", "somebody waits", "it is the last one", "nothing"])
+def test_python_counts_out_where_something_is_out_of_the_ordinary(why: str, make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy=plan_of([True] * 4), min_bytes=1, engine="memory")
+    with offloader:
+        first, second = after_the_first(offloader)
+    calls = note_calls(offloader, "drop")
+    woken: list[bool] = []
+    if why == "recording":
+        record(offloader)
+    elif why == "it is the last one":
+        del first
+        calls.clear()
+    elif why == "somebody waits":
+        waits = threading.Event()
+
+        def wait() -> None:
+            with offloader.core.changed:
+                waits.set()
+                woken.append(offloader.core.changed.wait(WAIT_S))
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        assert waits.wait(WAIT_S)
+        with offloader.core.changed:  # it waits: it has let go of the lock
+            pass
+    del second
+    if why == "somebody waits":
+        thread.join(WAIT_S)
+        assert woken == [True]
+    assert bool(calls) == (why != "nothing")
+    offloader.recorder.active = False
+    calls.clear()
+    first = None
+    assert_empty(offloader)
+
+
+def test_backward_waits_while_somebody_else_is_inside(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy=plan_of([True] * 4), min_bytes=1, engine="memory")
+    with offloader:
+        first, second = after_the_first(offloader)
+        third = offloader._stack()[-1].hooks.pack_hook(activation(2))
+    third.unpack()
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with offloader.core.lock:
+            inside.set()
+            assert leave.wait(WAIT_S)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert inside.wait(WAIT_S)
+    threading.Timer(0.1, leave.set).start()
+    second.unpack()
+    assert leave.is_set(), "it did not wait"
+    thread.join(WAIT_S)
+    del first, second, third
     assert_empty(offloader)
 
 

@@ -16,7 +16,17 @@ from actoffload.errors import SavedTensorModifiedError
 from actoffload.policy import Decision, TensorFacts
 from actoffload.testing.fakedevice import FakeDevice
 from tests.harness import WAIT_S, MakeOffloader, assert_empty, same_bits
-from tests.unit.keeping import BYTES, ELEMENTS, KEPT_IN_C, activation, after_the_first, kept_in_c, plan_of
+from tests.unit.keeping import (
+    BYTES,
+    ELEMENTS,
+    KEPT_IN_C,
+    activation,
+    after_the_first,
+    kept_in_c,
+    leave_a_note,
+    plan_of,
+    record,
+)
 
 pytestmark = KEPT_IN_C
 
@@ -52,23 +62,6 @@ def test_python_keeps_where_more_has_to_be_done(options: dict[str, Any], make_of
     assert offloader.statistics().kept_bytes == {"policy": 2 * BYTES}
     del first, second
     assert_empty(offloader)
-
-
-def record(offloader: Offloader) -> None:
-    offloader.recorder.begin()
-
-
-def leave_a_note(offloader: Offloader) -> None:
-    offloader._dropped.append((_Dropped(offloader), 0))  # type: ignore[arg-type]
-
-
-class _Dropped:
-    """Stands for a record that has other handles."""
-
-    handles, round, waiting, kind = 5, 0, 5, "cpu"
-
-    def __init__(self, offloader: Offloader) -> None:
-        self.offloader = offloader
 
 
 @pytest.mark.parametrize(
