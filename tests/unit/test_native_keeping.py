@@ -34,14 +34,16 @@ numbers = st.integers(0, 2)
 commands = st.one_of(
     st.tuples(st.just("save"), numbers, st.sampled_from(sorted(VIEWS))),
     st.tuples(st.just("save"), numbers, st.just("whole")),
-    st.tuples(st.just("unpack"), st.integers(0, 9)),
-    st.tuples(st.just("drop"), st.integers(0, 9)),
+    st.tuples(st.just("unpack"), st.integers(0, 5)),
+    st.tuples(st.just("unpack"), st.integers(0, 5)),
+    st.tuples(st.just("drop"), st.integers(0, 5)),
     st.tuples(st.just("change"), numbers),
     st.tuples(st.just("renew"), numbers),
     st.tuples(st.just("next"), st.just(0)),
 )
 programs = st.tuples(
-    st.lists(st.booleans(), min_size=COUNT, max_size=COUNT),
+    st.sampled_from([None, 0, BYTES, 2 * BYTES, 100 * BYTES]),
+    st.lists(st.sampled_from([True, True, True, False]), min_size=COUNT, max_size=COUNT),
     st.lists(st.sampled_from([ELEMENTS, ELEMENTS, ELEMENTS, 2 * ELEMENTS]), min_size=3, max_size=3),
     st.lists(commands, max_size=30),
 )
@@ -123,9 +125,15 @@ def both(make: Callable[[], Offloader], elements: list[int], program: list[tuple
     return found
 
 
-def once(*commands: tuple[Any, ...]) -> tuple[list[bool], list[int], list[tuple[Any, ...]]]:
+Program = tuple[int | None, list[bool], list[int], list[tuple[Any, ...]]]
+
+
+def once(*commands: tuple[Any, ...], moves: int | None = None) -> Program:
     """A program that saves something else first, as the first of a forward is Python's."""
-    return [True] * COUNT, [ELEMENTS] * 3, [("save", 2, "whole"), *commands]
+    return BYTES, [number != moves for number in range(COUNT)], [ELEMENTS] * 3, [("save", 2, "whole"), *commands]
+
+
+TWO = ("save", 0, "whole"), ("save", 1, "whole")
 
 
 @settings(max_examples=400)
@@ -135,10 +143,18 @@ def once(*commands: tuple[Any, ...]) -> tuple[list[bool], list[int], list[tuple[
 @example(program=once(("save", 0, "whole"), ("save", 0, "other counter"), ("save", 0, "shaped"), ("unpack", 3)))
 @example(program=once(("save", 0, "whole"), ("unpack", 1), ("unpack", 1), ("unpack", 0), ("unpack", 1), ("drop", 0)))
 @example(program=once(("save", 0, "whole"), ("save", 1, "whole"), ("unpack", 2), ("save", 0, "whole"), ("unpack", 3)))
-def test_both_do_the_same(program: tuple[list[bool], list[int], list[tuple[Any, ...]]]) -> None:
-    keeps, elements, commands = program
+@example(program=once(*TWO, ("unpack", 1), ("unpack", 2), ("unpack", 2), ("unpack", 1), ("unpack", 2), ("drop", 1)))
+@example(program=once(*TWO, ("save", 0, "shaped"), ("unpack", 2), ("unpack", 1), ("drop", 1), ("unpack", 2)))
+@example(program=once(*TWO, ("renew", 1), ("save", 1, "whole"), ("unpack", 3), ("unpack", 2), ("unpack", 1), moves=1))
+def test_both_do_the_same(program: Program) -> None:
+    window, keeps, elements, commands = program
     config = OffloadConfig(
-        target="nvme", engine="memory", path="/tmp", devices="cpu", min_bytes=1, policy=plan_of(keeps)
+        target="nvme",
+        engine="memory",
+        path="/tmp",
+        devices="cpu",
+        min_bytes=1,
+        policy=plan_of(keeps, prefetch_bytes=window),
     )
     in_c, in_its_own = both(lambda: Offloader(config), elements, commands)
     assert in_c == in_its_own

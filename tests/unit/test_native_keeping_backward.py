@@ -376,10 +376,10 @@ def test_what_python_may_not_do_with_a_record_that_stays_is_an_error(make_offloa
     assert found.state.value == "resident"
     assert found.data.data_ptr() == second.alias.data_ptr()
     assert found.device == torch.device("cpu")
-    del first, second
+    del second
     assert found.data is None, "its memory goes with the last handle, whoever looks at the record"
     assert found.state.value == "released"
     with pytest.raises(TypeError):
         type(found)()
-    del found
+    del first, found
     assert_empty(offloader)
