@@ -43,6 +43,15 @@ class DrainingLock:
             if after is not None:
                 after()
 
+    def run_if_free(self, work: Callable[[], bool]) -> bool | None:
+        """What ``work`` returns, with the lock held meanwhile; None where somebody holds it. Never waits."""
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
+            return work()
+        finally:
+            self._lock.release()
+
     def release_only(self) -> None:
         """Give it back without the call: for the owner's own work."""
         self._lock.release()

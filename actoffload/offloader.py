@@ -39,6 +39,16 @@ CPU_PREFETCH_BYTES = 64 << 20
 DEVICE_PREFETCH_BYTES = 128 << 20
 
 
+class Latest:
+    """What was decided in the forward that saved last; where what a plan keeps is kept in C, that is its place.
+
+    Attributes:
+        decisions: of each storage its bytes, why it stays (None: it moves) and its module, in order.
+    """
+
+    decisions: list[tuple[int, KeepReason | None, str | None]] | None = None
+
+
 class Storer(Backward):
     """Takes storages in, moves them, hands them back: the offloader without its hooks.
 
@@ -58,7 +68,7 @@ class Storer(Backward):
         self._identities: IdentityMap[Record] = IdentityMap()
         self._dropped: deque[tuple[Record, int]] = self.core.lock.noted
         self._least_bytes: dict[str, int] = {}
-        self._decisions: list[tuple[int, KeepReason | None, str | None]] = []
+        self._latest = Latest()
         self._following_bytes: int | None = None
         self.core.lock.after_release = weakref.WeakMethod(self._drain_if_free)
         self.tiers = Tiers(self.core, accelerator)
@@ -166,7 +176,7 @@ class Storer(Backward):
         if self.recorder.active:
             self.recorder.saved(record, reason)
         self._prefetch.during_forward(tape)
-        self._decisions = tape.decisions
+        self._latest.decisions = tape.decisions
         tape.decisions.append((record.nbytes, reason, record.module))
 
     def _make_room(self, mover: Mover) -> None:
@@ -234,14 +244,17 @@ class Storer(Backward):
         self.core.accounts.notes.append(nbytes)
 
     def _drain_if_free(self) -> None:
-        while self._dropped and self.core.lock.acquire(blocking=False):
-            try:
-                self._drain()
-                last = self.closed and self.core.accounts.live_records == 0 and not self.core.inert
-            finally:
-                self.core.lock.release_only()
+        while self._dropped:
+            last = self.core.lock.run_if_free(self._drain_and_look)
+            if last is None:
+                return  # who gives the lock back goes on
             if last:  # closing joins threads, and this may be one of them
                 threading.Thread(target=self._shut, kwargs={"wait": True}, name="actoffload-close", daemon=True).start()
+
+    def _drain_and_look(self) -> bool:
+        """Work off the notes; whether it was the last handle after `close`, so that nothing more will come."""
+        self._drain()
+        return self.closed and self.core.accounts.live_records == 0 and not self.core.inert
 
     def nothing_is_alive(self) -> bool:
         """Whether no record is, those of handles that died just now counted out."""
@@ -356,4 +369,4 @@ class Storer(Backward):
     @property
     def plan(self) -> Plan:
         """What was decided in the last forward, as data; given as ``policy=``, it is followed."""
-        return decided(self._decisions)
+        return decided(self._latest.decisions or ())

@@ -7,6 +7,7 @@ import threading
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -39,9 +40,11 @@ class Packer(Storer):
     """
 
     def __init__(self, config: OffloadConfig, accelerator: Accelerator | None = None) -> None:
-        _native_hooks()  # before the lock is made
+        native = _native_hooks()  # before the lock is made
         super().__init__(config, accelerator)
         self._scopes = ModuleScopes()
+        if native is not None:
+            self._make_lane(native)
 
     @abstractmethod
     def _tape(self) -> Tape[Record]:
@@ -49,8 +52,8 @@ class Packer(Storer):
 
     def _hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         """Pack and unpack, in C where that is at hand: the same for what stays, and `_save` for what may move."""
-        native = _native_hooks()
-        if native is None:
+        native = native_hooks.loaded()
+        if native is None or self._lane is None:
             return self._pack, _unpack
         pack = native.Pack(
             owner=self,
@@ -62,38 +65,36 @@ class Packer(Storer):
             full=self._pack,
             save=self._save,
             settle=self.settle_notes,
-            lane=self._lane_of(native),
+            lane=self._lane,
             many=MANY_NOTES,
         )
         return pack, native.unpack
 
-    def _lane_of(self, native: Any) -> Any:
+    def _make_lane(self, native: Any) -> None:
         """What keeps, in C, what a plan keeps; told of plans only where nothing else is to be done for each storage."""
         core = self.core
-        if self._lane is None:
-            self._lane = native.Lane(
-                owner=self,
-                accounts=core.accounts,
-                notes=core.accounts.notes,
-                recording=self.recorder.running,
-                entries=self._identities.entries,
-                phases=self._prefetch.phases,
-                dropped=self._dropped,
-                to_warn=core.to_warn,
-                lock=core.lock,
-                waiters=core.changed.waiters,
-                watched={device: mover.watched for device, mover in self._movers.items()},
-                captures={
-                    device: untraced_hook(mover.capturing) for device, mover in self._movers.items() if mover.captures
-                },
-                scopes=self._scopes,
-                named=self._scopes.watched,
-                modules=sys.modules,
-                bounded=core.device_budget is not None,
-            )
-            if core.device_budget is None and core.sink is None:
-                self._placement.attach(self._lane)
-        return self._lane
+        self._lane = self._latest = native.Lane(
+            owner=self,
+            accounts=core.accounts,
+            notes=core.accounts.notes,
+            recording=self.recorder.running,
+            entries=self._identities.entries,
+            phases=self._prefetch.phases,
+            dropped=self._dropped,
+            to_warn=core.to_warn,
+            lock=core.lock,
+            waiters=core.changed.waiters,
+            watched={device: mover.watched for device, mover in self._movers.items()},
+            captures={
+                device: untraced_hook(mover.capturing) for device, mover in self._movers.items() if mover.captures
+            },
+            scopes=self._scopes,
+            named=self._scopes.watched,
+            modules=sys.modules,
+            bounded=core.device_budget is not None,
+        )
+        if core.device_budget is None and core.sink is None:
+            self._placement.attach(self._lane)
 
     @untraced_hook
     def _pack(self, tensor: Tensor, counters: tuple[Counter, ...] = ()) -> Any:
@@ -184,8 +185,8 @@ class Packer(Storer):
 
 def tell(pack: Any, tape: Tape[Record]) -> None:
     """Tell a pack hook which forward runs in its thread; the one in Python asks for it instead."""
-    if type(tape) is not Tape:
-        pack.tape = tape
+    if not isinstance(pack, MethodType):
+        pack.tape = None if type(tape) is Tape else tape
 
 
 @untraced_hook

@@ -237,10 +237,10 @@ bool only_counted(const Pack* pack) {
 PyObject* save(Pack* pack, const Wanted& wanted) {
   if (pack->tape != Py_None && pack->thread == PyThread_get_thread_ident()) {
     Lane* const lane = reinterpret_cast<Lane*>(pack->lane);
-    PyObject* const kept = keep_planned(lane, as_tape(pack->tape), wanted);
-    if (kept != nullptr) {
-      const Ref handle(kept);
-      return settle_many(pack) ? Py_NewRef(kept) : nullptr;
+    const Ref tape(Py_NewRef(pack->tape));  // what runs meanwhile may put another one there
+    Ref kept(keep_planned(lane, as_tape(tape.get()), wanted));
+    if (kept) {
+      return settle_many(pack) ? kept.release() : nullptr;
     }
     if (PyErr_Occurred() != nullptr) {
       return nullptr;
@@ -389,6 +389,7 @@ PyObject* unpack_vectorcall(PyObject*, PyObject* const* arguments, std::size_t f
     return nullptr;
   }
   PyObject* const handle = arguments[0];
+  const Ref alive(Py_NewRef(handle));  // Python runs meanwhile, and may let the graph go
   if (Py_TYPE(handle) == &kept_type) {
     return kept_unpack(handle, nullptr);
   }

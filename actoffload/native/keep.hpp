@@ -81,7 +81,8 @@ StaysRecord* find(PyObject* known_here, const Wanted& wanted, long long address,
       record->address != address || record->thread != PyThread_get_thread_ident() || record->alias == nullptr) {
     return nullptr;
   }
-  return same_counter(record->alias, wanted.tensor, version) == Answer::yes && !record->released ? record : nullptr;
+  const Ref alias(Py_NewRef(record->alias));  // the collector may let the record go meanwhile
+  return same_counter(alias.get(), wanted.tensor, version) == Answer::yes && !record->released ? record : nullptr;
 }
 
 // A handle on a record that is known already.
@@ -117,6 +118,7 @@ Ref make_record(Tape* tape, PyObject* alias, PyObject* module, const Wanted& wan
   if (record != nullptr) {
     record->tape = as_tape(Py_NewRef(reinterpret_cast<PyObject*>(tape)));
     record->alias = Py_NewRef(alias);
+    record->storage = Py_NewRef(wanted.storage);
     record->module = Py_NewRef(module);
     record->kind = Py_NewRef(wanted.kind);
     record->number = wanted.storage_number;
@@ -144,6 +146,20 @@ bool look_further(Lane* lane, Tape* tape, long long nbytes) {
   }
   return tape_idle(tape, changes) ||
          Ref(PyObject_CallMethodOneArg(lane->owner, name_look_ahead, reinterpret_cast<PyObject*>(tape)));
+}
+
+// Undoes what was done of a new record when an error came; null, with that error.
+PyObject* forget(Lane* lane, Tape* tape, const Ref& record, PyObject* number) {
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  if (PyDict_DelItem(lane->entries, number) < 0) {
+    PyErr_Clear();
+  }
+  if (as_record(record.get())->index >= 0) {
+    tape_forget(tape, as_record(record.get())->index);
+  }
+  PyErr_Restore(type, value, trace);
+  return nullptr;
 }
 
 // The handle of a storage that the plan keeps, or that was kept before; null without an error where Python has to look.
@@ -196,8 +212,11 @@ PyObject* keep_planned(Lane* lane, Tape* tape, const Wanted& wanted) {
   }
   as_record(record.get())->index = tape_append(tape, record.get(), nbytes);
   const Ref noted(as_record(record.get())->index < 0 ? nullptr : PyObject_CallMethodOneArg(lane->notes, name_append, lane->note));
-  if (!noted || PyList_Append(tape->decisions, lane->decision) < 0) {
-    return nullptr;  // no memory is left for a few bytes
+  if (!noted || PyList_Append(tape->decisions, lane->decision) < 0) {  // no memory is left for a few bytes
+    return forget(lane, tape, record, wanted.number);
+  }
+  if (lane->decisions != tape->decisions) {
+    Py_XSETREF(lane->decisions, Py_NewRef(tape->decisions));
   }
   stayed_belongs(as_stayed(stayed.get()), as_record(record.get()));
   return look_further(lane, tape, nbytes) ? stayed.release() : nullptr;

@@ -99,8 +99,8 @@ Answer last_use() {
   if (known.keeps_graph == Py_None) {
     return Answer::no;
   }
-  const Answer kept = truth(Ref(PyObject_CallNoArgs(known.keeps_graph)));
-  return kept == Answer::failed ? kept : kept == Answer::no ? Answer::yes : Answer::no;
+  const Ref kept(PyObject_CallNoArgs(known.keeps_graph));
+  return !kept ? Answer::failed : kept.get() == Py_False ? Answer::yes : Answer::no;
 }
 
 // Whether a tensor still lies in its storage; else it was lent, its `.data` was replaced, and the error says so.

@@ -35,6 +35,7 @@ struct Lane {
   PyObject* text;      // and its value
   PyObject* note;      // the one that was taken last, and the decision: storages of one size share them
   PyObject* decision;
+  PyObject* decisions; // of the forward that saved last
   std::vector<long long>* sizes;  // by index: the bytes of the storage that the plan keeps there, else -1
   Keeps keeps;
   char open;
@@ -46,7 +47,8 @@ constexpr std::size_t kLaneMembers[] = {
     offsetof(Lane, recording), offsetof(Lane, entries), offsetof(Lane, phases),   offsetof(Lane, dropped),
     offsetof(Lane, to_warn), offsetof(Lane, lock),    offsetof(Lane, waiters),  offsetof(Lane, watched),
     offsetof(Lane, captures), offsetof(Lane, scopes),  offsetof(Lane, named),  offsetof(Lane, modules),  offsetof(Lane, reason),
-    offsetof(Lane, text),   offsetof(Lane, note),    offsetof(Lane, decision)};
+    offsetof(Lane, text),   offsetof(Lane, note),    offsetof(Lane, decision),
+    offsetof(Lane, decisions)};
 
 PyObject** member_of(void* object, std::size_t offset) {
   return reinterpret_cast<PyObject**>(static_cast<char*>(object) + offset);
@@ -185,12 +187,17 @@ PyMethodDef lane_methods[] = {
     {"close", lane_close, METH_NOARGS, "Python does everything from now on."},
     {nullptr, nullptr, 0, nullptr}};
 
+PyMemberDef lane_members[] = {
+    {"decisions", T_OBJECT, offsetof(Lane, decisions), 0, "What was decided in the forward that saved last, or None."},
+    {nullptr, 0, 0, 0, nullptr}};
+
 PyTypeObject lane_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 void describe_lane() {
   describe(&lane_type, "actoffload_hooks.Lane", sizeof(Lane), Py_TPFLAGS_HAVE_GC, nullptr,
            "What an offloader's plan keeps, and what its handles have to know of the offloader.");
   lane_type.tp_methods = lane_methods;
+  lane_type.tp_members = lane_members;
   lane_type.tp_new = lane_new;
   lane_type.tp_dealloc = lane_dealloc;
   lane_type.tp_traverse = lane_traverse;

@@ -86,6 +86,29 @@ PyObject* lock_release_only(PyObject* self, PyObject*) {
   return done.release();
 }
 
+// run_if_free(work): what `work` returns, with the lock held meanwhile; None where somebody else holds it.
+PyObject* lock_run_if_free(PyObject* self, PyObject* work) {
+  const Ref alive(Py_NewRef(self));
+  PyObject* const arguments[] = {as_lock(self)->inner, Py_False};
+  const Ref taken(PyObject_VectorcallMethod(name_acquire, arguments, 2, nullptr));
+  if (!taken || taken.get() != Py_True) {
+    return taken ? Py_NewRef(Py_None) : nullptr;
+  }
+  as_lock(self)->held = 1;
+  Ref result(PyObject_CallNoArgs(work));
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  const Ref given_back(lock_release_only(self, nullptr));
+  if (given_back) {
+    PyErr_Restore(type, value, trace);
+    return result.release();
+  }
+  Py_XDECREF(type);
+  Py_XDECREF(value);
+  Py_XDECREF(trace);
+  return nullptr;
+}
+
 PyObject* lock_release(PyObject* self, PyObject*) {
   Lock* const lock = as_lock(self);
   const Ref alive(Py_NewRef(self));
@@ -93,7 +116,7 @@ PyObject* lock_release(PyObject* self, PyObject*) {
     return nullptr;
   }
   const Py_ssize_t noted = PyObject_Size(lock->noted);
-  if (noted == 0 || lock->after_release == Py_None) {
+  if (noted == 0 || lock->after_release == nullptr || lock->after_release == Py_None) {
     return Py_NewRef(Py_None);
   }
   const Ref after(noted < 0 ? nullptr : PyObject_CallNoArgs(lock->after_release));
@@ -115,6 +138,7 @@ PyObject* lock_locked(PyObject* self, PyObject*) { return call(as_lock(self)->in
 PyMethodDef lock_methods[] = {
     {"acquire", as_method(lock_acquire), METH_VARARGS | METH_KEYWORDS, "As `threading.Lock.acquire`."},
     {"release", lock_release, METH_NOARGS, "Give it back, and let the owner work off what was noted meanwhile."},
+    {"run_if_free", lock_run_if_free, METH_O, "Have something done with the lock held, unless somebody holds it."},
     {"release_only", lock_release_only, METH_NOARGS, "Give it back without the call: for the owner's own work."},
     {"_release_save", lock_release_only, METH_NOARGS, "What `threading.Condition` asks of a lock."},
     {"_acquire_restore", lock_acquire_restore, METH_O, "What `threading.Condition` asks of a lock."},

@@ -10,7 +10,8 @@ namespace {
 struct StaysRecord {
   PyObject_HEAD
   Tape* tape;
-  PyObject* alias;  // of what was saved first; null once it was released
+  PyObject* alias;    // of what was saved first, for its version; may be lent, and then anything may lie in it
+  PyObject* storage;  // both are null once it was released
   PyObject* module;
   PyObject* kind;
   long long number, address, begin, end, version;  // number: of the storage
@@ -30,6 +31,7 @@ void record_dealloc(PyObject* self) {
   StaysRecord* const record = as_record(self);
   Py_XDECREF(reinterpret_cast<PyObject*>(record->tape));
   Py_XDECREF(record->alias);
+  Py_XDECREF(record->storage);
   Py_XDECREF(record->module);
   Py_XDECREF(record->kind);
   PyObject_Free(self);
@@ -44,8 +46,8 @@ PyObject* record_nbytes(PyObject* self, void*) { return PyLong_FromLongLong(as_r
 PyObject* record_tape(PyObject* self, void*) { return Py_NewRef(reinterpret_cast<PyObject*>(as_record(self)->tape)); }
 
 PyObject* record_data(PyObject* self, void*) {
-  PyObject* const alias = as_record(self)->alias;
-  return alias == nullptr ? Py_NewRef(Py_None) : call(alias, name_untyped_storage).release();
+  PyObject* const storage = as_record(self)->storage;
+  return Py_NewRef(storage != nullptr ? storage : Py_None);
 }
 
 int record_set_data(PyObject* self, PyObject* value, void*) {
@@ -54,6 +56,7 @@ int record_set_data(PyObject* self, PyObject* value, void*) {
     return -1;
   }
   Py_CLEAR(as_record(self)->alias);
+  Py_CLEAR(as_record(self)->storage);
   return 0;
 }
 
@@ -66,11 +69,11 @@ PyObject* record_probe(PyObject* self, void*) {
 }
 
 PyObject* record_device(PyObject* self, void*) {
-  PyObject* const alias = as_record(self)->alias;
-  return alias == nullptr ? Py_NewRef(Py_None) : known.device(alias).release();
+  PyObject* const storage = as_record(self)->storage;
+  return storage == nullptr ? Py_NewRef(Py_None) : PyObject_GetAttr(storage, name_device);
 }
 
-PyObject* record_near(PyObject* self, void*) { return PyBool_FromLong(as_record(self)->alias != nullptr); }
+PyObject* record_near(PyObject* self, void*) { return PyBool_FromLong(as_record(self)->storage != nullptr); }
 
 PyObject* record_state(PyObject* self, void*) {
   return Py_NewRef(as_record(self)->released ? known.released : known.resident);

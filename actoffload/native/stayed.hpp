@@ -174,6 +174,7 @@ void stayed_dealloc(PyObject* self) {
     }
     if (stayed->record->released) {
       Py_CLEAR(stayed->record->alias);
+      Py_CLEAR(stayed->record->storage);
     }
     PyErr_Restore(type, value, trace);
     Py_DECREF(reinterpret_cast<PyObject*>(stayed->record));

@@ -311,7 +311,7 @@ PyObject* tape_forget_(PyObject* self, PyObject* number) {
   Py_RETURN_NONE;
 }
 
-PyObject* as_tuple(const std::vector<Py_ssize_t>& indices) {
+PyObject* as_tuple(const std::vector<Py_ssize_t> indices) {  // a copy: the collector may run as the tuple is made
   Ref tuple(PyTuple_New(static_cast<Py_ssize_t>(indices.size())));
   for (std::size_t place = 0; tuple && place < indices.size(); ++place) {
     PyObject* const index = PyLong_FromSsize_t(indices[place]);
@@ -416,8 +416,9 @@ PyObject* tape_saved(PyObject* self, PyObject* const* arguments, Py_ssize_t coun
 
 PyObject* tape_records(PyObject* self, void*) {
   const std::vector<PyObject*>& records = as_tape(self)->rows->records;
-  Ref list(PyList_New(static_cast<Py_ssize_t>(records.size())));
-  for (std::size_t at = 0; list && at < records.size(); ++at) {
+  const std::size_t count = records.size();  // the collector may run as the list is made, and whoever it calls add one
+  Ref list(PyList_New(static_cast<Py_ssize_t>(count)));
+  for (std::size_t at = 0; list && at < count; ++at) {
     PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(at), Py_NewRef(records[at] != nullptr ? records[at] : Py_None));
   }
   return list.release();

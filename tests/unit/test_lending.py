@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from actoffload.errors import SavedTensorModifiedError
 from tests.harness import MakeOffloader, assert_empty, same_bits
@@ -27,7 +27,8 @@ def product(use: Use) -> Any:
     class Product(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
-            ctx.save_for_backward(other)
+            # Without a history: of any other tensor autograd hands out a copy, whatever a hook gives it.
+            ctx.save_for_backward(other.detach())
             return x * other
 
         @staticmethod
@@ -75,25 +76,17 @@ def changed_in_place(ctx: Any, gradient: Tensor) -> Tensor:
     return result
 
 
-def saved_tensor(kind: str, model: nn.Linear) -> Tensor:
-    if kind == "part of a parameter":
-        return model.weight.view(-1)
-    return activation(3)
-
-
-KINDS = ["below min_bytes", "policy", "part of a parameter"]
+KINDS = ["below min_bytes", "policy"]
 
 
 def run(kind: str, use: Use, retains: tuple[bool, ...], make_offloader: MakeOffloader | None) -> list[Any]:
     """The gradients of several backwards, or what they raise."""
-    torch.manual_seed(0)
-    model = nn.Linear(16, ELEMENTS // 16)
     x = torch.linspace(1, 2, ELEMENTS).requires_grad_()
     function = product(use)
 
     def forward() -> Tensor:
         first = (x * 1.0).sin()
-        out: Tensor = function.apply(first, saved_tensor(kind, model))
+        out: Tensor = function.apply(first, activation(3))
         return out.sum()
 
     if make_offloader is None:
@@ -101,10 +94,9 @@ def run(kind: str, use: Use, retains: tuple[bool, ...], make_offloader: MakeOffl
     else:
         least = 1 if kind == "policy" else BYTES + 1
         offloader = make_offloader(policy=plan_of([True] * 8), min_bytes=least, engine="memory")
-        offloader.use(model)
         with offloader:
             out = forward()
-        assert ("parameter" if kind == KINDS[2] else kind) in offloader.statistics().kept_bytes
+        assert kind in offloader.statistics().kept_bytes
     found: list[Any] = []
     for retain in retains:
         try:
@@ -144,7 +136,7 @@ def test_so_does_each_read_or_it_is_an_error(
             assert same_bits(one, expected)
 
 
-@pytest.mark.parametrize("kind", KINDS[:2])
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_changed_in_place_is_an_error_the_next_time(kind: str, make_offloader: MakeOffloader) -> None:
     for offloader in (None, make_offloader):
         first, second = run(kind, changed_in_place, (True, False), offloader)
@@ -153,7 +145,7 @@ def test_what_is_changed_in_place_is_an_error_the_next_time(kind: str, make_offl
         assert "modified by an inplace operation" in str(second)
 
 
-@pytest.mark.parametrize("kind", KINDS[:2])
+@pytest.mark.parametrize("kind", KINDS)
 def test_outside_of_backward_each_gets_its_own(kind: str, make_offloader: MakeOffloader) -> None:
     least = 1 if kind == "policy" else BYTES + 1
     offloader = make_offloader(policy=plan_of([True] * 8), min_bytes=least, engine="memory")

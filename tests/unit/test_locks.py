@@ -128,6 +128,24 @@ def test_it_is_used_as_any_lock_is(either: str) -> None:
     assert not lock.locked()
 
 
+def test_something_is_done_unless_somebody_holds_it(either: str) -> None:
+    lock = new_lock()
+    assert lock.run_if_free(lock.locked) is True
+    assert not lock.locked()
+    with lock:
+        assert lock.run_if_free(lock.locked) is None
+        assert lock.locked()
+
+    def fail() -> bool:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        lock.run_if_free(fail)
+    assert not lock.locked()
+    with lock:
+        pass
+
+
 def test_what_was_noted_is_worked_off_as_it_is_given_back(either: str) -> None:
     owner = _Owner()
     lock = new_lock(noted=owner.noted)
