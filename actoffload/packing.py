@@ -74,7 +74,6 @@ class Packer(Storer):
         """What keeps, in C, what a plan keeps; told of plans only where nothing else is to be done for each storage."""
         core = self.core
         self._lane = self._latest = native.Lane(
-            owner=self,
             accounts=core.accounts,
             notes=core.accounts.notes,
             recording=self.recorder.running,

@@ -285,7 +285,7 @@ PyObject* pack_ordinary(Pack* pack, PyObject* tensor) {
   if (end - begin < smallest) {
     return only_counted(pack) ? keep_small(pack, tensor, end - begin, storage_number) : nullptr;
   }
-  const Wanted wanted{tensor, storage.get(), number.get(), kind.get(), storage_number, begin, end, facts.is_view};
+  const Wanted wanted{pack->owner, tensor, storage.get(), number.get(), kind.get(), storage_number, begin, end, facts.is_view};
   return save(pack, wanted);
 }
 

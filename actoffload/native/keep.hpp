@@ -9,6 +9,7 @@ namespace {
 
 // A tensor of the ordinary kind that is large enough to move, and the bytes of its storage that it needs.
 struct Wanted {
+  PyObject* owner;  // the Storer; its lane does not hold it, as it holds that
   PyObject *tensor, *storage, *number;
   PyObject* kind;  // the type of its device
   long long storage_number, begin, end;
@@ -36,12 +37,12 @@ Answer has_own_counter(const Lane* lane, const Wanted& wanted) {
 }
 
 // Looks at what must be looked at on every occasion; false with an error.
-bool look(Lane* lane, PyObject* kind) {
+bool look(Lane* lane, PyObject* owner, PyObject* kind) {
   const Answer quiet = nothing_to_look_at(lane, kind);
   if (quiet != Answer::no) {
     return quiet == Answer::yes;
   }
-  return static_cast<bool>(Ref(PyObject_CallMethodOneArg(lane->owner, name_look_at, kind)));
+  return static_cast<bool>(Ref(PyObject_CallMethodOneArg(owner, name_look_at, kind)));
 }
 
 // Whether the device records what it is given into a graph.
@@ -136,7 +137,7 @@ Ref make_record(Tape* tape, PyObject* alias, PyObject* module, const Wanted& wan
 }
 
 // After a new record: the node may hold all that it saves at once, and a backward that comes next may want to be begun.
-bool look_further(Lane* lane, Tape* tape, long long nbytes) {
+bool look_further(Lane* lane, PyObject* owner, Tape* tape, long long nbytes) {
   long long node = 0, changes = 0;
   if (!integer(Ref(PyObject_CallNoArgs(known.sequence_number)), &node) || !changes_of(lane, &changes)) {
     return false;
@@ -145,7 +146,7 @@ bool look_further(Lane* lane, Tape* tape, long long nbytes) {
     return false;
   }
   return tape_idle(tape, changes) ||
-         Ref(PyObject_CallMethodOneArg(lane->owner, name_look_ahead, reinterpret_cast<PyObject*>(tape)));
+         Ref(PyObject_CallMethodOneArg(owner, name_look_ahead, reinterpret_cast<PyObject*>(tape)));
 }
 
 // Undoes what was done of a new record when an error came; null, with that error.
@@ -165,7 +166,7 @@ PyObject* forget(Lane* lane, Tape* tape, const Ref& record, PyObject* number) {
 // The handle of a storage that the plan keeps, or that was kept before; null without an error where Python has to look.
 PyObject* keep_planned(Lane* lane, Tape* tape, const Wanted& wanted) {
   if (!lane->open || lane->keeps == Lane::Keeps::nothing || tape->in_backward || tape->live == 0 ||
-      has_own_counter(lane, wanted) != Answer::no || capturing(lane, wanted.kind) != Answer::no || !look(lane, wanted.kind)) {
+      has_own_counter(lane, wanted) != Answer::no || capturing(lane, wanted.kind) != Answer::no || !look(lane, wanted.owner, wanted.kind)) {
     return nullptr;
   }
   const long long nbytes = wanted.end - wanted.begin;
@@ -188,7 +189,7 @@ PyObject* keep_planned(Lane* lane, Tape* tape, const Wanted& wanted) {
     return nullptr;
   }
   PyObject* const plain = alias.get();
-  Ref stayed = make_stayed(lane, std::move(alias), std::move(then));
+  Ref stayed = make_stayed(lane, wanted.owner, std::move(alias), std::move(then));
   if (!stayed) {
     return nullptr;
   }
@@ -219,7 +220,7 @@ PyObject* keep_planned(Lane* lane, Tape* tape, const Wanted& wanted) {
     Py_XSETREF(lane->decisions, Py_NewRef(tape->decisions));
   }
   stayed_belongs(as_stayed(stayed.get()), as_record(record.get()));
-  return look_further(lane, tape, nbytes) ? stayed.release() : nullptr;
+  return look_further(lane, wanted.owner, tape, nbytes) ? stayed.release() : nullptr;
 }
 
 }  // namespace

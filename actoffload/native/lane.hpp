@@ -16,7 +16,6 @@ namespace {
 struct Lane {
   enum class Keeps : char { nothing, planned, all };  // nothing comes first: a new lane keeps nothing
   PyObject_HEAD
-  PyObject* owner;     // the Storer
   PyObject* accounts;
   PyObject* notes;     // Accounts.notes
   PyObject* recording; // a list, empty while no step is recorded
@@ -43,7 +42,7 @@ struct Lane {
 };
 
 constexpr std::size_t kLaneMembers[] = {
-    offsetof(Lane, owner),  offsetof(Lane, accounts), offsetof(Lane, notes),
+    offsetof(Lane, accounts), offsetof(Lane, notes),
     offsetof(Lane, recording), offsetof(Lane, entries), offsetof(Lane, phases),   offsetof(Lane, dropped),
     offsetof(Lane, to_warn), offsetof(Lane, lock),    offsetof(Lane, waiters),  offsetof(Lane, watched),
     offsetof(Lane, captures), offsetof(Lane, scopes),  offsetof(Lane, named),  offsetof(Lane, modules),  offsetof(Lane, reason),
@@ -90,7 +89,7 @@ bool changes_of(const Lane* lane, long long* changes) {
 // -- the type --------------------------------------------------------------------------------------------------------
 
 PyObject* lane_new(PyTypeObject* type, PyObject* arguments, PyObject* names) {
-  static const char* const kNames[] = {"owner",   "accounts", "notes",   "recording", "entries", "phases",
+  static const char* const kNames[] = {"accounts", "notes",   "recording", "entries", "phases",
                                        "dropped", "to_warn", "lock",     "waiters", "watched",  "captures",  "scopes",
                                        "named",   "modules", "bounded", nullptr};
   Ref self(type->tp_alloc(type, 0));
@@ -99,15 +98,15 @@ PyObject* lane_new(PyTypeObject* type, PyObject* arguments, PyObject* names) {
   }
   Lane* const lane = reinterpret_cast<Lane*>(self.get());
   int bounded = 0;
-  PyObject* given[15];
-  if (!PyArg_ParseTupleAndKeywords(arguments, names, "OOOO!O!OOOO!OO!O!OO!O!p:Lane", const_cast<char**>(kNames), &given[0],
-                                   &given[1], &given[2], &PyList_Type, &given[3], &PyDict_Type, &given[4], &given[5],
-                                   &given[6], &given[7], &lock_type, &given[8], &given[9], &PyDict_Type, &given[10],
-                                   &PyDict_Type, &given[11], &given[12], &PyDict_Type, &given[13], &PyDict_Type,
-                                   &given[14], &bounded)) {
+  PyObject* given[14];
+  if (!PyArg_ParseTupleAndKeywords(arguments, names, "OOO!O!OOOO!OO!O!OO!O!p:Lane", const_cast<char**>(kNames), &given[0],
+                                   &given[1], &PyList_Type, &given[2], &PyDict_Type, &given[3], &given[4], &given[5],
+                                   &given[6], &lock_type, &given[7], &given[8], &PyDict_Type, &given[9], &PyDict_Type,
+                                   &given[10], &given[11], &PyDict_Type, &given[12], &PyDict_Type, &given[13],
+                                   &bounded)) {
     return nullptr;
   }
-  for (std::size_t at = 0; at < 15; ++at) {
+  for (std::size_t at = 0; at < 14; ++at) {
     *member_of(lane, kLaneMembers[at]) = Py_NewRef(given[at]);
   }
   lane->sizes = new (std::nothrow) std::vector<long long>;

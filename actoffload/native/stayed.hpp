@@ -11,6 +11,7 @@ namespace {
 struct Stayed {
   PyObject_HEAD
   Lane* lane;
+  PyObject* owner;      // the Storer
   StaysRecord* record;  // null: it was never handed out
   PyObject* alias;
   PyObject* version;
@@ -23,10 +24,11 @@ extern PyTypeObject stayed_type;
 Stayed* as_stayed(PyObject* object) { return reinterpret_cast<Stayed*>(object); }
 
 // A handle that is none yet: nothing happens if it dies before `record` is set.
-Ref make_stayed(Lane* lane, Ref alias, Ref version) {
+Ref make_stayed(Lane* lane, PyObject* owner, Ref alias, Ref version) {
   Stayed* const stayed = PyObject_New(Stayed, &stayed_type);
   if (stayed != nullptr) {
     stayed->lane = reinterpret_cast<Lane*>(Py_NewRef(reinterpret_cast<PyObject*>(lane)));
+    stayed->owner = Py_NewRef(owner);
     stayed->record = nullptr;
     stayed->alias = alias.release();
     stayed->version = version.release();
@@ -73,7 +75,7 @@ Answer pass(Stayed* stayed) {
     idle = tape_idle(tape, changes) ? Answer::yes : Answer::no;
   }
   if (idle == Answer::no) {
-    const Ref done(PyObject_CallMethodOneArg(lane->owner, name_fetch_ahead, reinterpret_cast<PyObject*>(tape)));
+    const Ref done(PyObject_CallMethodOneArg(stayed->owner, name_fetch_ahead, reinterpret_cast<PyObject*>(tape)));
     return done ? Answer::yes : Answer::failed;
   }
   return idle;
@@ -81,7 +83,7 @@ Answer pass(Stayed* stayed) {
 
 bool pass_in_python(Stayed* stayed) {
   const Ref round(PyLong_FromLong(stayed->round));
-  PyObject* const arguments[] = {stayed->lane->owner, reinterpret_cast<PyObject*>(stayed->record), round.get()};
+  PyObject* const arguments[] = {stayed->owner, reinterpret_cast<PyObject*>(stayed->record), round.get()};
   const Ref next(round ? PyObject_VectorcallMethod(name_passed, arguments, 3 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr)
                        : nullptr);
   long long value = 0;
@@ -137,12 +139,6 @@ bool release(Lane* lane, StaysRecord* record) {
 
 // `Storer.drop` where nothing is out of the ordinary; no: Python has to do it.
 Answer drop(Lane* lane, StaysRecord* record, long round) {
-  if (lane->owner == nullptr) {  // it was collected: nobody counts any more
-    if (--record->handles == 0) {
-      tape_forget(record->tape, record->index);
-    }
-    return Answer::yes;
-  }
   if (record->handles == 1 && record->tape->live == 1) {
     return Answer::no;  // the order of this tape is learned then, and backward may be over
   }
@@ -156,9 +152,9 @@ Answer drop(Lane* lane, StaysRecord* record, long round) {
   return record->handles > 0 || release(lane, record) ? Answer::yes : Answer::failed;
 }
 
-bool drop_in_python(Lane* lane, StaysRecord* record, long round) {
+bool drop_in_python(PyObject* owner, StaysRecord* record, long round) {
   const Ref number(PyLong_FromLong(round));
-  PyObject* const arguments[] = {lane->owner, reinterpret_cast<PyObject*>(record), number.get()};
+  PyObject* const arguments[] = {owner, reinterpret_cast<PyObject*>(record), number.get()};
   return number &&
          Ref(PyObject_VectorcallMethod(name_drop, arguments, 3 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
 }
@@ -169,7 +165,7 @@ void stayed_dealloc(PyObject* self) {
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
     const Answer dropped = drop(stayed->lane, stayed->record, stayed->round);
-    if (dropped == Answer::failed || (dropped == Answer::no && !drop_in_python(stayed->lane, stayed->record, stayed->round))) {
+    if (dropped == Answer::failed || (dropped == Answer::no && !drop_in_python(stayed->owner, stayed->record, stayed->round))) {
       PyErr_WriteUnraisable(reinterpret_cast<PyObject*>(stayed->record));
     }
     if (stayed->record->released) {
@@ -180,6 +176,7 @@ void stayed_dealloc(PyObject* self) {
     Py_DECREF(reinterpret_cast<PyObject*>(stayed->record));
   }
   Py_DECREF(reinterpret_cast<PyObject*>(stayed->lane));
+  Py_DECREF(stayed->owner);
   Py_DECREF(stayed->alias);
   Py_DECREF(stayed->version);
   PyObject_Free(self);
@@ -191,10 +188,7 @@ PyObject* stayed_module(PyObject* self, void*) { return Py_NewRef(as_stayed(self
 
 PyObject* stayed_record(PyObject* self, void*) { return Py_NewRef(reinterpret_cast<PyObject*>(as_stayed(self)->record)); }
 
-PyObject* stayed_owner(PyObject* self, void*) {
-  PyObject* const owner = as_stayed(self)->lane->owner;
-  return Py_NewRef(owner != nullptr ? owner : Py_None);
-}
+PyObject* stayed_owner(PyObject* self, void*) { return Py_NewRef(as_stayed(self)->owner); }
 
 PyMethodDef stayed_methods[] = {
     {"unpack", stayed_unpack, METH_NOARGS, "The saved tensor; raises SavedTensorModifiedError if it was changed."},

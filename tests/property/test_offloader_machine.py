@@ -100,6 +100,10 @@ def _view(tensor: Tensor, kind: str) -> Tensor:
     return tensor.view_as(tensor)
 
 
+_MODEL = torch.nn.Identity()
+"""Known, or else all live modules are looked through for each example."""
+
+
 class OffloaderMachine(RuleBasedStateMachine):
     """The rules; `expected` holds the bytes that a saved tensor must come back with."""
 
@@ -111,7 +115,7 @@ class OffloaderMachine(RuleBasedStateMachine):
     def begin(self, options: dict[str, Any]) -> None:
         self.directory = tempfile.mkdtemp(prefix="actoffload-machine-")
         defaults: dict[str, Any] = {"target": "nvme", "path": self.directory, "min_bytes": 0, "engine": _FlakyEngine}
-        self.offloader = Offloader(OffloadConfig(**(defaults | options)))
+        self.offloader = Offloader(OffloadConfig(**(defaults | options))).use(_MODEL)
         assert self.offloader.tiers.spool is not None
         (engine,) = self.offloader.tiers.spool.engines
         assert isinstance(engine, _FlakyEngine)

@@ -129,7 +129,7 @@ def test_a_hook_and_its_owner_are_collected_together(native: Any) -> None:
     probe = Probe()
     gone = weakref.ref(probe)
     lane = native.Lane(
-        owner=probe, accounts=probe, notes=deque(), recording=[], entries={}, phases=probe, dropped=deque(),
+        accounts=probe, notes=deque(), recording=[], entries={}, phases=probe, dropped=deque(),
         to_warn=deque(), lock=native.DrainingLock(noted=deque([probe])), waiters=deque(), watched={}, captures={},
         scopes=probe, named={}, modules={}, bounded=False,
     )  # fmt: skip

@@ -136,7 +136,7 @@ def once(*commands: tuple[Any, ...], moves: int | None = None) -> Program:
 TWO = ("save", 0, "whole"), ("save", 1, "whole")
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(program=programs)
 @example(program=once(("save", 0, "whole"), ("change", 0), ("save", 0, "whole"), ("unpack", 1), ("unpack", 2)))
 @example(program=once(("save", 0, "piece"), ("save", 0, "whole"), ("save", 0, "half"), ("drop", 1), ("unpack", 1)))

@@ -12,7 +12,6 @@ from actoffload import OffloadConfig, Offloader, keep
 from actoffload.accounts import Accounts
 from actoffload.blocks import BlockWatch
 from actoffload.profile import Profile
-from actoffload.recorder import Recorder
 from actoffload.stopwatch import DeviceStopwatch, HostStopwatch, Stamp, Stopwatch
 from actoffload.testing.fakedevice import FakeDevice
 from actoffload.testing.gpt import GPT, GPTConfig
@@ -44,7 +43,7 @@ class _Counter(Stopwatch):
 
 def _recorded(offloader: Offloader, model: nn.Module, *args: Any, forwards: int = 1) -> Profile:
     """The profile of one step of ``forwards`` micro-batches, whose backwards run in reverse order."""
-    offloader.recorder = Recorder(_Counter())
+    offloader.recorder.stopwatch = _Counter()
     watch = BlockWatch(offloader.recorder)
     watch.watch(model)
     offloader.recorder.begin()
@@ -165,7 +164,7 @@ def test_a_step_without_backward_is_of_no_use_and_one_still_running_has_no_profi
 ) -> None:
     offloader = make_offloader()
     stopwatch = _Counter()
-    offloader.recorder = Recorder(stopwatch)
+    offloader.recorder.stopwatch = stopwatch
     offloader.recorder.begin()
     with offloader:
         loss = Chain()(batch()).sum()
@@ -181,7 +180,7 @@ def test_a_step_without_backward_is_of_no_use_and_one_still_running_has_no_profi
 def test_nothing_is_noted_unless_asked(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader()
     stopwatch = _Counter()
-    offloader.recorder = Recorder(stopwatch)
+    offloader.recorder.stopwatch = stopwatch
     model = Chain()
     watch = BlockWatch(offloader.recorder)
     watch.watch(model)
