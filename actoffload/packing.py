@@ -87,7 +87,7 @@ class Packer(Storer):
             captures={
                 device: untraced_hook(mover.capturing) for device, mover in self._movers.items() if mover.captures
             },
-            scopes=self._scopes,
+            running=untraced_hook(self._scopes.innermost),
             named=self._scopes.watched,
             modules=sys.modules,
             bounded=core.device_budget is not None,
@@ -133,7 +133,7 @@ class Packer(Storer):
         if neg:
             alias = alias._neg_view()
         tape = self._tape()
-        record = self.admit(alias, (begin, end), storage, tape, self._scopes.current, counters)
+        record = self.admit(alias, (begin, end), storage, tape, self._scopes.innermost(), counters)
         if record.handles == 1 and tape.bursts.saved(torch._C._autograd._get_sequence_nr(), record.nbytes):
             with self.core.lock:  # the node holds all that it saves until it has saved the last of it
                 self.core.accounts.at_once(tape.bursts.node_bytes)

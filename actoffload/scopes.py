@@ -110,8 +110,7 @@ class ModuleScopes(Hooking):
         self.watched: dict[Any, Any] = self._hooks.data  # type: ignore[attr-defined]
         """The modules whose names are known: empty while there are none."""
 
-    @property
-    def current(self) -> str | None:
+    def innermost(self) -> str | None:
         """The qualified name of the innermost module that is running in this thread."""
         stack = self._local.stack
         return stack[-1] if stack else None

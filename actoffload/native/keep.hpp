@@ -172,7 +172,7 @@ PyObject* keep_planned(Lane* lane, Tape* tape, const Wanted& wanted) {
   const long long nbytes = wanted.end - wanted.begin;
   long long address = 0, version = 0;
   Ref then = known.version(wanted.tensor);
-  const Ref module(PyDict_GET_SIZE(lane->named) == 0 ? Py_NewRef(Py_None) : PyObject_GetAttr(lane->scopes, name_current));
+  const Ref module(PyDict_GET_SIZE(lane->named) == 0 ? Py_NewRef(Py_None) : PyObject_CallNoArgs(lane->running));
   if (!module || !integer(call(wanted.storage, name_data_ptr), &address) || !integer(then, &version)) {
     return nullptr;
   }

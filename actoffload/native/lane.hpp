@@ -27,7 +27,7 @@ struct Lane {
   PyObject* waiters;   // of the condition on it
   PyObject* watched;   // by type of device: a tuple of what must be empty for there to be nothing to look at
   PyObject* captures;  // by type of device, where that is possible: tells whether a graph is being captured
-  PyObject* scopes;    // tells the name of the module that runs
+  PyObject* running;   // tells the name of the module that runs
   PyObject* named;     // a dictionary, empty while no names are known
   PyObject* modules;   // sys.modules
   PyObject* reason;    // a KeepReason
@@ -45,7 +45,7 @@ constexpr std::size_t kLaneMembers[] = {
     offsetof(Lane, accounts), offsetof(Lane, notes),
     offsetof(Lane, recording), offsetof(Lane, entries), offsetof(Lane, phases),   offsetof(Lane, dropped),
     offsetof(Lane, to_warn), offsetof(Lane, lock),    offsetof(Lane, waiters),  offsetof(Lane, watched),
-    offsetof(Lane, captures), offsetof(Lane, scopes),  offsetof(Lane, named),  offsetof(Lane, modules),  offsetof(Lane, reason),
+    offsetof(Lane, captures), offsetof(Lane, running),  offsetof(Lane, named),  offsetof(Lane, modules),  offsetof(Lane, reason),
     offsetof(Lane, text),   offsetof(Lane, note),    offsetof(Lane, decision),
     offsetof(Lane, decisions)};
 
@@ -90,7 +90,7 @@ bool changes_of(const Lane* lane, long long* changes) {
 
 PyObject* lane_new(PyTypeObject* type, PyObject* arguments, PyObject* names) {
   static const char* const kNames[] = {"accounts", "notes",   "recording", "entries", "phases",
-                                       "dropped", "to_warn", "lock",     "waiters", "watched",  "captures",  "scopes",
+                                       "dropped", "to_warn", "lock",     "waiters", "watched",  "captures",  "running",
                                        "named",   "modules", "bounded", nullptr};
   Ref self(type->tp_alloc(type, 0));
   if (!self) {

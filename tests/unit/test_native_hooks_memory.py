@@ -131,7 +131,7 @@ def test_a_hook_and_its_owner_are_collected_together(native: Any) -> None:
     lane = native.Lane(
         accounts=probe, notes=deque(), recording=[], entries={}, phases=probe, dropped=deque(),
         to_warn=deque(), lock=native.DrainingLock(noted=deque([probe])), waiters=deque(), watched={}, captures={},
-        scopes=probe, named={}, modules={}, bounded=False,
+        running=probe, named={}, modules={}, bounded=False,
     )  # fmt: skip
     lane.keep(probe, "reason", [1, 2])
     pack = native.Pack(

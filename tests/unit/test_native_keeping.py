@@ -134,6 +134,7 @@ def once(*commands: tuple[Any, ...], moves: int | None = None) -> Program:
 
 
 TWO = ("save", 0, "whole"), ("save", 1, "whole")
+MORE = ("renew", 1), ("save", 1, "whole")
 
 
 @settings(max_examples=200)
@@ -146,6 +147,7 @@ TWO = ("save", 0, "whole"), ("save", 1, "whole")
 @example(program=once(*TWO, ("unpack", 1), ("unpack", 2), ("unpack", 2), ("unpack", 1), ("unpack", 2), ("drop", 1)))
 @example(program=once(*TWO, ("save", 0, "shaped"), ("unpack", 2), ("unpack", 1), ("drop", 1), ("unpack", 2)))
 @example(program=once(*TWO, ("renew", 1), ("save", 1, "whole"), ("unpack", 3), ("unpack", 2), ("unpack", 1), moves=1))
+@example(program=once(*TWO, *MORE, *MORE, ("unpack", 4), ("unpack", 3), ("unpack", 2), ("unpack", 1), moves=1))
 def test_both_do_the_same(program: Program) -> None:
     window, keeps, elements, commands = program
     config = OffloadConfig(
