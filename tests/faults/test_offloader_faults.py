@@ -133,7 +133,7 @@ def test_a_slow_disk_without_a_budget_keeps(make_offloader: MakeOffloader) -> No
 def test_a_slow_disk_with_a_budget_is_waited_for(make_offloader: MakeOffloader) -> None:
     budget = 4 * ROW_BYTES
     offloader = make_offloader(
-        engine=partial(SlowEngine, threads=1, bandwidth_bytes_per_s=50e6),
+        engine=partial(SlowEngine, threads=1, bandwidth_bytes_per_s=5e6),
         device_budget=budget,
         prefetch_bytes=ROW_BYTES,
     )
