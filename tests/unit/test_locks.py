@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 import threading
@@ -15,6 +16,10 @@ import pytest
 
 from actoffload.locks import Changed, new_lock
 from tests.harness import WAIT_S
+
+IN_C = pytest.mark.skipif(
+    not sys.platform.startswith("linux") or shutil.which("c++") is None, reason="Linux and a C++ compiler"
+)
 
 
 def test_notify_all_wakes_every_thread_that_waits(either: str) -> None:
@@ -59,6 +64,7 @@ def test_no_frame_of_python_s_runs_between_the_acquisition_and_the_block(either:
     assert not lock.locked()
 
 
+@IN_C
 def test_in_c_none_runs_on_the_way_out_either(native: Any) -> None:
     lock = new_lock()
     frames: list[str] = []
@@ -78,6 +84,7 @@ def test_in_c_none_runs_on_the_way_out_either(native: Any) -> None:
     assert not lock.locked()
 
 
+@IN_C
 def test_an_interrupt_at_any_time_leaves_the_lock_free(native: Any) -> None:
     lock = new_lock()
     owner = _Owner()
