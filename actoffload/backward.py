@@ -95,7 +95,7 @@ class Backward(ABC):
 
     def _pass(self, record: Record, round_: int) -> int:
         """Backward has its bytes, and goes on; the handle's next round."""
-        if self.recorder.active:
+        if self.recorder.running:
             self.recorder.needed(record)
         if round_ <= record.round:
             record.waiting -= 1

@@ -33,8 +33,6 @@ class DeviceMover(Mover):
         window_bytes: device memory that may wait for its copy at once; None to choose by the copies' sizes.
     """
 
-    captures = True
-
     def __init__(
         self,
         core: Core,

@@ -173,7 +173,7 @@ class Storer(Backward):
             self.core.accounts.kept_bytes[reason._value_] += record.nbytes
             if self.core.sink is not None:
                 self.core.event(EventKind.KEEP, record, reason.value)
-        if self.recorder.active:
+        if self.recorder.running:
             self.recorder.saved(record, reason)
         self._prefetch.during_forward(tape)
         self._latest.decisions = tape.decisions
@@ -212,7 +212,7 @@ class Storer(Backward):
 
     def kept(self, handle: KeptActivation, reason: KeepReason, device: torch.device) -> None:
         """An activation stays without a record, and its handle has noted it: make room for it, and record it."""
-        if self.core.device_budget is None and not self.recorder.active and len(self.core.accounts.notes) < MANY_NOTES:
+        if self.core.device_budget is None and not self.recorder.running and len(self.core.accounts.notes) < MANY_NOTES:
             return
         with self.core.lock:
             self._drain()
@@ -280,7 +280,7 @@ class Storer(Backward):
 
     def _release(self, record: Record) -> None:
         self._movers[record.kind].release(record)
-        if self.recorder.active:
+        if self.recorder.running:
             self.recorder.died(record)
         if record.identity is not None:
             self._identities.remove(record.identity, record)

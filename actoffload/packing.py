@@ -27,6 +27,7 @@ from .policy import KeepReason
 from .record import Record, State
 from .schedule import Tape
 from .scopes import ModuleScopes, untraced_hook
+from .tiers import Mover
 
 _NOTES = {"parameter": KeepReason.PARAMETER, "buffer": KeepReason.BUFFER, "input": KeepReason.INPUT}
 
@@ -85,7 +86,9 @@ class Packer(Storer):
             waiters=core.changed.waiters,
             watched={device: mover.watched for device, mover in self._movers.items()},
             captures={
-                device: untraced_hook(mover.capturing) for device, mover in self._movers.items() if mover.captures
+                device: untraced_hook(mover.capturing)
+                for device, mover in self._movers.items()
+                if type(mover).capturing is not Mover.capturing
             },
             running=untraced_hook(self._scopes.innermost),
             named=self._scopes.watched,

@@ -67,7 +67,7 @@ class Recorder:
         self.stopwatch = stopwatch
         self._local = threading.local()
         self.running: list[None] = []
-        """Not empty while a step is recorded: C looks at it for each tensor."""
+        """Not empty while a step is recorded: looked at for each tensor, in C as well."""
         self._clear()
 
     def _clear(self) -> None:
@@ -101,7 +101,7 @@ class Recorder:
 
     def saved(self, record: Record, reason: KeepReason | None) -> None:
         """A new record was made, and stays for a reason or moves."""
-        if not self.active:
+        if not self.running:
             return
         if len(self._saved) >= MOST_STORAGES:
             self._clear()  # something of this step stays alive for ever, so it never ends
@@ -119,7 +119,7 @@ class Recorder:
 
     def saved_again(self, record: Record) -> None:
         """A record was saved once more."""
-        number = self._number_of.get(record) if self.active else None
+        number = self._number_of.get(record) if self.running else None
         if number is None:
             return
         block = self._running()
@@ -132,7 +132,7 @@ class Recorder:
 
     def kept(self, nbytes: int, reason: KeepReason) -> SavedStorage | None:
         """An activation stays without a record; returns what `kept_died` takes."""
-        if not self.active:
+        if not self.running:
             return None
         entry = SavedStorage(nbytes, self.stopwatch.stamp(), 0, None, None, self._running(), reason.value)
         self._saved.append(entry)
@@ -140,12 +140,12 @@ class Recorder:
 
     def kept_died(self, entry: SavedStorage) -> None:
         """Its last user died. May be called anywhere."""
-        if self.active:
+        if self.running:
             entry.death = self.stopwatch.stamp()
 
     def needed(self, record: Record) -> None:
         """Backward has a record's bytes, from now on."""
-        number = self._number_of.get(record) if self.active else None
+        number = self._number_of.get(record) if self.running else None
         if number is None or self._saved[number].need is not None:
             return
         entry = self._saved[number]
@@ -158,13 +158,13 @@ class Recorder:
 
     def died(self, record: Record) -> None:
         """The last handle of a record died."""
-        number = self._number_of.pop(record, None) if self.active else None
+        number = self._number_of.pop(record, None) if self.running else None
         if number is not None:
             self._saved[number].death = self.stopwatch.stamp()
 
     def block_began(self, name: str, inputs: tuple[Tensor, ...]) -> None:
         """A block's forward begins in this thread."""
-        if self.active:
+        if self.running:
             self._stack().append(len(self._blocks))
             storages = {t.untyped_storage()._cdata: t.numel() * t.element_size() for t in inputs}
             self._blocks.append(RunBlock(name, self.stopwatch.stamp(), storages))
@@ -172,13 +172,13 @@ class Recorder:
     def block_ended(self, name: str, *, repeatable: bool) -> None:
         """It has ended."""
         stack = self._stack()
-        if self.active and stack and self._blocks[stack[-1]].name == name:
+        if self.running and stack and self._blocks[stack[-1]].name == name:
             block = self._blocks[stack.pop()]
             block.end = self.stopwatch.stamp()
             block.repeatable = repeatable
 
     def _backward_ended(self) -> None:
-        if self.active:
+        if self.running:
             self._phases.append(("other", self.stopwatch.stamp()))
 
     def _tape_of(self, record: Record, birth: Stamp) -> int:
@@ -209,7 +209,7 @@ class Recorder:
 
     def finish(self) -> None:
         """The step has ended: nothing more is noted."""
-        if self.active:
+        if self.running:
             self._end = self.stopwatch.stamp()
             self.active, self.finished = False, True
 

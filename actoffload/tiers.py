@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections import deque
-from typing import ClassVar
 
 import torch
 
@@ -119,9 +118,6 @@ def _elsewhere(record: Record) -> bool:
 
 class Mover(ABC):
     """Takes the records of one kind of device away and brings them back."""
-
-    captures: ClassVar[bool] = False
-    """Whether `capturing` may ever say yes."""
 
     def __init__(self, core: Core, spool: Spool | None) -> None:
         self.core = core

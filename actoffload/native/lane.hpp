@@ -8,6 +8,7 @@
 #pragma once
 
 #include <vector>
+
 #include "lock.hpp"
 
 namespace {
@@ -48,10 +49,6 @@ constexpr std::size_t kLaneMembers[] = {
     offsetof(Lane, captures), offsetof(Lane, running),  offsetof(Lane, named),  offsetof(Lane, modules),  offsetof(Lane, reason),
     offsetof(Lane, text),   offsetof(Lane, note),    offsetof(Lane, decision),
     offsetof(Lane, decisions)};
-
-PyObject** member_of(void* object, std::size_t offset) {
-  return reinterpret_cast<PyObject**>(static_cast<char*>(object) + offset);
-}
 
 // Whether nobody is inside of the offloader, and nothing waits for whoever comes next: then C may be inside.
 bool free_now(const Lane* lane) {
@@ -119,19 +116,9 @@ PyObject* lane_new(PyTypeObject* type, PyObject* arguments, PyObject* names) {
   return self.release();
 }
 
-int lane_traverse(PyObject* self, visitproc visit, void* arg) {
-  for (const std::size_t offset : kLaneMembers) {
-    Py_VISIT(*member_of(self, offset));
-  }
-  return 0;
-}
-
 int lane_clear(PyObject* self) {
   reinterpret_cast<Lane*>(self)->open = 0;
-  for (const std::size_t offset : kLaneMembers) {
-    Py_CLEAR(*member_of(self, offset));
-  }
-  return 0;
+  return clear_members<kLaneMembers>(self);
 }
 
 void lane_dealloc(PyObject* self) {
@@ -193,15 +180,11 @@ PyMemberDef lane_members[] = {
 PyTypeObject lane_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 void describe_lane() {
-  describe(&lane_type, "actoffload_hooks.Lane", sizeof(Lane), Py_TPFLAGS_HAVE_GC, nullptr,
+  describe(&lane_type, "actoffload_hooks.Lane", sizeof(Lane), 0, nullptr,
            "What an offloader's plan keeps, and what its handles have to know of the offloader.");
   lane_type.tp_methods = lane_methods;
   lane_type.tp_members = lane_members;
-  lane_type.tp_new = lane_new;
-  lane_type.tp_dealloc = lane_dealloc;
-  lane_type.tp_traverse = lane_traverse;
-  lane_type.tp_clear = lane_clear;
-  lane_type.tp_free = PyObject_GC_Del;
+  make_collected(&lane_type, lane_new, lane_dealloc, traverse_members<kLaneMembers>, lane_clear);
 }
 
 }  // namespace

@@ -17,6 +17,8 @@ struct Lock {
   char held;
 };
 
+constexpr std::size_t kLockMembers[] = {offsetof(Lock, inner), offsetof(Lock, noted), offsetof(Lock, after_release)};
+
 extern PyTypeObject lock_type;
 
 Lock* as_lock(PyObject* object) { return reinterpret_cast<Lock*>(object); }
@@ -36,26 +38,6 @@ PyObject* lock_new(PyTypeObject* type, PyObject* arguments, PyObject* names) {
   lock->noted = noted == Py_None ? PyObject_CallNoArgs(known.make_deque) : Py_NewRef(noted);
   lock->after_release = Py_NewRef(after);
   return lock->inner != nullptr && lock->noted != nullptr ? self.release() : nullptr;
-}
-
-int lock_traverse(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(as_lock(self)->inner);
-  Py_VISIT(as_lock(self)->noted);
-  Py_VISIT(as_lock(self)->after_release);
-  return 0;
-}
-
-int lock_clear(PyObject* self) {
-  Py_CLEAR(as_lock(self)->inner);
-  Py_CLEAR(as_lock(self)->noted);
-  Py_CLEAR(as_lock(self)->after_release);
-  return 0;
-}
-
-void lock_dealloc(PyObject* self) {
-  PyObject_GC_UnTrack(self);
-  lock_clear(self);
-  Py_TYPE(self)->tp_free(self);
 }
 
 PyObject* lock_acquire(PyObject* self, PyObject* arguments, PyObject* names) {
@@ -155,15 +137,12 @@ PyMemberDef lock_members[] = {{"noted", T_OBJECT, offsetof(Lock, noted), READONL
 PyTypeObject lock_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 void describe_lock() {
-  describe(&lock_type, "actoffload_hooks.DrainingLock", sizeof(Lock), Py_TPFLAGS_HAVE_GC, nullptr,
+  describe(&lock_type, "actoffload_hooks.DrainingLock", sizeof(Lock), 0, nullptr,
            "A mutex that calls its owner back when it was released and something is noted.");
   lock_type.tp_methods = lock_methods;
   lock_type.tp_members = lock_members;
-  lock_type.tp_new = lock_new;
-  lock_type.tp_dealloc = lock_dealloc;
-  lock_type.tp_traverse = lock_traverse;
-  lock_type.tp_clear = lock_clear;
-  lock_type.tp_free = PyObject_GC_Del;
+  make_collected(&lock_type, lock_new, dealloc_members<kLockMembers>, traverse_members<kLockMembers>,
+                 clear_members<kLockMembers>);
 }
 
 }  // namespace

@@ -125,4 +125,43 @@ void make_callable(PyTypeObject* type, std::size_t vectorcall_offset) {
   type->tp_call = PyVectorcall_Call;
 }
 
+// -- types that the collector sees -----------------------------------------------------------------------------------
+
+PyObject** member_of(void* object, std::size_t offset) {
+  return reinterpret_cast<PyObject**>(static_cast<char*>(object) + offset);
+}
+
+// `Members`: the offsets of what an object holds.
+template <const auto& Members>
+int traverse_members(PyObject* self, visitproc visit, void* arg) {
+  for (const std::size_t offset : Members) {
+    Py_VISIT(*member_of(self, offset));
+  }
+  return 0;
+}
+
+template <const auto& Members>
+int clear_members(PyObject* self) {
+  for (const std::size_t offset : Members) {
+    Py_CLEAR(*member_of(self, offset));
+  }
+  return 0;
+}
+
+template <const auto& Members>
+void dealloc_members(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  clear_members<Members>(self);
+  Py_TYPE(self)->tp_free(self);
+}
+
+void make_collected(PyTypeObject* type, newfunc make, destructor dealloc, traverseproc traverse, inquiry clear) {
+  type->tp_flags |= Py_TPFLAGS_HAVE_GC;
+  type->tp_new = make;
+  type->tp_dealloc = dealloc;
+  type->tp_traverse = traverse;
+  type->tp_clear = clear;
+  type->tp_free = PyObject_GC_Del;
+}
+
 }  // namespace

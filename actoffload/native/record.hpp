@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <structmember.h>
+
 #include "tape.hpp"
 
 namespace {

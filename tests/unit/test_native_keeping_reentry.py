@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import signal
-import threading
 import time
+from collections import deque
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from actoffload import Offloader
-from tests.harness import WAIT_S, MakeOffloader, assert_empty, same_bits
+from tests.harness import MakeOffloader, assert_empty, same_bits
 from tests.unit.keeping import ELEMENTS, KEPT_IN_C, activation, kept_in_c, plan_of
 
 pytestmark = KEPT_IN_C
@@ -165,22 +165,36 @@ class Taken:
     handles, round, waiting, kind = 5, 0, 5, "cpu"
 
 
-def test_threads_that_enter_first_have_one_lane(make_offloader: MakeOffloader) -> None:
+def test_there_is_one_lane_before_any_thread_enters(make_offloader: MakeOffloader) -> None:
+    """Made at the first entry, two threads that enter at once would have two, and one would never be closed."""
     offloader = make_offloader(policy=plan_of([True] * 8), min_bytes=1, engine="memory")
-    barrier = threading.Barrier(4)
-    lanes: list[Any] = []
+    lane = offloader._lane
+    assert lane is not None
+    with offloader:
+        assert offloader._lane is lane
 
-    def enter() -> None:
-        barrier.wait(WAIT_S)
-        with offloader:
-            lanes.append(offloader._lane)
 
-    threads = [threading.Thread(target=enter) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert len({id(lane) for lane in lanes}) == 1
+def test_where_no_note_can_be_taken_nothing_is_left(native: Any, make_offloader: MakeOffloader) -> None:
+    class Full(deque[Any]):
+        def append(self, note: Any) -> None:
+            raise MemoryError("full")
+
+    offloader = make_offloader(policy=plan_of([True] * 8), min_bytes=1, engine="memory")
+    with offloader:
+        pack = offloader._stack()[-1].hooks.pack_hook
+        first = pack(activation(0))
+        tape, known = offloader._stack()[-1].tape, dict(offloader._identities.entries)
+        notes, offloader.core.accounts.notes = offloader.core.accounts.notes, Full()
+        offloader._make_lane(native)
+        pack = offloader._hooks()[0]
+        pack.tape = tape  # type: ignore[attr-defined]
+        with pytest.raises(MemoryError, match="full"):
+            pack(activation(1))
+        offloader.core.accounts.notes = notes
+    assert offloader._identities.entries == known
+    assert (tape.live, tape.records[1:], len(tape.decisions)) == (1, [None], 1)
+    del first
+    assert_empty(offloader)
 
 
 def test_what_is_closed_before_it_was_entered_keeps_nothing_in_c(make_offloader: MakeOffloader) -> None:
