@@ -19,7 +19,9 @@ PYTEST_ARGS ?= -n auto --dist loadscope --no-loadscope-reorder --durations=30
 GPU_ARGS ?=
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+# Python compiles what it imports, once; pip would compile all that it brings, which takes longer than installing it.
+PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test bench gpu lint format types tiny tests clean
 

@@ -64,15 +64,18 @@ class Accounts:
         if self.notes:
             self.settle()
         self.baseline_bytes += nbytes
-        self.baseline_peak_bytes = max(self.baseline_peak_bytes, self.baseline_bytes)
+        if self.baseline_bytes > self.baseline_peak_bytes:
+            self.baseline_peak_bytes = self.baseline_bytes
 
     def came(self, nbytes: int) -> None:
         """Bytes are on the device from now on."""
         if self.notes:
             self.settle()
-        self.resident_bytes += nbytes
-        self.resident_peak_bytes = max(self.resident_peak_bytes, self.resident_bytes)
-        self.step_peak_bytes = max(self.step_peak_bytes, self.resident_bytes)
+        resident = self.resident_bytes = self.resident_bytes + nbytes
+        if resident > self.resident_peak_bytes:
+            self.resident_peak_bytes = resident
+        if resident > self.step_peak_bytes:
+            self.step_peak_bytes = resident
 
     def settle(self) -> None:
         """Work off what was noted."""

@@ -13,6 +13,7 @@ from .errors import ConfigError
 from .hostpool import HostPool
 from .memory import available_bytes, fix_mmap_threshold
 from .ranks import processes_here
+from .row_tier import RowMover
 from .spool import Spool
 from .stopwatch import DeviceStopwatch, HostStopwatch, Stopwatch
 from .tiers import Core, Mover
@@ -140,7 +141,9 @@ class Tiers:
     def _cpu_mover(self) -> Mover:
         pool = HostPool(self._host_budget(staging=False), slab_bytes=CPU_SLAB_BYTES, poison=self.core.config.debug)
         self.pools.append(pool)
-        return CpuMover(self.core, self._open_spool(), pool)
+        spool = self._open_spool()
+        in_rows = spool.vectored and self.core.device_budget is None and not self.core.config.verify
+        return (RowMover if in_rows else CpuMover)(self.core, spool, pool)
 
     def _tune_malloc(self) -> None:
         refused = cpu_allocator.install()

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from .events import EventKind, now
-from .extent_io import Transfer
+from .extent_io import Extent, Transfer
 from .hostpool import HostPool, Slot
 from .policy import KeepReason
 from .record import Record, State
@@ -52,8 +52,8 @@ class Layout(NamedTuple):
         tail = nbytes - head - body
         return Layout(
             address % max(alignment, MIN_ALIGNMENT),
-            ctypes.string_at(address, head),
-            ctypes.string_at(address + nbytes - tail, tail),
+            ctypes.string_at(address, head) if head else b"",
+            ctypes.string_at(address + nbytes - tail, tail) if tail else b"",
             head,
             body,
         )
@@ -73,13 +73,12 @@ class CpuMover(Mover):
         self._disk = spool
         self._pool = pool
         self._kernel_reads = spool.direct and not core.config.verify
+        config = core.config
+        self._pending_limit = None if config.pending_bytes is None else config.size("pending_bytes", 0)
 
     def begin(self, record: Record) -> KeepReason | None:
-        config = self.core.config
-        if self.core.device_budget is None:  # with a budget the offloader waits instead
-            limit = config.size("pending_bytes", max(PENDING_BYTES, self.planned_pending_bytes))
-            if self.core.pending_bytes + record.nbytes > limit:
-                return KeepReason.PRESSURE
+        if self.crowded(record.nbytes):
+            return KeepReason.PRESSURE
         address = record.address + record.begin
         alignment = self._disk.alignment
         bounce = record.nbytes < BOUNCE_BYTES
@@ -99,18 +98,36 @@ class CpuMover(Mover):
         record.io = layout
         record.to(State.SPILLING)
         self.core.pending_bytes += record.nbytes
-        since_s = now()
-        assert record.extent is not None, "allocate_extent() gave no extent"
+        self.write_alone(record, address + layout.io_begin, direct=not bounce)
+        return None
+
+    def crowded(self, nbytes: int) -> bool:
+        """Whether so much is on its way out that ``nbytes`` more have to stay."""
+        if self.core.device_budget is not None:
+            return False  # the offloader waits instead
+        limit = self._pending_limit
+        if limit is None:
+            limit = self.planned_pending_bytes if self.planned_pending_bytes > PENDING_BYTES else PENDING_BYTES
+        return self.core.pending_bytes + nbytes > limit
+
+    def write_alone(self, record: Record, address: int, *, direct: bool) -> None:
+        """Write a record that has an extent.
+
+        Args:
+            record: what to write.
+            address: of its body.
+            direct: from where its owner holds it.
+        """
+        assert isinstance(record.extent, Extent), "allocate_extent() gave no extent"
         record.transfer = self._disk.write(
             record.extent,
-            address + layout.io_begin,
-            layout.io_bytes,
+            address,
+            record.io.io_bytes,
             # The kernel says so where memory is gone; who reads it in this process would crash.
-            before=None if bounce or self._kernel_reads else partial(self.check_place, record),
-            on_done=partial(self._written, record, since_s, not bounce),
+            before=partial(self.check_place, record) if direct and not self._kernel_reads else None,
+            on_done=partial(self._written, record, now(), direct),
             keepalive=record.data,
         )
-        return None
 
     def bring(self, record: Record, *, urgent: bool) -> bool:
         if record.state is State.SPILLING:
@@ -120,7 +137,7 @@ class CpuMover(Mover):
             if self.cancel_write(record):
                 record.to(State.RESIDENT)
         elif record.state is State.SPILLED and not self.revive(record):
-            return self._fetch(record, urgent)
+            return self.fetch(record, urgent)
         elif record.state is State.FETCHING and urgent and record.transfer is not None:
             record.transfer.promote()
         return True
@@ -136,22 +153,22 @@ class CpuMover(Mover):
         while core.pending_bytes > 0 and core.accounts.resident_bytes + nbytes > limit_bytes and not core.inert:
             core.changed.wait()
 
-    def _fetch(self, record: Record, urgent: bool) -> bool:
+    def fetch(self, record: Record, urgent: bool) -> bool:
+        """Begin to read a record; False when there is no memory for it now and it is not ``urgent``."""
         layout: Layout = record.io
         slot = self._pool.acquire(layout.pad + record.nbytes + self._disk.alignment, force=urgent)
         if slot is None:
             return False
-        assert record.extent is not None, "a spilled record has an extent"
+        assert isinstance(record.extent, Extent), "a spilled record has an extent"
         storage = self._storage(slot, layout, record.nbytes)
         start = slot.address + layout.pad
         record.to(State.FETCHING)
         self.count_near(record)
-        since_s = now()
         record.transfer = self._disk.read(
             record.extent,
             start + layout.io_begin,
             layout.io_bytes,
-            on_done=partial(self._fetched, record, storage, start, since_s),
+            on_done=partial(self._fetched, record, storage, start, now()),
             keepalive=storage,
         )
         return True
@@ -160,39 +177,49 @@ class CpuMover(Mover):
         return self._pool.tensor(slot, layout.pad, nbytes, owning=True).untyped_storage()
 
     def _written(self, record: Record, since_s: float, direct: bool, transfer: Transfer) -> None:
-        dropped = None  # freed after the lock is given back: unmapping takes time
         with self.core.lock:
-            if direct and self.resized(record):
-                self.stay(record)
-            elif self.write_ended(record, transfer):
-                self.core.event(EventKind.WRITE, record, since_s=since_s)
-                if record.wanted and record.waiting:
-                    record.to(State.RESIDENT)
-                else:
-                    dropped = record.data
-                    self.forget_near(record)
-                    record.to(State.SPILLED)
-            elif record.state is State.SPILLING:
-                record.to(State.RESIDENT)
+            dropped = self.write_done(record, since_s, transfer, direct=direct)
             self.core.changed.notify_all()
         del dropped
+
+    def write_done(self, record: Record, since_s: float, transfer: Transfer, *, direct: bool) -> object:
+        """The write that a record was in has ended; what is to be freed once the lock was given back: it takes time."""
+        dropped = None
+        if direct and self.resized(record):
+            self.stay(record)
+        elif self.write_ended(record, transfer):
+            self.core.event(EventKind.WRITE, record, since_s=since_s)
+            if record.wanted and record.waiting:
+                record.to(State.RESIDENT)
+            else:
+                dropped = record.data
+                self.forget_near(record)
+                record.to(State.SPILLED)
+        elif record.state is State.SPILLING:
+            record.to(State.RESIDENT)
+        return dropped
 
     def _fetched(
         self, record: Record, storage: torch.UntypedStorage, start: int, since_s: float, transfer: Transfer
     ) -> None:
         with self.core.lock:
-            if record.state is not State.FETCHING:
-                return
-            record.transfer = None
-            if transfer.error is not None:
-                record.error = transfer.error
-                self.forget_near(record)
-                record.to(State.SPILLED)
-            else:
-                layout: Layout = record.io
-                ctypes.memmove(start, layout.head, len(layout.head))
-                ctypes.memmove(start + record.nbytes - len(layout.tail), layout.tail, len(layout.tail))
-                self.hold_near(record, storage, record.begin)
-                record.to(State.RESIDENT)
-                self.core.event(EventKind.READ, record, since_s=since_s)
-            self.core.changed.notify_all()
+            if record.state is State.FETCHING:
+                self.read_done(record, storage, start, since_s, transfer.error)
+                self.core.changed.notify_all()
+
+    def read_done(
+        self, record: Record, storage: torch.UntypedStorage, start: int, since_s: float, error: BaseException | None
+    ) -> None:
+        """The read that a record was in has ended, and left its body in ``storage``, which lies at ``start``."""
+        record.transfer = None
+        if error is not None:
+            record.error = error
+            self.forget_near(record)
+            record.to(State.SPILLED)
+            return
+        layout: Layout = record.io
+        ctypes.memmove(start, layout.head, len(layout.head))
+        ctypes.memmove(start + record.nbytes - len(layout.tail), layout.tail, len(layout.tail))
+        self.hold_near(record, storage, record.begin)
+        record.to(State.RESIDENT)
+        self.core.event(EventKind.READ, record, since_s=since_s)

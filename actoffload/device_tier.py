@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from .events import EventKind, now
-from .extent_io import Transfer
+from .extent_io import Extent, Transfer
 from .hostpool import HostPool
 from .policy import KeepReason
 from .record import Record, State
@@ -162,7 +162,7 @@ class DeviceMover(Mover):
         assert self.spool is not None, "spilling needs a spool"
         if not self.allocate_extent(record, slot.nbytes):
             return
-        assert record.extent is not None, "allocate_extent() gave no extent"
+        assert isinstance(record.extent, Extent), "allocate_extent() gave no extent"
         record.to(State.SPILLING)
         self.core.pending_bytes += record.nbytes
         written = list(slot.events)
@@ -210,7 +210,7 @@ class DeviceMover(Mover):
         slot = self._pool.acquire(record.nbytes, force=urgent)
         if slot is None:
             return False
-        assert record.extent is not None, "a spilled record has an extent"
+        assert isinstance(record.extent, Extent), "a spilled record has an extent"
         assert self.spool is not None, "a spilled record has a spool"
         record.slot = slot
         record.wanted = True

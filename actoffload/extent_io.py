@@ -10,13 +10,14 @@ from __future__ import annotations
 import errno
 import threading
 import zlib
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
 
-from .engines.base import IoKind, IoRequest, Latch, StorageEngine, report_uncaught
+from .engines.base import IoKind, IoRequest, Latch, Range, SpoolFile, StorageEngine, report_uncaught
 from .engines.process_memory import crc32
 from .engines.queued import memory_view
-from .errors import ChecksumError, OffloaderClosedError
+from .errors import ChecksumError, OffloaderClosedError, StateError
 
 
 class Segment(NamedTuple):
@@ -75,6 +76,7 @@ class Transfer:
         error: What went wrong, or None. After ``Spool.abort`` an ``OffloaderClosedError``.
         done: Every segment has finished, or has been cancelled in time.
         cancelled: ``cancel`` came in time, so ``on_done`` is not called.
+        skip: Bytes of the extent before what is moved.
     """
 
     __slots__ = (
@@ -94,6 +96,7 @@ class Transfer:
         "extent",
         "kind",
         "length",
+        "skip",
     )
 
     def __init__(
@@ -110,6 +113,7 @@ class Transfer:
         self.kind = kind
         self.extent = extent
         self.length = length
+        self.skip = 0
         self.error: BaseException | None = None
         self.done = False
         self.cancelled = False
@@ -120,7 +124,7 @@ class Transfer:
         self._on_end = on_end
         self._keepalive = keepalive
         self._ended = Latch()
-        self._parts: tuple[tuple[StorageEngine, IoRequest], ...] = ()
+        self._parts: Parts = ()
         self._tokens: list[int] = []
         self._verdict: list[None] = [None]
 
@@ -146,7 +150,7 @@ class Transfer:
         for engine, request in reversed(self._parts):
             engine.promote(request)
 
-    def prepare(self, parts: tuple[tuple[StorageEngine, IoRequest], ...]) -> None:
+    def prepare(self, parts: Parts) -> None:
         """For the spool: takes the requests, one per segment, before anybody else sees the transfer."""
         self._parts = parts
         self._tokens = list(range(len(parts)))
@@ -196,13 +200,13 @@ class Transfer:
         if self._before_error is not None:
             raise self._before_error
 
-    def write_checksum(self, index: int, address: int, length: int) -> None:
+    def write_checksum(self, index: int, memory: Sequence[Range]) -> None:
         """For the requests: remembers the checksum of what is about to be written.
 
         Raises:
             OSError: its owner has freed it meanwhile.
         """
-        self.extent._checksums[index] = crc32(address, length)
+        self.extent._checksums[index] = crc32(memory)
 
     def part_done(self, index: int, path: str, verify: bool, request: IoRequest) -> None:
         """For the requests: one of them has finished."""
@@ -215,7 +219,9 @@ class Transfer:
 
     def _check(self, request: IoRequest, index: int, path: str) -> ChecksumError | None:
         expected = self.extent._checksums[index]
-        found = zlib.crc32(memory_view(request.address, request.length))
+        found = 0
+        for address, length in request.memory:
+            found = zlib.crc32(memory_view(address, length), found)
         if expected is None or found == expected:
             return None
         where = f"{request.length} bytes at offset {request.offset}"
@@ -254,9 +260,76 @@ class Transfer:
         del keepalive  # alive until here
 
 
+class Lane(Protocol):
+    """What a transfer has to know of a path."""
+
+    engine: StorageEngine
+    file: SpoolFile
+
+
+Parts = tuple[tuple[StorageEngine, IoRequest], ...]
+
+
+def make_parts(
+    transfer: Transfer, lanes: Sequence[Lane], memory: Sequence[Range], *, alignment: int, verify: bool, step: int = 1
+) -> Parts:
+    """The requests of a transfer, one per segment that it touches.
+
+    Args:
+        transfer: What they are of.
+        lanes: The paths.
+        memory: One range of memory; or several, where the extent has one segment.
+        alignment: Addresses and lengths must be multiples of this many bytes.
+        verify: Keep a checksum of what is written, and check what is read.
+        step: How much further in memory each byte of the extent lies; 0: every segment has the same memory.
+
+    Raises:
+        StateError: The extent is too small, or has too many segments, or something is not aligned.
+    """
+    extent, kind, left = transfer.extent, transfer.kind, transfer.length
+    if left < 1 or transfer.skip < 0 or transfer.skip + left > extent.nbytes:
+        raise StateError(f"{kind.value} of {left} bytes: {extent!r}")
+    for address, length in memory:
+        if address % alignment or length % alignment:
+            raise StateError(f"address {address:#x}, length {length}: not multiples of {alignment} bytes")
+    if (len(memory) > 1 or transfer.skip) and len(extent.segments) > 1:
+        raise StateError(f"{kind.value} of ranges of memory or of a part: {extent!r} has more than one segment")
+    if transfer.skip % alignment:
+        raise StateError(f"{kind.value} from byte {transfer.skip} of {extent!r}: not a multiple of {alignment} bytes")
+    parts: list[tuple[StorageEngine, IoRequest]] = []
+    address = memory[0][0]
+    for index, segment in enumerate(extent.segments):
+        length = min(segment.nbytes, left)
+        lane = lanes[segment.lane]
+        ranges = memory if len(memory) > 1 else ()
+        done = partial(transfer.part_done, index, lane.file.path, verify)
+        before = _before_part(transfer, index, ranges or ((address, length),), verify)
+        offset = segment.offset + transfer.skip
+        request = IoRequest(kind, address, length, offset, ranges=ranges, before=before, on_done=done)
+        parts.append((lane.engine, request))
+        address += step * length
+        left -= length
+        if not left:
+            break
+    return tuple(parts)
+
+
+def _before_part(transfer: Transfer, index: int, memory: Sequence[Range], verify: bool) -> Callable[[], None] | None:
+    if transfer.kind is IoKind.READ:
+        return None
+    if not verify:
+        return transfer.run_before if transfer.has_before else None
+
+    def prepare() -> None:
+        transfer.run_before()
+        transfer.write_checksum(index, memory)
+
+    return prepare
+
+
 def closed_error() -> OffloaderClosedError:
     """Returns the error of a spool that is closed."""
     return OffloaderClosedError("the spool is closed")
 
 
-__all__ = ["Extent", "Segment", "Transfer", "closed_error"]
+__all__ = ["Extent", "Segment", "Transfer", "closed_error", "make_parts"]

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from .record import Record
     from .recorder import SavedStorage
 
-_NOTHING: dict[torch.device, Tensor] = {}
+_NOTHING: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 _filling = threading.RLock()
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def version_probe(alias: Tensor) -> Tensor:
@@ -31,11 +32,19 @@ def version_probe(alias: Tensor) -> Tensor:
     ``Tensor.data =`` swaps the contents and keeps the counter, so the probe sees every in-place change of the original
     without holding its memory.
     """
-    nothing = _NOTHING.get(alias.device)
-    if nothing is None:
-        nothing = _NOTHING[alias.device] = torch.empty(0, device=alias.device)
-    alias.data = nothing
+    alias.data = _empty(torch.float32, alias.device)
     return alias
+
+
+def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor without elements: the same one each time, unless a mode makes another kind of tensor."""
+    found = _NOTHING.get((dtype, device))
+    if found is None:
+        with torch.inference_mode(False):
+            found = torch.empty(0, dtype=dtype, device=device)
+        if type(found) is Tensor and not (_is_wrapped(found) or torch._is_functional_tensor(found)):
+            _NOTHING[dtype, device] = found
+    return found
 
 
 def check_version(now: int, then: int, dtype: torch.dtype, shape: tuple[int, ...], module: str | None) -> None:
@@ -78,7 +87,7 @@ class Handle:
         self.dtype = alias.dtype
         self.shape = alias.shape
         self.stride = alias.stride()
-        self.offset = int(alias.storage_offset()) * alias.element_size()
+        self.offset = alias.storage_offset() * self.dtype.itemsize
         self.conj = conj
         self.neg = neg
         self.version = alias._version
@@ -96,7 +105,7 @@ class Handle:
         check_version(self.probe._version, self.version, self.dtype, self.shape, record.module)
         storage, begin, self.round = self.owner.obtain(record, self.round)
         offset = (self.offset - begin) // self.dtype.itemsize
-        view: Tensor = torch.empty(0, dtype=self.dtype, device=record.device)
+        view = _empty(self.dtype, record.device).detach()
         view.set_(storage, offset, self.shape, self.stride)
         # Changing what is handed out counts as changing what was saved: a later unpack then raises, as autograd's does.
         shared = self.probe.detach()

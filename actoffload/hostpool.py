@@ -131,12 +131,13 @@ class HostPool:
         """The bytes ``[begin, begin + nbytes)`` of a slot as a flat uint8 tensor with a storage of exactly that size.
 
         Args:
-            owning: the slot goes back to the pool when the last tensor on that storage dies.
+            owning: the slot goes back to the pool when the last tensor on that storage, and on every other one that
+                was made so, has died.
         """
         first = slot.offset + begin
         view = memoryview(slot.slab.mapping)[first : first + nbytes]
         if owning:
-            key = slot.address
+            key = slot.address + begin
 
             def give_back(_: weakref.ref[memoryview], slot: Slot | None = slot) -> None:
                 self._finalizers.pop(key, None)  # drops this function and with it the slot

@@ -17,7 +17,6 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 R = TypeVar("R")
 
@@ -25,17 +24,28 @@ SPAN_ALIGNMENT = 512
 """Spans begin at multiples of this many bytes, so that a restored view has its old address modulo 512."""
 
 
-class StorageRef(StorageWeakRef):
+# What `torch.multiprocessing.reductions.StorageWeakRef` calls, past a method in Python each time.
+_BASE: Any = torch._C.StorageBase
+_free_weak_ref, _expired = _BASE._free_weak_ref, _BASE._expired
+
+
+class StorageRef:
     """A weak reference to a storage: it dies with the storage, and pins only its identity."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "_free", "cdata")
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
-        super().__init__(storage)  # type: ignore[no-untyped-call]
+        self._free = _free_weak_ref  # the interpreter may clear this module before the last of these dies
+        self.cdata: Any = storage._weak_ref()
+
+    def __del__(self) -> None:
+        cdata = getattr(self, "cdata", None)
+        if cdata is not None:
+            self._free(cdata)
 
     def gone(self) -> bool:
         """Whether the storage has died."""
-        return bool(self.expired())  # type: ignore[no-untyped-call]
+        return bool(_expired(self.cdata))
 
     def lock(self) -> torch.UntypedStorage | None:
         """The storage, or None if it is gone."""
@@ -83,10 +93,10 @@ def own_counter(tensor: Tensor) -> tuple[Counter, ...]:
     is taken out of a DTensor is a view of its local tensor, which has no history. (Never ask a tensor for its
     ``grad_fn`` here: a graph whose nodes Python has seen is freed recursively, and a deep one ends the process.)
     """
-    if "torch.distributed.tensor" not in sys.modules or not (dist.is_available() and dist.is_initialized()):
-        return ()
     base = tensor._base
-    if base is None:
+    if base is None or "torch.distributed.tensor" not in sys.modules:
+        return ()
+    if not (dist.is_available() and dist.is_initialized()):
         return ()
     # A view that was made inside of a Function, as `to_local` makes it, says so.
     autograd = torch._C._autograd
@@ -159,7 +169,8 @@ class IdentityMap(Generic[R]):
         """
         ref = StorageRef(storage)
         entry = _Entry(ref, address, tensor, tensor._version, begin, end, threading.get_ident(), counters, record)
-        self.entries[ref.cdata] = [*self.entries.get(ref.cdata, ()), entry]
+        known = self.entries.get(ref.cdata)
+        self.entries[ref.cdata] = [entry] if known is None else [*known, entry]
         return ref
 
     def remove(self, ref: StorageRef, record: R) -> None:

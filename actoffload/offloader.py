@@ -160,14 +160,16 @@ class Storer(Backward):
             reason = self._placement.why_keep(record, tensor, tape)
         if reason is None:
             reason = mover.begin(record)
-        self.core.largest_bytes = max(self.core.largest_bytes, record.nbytes)
+        if record.nbytes > self.core.largest_bytes:
+            self.core.largest_bytes = record.nbytes
         if self.core.device_budget is not None:
             # Whether this one stays or not, room for the next: it exists before it is saved.
             self._following_bytes = self._placement.following_bytes(record)
             self._make_room(mover)
         if reason is None:
             self.core.accounts.moved_bytes += record.nbytes
-            self.core.largest_moved_bytes = max(self.core.largest_moved_bytes, record.nbytes)
+            if record.nbytes > self.core.largest_moved_bytes:
+                self.core.largest_moved_bytes = record.nbytes
         else:
             record.stays = True
             self.core.accounts.kept_bytes[reason._value_] += record.nbytes
@@ -299,11 +301,15 @@ class Storer(Backward):
         """Wait until nothing is on its way out: every copy and write begun has ended."""
         with self.core.lock:
             self._drain()
-            for mover in () if self.core.inert else self._movers.values():
-                mover.flush()
+            self._flush()
             while self.core.pending_bytes > 0 and not self.core.inert:
                 self.core.changed.wait()
+                self._flush()  # what came meanwhile may wait for others
         self.core.warn()
+
+    def _flush(self) -> None:
+        for mover in () if self.core.inert else self._movers.values():
+            mover.flush()
 
     def close(self) -> None:
         """Take no more work and wait for what is under way. Idempotent.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,11 +12,17 @@ from torch import Tensor
 from .errors import StateError
 
 if TYPE_CHECKING:
-    from .extent_io import Extent, Transfer
     from .hostpool import Slot
     from .identity import StorageRef
     from .schedule import Tape
     from .transfer import Incoming, Outgoing
+
+
+class Moving(Protocol):
+    """A transfer that a record is in, alone or with others: the mover's."""
+
+    def promote(self) -> None:
+        """Have it done before what came earlier."""
 
 
 class State(Enum):
@@ -115,8 +121,8 @@ class Record:
         self.wanted = False  # backward is about to need it
         self.on_disk = False
         self.was_resized = False  # its owner was seen to have freed or resized it while it was moved
-        self.extent: Extent | None = None
-        self.transfer: Transfer | None = None
+        self.extent: object | None = None  # its room on disk, which it may share; belongs to the mover
+        self.transfer: Moving | None = None
         self.io: Any = None  # how the bytes lie in memory and on disk; belongs to the mover
         self.slot: Slot | None = None
         self.outgoing: Outgoing | None = None

@@ -16,14 +16,13 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from .arena import ArenaSet, SpoolStatistics
 from .engines import EngineFactory
-from .engines.base import IoKind, IoRequest, SpoolFile, StorageEngine
+from .engines.base import IoKind, Range, SpoolFile, StorageEngine
 from .errors import ConfigError, SpoolFullError, StateError
 from .events import now
-from .extent_io import Extent, Transfer, closed_error
+from .extent_io import Extent, Parts, Transfer, closed_error, make_parts
 from .meters import Mark, RateMeter
 
 _POISON_BYTE = b"\xff"
@@ -96,6 +95,7 @@ class Spool:
         self._poison = _poison_block(self._arenas.stripe_bytes) if poison else None
         self.alignment = self._arenas.alignment
         self.direct = self._arenas.direct
+        self.vectored = all(lane.engine.capabilities.vectored for lane in self._arenas.lanes)
         self.engine_name = self._arenas.engine_name
         self.engine_reason = self._arenas.engine_reason
 
@@ -151,8 +151,21 @@ class Spool:
             OffloaderClosedError: The spool is closed.
             StateError: The extent is freed, too small or in use, or something is not aligned.
         """
+        return self.write_ranges(extent, ((address, length),), before=before, on_done=on_done, keepalive=keepalive)
+
+    def write_ranges(
+        self,
+        extent: Extent,
+        memory: Sequence[Range],
+        *,
+        before: Callable[[], None] | None = None,
+        on_done: Callable[[Transfer], None] | None = None,
+        keepalive: object = None,
+    ) -> Transfer:
+        """As ``write``, from several ranges of memory to one segment, one behind the other; only where ``vectored``."""
+        length = sum(nbytes for _, nbytes in memory)
         transfer = self._transfer(IoKind.WRITE, extent, length, before, on_done, keepalive)
-        return self._start(transfer, self._parts(transfer, address))
+        return self._start(transfer, self._parts(transfer, memory))
 
     def read(
         self,
@@ -168,8 +181,22 @@ class Spool:
         Arguments and errors as in ``write``; also a StateError when that write has not finished, has failed or was
         shorter. With ``verify`` the length must be the one that was written.
         """
+        return self.read_ranges(extent, ((address, length),), on_done=on_done, keepalive=keepalive)
+
+    def read_ranges(
+        self,
+        extent: Extent,
+        memory: Sequence[Range],
+        *,
+        skip: int = 0,
+        on_done: Callable[[Transfer], None] | None = None,
+        keepalive: object = None,
+    ) -> Transfer:
+        """As ``read``, behind ``skip`` bytes of the extent, into several ranges of memory; as ``write_ranges``."""
+        length = sum(nbytes for _, nbytes in memory)
         transfer = self._transfer(IoKind.READ, extent, length, None, on_done, keepalive)
-        return self._start(transfer, self._parts(transfer, address))
+        transfer.skip = skip
+        return self._start(transfer, self._parts(transfer, memory))
 
     def free(self, extent: Extent) -> None:
         """Gives an extent up; its room is used again once nothing is in flight on it.
@@ -260,42 +287,13 @@ class Spool:
     ) -> Transfer:
         return Transfer(kind, extent, length, before=before, on_done=on_done, on_end=self._note, keepalive=keepalive)
 
-    def _parts(self, transfer: Transfer, address: int, step: int = 1) -> tuple[tuple[StorageEngine, IoRequest], ...]:
+    def _parts(self, transfer: Transfer, memory: Sequence[Range], step: int = 1) -> Parts:
         """Makes one request per segment that the transfer touches."""
-        if not 0 < transfer.length <= transfer.extent.nbytes:
-            raise StateError(f"{transfer.kind.value} of {transfer.length} bytes: {transfer.extent!r}")
-        if address % self.alignment or transfer.length % self.alignment:
-            raise StateError(f"address {address:#x}, length {transfer.length}: not multiples of {self.alignment} bytes")
-        parts: list[tuple[StorageEngine, IoRequest]] = []
-        left = transfer.length
-        for index, segment in enumerate(transfer.extent.segments):
-            length = min(segment.nbytes, left)
-            lane = self._arenas.lanes[segment.lane]
-            done = partial(transfer.part_done, index, lane.file.path, self._verify)
-            before = self._before_part(transfer, index, address, length)
-            request = IoRequest(transfer.kind, address, length, segment.offset, before=before, on_done=done)
-            parts.append((lane.engine, request))
-            address += step * length
-            left -= length
-            if not left:
-                break
-        return tuple(parts)
+        return make_parts(
+            transfer, self._arenas.lanes, memory, alignment=self.alignment, verify=self._verify, step=step
+        )
 
-    def _before_part(self, transfer: Transfer, index: int, address: int, length: int) -> Callable[[], None] | None:
-        if transfer.kind is IoKind.READ:
-            return None
-        if not self._verify:
-            return transfer.run_before if transfer.has_before else None
-
-        def prepare() -> None:
-            transfer.run_before()
-            transfer.write_checksum(index, address, length)
-
-        return prepare
-
-    def _start(
-        self, transfer: Transfer, parts: tuple[tuple[StorageEngine, IoRequest], ...], poisoning: bool = False
-    ) -> Transfer:
+    def _start(self, transfer: Transfer, parts: Parts, poisoning: bool = False) -> Transfer:
         transfer.prepare(parts)
         extent = transfer.extent
         with self._lock:
@@ -321,7 +319,7 @@ class Spool:
                 raise StateError(f"write: {extent!r} is still being read or written")
             return
         valid = extent._valid_bytes
-        if transfer.length > valid or (self._verify and transfer.length != valid):
+        if transfer.skip + transfer.length > valid or (self._verify and transfer.length != valid):
             state = "is being written" if extent._writing else f"holds {valid} valid bytes"
             raise StateError(f"read of {transfer.length} bytes: {extent!r} {state}")
 
@@ -369,7 +367,8 @@ class Spool:
         anchor = ctypes.c_char.from_buffer(self._poison)
         for extent in extents:
             transfer = self._transfer(IoKind.WRITE, extent, extent.nbytes, _alone, None, anchor)
-            parts = self._parts(transfer, ctypes.addressof(anchor), step=0)  # the same bytes for every segment
+            memory = ((ctypes.addressof(anchor), extent.nbytes),)
+            parts = self._parts(transfer, memory, step=0)  # the same bytes for every segment
             self._start(transfer, parts, poisoning=True)
 
     def _await_poison(self) -> bool:

@@ -9,20 +9,23 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections import deque
+from typing import Any
 
 import torch
 
+from . import native_hooks
 from .accounts import Accounts
 from .config import OffloadConfig
 from .errors import StateError, StorageError
 from .events import EventKind, EventSink, TraceEvent, now
-from .extent_io import Transfer
+from .extent_io import Extent, Transfer
 from .identity import StorageRef
 from .locks import Changed, new_lock
 from .policy import KeepReason
-from .record import Record, State
+from .record import Moving, Record, State
 from .spool import Spool
 
+_MOVING = (State.STAGING, State.SPILLING)
 LOOK_AT = 16
 """How many of the copies under way are looked at on each occasion, as that is on the training thread's way."""
 PENDING_MARGIN = 1.25
@@ -123,6 +126,7 @@ class Mover(ABC):
         self.core = core
         self.spool = spool
         self.planned_pending_bytes = 0
+        self._native: Any = native_hooks.loaded()
         self._in_place: deque[Record] = deque()
         """Records that are being copied from where their owner holds them, and some that were; looked at in turn."""
         self.watched: tuple[deque[Record], ...] = (self._in_place,)
@@ -204,8 +208,8 @@ class Mover(ABC):
             self.drop_near(record)
         if record.transfer is not None:
             self.cancel(record)
-        if record.extent is not None and self.spool is not None:
-            self.spool.free(record.extent)
+        if record.extent is not None:
+            self.give_back(record.extent)
         record.extent = None
         record.slot = None
         self.forget_near(record)
@@ -239,8 +243,7 @@ class Mover(ABC):
 
     def cancel(self, record: Record) -> bool:
         """Cancel the transfer under way; False when it is ending just now."""
-        transfer = record.transfer
-        if transfer is None or not transfer.cancel():
+        if record.transfer is None or not self.take_back(record, record.transfer):
             return False
         record.transfer = None
         if record.state is State.SPILLING:
@@ -249,6 +252,11 @@ class Mover(ABC):
             self.core.event(EventKind.CANCEL, record)
             self.core.changed.notify_all()
         return True
+
+    def take_back(self, record: Record, transfer: Moving) -> bool:
+        """Have nothing more done for a record by the transfer that it is in; False when that is ending just now."""
+        assert isinstance(transfer, Transfer), "a mover that has others knows them"
+        return transfer.cancel()
 
     def cancel_write(self, record: Record) -> bool:
         """Cancel a write and give its extent back; False when it is ending just now."""
@@ -259,10 +267,16 @@ class Mover(ABC):
 
     def free_extent(self, record: Record) -> None:
         """Give the record's extent back (the spool waits for what is in flight on it)."""
-        if record.extent is not None and self.spool is not None:
-            self.spool.free(record.extent)
+        if record.extent is not None:
+            self.give_back(record.extent)
         record.extent = None
         record.on_disk = False
+
+    def give_back(self, extent: object) -> None:
+        """A record needs its room on disk no more."""
+        assert self.spool is not None, "an extent is a spool's"
+        assert isinstance(extent, Extent), "a mover that has other room knows it"
+        self.spool.free(extent)
 
     def allocate_extent(self, record: Record, nbytes: int) -> bool:
         """Give the record room on disk; False, and degraded, when there is none."""
@@ -280,7 +294,7 @@ class Mover(ABC):
 
         What was copied of it may be another's bytes then. Whoever does so fills it again before backward comes.
         """
-        moving = record.state in (State.STAGING, State.SPILLING) and record.data is not None
+        moving = record.state in _MOVING and record.data is not None
         return moving and (record.was_resized or _elsewhere(record))
 
     def check_place(self, record: Record) -> None:
@@ -298,10 +312,13 @@ class Mover(ABC):
         turn = self._in_place  # with many under way each is seen every few saves
         if not turn:
             return
+        if self._native is not None:
+            self._native.notice_resized(turn, LOOK_AT, _MOVING)
+            return
         for _ in range(min(LOOK_AT, len(turn))):
             record = turn.popleft()
             data, state = record.data, record.state
-            if data is not None and (state is State.SPILLING or state is State.STAGING):
+            if data is not None and state in _MOVING:
                 turn.append(record)
                 if data.data_ptr() != record.address:
                     record.was_resized = True

@@ -3,7 +3,8 @@
     python -m benchmarks.micro [--parts hooks scaling spool busy] [--path DIR] [--rounds N] [--blocks 1MiB ...]
 
 Prints and records what a saved tensor costs the training thread above hooks that do nothing (processor time of that
-thread; wall-clock time, waits included, beside it), how that changes with 100,000 tensors alive, and how much of what
+thread; wall-clock time, waits included, beside it, and what an empty Python call took meanwhile: the machine's speed
+changes from hour to hour), how that changes with 100,000 tensors alive, and how much of what
 fio reaches the spool reaches. Where fio or an engine is missing it says so and leaves those rows out. Status 1 when a
 bound does not hold.
 """
@@ -198,7 +199,7 @@ def render(samples: dict[str, Samples], bounds: Sequence[Bound]) -> str:
     parts += [f"Not measured: {line}\n" for line in not_measured(samples)]
     hooks = [*samples.get("hooks", ()), *samples.get("scaling", ())]
     if hooks:
-        costs = ("a saved tensor, µs above bare hooks", "bytes", "alive", "training thread", "wall clock")
+        costs = ("a saved tensor, µs above bare hooks", "bytes", "alive", "training thread", "wall clock", "a call, ns")
         parts.append(harness.markdown_table(costs, _hook_rows(hooks)))
     rates = _spool_rows(samples.get("spool", ())) + _spool_rows(samples.get("busy", ()))
     if rates:
@@ -213,7 +214,9 @@ def _hook_rows(samples: Samples) -> list[tuple[str, ...]]:
         mine = [s for s in samples if (s["kind"], s["alive"], s["nbytes"]) == (kind, alive, nbytes)]
         costs = (above_bare_us(mine, clock) for clock in ("thread_s", "wall_s"))
         size = str(nbytes) if kind == "moves" else "-"
-        numbers = ("-" if cost is None else f"{cost:.2f}" for cost in costs)
+        calls = [pair["empty_call_s"] for sample in mine for pair in sample.get("pairs", ())]
+        numbers = ["-" if cost is None else f"{cost:.2f}" for cost in costs]
+        numbers.append(f"{median(calls) * 1e9:.0f}" if calls else "-")
         rows.append((micro_hooks.KINDS[kind], size, str(alive), *numbers))
     return rows
 

@@ -31,6 +31,7 @@ REASONS = {"parameter": "parameter", "small": "below min_bytes", "policy": "poli
 """Why each kind stays, in ``Statistics.kept_bytes``."""
 ELEMENTS = 4
 PARAMETERS = 64
+CALLS = 100_000
 PLENTY = "64GiB"
 """No limit: nothing may stay for want of room."""
 
@@ -129,6 +130,18 @@ def once(forward: Forward, context: Any, settle: Callable[[], None], chains: int
     return {"wall_s": clock.wall_s, "thread_s": clock.thread_s}
 
 
+def empty_call_s() -> float:
+    """Processor seconds of a call of a function that does nothing: how fast this machine is at the moment."""
+
+    def nothing() -> None:
+        pass
+
+    since_s = time.thread_time()
+    for _ in range(CALLS):
+        nothing()
+    return (time.thread_time() - since_s) / CALLS
+
+
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """All pairs of one sample, after one of each that is not counted."""
     torch.set_num_threads(1)
@@ -142,6 +155,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
             {
                 "bare": once(forward, bare, lambda: None, chains),
                 "ours": once(forward, offloader, offloader.synchronize, chains),
+                "empty_call_s": empty_call_s(),
             }
         )
     offloader.synchronize()

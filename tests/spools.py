@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from actoffload.spool import Extent, Spool
-from actoffload.testing.engine_suite import WAIT_S, Memory
+from actoffload.testing.behind import Memory
+from actoffload.testing.engine_suite import WAIT_S
 
 MIB = 1 << 20
 BLOCK = 4096

@@ -38,7 +38,7 @@ class AiofilesEngine(QueuedEngine):
         count = default_threads(threads) if file.reopen_path else 1
         alignment = 1 if file.reopen_path else file.alignment
         direct = file.direct and not file.reopen_path
-        super().__init__(file, EngineCapabilities(self.default_name, direct, alignment, threads=count))
+        super().__init__(file, EngineCapabilities(self.default_name, direct, alignment, threads=count, vectored=True))
         self._raw = [_reopen(file) for _ in range(count)]
         self._executor = ThreadPoolExecutor(count, thread_name_prefix="actoffload-aiofiles-io")
         self._loop = asyncio.new_event_loop()

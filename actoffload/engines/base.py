@@ -9,7 +9,7 @@ import contextlib
 import os
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, unique
 from typing import ClassVar
@@ -84,6 +84,10 @@ class Latch:
         return self.is_set or event.wait(timeout)
 
 
+Range = tuple[int, int]
+"""A range of memory: its address and its length in bytes."""
+
+
 class IoRequest:
     """One positional transfer between memory and the engine's file, and its own ticket.
 
@@ -96,13 +100,28 @@ class IoRequest:
         address: Address of the memory, a multiple of the engine's alignment.
         length: Bytes to move, a multiple of the engine's alignment.
         offset: Position in the file, a multiple of the engine's alignment.
+        ranges: Where the memory is in several pieces, whose bytes lie one behind the other in the file: all of them,
+            in that order; ``address`` is then the first one's, and ``length`` that of all. Only for engines whose
+            capabilities say ``vectored``.
         before: Runs in the engine's thread just before the transfer; when it raises, the request FAILED with that
             error.
         on_done: Called exactly once with the request, in the engine's thread, after DONE or FAILED; never after
             CANCELLED. Whoever waits may be woken before it has run.
     """
 
-    __slots__ = ("_claim", "_final", "address", "before", "error", "kind", "length", "offset", "on_done", "state")
+    __slots__ = (
+        "_claim",
+        "_final",
+        "address",
+        "before",
+        "error",
+        "kind",
+        "length",
+        "offset",
+        "on_done",
+        "ranges",
+        "state",
+    )
 
     def __init__(
         self,
@@ -111,6 +130,7 @@ class IoRequest:
         length: int,
         offset: int,
         *,
+        ranges: Sequence[Range] = (),
         before: Callable[[], None] | None = None,
         on_done: Callable[[IoRequest], None] | None = None,
     ) -> None:
@@ -118,12 +138,18 @@ class IoRequest:
         self.address = address
         self.length = length
         self.offset = offset
+        self.ranges = ranges
         self.before = before
         self.on_done = on_done
         self.state = RequestState.QUEUED
         self.error: BaseException | None = None
         self._claim: list[None] = [None]  # whoever pops the one element decides: started or cancelled
         self._final = Latch()
+
+    @property
+    def memory(self) -> Sequence[Range]:
+        """All of its memory."""
+        return self.ranges or ((self.address, self.length),)
 
     def cancel(self) -> bool:
         """Takes the request back.
@@ -196,6 +222,8 @@ class EngineCapabilities:
     """It works on the descriptor of the spool file (the memory engine does not)."""
     threads: int = 1
     """Transfers that run at the same time."""
+    vectored: bool = False
+    """It takes requests whose memory is in several ranges."""
 
 
 @dataclass(frozen=True)
@@ -283,6 +311,7 @@ __all__ = [
     "IoKind",
     "IoRequest",
     "Latch",
+    "Range",
     "RequestState",
     "SpoolFile",
     "StorageEngine",

@@ -50,7 +50,11 @@ class GdsEngine(QueuedEngine):
         super().__init__(
             file,
             EngineCapabilities(
-                self.default_name, direct=file.direct and not compat, alignment=PAGE_BYTES, threads=count
+                self.default_name,
+                direct=file.direct and not compat,
+                alignment=PAGE_BYTES,
+                threads=count,
+                vectored=True,
             ),
         )
         self._remark = (

@@ -26,7 +26,7 @@ class MemoryEngine(QueuedEngine):
     def __init__(self, file: SpoolFile, *, threads: int | None = None) -> None:
         count = 1 if threads is None else threads
         capabilities = EngineCapabilities(
-            self.default_name, direct=False, alignment=file.alignment, needs_file=False, threads=count
+            self.default_name, direct=False, alignment=file.alignment, needs_file=False, threads=count, vectored=True
         )
         super().__init__(file, capabilities)
         self._chunks: dict[int, bytearray] = {}

@@ -28,7 +28,9 @@ class PosixEngine(QueuedEngine):
         count = default_threads(threads)
         super().__init__(
             file,
-            EngineCapabilities(self.default_name, direct=file.direct, alignment=file.alignment, threads=count),
+            EngineCapabilities(
+                self.default_name, direct=file.direct, alignment=file.alignment, threads=count, vectored=True
+            ),
         )
         self.start_threads(count)
 

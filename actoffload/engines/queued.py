@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from ..errors import OffloaderClosedError, StateError, StorageReadError, StorageWriteError
-from .base import EngineCapabilities, IoKind, IoRequest, SpoolFile, StorageEngine
+from .base import EngineCapabilities, IoKind, IoRequest, Range, SpoolFile, StorageEngine
 
 _RETRY_ERRNOS = frozenset({errno.EINTR, errno.EAGAIN, errno.EWOULDBLOCK})
 _MAX_STALLS = 1000  # attempts in a row that moved nothing; with the pause below, about a second
@@ -62,14 +62,20 @@ class Cursor:
         return self._done == self._length
 
     @property
-    def views(self) -> list[memoryview]:
-        """The memory that is still to be moved, a view of each request's."""
+    def ranges(self) -> list[Range]:
+        """The memory that is still to be moved."""
         done, found = self._done, []
         for request in self._requests:
-            if done < request.length:
-                found.append(memory_view(request.address + done, request.length - done))
-            done = max(0, done - request.length)
+            for address, length in request.memory:
+                if done < length:
+                    found.append((address + done, length - done))
+                done = max(0, done - length)
         return found
+
+    @property
+    def views(self) -> list[memoryview]:
+        """The memory that is still to be moved, a view of each range."""
+        return [memory_view(address, length) for address, length in self.ranges]
 
     @property
     def offset(self) -> int:

@@ -8,15 +8,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import itertools
 import mmap
 import os
 import platform
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from ..errors import EngineUnavailableError
+from .base import Range
 
 # System calls that are this young have the same number on every architecture.
 _SETUP, _ENTER, _REGISTER = 425, 426, 427
@@ -24,7 +26,7 @@ _REGISTER_FILES, _REGISTER_ENABLE_RINGS = 2, 12
 _ENTER_GETEVENTS = 1
 _OFF_SQ_RING, _OFF_SQES = 0, 0x10000000
 _FEATURES = 1 << 0 | 1 << 1  # one mapping for both queues; no result is ever dropped
-_OP_READ, _OP_WRITE = 22, 23
+_OP_READV, _OP_WRITEV, _OP_READ, _OP_WRITE = 1, 2, 22, 23
 _SQE_FIXED_FILE = 1
 _MADV_DONTFORK = 10
 _DISABLED, _SINGLE_ISSUER, _DEFER_TASKRUN = 1 << 6, 1 << 12, 1 << 13
@@ -118,6 +120,14 @@ class Ring:
         """Adds a write of memory to the file; as ``read``."""
         self._add(_OP_WRITE, _SQE_FIXED_FILE, 0, tag, address, length, offset)
 
+    def read_ranges(self, tag: int, ranges: Sequence[Range], offset: int) -> object:
+        """As ``read``, into several ranges of memory; what it returns must be held until the result is there."""
+        return self._add_ranges(_OP_READV, tag, ranges, offset)
+
+    def write_ranges(self, tag: int, ranges: Sequence[Range], offset: int) -> object:
+        """As ``write``, from several ranges of memory; what it returns must be held until the result is there."""
+        return self._add_ranges(_OP_WRITEV, tag, ranges, offset)
+
     def read_other(self, tag: int, fd: int, address: int, length: int) -> None:
         """Adds a read of another descriptor at its own position."""
         self._add(_OP_READ, 0, fd, tag, address, length, (1 << 64) - 1)
@@ -205,6 +215,11 @@ class Ring:
         length = min(length, _MAX_BYTES)
         _SQE.pack_into(self._sqes, place, operation, flags, 0, fd, offset, address, length, 0, tag)
         words[self._sq_tail] = (tail + 1) & 0xFFFFFFFF
+
+    def _add_ranges(self, operation: int, tag: int, ranges: Sequence[Range], offset: int) -> object:
+        vectors = (ctypes.c_size_t * (2 * len(ranges)))(*itertools.chain.from_iterable(ranges))  # of struct iovec
+        self._add(operation, _SQE_FIXED_FILE, 0, tag, ctypes.addressof(vectors), len(ranges), offset)
+        return vectors
 
     def _register(self, what: str, operation: int, address: int, count: int) -> None:
         if self._system(_REGISTER, self._fd, operation, address, count, 0, 0) < 0:

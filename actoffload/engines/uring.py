@@ -54,7 +54,9 @@ class UringEngine(QueuedEngine):
         self._depth = DEPTH if threads is None else threads
         super().__init__(
             file,
-            EngineCapabilities(self.default_name, direct=file.direct, alignment=file.alignment, threads=self._depth),
+            EngineCapabilities(
+                self.default_name, direct=file.direct, alignment=file.alignment, threads=self._depth, vectored=True
+            ),
         )
         self._ring = Ring(file.fd, self._depth + 1)
         try:
@@ -66,7 +68,7 @@ class UringEngine(QueuedEngine):
         # Keeps the interpreter's lock for less than a microsecond; `os.eventfd_write` would let another thread have it.
         self._ring_bell = ctypes.PyDLL(None).eventfd_write
         self._ring_bell.argtypes = (ctypes.c_int, ctypes.c_uint64)
-        self._flights: dict[int, tuple[IoRequest, Cursor]] = {}  # the reaper's own: what the kernel has
+        self._flights: dict[int, tuple[IoRequest, Cursor, object]] = {}  # the reaper's own: what the kernel has
         self._last_tag = _WAKE
         # Under the lock:
         self._asleep = False  # the reaper waits for the kernel: who has work for it rings
@@ -166,16 +168,20 @@ class UringEngine(QueuedEngine):
 
     def _launch(self, request: IoRequest, cursor: Cursor) -> None:
         self._last_tag = tag = self._last_tag + 1
-        self._flights[tag] = request, cursor
-        add = self._ring.read if request.kind is IoKind.READ else self._ring.write
-        done = cursor.offset - request.offset
-        add(tag, request.address + done, request.length - done, cursor.offset)
+        ranges, held = cursor.ranges, None
+        if len(ranges) == 1:
+            add = self._ring.read if request.kind is IoKind.READ else self._ring.write
+            add(tag, *ranges[0], cursor.offset)
+        else:
+            vectors = self._ring.read_ranges if request.kind is IoKind.READ else self._ring.write_ranges
+            held = vectors(tag, ranges, cursor.offset)
+        self._flights[tag] = request, cursor, held
 
     def _landed(self, tag: int, result: int) -> None:
         flight = self._flights.pop(tag, None)
         if flight is None:
             return  # it failed with the ring before
-        request, cursor = flight
+        request, cursor, _ = flight
         error: BaseException | None = None
         try:
             if result < 0:

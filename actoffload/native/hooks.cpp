@@ -4,6 +4,7 @@
 // binary interface. All of it runs under the GIL, and nothing between taking a note and handing out the handle that owns it
 // can be interrupted.
 
+#include "moving.hpp"
 #include "pack.hpp"
 #include "tape_type.hpp"
 
@@ -97,6 +98,7 @@ PyMethodDef functions[] = {
     {"setup", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(setup)), METH_VARARGS | METH_KEYWORDS,
      "Tell the module what PyTorch and this library look like. Once, before all else."},
     {"settle", settle, METH_O, "Work off the notes of an `Accounts`."},
+    {"notice_resized", notice_resized, METH_VARARGS, "notice_resized(turn, most, moving): look at what is being copied."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "actoffload_hooks", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};

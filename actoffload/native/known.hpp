@@ -23,7 +23,8 @@ struct Known {
   X(append) X(popleft) X(data_ptr) X(locked) X(acquire) X(release) X(changes)  \
   X(to_warn) X(accounts) X(recomputed_bytes) X(live_records) X(packed_tensors) X(packed_bytes)         \
   X(deduplicated_bytes) X(baseline_bytes) X(resident_bytes) X(baseline_peak_bytes) X(resident_peak_bytes)           \
-  X(step_peak_bytes) X(notes) X(kept_bytes) X(data) X(device) X(get) X(passed) X(drop) X(look_at) X(look_ahead) X(fetch_ahead)
+  X(step_peak_bytes) X(notes) X(kept_bytes) X(data) X(device) X(get) X(passed) X(drop) X(look_at) X(look_ahead) X(fetch_ahead)  \
+  X(state) X(address) X(was_resized)
 
 #define ACTOFFLOAD_DECLARE(text) PyObject* name_##text;
 ACTOFFLOAD_NAMES(ACTOFFLOAD_DECLARE)

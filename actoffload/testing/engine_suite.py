@@ -9,17 +9,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import gc
-import mmap
 import os
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -27,66 +26,16 @@ from ..engines import probe_engine
 from ..engines.base import IoKind, IoRequest, RequestState, SpoolFile, StorageEngine
 from ..errors import OffloaderClosedError, StorageReadError
 from ..paths import open_arena
+from .behind import Memory, peek_file, poke_file, random_bytes
 
 WAIT_S = 60.0  # only ever waited for in full when something is broken
 BLOCK = 4096
 Submit = Callable[[str, IoKind, list[str]], IoRequest]
 
 
-class Memory:
-    """Page-aligned memory with a known address.
-
-    Args:
-        nbytes: Its size in bytes.
-        fill: The byte it is filled with at first.
-    """
-
-    def __init__(self, nbytes: int, fill: int = 0) -> None:
-        self.nbytes = nbytes
-        self._map = mmap.mmap(-1, nbytes)
-        self._anchor = ctypes.c_char.from_buffer(self._map)
-        self.address = ctypes.addressof(self._anchor)
-        self.data = bytes([fill]) * nbytes
-
-    @property
-    def data(self) -> bytes:
-        """What it holds."""
-        return self._map[:]
-
-    @data.setter
-    def data(self, value: bytes) -> None:
-        self._map[: len(value)] = value
-
-
-def random_bytes(nbytes: int, seed: int) -> bytes:
-    """Returns reproducible bytes without structure."""
-    return random.Random(seed).randbytes(nbytes)
-
-
-def peek_file(file: SpoolFile, offset: int, length: int) -> bytes:
-    """Returns bytes of an arena as they lie in the file, past every engine."""
-    with _reopened(file) as fd:
-        return os.pread(fd, length, offset)
-
-
-def poke_file(file: SpoolFile, offset: int, data: bytes) -> None:
-    """Overwrites bytes of an arena, past every engine."""
-    with _reopened(file) as fd:
-        os.pwrite(fd, data, offset)
-        os.fsync(fd)
-
-
-@contextmanager
-def _reopened(file: SpoolFile) -> Iterator[int]:
-    """Opens the file again without ``O_DIRECT``, so that any length will do."""
-    if file.reopen_path is None:
-        yield file.fd
-        return
-    fd = os.open(file.reopen_path, os.O_RDWR)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+class _Inside(NamedTuple):
+    address: int
+    nbytes: int
 
 
 class StorageEngineTests:
@@ -167,6 +116,32 @@ class StorageEngineTests:
         engine.submit(request)
         assert request.wait(WAIT_S)
         assert memory.data == b"\x33" * BLOCK + b"\x11" * BLOCK + b"\x33" * BLOCK
+
+    @pytest.mark.parametrize("sizes", [(1, 1), (1, 3, 2), (1,) * 40, (1, 300, 1)])
+    def test_memory_in_several_ranges(self, engine: StorageEngine, file: SpoolFile, sizes: tuple[int, ...]) -> None:
+        if not engine.capabilities.vectored:
+            pytest.skip("this engine takes one range")
+        order = random.Random(6).sample(range(len(sizes)), len(sizes))
+        sources = [Memory(count * BLOCK) for count in sizes]
+        for place, source in enumerate(sources):
+            source.data = random_bytes(source.nbytes, 10 + place)
+        expected = b"".join(sources[place].data for place in order)
+        self._in_ranges(engine, IoKind.WRITE, [sources[place] for place in order], 3 * BLOCK)
+        assert self.peek(engine, file, 3 * BLOCK, len(expected)) == expected
+        targets = [Memory((count + 2) * BLOCK, fill=0x77) for count in sizes]
+        inner = [_Inside(target.address + BLOCK, target.nbytes - 2 * BLOCK) for target in targets]
+        self._in_ranges(engine, IoKind.READ, [inner[place] for place in order], 3 * BLOCK)
+        edge = b"\x77" * BLOCK
+        assert [target.data for target in targets] == [edge + source.data + edge for source in sources]
+        assert engine.written_bytes == engine.read_bytes == len(expected)
+
+    def _in_ranges(self, engine: StorageEngine, kind: IoKind, pieces: Sequence[Memory | _Inside], offset: int) -> None:
+        ranges = [(piece.address, piece.nbytes) for piece in pieces]
+        length = sum(piece.nbytes for piece in pieces)
+        request = IoRequest(kind, ranges[0][0], length, offset, ranges=ranges)
+        engine.submit(request)
+        assert request.wait(WAIT_S)
+        assert request.error is None
 
     def test_reading_past_the_end_fails_and_is_never_zeros(self, engine: StorageEngine, file: SpoolFile) -> None:
         self.poke(engine, file, 0, b"\x44" * BLOCK)
@@ -389,4 +364,4 @@ class StorageEngineTests:
             assert blocker.wait(WAIT_S)
 
 
-__all__ = ["Memory", "StorageEngineTests", "peek_file", "poke_file", "random_bytes"]
+__all__ = ["StorageEngineTests"]

@@ -17,7 +17,7 @@ from torch import Tensor
 from actoffload import Offloader
 from actoffload.engines.base import IoKind
 from actoffload.errors import ChecksumError, OffloaderClosedError, StorageReadError
-from actoffload.testing.engine_suite import poke_file
+from actoffload.testing.behind import poke_file
 from actoffload.testing.faults import FailingEngine, FullEngine, GateEngine, ShortEngine, SlowEngine
 from tests.harness import (
     WAIT_S,

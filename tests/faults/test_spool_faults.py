@@ -27,7 +27,8 @@ from actoffload.errors import (
     StorageWriteError,
 )
 from actoffload.spool import Extent, Spool, Transfer
-from actoffload.testing.engine_suite import WAIT_S, Memory, poke_file, random_bytes
+from actoffload.testing.behind import Memory, poke_file, random_bytes
+from actoffload.testing.engine_suite import WAIT_S
 from actoffload.testing.faults import FailingEngine, FullEngine, GateEngine, ShortEngine
 
 MIB = 1 << 20

@@ -154,7 +154,11 @@ def test_the_suite_refuses_a_machine_without_an_accelerator(capsys: pytest.Captu
 def _hooks(kind: str, *costs_us: float, alive: int = 10) -> harness.Sample:
     bare = {"wall_s": 1.0, "thread_s": 0.5}
     pairs = [
-        {"bare": bare, "ours": {"wall_s": 1.0 + 2e-6 * us * alive, "thread_s": 0.5 + 1e-6 * us * alive}}
+        {
+            "bare": bare,
+            "ours": {"wall_s": 1.0 + 2e-6 * us * alive, "thread_s": 0.5 + 1e-6 * us * alive},
+            "empty_call_s": 51e-9,
+        }
         for us in costs_us
     ]
     return {"kind": kind, "alive": alive, "nbytes": 0, "tensors": alive, "pairs": pairs}
@@ -180,7 +184,7 @@ def test_the_costs_of_hooks_have_their_bounds() -> None:
     table = micro.render({"hooks": samples}, bounds)
     assert "| hook: stays: a parameter | 3.100 µs | ≤ 3 µs | NO |" in table
     assert "Not measured: policy: x" in table
-    assert "| stays: below min_bytes | - | 10 | 2.90 | 5.80 |" in table
+    assert "| stays: below min_bytes | - | 10 | 2.90 | 5.80 | 51 |" in table
 
 
 def test_scaling_compares_many_with_few() -> None:

@@ -20,7 +20,8 @@ from actoffload.engines import gds as gds_module
 from actoffload.engines.base import IoKind, IoRequest, SpoolFile, StorageEngine
 from actoffload.engines.gds import PAGE_BYTES, GdsEngine, why_compat
 from actoffload.errors import EngineUnavailableError, StorageReadError, StorageWriteError
-from actoffload.testing.engine_suite import BLOCK, WAIT_S, Memory, StorageEngineTests, peek_file, random_bytes
+from actoffload.testing.behind import Memory, peek_file, random_bytes
+from actoffload.testing.engine_suite import BLOCK, WAIT_S, StorageEngineTests
 
 Transfer = Callable[[int, int, int, int], int]  # descriptor, address, bytes, offset
 

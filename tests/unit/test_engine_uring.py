@@ -22,7 +22,8 @@ from actoffload.engines.base import IoKind, IoRequest, RequestState, SpoolFile
 from actoffload.engines.ring import Ring
 from actoffload.engines.uring import UringEngine
 from actoffload.errors import EngineUnavailableError, StorageReadError, StorageWriteError
-from actoffload.testing.engine_suite import BLOCK, WAIT_S, Memory, peek_file, random_bytes
+from actoffload.testing.behind import Memory, peek_file, random_bytes
+from actoffload.testing.engine_suite import BLOCK, WAIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -179,7 +180,7 @@ def test_depth_and_bytes_under_way_are_bounded(
 
     def start_some() -> bool:
         found = real()
-        started = [request for request, _ in engine._flights.values()]
+        started = [request for request, *_ in engine._flights.values()]
         most[:] = max(most[0], len(started)), max(most[1], sum(request.length for request in started))
         return found
 

@@ -18,7 +18,7 @@ from actoffload.engines.base import IoKind, IoRequest, RequestState, SpoolFile
 from actoffload.engines.posix import PosixEngine
 from actoffload.engines.queued import GATHERED_BYTES, first_bytes
 from actoffload.paths import open_arena
-from actoffload.testing.engine_suite import Memory, peek_file, poke_file, random_bytes
+from actoffload.testing.behind import Memory, peek_file, poke_file, random_bytes
 
 WAIT_S = 60.0
 BLOCK = 4096

@@ -24,7 +24,7 @@ from actoffload.testing.fakedevice import FakeDevice
 from actoffload.testing.faults import GateEngine
 from tests.harness import WAIT_S, no_garbage_collection, only_engine, pool_bytes, spool_statistics
 
-NUMEL = 64 << 10
+NUMEL = 256 << 10
 RECORD_BYTES = 4 * NUMEL
 SIMULATED = pytest.mark.parametrize("simulated", [False, True], ids=["cpu", "simulated device"])
 

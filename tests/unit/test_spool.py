@@ -16,7 +16,8 @@ from actoffload import paths
 from actoffload.engines.posix import PosixEngine
 from actoffload.errors import ConfigError, OffloaderClosedError, SpoolFullError, StateError
 from actoffload.spool import Spool, Transfer
-from actoffload.testing.engine_suite import WAIT_S, Memory, peek_file, random_bytes
+from actoffload.testing.behind import Memory, peek_file, random_bytes
+from actoffload.testing.engine_suite import WAIT_S
 from actoffload.testing.faults import GateEngine
 from tests.spools import BLOCK, MIB, MakeSpool, get, put
 

@@ -1,0 +1,61 @@
+// `Mover.notice_resized` of tiers.py: looks at storages that are being copied from where their owner holds them.
+
+#pragma once
+
+#include "known.hpp"
+
+namespace {
+
+// Whether a record is still being copied; then its storage is in `data`.
+Answer being_copied(PyObject* record, PyObject* moving, Ref* data) {
+  const Ref state(PyObject_GetAttr(record, name_state));
+  *data = Ref(state ? PyObject_GetAttr(record, name_data) : nullptr);
+  if (!*data) {
+    return Answer::failed;
+  }
+  bool moves = false;
+  for (Py_ssize_t place = 0; place < PyTuple_GET_SIZE(moving); ++place) {
+    moves = moves || PyTuple_GET_ITEM(moving, place) == state.get();
+  }
+  return moves && data->get() != Py_None ? Answer::yes : Answer::no;
+}
+
+// Takes the first off the turn, and puts it back at its end if it is still being copied; false with an error.
+bool look_at_first(PyObject* turn, PyObject* moving) {
+  const Ref record = call(turn, name_popleft);
+  Ref data;
+  const Answer moves = record ? being_copied(record.get(), moving, &data) : Answer::failed;
+  if (moves != Answer::yes) {
+    return moves == Answer::no;
+  }
+  if (!Ref(PyObject_CallMethodOneArg(turn, name_append, record.get()))) {
+    return false;
+  }
+  const Ref then(PyObject_GetAttr(record.get(), name_address));
+  long long now = 0, before = 0;
+  if (!integer(call(data.get(), name_data_ptr), &now) || !integer(then, &before)) {
+    return false;
+  }
+  return now == before || PyObject_SetAttr(record.get(), name_was_resized, Py_True) == 0;
+}
+
+// notice_resized(turn, most, moving): at most so many of the first of `turn` are looked at.
+PyObject* notice_resized(PyObject*, PyObject* arguments) {
+  PyObject *turn, *moving;
+  Py_ssize_t most = 0;
+  if (!PyArg_ParseTuple(arguments, "OnO!:notice_resized", &turn, &most, &PyTuple_Type, &moving)) {
+    return nullptr;
+  }
+  const Py_ssize_t size = PyObject_Size(turn);
+  if (size < 0) {
+    return nullptr;
+  }
+  for (Py_ssize_t looked = 0; looked < size && looked < most; ++looked) {
+    if (!look_at_first(turn, moving)) {
+      return nullptr;
+    }
+  }
+  Py_RETURN_NONE;
+}
+
+}  // namespace
