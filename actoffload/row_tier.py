@@ -347,9 +347,8 @@ class RowMover(CpuMover):
 
 
 def _wants(record: Record) -> bool:
-    """Whether a record on disk will be asked for, and nobody holds its bytes."""
-    held = record.weak_data is not None and not record.weak_data.gone()
-    return record.state is State.SPILLED and record.waiting > 0 and not held
+    """Whether a record is on disk and will be asked for."""
+    return record.state is State.SPILLED and record.waiting > 0
 
 
 def _storage_of(record: Record) -> torch.UntypedStorage:

@@ -730,6 +730,40 @@ def test_an_interrupt_while_a_row_is_begun_leaves_all_of_it_in_memory(
     assert_empty(offloader)
 
 
+class Interrupting(tuple[Any, ...]):
+    """The pieces of an extent, as they are when an interrupt comes just after it was taken."""
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_between_taking_room_and_using_it(
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offloader = make_offloader(engine="memory")
+    saved = Saved(offloader, activations(FULL - 1))
+    spool = offloader.tiers.spool
+    assert spool is not None
+    allocate = spool.allocate
+
+    def interrupted(nbytes: int) -> Any:
+        extent = allocate(nbytes)
+        extent.segments = Interrupting(extent.segments)
+        return extent
+
+    with monkeypatch.context() as patched:
+        patched.setattr(spool, "allocate", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            offloader.synchronize()
+    assert offloader.core.pending_bytes == 0
+    assert spool_statistics(offloader).allocated_bytes == 0
+    for index in reversed(range(FULL - 1)):
+        saved.check(index)
+    assert_empty(offloader)
+
+
 class OneRangeEngine(PosixEngine):
     """As an engine of somebody else's that knows no rows."""
 
