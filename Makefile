@@ -14,7 +14,8 @@ VENV ?= .venv
 PIP_ARGS ?=
 DEMO_ARGS ?=
 # Each file stays with one worker: fixtures that launch processes, and compiled models, are made once. The order of the
-# files stays too, so that the short ones of tests/unit come last and both workers end together.
+# files stays too, so that the short ones of tests/unit come last and both workers end together. One thread computes in
+# each: there are as many workers as processors.
 PYTEST_ARGS ?= -n auto --dist loadscope --no-loadscope-reorder --durations=30
 GPU_ARGS ?=
 
@@ -45,7 +46,7 @@ tiny: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.gpu --tiny
 
 tests: $(VENV)/.installed-test
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.micro

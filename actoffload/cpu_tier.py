@@ -98,8 +98,19 @@ class CpuMover(Mover):
         record.io = layout
         record.to(State.SPILLING)
         self.core.pending_bytes += record.nbytes
-        self.write_alone(record, address + layout.io_begin, direct=not bounce)
+        try:
+            self.write_alone(record, address + layout.io_begin, direct=not bounce)
+        except BaseException:  # an interrupt: it stays
+            self.stay_after_all(record)
+            raise
         return None
+
+    def stay_after_all(self, record: Record) -> None:
+        """A write of a record was to be begun and was not."""
+        self.core.pending_bytes -= record.nbytes
+        record.transfer = None
+        self.free_extent(record)
+        record.to(State.RESIDENT)
 
     def crowded(self, nbytes: int) -> bool:
         """Whether so much is on its way out that ``nbytes`` more have to stay."""
@@ -162,23 +173,31 @@ class CpuMover(Mover):
         assert isinstance(record.extent, Extent), "a spilled record has an extent"
         storage = self._storage(slot, layout, record.nbytes)
         start = slot.address + layout.pad
-        record.to(State.FETCHING)
-        self.count_near(record)
-        record.transfer = self._disk.read(
-            record.extent,
-            start + layout.io_begin,
-            layout.io_bytes,
-            on_done=partial(self._fetched, record, storage, start, now()),
-            keepalive=storage,
-        )
+        try:
+            record.to(State.FETCHING)
+            self.count_near(record)
+            record.transfer = self._disk.read(
+                record.extent,
+                start + layout.io_begin,
+                layout.io_bytes,
+                on_done=partial(self._fetched, record, storage, start, now()),
+                keepalive=storage,
+            )
+        except BaseException:  # an interrupt: it is where it was
+            self.forget_near(record)
+            if record.state is State.FETCHING:
+                record.to(State.SPILLED)
+            raise
         return True
 
     def _storage(self, slot: Slot, layout: Layout, nbytes: int) -> torch.UntypedStorage:
         return self._pool.tensor(slot, layout.pad, nbytes, owning=True).untyped_storage()
 
     def _written(self, record: Record, since_s: float, direct: bool, transfer: Transfer) -> None:
+        dropped = None
         with self.core.lock:
-            dropped = self.write_done(record, since_s, transfer, direct=direct)
+            if record.transfer is transfer:  # else an interrupt came when it was just begun, and it stays
+                dropped = self.write_done(record, since_s, transfer, direct=direct)
             self.core.changed.notify_all()
         del dropped
 
@@ -203,7 +222,7 @@ class CpuMover(Mover):
         self, record: Record, storage: torch.UntypedStorage, start: int, since_s: float, transfer: Transfer
     ) -> None:
         with self.core.lock:
-            if record.state is State.FETCHING:
+            if record.transfer is transfer and record.state is State.FETCHING:
                 self.read_done(record, storage, start, since_s, transfer.error)
                 self.core.changed.notify_all()
 

@@ -108,6 +108,8 @@ class Prefetch:
             return 0  # it takes nothing and gives nothing
         if early and not near:
             return None
+        if not near and self._core.inert:
+            return None  # nothing is begun any more, and what is near is handed out all the same
         # What is still on its way out takes no more memory when it stays, but the room that it would have given.
         if not self._core.has_room_ahead(0 if near else record.nbytes):
             return None

@@ -29,9 +29,9 @@ from .tiers import Core
 SMALL_BYTES = 512 << 10
 """Records of so many bytes go alone: they cost no more for each byte than larger ones."""
 ROW_BYTES = 1 << 20
-"""A row with so many bytes is full; or with half of ``prefetch_bytes``, where the user set that."""
+"""A row with so many bytes is full; or with half of ``prefetch_bytes`` or ``pending_bytes``, where the user set one."""
 OF_THE_POOL = 4
-"""Nor is it larger than this part of the memory that rows come back to: several have to be there at once."""
+"""Or with this part of the memory that rows come back to: several have to be there at once."""
 
 
 class Row:
@@ -41,9 +41,10 @@ class Row:
         starts: where each begins in memory that holds all of them, so that each keeps its address modulo the alignment.
         offsets: where the body of each begins on disk.
         users: how many of the records have room here.
+        apart: a read of several has failed: each is read alone.
     """
 
-    __slots__ = ("extent", "io_bytes", "offsets", "records", "starts", "users")
+    __slots__ = ("apart", "extent", "io_bytes", "offsets", "records", "starts", "users")
 
     def __init__(self, records: list[Record], alignment: int) -> None:
         self.records = records
@@ -51,6 +52,7 @@ class Row:
         self.offsets: list[int] = []
         self.extent: Extent | None = None
         self.users = 0
+        self.apart = False
         self.io_bytes = end = 0
         step = max(alignment, MIN_ALIGNMENT)
         for record in records:
@@ -136,6 +138,8 @@ class RowMover(CpuMover):
             size("pending_bytes", 2 * ROW_BYTES) // 2,
             pool.capacity_bytes // OF_THE_POOL,
         )
+        if pool.capacity_bytes < 2 * ROW_BYTES:  # the last of a row may make it larger by nearly `SMALL_BYTES`
+            self._full_bytes = 0
 
     def begin(self, record: Record) -> KeepReason | None:
         if not BOUNCE_BYTES <= record.nbytes < SMALL_BYTES:
@@ -167,7 +171,7 @@ class RowMover(CpuMover):
         except BaseException:  # an interrupt: what was not begun stays
             for record in [record for record in joint.records if record.transfer is joint]:
                 joint.leave(record)
-                self._keep(record)
+                self.stay_after_all(record)
             if joint.row is not None and joint.row.extent is not None and joint.row.users == 0:
                 with suppress(StateError):  # it was freed with the last of them
                     self._disk.free(joint.row.extent)
@@ -176,15 +180,19 @@ class RowMover(CpuMover):
     def take_back(self, record: Record, transfer: Moving) -> bool:
         if not isinstance(transfer, Joint):
             return super().take_back(record, transfer)
-        transfer.leave(record)  # it has not ended: then the record would be in no transfer
-        if transfer.transfer is None:
-            return True
-        if record.state is State.SPILLING:  # its memory is held as long as the others': it counts as pending as well
-            self.core.pending_bytes += record.nbytes
-            transfer.left_bytes += record.nbytes
-        if not transfer.records and transfer.transfer.cancel():
+        # It has not ended: then the record would be in no transfer. An interrupt leaves it in this one, or out of it.
+        begun = transfer.transfer
+        if begun is not None and list(transfer.records) == [record] and begun.cancel():
+            self.core.accounts.cancelled_bytes += transfer.left_bytes
             self._forget_left(transfer)
+        transfer.leave(record)
         return True
+
+    def count_taken_back(self, record: Record, transfer: Moving) -> None:
+        if isinstance(transfer, Joint) and transfer.transfer is not None and not transfer.transfer.cancelled:
+            transfer.left_bytes += record.nbytes  # its memory is held, and written, as long as the others' is
+        else:
+            super().count_taken_back(record, transfer)
 
     def give_back(self, extent: object) -> None:
         if not isinstance(extent, Row):
@@ -199,7 +207,7 @@ class RowMover(CpuMover):
         row = record.extent
         if not isinstance(row, Row):
             return super().fetch(record, urgent)
-        wanted = [place for place, one in enumerate(row.records) if one is record or _wants(one)]
+        wanted = [n for n, one in enumerate(row.records) if one is record or (_wants(one) and not row.apart)]
         first, last = wanted[0], wanted[-1]
         origin = row.starts[first] - row.records[first].io.pad
         end = row.starts[last] + row.records[last].nbytes
@@ -224,11 +232,12 @@ class RowMover(CpuMover):
                 row.extent,
                 memory,
                 skip=row.offsets[first],
-                on_done=partial(self._row_fetched, joint, coming, now()),
+                on_done=partial(self._row_fetched, row, joint, coming, now()),
                 keepalive=(slot, coming),
             )
         except BaseException:  # an interrupt: all are as they were
             for one in [one for one, _, _ in coming if one.transfer is joint]:
+                joint.leave(one)
                 one.transfer = None
                 self.forget_near(one)
                 if one.state is State.FETCHING:
@@ -275,16 +284,10 @@ class RowMover(CpuMover):
         if self.allocate_extent(record, layout.io_bytes):
             self.write_alone(record, record.address + record.begin + layout.io_begin, direct=True)
             return
-        self._keep(record)
+        self.stay_after_all(record)
         # It was counted as one that moves, or will be when its `begin` returns.
         self.core.accounts.moved_bytes -= record.nbytes
         self.core.accounts.kept_bytes[KeepReason.DEGRADED.value] += record.nbytes
-
-    def _keep(self, record: Record) -> None:
-        self.core.pending_bytes -= record.nbytes
-        record.transfer = None
-        self.free_extent(record)
-        record.to(State.RESIDENT)
 
     def _forget_left(self, joint: Joint) -> None:
         self.core.pending_bytes -= joint.left_bytes
@@ -311,16 +314,19 @@ class RowMover(CpuMover):
 
     def _row_fetched(
         self,
+        row: Row,
         joint: Joint,
         coming: list[tuple[Record, torch.UntypedStorage, int]],
         since_s: float,
         transfer: Transfer,
     ) -> None:
         places = {record: (storage, start) for record, storage, start in coming}
+        apart, row.apart = row.apart, row.apart or transfer.error is not None
 
         def end(record: Record) -> None:
-            storage, start = places[record]
-            self.read_done(record, storage, start, since_s, transfer.error)
+            self.read_done(record, *places[record], since_s, transfer.error)
+            if not apart:
+                record.error = None  # perhaps another's: whoever asks tries it again, alone
 
         try:
             with self.core.lock:

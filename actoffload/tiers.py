@@ -243,15 +243,20 @@ class Mover(ABC):
 
     def cancel(self, record: Record) -> bool:
         """Cancel the transfer under way; False when it is ending just now."""
-        if record.transfer is None or not self.take_back(record, record.transfer):
+        transfer = record.transfer
+        if transfer is None or not self.take_back(record, transfer):
             return False
         record.transfer = None
         if record.state is State.SPILLING:
-            self.core.pending_bytes -= record.nbytes
-            self.core.accounts.cancelled_bytes += record.nbytes
-            self.core.event(EventKind.CANCEL, record)
-            self.core.changed.notify_all()
+            self.count_taken_back(record, transfer)
         return True
+
+    def count_taken_back(self, record: Record, transfer: Moving) -> None:
+        """A record is in the write ``transfer`` no more."""
+        self.core.pending_bytes -= record.nbytes
+        self.core.accounts.cancelled_bytes += record.nbytes
+        self.core.event(EventKind.CANCEL, record)
+        self.core.changed.notify_all()
 
     def take_back(self, record: Record, transfer: Moving) -> bool:
         """Have nothing more done for a record by the transfer that it is in; False when that is ending just now."""

@@ -14,7 +14,7 @@ from actoffload.record import State
 from tests.harness import MakeOffloader
 
 COUNT = 8
-ELEMENTS = 64 * 1024
+ELEMENTS = 128 * 1024  # each goes alone: rows come back as a whole
 NBYTES = 4 * ELEMENTS
 
 
