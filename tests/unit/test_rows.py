@@ -30,6 +30,7 @@ from actoffload.errors import OffloaderClosedError, StorageReadError
 from actoffload.record import State
 from actoffload.row_tier import ROW_BYTES, SMALL_BYTES, Joint, Row, RowMover
 from actoffload.testing.faults import FailingEngine, FullEngine, GateEngine, ShortEngine
+from actoffload.tiers import LOOK_AT
 from tests.harness import (
     WAIT_S,
     MakeOffloader,
@@ -883,6 +884,28 @@ def test_bodies_of_a_row_lie_apart_in_memory_and_side_by_side_on_disk() -> None:
         for start, fake in zip(row.starts, fakes, strict=True):
             assert start % step == fake.io.pad  # type: ignore[attr-defined]
             assert (start + fake.io.io_begin) % alignment == 0  # type: ignore[attr-defined]
+
+
+def test_many_that_are_copied_are_looked_at_in_turn(either: str, make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine=GateEngine)
+    tensors = activations(LOOK_AT + 6, BOUNCE_BYTES)
+    saved = Saved(offloader, tensors)
+    mover, records = mover_of(offloader), records_of(offloader)
+    saved.check(1)  # looks at the first ones; this one is not being copied any more
+    turn = list(mover._in_place)
+    assert len(turn) == LOOK_AT + 6
+    storage = tensors[4].untyped_storage()
+    storage.resize_(0)
+    mover.notice_resized()
+    seen = [record.index for record in turn[:LOOK_AT] if record.index != 1]
+    assert [record.index for record in mover._in_place][-len(seen) :] == seen
+    assert 1 not in [record.index for record in mover._in_place]
+    mover.notice_resized()
+    assert [record.was_resized for record in records] == [record.index == 4 for record in records]
+    storage.resize_(BOUNCE_BYTES)
+    saved.graphs.clear()
+    only_engine(offloader).open()
+    assert_empty(offloader)
 
 
 def test_a_joint_is_not_promoted_before_it_is_begun() -> None:

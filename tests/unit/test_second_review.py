@@ -72,7 +72,7 @@ def test_memory_that_is_gone_when_its_write_begins_is_not_read(make_offloader: M
     assert same_bits(y.grad, contents.cos())
 
 
-def test_it_is_seen_at_the_next_save_not_only_at_the_end(make_offloader: MakeOffloader) -> None:
+def test_it_is_seen_at_the_next_save_not_only_at_the_end(either: str, make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine=GateEngine)
     x = torch.randn(64, 1024, requires_grad=True)
     y = x * 2.0
