@@ -152,7 +152,7 @@ class RowMover(CpuMover):
         self._open.add(record)
         record.to(State.SPILLING)
         self.core.pending_bytes += record.nbytes
-        if self._open.nbytes >= self._full_bytes or self.core.changed.waiters:  # who waits may wait for this one
+        if self._open.nbytes >= self._full_bytes:
             self.flush()
         return None
 
@@ -321,7 +321,6 @@ class RowMover(CpuMover):
         transfer: Transfer,
     ) -> None:
         places = {record: (storage, start) for record, storage, start in coming}
-        apart, row.apart = row.apart, row.apart or transfer.error is not None
 
         def end(record: Record) -> None:
             self.read_done(record, *places[record], since_s, transfer.error)
@@ -330,6 +329,7 @@ class RowMover(CpuMover):
 
         try:
             with self.core.lock:
+                apart, row.apart = row.apart, row.apart or transfer.error is not None
                 self._end_each(joint, end)
         finally:
             coming.clear()
