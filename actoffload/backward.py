@@ -37,6 +37,7 @@ class Backward(ABC):
     def _drain(self) -> None:
         """Work off what finalizers have noted. The lock is held."""
 
+    @untraced_hook
     def obtain(self, record: Record, round_: int) -> tuple[torch.UntypedStorage, int, int]:
         """The storage with a record's bytes, the byte of the original at which it begins, and the handle's next round.
 

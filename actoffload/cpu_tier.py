@@ -73,14 +73,16 @@ class CpuMover(Mover):
         self._disk = spool
         self._pool = pool
         self._kernel_reads = spool.direct and not core.config.verify
-        config = core.config
-        self._pending_limit = None if config.pending_bytes is None else config.size("pending_bytes", 0)
+        self.alignment = spool.alignment
+        """Of addresses and lengths of what is written and read."""
+        self.pending_limit_bytes = core.config.size("pending_bytes", PENDING_BYTES)
+        """So much may be on its way out; without a limit of the user's more where a plan expects it."""
 
     def begin(self, record: Record) -> KeepReason | None:
         if self.crowded(record.nbytes):
             return KeepReason.PRESSURE
         address = record.address + record.begin
-        alignment = self._disk.alignment
+        alignment = self.alignment
         bounce = record.nbytes < BOUNCE_BYTES
         layout = (Layout.padded if bounce else Layout.around)(address, record.nbytes, alignment)
         slot = self._pool.acquire(layout.pad + record.nbytes + alignment) if bounce else None
@@ -116,10 +118,12 @@ class CpuMover(Mover):
         """Whether so much is on its way out that ``nbytes`` more have to stay."""
         if self.core.device_budget is not None:
             return False  # the offloader waits instead
-        limit = self._pending_limit
-        if limit is None:
-            limit = self.planned_pending_bytes if self.planned_pending_bytes > PENDING_BYTES else PENDING_BYTES
-        return self.core.pending_bytes + nbytes > limit
+        return self.core.pending_bytes + nbytes > self.pending_limit_bytes
+
+    def expect_pending(self, nbytes: int | None) -> None:
+        super().expect_pending(nbytes)
+        if self.core.config.pending_bytes is None:
+            self.pending_limit_bytes = max(PENDING_BYTES, self.planned_pending_bytes)
 
     def write_alone(self, record: Record, address: int, *, direct: bool) -> None:
         """Write a record that has an extent.
@@ -167,7 +171,7 @@ class CpuMover(Mover):
     def fetch(self, record: Record, urgent: bool) -> bool:
         """Begin to read a record; False when there is no memory for it now and it is not ``urgent``."""
         layout: Layout = record.io
-        slot = self._pool.acquire(layout.pad + record.nbytes + self._disk.alignment, force=urgent)
+        slot = self._pool.acquire(layout.pad + record.nbytes + self.alignment, force=urgent)
         if slot is None:
             return False
         assert isinstance(record.extent, Extent), "a spilled record has an extent"

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from .record import Record
     from .recorder import SavedStorage
 
-_NOTHING: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+NOTHING: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+"""What `empty` gives each time."""
 _filling = threading.RLock()
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
@@ -32,18 +33,18 @@ def version_probe(alias: Tensor) -> Tensor:
     ``Tensor.data =`` swaps the contents and keeps the counter, so the probe sees every in-place change of the original
     without holding its memory.
     """
-    alias.data = _empty(torch.float32, alias.device)
+    alias.data = empty(torch.float32, alias.device)
     return alias
 
 
-def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
+def empty(dtype: torch.dtype, device: torch.device) -> Tensor:
     """A tensor without elements: the same one each time, unless a mode makes another kind of tensor."""
-    found = _NOTHING.get((dtype, device))
+    found = NOTHING.get((dtype, device))
     if found is None:
         with torch.inference_mode(False):
             found = torch.empty(0, dtype=dtype, device=device)
         if type(found) is Tensor and not (_is_wrapped(found) or torch._is_functional_tensor(found)):
-            _NOTHING[dtype, device] = found
+            NOTHING[dtype, device] = found
     return found
 
 
@@ -105,7 +106,7 @@ class Handle:
         check_version(self.probe._version, self.version, self.dtype, self.shape, record.module)
         storage, begin, self.round = self.owner.obtain(record, self.round)
         offset = (self.offset - begin) // self.dtype.itemsize
-        view = _empty(self.dtype, record.device).detach()
+        view = empty(self.dtype, record.device).detach()
         view.set_(storage, offset, self.shape, self.stride)
         # Changing what is handed out counts as changing what was saved: a later unpack then raises, as autograd's does.
         shared = self.probe.detach()
@@ -158,10 +159,10 @@ class Stayed(Kept):
     __slots__ = ("owner", "record", "round")
 
     def __init__(self, owner: Storer, record: Record, alias: Tensor) -> None:
-        self.owner = owner
-        self.record = record
-        self.round = record.round
         super().__init__(alias)
+        self.owner = owner
+        self.round = record.round
+        self.record = record  # last: from here on its death counts, and no interrupt comes
 
     def unpack(self) -> Tensor:
         """The saved tensor.
@@ -179,7 +180,9 @@ class Stayed(Kept):
         return self.record.module
 
     def __del__(self) -> None:
-        self.owner.drop(self.record, self.round)
+        record = getattr(self, "record", None)
+        if record is not None:
+            self.owner.drop(record, self.round)
 
 
 class KeptActivation(Kept):

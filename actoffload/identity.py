@@ -104,7 +104,9 @@ def own_counter(tensor: Tensor) -> tuple[Counter, ...]:
     return () if plain else (Counter(torch.empty(0), 0),)
 
 
-class _Entry(NamedTuple, Generic[R]):
+class Entry(NamedTuple, Generic[R]):
+    """A live record, and how its bytes are known."""
+
     ref: StorageRef
     address: int
     probe: Tensor
@@ -120,7 +122,7 @@ class IdentityMap(Generic[R]):
     """The live records by (storage, version, span)."""
 
     def __init__(self) -> None:
-        self.entries: dict[int, Iterable[_Entry[R]]] = {}
+        self.entries: dict[int, Iterable[Entry[R]]] = {}
         """By the storage's number: a list; or, kept in C as a plan says, the one record, which is its own entry."""
 
     def find(
@@ -168,7 +170,7 @@ class IdentityMap(Generic[R]):
         ``counters``), unless the record stays, and holds that memory itself.
         """
         ref = StorageRef(storage)
-        entry = _Entry(ref, address, tensor, tensor._version, begin, end, threading.get_ident(), counters, record)
+        entry = Entry(ref, address, tensor, tensor._version, begin, end, threading.get_ident(), counters, record)
         known = self.entries.get(ref.cdata)
         self.entries[ref.cdata] = [entry] if known is None else [*known, entry]
         return ref

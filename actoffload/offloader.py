@@ -145,6 +145,7 @@ class Storer(Backward):
                     raise
         return record
 
+    @untraced_hook
     def _place(self, record: Record, tensor: Tensor, tape: Tape[Record]) -> None:
         """Decide what becomes of a new record, and begin it."""
         mover = self._movers[record.kind]
@@ -171,15 +172,33 @@ class Storer(Backward):
             if record.nbytes > self.core.largest_moved_bytes:
                 self.core.largest_moved_bytes = record.nbytes
         else:
-            record.stays = True
-            self.core.accounts.kept_bytes[reason._value_] += record.nbytes
-            if self.core.sink is not None:
-                self.core.event(EventKind.KEEP, record, reason.value)
+            self._stay(record, reason)
         if self.recorder.running:
             self.recorder.saved(record, reason)
         self._prefetch.during_forward(tape)
+        self._note_decision(record, reason, tape)
+
+    def _stay(self, record: Record, reason: KeepReason) -> None:
+        record.stays = True
+        self.core.accounts.kept_bytes[reason._value_] += record.nbytes
+        if self.core.sink is not None:
+            self.core.event(EventKind.KEEP, record, reason.value)
+
+    def _note_decision(self, record: Record, reason: KeepReason | None, tape: Tape[Record]) -> None:
         self._latest.decisions = tape.decisions
         tape.decisions.append((record.nbytes, reason, record.module))
+
+    @untraced_hook
+    def begin_alone(self, record: Record) -> bool:
+        """Begin to move what is known to move, for C, which does the rest; True: it stays, and all was done."""
+        reason = self._movers[record.kind].begin(record)
+        if reason is None or record.tape is None:
+            return False
+        if record.nbytes > self.core.largest_bytes:
+            self.core.largest_bytes = record.nbytes
+        self._stay(record, reason)
+        self._note_decision(record, reason, record.tape)
+        return True
 
     def _make_room(self, mover: Mover) -> None:
         following = self.core.largest_bytes if self._following_bytes is None else self._following_bytes
@@ -263,6 +282,11 @@ class Storer(Backward):
         with self.core.lock:
             self._drain()
             return self.core.accounts.live_records == 0
+
+    @untraced_hook
+    def drain(self) -> None:
+        """Work off what finalizers have noted, for C. The lock is held."""
+        self._drain()
 
     def _drain(self) -> None:
         accounts = self.core.accounts

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import sys
-import threading
 from abc import abstractmethod
-from collections import deque
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import native_hooks
-from .accounts import MANY_NOTES, RECORD
-from .bursts import MANY
+from .accounts import MANY_NOTES
 from .config import OffloadConfig
+from .cpu_tier import CpuMover
 from .device import Accelerator
-from .handles import Handle, Kept, KeptActivation, Stayed, Wrapped, check_not_replaced, check_version
-from .identity import PLAIN_TYPES, SPAN_ALIGNMENT, Counter, byte_span, is_parameter, own_counter
-from .marks import MARKED, OPEN_REGIONS, REGIONS
+from .handles import Handle, Kept, KeptActivation, Stayed, Wrapped
+from .identity import PLAIN_TYPES, Counter, byte_span, is_parameter, own_counter
+from .marks import MARKED, REGIONS
+from .native_known import CPU, hooks_in_c, unpack
 from .offloader import Storer
 from .policy import KeepReason
-from .record import Record, State
+from .record import Record
 from .schedule import Tape
 from .scopes import ModuleScopes, untraced_hook
 from .tiers import Mover
@@ -41,7 +40,7 @@ class Packer(Storer):
     """
 
     def __init__(self, config: OffloadConfig, accelerator: Accelerator | None = None) -> None:
-        native = _native_hooks()  # before the lock is made
+        native = hooks_in_c()  # before the lock is made
         super().__init__(config, accelerator)
         self._scopes = ModuleScopes()
         if native is not None:
@@ -55,7 +54,7 @@ class Packer(Storer):
         """Pack and unpack, in C where that is at hand: the same for what stays, and `_save` for what may move."""
         native = native_hooks.loaded()
         if native is None or self._lane is None:
-            return self._pack, _unpack
+            return self._pack, unpack
         pack = native.Pack(
             owner=self,
             notes=self.core.accounts.notes,
@@ -72,8 +71,10 @@ class Packer(Storer):
         return pack, native.unpack
 
     def _make_lane(self, native: Any) -> None:
-        """What keeps, in C, what a plan keeps; told of plans only where nothing else is to be done for each storage."""
+        """What keeps and moves storages in C; told what becomes of them where nothing else is to be done for each."""
         core = self.core
+        plain = core.device_budget is None and core.sink is None
+        mover = self._movers.get("cpu")
         self._lane = self._latest = native.Lane(
             accounts=core.accounts,
             notes=core.accounts.notes,
@@ -93,9 +94,12 @@ class Packer(Storer):
             running=untraced_hook(self._scopes.innermost),
             named=self._scopes.watched,
             modules=sys.modules,
+            core=core,
+            mover=mover if plain and isinstance(mover, CpuMover) else None,
+            pattern=Record(None, 0, 0, 0, CPU),
             bounded=core.device_budget is not None,
         )
-        if core.device_budget is None and core.sink is None:
+        if plain:
             self._placement.attach(self._lane)
 
     @untraced_hook
@@ -189,38 +193,3 @@ def tell(pack: Any, tape: Tape[Record]) -> None:
     """Tell a pack hook which forward runs in its thread; the one in Python asks for it instead."""
     if not isinstance(pack, MethodType):
         pack.tape = None if type(tape) is Tape else tape
-
-
-@untraced_hook
-def _unpack(handle: Any) -> Tensor:
-    tensor: Tensor = handle.unpack()
-    return tensor
-
-
-def _native_hooks() -> Any:
-    """The module in C, which learns here what it needs to know of PyTorch and of us; None where it cannot be had."""
-    return native_hooks.loaded() or native_hooks.load(
-        base=torch._C.TensorBase,
-        storage=torch._C.StorageBase,
-        tensor=Tensor,
-        parameter=nn.Parameter,
-        strided=torch.strided,
-        regions=OPEN_REGIONS,
-        task_id=torch._C._current_graph_task_id,
-        check_version=check_version,
-        unpack=_unpack,
-        static=KeepReason.PARAMETER.value,
-        small=KeepReason.SMALL.value,
-        sequence_number=torch._C._autograd._get_sequence_nr,
-        set_version=torch._C._autograd._unsafe_set_version_counter,
-        resident=State.RESIDENT,
-        released=State.RELEASED,
-        keeps_graph=getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None),
-        replaced=check_not_replaced,
-        own_counter=untraced_hook(own_counter),
-        make_lock=threading.Lock,
-        make_deque=deque,
-        many=MANY,
-        record=RECORD,
-        span_alignment=SPAN_ALIGNMENT,
-    )

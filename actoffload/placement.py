@@ -16,20 +16,27 @@ from .schedule import Tape, Window
 
 KEEP_LAST_SHARE = 16
 _KEEP = Decision.KEEP.value
-_MOVES = -1
+_OTHER = -1
 
 
 class Lane(Protocol):
-    """Keeps what a plan keeps, in C."""
+    """Does in C what `Placement.why_keep` would say, where that is known without asking."""
 
-    def keep(self, reason: KeepReason, text: str, sizes: Sequence[int] | None) -> None:
-        """What stays from now on, and why.
+    def follow(self, reason: KeepReason, text: str, kept: Sequence[int], moved: Sequence[int]) -> None:
+        """What stays from now on, and what moves; `Placement.why_keep` is asked of all else.
 
         Args:
-            reason: why.
+            reason: why something stays.
             text: the reason's value.
-            sizes: by index on the tape: the bytes of the storage that stays there, -1 where none does; None: all stay.
+            kept: by index on the tape: the bytes of the storage that stays there, -1 where none does.
+            moved: the same of what moves.
         """
+
+    def keep_all(self, reason: KeepReason, text: str) -> None:
+        """All stays from now on, and why: as of `follow`."""
+
+    def move_all(self) -> None:
+        """All moves from now on."""
 
     def keep_nothing(self) -> None:
         """`Placement.why_keep` is asked of everything from now on."""
@@ -76,7 +83,7 @@ class Placement:
         self._tell()
 
     def attach(self, lane: Lane) -> None:
-        """From now on a lane is told what a plan keeps, so that it is kept without asking `why_keep`."""
+        """From now on a lane is told what is known, so that `why_keep` need not be asked."""
         self._lane = lane
         self._tell()
 
@@ -84,12 +91,16 @@ class Placement:
         if self._lane is None or self._policy is not None or not self._filter.allows_all:
             return
         if self._keeps_all:
-            self._lane.keep(KeepReason.PLAN, KeepReason.PLAN.value, None)
+            self._lane.keep_all(KeepReason.PLAN, KeepReason.PLAN.value)
         elif self._plan is not None:
-            sizes = [entry.nbytes if entry.action == _KEEP else _MOVES for entry in self._plan.entries]
-            self._lane.keep(self._planned, self._planned.value, sizes)
-        else:
+            entries = self._plan.entries
+            kept = [entry.nbytes if entry.action == _KEEP else _OTHER for entry in entries]
+            moved = [_OTHER if entry.action == _KEEP else entry.nbytes for entry in entries]
+            self._lane.follow(self._planned, self._planned.value, kept, moved)
+        elif self._keeps_last:
             self._lane.keep_nothing()
+        else:
+            self._lane.move_all()
 
     def why_keep(self, record: Record, tensor: Tensor, tape: Tape[Record]) -> KeepReason | None:
         """Why a record that was just added to ``tape`` stays, or None.

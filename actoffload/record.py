@@ -52,7 +52,8 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 }
 """The one transition table. From every state but RELEASED a record may also go to RELEASED."""
 
-_numbers = itertools.count(1)
+numbers = itertools.count(1)
+"""Of the records of this process."""
 
 
 class Record:
@@ -96,8 +97,10 @@ class Record:
         "weak_data",
     )
 
-    def __init__(self, storage: torch.UntypedStorage, address: int, begin: int, end: int, device: torch.device) -> None:
-        self.number = next(_numbers)
+    def __init__(
+        self, storage: torch.UntypedStorage | None, address: int, begin: int, end: int, device: torch.device
+    ) -> None:
+        self.number = next(numbers)
         self.state = State.RESIDENT
         self.address = address
         self.begin = begin

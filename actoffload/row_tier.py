@@ -23,6 +23,7 @@ from .extent_io import Extent, Transfer
 from .hostpool import HostPool
 from .policy import KeepReason
 from .record import Moving, Record, State
+from .scopes import untraced_hook
 from .spool import Spool
 from .tiers import Core
 
@@ -146,7 +147,7 @@ class RowMover(CpuMover):
             return super().begin(record)
         if self.crowded(record.nbytes):
             return KeepReason.PRESSURE
-        record.io = Layout.around(record.address + record.begin, record.nbytes, self._disk.alignment)
+        record.io = Layout.around(record.address + record.begin, record.nbytes, self.alignment)
         self._in_place.append(record)
         # In this order an interrupt leaves nothing counted: it comes when a function is entered.
         self._open.add(record)
@@ -162,6 +163,7 @@ class RowMover(CpuMover):
         self.flush()  # else what is in the row would be on its way for ever
         return True
 
+    @untraced_hook
     def flush(self) -> None:
         if not self._open.records:
             return
@@ -211,7 +213,7 @@ class RowMover(CpuMover):
         first, last = wanted[0], wanted[-1]
         origin = row.starts[first] - row.records[first].io.pad
         end = row.starts[last] + row.records[last].nbytes
-        slot = self._pool.acquire(end - origin + self._disk.alignment, force=urgent)
+        slot = self._pool.acquire(end - origin + self.alignment, force=urgent)
         if slot is None:
             return False
         joint, memory, coming = Joint(), [], []
@@ -269,7 +271,7 @@ class RowMover(CpuMover):
 
     def _room_for(self, joint: Joint, records: list[Record]) -> Row | None:
         """A row for some records; None when each has to find room alone."""
-        row = joint.row = Row(records, self._disk.alignment)
+        row = joint.row = Row(records, self.alignment)
         try:
             row.extent = self._disk.allocate(row.io_bytes)
         except StorageError:

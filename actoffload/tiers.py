@@ -25,7 +25,7 @@ from .policy import KeepReason
 from .record import Moving, Record, State
 from .spool import Spool
 
-_MOVING = (State.STAGING, State.SPILLING)
+MOVING = (State.STAGING, State.SPILLING)
 LOOK_AT = 16
 """How many of the copies under way are looked at on each occasion, as that is on the training thread's way."""
 PENDING_MARGIN = 1.25
@@ -126,6 +126,7 @@ class Mover(ABC):
         self.core = core
         self.spool = spool
         self.planned_pending_bytes = 0
+        """What a plan expects to be on its way out at once, and somewhat more; 0: no plan says."""
         self._native: Any = native_hooks.loaded()
         self._in_place: deque[Record] = deque()
         """Records that are being copied from where their owner holds them, and some that were; looked at in turn."""
@@ -299,7 +300,7 @@ class Mover(ABC):
 
         What was copied of it may be another's bytes then. Whoever does so fills it again before backward comes.
         """
-        moving = record.state in _MOVING and record.data is not None
+        moving = record.state in MOVING and record.data is not None
         return moving and (record.was_resized or _elsewhere(record))
 
     def check_place(self, record: Record) -> None:
@@ -318,12 +319,12 @@ class Mover(ABC):
         if not turn:
             return
         if self._native is not None:
-            self._native.notice_resized(turn, LOOK_AT, _MOVING)
+            self._native.notice_resized(turn, LOOK_AT, MOVING)
             return
         for _ in range(min(LOOK_AT, len(turn))):
             record = turn.popleft()
             data, state = record.data, record.state
-            if data is not None and state in _MOVING:
+            if data is not None and state in MOVING:
                 turn.append(record)
                 if data.data_ptr() != record.address:
                     record.was_resized = True

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from actoffload import Offloader
+from actoffload.native_known import unpack
 from actoffload.spool import SpoolStatistics
 
 WAIT_S = 60.0
@@ -157,6 +158,11 @@ def only_engine(offloader: Offloader) -> Any:
     assert spool is not None
     (engine,) = spool.engines
     return engine
+
+
+def save_in_python(offloader: Offloader) -> None:
+    """Have Python save from the next entry on: hooks in C do not call what a test has put in the place of `admit`."""
+    offloader._hooks = lambda: (offloader._pack, unpack)  # type: ignore[method-assign]
 
 
 def forget_failed_backward() -> None:

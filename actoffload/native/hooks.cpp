@@ -4,7 +4,8 @@
 // binary interface. All of it runs under the GIL, and nothing between taking a note and handing out the handle that owns it
 // can be interrupted.
 
-#include "moving.hpp"
+#include <tuple>
+
 #include "pack.hpp"
 #include "tape_type.hpp"
 
@@ -28,6 +29,9 @@ PyObject* unpack_vectorcall(PyObject*, PyObject* const* arguments, std::size_t f
   if (Py_TYPE(handle) == &kept_type) {
     return kept_unpack(handle, nullptr);
   }
+  if (Py_TYPE(handle) == &moved_type) {
+    return moved_unpack(handle, nullptr);
+  }
   return Py_TYPE(handle) == &stayed_type ? stayed_unpack(handle, nullptr) : PyObject_CallOneArg(known.unpack, handle);
 }
 
@@ -47,50 +51,116 @@ PyObject* make_unpack() {
   return reinterpret_cast<PyObject*>(unpack);
 }
 
-PyObject* setup(PyObject*, PyObject* arguments, PyObject* names) {
-  static const char* const kNames[] = {"base", "storage",  "tensor", "parameter", "strided",    "regions", "task_id",
-                                       "check_version", "unpack", "static", "small", "sequence_number",
-                                       "set_version", "resident", "released", "make_lock", "make_deque", "keeps_graph",
-                                       "replaced", "own_counter", "many", "record", "span_alignment", nullptr};
-  PyObject *base, *storage, *static_name, *small_name;
+// What `setup` is told under a name: an object, or a number.
+struct Told {
+  const char* name;
+  PyObject** object;
+  long long* number;
+};
+
+// Reads what was told; false, with an error, where something is missing, or more was said.
+template <std::size_t Count>
+bool read_told(const Told (&told)[Count], PyObject* names) {
+  for (const Told& one : told) {
+    PyObject* const found = names == nullptr ? nullptr : PyDict_GetItemString(names, one.name);
+    if (found == nullptr) {
+      PyErr_Format(PyExc_TypeError, "setup() was not told %s", one.name);
+      return false;
+    }
+    if (one.object != nullptr) {
+      *one.object = found;
+      continue;
+    }
+    *one.number = PyLong_AsLongLong(found);
+    if (*one.number == -1 && PyErr_Occurred() != nullptr) {
+      return false;
+    }
+  }
+  if (PyDict_GET_SIZE(names) != static_cast<Py_ssize_t>(Count)) {
+    PyErr_Format(PyExc_TypeError, "setup() takes %zu names, and was told %zd", Count, PyDict_GET_SIZE(names));
+    return false;
+  }
+  return true;
+}
+
+bool find_all(Known* given, PyObject* base, PyObject* storage, PyObject* deque) {
+  const std::pair<Getter*, const char*> getters[] = {
+      {&given->layout, "layout"},     {&given->is_nested, "is_nested"}, {&given->is_quantized, "is_quantized"},
+      {&given->is_cpu, "is_cpu"},     {&given->is_meta, "is_meta"},     {&given->base, "_base"},
+      {&given->is_leaf, "is_leaf"},   {&given->nbytes, "nbytes"},       {&given->version, "_version"},
+      {&given->device, "device"},     {&given->dtype, "dtype"},         {&given->shape, "shape"},
+      {&given->data, "data"},         {&given->requires_grad, "requires_grad"}};
+  const std::tuple<Method*, PyObject*, const char*> methods[] = {
+      {&given->detach, base, "detach"}, {&given->untyped_storage, base, "untyped_storage"},
+      {&given->is_contiguous, base, "is_contiguous"}, {&given->storage_offset, base, "storage_offset"},
+      {&given->element_size, base, "element_size"}, {&given->is_conj, base, "is_conj"}, {&given->is_neg, base, "is_neg"},
+      {&given->stride, base, "stride"}, {&given->set_, base, "set_"}, {&given->data_ptr, storage, "data_ptr"},
+      {&given->storage_bytes, storage, "nbytes"}, {&given->weak_ref, storage, "_weak_ref"},
+      {&given->append, deque, "append"}, {&given->popleft, deque, "popleft"}};
+  for (const auto& [getter, name] : getters) {
+    if (!getter->find(base, name)) {
+      return false;
+    }
+  }
+  for (const auto& [method, type, name] : methods) {
+    if (!method->find(type, name)) {
+      return false;
+    }
+  }
+  return given->number.find(storage, "_cdata");
+}
+
+PyObject* setup(PyObject*, PyObject*, PyObject* names) {
+  PyObject *base, *storage, *free_weak_ref, *expired, *from_weak_ref;
   Known given = known;
-  long long many = 0, record = 0;
-  if (!PyArg_ParseTupleAndKeywords(arguments, names, "OOOOOO!OOOUUOOOOOOOOOLLL:setup", const_cast<char**>(kNames), &base, &storage,
-                                   &given.tensor, &given.parameter, &given.strided, &PyList_Type, &given.regions, &given.task_id,
-                                   &given.check_version, &given.unpack, &static_name, &small_name,
-                                   &given.sequence_number, &given.set_version, &given.resident, &given.released,
-                                   &given.make_lock, &given.make_deque, &given.keeps_graph, &given.replaced,
-                                   &given.own_counter, &many, &record,
-                                   &given.span_alignment)) {
+  Fields classes = fields;
+  long long many = 0, record = 0, look_at = 0;
+  const Told told[] = {
+      {"base", &base, nullptr}, {"storage", &storage, nullptr},
+      {"tensor", &given.tensor, nullptr}, {"parameter", &given.parameter, nullptr}, {"strided", &given.strided, nullptr},
+      {"regions", &given.regions, nullptr}, {"task_id", &given.task_id, nullptr},
+      {"check_version", &given.check_version, nullptr}, {"unpack", &given.unpack, nullptr},
+      {"static", &given.static_name, nullptr}, {"small", &given.small_name, nullptr},
+      {"sequence_number", &given.sequence_number, nullptr}, {"set_version", &given.set_version, nullptr},
+      {"resident", &given.resident, nullptr}, {"released", &given.released, nullptr},
+      {"spilling", &given.spilling, nullptr}, {"spilled", &given.spilled, nullptr}, {"fetching", &given.fetching, nullptr},
+      {"moving", &given.moving, nullptr}, {"make_lock", &given.make_lock, nullptr}, {"make_deque", &given.make_deque, nullptr},
+      {"keeps_graph", &given.keeps_graph, nullptr}, {"replaced", &given.replaced, nullptr},
+      {"own_counter", &given.own_counter, nullptr}, {"entry", &given.entry, nullptr}, {"layout", &given.layout_class, nullptr},
+      {"stayed", &given.stayed, nullptr}, {"row_mover", &given.row_mover, nullptr}, {"numbers", &given.numbers, nullptr},
+      {"empty", &given.empty, nullptr}, {"nothing", &given.nothing, nullptr}, {"float32", &given.float32, nullptr},
+      {"cpu", &given.cpu, nullptr}, {"free_weak_ref", &free_weak_ref, nullptr}, {"expired", &expired, nullptr},
+      {"from_weak_ref", &from_weak_ref, nullptr}, {"record_class", &classes.record, nullptr},
+      {"joint_class", &classes.joint, nullptr}, {"row_class", &classes.row, nullptr},
+      {"many", nullptr, &many}, {"record", nullptr, &record}, {"span_alignment", nullptr, &given.span_alignment},
+      {"look_at", nullptr, &look_at}, {"bounce_bytes", nullptr, &given.bounce_bytes},
+      {"small_bytes", nullptr, &given.small_bytes}, {"min_alignment", nullptr, &given.min_alignment}};
+  if (!read_told(told, names)) {
+    return nullptr;
+  }
+  if (!PyList_Check(given.regions) || !PyTuple_Check(given.moving) || !PyDict_Check(given.nothing)) {
+    PyErr_SetString(PyExc_TypeError, "regions is a list, moving a tuple, nothing a dictionary");
     return nullptr;
   }
   if (many != kMany || record != kRecord) {
     PyErr_SetString(PyExc_ValueError, "a burst or a note is not what it was");
     return nullptr;
   }
-  const std::pair<Getter*, const char*> getters[] = {
-      {&given.layout, "layout"},         {&given.is_nested, "is_nested"}, {&given.is_quantized, "is_quantized"},
-      {&given.is_cpu, "is_cpu"},         {&given.is_meta, "is_meta"},     {&given.base, "_base"},          {&given.requires_grad, "requires_grad"},
-      {&given.is_leaf, "is_leaf"},       {&given.nbytes, "nbytes"},       {&given.version, "_version"},
-      {&given.device, "device"},         {&given.dtype, "dtype"},         {&given.shape, "shape"}};
-  for (const auto& [getter, name] : getters) {
-    if (!getter->find(base, name)) {
-      return nullptr;
-    }
-  }
-  if (!given.number.find(storage, "_cdata")) {
+  if (!find_all(&given, base, storage, given.make_deque) || !classes.find()) {
     return nullptr;
   }
-  given.static_name = static_name;
-  given.small_name = small_name;
-  for (PyObject* object : {given.tensor, given.parameter, given.strided, given.regions, given.task_id,
-                           given.check_version, given.unpack, given.static_name, given.small_name,
-                           given.sequence_number, given.set_version, given.resident, given.released,
-                           given.make_lock, given.make_deque, given.keeps_graph, given.replaced,
-                           given.own_counter}) {
-    Py_INCREF(object);  // for as long as the process lives
+  given.weak_ref_free = free_weak_ref;
+  given.weak_ref_gone = expired;
+  given.weak_ref_lock = from_weak_ref;
+  given.look_at = static_cast<Py_ssize_t>(look_at);
+  given.empties = PyDict_New();
+  given.no_counters = PyTuple_New(0);
+  if (given.empties == nullptr || given.no_counters == nullptr) {
+    return nullptr;
   }
+  Py_INCREF(names);  // and with it all that was told, for as long as the process lives
   known = given;
+  fields = classes;
   return Py_NewRef(Py_None);
 }
 
@@ -116,6 +186,8 @@ void describe_types() {
   describe_lane();
   describe_record();
   describe_stayed();
+  describe_reference();
+  describe_moved();
   describe_pack();
 }
 
@@ -123,7 +195,8 @@ void describe_types() {
 
 PyMODINIT_FUNC PyInit_actoffload_hooks() {
   describe_types();
-  PyTypeObject* const types[] = {&kept_type, &pack_type, &lock_type, &tape_type, &lane_type, &record_type, &stayed_type, &unpack_type};
+  PyTypeObject* const types[] = {&kept_type, &pack_type, &lock_type, &tape_type, &lane_type, &record_type, &stayed_type,
+                                 &reference_type, &moved_type, &unpack_type};
   if (!intern_names()) {
     return nullptr;
   }

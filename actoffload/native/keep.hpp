@@ -173,7 +173,7 @@ PyObject* keep_planned(Lane* lane, Tape* tape, const Wanted& wanted) {
   long long address = 0, version = 0;
   Ref then = known.version(wanted.tensor);
   const Ref module(PyDict_GET_SIZE(lane->named) == 0 ? Py_NewRef(Py_None) : PyObject_CallNoArgs(lane->running));
-  if (!module || !integer(call(wanted.storage, name_data_ptr), &address) || !integer(then, &version)) {
+  if (!module || !integer(known.data_ptr(wanted.storage), &address) || !integer(then, &version)) {
     return nullptr;
   }
   PyObject* known_here = PyDict_GetItemWithError(lane->entries, wanted.number);

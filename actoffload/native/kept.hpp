@@ -21,7 +21,7 @@ extern PyTypeObject kept_type;
 // An alias that lies in a handle alone refers to nothing that the collector could free, and there may be 100,000 of
 // them: it passes them by. Not what a mode returns in the place of an alias, which others have as well.
 Ref hidden_alias(PyObject* tensor) {
-  Ref alias = call(tensor, name_detach);
+  Ref alias = known.detach(tensor);
   if (alias && alias.get() != tensor && Py_REFCNT(alias.get()) == 1 &&
       reinterpret_cast<PyObject*>(Py_TYPE(alias.get())) == known.tensor && PyObject_GC_IsTracked(alias.get())) {
     PyObject_GC_UnTrack(alias.get());
@@ -105,7 +105,7 @@ Answer last_use() {
 
 // Whether a tensor still lies in its storage; else it was lent, its `.data` was replaced, and the error says so.
 bool in_place(PyObject* alias, long long number) {
-  const Ref storage = call(alias, name_untyped_storage);
+  const Ref storage = known.untyped_storage(alias);
   long long now = 0;
   if (!storage || !integer(known.number(storage.get()), &now)) {
     return false;
@@ -117,14 +117,14 @@ bool in_place(PyObject* alias, long long number) {
 // The alias itself is lent where it cannot ask again.
 PyObject* lend(PyObject* alias, long long number, char* lent) {
   if (*lent) {
-    return in_place(alias, number) ? call(alias, name_detach).release() : nullptr;
+    return in_place(alias, number) ? known.detach(alias).release() : nullptr;
   }
   const Answer last = last_use();
   if (last == Answer::failed) {
     return nullptr;
   }
   if (last == Answer::no) {
-    return call(alias, name_detach).release();
+    return known.detach(alias).release();
   }
   *lent = 1;
   return handed_out(alias);

@@ -16,6 +16,7 @@ namespace {
 // What is known of an offloader by those who keep for it, and what its plan keeps.
 struct Lane {
   enum class Keeps : char { nothing, planned, all };  // nothing comes first: a new lane keeps nothing
+  using Moves = Keeps;                                // what is known to move, without asking
   PyObject_HEAD
   PyObject* accounts;
   PyObject* notes;     // Accounts.notes
@@ -31,13 +32,19 @@ struct Lane {
   PyObject* running;   // tells the name of the module that runs
   PyObject* named;     // a dictionary, empty while no names are known
   PyObject* modules;   // sys.modules
+  PyObject* core;      // a Core
+  PyObject* mover;     // of the CPU's tensors, or None where Python does all of it
+  PyObject* pattern;   // a Record of the CPU's that is none: what new ones are copies of
   PyObject* reason;    // a KeepReason
   PyObject* text;      // and its value
   PyObject* note;      // the one that was taken last, and the decision: storages of one size share them
   PyObject* decision;
+  PyObject* moving;    // the decision of what moves that was noted last: shared likewise
   PyObject* decisions; // of the forward that saved last
   std::vector<long long>* sizes;  // by index: the bytes of the storage that the plan keeps there, else -1
+  std::vector<long long>* moved_sizes;  // the same of what moves
   Keeps keeps;
+  Moves moves;
   char open;
   char bounded;  // there is a device budget
 };
@@ -46,8 +53,9 @@ constexpr std::size_t kLaneMembers[] = {
     offsetof(Lane, accounts), offsetof(Lane, notes),
     offsetof(Lane, recording), offsetof(Lane, entries), offsetof(Lane, phases),   offsetof(Lane, dropped),
     offsetof(Lane, to_warn), offsetof(Lane, lock),    offsetof(Lane, waiters),  offsetof(Lane, watched),
-    offsetof(Lane, captures), offsetof(Lane, running),  offsetof(Lane, named),  offsetof(Lane, modules),  offsetof(Lane, reason),
-    offsetof(Lane, text),   offsetof(Lane, note),    offsetof(Lane, decision),
+    offsetof(Lane, captures), offsetof(Lane, running),  offsetof(Lane, named),  offsetof(Lane, modules),
+    offsetof(Lane, core),   offsetof(Lane, mover),   offsetof(Lane, pattern), offsetof(Lane, reason),
+    offsetof(Lane, text),   offsetof(Lane, note),    offsetof(Lane, decision), offsetof(Lane, moving),
     offsetof(Lane, decisions)};
 
 // Whether nobody is inside of the offloader, and nothing waits for whoever comes next: then C may be inside.
@@ -85,29 +93,32 @@ bool changes_of(const Lane* lane, long long* changes) {
 
 // -- the type --------------------------------------------------------------------------------------------------------
 
+constexpr std::size_t kGivenToLane = 17;  // the first of the members
+
 PyObject* lane_new(PyTypeObject* type, PyObject* arguments, PyObject* names) {
   static const char* const kNames[] = {"accounts", "notes",   "recording", "entries", "phases",
                                        "dropped", "to_warn", "lock",     "waiters", "watched",  "captures",  "running",
-                                       "named",   "modules", "bounded", nullptr};
+                                       "named",   "modules", "core", "mover", "pattern", "bounded", nullptr};
   Ref self(type->tp_alloc(type, 0));
   if (!self) {
     return nullptr;
   }
   Lane* const lane = reinterpret_cast<Lane*>(self.get());
   int bounded = 0;
-  PyObject* given[14];
-  if (!PyArg_ParseTupleAndKeywords(arguments, names, "OOO!O!OOOO!OO!O!OO!O!p:Lane", const_cast<char**>(kNames), &given[0],
+  PyObject* given[kGivenToLane];
+  if (!PyArg_ParseTupleAndKeywords(arguments, names, "OOO!O!OOOO!OO!O!OO!O!OOOp:Lane", const_cast<char**>(kNames), &given[0],
                                    &given[1], &PyList_Type, &given[2], &PyDict_Type, &given[3], &given[4], &given[5],
                                    &given[6], &lock_type, &given[7], &given[8], &PyDict_Type, &given[9], &PyDict_Type,
                                    &given[10], &given[11], &PyDict_Type, &given[12], &PyDict_Type, &given[13],
-                                   &bounded)) {
+                                   &given[14], &given[15], &given[16], &bounded)) {
     return nullptr;
   }
-  for (std::size_t at = 0; at < 14; ++at) {
+  for (std::size_t at = 0; at < kGivenToLane; ++at) {
     *member_of(lane, kLaneMembers[at]) = Py_NewRef(given[at]);
   }
   lane->sizes = new (std::nothrow) std::vector<long long>;
-  if (lane->sizes == nullptr) {
+  lane->moved_sizes = new (std::nothrow) std::vector<long long>;
+  if (lane->sizes == nullptr || lane->moved_sizes == nullptr) {
     PyErr_NoMemory();
     return nullptr;
   }
@@ -125,33 +136,53 @@ void lane_dealloc(PyObject* self) {
   PyObject_GC_UnTrack(self);
   lane_clear(self);
   delete reinterpret_cast<Lane*>(self)->sizes;
+  delete reinterpret_cast<Lane*>(self)->moved_sizes;
   Py_TYPE(self)->tp_free(self);
 }
 
-// keep(reason, text, sizes): what stays from now on, and why. `sizes` is None where all does.
-PyObject* lane_keep(PyObject* self, PyObject* arguments) {
-  Lane* const lane = reinterpret_cast<Lane*>(self);
-  PyObject *reason, *text, *sizes;
-  if (!PyArg_ParseTuple(arguments, "OUO:keep", &reason, &text, &sizes)) {
-    return nullptr;
-  }
-  const Ref row(PySequence_Fast(sizes == Py_None ? PyTuple_New(0) : Py_NewRef(sizes), "sizes: a sequence or None"));
+// A sequence of numbers; false with an error.
+bool read_sizes(PyObject* sizes, std::vector<long long>* taken) {
+  const Ref row(PySequence_Fast(sizes, "sizes: a sequence, or None"));
   if (!row) {
-    return nullptr;
+    return false;
   }
-  std::vector<long long> taken;
   try {
     for (Py_ssize_t place = 0; place < PySequence_Fast_GET_SIZE(row.get()); ++place) {
-      taken.push_back(PyLong_AsLongLong(PySequence_Fast_GET_ITEM(row.get(), place)));
+      taken->push_back(PyLong_AsLongLong(PySequence_Fast_GET_ITEM(row.get(), place)));
     }
   } catch (const std::bad_alloc&) {
     PyErr_NoMemory();
   }
-  if (PyErr_Occurred() != nullptr) {
+  return PyErr_Occurred() == nullptr;
+}
+
+// follow(reason, text, kept, moved): what stays from now on, and why, and what moves.
+PyObject* lane_follow(PyObject* self, PyObject* arguments) {
+  Lane* const lane = reinterpret_cast<Lane*>(self);
+  PyObject *reason, *text, *kept, *moved;
+  std::vector<long long> kept_sizes, moved_sizes;
+  if (!PyArg_ParseTuple(arguments, "OUOO:follow", &reason, &text, &kept, &moved) || !read_sizes(kept, &kept_sizes) ||
+      !read_sizes(moved, &moved_sizes)) {
     return nullptr;
   }
-  lane->sizes->swap(taken);
-  lane->keeps = sizes == Py_None ? Lane::Keeps::all : Lane::Keeps::planned;
+  lane->sizes->swap(kept_sizes);
+  lane->moved_sizes->swap(moved_sizes);
+  lane->keeps = Lane::Keeps::planned;
+  lane->moves = Lane::Moves::planned;
+  Py_XSETREF(lane->reason, Py_NewRef(reason));
+  Py_XSETREF(lane->text, Py_NewRef(text));
+  Py_RETURN_NONE;
+}
+
+// keep_all(reason, text): all stays from now on, and why.
+PyObject* lane_keep_all(PyObject* self, PyObject* arguments) {
+  Lane* const lane = reinterpret_cast<Lane*>(self);
+  PyObject *reason, *text;
+  if (!PyArg_ParseTuple(arguments, "OU:keep_all", &reason, &text)) {
+    return nullptr;
+  }
+  lane->keeps = Lane::Keeps::all;
+  lane->moves = Lane::Moves::nothing;
   Py_XSETREF(lane->reason, Py_NewRef(reason));
   Py_XSETREF(lane->text, Py_NewRef(text));
   Py_RETURN_NONE;
@@ -159,6 +190,13 @@ PyObject* lane_keep(PyObject* self, PyObject* arguments) {
 
 PyObject* lane_keep_nothing(PyObject* self, PyObject*) {
   reinterpret_cast<Lane*>(self)->keeps = Lane::Keeps::nothing;
+  reinterpret_cast<Lane*>(self)->moves = Lane::Moves::nothing;
+  Py_RETURN_NONE;
+}
+
+PyObject* lane_move_all(PyObject* self, PyObject*) {
+  reinterpret_cast<Lane*>(self)->keeps = Lane::Keeps::nothing;
+  reinterpret_cast<Lane*>(self)->moves = Lane::Moves::all;
   Py_RETURN_NONE;
 }
 
@@ -168,12 +206,15 @@ PyObject* lane_close(PyObject* self, PyObject*) {
 }
 
 PyMethodDef lane_methods[] = {
-    {"keep", lane_keep, METH_VARARGS, "keep(reason, text, sizes): what stays from now on, and why."},
+    {"follow", lane_follow, METH_VARARGS, "follow(reason, text, kept, moved): what stays from now on, and what moves."},
+    {"keep_all", lane_keep_all, METH_VARARGS, "keep_all(reason, text): all stays from now on."},
+    {"move_all", lane_move_all, METH_NOARGS, "All moves from now on."},
     {"keep_nothing", lane_keep_nothing, METH_NOARGS, "Python decides of everything from now on."},
     {"close", lane_close, METH_NOARGS, "Python does everything from now on."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMemberDef lane_members[] = {
+    {"open", T_BOOL, offsetof(Lane, open), READONLY, "Whether anything is done here."},
     {"decisions", T_OBJECT, offsetof(Lane, decisions), 0, "What was decided in the forward that saved last, or None."},
     {nullptr, 0, 0, 0, nullptr}};
 

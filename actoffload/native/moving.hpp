@@ -2,14 +2,15 @@
 
 #pragma once
 
-#include "known.hpp"
+#include "slots.hpp"
 
 namespace {
 
 // Whether a record is still being copied; then its storage is in `data`.
 Answer being_copied(PyObject* record, PyObject* moving, Ref* data) {
-  const Ref state(PyObject_GetAttr(record, name_state));
-  *data = Ref(state ? PyObject_GetAttr(record, name_data) : nullptr);
+  const bool fields_known = is_record(record);
+  const Ref state(fields_known ? Py_NewRef(fields.state(record)) : PyObject_GetAttr(record, name_state));
+  *data = Ref(fields_known ? Py_NewRef(fields.data(record)) : state ? PyObject_GetAttr(record, name_data) : nullptr);
   if (!*data) {
     return Answer::failed;
   }
@@ -22,21 +23,32 @@ Answer being_copied(PyObject* record, PyObject* moving, Ref* data) {
 
 // Takes the first off the turn, and puts it back at its end if it is still being copied; false with an error.
 bool look_at_first(PyObject* turn, PyObject* moving) {
-  const Ref record = call(turn, name_popleft);
+  const Ref record = known.popleft(turn);
   Ref data;
   const Answer moves = record ? being_copied(record.get(), moving, &data) : Answer::failed;
   if (moves != Answer::yes) {
     return moves == Answer::no;
   }
-  if (!Ref(PyObject_CallMethodOneArg(turn, name_append, record.get()))) {
+  if (!known.append(turn, record.get())) {
     return false;
   }
-  const Ref then(PyObject_GetAttr(record.get(), name_address));
+  const Ref then(is_record(record.get()) ? Py_NewRef(fields.address(record.get())) : PyObject_GetAttr(record.get(), name_address));
   long long now = 0, before = 0;
-  if (!integer(call(data.get(), name_data_ptr), &now) || !integer(then, &before)) {
+  if (!integer(known.data_ptr(data.get()), &now) || !integer(then, &before)) {
     return false;
   }
   return now == before || PyObject_SetAttr(record.get(), name_was_resized, Py_True) == 0;
+}
+
+// At most so many of the first of `turn`; false with an error.
+bool look_in_turn(PyObject* turn, Py_ssize_t most, PyObject* moving) {
+  const Py_ssize_t size = PyObject_Size(turn);
+  for (Py_ssize_t looked = 0; looked < size && looked < most; ++looked) {
+    if (!look_at_first(turn, moving)) {
+      return false;
+    }
+  }
+  return size >= 0;
 }
 
 // notice_resized(turn, most, moving): at most so many of the first of `turn` are looked at.
@@ -46,16 +58,7 @@ PyObject* notice_resized(PyObject*, PyObject* arguments) {
   if (!PyArg_ParseTuple(arguments, "OnO!:notice_resized", &turn, &most, &PyTuple_Type, &moving)) {
     return nullptr;
   }
-  const Py_ssize_t size = PyObject_Size(turn);
-  if (size < 0) {
-    return nullptr;
-  }
-  for (Py_ssize_t looked = 0; looked < size && looked < most; ++looked) {
-    if (!look_at_first(turn, moving)) {
-      return nullptr;
-    }
-  }
-  Py_RETURN_NONE;
+  return look_in_turn(turn, most, moving) ? Py_NewRef(Py_None) : nullptr;
 }
 
 }  // namespace

@@ -88,7 +88,7 @@ PyObject* settle(PyObject*, PyObject* accounts) {
     const Ref first(PySequence_GetItem(notes.get(), 0));
     good = first && count(by_reason.get(), first.get(), &sums);
     if (good) {
-      good = static_cast<bool>(call(notes.get(), name_popleft));
+      good = static_cast<bool>(known.popleft(notes.get()));
     }
   }
   PyObject *type, *value, *trace;

@@ -5,7 +5,7 @@
 
 #pragma once
 
-#include "keep.hpp"
+#include "move.hpp"
 
 namespace {
 
@@ -128,7 +128,7 @@ Answer special(const Pack* pack, PyObject* number) {
 
 // The bytes of the storage that a contiguous view stands for: `byte_span` of identity.py. No if it is not contiguous.
 Answer span(PyObject* tensor, const Facts& facts, long long* begin, long long* end) {
-  const Answer contiguous = truth(call(tensor, name_is_contiguous));
+  const Answer contiguous = truth(known.is_contiguous(tensor));
   if (contiguous != Answer::yes) {
     return contiguous;
   }
@@ -138,7 +138,7 @@ Answer span(PyObject* tensor, const Facts& facts, long long* begin, long long* e
     return Answer::yes;
   }
   long long offset = 0, itemsize = 0;
-  if (!integer(call(tensor, name_storage_offset), &offset) || !integer(call(tensor, name_element_size), &itemsize)) {
+  if (!integer(known.storage_offset(tensor), &offset) || !integer(known.element_size(tensor), &itemsize)) {
     return Answer::failed;
   }
   *begin = offset * itemsize;
@@ -239,8 +239,11 @@ PyObject* save(Pack* pack, const Wanted& wanted) {
     if (kept) {
       return settle_many(pack) ? kept.release() : nullptr;
     }
-    if (PyErr_Occurred() != nullptr) {
-      return nullptr;
+    if (PyErr_Occurred() == nullptr) {
+      kept = Ref(move(lane, as_tape(tape.get()), wanted));
+    }
+    if (kept || PyErr_Occurred() != nullptr) {
+      return kept.release();
     }
   }
   const Ref begin(PyLong_FromLongLong(wanted.begin)), end(PyLong_FromLongLong(wanted.end));
@@ -257,14 +260,14 @@ PyObject* pack_ordinary(Pack* pack, PyObject* tensor) {
   if (ordinary(tensor, &facts) != Answer::yes || look(tensor, &facts) != Answer::yes) {
     return nullptr;
   }
-  const Ref storage = call(tensor, name_untyped_storage);
+  const Ref storage = known.untyped_storage(tensor);
   if (!storage) {
     return nullptr;
   }
   const Ref number = known.number(storage.get());
   const long long storage_number = number ? PyLong_AsLongLong(number.get()) : -1;
   if (!number || PyErr_Occurred() != nullptr || !integer(known.nbytes(tensor), &facts.nbytes) ||
-      !integer(call(storage.get(), name_nbytes), &facts.storage_bytes)) {
+      !integer(known.storage_bytes(storage.get()), &facts.storage_bytes)) {
     return nullptr;
   }
   if (facts.parameter) {

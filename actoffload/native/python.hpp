@@ -48,6 +48,14 @@ class Getter {
     descriptor_ = reinterpret_cast<PyGetSetDescrObject*>(found.release());  // lives as long as the process
     return true;
   }
+  bool set(PyObject* tensor, PyObject* value) const {
+    if (!PyObject_TypeCheck(tensor, descriptor_->d_common.d_type)) {
+      PyErr_Format(PyExc_AttributeError, "%.100s object where one of PyTorch's own was expected", Py_TYPE(tensor)->tp_name);
+      return false;
+    }
+    const PyGetSetDef* const definition = descriptor_->d_getset;
+    return definition->set(tensor, value, definition->closure) == 0;
+  }
   Ref operator()(PyObject* tensor) const {
     if (!PyObject_TypeCheck(tensor, descriptor_->d_common.d_type)) {  // what a patched or overridden method returned
       PyErr_Format(PyExc_AttributeError, "%.100s object where one of PyTorch's own was expected", Py_TYPE(tensor)->tp_name);
@@ -59,6 +67,36 @@ class Getter {
 
  private:
   PyGetSetDescrObject* descriptor_ = nullptr;
+};
+
+// A method that is written in C: called without looking it up.
+class Method {
+ public:
+  bool find(PyObject* type, const char* name) {
+    Ref found(PyObject_GetAttrString(type, name));
+    if (!found) {
+      return false;
+    }
+    if (Py_TYPE(found.get()) != &PyMethodDescr_Type) {
+      PyErr_Format(PyExc_TypeError, "%s is no method in C", name);
+      return false;
+    }
+    descriptor_ = found.release();  // lives as long as the process
+    return true;
+  }
+  // The descriptor checks the type of `self`.
+  Ref operator()(PyObject* self) const { return Ref(PyObject_Vectorcall(descriptor_, &self, 1, nullptr)); }
+  Ref operator()(PyObject* self, PyObject* argument) const {
+    PyObject* const arguments[] = {self, argument};
+    return Ref(PyObject_Vectorcall(descriptor_, arguments, 2, nullptr));
+  }
+  template <std::size_t Count>
+  Ref operator()(PyObject* const (&arguments)[Count]) const {
+    return Ref(PyObject_Vectorcall(descriptor_, arguments, Count, nullptr));
+  }
+
+ private:
+  PyObject* descriptor_ = nullptr;
 };
 
 Ref call(PyObject* object, PyObject* method) {

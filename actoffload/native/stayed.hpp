@@ -2,9 +2,8 @@
 
 #pragma once
 
+#include "ahead.hpp"
 #include "kept.hpp"
-#include "lane.hpp"
-#include "record.hpp"
 
 namespace {
 
@@ -66,14 +65,7 @@ Answer pass(Stayed* stayed) {
   }
   --record->waiting;
   stayed->round = record->round + 1;
-  long long changes = 0;
-  Answer idle = tape_full(tape);
-  if (idle == Answer::yes && tape->exhausted()) {
-    if (!changes_of(lane, &changes)) {
-      return Answer::failed;
-    }
-    idle = tape_idle(tape, changes) ? Answer::yes : Answer::no;
-  }
+  const Answer idle = nothing_to_fetch(lane, tape);
   if (idle == Answer::no) {
     const Ref done(PyObject_CallMethodOneArg(stayed->owner, name_fetch_ahead, reinterpret_cast<PyObject*>(tape)));
     return done ? Answer::yes : Answer::failed;

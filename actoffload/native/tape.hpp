@@ -189,26 +189,6 @@ Next tape_next(Tape* tape, Py_ssize_t* index, bool* early) {
   return Next::fetch;
 }
 
-// Passes by what needs no fetching; whether that is all that there is to do now.
-Answer tape_full(Tape* tape) {
-  Py_ssize_t index = 0;
-  bool early = false;
-  for (;;) {
-    const Next next = tape_next(tape, &index, &early);
-    if (next == Next::nothing) {
-      return Answer::yes;
-    }
-    if (next == Next::fetch) {
-      if (!early) {
-        return Answer::no;
-      }
-      const Ref data(PyObject_GetAttr(tape->rows->records[static_cast<std::size_t>(index)], name_data));
-      return !data ? Answer::failed : data.get() == Py_None ? Answer::yes : Answer::no;
-    }
-    ++tape->frontier;
-  }
-}
-
 // Whether it was found that there is nothing to look for, and nothing has changed since.
 bool tape_idle(const Tape* tape, long long changes) {
   return tape->idle_at == changes && tape->total_bytes < tape->idle_below;

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from actoffload import Statistics
+from actoffload.native_known import unpack
 from actoffload.offloader import Storer
+from actoffload.packing import Packer
 from tests.harness import same_bits
 
 
@@ -83,7 +85,9 @@ def counting_owners(parameters: Callable[[], Iterable[Tensor]]) -> Iterator[Owne
         return admit(self, tensor, span, storage, *rest, **named)
 
     Storer.admit = counting  # type: ignore[method-assign]
+    hooks = Packer._hooks
+    Packer._hooks = lambda self: (self._pack, unpack)  # type: ignore[method-assign]  # those in C do not call it
     try:
         yield meter
     finally:
-        Storer.admit = admit  # type: ignore[method-assign]
+        Storer.admit, Packer._hooks = admit, hooks  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from actoffload import native_hooks
-from actoffload.packing import _native_hooks
+from actoffload.native_known import hooks_in_c
 from actoffload.spool import Spool
 from tests.spools import MIB, MakeSpool
 from tests.unit.natively import in_python
@@ -33,7 +33,7 @@ def make_spool(tmp_path: Path) -> Iterator[MakeSpool]:
 @pytest.fixture
 def native() -> Any:
     """The hooks in C."""
-    module = _native_hooks()
+    module = hooks_in_c()
     assert module is not None, native_hooks.refusal()
     return module
 
@@ -41,7 +41,7 @@ def native() -> Any:
 @pytest.fixture(params=["C", "Python"])
 def either(request: pytest.FixtureRequest) -> Iterator[str]:
     """What is made in the test is made in C, or else in Python."""
-    if request.param == "C" and _native_hooks() is None:
+    if request.param == "C" and hooks_in_c() is None:
         pytest.skip(native_hooks.refusal())
     with in_python() if request.param == "Python" else nullcontext():
         yield request.param

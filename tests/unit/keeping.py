@@ -37,7 +37,15 @@ def plan_of(keeps: list[bool], nbytes: int = BYTES, **more: Any) -> Plan:
 
 
 def kept_in_c(handle: Any) -> bool:
-    return type(handle).__module__ == "actoffload_hooks"
+    return _name(handle) in ("actoffload_hooks.Stayed", "actoffload_hooks.Record")
+
+
+def moved_in_c(handle: Any) -> bool:
+    return _name(handle) == "actoffload_hooks.Handle"
+
+
+def _name(handle: Any) -> str:
+    return f"{type(handle).__module__}.{type(handle).__name__}"
 
 
 def activation(number: int, elements: int = ELEMENTS) -> Tensor:

@@ -7,13 +7,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from actoffload.native_hooks import _Process
+from actoffload.native_known import known
 
-TOLD: dict[str, Any] = {
-    "base": type("Other", (), {"layout": 1}), "storage": 1, "tensor": 1, "parameter": 1, "strided": 1, "regions": [],
-    "task_id": 1, "check_version": 1, "unpack": 1, "static": "", "small": "", "sequence_number": 1, "set_version": 1,
-    "resident": 1, "released": 1, "keeps_graph": 1, "replaced": 1, "own_counter": 1, "make_lock": 1, "make_deque": 1,
-    "many": 8, "record": 2, "span_alignment": 512,
-}  # fmt: skip
+TOLD: dict[str, Any] = {**known(), "base": type("Other", (), {"layout": 1})}
 """What the module is set up with, but that its tensors are of no kind that it knows."""
 
 

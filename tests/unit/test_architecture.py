@@ -27,7 +27,7 @@ FLOORS = {
     4: "record tiers *_tier",
     5: "agreement announcement assembly autopilot explanation handles marks placement prefetch recompute_meter "
     "recorder backward offloader strictness",
-    6: "hooks packing selective api",
+    6: "hooks native_known packing selective api",
     7: "__init__ cli cli.* report report.* testing testing.* integrations integrations.*",
 }
 """Modules of the package by floor; a module imports lower floors, or its own where that makes no cycle."""

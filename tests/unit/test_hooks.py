@@ -23,6 +23,7 @@ from tests.harness import (
     batch,
     gradients,
     same_bits,
+    save_in_python,
     train_step,
 )
 
@@ -45,6 +46,7 @@ class Admitted:
             return admit(tensor, span, storage, *rest)
 
         monkeypatch.setattr(offloader, "admit", spy)
+        save_in_python(offloader)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a record was taken of a tensor's storage."""

@@ -17,7 +17,7 @@ from actoffload import Offloader, keep, no_offload
 from actoffload.accounts import Accounts
 from actoffload.errors import SavedTensorModifiedError
 from actoffload.handles import Handle
-from actoffload.packing import _native_hooks
+from actoffload.native_known import hooks_in_c
 from tests.harness import MakeOffloader, same_bits
 
 pytestmark = pytest.mark.skipif(
@@ -255,7 +255,7 @@ notes = st.lists(
 
 @given(first=notes, second=notes)
 def test_notes_are_worked_off_alike(first: list[Any], second: list[Any]) -> None:
-    native = _native_hooks()
+    native = hooks_in_c()
     found = []
     for settle in (lambda accounts: accounts._settle(), native.settle):
         accounts = Accounts()

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actoffload.bursts import Bursts
-from actoffload.packing import _native_hooks
+from actoffload.native_known import hooks_in_c
 from actoffload.schedule import LearnedOrders, Tape
 
 
@@ -91,7 +91,7 @@ def fetch(tape: Any, window_bytes: int, refuses: int) -> list[tuple[int, bool]]:
 
 @given(program=st.lists(commands, max_size=40))
 def test_both_do_the_same(program: list[tuple[Any, ...]]) -> None:
-    native = _native_hooks()
+    native = hooks_in_c()
     if native is None:
         pytest.skip("the tape in C cannot be had")
     assert follow(native.Tape, program) == follow(Tape, program)

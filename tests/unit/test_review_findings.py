@@ -23,7 +23,7 @@ from actoffload.identity import StorageRef
 from actoffload.policy import KeepReason
 from actoffload.record import Record
 from actoffload.testing.fakedevice import FakeDevice, FakeStream
-from tests.harness import WAIT_S, MakeOffloader, descriptors, same_bits
+from tests.harness import WAIT_S, MakeOffloader, descriptors, same_bits, save_in_python
 
 SIZE = 64
 RECORD_BYTES = SIZE * SIZE * 4
@@ -115,6 +115,7 @@ def test_the_result_of_a_collective_is_waited_for_before_it_is_saved(
         return record
 
     monkeypatch.setattr(offloader, "admit", admit_and_write)
+    save_in_python(offloader)
     assert same_bits(run(offloader), run(None))
     assert offloader.statistics().nvme_read_bytes > 0
 

@@ -27,6 +27,7 @@ from tests.harness import (
     no_garbage_collection,
     only_engine,
     same_bits,
+    save_in_python,
     train_step,
 )
 from tests.selective import (
@@ -183,6 +184,7 @@ def test_no_mode_sees_what_we_do(tmp_path: Path) -> None:
 def test_the_second_step_prefetches_in_the_order_of_the_recomputation(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(policy="all")
     model, x = Blocks(save_some(ATEN.addmm.default, ATEN.tanh.default, ATEN.sigmoid.default), depth=3), batch()
+    save_in_python(offloader)
     asked: list[list[int]] = []
     advance = type(offloader._prefetch).walk
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from actoffload import keep, no_offload
 from actoffload.accounts import MANY_NOTES, Accounts
 from actoffload.errors import NothingOffloadedError
-from actoffload.packing import _unpack
+from actoffload.native_known import unpack
 from tests.harness import MakeOffloader
 
 SMALL = 16
@@ -108,7 +108,7 @@ def test_an_inner_context_is_not_blamed_for_what_the_outer_one_saved(make_offloa
 
 
 def test_hooks_cost_nothing_of_the_compiler_where_nothing_is_compiled() -> None:
-    assert getattr(_unpack, "__name__", "") == "direct"
+    assert getattr(unpack, "__name__", "") == "direct"
 
 
 def test_small_tensors_are_counted_when_the_counts_are_asked_for(make_offloader: MakeOffloader) -> None:

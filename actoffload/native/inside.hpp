@@ -1,0 +1,92 @@
+// Being inside of an offloader with its lock held, for what takes more than a moment under the GIL: Python may run
+// meanwhile, finalizers only note what they want, and other threads wait.
+
+#pragma once
+
+#include "lane.hpp"
+#include "moving.hpp"
+#include "notes.hpp"
+
+namespace {
+
+// Holds an offloader's lock for as long as it lives.
+class Inside {
+ public:
+  explicit Inside(const Lane* lane) : lock_(Py_NewRef(lane->lock)), in_(Ref(lock_enter(lock_.get(), nullptr))) {}
+  Inside(const Inside&) = delete;
+  Inside& operator=(const Inside&) = delete;
+  ~Inside() { leave(); }
+  explicit operator bool() const { return in_; }
+  // Gives the lock back; what was noted meanwhile is worked off. False: an error came. One that was set before stays,
+  // unless another comes, as where a `with` ends.
+  bool leave() {
+    if (!std::exchange(in_, false)) {
+      return true;
+    }
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    if (Ref(lock_release(lock_.get(), nullptr))) {
+      PyErr_Restore(type, value, trace);
+      return true;
+    }
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+    return false;
+  }
+
+ private:
+  const Ref lock_;
+  bool in_;
+};
+
+// What every occasion is used for: `Storer._drain` and `Mover.notice_resized`, for the CPU.
+bool look_around(const Lane* lane, PyObject* owner) {
+  const Answer quiet = PyObject_Size(lane->dropped) == 0 ? nothing_recomputed(lane) : Answer::no;
+  if (quiet == Answer::failed) {
+    return false;
+  }
+  if (quiet == Answer::no) {
+    if (!Ref(PyObject_CallMethodNoArgs(owner, name_drain))) {
+      return false;
+    }
+  } else if (PyObject_Size(lane->notes) != 0 && !Ref(settle(nullptr, lane->accounts))) {
+    return false;
+  }
+  PyObject* const watched = PyDict_GetItemWithError(lane->watched, name_cpu);
+  if (watched == nullptr) {
+    return PyErr_Occurred() == nullptr;
+  }
+  return look_in_turn(PyTuple_GET_ITEM(watched, 0), known.look_at, known.moving);
+}
+
+// `Accounts.came` and `Accounts.left`.
+bool came(const Lane* lane, long long nbytes) {
+  if (PyObject_Size(lane->notes) != 0 && !Ref(settle(nullptr, lane->accounts))) {
+    return false;
+  }
+  long long held = 0;
+  if (!add_to(lane->accounts, name_resident_bytes, nbytes) ||
+      !integer(Ref(PyObject_GetAttr(lane->accounts, name_resident_bytes)), &held)) {
+    return false;
+  }
+  return nbytes <= 0 || (raise_to(lane->accounts, name_resident_peak_bytes, held) &&
+                         raise_to(lane->accounts, name_step_peak_bytes, held));
+}
+
+// `Accounts.born`, after what was noted has been worked off.
+bool born(const Lane* lane, long long nbytes) {
+  long long held = 0;
+  return add_to(lane->accounts, name_live_records, 1) && add_to(lane->accounts, name_baseline_bytes, nbytes) &&
+         integer(Ref(PyObject_GetAttr(lane->accounts, name_baseline_bytes)), &held) &&
+         raise_to(lane->accounts, name_baseline_peak_bytes, held);
+}
+
+// `Accounts.died`.
+bool died(const Lane* lane, long long nbytes) {
+  return add_to(lane->accounts, name_live_records, -1) &&
+         (PyObject_Size(lane->notes) == 0 || Ref(settle(nullptr, lane->accounts))) &&
+         add_to(lane->accounts, name_baseline_bytes, -nbytes);
+}
+
+}  // namespace

@@ -1,0 +1,112 @@
+"""What moves is saved, handed out and let go of in C as in Python: the same bits, counts, order and errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from actoffload import OffloadConfig, Offloader
+from actoffload.record import State
+from tests.harness import MakeOffloader, assert_empty, same_bits
+from tests.unit.keeping import KEPT_IN_C, activation, moved_in_c, plan_of
+from tests.unit.parity import both, commands
+
+pytestmark = KEPT_IN_C
+
+KIB = 1 << 10
+SIZES = [KIB, 64 * KIB, 64 * KIB + 24, 256 * KIB, 512 * KIB]
+"""Bytes: copied first, the smallest of a row, at no aligned length, a quarter of a row, alone."""
+COUNT = 8
+
+programs = st.tuples(
+    st.sampled_from(["all", "greedy", "plan", "most"]),
+    st.sampled_from([None, "256KiB", "3MiB"]),
+    st.lists(st.sampled_from(SIZES), min_size=3, max_size=3),
+    st.lists(commands, max_size=40),
+)
+Program = tuple[str, str | None, list[int], list[tuple[Any, ...]]]
+
+
+def once(*commands: tuple[Any, ...], nbytes: int = 256 * KIB, policy: str = "all") -> Program:
+    """A program that saves something else first, as the first of a forward is Python's."""
+    return policy, None, [nbytes] * 3, [("save", 2, "whole"), *commands]
+
+
+TWO = ("save", 0, "whole"), ("save", 1, "whole")
+SIX = (*TWO, ("renew", 0), ("renew", 1), *TWO, ("renew", 0), ("renew", 1), *TWO)
+
+
+def options(policy: str, pending: str | None, sizes: list[int]) -> OffloadConfig:
+    keeps = [policy == "most" and index % 4 == 2 for index in range(COUNT)]
+    planned = policy in ("plan", "most")
+    return OffloadConfig(
+        target="nvme",
+        engine="memory",
+        path="/tmp",
+        devices="cpu",
+        min_bytes=1,
+        pending_bytes=pending,
+        policy=plan_of(keeps, nbytes=sizes[0]) if planned else policy,
+    )
+
+
+@settings(max_examples=250)
+@given(program=programs)
+@example(program=once(*TWO, ("change", 0), ("save", 0, "whole"), ("unpack", 1), ("unpack", 3), ("unpack", 0)))
+@example(program=once(*TWO, ("save", 0, "shaped"), ("unpack", 3), ("unpack", 1), ("drop", 1), ("unpack", 0)))
+@example(program=once(*TWO, ("save", 0, "half"), ("save", 0, "piece"), ("unpack", 3), ("unpack", 4), ("drop", 1)))
+@example(program=once(*TWO, ("save", 0, "other counter"), ("save", 0, "turned"), ("unpack", 3), ("unpack", 4)))
+@example(program=once(*TWO, ("save", 0, "conjugate"), ("save", 0, "negative"), ("unpack", 3), ("unpack", 4)))
+@example(program=once(*TWO, ("unpack", 2), ("unpack", 2), ("unpack", 1), ("unpack", 2), ("unpack", 0), ("drop", 2)))
+@example(program=once(*SIX, *((("unpack", place)) for place in reversed(range(7)))))
+@example(program=once(*SIX, *((("unpack", place)) for place in reversed(range(7))), policy="most"))
+@example(program=once(*SIX, ("drop", 1), ("drop", 1), ("unpack", 4), ("unpack", 1), ("next", 0), *SIX))
+@example(program=once(*SIX, ("change", 1), ("unpack", 6), ("unpack", 5), policy="plan"))
+@example(program=once(*TWO, *((("unpack", place)) for place in reversed(range(3))), nbytes=KIB))
+@example(program=once(*TWO, *((("unpack", place)) for place in reversed(range(3))), nbytes=512 * KIB))
+def test_both_do_the_same(program: Program) -> None:
+    policy, pending, sizes, commands = program
+    config = options(policy, pending, sizes)
+    in_c, in_its_own = both(lambda: Offloader(config), [size // 4 for size in sizes], commands)
+    assert in_c == in_its_own
+
+
+@pytest.mark.parametrize("policy", ["all", "greedy", "plan"])
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_the_programs_of_the_last_test_run_in_c(policy: str, nbytes: int) -> None:
+    """Else it would compare Python with itself."""
+    offloader = Offloader(options(policy, None, [nbytes]))
+    saved = [activation(number, nbytes // 4) for number in range(4)]
+    with offloader:
+        pack = offloader._stack()[-1].hooks.pack_hook
+        handles = [pack(tensor) for tensor in saved]
+        again = pack(saved[1])
+    assert list(map(moved_in_c, handles)) == [False, True, True, True], "the first one begins the phase"
+    assert moved_in_c(again)
+    assert again.record is handles[1].record
+    offloader.synchronize()
+    assert {handle.record.state for handle in handles} == {State.SPILLED}
+    for handle, tensor in zip(reversed(handles), reversed(saved), strict=True):
+        assert same_bits(handle.unpack(), tensor.detach())
+    assert offloader.statistics().nvme_read_bytes > 0
+    del handle, handles, again
+    assert_empty(offloader)
+    offloader.close()
+
+
+def test_what_python_made_is_not_what_c_made(make_offloader: MakeOffloader) -> None:
+    """What only one of them may have is the class of the handle, and of its weak reference."""
+    offloader = make_offloader(engine="memory", policy="all", min_bytes=1)
+    with offloader:
+        pack = offloader._stack()[-1].hooks.pack_hook
+        first, second = pack(activation(0, 16 * KIB)), pack(activation(1, 16 * KIB))
+    names = [name for name in type(first.record).__slots__ if not callable(getattr(first.record, name))]
+    differ = {name for name in names if type(getattr(first.record, name)) is not type(getattr(second.record, name))}
+    assert type(first.record) is type(second.record)
+    assert differ == {"identity"}
+    assert {type(getattr(second.record, name)) for name in ("counted", "wanted", "stays", "on_disk")} == {bool}
+    del first, second
+    assert_empty(offloader)
