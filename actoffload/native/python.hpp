@@ -84,9 +84,16 @@ class Method {
     descriptor_ = found.release();  // lives as long as the process
     return true;
   }
-  // The descriptor checks the type of `self`.
-  Ref operator()(PyObject* self) const { return Ref(PyObject_Vectorcall(descriptor_, &self, 1, nullptr)); }
+  Ref operator()(PyObject* self) const {
+    if (takes(METH_NOARGS, self)) {
+      return Ref(method()->ml_meth(self, nullptr));
+    }
+    return Ref(PyObject_Vectorcall(descriptor_, &self, 1, nullptr));  // checks the type of `self`
+  }
   Ref operator()(PyObject* self, PyObject* argument) const {
+    if (takes(METH_O, self)) {
+      return Ref(method()->ml_meth(self, argument));
+    }
     PyObject* const arguments[] = {self, argument};
     return Ref(PyObject_Vectorcall(descriptor_, arguments, 2, nullptr));
   }
@@ -96,6 +103,12 @@ class Method {
   }
 
  private:
+  const PyMethodDef* method() const { return reinterpret_cast<PyMethodDescrObject*>(descriptor_)->d_method; }
+  // Whether it may be called directly.
+  bool takes(int flags, PyObject* self) const {
+    return method()->ml_flags == flags && PyObject_TypeCheck(self, reinterpret_cast<PyDescrObject*>(descriptor_)->d_type);
+  }
+
   PyObject* descriptor_ = nullptr;
 };
 
