@@ -29,7 +29,9 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/.installed
 	$(BIN)/actoffload demo $(DEMO_ARGS)
 
-test: lint types tiny tests
+# The types are looked at beside the tests: alone they keep one processor idle.
+test: lint
+	+$(MAKE) --no-print-directory --jobs=2 types tests
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -42,6 +44,7 @@ format: $(VENV)/.installed-test
 types: $(VENV)/.installed-test
 	$(BIN)/mypy --strict
 
+# The suite of `make gpu` on the CPU, with tiny sizes; a test runs it as well, and looks at what it says.
 tiny: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.gpu --tiny
 

@@ -42,7 +42,8 @@ class _CpuForCuda(TorchFunctionMode):
     """Makes on the CPU what is asked for on ``"cuda"``."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        if not kwargs:
+            return func(*args)
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs = {**kwargs, "device": "cpu"}
         return func(*args, **kwargs)

@@ -157,11 +157,13 @@ def test_the_time_budget_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_tiny_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setenv("OUT", str(tmp_path))
-    arguments = ["--tiny", "--skip-tests", "--cases", "tiny gpt2", "--path", str(tmp_path)]
-    assert gpu.main(arguments) == 0, capsys.readouterr().out
+    assert gpu.main(["--tiny", "--path", str(tmp_path)]) == 0, capsys.readouterr().out
     (file,) = tmp_path.glob("gpu_tiny_*.json")
     points = json.loads(file.read_text(encoding="utf-8"))["points"]
-    results = {point["mode"]: point["result"] for point in points}
+    assert {point["case"]["name"] for point in points} == {case.name for case in cases(True)}
+    differ = [point for point in points if point["result"].get("identical") is False or "error" in point["result"]]
+    assert differ == []
+    results = {point["mode"]: point["result"] for point in points if point["case"]["name"] == "tiny gpt2"}
     assert results["keep"]["reproducible"] is True
     assert results.pop("TRL")["unavailable"] == "needs an accelerator"
     assert [mode for mode, result in results.items() if result.get("identical") is not True] == ["keep"]
