@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import native_hooks
 from .extents import ExtentAllocator
 from .memory import map_private
 
@@ -134,6 +135,9 @@ class HostPool:
             owning: the slot goes back to the pool when the last tensor on that storage, and on every other one that
                 was made so, has died.
         """
+        native = native_hooks.loaded()
+        if owning and native is not None:
+            return torch.frombuffer(native.Piece(slot.address + begin, nbytes, slot), dtype=torch.uint8)
         first = slot.offset + begin
         view = memoryview(slot.slab.mapping)[first : first + nbytes]
         if owning:

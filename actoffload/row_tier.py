@@ -209,7 +209,12 @@ class RowMover(CpuMover):
         row = record.extent
         if not isinstance(row, Row):
             return super().fetch(record, urgent)
-        wanted = [n for n, one in enumerate(row.records) if one is record or (_wants(one) and not row.apart)]
+        apart, spilled = row.apart, State.SPILLED
+        wanted = [
+            n
+            for n, one in enumerate(row.records)
+            if one is record or (one.state is spilled and one.waiting > 0 and not apart)  # on disk, and asked for
+        ]
         first, last = wanted[0], wanted[-1]
         origin = row.starts[first] - row.records[first].io.pad
         end = row.starts[last] + row.records[last].nbytes
@@ -226,10 +231,7 @@ class RowMover(CpuMover):
                 coming.append((one, storage, slot.address + start))
         assert row.extent is not None, "a row that was written has an extent"
         try:
-            for one, _, _ in coming:
-                joint.add(one)
-                one.to(State.FETCHING)
-                self.count_near(one)
+            self._fetching(joint, [one for one, _, _ in coming])
             joint.transfer = self._disk.read_ranges(
                 row.extent,
                 memory,
@@ -247,8 +249,24 @@ class RowMover(CpuMover):
             raise
         return True
 
+    def _resized(self, records: list[Record]) -> list[Record]:
+        if self._native is None:
+            return [record for record in records if self.resized(record)]
+        found: list[Record] = self._native.resized(records)
+        return found
+
+    def _fetching(self, joint: Joint, records: list[Record]) -> None:
+        """Records that are on disk begin to be read."""
+        if self._native is not None:
+            self._native.fetching(joint, records, self.core.accounts)
+            return
+        for record in records:
+            joint.add(record)
+            record.to(State.FETCHING)
+            self.count_near(record)
+
     def _begin_row(self, joint: Joint) -> None:
-        for record in [record for record in joint.records if self.resized(record)]:
+        for record in self._resized(list(joint.records)):
             joint.leave(record)
             self.stay(record)
         records = list(joint.records)
@@ -352,11 +370,6 @@ class RowMover(CpuMover):
                 raise errors[0]
         finally:
             errors.clear()  # an error that its own frame holds would hold all that is in it
-
-
-def _wants(record: Record) -> bool:
-    """Whether a record is on disk and will be asked for."""
-    return record.state is State.SPILLED and record.waiting > 0
 
 
 def _storage_of(record: Record) -> torch.UntypedStorage:

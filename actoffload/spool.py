@@ -163,7 +163,7 @@ class Spool:
         keepalive: object = None,
     ) -> Transfer:
         """As ``write``, from several ranges of memory to one segment, one behind the other; only where ``vectored``."""
-        length = sum(nbytes for _, nbytes in memory)
+        length = sum([nbytes for _, nbytes in memory])
         transfer = self._transfer(IoKind.WRITE, extent, length, before, on_done, keepalive)
         return self._start(transfer, self._parts(transfer, memory))
 
@@ -193,7 +193,7 @@ class Spool:
         keepalive: object = None,
     ) -> Transfer:
         """As ``read``, behind ``skip`` bytes of the extent, into several ranges of memory; as ``write_ranges``."""
-        length = sum(nbytes for _, nbytes in memory)
+        length = sum([nbytes for _, nbytes in memory])
         transfer = self._transfer(IoKind.READ, extent, length, None, on_done, keepalive)
         transfer.skip = skip
         return self._start(transfer, self._parts(transfer, memory))

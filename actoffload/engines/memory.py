@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import ClassVar
 
+from .. import native_hooks
 from .base import EngineCapabilities, IoKind, SpoolFile
 from .queued import QueuedEngine
 
@@ -47,26 +49,42 @@ class MemoryEngine(QueuedEngine):
         self._size_bytes = max(self._size_bytes, offset + len(data))
 
     def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
-        view = views[0]
-        index, start = divmod(offset, _CHUNK_BYTES)
-        length = min(len(view), _CHUNK_BYTES - start)
+        length = sum([len(view) for view in views])
         if kind is IoKind.READ:
             length = max(0, min(length, self._size_bytes - offset))
-        if length == 0:
-            return 0
-        memory = ctypes.addressof(ctypes.c_char.from_buffer(view))
-        chunk = ctypes.addressof(ctypes.c_char.from_buffer(self._chunk(index))) + start
-        if kind is IoKind.READ:
-            ctypes.memmove(memory, chunk, length)
-        else:
-            ctypes.memmove(chunk, memory, length)
+        parts, done = [], 0
+        for view in views:
+            memory, end = _address(view), min(done + len(view), length)
+            while done < end:
+                index, start = divmod(offset + done, _CHUNK_BYTES)
+                count = min(end - done, _CHUNK_BYTES - start)
+                chunk = _address(self._chunk(index)) + start
+                parts.append((memory, chunk, count) if kind is IoKind.READ else (chunk, memory, count))
+                memory += count
+                done += count
+        _copy(parts)
+        if kind is IoKind.WRITE:
             with self._counter_lock:
-                self._size_bytes = max(self._size_bytes, offset + length)
-        return length
+                self._size_bytes = max(self._size_bytes, offset + done)
+        return done
 
     def _chunk(self, index: int) -> bytearray:
         chunk = self._chunks.get(index)
         return chunk if chunk is not None else self._chunks.setdefault(index, bytearray(_CHUNK_BYTES))
+
+
+def _address(memory: memoryview | bytearray) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+
+def _copy(parts: Sequence[tuple[int, int, int]]) -> None:
+    """Copies each part: to, from, bytes; in C with one turn at the interpreter's lock for all of them."""
+    native = native_hooks.loaded()
+    if native is not None:
+        native.copy(parts)
+        return
+    for part in parts:
+        ctypes.memmove(*part)
 
 
 __all__ = ["MemoryEngine"]

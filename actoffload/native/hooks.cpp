@@ -6,7 +6,10 @@
 
 #include <tuple>
 
+#include "copy.hpp"
 #include "pack.hpp"
+#include "piece.hpp"
+#include "rows.hpp"
 #include "tape_type.hpp"
 
 namespace {
@@ -169,6 +172,9 @@ PyMethodDef functions[] = {
      "Tell the module what PyTorch and this library look like. Once, before all else."},
     {"settle", settle, METH_O, "Work off the notes of an `Accounts`."},
     {"notice_resized", notice_resized, METH_VARARGS, "notice_resized(turn, most, moving): look at what is being copied."},
+    {"copy", copy, METH_O, "copy(parts): for each (to, from, nbytes), without Python's lock."},
+    {"resized", all_resized, METH_O, "resized(records): those whose owner has freed or resized them."},
+    {"fetching", fetching, METH_VARARGS, "fetching(joint, records, accounts): all begin to be read by it."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "actoffload_hooks", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
@@ -188,6 +194,7 @@ void describe_types() {
   describe_stayed();
   describe_reference();
   describe_moved();
+  describe_piece();
   describe_pack();
 }
 
@@ -196,7 +203,7 @@ void describe_types() {
 PyMODINIT_FUNC PyInit_actoffload_hooks() {
   describe_types();
   PyTypeObject* const types[] = {&kept_type, &pack_type, &lock_type, &tape_type, &lane_type, &record_type, &stayed_type,
-                                 &reference_type, &moved_type, &unpack_type};
+                                 &reference_type, &moved_type, &piece_type, &unpack_type};
   if (!intern_names()) {
     return nullptr;
   }

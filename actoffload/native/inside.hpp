@@ -60,18 +60,19 @@ bool look_around(const Lane* lane, PyObject* owner) {
   return look_in_turn(PyTuple_GET_ITEM(watched, 0), known.look_at, known.moving);
 }
 
-// `Accounts.came` and `Accounts.left`.
-bool came(const Lane* lane, long long nbytes) {
-  if (PyObject_Size(lane->notes) != 0 && !Ref(settle(nullptr, lane->accounts))) {
-    return false;
-  }
+// `Accounts.came` and `Accounts.left`, after what was noted has been worked off.
+bool count_come(PyObject* accounts, long long nbytes) {
   long long held = 0;
-  if (!add_to(lane->accounts, name_resident_bytes, nbytes) ||
-      !integer(Ref(PyObject_GetAttr(lane->accounts, name_resident_bytes)), &held)) {
+  if (!add_to(accounts, name_resident_bytes, nbytes) ||
+      !integer(Ref(PyObject_GetAttr(accounts, name_resident_bytes)), &held)) {
     return false;
   }
-  return nbytes <= 0 || (raise_to(lane->accounts, name_resident_peak_bytes, held) &&
-                         raise_to(lane->accounts, name_step_peak_bytes, held));
+  return nbytes <= 0 ||
+         (raise_to(accounts, name_resident_peak_bytes, held) && raise_to(accounts, name_step_peak_bytes, held));
+}
+
+bool came(const Lane* lane, long long nbytes) {
+  return (PyObject_Size(lane->notes) == 0 || Ref(settle(nullptr, lane->accounts))) && count_come(lane->accounts, nbytes);
 }
 
 // `Accounts.born`, after what was noted has been worked off.

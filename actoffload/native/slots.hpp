@@ -59,7 +59,7 @@ class Slot {
 #define ACTOFFLOAD_RECORD_FIELDS(X)                                                                                \
   X(number) X(state) X(address) X(begin) X(end) X(nbytes) X(data) X(data_begin) X(weak_data) X(identity) X(handles) \
   X(waiting) X(round) X(tape) X(index) X(module) X(kind) X(stays) X(counted) X(wanted) X(on_disk) X(extent)         \
-  X(transfer) X(io) X(slot) X(error)
+  X(transfer) X(io) X(slot) X(error) X(was_resized)
 
 // The classes, and what is asked of them here.
 struct Fields {
