@@ -202,6 +202,21 @@ def scratch_reused(x: Tensor) -> Tensor:
     return total
 
 
+def change_what_was_saved_and_save_its_data(x: Tensor) -> Tensor:
+    """`.data` counts its own changes, from 0 again: as many as had been counted when the other was saved."""
+    factor = torch.full_like(x.detach(), 3.0)
+    y = (x * 2).exp() * 0 + x * factor
+    factor.add_(1)
+    return y + x * factor.data
+
+
+def save_the_data_of_what_was_changed(x: Tensor) -> Tensor:
+    y = (x * 2).exp() * 0 + x * 0.5
+    unused = x * y.detach()
+    y.sigmoid_()
+    return y + x * y.data + 0 * unused.detach()
+
+
 PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
     name: value
     for name, value in list(globals().items())
@@ -209,6 +224,7 @@ PROGRAMS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 RAISING = {
     "chain_of_in_place",
+    "change_what_was_saved_and_save_its_data",
     "resized",
     "residual_in_place",
     "change_input",

@@ -54,8 +54,15 @@ Answer capturing(const Lane* lane, PyObject* kind) {
   return truth(Ref(PyObject_CallNoArgs(told)));
 }
 
-// Whether two tensors of one version share its counter: `same_counter` of identity.py.
+// Whether two tensors share a version counter, where `other` has this version: `same_counter` of identity.py.
 Answer same_counter(PyObject* one, PyObject* other, long long version) {
+  long long current = 0;
+  if (!integer(known.version(one), &current)) {
+    return Answer::failed;
+  }
+  if (current != version) {  // changed in place since; and what is set below would be set back to less
+    return Answer::no;
+  }
   const Ref pair(PyTuple_Pack(1, one)), then(PyLong_FromLongLong(version)), later(PyLong_FromLongLong(version + 1));
   const Ref low(then ? PyTuple_Pack(1, then.get()) : nullptr), high(later ? PyTuple_Pack(1, later.get()) : nullptr);
   if (!pair || !low || !high) {

@@ -75,6 +75,7 @@ def follow(offloader: Offloader, elements: list[int], program: list[tuple[Any, .
             context.__enter__()
             hooks = offloader._stack()[-1].hooks
             pack, unpack = hooks.pack_hook, hooks.unpack_hook
+        said = said, [tensor._version for tensor in tensors]
         offloader.synchronize()  # what moves has moved: the counts do not depend on time
         seen.append((name, said, *state(offloader)))
     context.__exit__(None, None, None)

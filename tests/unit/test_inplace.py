@@ -167,7 +167,7 @@ def _outcome(program: Callable[[Tensor], Tensor], rows: int, offloader: Offloade
 
 
 def test_the_programs_are_all_there() -> None:
-    assert len(PROGRAMS) == 28
+    assert len(PROGRAMS) == 30
     assert set(PROGRAMS) >= RAISING
 
 

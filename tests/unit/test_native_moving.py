@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from actoffload import OffloadConfig, Offloader
 from actoffload.record import State
-from tests.harness import MakeOffloader, assert_empty, same_bits
+from tests.harness import WAIT_S, MakeOffloader, assert_empty, same_bits
 from tests.unit.keeping import KEPT_IN_C, activation, moved_in_c, plan_of
 from tests.unit.parity import both, commands
 
@@ -59,6 +60,7 @@ def options(policy: str, pending: str | None, sizes: list[int]) -> OffloadConfig
 @example(program=once(*TWO, ("save", 0, "shaped"), ("unpack", 3), ("unpack", 1), ("drop", 1), ("unpack", 0)))
 @example(program=once(*TWO, ("save", 0, "half"), ("save", 0, "piece"), ("unpack", 3), ("unpack", 4), ("drop", 1)))
 @example(program=once(*TWO, ("save", 0, "other counter"), ("save", 0, "turned"), ("unpack", 3), ("unpack", 4)))
+@example(program=once(*TWO, ("change", 0), ("save", 0, "other counter"), ("unpack", 3), ("unpack", 1)))
 @example(program=once(*TWO, ("save", 0, "conjugate"), ("save", 0, "negative"), ("unpack", 3), ("unpack", 4)))
 @example(program=once(*TWO, ("unpack", 2), ("unpack", 2), ("unpack", 1), ("unpack", 2), ("unpack", 0), ("drop", 2)))
 @example(program=once(*SIX, *((("unpack", place)) for place in reversed(range(7)))))
@@ -109,4 +111,30 @@ def test_what_python_made_is_not_what_c_made(make_offloader: MakeOffloader) -> N
     assert differ == {"identity"}
     assert {type(getattr(second.record, name)) for name in ("counted", "wanted", "stays", "on_disk")} == {bool}
     del first, second
+    assert_empty(offloader)
+
+
+def test_another_thread_has_a_record_of_its_own(make_offloader: MakeOffloader) -> None:
+    """What it would be told apart by is set for a moment, which another thread must not see."""
+    offloader = make_offloader(engine="memory", policy="all", min_bytes=1)
+    saved = [activation(number, 16 * KIB) for number in range(2)]
+    theirs: list[Any] = []
+
+    def save() -> None:
+        with offloader:
+            pack = offloader._stack()[-1].hooks.pack_hook
+            theirs.extend([pack(activation(2, 16 * KIB)), pack(saved[1])])
+
+    with offloader:
+        pack = offloader._stack()[-1].hooks.pack_hook
+        ours = [pack(saved[0]), pack(saved[1])]
+    thread = threading.Thread(target=save)
+    thread.start()
+    thread.join(WAIT_S)
+    assert moved_in_c(theirs[1])
+    assert theirs[1].record is not ours[1].record
+    assert offloader.statistics().deduplicated_bytes == 0
+    assert same_bits(theirs[1].unpack(), ours[1].unpack())
+    ours.clear()
+    theirs.clear()
     assert_empty(offloader)
