@@ -229,9 +229,6 @@ Answer admit(Moved* moved, const Saving& saving, bool* fresh) {
     return looked;
   }
   if (before != nullptr) {
-    if (!is_record(before) || !fields.stays.is(before, Py_False)) {
-      return Answer::no;
-    }
     return admit_again(moved, before, saving) ? Answer::yes : Answer::failed;
   }
   *fresh = true;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from actoffload import OffloadConfig, Offloader
+from actoffload.engines.base import IoKind
+from actoffload.identity import StorageRef
 from actoffload.record import State
-from tests.harness import WAIT_S, MakeOffloader, assert_empty, same_bits
+from actoffload.testing.faults import FailingEngine, GateEngine
+from tests.harness import WAIT_S, MakeOffloader, assert_empty, only_engine, same_bits
 from tests.unit.keeping import KEPT_IN_C, activation, moved_in_c, plan_of
 from tests.unit.parity import both, commands
 
@@ -63,6 +67,7 @@ def options(policy: str, pending: str | None, sizes: list[int]) -> OffloadConfig
 @example(program=once(*TWO, ("change", 0), ("save", 0, "other counter"), ("unpack", 3), ("unpack", 1)))
 @example(program=once(*TWO, ("save", 0, "conjugate"), ("save", 0, "negative"), ("unpack", 3), ("unpack", 4)))
 @example(program=once(*TWO, ("unpack", 2), ("unpack", 2), ("unpack", 1), ("unpack", 2), ("unpack", 0), ("drop", 2)))
+@example(program=once(*TWO, ("save", 0, "shaped"), ("unpack", 1), ("unpack", 1), ("unpack", 3), ("drop", 3)))
 @example(program=once(*SIX, *((("unpack", place)) for place in reversed(range(7)))))
 @example(program=once(*SIX, *((("unpack", place)) for place in reversed(range(7))), policy="most"))
 @example(program=once(*SIX, ("drop", 1), ("drop", 1), ("unpack", 4), ("unpack", 1), ("next", 0), *SIX))
@@ -137,4 +142,56 @@ def test_another_thread_has_a_record_of_its_own(make_offloader: MakeOffloader) -
     assert same_bits(theirs[1].unpack(), ours[1].unpack())
     ours.clear()
     theirs.clear()
+    assert_empty(offloader)
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_what_there_is_no_room_for_stays(nbytes: int, either: str, make_offloader: MakeOffloader) -> None:
+    """`pending_bytes` is the room of three."""
+    offloader = make_offloader(engine=GateEngine, policy="all", min_bytes=1, pending_bytes=3 * nbytes)
+    saved = [activation(number, nbytes // 4) for number in range(6)]
+    with offloader:
+        pack = offloader._stack()[-1].hooks.pack_hook
+        handles = [pack(tensor) for tensor in saved]
+        again = pack(saved[5])
+    assert offloader.statistics().kept_bytes == {"pressure": 3 * nbytes}
+    assert [entry.action for entry in offloader.plan.entries] == ["offload"] * 3 + ["keep"] * 3
+    assert offloader.core.accounts.moved_bytes == offloader.core.pending_bytes == 3 * nbytes
+    only_engine(offloader).open()
+    for handle, tensor in zip([*handles, again], [*saved, saved[5]], strict=True):
+        assert same_bits(handle.unpack(), tensor.detach())
+    del handle, handles, again
+    assert_empty(offloader)
+
+
+def test_what_has_left_is_not_held(either: str, make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine="memory", policy="all", min_bytes=1)
+    saved = [activation(number, 64 * KIB) for number in range(3)]
+    memory = [StorageRef(tensor.untyped_storage()) for tensor in saved]
+    with offloader:
+        pack = offloader._stack()[-1].hooks.pack_hook
+        handles = [pack(tensor) for tensor in saved]
+    del saved
+    offloader.synchronize()
+    assert [one.gone() for one in memory] == [True] * 3
+    assert offloader.core.accounts.resident_bytes == 0
+    del handles
+    assert_empty(offloader)
+
+
+def test_backward_begins_with_what_could_not_leave(either: str, make_offloader: MakeOffloader) -> None:
+    """It is in memory, and its phase has to be known all the same."""
+    offloader = make_offloader(engine=partial(FailingEngine, kind=IoKind.WRITE, count=9), policy="all", min_bytes=1)
+    saved = [activation(number, 64 * KIB) for number in range(3)]
+    with offloader:
+        pack = offloader._stack()[-1].hooks.pack_hook
+        handles = [pack(tensor) for tensor in saved]
+    with pytest.warns(RuntimeWarning, match="write failed"):
+        offloader.synchronize()
+    assert [handle.record.state for handle in handles] == [State.RESIDENT] * 3
+    for handle in reversed(handles):
+        handle.unpack()
+    assert [phase.direction for phase in offloader._prefetch.phases._now] == ["forward", "backward"]
+    assert list(handles[0].record.tape.learned()) == [2, 1, 0]
+    del handle, handles
     assert_empty(offloader)
