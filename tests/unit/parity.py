@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -12,7 +13,8 @@ from torch import Tensor
 
 from actoffload import Offloader
 from actoffload.errors import SavedTensorModifiedError
-from tests.harness import same_bits
+from actoffload.record import State
+from tests.harness import WAIT_S, same_bits
 from tests.unit.keeping import activation
 from tests.unit.natively import in_python
 
@@ -50,6 +52,8 @@ def follow(offloader: Offloader, elements: list[int], program: list[tuple[Any, .
     pack, unpack = offloader._stack()[-1].hooks.pack_hook, offloader._stack()[-1].hooks.unpack_hook
     for name, number, *view in program:
         said: Any = None
+        if name != "save":  # what is saved together goes into one row
+            come_to_rest(offloader)
         if name == "save":
             with torch.no_grad():
                 seen_as = VIEWS[view[0]](tensors[number])
@@ -76,15 +80,29 @@ def follow(offloader: Offloader, elements: list[int], program: list[tuple[Any, .
             hooks = offloader._stack()[-1].hooks
             pack, unpack = hooks.pack_hook, hooks.unpack_hook
         said = said, [tensor._version for tensor in tensors]
-        offloader.synchronize()  # what moves has moved: the counts do not depend on time
+        if name == "save":
+            seen.append((name, said))
+            continue
+        come_to_rest(offloader)
         seen.append((name, said, *state(offloader)))
     context.__exit__(None, None, None)
+    come_to_rest(offloader)
     handles.clear()
-    offloader.synchronize()
+    come_to_rest(offloader)
     seen.append(("end", *state(offloader), len(offloader._identities)))
     orders = offloader._prefetch.orders._orders
     seen.append(sorted(orders.values()))
     return seen
+
+
+def come_to_rest(offloader: Offloader) -> None:
+    """Wait until all that moves has moved, both ways: what is counted then does not depend on time."""
+    offloader.synchronize()
+    entries = list(offloader._identities.entries.values())
+    deadline_s = time.monotonic() + WAIT_S
+    while any(entry.record.state is State.FETCHING for found in entries for entry in found):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.0005)
 
 
 def state(offloader: Offloader) -> tuple[Any, ...]:
