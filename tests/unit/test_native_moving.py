@@ -68,6 +68,7 @@ def options(policy: str, pending: str | None, sizes: list[int]) -> OffloadConfig
 @example(program=once(*TWO, ("save", 0, "conjugate"), ("save", 0, "negative"), ("unpack", 3), ("unpack", 4)))
 @example(program=once(*TWO, ("unpack", 2), ("unpack", 2), ("unpack", 1), ("unpack", 2), ("unpack", 0), ("drop", 2)))
 @example(program=once(*TWO, ("save", 0, "shaped"), ("unpack", 1), ("unpack", 1), ("unpack", 3), ("drop", 3)))
+@example(program=once(*TWO, ("change", 0), ("save", 0, "whole"), ("drop", 1), ("save", 0, "shaped"), ("unpack", 3)))
 @example(program=once(*SIX, *((("unpack", place)) for place in reversed(range(7)))))
 @example(program=once(*SIX, *((("unpack", place)) for place in reversed(range(7))), policy="most"))
 @example(program=once(*SIX, ("drop", 1), ("drop", 1), ("unpack", 4), ("unpack", 1), ("next", 0), *SIX))
@@ -194,4 +195,27 @@ def test_backward_begins_with_what_could_not_leave(either: str, make_offloader: 
     assert [phase.direction for phase in offloader._prefetch.phases._now] == ["forward", "backward"]
     assert list(handles[0].record.tape.learned()) == [2, 1, 0]
     del handle, handles
+    assert_empty(offloader)
+
+
+def test_the_order_of_a_forward_is_learned_though_its_row_is_another_s_too(
+    either: str, make_offloader: MakeOffloader
+) -> None:
+    offloader = make_offloader(engine="memory", policy="all", min_bytes=1)
+    handles = []
+    for forward in range(2):
+        with offloader:
+            pack = offloader._stack()[-1].hooks.pack_hook
+            handles.append([pack(activation(2 * forward + number, 64 * KIB)) for number in range(2)])
+    offloader.synchronize()
+    (extent,) = {handle.record.extent for of_one in handles for handle in of_one}
+    assert extent.users == 4
+    for handle in reversed(handles[0]):
+        handle.unpack()
+    del handle
+    while handles[0]:
+        del handles[0][0]  # the last one is not Python's
+    assert extent.users == 2
+    assert list(offloader._prefetch.orders._orders.values()) == [(1, 0)]
+    handles.clear()
     assert_empty(offloader)
