@@ -8,37 +8,38 @@ namespace {
 
 // What `setup` was told: PyTorch's types and functions, and ours.
 struct Known {
-  PyObject *tensor, *parameter, *strided, *regions, *task_id, *check_version, *unpack;  // regions: a list, of all threads'
-  PyObject *static_name, *small_name;                                                   // reasons
-  PyObject *sequence_number, *set_version, *resident, *released;                        // the last two: of `State`
+  PyObject *tensor, *parameter, *strided, *float32, *cpu;  // of PyTorch: two types, a layout, a dtype, a device
+  PyObject *sequence_number, *set_version, *task_id;       // its functions
+  PyObject* keeps_graph;                                   // another, or None
+  PyObject *weak_ref_free, *weak_ref_gone, *weak_ref_lock; // of its storages
   PyObject *make_lock, *make_deque;
-  PyObject *keeps_graph, *replaced, *own_counter;  // the first may be None
-  PyObject *spilling, *spilled, *fetching, *moving;                                     // of `State`; the last: a tuple of them
-  PyObject *weak_ref_free, *weak_ref_gone, *weak_ref_lock;                              // of PyTorch's storages
-  PyObject *entry, *layout_class, *stayed, *row_mover;  // classes
-  PyObject *numbers;                              // of the records
-  PyObject *empty, *nothing, *float32, *cpu;      // `_empty` of handles.py, what it has, and what it is asked for
-  PyObject *empties, *no_counters;                // a dictionary, by dtype, of what `empty` gives each time; an empty tuple
-  Py_ssize_t look_at;                                                                   // LOOK_AT of tiers.py
-  long long bounce_bytes, small_bytes, min_alignment;                                   // of cpu_tier.py and row_tier.py
-  long long span_alignment;                                                             // SPAN_ALIGNMENT of identity.py
-  Getter layout, is_nested, is_quantized, is_cpu, is_meta, base, requires_grad, is_leaf, nbytes, version, device, dtype, shape;
-  Getter data;                                                                          // is set
-  Getter number;  // of a storage: its StorageImpl's address
-  Method detach, untyped_storage, is_contiguous, storage_offset, element_size, is_conj, is_neg, stride, set_;  // of a tensor
-  Method data_ptr, storage_bytes, weak_ref;                                                                    // of a storage
-  Method append, popleft;                                                                                      // of a deque
+  PyObject *regions;                                       // that are open: a list, of all threads'
+  PyObject *check_version, *replaced, *unpack, *own_counter;
+  PyObject *static_name, *small_name;                      // reasons
+  PyObject *resident, *released, *spilling, *spilled, *fetching;
+  PyObject *moving;                                        // a tuple of such states
+  PyObject *entry, *layout_class, *stayed, *row_mover;     // classes
+  PyObject *numbers;                                       // of the records
+  PyObject *empty, *nothing;                               // `empty` of handles.py, and what it has
+  PyObject *empties, *no_counters;                         // by dtype: what `empty` gives each time; an empty tuple
+  Py_ssize_t look_at;                                      // LOOK_AT of tiers.py
+  long long bounce_bytes, small_bytes, min_alignment;      // of cpu_tier.py and row_tier.py
+  long long span_alignment;                                // SPAN_ALIGNMENT of identity.py
+  Getter layout, is_nested, is_quantized, is_cpu, is_meta, base, requires_grad, is_leaf, nbytes, version;
+  Getter device, dtype, shape, data;
+  Getter number;                                           // of a storage: its StorageImpl's address
+  Method detach, untyped_storage, is_contiguous, storage_offset, element_size, is_conj, is_neg, stride, set_;
+  Method data_ptr, storage_bytes, weak_ref;                // of a storage
+  Method append, popleft;                                  // of a deque
 } known;
 
-#define ACTOFFLOAD_NAMES(X)                                                                                         \
-  X(nbytes) X(cpu) X(type)          \
-  X(append) X(locked) X(acquire) X(release) X(changes)  \
-  X(to_warn) X(accounts) X(recomputed_bytes) X(live_records) X(packed_tensors) X(packed_bytes)         \
-  X(deduplicated_bytes) X(baseline_bytes) X(resident_bytes) X(baseline_peak_bytes) X(resident_peak_bytes)           \
-  X(step_peak_bytes) X(notes) X(kept_bytes) X(data) X(device) X(get) X(passed) X(drop) X(look_at) X(look_ahead) X(fetch_ahead)  \
-  X(state) X(address) X(was_resized) X(drain) X(_place) X(begin_alone) X(obtain) \
-  X(alignment) X(pending_limit_bytes) X(pending_bytes) X(largest_bytes) X(largest_moved_bytes) X(moved_bytes) \
-  X(flush) X(_full_bytes) X(_open)
+#define ACTOFFLOAD_NAMES(X)                                                                                           \
+  X(nbytes) X(cpu) X(type) X(append) X(locked) X(acquire) X(release) X(changes) X(recomputed_bytes)                   \
+  X(live_records) X(packed_tensors) X(packed_bytes) X(deduplicated_bytes) X(baseline_bytes) X(resident_bytes)         \
+  X(baseline_peak_bytes) X(resident_peak_bytes) X(step_peak_bytes) X(notes) X(kept_bytes) X(data) X(device)           \
+  X(get) X(passed) X(drop) X(look_at) X(look_ahead) X(fetch_ahead) X(state) X(address) X(was_resized) X(drain)        \
+  X(_place) X(begin_alone) X(obtain) X(alignment) X(pending_limit_bytes) X(pending_bytes) X(largest_bytes)            \
+  X(largest_moved_bytes) X(moved_bytes) X(flush) X(_full_bytes) X(_open)
 
 #define ACTOFFLOAD_DECLARE(text) PyObject* name_##text;
 ACTOFFLOAD_NAMES(ACTOFFLOAD_DECLARE)
