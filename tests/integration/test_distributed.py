@@ -204,6 +204,7 @@ def test_memory_that_is_freed_while_it_is_written_is_taken_as_its_owner_left_it(
 ) -> None:
     if not resized:  # without the check: what this test is there for
         monkeypatch.setattr("actoffload.tiers.Mover.resized", lambda self, record: False)
+        monkeypatch.setattr("actoffload.row_tier.RowMover._resized", lambda self, records: [])
     config = OffloadConfig(target="nvme", path=tmp_path, engine=JunkEngine, min_bytes=0, policy="all")
     offloader = Offloader(config)
 
