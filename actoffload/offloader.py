@@ -21,7 +21,7 @@ from .events import EventKind, now, open_sink
 from .handles import KeptActivation
 from .identity import Counter, IdentityMap, ModuleOwners, StorageSet, live_modules
 from .phases import Phases
-from .placement import Placement
+from .placement import Latest, Placement
 from .planner import Plan, decided
 from .policy import KeepReason
 from .prefetch import Prefetch
@@ -37,16 +37,6 @@ CPU_MIN_BYTES = 128 << 10
 DEVICE_MIN_BYTES = 1 << 20
 CPU_PREFETCH_BYTES = 64 << 20
 DEVICE_PREFETCH_BYTES = 128 << 20
-
-
-class Latest:
-    """What was decided in the forward that saved last; where what a plan keeps is kept in C, that is its place.
-
-    Attributes:
-        decisions: of each storage its bytes, why it stays (None: it moves) and its module, in order.
-    """
-
-    decisions: list[tuple[int, KeepReason | None, str | None]] | None = None
 
 
 class Storer(Backward):

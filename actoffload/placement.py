@@ -42,6 +42,16 @@ class Lane(Protocol):
         """`Placement.why_keep` is asked of everything from now on."""
 
 
+class Latest:
+    """What was decided in the forward that saved last; where what a plan keeps is kept in C, that is its place.
+
+    Attributes:
+        decisions: of each storage its bytes, why it stays (None: it moves) and its module, in order.
+    """
+
+    decisions: list[tuple[int, KeepReason | None, str | None]] | None = None
+
+
 class Placement:
     """Decides by the facts of one record and by what the last forward was like.
 
