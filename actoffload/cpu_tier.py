@@ -25,6 +25,8 @@ BOUNCE_BYTES = 64 << 10
 """A span smaller than this is copied into aligned memory and written from there: its body would be mostly edges."""
 MIN_ALIGNMENT = 512
 PENDING_BYTES = 256 << 20
+PENDING_MARGIN = 1.25
+"""A plan's bytes on their way out may be exceeded by this factor before tensors are kept: steps differ a little."""
 
 
 class Layout(NamedTuple):
@@ -121,9 +123,8 @@ class CpuMover(Mover):
         return self.core.pending_bytes + nbytes > self.pending_limit_bytes
 
     def expect_pending(self, nbytes: int | None) -> None:
-        super().expect_pending(nbytes)
         if self.core.config.pending_bytes is None:
-            self.pending_limit_bytes = max(PENDING_BYTES, self.planned_pending_bytes)
+            self.pending_limit_bytes = max(PENDING_BYTES, int((nbytes or 0) * PENDING_MARGIN))
 
     def write_alone(self, record: Record, address: int, *, direct: bool) -> None:
         """Write a record that has an extent.

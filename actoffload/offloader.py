@@ -182,8 +182,9 @@ class Storer(Backward):
     def begin_alone(self, record: Record) -> bool:
         """Begin to move what is known to move, for C, which does the rest; True: it stays, and all was done."""
         reason = self._movers[record.kind].begin(record)
-        if reason is None or record.tape is None:
+        if reason is None:
             return False
+        assert record.tape is not None, "C has given it one"
         if record.nbytes > self.core.largest_bytes:
             self.core.largest_bytes = record.nbytes
         self._stay(record, reason)

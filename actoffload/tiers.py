@@ -28,8 +28,6 @@ from .spool import Spool
 MOVING = (State.STAGING, State.SPILLING)
 LOOK_AT = 16
 """How many of the copies under way are looked at on each occasion, as that is on the training thread's way."""
-PENDING_MARGIN = 1.25
-"""A plan's bytes on their way out may be exceeded by this factor before tensors are kept: steps differ a little."""
 
 
 class Core:
@@ -125,8 +123,6 @@ class Mover(ABC):
     def __init__(self, core: Core, spool: Spool | None) -> None:
         self.core = core
         self.spool = spool
-        self.planned_pending_bytes = 0
-        """What a plan expects to be on its way out at once, and somewhat more; 0: no plan says."""
         self._native: Any = native_hooks.loaded()
         self._in_place: deque[Record] = deque()
         """Records that are being copied from where their owner holds them, and some that were; looked at in turn."""
@@ -168,9 +164,8 @@ class Mover(ABC):
     def drop_near(self, record: Record) -> None:
         """Order the reuse of a record's device memory after every copy that touches it, and forget the copies."""
 
-    def expect_pending(self, nbytes: int | None) -> None:
+    def expect_pending(self, nbytes: int | None) -> None:  # noqa: B027
         """A plan expects so many bytes on their way out at once; None: no plan says. The user's own limit stays."""
-        self.planned_pending_bytes = 0 if nbytes is None else int(nbytes * PENDING_MARGIN)
 
     def pump(self) -> None:  # noqa: B027 - a mover may have nothing to do here
         """Make progress that only the training thread can make."""

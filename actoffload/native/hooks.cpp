@@ -114,7 +114,7 @@ bool find_all(Known* given, PyObject* base, PyObject* storage, PyObject* deque) 
 }
 
 PyObject* setup(PyObject*, PyObject*, PyObject* names) {
-  PyObject *base, *storage, *free_weak_ref, *expired, *from_weak_ref;
+  PyObject *base, *storage;
   Known given = known;
   Fields classes = fields;
   long long many = 0, record = 0, look_at = 0;
@@ -132,8 +132,8 @@ PyObject* setup(PyObject*, PyObject*, PyObject* names) {
       {"own_counter", &given.own_counter, nullptr}, {"entry", &given.entry, nullptr}, {"layout", &given.layout_class, nullptr},
       {"stayed", &given.stayed, nullptr}, {"row_mover", &given.row_mover, nullptr}, {"numbers", &given.numbers, nullptr},
       {"empty", &given.empty, nullptr}, {"nothing", &given.nothing, nullptr}, {"float32", &given.float32, nullptr},
-      {"cpu", &given.cpu, nullptr}, {"free_weak_ref", &free_weak_ref, nullptr}, {"expired", &expired, nullptr},
-      {"from_weak_ref", &from_weak_ref, nullptr}, {"record_class", &classes.record, nullptr},
+      {"cpu", &given.cpu, nullptr}, {"free_weak_ref", &given.weak_ref_free, nullptr}, {"expired", &given.weak_ref_gone, nullptr},
+      {"from_weak_ref", &given.weak_ref_lock, nullptr}, {"record_class", &classes.record, nullptr},
       {"joint_class", &classes.joint, nullptr}, {"row_class", &classes.row, nullptr},
       {"many", nullptr, &many}, {"record", nullptr, &record}, {"span_alignment", nullptr, &given.span_alignment},
       {"look_at", nullptr, &look_at}, {"bounce_bytes", nullptr, &given.bounce_bytes},
@@ -152,9 +152,6 @@ PyObject* setup(PyObject*, PyObject*, PyObject* names) {
   if (!find_all(&given, base, storage, given.make_deque) || !classes.find()) {
     return nullptr;
   }
-  given.weak_ref_free = free_weak_ref;
-  given.weak_ref_gone = expired;
-  given.weak_ref_lock = from_weak_ref;
   given.look_at = static_cast<Py_ssize_t>(look_at);
   given.empties = PyDict_New();
   given.no_counters = PyTuple_New(0);

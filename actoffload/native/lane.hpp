@@ -214,7 +214,6 @@ PyMethodDef lane_methods[] = {
     {nullptr, nullptr, 0, nullptr}};
 
 PyMemberDef lane_members[] = {
-    {"open", T_BOOL, offsetof(Lane, open), READONLY, "Whether anything is done here."},
     {"decisions", T_OBJECT, offsetof(Lane, decisions), 0, "What was decided in the forward that saved last, or None."},
     {nullptr, 0, 0, 0, nullptr}};
 

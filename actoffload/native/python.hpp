@@ -33,21 +33,25 @@ class Ref {
   PyObject* object_ = nullptr;
 };
 
+// What a type has under a name, if it is of this kind; lives as long as the process.
+template <typename Descriptor>
+bool find_descriptor(PyObject* type, const char* name, const PyTypeObject* kind, Descriptor** descriptor) {
+  Ref found(PyObject_GetAttrString(type, name));
+  if (!found) {
+    return false;
+  }
+  if (Py_TYPE(found.get()) != kind) {
+    PyErr_Format(PyExc_TypeError, "%s is not what it was", name);
+    return false;
+  }
+  *descriptor = reinterpret_cast<Descriptor*>(found.release());
+  return true;
+}
+
 // An attribute of every tensor that is written in C: read without looking it up.
 class Getter {
  public:
-  bool find(PyObject* base, const char* name) {
-    Ref found(PyObject_GetAttrString(base, name));
-    if (!found) {
-      return false;
-    }
-    if (Py_TYPE(found.get()) != &PyGetSetDescr_Type) {
-      PyErr_Format(PyExc_TypeError, "%s is not what it was", name);
-      return false;
-    }
-    descriptor_ = reinterpret_cast<PyGetSetDescrObject*>(found.release());  // lives as long as the process
-    return true;
-  }
+  bool find(PyObject* base, const char* name) { return find_descriptor(base, name, &PyGetSetDescr_Type, &descriptor_); }
   bool set(PyObject* tensor, PyObject* value) const {
     if (!PyObject_TypeCheck(tensor, descriptor_->d_common.d_type)) {
       PyErr_Format(PyExc_AttributeError, "%.100s object where one of PyTorch's own was expected", Py_TYPE(tensor)->tp_name);
@@ -72,44 +76,35 @@ class Getter {
 // A method that is written in C: called without looking it up.
 class Method {
  public:
-  bool find(PyObject* type, const char* name) {
-    Ref found(PyObject_GetAttrString(type, name));
-    if (!found) {
-      return false;
-    }
-    if (Py_TYPE(found.get()) != &PyMethodDescr_Type) {
-      PyErr_Format(PyExc_TypeError, "%s is no method in C", name);
-      return false;
-    }
-    descriptor_ = found.release();  // lives as long as the process
-    return true;
-  }
+  bool find(PyObject* type, const char* name) { return find_descriptor(type, name, &PyMethodDescr_Type, &descriptor_); }
   Ref operator()(PyObject* self) const {
     if (takes(METH_NOARGS, self)) {
       return Ref(method()->ml_meth(self, nullptr));
     }
-    return Ref(PyObject_Vectorcall(descriptor_, &self, 1, nullptr));  // checks the type of `self`
+    return Ref(PyObject_Vectorcall(callable(), &self, 1, nullptr));  // checks the type of `self`
   }
   Ref operator()(PyObject* self, PyObject* argument) const {
     if (takes(METH_O, self)) {
       return Ref(method()->ml_meth(self, argument));
     }
     PyObject* const arguments[] = {self, argument};
-    return Ref(PyObject_Vectorcall(descriptor_, arguments, 2, nullptr));
+    return Ref(PyObject_Vectorcall(callable(), arguments, 2, nullptr));
   }
   template <std::size_t Count>
   Ref operator()(PyObject* const (&arguments)[Count]) const {
-    return Ref(PyObject_Vectorcall(descriptor_, arguments, Count, nullptr));
+    return Ref(PyObject_Vectorcall(callable(), arguments, Count, nullptr));
   }
 
  private:
-  const PyMethodDef* method() const { return reinterpret_cast<PyMethodDescrObject*>(descriptor_)->d_method; }
+  const PyMethodDef* method() const { return descriptor_->d_method; }
   // Whether it may be called directly.
   bool takes(int flags, PyObject* self) const {
-    return method()->ml_flags == flags && PyObject_TypeCheck(self, reinterpret_cast<PyDescrObject*>(descriptor_)->d_type);
+    return method()->ml_flags == flags && PyObject_TypeCheck(self, descriptor_->d_common.d_type);
   }
 
-  PyObject* descriptor_ = nullptr;
+  PyObject* callable() const { return reinterpret_cast<PyObject*>(descriptor_); }
+
+  PyMethodDescrObject* descriptor_ = nullptr;
 };
 
 Ref call(PyObject* object, PyObject* method) {

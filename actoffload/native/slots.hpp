@@ -11,15 +11,11 @@ namespace {
 class Slot {
  public:
   bool find(PyObject* type, const char* name) {
-    const Ref found(PyObject_GetAttrString(type, name));
-    if (!found) {
+    PyMemberDescrObject* member;
+    if (!find_descriptor(type, name, &PyMemberDescr_Type, &member)) {
       return false;
     }
-    if (Py_TYPE(found.get()) != &PyMemberDescr_Type) {
-      PyErr_Format(PyExc_TypeError, "%s is no field in __slots__", name);
-      return false;
-    }
-    offset_ = reinterpret_cast<PyMemberDescrObject*>(found.get())->d_member->offset;
+    offset_ = member->d_member->offset;
     return true;
   }
   PyObject** at(PyObject* object) const {

@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from actoffload import Statistics
-from actoffload.native_known import unpack
 from actoffload.offloader import Storer
 from actoffload.packing import Packer
+from actoffload.scopes import untraced_hook
 from tests.harness import same_bits
 
 
@@ -62,9 +62,9 @@ class OwnerMeter:
         self.other_bytes = 0
         self._parameters = parameters
 
-    def see(self, storage: torch.UntypedStorage, span: tuple[int, int]) -> None:
-        """A span of a storage is handed to the offloader to move."""
-        begin, end = storage.data_ptr() + span[0], storage.data_ptr() + span[1]
+    def see(self, address: int, span: tuple[int, int]) -> None:
+        """A span of the storage at an address is handed to the offloader to move."""
+        begin, end = address + span[0], address + span[1]
         for parameter in self._parameters():
             owner = parameter.untyped_storage()
             first = owner.data_ptr()
@@ -81,12 +81,31 @@ def counting_owners(parameters: Callable[[], Iterable[Tensor]]) -> Iterator[Owne
     admit = Storer.admit
 
     def counting(self: Storer, tensor: Tensor, span: tuple[int, int], storage: Any, *rest: Any, **named: Any) -> Any:
-        meter.see(storage, span)
+        meter.see(storage.data_ptr(), span)
         return admit(self, tensor, span, storage, *rest, **named)
 
-    Storer.admit = counting  # type: ignore[method-assign]
     hooks = Packer._hooks
-    Packer._hooks = lambda self: (self._pack, unpack)  # type: ignore[method-assign]  # those in C do not call it
+
+    def looked_at(self: Packer) -> tuple[Any, Any]:
+        """Hooks in C do not call `admit`: what they return is looked at."""
+        pack: Any
+        pack, unpack = hooks(self)
+        if isinstance(pack, MethodType):
+            return pack, unpack
+
+        def look(tensor: Tensor) -> Any:
+            pack.tape = looking.tape
+            handle = pack(tensor)
+            record = getattr(handle, "record", None) if type(handle).__module__ == "actoffload_hooks" else None
+            if record is not None:
+                meter.see(record.address, (record.begin, record.end))
+            return handle
+
+        looking: Any = untraced_hook(look)
+        looking.tape, looking.__self__ = None, self
+        return looking, unpack
+
+    Storer.admit, Packer._hooks = counting, looked_at  # type: ignore[method-assign]
     try:
         yield meter
     finally:
