@@ -24,6 +24,28 @@ class Accounts:
     and needs no lock, also in a finalizer. What was noted is worked off, in order, before any peak can be passed.
     """
 
+    __slots__ = (
+        "baseline_bytes",
+        "baseline_peak_bytes",
+        "cancelled_bytes",
+        "deduplicated_bytes",
+        "degraded",
+        "forwarded_bytes",
+        "kept_bytes",
+        "live_records",
+        "moved_bytes",
+        "notes",
+        "pack_wait_s",
+        "packed_bytes",
+        "packed_tensors",
+        "recomputed_bytes",
+        "resident_bytes",
+        "resident_peak_bytes",
+        "step_peak_bytes",
+        "steps",
+        "unpack_wait_s",
+    )
+
     def __init__(self) -> None:
         self.notes: deque[Note] = deque()
         self.steps = 0

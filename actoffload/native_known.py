@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import native_hooks
-from .accounts import RECORD
+from .accounts import RECORD, Accounts
 from .bursts import MANY
 from .cpu_tier import BOUNCE_BYTES, MIN_ALIGNMENT, Layout
 from .handles import NOTHING, Stayed, check_not_replaced, check_version, empty
@@ -18,7 +18,8 @@ from .identity import SPAN_ALIGNMENT, Entry, own_counter
 from .marks import OPEN_REGIONS
 from .policy import KeepReason
 from .record import Record, State, numbers
-from .row_tier import SMALL_BYTES, Joint, Row, RowMover
+from .row_tier import SMALL_BYTES, RowMover
+from .rows import Joint, Row
 from .scopes import untraced_hook
 from .tiers import LOOK_AT, MOVING
 
@@ -73,11 +74,14 @@ def known() -> dict[str, Any]:
         "record_class": Record,
         "joint_class": Joint,
         "row_class": Row,
+        "accounts_class": Accounts,
         "numbers": numbers,
         "empty": empty,
         "nothing": NOTHING,
         "float32": torch.float32,
         "cpu": CPU,
+        "frombuffer": torch.frombuffer,
+        "uint8": torch.uint8,
         "free_weak_ref": _STORAGE._free_weak_ref,
         "expired": _STORAGE._expired,
         "from_weak_ref": torch.UntypedStorage._new_with_weak_ptr,

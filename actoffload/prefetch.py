@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from .phases import Hint, Phases
-from .record import Record
+from .record import Record, State
 from .schedule import FOR_EVER, LearnedOrders, Tape, Window
 from .tiers import Core, Mover
 
@@ -110,6 +110,9 @@ class Prefetch:
             return None
         if not near and self._core.inert:
             return None  # nothing is begun any more, and what is near is handed out all the same
+        if record.state is State.FETCHING and self._core.device_budget is None:
+            record.wanted = True
+            return record.nbytes  # it comes with another
         # What is still on its way out takes no more memory when it stays, but the room that it would have given.
         if not self._core.has_room_ahead(0 if near else record.nbytes):
             return None

@@ -13,16 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
-import torch
-
+from . import rows
 from .cpu_tier import BOUNCE_BYTES, MIN_ALIGNMENT, CpuMover, Layout
 from .errors import StateError, StorageError
 from .events import now
-from .extent_io import Extent, Transfer
-from .hostpool import HostPool
+from .extent_io import Transfer
+from .hostpool import HostPool, Slot
 from .policy import KeepReason
 from .record import Moving, Record, State
+from .rows import Joint, Places, Ranges, Row
 from .scopes import untraced_hook
 from .spool import Spool
 from .tiers import Core
@@ -33,87 +34,9 @@ ROW_BYTES = 1 << 20
 """A row with so many bytes is full; or with half of ``prefetch_bytes`` or ``pending_bytes``, where the user set one."""
 OF_THE_POOL = 4
 """Or with this part of the memory that rows come back to: several have to be there at once."""
-
-
-class Row:
-    """The room on disk that some records share: the body of each behind that of the one before.
-
-    Attributes:
-        starts: where each begins in memory that holds all of them, so that each keeps its address modulo the alignment.
-        offsets: where the body of each begins on disk.
-        users: how many of the records have room here.
-        apart: a read of several has failed: each is read alone.
-    """
-
-    __slots__ = ("apart", "extent", "io_bytes", "offsets", "records", "starts", "users")
-
-    def __init__(self, records: list[Record], alignment: int) -> None:
-        self.records = records
-        self.starts: list[int] = []
-        self.offsets: list[int] = []
-        self.extent: Extent | None = None
-        self.users = 0
-        self.apart = False
-        self.io_bytes = end = 0
-        step = max(alignment, MIN_ALIGNMENT)
-        for record in records:
-            layout: Layout = record.io
-            start = -(-end // step) * step + layout.pad
-            self.starts.append(start)
-            self.offsets.append(self.io_bytes)
-            self.io_bytes += layout.io_bytes
-            end = start + record.nbytes
-
-
-class Joint:
-    """One transfer of several records, or one that is still to be begun. Guarded by the offloader's lock.
-
-    Attributes:
-        records: those that it is for; who needs it no more leaves.
-        transfer: None as long as it was not begun.
-        row: for a write, the room that was taken for it.
-        places: for a write, each storage that is read where its owner holds it, with its address.
-        spoiled: one of them was seen to lie elsewhere: its owner has freed or resized it.
-        left_bytes: for a write, of those that left it since it was begun, and whose memory it still holds.
-    """
-
-    __slots__ = ("left_bytes", "nbytes", "places", "records", "row", "spoiled", "transfer")
-
-    def __init__(self) -> None:
-        self.records: dict[Record, None] = {}
-        self.nbytes = 0
-        self.transfer: Transfer | None = None
-        self.row: Row | None = None
-        self.places: list[tuple[torch.UntypedStorage, int]] = []
-        self.spoiled = False
-        self.left_bytes = 0
-
-    def add(self, record: Record) -> None:
-        """Have it done for a record as well."""
-        self.records[record] = None
-        self.nbytes += record.nbytes
-        record.transfer = self
-
-    def leave(self, record: Record) -> None:
-        """A record needs it no more, if it was in it."""
-        if record in self.records:
-            del self.records[record]
-            self.nbytes -= record.nbytes
-
-    def promote(self) -> None:
-        """See `Moving`."""
-        if self.transfer is not None:
-            self.transfer.promote()
-
-    def check_places(self) -> None:
-        """Just before the memory is read, on an engine thread.
-
-        Raises:
-            StateError: an owner has freed or resized a storage.
-        """
-        self.spoiled = any(storage.data_ptr() != address for storage, address in self.places)
-        if self.spoiled:
-            raise StateError("a storage was resized while it was to be written in a row with others")
+LARGE_ROW_BYTES = 4 << 20
+OF_WHAT_IS_SAVED = 32
+"""Where much is saved at once, a row is full with this part of it, up to `LARGE_ROW_BYTES`: memory hardly feels it."""
 
 
 class RowMover(CpuMover):
@@ -130,17 +53,19 @@ class RowMover(CpuMover):
 
     def __init__(self, core: Core, spool: Spool, pool: HostPool) -> None:
         super().__init__(core, spool, pool)
+        self._by_record: Any = rows if self._native is None else self._native
         self._open = Joint()
         """The row that is being filled."""
         size = core.config.size
-        self._full_bytes = min(
-            ROW_BYTES,
-            size("prefetch_bytes", 2 * ROW_BYTES) // 2,
-            size("pending_bytes", 2 * ROW_BYTES) // 2,
+        self._most_bytes = min(
+            LARGE_ROW_BYTES,
+            size("prefetch_bytes", 2 * LARGE_ROW_BYTES) // 2,
+            size("pending_bytes", 2 * LARGE_ROW_BYTES) // 2,
             pool.capacity_bytes // OF_THE_POOL,
         )
         if pool.capacity_bytes < 2 * ROW_BYTES:  # the last of a row may make it larger by nearly `SMALL_BYTES`
-            self._full_bytes = 0
+            self._most_bytes = 0
+        self._full_bytes = min(ROW_BYTES, self._most_bytes)
 
     def begin(self, record: Record) -> KeepReason | None:
         if not BOUNCE_BYTES <= record.nbytes < SMALL_BYTES:
@@ -168,6 +93,8 @@ class RowMover(CpuMover):
         if not self._open.records:
             return
         joint, self._open = self._open, Joint()
+        share_bytes = self.core.accounts.baseline_peak_bytes // OF_WHAT_IS_SAVED
+        self._full_bytes = min(max(ROW_BYTES, share_bytes), self._most_bytes)
         try:
             self._begin_row(joint)
         except BaseException:  # an interrupt: what was not begun stays
@@ -202,45 +129,39 @@ class RowMover(CpuMover):
             return
         extent.users -= 1
         if extent.users == 0:
-            extent.records.clear()
-            super().give_back(extent.extent)
+            self.give_room_back(extent)
+
+    @untraced_hook
+    def give_room_back(self, row: Row) -> None:
+        """The last of a row needs its room no more."""
+        row.records.clear()
+        super().give_back(row.extent)
 
     def fetch(self, record: Record, urgent: bool) -> bool:
         row = record.extent
         if not isinstance(row, Row):
             return super().fetch(record, urgent)
-        apart, spilled = row.apart, State.SPILLED
-        wanted = [
-            n
-            for n, one in enumerate(row.records)
-            if one is record or (one.state is spilled and one.waiting > 0 and not apart)  # on disk, and asked for
-        ]
+        wanted: list[int] = self._by_record.wanted(row, record)
         first, last = wanted[0], wanted[-1]
         origin = row.starts[first] - row.records[first].io.pad
         end = row.starts[last] + row.records[last].nbytes
         slot = self._pool.acquire(end - origin + self.alignment, force=urgent)
         if slot is None:
             return False
-        joint, memory, coming = Joint(), [], []
-        for place in range(first, last + 1):
-            one, start = row.records[place], row.starts[place] - origin
-            layout: Layout = one.io
-            memory.append((slot.address + start + layout.io_begin, layout.io_bytes))
-            if place in wanted:
-                storage = self._pool.tensor(slot, start, one.nbytes, owning=True).untyped_storage()
-                coming.append((one, storage, slot.address + start))
+        memory, records, places = self._coming(row, wanted, slot, slot.address - origin)
+        joint = Joint()
         assert row.extent is not None, "a row that was written has an extent"
         try:
-            self._fetching(joint, [one for one, _, _ in coming])
+            self._fetching(joint, records)
             joint.transfer = self._disk.read_ranges(
                 row.extent,
                 memory,
                 skip=row.offsets[first],
-                on_done=partial(self._row_fetched, row, joint, coming, now()),
-                keepalive=(slot, coming),
+                on_done=partial(self._row_fetched, row, joint, records, places, now()),
+                keepalive=(slot, places),
             )
         except BaseException:  # an interrupt: all are as they were
-            for one in [one for one, _, _ in coming if one.transfer is joint]:
+            for one in [one for one in records if one.transfer is joint]:
                 joint.leave(one)
                 one.transfer = None
                 self.forget_near(one)
@@ -248,6 +169,23 @@ class RowMover(CpuMover):
                     one.to(State.SPILLED)
             raise
         return True
+
+    def _coming(self, row: Row, wanted: list[int], slot: Slot, address: int) -> tuple[Ranges, list[Record], Places]:
+        """What is read into a slot, where the first byte of the row would lie at ``address``.
+
+        The memory of each body from the first that is wanted to the last; the records that are; and where they lie.
+        """
+        if self._native is not None:
+            found: tuple[Ranges, list[Record], Places] = self._native.coming(row, wanted, slot, address)
+            return found
+        memory, places = [], []
+        for place in range(wanted[0], wanted[-1] + 1):
+            one, start = row.records[place], address + row.starts[place]
+            memory.append((start + one.io.io_begin, one.io.io_bytes))
+            if place in wanted:
+                tensor = self._pool.tensor(slot, start - slot.address, one.nbytes, owning=True)
+                places.append((tensor.untyped_storage(), start))
+        return memory, [row.records[place] for place in wanted], places
 
     def _resized(self, records: list[Record]) -> list[Record]:
         if self._native is None:
@@ -275,13 +213,10 @@ class RowMover(CpuMover):
             for record in records:
                 self._begin_alone(record)
             return
-        for record in records:
-            record.extent = row
-            row.users += 1
-        joint.places = [(_storage_of(record), record.address) for record in records]
+        joint.places, memory = self._by_record.board(row)
         joint.transfer = self._disk.write_ranges(
             row.extent,
-            [(record.address + record.begin + record.io.io_begin, record.io.io_bytes) for record in records],
+            memory,
             before=None if self._kernel_reads else joint.check_places,
             on_done=partial(self._row_written, joint, now()),
             keepalive=joint.places,
@@ -289,7 +224,8 @@ class RowMover(CpuMover):
 
     def _room_for(self, joint: Joint, records: list[Record]) -> Row | None:
         """A row for some records; None when each has to find room alone."""
-        row = joint.row = Row(records, self.alignment)
+        row = joint.row = Row(records)
+        self._by_record.lay_out(row, max(self.alignment, MIN_ALIGNMENT))
         try:
             row.extent = self._disk.allocate(row.io_bytes)
         except StorageError:
@@ -318,9 +254,9 @@ class RowMover(CpuMover):
         dropped: list[object] = []  # freed after the lock is given back: unmapping takes time
         with self.core.lock:
             self._forget_left(joint)
-            elsewhere = any(storage.data_ptr() != address for storage, address in joint.places)
-            noticed = any(record.was_resized for record in joint.records)
-            spoiled = transfer.error is not None and (joint.spoiled or elsewhere or noticed)
+            spoiled = transfer.error is not None and joint.lies_elsewhere()
+            if transfer.error is None and self._ends_in_c:
+                self._native.written(joint, self.core, self.core.accounts, dropped)
 
             def end(record: Record) -> None:
                 if spoiled:
@@ -336,24 +272,32 @@ class RowMover(CpuMover):
         self,
         row: Row,
         joint: Joint,
-        coming: list[tuple[Record, torch.UntypedStorage, int]],
+        records: list[Record],
+        places: Places,
         since_s: float,
         transfer: Transfer,
     ) -> None:
-        places = {record: (storage, start) for record, storage, start in coming}
+        lies = dict(zip(records, places, strict=True))
 
         def end(record: Record) -> None:
-            self.read_done(record, *places[record], since_s, transfer.error)
+            self.read_done(record, *lies[record], since_s, transfer.error)
             if not apart:
                 record.error = None  # perhaps another's: whoever asks tries it again, alone
 
         try:
             with self.core.lock:
                 apart, row.apart = row.apart, row.apart or transfer.error is not None
+                if transfer.error is None and self._ends_in_c:
+                    self._native.fetched(joint, records, places, apart)
                 self._end_each(joint, end)
         finally:
-            coming.clear()
             places.clear()
+            lies.clear()
+
+    @property
+    def _ends_in_c(self) -> bool:
+        """Whether the end of a transfer that went well is told to C first, which has those left over that are not."""
+        return self._native is not None and self.core.sink is None
 
     def _end_each(self, joint: Joint, end: Callable[[Record], None]) -> None:
         """End a transfer for each record that is still in it; an error with one (a sink's) concerns no other."""
@@ -370,8 +314,3 @@ class RowMover(CpuMover):
                 raise errors[0]
         finally:
             errors.clear()  # an error that its own frame holds would hold all that is in it
-
-
-def _storage_of(record: Record) -> torch.UntypedStorage:
-    assert record.data is not None, "what is to be written is in memory"
-    return record.data

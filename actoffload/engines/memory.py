@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -31,7 +30,7 @@ class MemoryEngine(QueuedEngine):
             self.default_name, direct=False, alignment=file.alignment, needs_file=False, threads=count, vectored=True
         )
         super().__init__(file, capabilities)
-        self._chunks: dict[int, bytearray] = {}
+        self._chunks: dict[int, memoryview] = {}
         self._size_bytes = 0
         self.start_threads(count)
 
@@ -54,13 +53,12 @@ class MemoryEngine(QueuedEngine):
             length = max(0, min(length, self._size_bytes - offset))
         parts, done = [], 0
         for view in views:
-            memory, end = _address(view), min(done + len(view), length)
+            begin, end = done, min(done + len(view), length)
             while done < end:
                 index, start = divmod(offset + done, _CHUNK_BYTES)
                 count = min(end - done, _CHUNK_BYTES - start)
-                chunk = _address(self._chunk(index)) + start
-                parts.append((memory, chunk, count) if kind is IoKind.READ else (chunk, memory, count))
-                memory += count
+                memory, chunk = view[done - begin : done - begin + count], self._chunk(index)[start : start + count]
+                parts.append((memory, chunk) if kind is IoKind.READ else (chunk, memory))
                 done += count
         _copy(parts)
         if kind is IoKind.WRITE:
@@ -68,23 +66,19 @@ class MemoryEngine(QueuedEngine):
                 self._size_bytes = max(self._size_bytes, offset + done)
         return done
 
-    def _chunk(self, index: int) -> bytearray:
+    def _chunk(self, index: int) -> memoryview:
         chunk = self._chunks.get(index)
-        return chunk if chunk is not None else self._chunks.setdefault(index, bytearray(_CHUNK_BYTES))
+        return chunk if chunk is not None else self._chunks.setdefault(index, memoryview(bytearray(_CHUNK_BYTES)))
 
 
-def _address(memory: memoryview | bytearray) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
-
-
-def _copy(parts: Sequence[tuple[int, int, int]]) -> None:
-    """Copies each part: to, from, bytes; in C with one turn at the interpreter's lock for all of them."""
+def _copy(parts: Sequence[tuple[memoryview, memoryview]]) -> None:
+    """Copies each part, to and from; in C with one turn at the interpreter's lock for all of them."""
     native = native_hooks.loaded()
     if native is not None:
         native.copy(parts)
         return
-    for part in parts:
-        ctypes.memmove(*part)
+    for to, source in parts:
+        to[:] = source
 
 
 __all__ = ["MemoryEngine"]

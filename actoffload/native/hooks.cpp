@@ -8,8 +8,7 @@
 
 #include "copy.hpp"
 #include "pack.hpp"
-#include "piece.hpp"
-#include "rows.hpp"
+#include "row_ends.hpp"
 #include "tape_type.hpp"
 
 namespace {
@@ -117,6 +116,7 @@ PyObject* setup(PyObject*, PyObject*, PyObject* names) {
   PyObject *base, *storage;
   Known given = known;
   Fields classes = fields;
+  Counts running = counts;
   long long many = 0, record = 0, look_at = 0;
   const Told told[] = {
       {"base", &base, nullptr}, {"storage", &storage, nullptr},
@@ -132,9 +132,11 @@ PyObject* setup(PyObject*, PyObject*, PyObject* names) {
       {"own_counter", &given.own_counter, nullptr}, {"entry", &given.entry, nullptr}, {"layout", &given.layout_class, nullptr},
       {"stayed", &given.stayed, nullptr}, {"row_mover", &given.row_mover, nullptr}, {"numbers", &given.numbers, nullptr},
       {"empty", &given.empty, nullptr}, {"nothing", &given.nothing, nullptr}, {"float32", &given.float32, nullptr},
-      {"cpu", &given.cpu, nullptr}, {"free_weak_ref", &given.weak_ref_free, nullptr}, {"expired", &given.weak_ref_gone, nullptr},
+      {"cpu", &given.cpu, nullptr}, {"frombuffer", &given.frombuffer, nullptr}, {"uint8", &given.uint8, nullptr},
+       {"free_weak_ref", &given.weak_ref_free, nullptr}, {"expired", &given.weak_ref_gone, nullptr},
       {"from_weak_ref", &given.weak_ref_lock, nullptr}, {"record_class", &classes.record, nullptr},
       {"joint_class", &classes.joint, nullptr}, {"row_class", &classes.row, nullptr},
+      {"accounts_class", &running.accounts, nullptr},
       {"many", nullptr, &many}, {"record", nullptr, &record}, {"span_alignment", nullptr, &given.span_alignment},
       {"look_at", nullptr, &look_at}, {"bounce_bytes", nullptr, &given.bounce_bytes},
       {"small_bytes", nullptr, &given.small_bytes}, {"min_alignment", nullptr, &given.min_alignment}};
@@ -149,18 +151,20 @@ PyObject* setup(PyObject*, PyObject*, PyObject* names) {
     PyErr_SetString(PyExc_ValueError, "a burst or a note is not what it was");
     return nullptr;
   }
-  if (!find_all(&given, base, storage, given.make_deque) || !classes.find()) {
+  if (!find_all(&given, base, storage, given.make_deque) || !classes.find() || !running.find()) {
     return nullptr;
   }
   given.look_at = static_cast<Py_ssize_t>(look_at);
   given.empties = PyDict_New();
   given.no_counters = PyTuple_New(0);
-  if (given.empties == nullptr || given.no_counters == nullptr) {
+  given.dtype_name = Py_BuildValue("(s)", "dtype");
+  if (given.empties == nullptr || given.no_counters == nullptr || given.dtype_name == nullptr) {
     return nullptr;
   }
   Py_INCREF(names);  // and with it all that was told, for as long as the process lives
   known = given;
   fields = classes;
+  counts = running;
   return Py_NewRef(Py_None);
 }
 
@@ -169,8 +173,14 @@ PyMethodDef functions[] = {
      "Tell the module what PyTorch and this library look like. Once, before all else."},
     {"settle", settle, METH_O, "Work off the notes of an `Accounts`."},
     {"notice_resized", notice_resized, METH_VARARGS, "notice_resized(turn, most, moving): look at what is being copied."},
-    {"copy", copy, METH_O, "copy(parts): for each (to, from, nbytes), without Python's lock."},
+    {"copy", copy, METH_O, "copy(parts): for each (to, from), without Python's lock."},
     {"resized", all_resized, METH_O, "resized(records): those whose owner has freed or resized them."},
+    {"lay_out", lay_out, METH_VARARGS, "lay_out(row, step): where each of its records begins."},
+    {"board", board, METH_O, "board(row): its records have room in it; (storages with addresses, memory of bodies)."},
+    {"wanted", wanted, METH_VARARGS, "wanted(row, record): the places of what is read with a record."},
+    {"coming", coming, METH_VARARGS, "coming(row, places, slot, address): (memory of bodies, records, where they lie)."},
+    {"written", written, METH_VARARGS, "written(joint, core, accounts, dropped): for those for whom it has, as it should."},
+    {"fetched", fetched, METH_VARARGS, "fetched(joint, records, places, apart): likewise."},
     {"fetching", fetching, METH_VARARGS, "fetching(joint, records, accounts): all begin to be read by it."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -63,12 +63,11 @@ bool look_around(const Lane* lane, PyObject* owner) {
 // `Accounts.came` and `Accounts.left`, after what was noted has been worked off.
 bool count_come(PyObject* accounts, long long nbytes) {
   long long held = 0;
-  if (!add_to(accounts, name_resident_bytes, nbytes) ||
-      !integer(Ref(PyObject_GetAttr(accounts, name_resident_bytes)), &held)) {
+  if (!counts.resident_bytes.read(accounts, &held) || !counts.resident_bytes.write(accounts, held + nbytes)) {
     return false;
   }
-  return nbytes <= 0 ||
-         (raise_to(accounts, name_resident_peak_bytes, held) && raise_to(accounts, name_step_peak_bytes, held));
+  return nbytes <= 0 || (counts.resident_peak_bytes.raise(accounts, held + nbytes) &&
+                         counts.step_peak_bytes.raise(accounts, held + nbytes));
 }
 
 bool came(const Lane* lane, long long nbytes) {
@@ -77,17 +76,18 @@ bool came(const Lane* lane, long long nbytes) {
 
 // `Accounts.born`, after what was noted has been worked off.
 bool born(const Lane* lane, long long nbytes) {
+  PyObject* const accounts = lane->accounts;
   long long held = 0;
-  return add_to(lane->accounts, name_live_records, 1) && add_to(lane->accounts, name_baseline_bytes, nbytes) &&
-         integer(Ref(PyObject_GetAttr(lane->accounts, name_baseline_bytes)), &held) &&
-         raise_to(lane->accounts, name_baseline_peak_bytes, held);
+  return counts.live_records.add(accounts, 1) && counts.baseline_bytes.read(accounts, &held) &&
+         counts.baseline_bytes.write(accounts, held + nbytes) &&
+         counts.baseline_peak_bytes.raise(accounts, held + nbytes);
 }
 
 // `Accounts.died`.
 bool died(const Lane* lane, long long nbytes) {
-  return add_to(lane->accounts, name_live_records, -1) &&
+  return counts.live_records.add(lane->accounts, -1) &&
          (PyObject_Size(lane->notes) == 0 || Ref(settle(nullptr, lane->accounts))) &&
-         add_to(lane->accounts, name_baseline_bytes, -nbytes);
+         counts.baseline_bytes.add(lane->accounts, -nbytes);
 }
 
 }  // namespace

@@ -96,8 +96,8 @@ StaysRecord* find(PyObject* known_here, const Wanted& wanted, long long address,
 // A handle on a record that is known already.
 PyObject* keep_again(Lane* lane, Ref stayed, StaysRecord* record, const Wanted& wanted) {
   const long long nbytes = wanted.end - wanted.begin;
-  if (!add_to(lane->accounts, name_packed_tensors, 1) || !add_to(lane->accounts, name_packed_bytes, nbytes) ||
-      !add_to(lane->accounts, name_deduplicated_bytes, nbytes)) {
+  if (!counts.packed_tensors.add(lane->accounts, 1) || !counts.packed_bytes.add(lane->accounts, nbytes) ||
+      !counts.deduplicated_bytes.add(lane->accounts, nbytes)) {
     return nullptr;
   }
   stayed_belongs(as_stayed(stayed.get()), record);
@@ -149,7 +149,7 @@ bool look_further(Lane* lane, PyObject* owner, Tape* tape, long long nbytes) {
   if (!integer(Ref(PyObject_CallNoArgs(known.sequence_number)), &node) || !changes_of(lane, &changes)) {
     return false;
   }
-  if (burst_saved(tape, node, nbytes) && !raise_to(lane->accounts, name_resident_peak_bytes, tape->node_bytes)) {
+  if (burst_saved(tape, node, nbytes) && !counts.resident_peak_bytes.raise(lane->accounts, tape->node_bytes)) {
     return false;
   }
   return tape_idle(tape, changes) ||

@@ -21,6 +21,8 @@ struct Known {
   PyObject *entry, *layout_class, *stayed, *row_mover;     // classes
   PyObject *numbers;                                       // of the records
   PyObject *empty, *nothing;                               // `empty` of handles.py, and what it has
+  PyObject *frombuffer, *uint8;                            // of PyTorch: a function, and the dtype that it is given
+  PyObject* dtype_name;                                    // as the name of that argument
   PyObject *empties, *no_counters;                         // by dtype: what `empty` gives each time; an empty tuple
   Py_ssize_t look_at;                                      // LOOK_AT of tiers.py
   long long bounce_bytes, small_bytes, min_alignment;      // of cpu_tier.py and row_tier.py
@@ -34,12 +36,10 @@ struct Known {
 } known;
 
 #define ACTOFFLOAD_NAMES(X)                                                                                           \
-  X(nbytes) X(cpu) X(type) X(append) X(locked) X(acquire) X(release) X(changes) X(recomputed_bytes)                   \
-  X(live_records) X(packed_tensors) X(packed_bytes) X(deduplicated_bytes) X(baseline_bytes) X(resident_bytes)         \
-  X(baseline_peak_bytes) X(resident_peak_bytes) X(step_peak_bytes) X(notes) X(kept_bytes) X(data) X(device)           \
+  X(nbytes) X(cpu) X(type) X(append) X(locked) X(acquire) X(release) X(changes) X(data) X(device)                     \
   X(get) X(passed) X(drop) X(look_at) X(look_ahead) X(fetch_ahead) X(state) X(address) X(was_resized) X(drain)        \
   X(_place) X(begin_alone) X(obtain) X(alignment) X(pending_limit_bytes) X(pending_bytes) X(largest_bytes)            \
-  X(largest_moved_bytes) X(moved_bytes) X(flush) X(_full_bytes) X(_open)
+  X(largest_moved_bytes) X(flush) X(give_room_back) X(_full_bytes) X(_open)
 
 #define ACTOFFLOAD_DECLARE(text) PyObject* name_##text;
 ACTOFFLOAD_NAMES(ACTOFFLOAD_DECLARE)

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "lock.hpp"
+#include "slots.hpp"
 
 namespace {
 
@@ -66,9 +67,8 @@ bool free_now(const Lane* lane) {
 
 // Whether the block that was recomputed last is done with.
 Answer nothing_recomputed(const Lane* lane) {
-  const Ref nbytes(PyObject_GetAttr(lane->accounts, name_recomputed_bytes));
-  const int some = nbytes ? PyObject_IsTrue(nbytes.get()) : -1;
-  return some < 0 ? Answer::failed : some == 0 ? Answer::yes : Answer::no;
+  long long nbytes = 0;
+  return !counts.recomputed_bytes.read(lane->accounts, &nbytes) ? Answer::failed : nbytes == 0 ? Answer::yes : Answer::no;
 }
 
 // Whether a device has nothing under way that must be looked at on every occasion.
@@ -111,6 +111,9 @@ PyObject* lane_new(PyTypeObject* type, PyObject* arguments, PyObject* names) {
                                    &given[6], &lock_type, &given[7], &given[8], &PyDict_Type, &given[9], &PyDict_Type,
                                    &given[10], &given[11], &PyDict_Type, &given[12], &PyDict_Type, &given[13],
                                    &given[14], &given[15], &given[16], &bounded)) {
+    return nullptr;
+  }
+  if (!is_accounts(given[0])) {
     return nullptr;
   }
   for (std::size_t at = 0; at < kGivenToLane; ++at) {

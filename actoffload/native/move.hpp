@@ -69,9 +69,9 @@ Answer saved_before(PyObject* entries, const Saving& saving, PyObject** record) 
 bool admit_again(Moved* moved, PyObject* record, const Saving& saving) {
   PyObject* const accounts = saving.lane->accounts;
   long long round = 0;
-  if (!fields.round.read(record, &round) || !add_to(accounts, name_packed_tensors, 1) ||
-      !add_to(accounts, name_packed_bytes, saving.nbytes()) ||
-      !add_to(accounts, name_deduplicated_bytes, saving.nbytes()) || !fields.handles.add(record, 1)) {
+  if (!fields.round.read(record, &round) || !counts.packed_tensors.add(accounts, 1) ||
+      !counts.packed_bytes.add(accounts, saving.nbytes()) ||
+      !counts.deduplicated_bytes.add(accounts, saving.nbytes()) || !fields.handles.add(record, 1)) {
     return false;
   }
   moved_belongs(moved, record, round);
@@ -115,7 +115,7 @@ bool admit_new(Moved* moved, const Ref& record, const Saving& saving, PyObject* 
   }
   moved_belongs(moved, record.get(), 0);
   return fields.handles.write(record.get(), 1) && fields.waiting.write(record.get(), 1) &&
-         add_to(accounts, name_packed_tensors, 1) && add_to(accounts, name_packed_bytes, saving.nbytes()) &&
+         counts.packed_tensors.add(accounts, 1) && counts.packed_bytes.add(accounts, saving.nbytes()) &&
          born(saving.lane, saving.nbytes());
 }
 
@@ -201,7 +201,7 @@ bool place(PyObject* record, PyObject* owner, const Saving& saving) {
       return static_cast<bool>(stays);
     }
   }
-  return raise_to(lane->core, name_largest_bytes, nbytes) && add_to(lane->accounts, name_moved_bytes, nbytes) &&
+  return raise_to(lane->core, name_largest_bytes, nbytes) && counts.moved_bytes.add(lane->accounts, nbytes) &&
          raise_to(lane->core, name_largest_moved_bytes, nbytes) &&
          decide_to_move(lane, saving.tape, nbytes, saving.module);
 }

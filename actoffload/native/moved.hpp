@@ -240,7 +240,7 @@ Ref forget_identity(const Lane* lane, PyObject* record) {
 
 // Whether nothing more than counts, its identity and its place in a row is to be given back of a record.
 Answer rests(const Lane* lane, PyObject* record) {
-  long long handles = 0, users = 0;
+  long long handles = 0;
   if (!on_cpu(record) || !fields.transfer.nothing(record) || !fields.slot.nothing(record) ||
       !(fields.state.is(record, known.spilled) || fields.state.is(record, known.resident))) {
     return Answer::no;
@@ -253,18 +253,25 @@ Answer rests(const Lane* lane, PyObject* record) {
     return Answer::no;  // the order of this tape is learned with its last one, and backward may be over
   }
   PyObject* const row = fields.extent(record);
-  if (row != Py_None) {
-    if (reinterpret_cast<PyObject*>(Py_TYPE(row)) != fields.row) {
-      return Answer::no;
-    }
-    if (!fields.row_users.read(row, &users)) {
-      return Answer::failed;
-    }
-    if (users <= 1) {
-      return Answer::no;  // the room on disk goes with the last
-    }
+  if (row != Py_None && reinterpret_cast<PyObject*>(Py_TYPE(row)) != fields.row) {
+    return Answer::no;
   }
   return nothing_recomputed(lane);
+}
+
+// A record leaves the row on disk that it has room in; `empty`: that row, if it was the last.
+bool leave_row(PyObject* record, Ref* empty) {
+  PyObject* const row = fields.extent(record);
+  long long users = 0;
+  if (row == Py_None) {
+    return true;
+  }
+  const bool good = fields.row_users.read(row, &users) && fields.row_users.write(row, users - 1);
+  if (good && users == 1) {
+    *empty = Ref(Py_NewRef(row));
+  }
+  fields.extent.set(record, Py_None);
+  return good;
 }
 
 // `Storer.drop` of the last handle of what rests; no: Python has to do it. What it returns in `held` goes last.
@@ -288,9 +295,8 @@ Answer drop_moved(Moved* moved, Ref held[2]) {
   }
   // From here on it is done; nothing of Python runs, and what it held goes when all is done.
   bool good = fields.handles.write(record, 0);
-  PyObject* const row = fields.extent(record);
-  good = (row == Py_None || fields.row_users.add(row, -1)) && good;
-  fields.extent.set(record, Py_None);
+  Ref empty;
+  good = leave_row(record, &empty) && good;
   held[1] = Ref(Py_NewRef(fields.data(record)));
   fields.data.set(record, Py_None);
   fields.state.set(record, known.released);
@@ -299,7 +305,9 @@ Answer drop_moved(Moved* moved, Ref held[2]) {
     fields.counted.set(record, Py_False);
     good = came(lane, -nbytes) && good;
   }
-  return died(lane, nbytes) && good ? Answer::yes : Answer::failed;
+  good = died(lane, nbytes) && good;
+  good = (!empty || Ref(PyObject_CallMethodOneArg(lane->mover, name_give_room_back, empty.get()))) && good;
+  return good ? Answer::yes : Answer::failed;
 }
 
 bool drop_moved_in_python(const Moved* moved) {

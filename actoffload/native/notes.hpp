@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "known.hpp"
+#include "slots.hpp"
 
 namespace {
 
@@ -62,22 +62,21 @@ bool count(PyObject* by_reason, PyObject* one, Sums* sums) {
 
 bool enter(PyObject* accounts, const Sums& sums) {
   long long saved = 0, held = 0;
-  return integer(Ref(PyObject_GetAttr(accounts, name_baseline_bytes)), &saved) &&
-         integer(Ref(PyObject_GetAttr(accounts, name_resident_bytes)), &held) &&
-         add_to(accounts, name_packed_tensors, sums.tensors) && add_to(accounts, name_packed_bytes, sums.packed) &&
-         add_to(accounts, name_live_records, sums.records) &&
-         add_to(accounts, name_baseline_bytes, sums.now) && add_to(accounts, name_resident_bytes, sums.now) &&
-         raise_to(accounts, name_baseline_peak_bytes, saved + sums.peak) &&
-         raise_to(accounts, name_resident_peak_bytes, held + sums.peak) &&
-         raise_to(accounts, name_step_peak_bytes, held + sums.peak);
+  return counts.baseline_bytes.read(accounts, &saved) && counts.resident_bytes.read(accounts, &held) &&
+         counts.packed_tensors.add(accounts, sums.tensors) && counts.packed_bytes.add(accounts, sums.packed) &&
+         counts.live_records.add(accounts, sums.records) && counts.baseline_bytes.write(accounts, saved + sums.now) &&
+         counts.resident_bytes.write(accounts, held + sums.now) &&
+         counts.baseline_peak_bytes.raise(accounts, saved + sums.peak) &&
+         counts.resident_peak_bytes.raise(accounts, held + sums.peak) &&
+         counts.step_peak_bytes.raise(accounts, held + sums.peak);
 }
 
 // `Accounts.settle`: works off what was noted. What is taken off the notes is counted, whatever comes.
 PyObject* settle(PyObject*, PyObject* accounts) {
-  const Ref notes(PyObject_GetAttr(accounts, name_notes)), by_reason(PyObject_GetAttr(accounts, name_kept_bytes));
-  if (!notes || !by_reason) {
+  if (!is_accounts(accounts)) {
     return nullptr;
   }
+  const Ref notes(Py_NewRef(counts.notes(accounts))), by_reason(Py_NewRef(counts.kept_bytes(accounts)));
   if (!PyDict_Check(by_reason.get())) {
     PyErr_SetString(PyExc_TypeError, "kept_bytes is no dictionary");
     return nullptr;

@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include <structmember.h>
+
 #include "known.hpp"
 
 namespace {
@@ -47,6 +49,10 @@ class Slot {
     long long value = 0;
     return read(object, &value) && write(object, value + more);
   }
+  bool raise(PyObject* object, long long peak) const {
+    long long value = 0;
+    return read(object, &value) && (value >= peak || write(object, peak));
+  }
 
  private:
   Py_ssize_t offset_ = 0;
@@ -57,13 +63,45 @@ class Slot {
   X(waiting) X(round) X(tape) X(index) X(module) X(kind) X(stays) X(counted) X(wanted) X(on_disk) X(extent)         \
   X(transfer) X(io) X(slot) X(error) X(was_resized)
 
+#define ACTOFFLOAD_ACCOUNTS_FIELDS(X)                                                                           \
+  X(notes) X(kept_bytes) X(packed_tensors) X(packed_bytes) X(deduplicated_bytes) X(moved_bytes) X(live_records) \
+  X(resident_bytes) X(resident_peak_bytes) X(step_peak_bytes) X(baseline_bytes) X(baseline_peak_bytes)          \
+  X(recomputed_bytes)
+
+// The running counts of an offloader.
+struct Counts {
+  PyObject* accounts;  // the class
+#define ACTOFFLOAD_DECLARE(name) Slot name;
+  ACTOFFLOAD_ACCOUNTS_FIELDS(ACTOFFLOAD_DECLARE)
+#undef ACTOFFLOAD_DECLARE
+
+  bool find() {
+#define ACTOFFLOAD_FIND(name)        \
+  if (!name.find(accounts, #name)) { \
+    return false;                    \
+  }
+    ACTOFFLOAD_ACCOUNTS_FIELDS(ACTOFFLOAD_FIND)
+#undef ACTOFFLOAD_FIND
+    return true;
+  }
+} counts;
+
+// Whether something is an `Accounts`; an error, if not.
+bool is_accounts(PyObject* object) {
+  if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == counts.accounts) {
+    return true;
+  }
+  PyErr_Format(PyExc_TypeError, "accounts: an Accounts, not %.100s", Py_TYPE(object)->tp_name);
+  return false;
+}
+
 // The classes, and what is asked of them here.
 struct Fields {
   PyObject *record, *joint, *row;  // the classes
 #define ACTOFFLOAD_DECLARE(name) Slot name;
   ACTOFFLOAD_RECORD_FIELDS(ACTOFFLOAD_DECLARE)
 #undef ACTOFFLOAD_DECLARE
-  Slot joint_records, joint_nbytes, row_users;
+  Slot joint_records, joint_nbytes, row_users, row_records, row_starts, row_offsets, row_io_bytes, row_apart;
 
   bool find() {
 #define ACTOFFLOAD_FIND(name)        \
@@ -72,7 +110,9 @@ struct Fields {
   }
     ACTOFFLOAD_RECORD_FIELDS(ACTOFFLOAD_FIND)
 #undef ACTOFFLOAD_FIND
-    return joint_records.find(joint, "records") && joint_nbytes.find(joint, "nbytes") && row_users.find(row, "users");
+    return joint_records.find(joint, "records") && joint_nbytes.find(joint, "nbytes") && row_users.find(row, "users") &&
+           row_records.find(row, "records") && row_starts.find(row, "starts") && row_offsets.find(row, "offsets") &&
+           row_io_bytes.find(row, "io_bytes") && row_apart.find(row, "apart");
   }
 } fields;
 

@@ -47,7 +47,7 @@ def test_frozen_statistics_do_not_follow_the_counts() -> None:
 
 def test_every_count_has_its_place_in_the_statistics() -> None:
     running = {"resident_bytes", "baseline_bytes", "moved_bytes", "step_peak_bytes", "recomputed_bytes", "notes"}
-    own = set(vars(Accounts())) - running
+    own = set(Accounts.__slots__) - running
     fields = {field.name for field in dataclasses.fields(Accounts().freeze())}
     assert own <= fields
     assert fields - own == {

@@ -24,7 +24,7 @@ FLOORS = {
     "shapes wear estimate estimate_presets estimate_published plan_report plan_analysis",
     2: "blocks recompute cpu_allocator device hostpool numa paths ranks scopes stopwatch engines engines.*",
     3: "spool arena extent_io transfer",
-    4: "record tiers *_tier",
+    4: "record tiers rows *_tier",
     5: "agreement announcement assembly autopilot explanation handles marks placement prefetch recompute_meter "
     "recorder backward offloader strictness",
     6: "hooks native_known packing selective api",

@@ -269,5 +269,5 @@ def test_notes_are_worked_off_alike(first: list[Any], second: list[Any]) -> None
                     settle(accounts)
                 except ValueError:
                     said.append(accounts.notes.popleft())
-        found.append((said, vars(accounts)))
+        found.append((said, {name: getattr(accounts, name) for name in Accounts.__slots__}))
     assert found[0] == found[1]

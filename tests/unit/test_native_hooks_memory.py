@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from actoffload.accounts import MANY_NOTES
+from actoffload.accounts import MANY_NOTES, Accounts
 from tests.harness import MakeOffloader, no_garbage_collection
 from tests.unit.natively import TOLD
 from tests.unit.test_native_hooks import LEAST_BYTES, Model, Named, ones
@@ -129,7 +129,7 @@ def test_a_hook_and_its_owner_are_collected_together(native: Any) -> None:
     probe = Probe()
     gone = weakref.ref(probe)
     lane = native.Lane(
-        accounts=probe, notes=deque(), recording=[], entries={}, phases=probe, dropped=deque(),
+        accounts=Accounts(), notes=deque(), recording=[], entries={}, phases=probe, dropped=deque(),
         to_warn=deque(), lock=native.DrainingLock(noted=deque([probe])), waiters=deque(), watched={}, captures={},
         running=probe, named={}, modules={}, core=probe, mover=probe, pattern=probe, bounded=False,
     )  # fmt: skip

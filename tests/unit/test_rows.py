@@ -19,7 +19,8 @@ from actoffload.cpu_tier import BOUNCE_BYTES, CpuMover
 from actoffload.engines.base import IoKind
 from actoffload.engines.posix import PosixEngine
 from actoffload.record import State
-from actoffload.row_tier import SMALL_BYTES, Joint, Row, RowMover
+from actoffload.row_tier import SMALL_BYTES, RowMover
+from actoffload.rows import Joint, Row, lay_out
 from actoffload.testing.faults import GateEngine
 from actoffload.tiers import LOOK_AT
 from tests.harness import (
@@ -256,7 +257,8 @@ def test_bodies_of_a_row_lie_apart_in_memory_and_side_by_side_on_disk() -> None:
             head = -pad % alignment
             nbytes = chance.randrange(BOUNCE_BYTES, SMALL_BYTES)
             fakes.append(Fake(nbytes, pad, head, (nbytes - head) // alignment * alignment))
-        row = Row(fakes, alignment)  # type: ignore[arg-type]
+        row = Row(fakes)  # type: ignore[arg-type]
+        lay_out(row, step)
         assert row.io_bytes == sum(fake.io.io_bytes for fake in fakes)  # type: ignore[attr-defined]
         ends = [start + fake.nbytes for start, fake in zip(row.starts, fakes, strict=True)]
         for (_, end), (start, _) in itertools.pairwise(zip(row.starts, ends, strict=True)):

@@ -17,7 +17,8 @@ from actoffload.engines.base import IoKind
 from actoffload.engines.posix import PosixEngine
 from actoffload.errors import OffloaderClosedError, StorageReadError
 from actoffload.record import State
-from actoffload.row_tier import ROW_BYTES, SMALL_BYTES, Row
+from actoffload.row_tier import ROW_BYTES, SMALL_BYTES
+from actoffload.rows import Row
 from actoffload.testing.faults import FailingEngine, FullEngine, GateEngine, ShortEngine
 from tests.harness import (
     WAIT_S,

@@ -11,7 +11,7 @@ import pytest
 from actoffload import Offloader
 from actoffload.engines.base import IoKind
 from actoffload.record import State
-from actoffload.row_tier import Row
+from actoffload.rows import Row
 from actoffload.testing.faults import GateEngine
 from tests.harness import (
     WAIT_S,

@@ -87,7 +87,7 @@ def test_an_interrupt_when_a_write_is_under_way_leaves_it_in_memory(
     assert_empty(offloader)
 
 
-OURS = ("row_tier.py", "cpu_tier.py", "record.py", "spool.py", "arena.py", "extents.py")
+OURS = ("rows.py", "row_tier.py", "cpu_tier.py", "record.py", "spool.py", "arena.py", "extents.py")
 """Where rows, and those that go alone, are begun."""
 
 
