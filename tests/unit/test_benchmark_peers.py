@@ -75,8 +75,12 @@ def test_each_mode_gives_the_same_gradients(name: str, tmp_path: Path, aio: None
     # No disk: a slow one would finish nothing before backward asks for it.
     opened = run.open(name, {"engine": "memory"})
     assert [run.first_step() for _ in range(3)] == [expected] * 3
-    facts = opened.peer.facts()
     if name in ("nvme, all", "torch.save", "aio_handle"):
+        for _ in range(100):  # on a busy machine backward asks before much is written
+            facts = opened.peer.facts()
+            if facts["written_bytes"] > 1 << 20:
+                break
+            assert run.first_step() == expected
         assert facts["written_bytes"] > 1 << 20
         assert facts["read_bytes"] >= facts["written_bytes"] * 0.5
     opened.close()
