@@ -255,8 +255,6 @@ class RowMover(CpuMover):
         with self.core.lock:
             self._forget_left(joint)
             spoiled = transfer.error is not None and joint.lies_elsewhere()
-            if transfer.error is None and self._ends_in_c:
-                self._native.written(joint, self.core, self.core.accounts, dropped)
 
             def end(record: Record) -> None:
                 if spoiled:
@@ -264,7 +262,10 @@ class RowMover(CpuMover):
                 else:
                     dropped.append(self.write_done(record, since_s, transfer, direct=True))
 
-            self._end_each(joint, end)
+            def end_in_c() -> None:
+                self._native.written(joint, self.core, self.core.accounts, dropped)
+
+            self._end_each(joint, end, end_in_c if transfer.error is None else None)
         joint.places = []
         dropped.clear()
 
@@ -284,30 +285,38 @@ class RowMover(CpuMover):
             if not apart:
                 record.error = None  # perhaps another's: whoever asks tries it again, alone
 
+        def end_in_c() -> None:
+            self._native.fetched(joint, records, places, apart)
+
         try:
             with self.core.lock:
                 apart, row.apart = row.apart, row.apart or transfer.error is not None
-                if transfer.error is None and self._ends_in_c:
-                    self._native.fetched(joint, records, places, apart)
-                self._end_each(joint, end)
+                self._end_each(joint, end, end_in_c if transfer.error is None else None)
         finally:
             places.clear()
             lies.clear()
 
-    @property
-    def _ends_in_c(self) -> bool:
-        """Whether the end of a transfer that went well is told to C first, which has those left over that are not."""
-        return self._native is not None and self.core.sink is None
+    def _end_each(self, joint: Joint, end: Callable[[Record], None], end_in_c: Callable[[], None] | None) -> None:
+        """End a transfer for each record that is still in it; an error with one (a sink's) concerns no other.
 
-    def _end_each(self, joint: Joint, end: Callable[[Record], None]) -> None:
-        """End a transfer for each record that is still in it; an error with one (a sink's) concerns no other."""
+        Args:
+            joint: what has ended.
+            end: what that means for a record.
+            end_in_c: has C do it for those for whom it may, before; None: for none of them.
+        """
         errors: list[BaseException] = []
-        for record in list(joint.records):
-            joint.leave(record)
+
+        def note_error(do: Callable[..., None], *of: Record) -> None:
             try:
-                end(record)
+                do(*of)
             except BaseException as error:
                 errors.append(error)
+
+        if end_in_c is not None and self._native is not None and self.core.sink is None:
+            note_error(end_in_c)
+        for record in list(joint.records):
+            joint.leave(record)
+            note_error(end, record)
         self.core.changed.notify_all()
         try:
             if errors:

@@ -185,8 +185,9 @@ class Mover(ABC):
             return
         self.drop_near(record)
         record.weak_data = StorageRef(record.data)
-        self.forget_near(record)
+        # First: an interrupt comes when a function is entered, and what is resident has bytes.
         record.to(State.HOSTED if record.slot is not None else State.SPILLED)
+        self.forget_near(record)
 
     def revive(self, record: Record) -> bool:
         """Take the device copy that somebody still holds, if there is one."""
@@ -222,15 +223,15 @@ class Mover(ABC):
     def count_near(self, record: Record) -> None:
         """The record takes device memory from now on."""
         if not record.counted:
+            self.core.accounts.came(record.nbytes)  # first: an interrupt comes when it is entered
             record.counted = True
-            self.core.accounts.came(record.nbytes)
 
     def forget_near(self, record: Record) -> None:
         """Drop our reference to the device copy."""
         record.data = None
         if record.counted:
-            record.counted = False
             self.core.accounts.left(record.nbytes)
+            record.counted = False
 
     def forwarded(self, record: Record) -> None:
         """Backward takes the record from a copy nearer than the tier it was heading for."""

@@ -18,7 +18,8 @@ bool is_joint(PyObject* joint) {
 
 // `Joint.leave` of a record that is in it, and the end of its transfer.
 bool leave_joint(PyObject* joint, PyObject* record, long long nbytes) {
-  if (PyDict_DelItem(fields.joint_records(joint), record) < 0 || !fields.joint_nbytes.add(joint, -nbytes)) {
+  // What can fail comes first: who is still in it when all is over is Python's.
+  if (!fields.joint_nbytes.add(joint, -nbytes) || PyDict_DelItem(fields.joint_records(joint), record) < 0) {
     return false;
   }
   fields.transfer.set(record, Py_None);

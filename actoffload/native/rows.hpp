@@ -68,7 +68,6 @@ PyObject* fetching(PyObject*, PyObject* arguments) {
   if (PyObject_Size(counts.notes(accounts)) != 0 && !Ref(settle(nullptr, accounts))) {
     return nullptr;
   }
-  long long came = 0;
   for (Py_ssize_t place = 0; place < PyList_GET_SIZE(records); ++place) {
     PyObject* const record = PyList_GET_ITEM(records, place);
     long long nbytes = 0;
@@ -79,11 +78,13 @@ PyObject* fetching(PyObject*, PyObject* arguments) {
     fields.transfer.set(record, joint);
     fields.state.set(record, known.fetching);
     if (fields.counted.is(record, Py_False)) {
+      if (!count_come(accounts, nbytes)) {
+        return nullptr;
+      }
       fields.counted.set(record, Py_True);
-      came += nbytes;
     }
   }
-  return count_come(accounts, came) ? Py_NewRef(Py_None) : nullptr;
+  Py_RETURN_NONE;
 }
 
 // How a record lies around the body that is written of it: a `Layout`.

@@ -14,6 +14,7 @@ from torch import Tensor
 from actoffload import Offloader
 from actoffload.errors import SavedTensorModifiedError
 from actoffload.record import State
+from actoffload.row_tier import RowMover
 from tests.harness import WAIT_S, same_bits
 from tests.unit.keeping import activation
 from tests.unit.natively import in_python
@@ -54,6 +55,8 @@ def follow(offloader: Offloader, elements: list[int], program: list[tuple[Any, .
         said: Any = None
         if name != "save":  # what is saved together goes into one row
             come_to_rest(offloader)
+        elif offloader.config.pending_bytes is not None:  # else what is refused depends on time
+            wait_for_what_was_begun(offloader)
         if name == "save":
             with torch.no_grad():
                 seen_as = VIEWS[view[0]](tensors[number])
@@ -101,6 +104,15 @@ def come_to_rest(offloader: Offloader) -> None:
     entries = list(offloader._identities.entries.values())
     deadline_s = time.monotonic() + WAIT_S
     while any(entry.record.state is State.FETCHING for found in entries for entry in found):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.0005)
+
+
+def wait_for_what_was_begun(offloader: Offloader) -> None:
+    """Wait until nothing is on its way out but what waits for its row to be full."""
+    mover = offloader.tiers.movers["cpu"]
+    deadline_s = time.monotonic() + WAIT_S
+    while offloader.core.pending_bytes > (mover._open.nbytes if isinstance(mover, RowMover) else 0):
         assert time.monotonic() < deadline_s
         time.sleep(0.0005)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actoffload import OffloadConfig, Offloader, rows
+from actoffload.accounts import Accounts
 from actoffload.cpu_tier import MIN_ALIGNMENT, Layout
 from actoffload.engines.base import IoKind
 from actoffload.hostpool import HostPool
@@ -18,7 +20,7 @@ from actoffload.native_known import hooks_in_c
 from actoffload.record import Record, State
 from actoffload.row_tier import LARGE_ROW_BYTES, OF_WHAT_IS_SAVED, ROW_BYTES
 from actoffload.rows import Joint, Row
-from tests.harness import MakeOffloader, assert_empty
+from tests.harness import MakeOffloader, assert_empty, save_in_python
 from tests.unit.rows import NBYTES, CountingEngine, Saved, activations, mover_of, records_of
 
 CPU = torch.device("cpu")
@@ -44,7 +46,7 @@ def native() -> Any:
 def _row(given_records: list[tuple[int, int, State, int]], apart: bool = False) -> Row:
     records = []
     for begin, nbytes, state, waiting in given_records:
-        storage = torch.empty(begin + nbytes, dtype=torch.uint8).untyped_storage()
+        storage = torch.zeros(begin + nbytes, dtype=torch.uint8).untyped_storage()
         record = Record(storage, storage.data_ptr(), begin, begin + nbytes, CPU)
         record.io = Layout.around(record.address + begin, nbytes, ALIGNMENT)
         record.state, record.waiting = state, waiting
@@ -176,11 +178,12 @@ FACTS = ("state", "on_disk", "counted", "was_resized", "waiting", "wanted", "dat
 
 def _shown(offloader: Offloader, joint: Joint, records: list[Record]) -> Any:
     accounts, core = offloader.core.accounts, offloader.core
+    accounts.settle()
     return (
         [[getattr(record, name) for name in FACTS] for record in records],
         [None if record.data is None else bytes(record.data) for record in records],
         (len(joint.records), joint.nbytes, joint.places),
-        (core.pending_bytes, accounts.resident_bytes, accounts.moved_bytes, dict(accounts.kept_bytes)),
+        (core.pending_bytes, {name: getattr(accounts, name) for name in Accounts.__slots__}),
     )
 
 
@@ -218,6 +221,7 @@ def _in_c_and_in_python(offloader: Offloader, end: Any) -> list[Any]:
             mover._native = module
             core.accounts, core.pending_bytes = type(accounts)(), 1 << 20
             core.accounts.came(1 << 20)
+            core.accounts.notes.append(("policy", 4096, 1))  # it was there when the transfer ended, whoever counts it
             found.append(end(mover))
     finally:
         mover._native, core.accounts, core.pending_bytes = native, accounts, pending_bytes
@@ -266,6 +270,21 @@ def test_a_read_ends_alike(offloader: Offloader, some: list[Any], apart: bool) -
     assert in_c[1] == [bytes([7]) * nbytes if inside else None for _, nbytes, *_, inside in some]
 
 
+@given(some=moving_records)
+def test_a_read_begins_alike(offloader: Offloader, some: list[Any]) -> None:
+    def begin(mover: Any) -> Any:
+        _, records = _in_a_joint(some, State.SPILLED)
+        joint = Joint()
+        mover._fetching(joint, records)
+        assert all(record.transfer is joint for record in records)
+        for record in records:
+            record.transfer = None
+        return _shown(offloader, joint, records)
+
+    in_c, in_python = _in_c_and_in_python(offloader, begin)
+    assert in_c == in_python
+
+
 def test_a_write_in_c_ends_for_no_record_of_another_state(offloader: Offloader, native: Any) -> None:
     joint, records = _in_a_joint([(0, ALIGNMENT, State.SPILLING, 0, False, False, True)] * 2, State.SPILLING)
     records[0].state = State.RESIDENT
@@ -305,6 +324,65 @@ def test_edges_that_do_not_fit_are_refused(native: Any) -> None:
     with pytest.raises(TypeError, match="edges"):
         native.fetched(joint, records, [(storage, storage.data_ptr())], False)
     assert bytes(storage) == bytes(2 * ALIGNMENT)
+
+
+class _Broken:
+    """The module in C, whose functions of some names fail when they have done nothing."""
+
+    def __init__(self, native: Any, *names: str) -> None:
+        self._native, self._names = native, names
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._names:
+            return getattr(self._native, name)
+
+        def fail(*_: Any) -> None:
+            raise MemoryError(name)
+
+        return fail
+
+
+@pytest.mark.parametrize("name", ["written", "fetched"])
+def test_what_c_fails_to_end_is_ended_in_python(
+    name: str, native: Any, make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    offloader = make_offloader(engine="memory")
+    mover_of(offloader)._native = _Broken(native, name)
+    saved = Saved(offloader, activations(ROW_BYTES // NBYTES))
+    offloader.synchronize()
+    assert {record.state for record in records_of(offloader)} == {State.SPILLED}
+    for index in reversed(range(ROW_BYTES // NBYTES)):
+        saved.check(index)
+    assert told
+    assert {args.exc_type for args in told} == {MemoryError}
+    told.clear()
+    assert_empty(offloader)
+
+
+def test_an_interrupt_as_a_record_settles_leaves_it_to_be_read(
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offloader = make_offloader(engine="memory")
+    save_in_python(offloader)
+    saved = Saved(offloader, activations(2))
+    offloader.synchronize()
+    left = Accounts.left
+    due = [KeyboardInterrupt]
+
+    def interrupted(self: Accounts, nbytes: int) -> None:
+        if due:
+            raise due.pop()
+        left(self, nbytes)
+
+    monkeypatch.setattr(Accounts, "left", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        saved.check(0, again=True)
+    assert not due
+    saved.check(0)
+    saved.check(1)
+    assert_empty(offloader)
 
 
 # -- all of it ---------------------------------------------------------------------------------------------------------
