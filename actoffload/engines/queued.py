@@ -31,7 +31,7 @@ _MOST_GATHERED = 64  # requests; the system takes at least so many ranges of mem
 def memory_view(address: int, length: int) -> memoryview:
     """Returns a writable view of ``length`` bytes at ``address``; the caller keeps them alive."""
     native = native_hooks.loaded()
-    if native is not None:  # a tenth of what `ctypes` takes
+    if native is not None:  # `ctypes` makes a type for each length
         return memoryview(native.Piece(address, length, None))
     return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
 

@@ -133,7 +133,7 @@ PyObject* setup(PyObject*, PyObject*, PyObject* names) {
       {"stayed", &given.stayed, nullptr}, {"row_mover", &given.row_mover, nullptr}, {"numbers", &given.numbers, nullptr},
       {"empty", &given.empty, nullptr}, {"nothing", &given.nothing, nullptr}, {"float32", &given.float32, nullptr},
       {"cpu", &given.cpu, nullptr}, {"frombuffer", &given.frombuffer, nullptr}, {"uint8", &given.uint8, nullptr},
-       {"free_weak_ref", &given.weak_ref_free, nullptr}, {"expired", &given.weak_ref_gone, nullptr},
+      {"free_weak_ref", &given.weak_ref_free, nullptr}, {"expired", &given.weak_ref_gone, nullptr},
       {"from_weak_ref", &given.weak_ref_lock, nullptr}, {"record_class", &classes.record, nullptr},
       {"joint_class", &classes.joint, nullptr}, {"row_class", &classes.row, nullptr},
       {"accounts_class", &running.accounts, nullptr},

@@ -1,4 +1,4 @@
-// What is done for each record of a row, of row_tier.py: there is a function in Python of the same name for each.
+// What is done for each record of a row: as rows.py and row_tier.py do it, under the same names.
 
 #pragma once
 

@@ -9,15 +9,20 @@ import torch
 from torch import Tensor
 
 from actoffload import Offloader
+from actoffload.cpu_tier import Layout
 from actoffload.engines.base import IoKind, SpoolFile
 from actoffload.engines.posix import PosixEngine
-from actoffload.record import State
+from actoffload.record import Record, State
 from actoffload.row_tier import ROW_BYTES, RowMover
+from actoffload.rows import Row
 from tests.harness import (
     same_bits,
 )
 
+CPU = torch.device("cpu")
 KIB = 1 << 10
+ALIGNMENT = 512
+"""Of the disk of records that no offloader has made."""
 NBYTES = 256 * KIB
 """Of one record of most tests: four fill a row."""
 FULL = ROW_BYTES // NBYTES
@@ -98,3 +103,17 @@ class CountingEngine(PosixEngine):
     def submit(self, request: Any) -> None:
         self.requests.append((request.kind, request.length))
         super().submit(request)
+
+
+def row_of(given_records: list[tuple[int, int, State, int]], apart: bool = False) -> Row:
+    """A row of records as they are once they were saved; of each: where it begins, its bytes, its state, who waits."""
+    records = []
+    for begin, nbytes, state, waiting in given_records:
+        storage = torch.zeros(begin + nbytes, dtype=torch.uint8).untyped_storage()
+        record = Record(storage, storage.data_ptr(), begin, begin + nbytes, CPU)
+        record.io = Layout.around(record.address + begin, nbytes, ALIGNMENT)
+        record.state, record.waiting = state, waiting
+        records.append(record)
+    row = Row(records)
+    row.apart = apart
+    return row

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from typing import Any
 
 import pytest
 
 from actoffload import Offloader
 from actoffload.engines.base import IoKind
 from actoffload.record import State
+from actoffload.row_tier import LARGE_ROW_BYTES, OF_WHAT_IS_SAVED, ROW_BYTES
 from actoffload.rows import Row
 from actoffload.testing.faults import GateEngine
 from tests.harness import (
@@ -195,3 +197,55 @@ def test_a_row_that_nobody_wants_written_is_taken_back(make_offloader: MakeOfflo
     only_engine(offloader).open()
     assert_empty(offloader)
     assert only_engine(offloader).started == []
+
+
+def test_rows_are_larger_where_more_is_saved(either: str, make_offloader: MakeOffloader) -> None:
+    made: list[CountingEngine] = []
+
+    def engine(file: Any) -> CountingEngine:
+        made.append(CountingEngine(file))
+        return made[-1]
+
+    offloader = make_offloader(engine=engine, pending_bytes="64GiB")
+    count = 2 * LARGE_ROW_BYTES * OF_WHAT_IS_SAVED // NBYTES // 4
+    saved = Saved(offloader, activations(count))
+    offloader.synchronize()
+    sizes = [length for kind, length in made[0].requests if kind is IoKind.WRITE]
+    assert sizes[0] <= ROW_BYTES + NBYTES
+    assert max(sizes) > ROW_BYTES + NBYTES
+    assert max(sizes) <= count * NBYTES // OF_WHAT_IS_SAVED + NBYTES
+    for index in reversed(range(count)):
+        saved.check(index)
+    assert_empty(offloader)
+
+
+@pytest.mark.parametrize("options", [{"prefetch_bytes": "3MiB"}, {"pending_bytes": "3MiB"}])
+def test_a_row_is_no_larger_than_half_of_what_the_user_allows(
+    options: dict[str, str], make_offloader: MakeOffloader
+) -> None:
+    offloader = make_offloader(engine="memory", **options)
+    mover = mover_of(offloader)
+    offloader.core.accounts.baseline_peak_bytes = 1 << 40
+    saved = Saved(offloader, activations(ROW_BYTES // NBYTES))
+    assert mover._full_bytes == 3 * ROW_BYTES // 2
+    for index in reversed(range(ROW_BYTES // NBYTES)):
+        saved.check(index)
+    assert_empty(offloader)
+
+
+def test_room_goes_with_the_last_of_a_row_whatever_the_order(either: str, make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine="memory")
+    count = ROW_BYTES // NBYTES
+    saved = Saved(offloader, [*activations(count), *activations(1)])
+    offloader.synchronize()
+    spool = offloader.tiers.spool
+    assert spool is not None
+    row = records_of(offloader)[0].extent
+    before = spool.statistics().busy_extents, offloader._lane is not None
+    for index in (2, 0, 1, 3):
+        assert not row.extent._freed
+        saved.check(index)
+    assert (row.users, row.records, row.extent._freed) == (0, [], True)
+    assert before[0] == 0
+    saved.check(count)
+    assert_empty(offloader)
