@@ -15,7 +15,6 @@ import threading
 from pathlib import Path
 
 import psutil
-import torch
 
 from . import native_build
 from .native_build import Refused, discard, told
@@ -107,10 +106,8 @@ def build() -> Path:
     Raises:
         Refused: there is no compiler, or it failed.
     """
-    root = Path(_torch_folder())
-    options = [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", f"-I{root / 'include'}"]
-    options += [f"-L{root / 'lib'}", "-lc10", "-pthread"]
-    return native_build.build(SOURCE, options, [torch.__version__, torch.version.git_version or ""])
+    options, key = native_build.with_torch()
+    return native_build.build(SOURCE, [*options, "-pthread"], key)
 
 
 def _keep(keep: bool) -> None:
@@ -157,10 +154,6 @@ def _install() -> ctypes.CDLL:
 
 def _load() -> ctypes.CDLL:
     return native_build.load(build, lambda path: ctypes.CDLL(str(path)))
-
-
-def _torch_folder() -> str:
-    return str(Path(torch.__file__).parent)
 
 
 def _overcommit() -> int:

@@ -105,19 +105,23 @@ class Handle:
         record = self.record
         check_version(self.probe._version, self.version, self.dtype, self.shape, record.module)
         storage, begin, self.round = self.owner.obtain(record, self.round)
-        offset = (self.offset - begin) // self.dtype.itemsize
-        view = empty(self.dtype, record.device).detach()
-        view.set_(storage, offset, self.shape, self.stride)
-        # Changing what is handed out counts as changing what was saved: a later unpack then raises, as autograd's does.
-        shared = self.probe.detach()
-        shared.data = view
-        view = shared
-        if self.conj:
-            view = view.conj()
-        return view._neg_view() if self.neg else view
+        return view_in(self, storage, begin)
 
     def __del__(self) -> None:
         self.owner.drop(self.record, self.round)
+
+
+def view_in(handle: Handle, storage: torch.UntypedStorage, begin: int) -> Tensor:
+    """The saved view in a storage whose first byte is the one at ``begin`` of the storage that was saved."""
+    offset = (handle.offset - begin) // handle.dtype.itemsize
+    view = empty(handle.dtype, handle.record.device).detach()
+    view.set_(storage, offset, handle.shape, handle.stride)
+    # Changing what is handed out counts as changing what was saved: a later unpack then raises, as autograd's does.
+    shared = handle.probe.detach()
+    shared.data = view
+    if handle.conj:
+        shared = shared.conj()
+    return shared._neg_view() if handle.neg else shared
 
 
 class Kept:

@@ -6,6 +6,7 @@ Nothing here is needed for a right gradient: where there is no compiler, a reaso
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import platform
 import shutil
@@ -28,6 +29,20 @@ _TEMPORARY = "actoffload-"
 
 class Refused(Exception):
     """Why compiled code is not used here."""
+
+
+def with_torch(*libraries: str) -> tuple[list[str], list[str]]:
+    """Options and key for a source that uses PyTorch's headers, c10 and those of its libraries, which are loaded.
+
+    Raises:
+        Refused: there is no PyTorch.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise Refused("PyTorch is not installed")
+    root = Path(spec.origin).parent
+    linked = [f"-L{root / 'lib'}", *(f"-l{library}" for library in ("c10", *libraries))]
+    return [f"-I{root / 'include'}", *linked], [(root / "version.py").read_text(encoding="utf-8")]
 
 
 def build(source: Path, options: Sequence[str], key: Sequence[str]) -> Path:

@@ -73,8 +73,9 @@ def build() -> Path:
     folders = dict.fromkeys(sysconfig.get_path(name) for name in ("include", "platinclude"))
     if not any((Path(folder) / "Python.h").exists() for folder in folders):
         raise Refused("Python's headers are missing (Python.h; on Debian and Ubuntu in python3-dev)")
-    options = ["-fvisibility=hidden", *(f"-I{folder}" for folder in folders)]
-    return native_build.build(SOURCE, options, [sys.version, sysconfig.get_config_var("SOABI") or ""])
+    torchs, key = native_build.with_torch("torch_cpu", "torch_python")
+    options = ["-fvisibility=hidden", *(f"-I{folder}" for folder in folders), *torchs]
+    return native_build.build(SOURCE, options, [sys.version, sysconfig.get_config_var("SOABI") or "", *key])
 
 
 def _load() -> Any:

@@ -13,8 +13,8 @@ from . import native_hooks
 from .accounts import RECORD, Accounts
 from .bursts import MANY
 from .cpu_tier import BOUNCE_BYTES, MIN_ALIGNMENT, Layout
-from .handles import NOTHING, Stayed, check_not_replaced, check_version, empty
-from .identity import SPAN_ALIGNMENT, Entry, own_counter
+from .handles import Stayed, check_not_replaced, check_version, empty, view_in
+from .identity import SPAN_ALIGNMENT, own_counter
 from .marks import OPEN_REGIONS
 from .policy import KeepReason
 from .record import Record, State, numbers
@@ -24,7 +24,6 @@ from .scopes import untraced_hook
 from .tiers import LOOK_AT, MOVING
 
 CPU = torch.device("cpu")
-_STORAGE: Any = torch._C.StorageBase
 
 
 @untraced_hook
@@ -41,33 +40,28 @@ def hooks_in_c() -> Any:
 
 def known() -> dict[str, Any]:
     """What ``setup`` of the module takes."""
-    autograd = torch._C._autograd
     return {
         "base": torch._C.TensorBase,
-        "storage": _STORAGE,
+        "samples": _samples(),
+        "storage": torch._C.StorageBase,
         "tensor": Tensor,
         "parameter": nn.Parameter,
-        "strided": torch.strided,
         "regions": OPEN_REGIONS,
-        "task_id": torch._C._current_graph_task_id,
         "check_version": check_version,
         "unpack": unpack,
         "static": KeepReason.PARAMETER.value,
         "small": KeepReason.SMALL.value,
-        "sequence_number": autograd._get_sequence_nr,
-        "set_version": autograd._unsafe_set_version_counter,
         "resident": State.RESIDENT,
         "released": State.RELEASED,
         "spilling": State.SPILLING,
         "spilled": State.SPILLED,
         "fetching": State.FETCHING,
         "moving": MOVING,
-        "keeps_graph": getattr(autograd, "_get_current_graph_task_keep_graph", None),
         "replaced": check_not_replaced,
+        "view_in": untraced_hook(view_in),
         "own_counter": untraced_hook(own_counter),
         "make_lock": threading.Lock,
         "make_deque": deque,
-        "entry": Entry,
         "layout": Layout,
         "stayed": Stayed,
         "row_mover": RowMover,
@@ -77,13 +71,8 @@ def known() -> dict[str, Any]:
         "accounts_class": Accounts,
         "numbers": numbers,
         "empty": empty,
-        "nothing": NOTHING,
         "float32": torch.float32,
         "cpu": CPU,
-        "frombuffer": torch.frombuffer,
-        "uint8": torch.uint8,
-        "free_weak_ref": _STORAGE._free_weak_ref,
-        "expired": _STORAGE._expired,
         "from_weak_ref": torch.UntypedStorage._new_with_weak_ptr,
         "many": MANY,
         "record": RECORD,
@@ -93,3 +82,11 @@ def known() -> dict[str, Any]:
         "small_bytes": SMALL_BYTES,
         "min_alignment": MIN_ALIGNMENT,
     }
+
+
+def _samples() -> list[Tensor]:
+    """Tensors of each making: the module sees by them that PyTorch's objects are laid out as it expects."""
+    with torch.inference_mode(False):
+        tensor = torch.empty(2, dtype=torch.float32, device="cpu")
+        wanted = tensor.clone().requires_grad_()
+        return [tensor, tensor[1:], tensor.detach(), nn.Parameter(tensor), wanted, wanted * 1.0]

@@ -85,20 +85,11 @@ bool read_told(const Told (&told)[Count], PyObject* names) {
   return true;
 }
 
-bool find_all(Known* given, PyObject* base, PyObject* storage, PyObject* deque) {
+bool find_all(Known* given, PyObject* base, PyObject* deque) {
   const std::pair<Getter*, const char*> getters[] = {
-      {&given->layout, "layout"},     {&given->is_nested, "is_nested"}, {&given->is_quantized, "is_quantized"},
-      {&given->is_cpu, "is_cpu"},     {&given->is_meta, "is_meta"},     {&given->base, "_base"},
-      {&given->is_leaf, "is_leaf"},   {&given->nbytes, "nbytes"},       {&given->version, "_version"},
-      {&given->device, "device"},     {&given->dtype, "dtype"},         {&given->shape, "shape"},
-      {&given->data, "data"},         {&given->requires_grad, "requires_grad"}};
+      {&given->base, "_base"}, {&given->device, "device"}, {&given->dtype, "dtype"}, {&given->shape, "shape"}};
   const std::tuple<Method*, PyObject*, const char*> methods[] = {
-      {&given->detach, base, "detach"}, {&given->untyped_storage, base, "untyped_storage"},
-      {&given->is_contiguous, base, "is_contiguous"}, {&given->storage_offset, base, "storage_offset"},
-      {&given->element_size, base, "element_size"}, {&given->is_conj, base, "is_conj"}, {&given->is_neg, base, "is_neg"},
-      {&given->stride, base, "stride"}, {&given->set_, base, "set_"}, {&given->data_ptr, storage, "data_ptr"},
-      {&given->storage_bytes, storage, "nbytes"}, {&given->weak_ref, storage, "_weak_ref"},
-      {&given->append, deque, "append"}, {&given->popleft, deque, "popleft"}};
+      {&given->detach, base, "detach"}, {&given->append, deque, "append"}, {&given->popleft, deque, "popleft"}};
   for (const auto& [getter, name] : getters) {
     if (!getter->find(base, name)) {
       return false;
@@ -109,31 +100,27 @@ bool find_all(Known* given, PyObject* base, PyObject* storage, PyObject* deque) 
       return false;
     }
   }
-  return given->number.find(storage, "_cdata");
+  return true;
 }
 
 PyObject* setup(PyObject*, PyObject*, PyObject* names) {
-  PyObject *base, *storage;
+  PyObject *base, *samples;
   Known given = known;
   Fields classes = fields;
   Counts running = counts;
   long long many = 0, record = 0, look_at = 0;
   const Told told[] = {
-      {"base", &base, nullptr}, {"storage", &storage, nullptr},
-      {"tensor", &given.tensor, nullptr}, {"parameter", &given.parameter, nullptr}, {"strided", &given.strided, nullptr},
-      {"regions", &given.regions, nullptr}, {"task_id", &given.task_id, nullptr},
+      {"base", &base, nullptr}, {"samples", &samples, nullptr}, {"storage", &given.storage, nullptr},
+      {"tensor", &given.tensor, nullptr}, {"parameter", &given.parameter, nullptr}, {"regions", &given.regions, nullptr},
       {"check_version", &given.check_version, nullptr}, {"unpack", &given.unpack, nullptr},
       {"static", &given.static_name, nullptr}, {"small", &given.small_name, nullptr},
-      {"sequence_number", &given.sequence_number, nullptr}, {"set_version", &given.set_version, nullptr},
       {"resident", &given.resident, nullptr}, {"released", &given.released, nullptr},
       {"spilling", &given.spilling, nullptr}, {"spilled", &given.spilled, nullptr}, {"fetching", &given.fetching, nullptr},
       {"moving", &given.moving, nullptr}, {"make_lock", &given.make_lock, nullptr}, {"make_deque", &given.make_deque, nullptr},
-      {"keeps_graph", &given.keeps_graph, nullptr}, {"replaced", &given.replaced, nullptr},
-      {"own_counter", &given.own_counter, nullptr}, {"entry", &given.entry, nullptr}, {"layout", &given.layout_class, nullptr},
+      {"replaced", &given.replaced, nullptr}, {"view_in", &given.view_in, nullptr},
+      {"own_counter", &given.own_counter, nullptr}, {"layout", &given.layout_class, nullptr},
       {"stayed", &given.stayed, nullptr}, {"row_mover", &given.row_mover, nullptr}, {"numbers", &given.numbers, nullptr},
-      {"empty", &given.empty, nullptr}, {"nothing", &given.nothing, nullptr}, {"float32", &given.float32, nullptr},
-      {"cpu", &given.cpu, nullptr}, {"frombuffer", &given.frombuffer, nullptr}, {"uint8", &given.uint8, nullptr},
-      {"free_weak_ref", &given.weak_ref_free, nullptr}, {"expired", &given.weak_ref_gone, nullptr},
+      {"empty", &given.empty, nullptr}, {"float32", &given.float32, nullptr}, {"cpu", &given.cpu, nullptr},
       {"from_weak_ref", &given.weak_ref_lock, nullptr}, {"record_class", &classes.record, nullptr},
       {"joint_class", &classes.joint, nullptr}, {"row_class", &classes.row, nullptr},
       {"accounts_class", &running.accounts, nullptr},
@@ -143,24 +130,23 @@ PyObject* setup(PyObject*, PyObject*, PyObject* names) {
   if (!read_told(told, names)) {
     return nullptr;
   }
-  if (!PyList_Check(given.regions) || !PyTuple_Check(given.moving) || !PyDict_Check(given.nothing)) {
-    PyErr_SetString(PyExc_TypeError, "regions is a list, moving a tuple, nothing a dictionary");
+  if (!PyList_Check(given.regions) || !PyTuple_Check(given.moving)) {
+    PyErr_SetString(PyExc_TypeError, "regions is a list, moving a tuple");
     return nullptr;
   }
   if (many != kMany || record != kRecord) {
     PyErr_SetString(PyExc_ValueError, "a burst or a note is not what it was");
     return nullptr;
   }
-  if (!find_all(&given, base, storage, given.make_deque) || !classes.find() || !running.find()) {
+  if (!PyType_Check(base) || !PyType_Check(given.storage)) {
+    PyErr_SetString(PyExc_TypeError, "base and storage are types");
+    return nullptr;
+  }
+  if (!find_tensors(samples, reinterpret_cast<PyTypeObject*>(base), reinterpret_cast<PyTypeObject*>(given.storage)) ||
+      !find_all(&given, base, given.make_deque) || !classes.find() || !running.find()) {
     return nullptr;
   }
   given.look_at = static_cast<Py_ssize_t>(look_at);
-  given.empties = PyDict_New();
-  given.no_counters = PyTuple_New(0);
-  given.dtype_name = Py_BuildValue("(s)", "dtype");
-  if (given.empties == nullptr || given.no_counters == nullptr || given.dtype_name == nullptr) {
-    return nullptr;
-  }
   Py_INCREF(names);  // and with it all that was told, for as long as the process lives
   known = given;
   fields = classes;
@@ -187,10 +173,8 @@ PyMethodDef functions[] = {
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "actoffload_hooks", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
 
 void describe_types() {
-  describe(&kept_type, "actoffload_hooks.Kept", sizeof(Kept), Py_TPFLAGS_DISALLOW_INSTANTIATION, kept_getters,
-           "A saved tensor that stays where it is: its alias, and the version at which it was saved.");
-  kept_type.tp_dealloc = kept_dealloc;
-  kept_type.tp_methods = kept_methods;
+  describe_kept();
+  describe_entry();
   describe(&unpack_type, "actoffload_hooks.Unpack", sizeof(Unpack), Py_TPFLAGS_DISALLOW_INSTANTIATION, unpack_getters,
            "The tensor that a handle stands for.");
   make_callable(&unpack_type, offsetof(Unpack, vectorcall));
@@ -210,7 +194,7 @@ void describe_types() {
 PyMODINIT_FUNC PyInit_actoffload_hooks() {
   describe_types();
   PyTypeObject* const types[] = {&kept_type, &pack_type, &lock_type, &tape_type, &lane_type, &record_type, &stayed_type,
-                                 &reference_type, &moved_type, &piece_type, &unpack_type};
+                                 &reference_type, &moved_type, &entry_type, &piece_type, &unpack_type};
   if (!intern_names()) {
     return nullptr;
   }

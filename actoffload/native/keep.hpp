@@ -10,10 +10,15 @@ namespace {
 // A tensor of the ordinary kind that is large enough to move, and the bytes of its storage that it needs.
 struct Wanted {
   PyObject* owner;  // the Storer; its lane does not hold it, as it holds that
-  PyObject *tensor, *storage, *number;
-  PyObject* kind;  // the type of its device
-  long long storage_number, begin, end;
-  bool is_view;
+  PyObject* object;  // Python's, of the tensor
+  const at::TensorBase& tensor;
+  PyObject* number;  // of its storage
+  PyObject* kind;    // the type of its device
+  long long begin, end;
+  bool is_view, cpu;
+
+  c10::StorageImpl* storage() const { return storage_of(tensor); }
+  long long nbytes() const { return end - begin; }
 };
 
 // Whether the plan keeps the storage that comes next on a tape.
@@ -31,7 +36,7 @@ Answer has_own_counter(const Lane* lane, const Wanted& wanted) {
   if (possible <= 0) {
     return possible < 0 ? Answer::failed : Answer::no;
   }
-  const Ref counters(PyObject_CallOneArg(known.own_counter, wanted.tensor));
+  const Ref counters(PyObject_CallOneArg(known.own_counter, wanted.object));
   const int some = counters ? PyObject_IsTrue(counters.get()) : -1;
   return some < 0 ? Answer::failed : some != 0 ? Answer::yes : Answer::no;
 }
@@ -54,50 +59,23 @@ Answer capturing(const Lane* lane, PyObject* kind) {
   return truth(Ref(PyObject_CallNoArgs(told)));
 }
 
-// Whether two tensors share a version counter, where `other` has this version: `same_counter` of identity.py.
-Answer same_counter(PyObject* one, PyObject* other, long long version) {
-  long long current = 0;
-  if (!integer(known.version(one), &current)) {
-    return Answer::failed;
-  }
-  if (current != version) {  // changed in place since; and what is set below would be set back to less
-    return Answer::no;
-  }
-  const Ref pair(PyTuple_Pack(1, one)), then(PyLong_FromLongLong(version)), later(PyLong_FromLongLong(version + 1));
-  const Ref low(then ? PyTuple_Pack(1, then.get()) : nullptr), high(later ? PyTuple_Pack(1, later.get()) : nullptr);
-  if (!pair || !low || !high) {
-    return Answer::failed;
-  }
-  PyObject* const raised[] = {pair.get(), high.get()};
-  PyObject* const lowered[] = {pair.get(), low.get()};
-  if (!Ref(PyObject_Vectorcall(known.set_version, raised, 2, nullptr))) {
-    return Answer::failed;
-  }
-  long long now = 0;
-  const bool read = integer(known.version(other), &now);
-  const bool set = static_cast<bool>(Ref(PyObject_Vectorcall(known.set_version, lowered, 2, nullptr)));
-  return !read || !set ? Answer::failed : now != version ? Answer::yes : Answer::no;
-}
-
-// The one record of a storage if it holds a tensor's bytes; null without an error where Python has to look.
+// The one record of a storage if it holds a tensor's bytes; null where Python has to look.
 StaysRecord* find(PyObject* known_here, const Wanted& wanted, long long address, long long version) {
   if (!stays(known_here)) {
     return nullptr;
   }
   StaysRecord* const record = as_record(known_here);
   if (record->version != version || record->begin > wanted.begin || record->end < wanted.end ||
-      record->address != address || record->thread != PyThread_get_thread_ident() || record->alias == nullptr) {
+      record->address != address || record->thread != PyThread_get_thread_ident() || !record->alias.defined()) {
     return nullptr;
   }
-  const Ref alias(Py_NewRef(record->alias));  // the collector may let the record go meanwhile
-  return same_counter(alias.get(), wanted.tensor, version) == Answer::yes && !record->released ? record : nullptr;
+  return same_counter(record->alias, wanted.tensor, version) && !record->released ? record : nullptr;
 }
 
 // A handle on a record that is known already.
 PyObject* keep_again(Lane* lane, Ref stayed, StaysRecord* record, const Wanted& wanted) {
-  const long long nbytes = wanted.end - wanted.begin;
-  if (!counts.packed_tensors.add(lane->accounts, 1) || !counts.packed_bytes.add(lane->accounts, nbytes) ||
-      !counts.deduplicated_bytes.add(lane->accounts, nbytes)) {
+  if (!counts.packed_tensors.add(lane->accounts, 1) || !counts.packed_bytes.add(lane->accounts, wanted.nbytes()) ||
+      !counts.deduplicated_bytes.add(lane->accounts, wanted.nbytes())) {
     return nullptr;
   }
   stayed_belongs(as_stayed(stayed.get()), record);
@@ -121,19 +99,19 @@ bool share(Lane* lane, long long nbytes, PyObject* module) {
   return true;
 }
 
-Ref make_record(Tape* tape, PyObject* alias, PyObject* module, const Wanted& wanted, long long address, long long version) {
+Ref make_record(Tape* tape, const at::TensorBase& alias, PyObject* module, const Wanted& wanted, long long address) {
   StaysRecord* const record = PyObject_New(StaysRecord, &record_type);
   if (record != nullptr) {
     record->tape = as_tape(Py_NewRef(reinterpret_cast<PyObject*>(tape)));
-    record->alias = Py_NewRef(alias);
-    record->storage = Py_NewRef(wanted.storage);
+    new (&record->alias) at::TensorBase(alias);
+    new (&record->storage) c10::Storage(wanted.tensor.unsafeGetTensorImpl()->unsafe_storage());
     record->module = Py_NewRef(module);
     record->kind = Py_NewRef(wanted.kind);
-    record->number = wanted.storage_number;
+    record->number = number_of_storage(wanted.storage());
     record->address = address;
     record->begin = wanted.begin;
     record->end = wanted.end;
-    record->version = version;
+    record->version = version_of(alias);
     record->index = tape->size();
     record->thread = PyThread_get_thread_ident();
     record->handles = record->waiting = record->round = 0;
@@ -145,11 +123,11 @@ Ref make_record(Tape* tape, PyObject* alias, PyObject* module, const Wanted& wan
 
 // After a new record: the node may hold all that it saves at once, and a backward that comes next may want to be begun.
 bool look_further(Lane* lane, PyObject* owner, Tape* tape, long long nbytes) {
-  long long node = 0, changes = 0;
-  if (!integer(Ref(PyObject_CallNoArgs(known.sequence_number)), &node) || !changes_of(lane, &changes)) {
+  long long changes = 0;
+  if (!changes_of(lane, &changes)) {
     return false;
   }
-  if (burst_saved(tape, node, nbytes) && !counts.resident_peak_bytes.raise(lane->accounts, tape->node_bytes)) {
+  if (burst_saved(tape, static_cast<long long>(at::sequence_number::peek()), nbytes) && !counts.resident_peak_bytes.raise(lane->accounts, tape->node_bytes)) {
     return false;
   }
   return tape_idle(tape, changes) ||
@@ -176,11 +154,10 @@ PyObject* keep_planned(Lane* lane, Tape* tape, const Wanted& wanted) {
       has_own_counter(lane, wanted) != Answer::no || capturing(lane, wanted.kind) != Answer::no || !look(lane, wanted.owner, wanted.kind)) {
     return nullptr;
   }
-  const long long nbytes = wanted.end - wanted.begin;
-  long long address = 0, version = 0;
-  Ref then = known.version(wanted.tensor);
+  const long long nbytes = wanted.nbytes(), version = version_of(wanted.tensor);
+  long long address = 0;
   const Ref module(PyDict_GET_SIZE(lane->named) == 0 ? Py_NewRef(Py_None) : PyObject_CallNoArgs(lane->running));
-  if (!module || !integer(known.data_ptr(wanted.storage), &address) || !integer(then, &version)) {
+  if (!module || !memory_of(wanted.tensor, &address)) {
     return nullptr;
   }
   PyObject* known_here = PyDict_GetItemWithError(lane->entries, wanted.number);
@@ -191,18 +168,17 @@ PyObject* keep_planned(Lane* lane, Tape* tape, const Wanted& wanted) {
     return nullptr;
   }
   const Ref again(Py_XNewRef(reinterpret_cast<PyObject*>(before)));
-  Ref alias = hidden_alias(wanted.tensor);
-  if (!alias || alias.get() == wanted.tensor || reinterpret_cast<PyObject*>(Py_TYPE(alias.get())) != known.tensor) {
+  at::TensorBase alias;
+  if (!make_alias(wanted.object, wanted.tensor, &alias)) {
     return nullptr;
   }
-  PyObject* const plain = alias.get();
-  Ref stayed = make_stayed(lane, wanted.owner, std::move(alias), std::move(then));
+  Ref stayed = make_stayed(lane, wanted.owner, alias);
   if (!stayed) {
     return nullptr;
   }
   Ref record;
   if (before == nullptr) {
-    record = make_record(tape, plain, module.get(), wanted, address, version);
+    record = make_record(tape, alias, module.get(), wanted, address);
     if (!record || !share(lane, nbytes, module.get())) {
       return nullptr;
     }
@@ -219,7 +195,7 @@ PyObject* keep_planned(Lane* lane, Tape* tape, const Wanted& wanted) {
     return nullptr;
   }
   as_record(record.get())->index = tape_append(tape, record.get(), nbytes);
-  const Ref noted(as_record(record.get())->index < 0 ? nullptr : PyObject_CallMethodOneArg(lane->notes, name_append, lane->note));
+  const bool noted = as_record(record.get())->index >= 0 && append_to(lane->notes, lane->note);
   if (!noted || PyList_Append(tape->decisions, lane->decision) < 0) {  // no memory is left for a few bytes
     return forget(lane, tape, record, wanted.number);
   }

@@ -8,30 +8,22 @@ namespace {
 
 // What `setup` was told: PyTorch's types and functions, and ours.
 struct Known {
-  PyObject *tensor, *parameter, *strided, *float32, *cpu;  // of PyTorch: two types, a layout, a dtype, a device
-  PyObject *sequence_number, *set_version, *task_id;       // its functions
-  PyObject* keeps_graph;                                   // another, or None
-  PyObject *weak_ref_free, *weak_ref_gone, *weak_ref_lock; // of its storages
+  PyObject *tensor, *parameter, *storage, *float32, *cpu;  // of PyTorch: three types, a dtype, a device
+  PyObject* weak_ref_lock;                                 // of its storages
   PyObject *make_lock, *make_deque;
   PyObject *regions;                                       // that are open: a list, of all threads'
-  PyObject *check_version, *replaced, *unpack, *own_counter;
+  PyObject *check_version, *replaced, *view_in, *unpack, *own_counter;
   PyObject *static_name, *small_name;                      // reasons
   PyObject *resident, *released, *spilling, *spilled, *fetching;
   PyObject *moving;                                        // a tuple of such states
-  PyObject *entry, *layout_class, *stayed, *row_mover;     // classes
+  PyObject *layout_class, *stayed, *row_mover;             // classes
   PyObject *numbers;                                       // of the records
-  PyObject *empty, *nothing;                               // `empty` of handles.py, and what it has
-  PyObject *frombuffer, *uint8;                            // of PyTorch: a function, and the dtype that it is given
-  PyObject* dtype_name;                                    // as the name of that argument
-  PyObject *empties, *no_counters;                         // by dtype: what `empty` gives each time; an empty tuple
+  PyObject* empty;                                         // `empty` of handles.py
   Py_ssize_t look_at;                                      // LOOK_AT of tiers.py
   long long bounce_bytes, small_bytes, min_alignment;      // of cpu_tier.py and row_tier.py
   long long span_alignment;                                // SPAN_ALIGNMENT of identity.py
-  Getter layout, is_nested, is_quantized, is_cpu, is_meta, base, requires_grad, is_leaf, nbytes, version;
-  Getter device, dtype, shape, data;
-  Getter number;                                           // of a storage: its StorageImpl's address
-  Method detach, untyped_storage, is_contiguous, storage_offset, element_size, is_conj, is_neg, stride, set_;
-  Method data_ptr, storage_bytes, weak_ref;                // of a storage
+  Getter base, device, dtype, shape;
+  Method detach;
   Method append, popleft;                                  // of a deque
 } known;
 
@@ -56,6 +48,12 @@ bool intern_names() {
 #undef ACTOFFLOAD_INTERN
   name_distributed_tensor = PyUnicode_InternFromString("torch.distributed.tensor");
   return name_distributed_tensor != nullptr;
+}
+
+// Puts something at the end of a list, or of a deque, which most are.
+bool append_to(PyObject* list, PyObject* what) {
+  const bool deque = reinterpret_cast<PyObject*>(Py_TYPE(list)) == known.make_deque;
+  return static_cast<bool>(deque ? known.append(list, what) : Ref(PyObject_CallMethodOneArg(list, name_append, what)));
 }
 
 }  // namespace

@@ -12,10 +12,11 @@ struct Saving {
   Lane* lane;
   Tape* tape;
   const Wanted* wanted;
-  PyObject* alias;
+  const at::TensorBase& alias;
+  PyObject* storage;  // Python's
   PyObject* module;
-  long long address, version;
-  long long nbytes() const { return wanted->end - wanted->begin; }
+  long long address;
+  long long nbytes() const { return wanted->nbytes(); }
 };
 
 // Whether it is known, without asking, that the storage that comes next on a tape moves.
@@ -27,10 +28,23 @@ bool moves(const Lane* lane, const Tape* tape, long long nbytes) {
   return index < lane->moved_sizes->size() && (*lane->moved_sizes)[index] == nbytes;
 }
 
-// An instance of a class that is a tuple with names.
-Ref named_tuple(PyObject* type, const Ref& values) {
-  const Ref arguments(values ? PyTuple_Pack(1, values.get()) : nullptr);
-  return Ref(arguments ? PyTuple_Type.tp_new(reinterpret_cast<PyTypeObject*>(type), arguments.get(), nullptr) : nullptr);
+// An instance of a class that is a tuple with names; the items are its own from now on, and null after an error.
+template <std::size_t Count>
+Ref named_tuple(PyObject* type, PyObject* const (&items)[Count]) {
+  PyTypeObject* const made_of = reinterpret_cast<PyTypeObject*>(type);
+  bool whole = true;
+  for (PyObject* const item : items) {
+    whole = whole && item != nullptr;
+  }
+  Ref tuple(whole ? made_of->tp_alloc(made_of, static_cast<Py_ssize_t>(Count)) : nullptr);
+  for (std::size_t at = 0; at < Count; ++at) {
+    if (tuple) {
+      PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(at), items[at]);
+    } else {
+      Py_XDECREF(items[at]);
+    }
+  }
+  return tuple;
 }
 
 // -- what was saved before -------------------------------------------------------------------------------------------
@@ -39,26 +53,15 @@ Ref named_tuple(PyObject* type, const Ref& values) {
 Answer saved_before(PyObject* entries, const Saving& saving, PyObject** record) {
   for (Py_ssize_t place = 0; place < PyList_GET_SIZE(entries); ++place) {
     PyObject* const entry = PyList_GET_ITEM(entries, place);
-    if (reinterpret_cast<PyObject*>(Py_TYPE(entry)) != known.entry) {
-      return Answer::no;  // a record that is kept in C is its own
+    if (!is_entry(entry)) {
+      return Answer::no;  // of Python's; or a record that is kept in C, which is its own
     }
-    PyObject *probe, *counters, *found, *reference;
-    long long address, version, begin, end;
-    unsigned long thread;
-    if (!PyArg_ParseTuple(entry, "OLOLLLkO!O:entry", &reference, &address, &probe, &version, &begin, &end, &thread,
-                          &PyTuple_Type, &counters, &found)) {
-      return Answer::failed;
-    }
-    if (version != saving.version || begin > saving.wanted->begin || end < saving.wanted->end ||
-        address != saving.address || thread != PyThread_get_thread_ident() || PyTuple_GET_SIZE(counters) != 0) {
-      continue;
-    }
-    const Answer same = same_counter(probe, saving.wanted->tensor, version);
-    if (same == Answer::failed) {
-      return same;
-    }
-    if (same == Answer::yes) {
-      *record = found;
+    const Entry* const known_as = as_entry(entry);
+    if (known_as->version == version_of(saving.alias) && known_as->begin <= saving.wanted->begin &&
+        known_as->end >= saving.wanted->end && known_as->address == saving.address &&
+        known_as->thread == PyThread_get_thread_ident() &&
+        same_counter(known_as->probe, saving.alias, known_as->version)) {
+      *record = known_as->record;
       return Answer::yes;
     }
   }
@@ -86,11 +89,12 @@ Ref new_record(const Saving& saving) {
   const bool good = made != nullptr && fields.number.set(made, Ref(PyIter_Next(known.numbers))) &&
                     fields.address.write(made, saving.address) && fields.begin.write(made, saving.wanted->begin) &&
                     fields.end.write(made, saving.wanted->end) && fields.nbytes.write(made, saving.nbytes()) &&
-                    fields.index.write(made, saving.tape->size()) && fields.identity.set(made, make_reference(saving.wanted->storage));
+                    fields.index.write(made, saving.tape->size()) &&
+                    fields.identity.set(made, make_reference(saving.alias.unsafeGetTensorImpl()->unsafe_storage()));
   if (!good) {
     return Ref();
   }
-  fields.data.set(made, saving.wanted->storage);
+  fields.data.set(made, saving.storage);
   fields.module.set(made, saving.module);
   fields.tape.set(made, reinterpret_cast<PyObject*>(saving.tape));
   return record;
@@ -98,10 +102,8 @@ Ref new_record(const Saving& saving) {
 
 // `IdentityMap.add`.
 bool remember(const Saving& saving, PyObject* record, PyObject* before) {
-  const Ref entry = named_tuple(
-      known.entry, Ref(Py_BuildValue("(OLOLLLkOO)", fields.identity(record), saving.address, saving.alias, saving.version,
-                                     saving.wanted->begin, saving.wanted->end, PyThread_get_thread_ident(),
-                                     known.no_counters, record)));
+  const Ref entry = make_entry(fields.identity(record), record, saving.alias, saving.address, saving.wanted->begin,
+                               saving.wanted->end);
   const Ref entries(before == nullptr ? PyList_New(0) : PySequence_List(before));
   return entry && entries && PyList_Append(entries.get(), entry.get()) == 0 &&
          PyDict_SetItem(saving.lane->entries, saving.wanted->number, entries.get()) == 0;
@@ -125,8 +127,10 @@ Ref layout_around(long long address, long long nbytes, long long alignment) {
   const long long head = (alignment - address % alignment) % alignment;
   const long long body = (nbytes - head) / alignment * alignment, tail = nbytes - head - body;
   const char* const memory = reinterpret_cast<const char*>(address);
-  return named_tuple(known.layout_class, Ref(Py_BuildValue("(Ly#y#LL)", address % least, memory, static_cast<Py_ssize_t>(head),
-                                                     memory + nbytes - tail, static_cast<Py_ssize_t>(tail), head, body)));
+  return named_tuple(known.layout_class, {PyLong_FromLongLong(address % least),
+                                          PyBytes_FromStringAndSize(memory, static_cast<Py_ssize_t>(head)),
+                                          PyBytes_FromStringAndSize(memory + nbytes - tail, static_cast<Py_ssize_t>(tail)),
+                                          PyLong_FromLongLong(head), PyLong_FromLongLong(body)});
 }
 
 bool number_of(PyObject* object, PyObject* name, long long* value) {
@@ -240,25 +244,21 @@ Answer admit(Moved* moved, const Saving& saving, bool* fresh) {
   if (decided) {
     return place(record.get(), saving.wanted->owner, saving) ? Answer::yes : Answer::failed;
   }
-  PyObject* const arguments[] = {saving.wanted->owner, record.get(), saving.alias, reinterpret_cast<PyObject*>(tape)};
-  return Ref(PyObject_VectorcallMethod(name__place, arguments, 4 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr)) ? Answer::yes
+  const Ref alias = wrap(saving.alias);
+  PyObject* const arguments[] = {saving.wanted->owner, record.get(), alias.get(), reinterpret_cast<PyObject*>(tape)};
+  return alias && Ref(PyObject_VectorcallMethod(name__place, arguments, 4 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr)) ? Answer::yes
                                                                                                           : Answer::failed;
-}
-
-// Whether a tensor's bits are others than those in memory.
-Answer odd_bits(PyObject* tensor) {
-  const Answer conjugate = truth(known.is_conj(tensor));
-  return conjugate != Answer::no ? conjugate : truth(known.is_neg(tensor));
 }
 
 // What autograd is to be given: this handle, or, where the record was found to stay, Python's for that.
 PyObject* hand_over(Ref handle, PyObject* owner) {
   Moved* const moved = as_moved(handle.get());
   if (fields.stays.is(moved->record, Py_False)) {
-    return hollow(moved) ? handle.release() : nullptr;
+    return hollow(&moved->view) ? handle.release() : nullptr;
   }
-  PyObject* const arguments[] = {owner, moved->record, moved->probe};
-  PyObject* const stayed = PyObject_Vectorcall(known.stayed, arguments, 3, nullptr);
+  const Ref alias = wrap(moved->view.probe);
+  PyObject* const arguments[] = {owner, moved->record, alias.get()};
+  PyObject* const stayed = alias ? PyObject_Vectorcall(known.stayed, arguments, 3, nullptr) : nullptr;
   if (stayed != nullptr) {
     Py_CLEAR(moved->record);  // it belongs to the other one
   }
@@ -267,25 +267,24 @@ PyObject* hand_over(Ref handle, PyObject* owner) {
 
 // The handle of a storage that may move; null without an error where Python has to look.
 PyObject* move(Lane* lane, Tape* tape, const Wanted& wanted) {
-  if (!lane->open || lane->bounded || lane->mover == Py_None || PyUnicode_CompareWithASCIIString(wanted.kind, "cpu") != 0 ||
-      tape->in_backward || tape->live == 0 || PyList_GET_SIZE(lane->recording) != 0 || PyObject_Size(lane->to_warn) != 0 ||
-      has_own_counter(lane, wanted) != Answer::no || odd_bits(wanted.tensor) != Answer::no) {
+  if (!lane->open || lane->bounded || lane->mover == Py_None || !wanted.cpu || tape->in_backward || tape->live == 0 ||
+      PyList_GET_SIZE(lane->recording) != 0 || PyObject_Size(lane->to_warn) != 0 ||
+      has_own_counter(lane, wanted) != Answer::no) {
     return nullptr;
   }
-  long long address = 0, version = 0;
+  long long address = 0;
   const Ref module(PyDict_GET_SIZE(lane->named) == 0 ? Py_NewRef(Py_None) : PyObject_CallNoArgs(lane->running));
-  if (!module || !integer(known.data_ptr(wanted.storage), &address) || !integer(known.version(wanted.tensor), &version)) {
+  const Ref storage = wrap(wanted.tensor.unsafeGetTensorImpl()->unsafe_storage());
+  if (!module || !storage || !memory_of(wanted.tensor, &address)) {
     return nullptr;
   }
-  Ref alias = known.detach(wanted.tensor);
-  if (!alias || alias.get() == wanted.tensor || reinterpret_cast<PyObject*>(Py_TYPE(alias.get())) != known.tensor) {
+  at::TensorBase alias;
+  Ref handle;
+  if (!make_alias(wanted.object, wanted.tensor, &alias) ||
+      !guarded([&] { handle = make_moved(lane, wanted.owner, alias); }) || !handle) {
     return nullptr;
   }
-  const Saving saving{lane, tape, &wanted, alias.get(), module.get(), address, version};
-  Ref handle = make_moved(lane, wanted.owner, std::move(alias));
-  if (!handle) {
-    return nullptr;
-  }
+  const Saving saving{lane, tape, &wanted, alias, storage.get(), module.get(), address};
   Answer admitted = Answer::failed;
   bool fresh = false;
   {

@@ -3,9 +3,10 @@
 #pragma once
 
 #include "ahead.hpp"
+#include "entry.hpp"
 #include "inside.hpp"
-#include "kept.hpp"
 #include "reference.hpp"
+#include "view.hpp"
 
 namespace {
 
@@ -14,9 +15,7 @@ struct Moved {
   Lane* lane;
   PyObject* owner;   // the Storer
   PyObject* record;  // null: it was never handed out
-  PyObject* probe;   // shares the version counter, and after `hollow` nothing else
-  PyObject *dtype, *shape, *stride;
-  long long offset, itemsize, version;  // offset: in bytes
+  View view;
   long long round;
 };
 
@@ -24,27 +23,15 @@ extern PyTypeObject moved_type;
 
 Moved* as_moved(PyObject* object) { return reinterpret_cast<Moved*>(object); }
 
-// A handle that is none yet: nothing happens if it dies before `record` is set. Null with an error, or without where
-// Python has to look.
-Ref make_moved(Lane* lane, PyObject* owner, Ref alias) {
-  Ref dtype = known.dtype(alias.get()), shape = known.shape(alias.get()), stride = known.stride(alias.get());
-  long long offset = 0, itemsize = 0, version = 0;
-  if (!dtype || !shape || !stride || !integer(known.storage_offset(alias.get()), &offset) ||
-      !integer(known.element_size(alias.get()), &itemsize) || !integer(known.version(alias.get()), &version)) {
-    return Ref();
-  }
+// A handle that is none yet: nothing happens if it dies before `record` is set. May throw.
+Ref make_moved(Lane* lane, PyObject* owner, at::TensorBase alias) {
+  View view(std::move(alias));
   Moved* const moved = PyObject_New(Moved, &moved_type);
   if (moved != nullptr) {
     moved->lane = reinterpret_cast<Lane*>(Py_NewRef(reinterpret_cast<PyObject*>(lane)));
     moved->owner = Py_NewRef(owner);
     moved->record = nullptr;
-    moved->probe = alias.release();
-    moved->dtype = dtype.release();
-    moved->shape = shape.release();
-    moved->stride = stride.release();
-    moved->offset = offset * itemsize;
-    moved->itemsize = itemsize;
-    moved->version = version;
+    new (&moved->view) View(std::move(view));
     moved->round = 0;
   }
   return Ref(reinterpret_cast<PyObject*>(moved));
@@ -54,30 +41,6 @@ Ref make_moved(Lane* lane, PyObject* owner, Ref alias) {
 void moved_belongs(Moved* moved, PyObject* record, long long round) {
   moved->record = Py_NewRef(record);
   moved->round = round;
-}
-
-// `_empty` of handles.py, for the CPU.
-Ref empty_of(PyObject* dtype) {
-  PyObject* const found = PyDict_GetItemWithError(known.empties, dtype);
-  if (found != nullptr || PyErr_Occurred() != nullptr) {
-    return Ref(Py_XNewRef(found));
-  }
-  Ref made(PyObject_CallFunctionObjArgs(known.empty, dtype, known.cpu, nullptr));
-  const Ref key(made ? PyTuple_Pack(2, dtype, known.cpu) : nullptr);
-  if (!key) {
-    return Ref();
-  }
-  if (PyDict_GetItemWithError(known.nothing, key.get()) == made.get() &&
-      PyDict_SetItem(known.empties, dtype, made.get()) < 0) {
-    return Ref();
-  }
-  return PyErr_Occurred() == nullptr ? std::move(made) : Ref();
-}
-
-// `version_probe`: lets go of the memory.
-bool hollow(Moved* moved) {
-  const Ref empty = empty_of(known.float32);
-  return empty && known.data.set(moved->probe, empty.get());
 }
 
 // -- backward --------------------------------------------------------------------------------------------------------
@@ -180,40 +143,31 @@ bool obtain_in_python(Moved* moved, Ref* storage, long long* begin) {
   return true;
 }
 
-bool moved_unchanged(const Moved* moved) {
-  const Ref now = known.version(moved->probe);
-  long long is = 0;
-  if (!integer(now, &is)) {
-    return false;
-  }
-  if (is == moved->version) {
-    return true;
-  }
-  const Ref then(PyLong_FromLongLong(moved->version));
-  PyObject* const arguments[] = {now.get(), then.get(), moved->dtype, moved->shape, fields.module(moved->record)};
-  return then && Ref(PyObject_Vectorcall(known.check_version, arguments, 5, nullptr));
+// The saved view, made by Python through PyTorch's own methods, so that a mode sees it made.
+PyObject* view_in_python(PyObject* self, PyObject* storage, long long begin) {
+  const Ref first(PyLong_FromLongLong(begin));
+  PyObject* const arguments[] = {self, storage, first.get()};
+  return first ? PyObject_Vectorcall(known.view_in, arguments, 3, nullptr) : nullptr;
 }
 
 PyObject* moved_unpack(PyObject* self, PyObject*) {
   Moved* const moved = as_moved(self);
   Ref storage;
   long long begin = 0;
-  if (!moved_unchanged(moved)) {
+  if (!unchanged(moved->view, fields.module(moved->record))) {
     return nullptr;
   }
   const Answer obtained = obtain(moved, &storage, &begin);
-  if (obtained == Answer::failed || (obtained == Answer::no && !obtain_in_python(moved, &storage, &begin))) {
+  if (obtained == Answer::failed || (obtained == Answer::no && !obtain_in_python(moved, &storage, &begin)) ||
+      storage_in(storage.get()) == nullptr) {
     return nullptr;
   }
-  const Ref empty = empty_of(moved->dtype), offset(PyLong_FromLongLong((moved->offset - begin) / moved->itemsize));
-  const Ref view = empty && offset ? known.detach(empty.get()) : Ref();
-  PyObject* const arguments[] = {view.get(), storage.get(), offset.get(), moved->shape, moved->stride};
-  if (!view || !known.set_(arguments)) {
-    return nullptr;
+  if (!no_mode()) {
+    return view_in_python(self, storage.get(), begin);
   }
-  // Changing what is handed out counts as changing what was saved: a later unpack then raises, as autograd's does.
-  Ref shared = known.detach(moved->probe);
-  return shared && known.data.set(shared.get(), view.get()) ? shared.release() : nullptr;
+  Ref view;
+  guarded([&] { view = wrap(view_in(moved->view, reinterpret_cast<PyStorage*>(storage.get())->storage, begin)); });
+  return view.release();
 }
 
 // -- the end ---------------------------------------------------------------------------------------------------------
@@ -231,7 +185,7 @@ Ref forget_identity(const Lane* lane, PyObject* record) {
     return Ref();
   }
   PyObject* const entry = PyList_GET_ITEM(entries, 0);
-  if (!PyTuple_Check(entry) || PyTuple_GET_ITEM(entry, PyTuple_GET_SIZE(entry) - 1) != record) {
+  if (!is_entry(entry) || as_entry(entry)->record != record) {
     return Ref();
   }
   Ref held(Py_NewRef(entries));
@@ -331,12 +285,17 @@ void moved_dealloc(PyObject* self) {
   }
   Py_DECREF(reinterpret_cast<PyObject*>(moved->lane));
   Py_DECREF(moved->owner);
-  Py_DECREF(moved->probe);
-  Py_DECREF(moved->dtype);
-  Py_DECREF(moved->shape);
-  Py_DECREF(moved->stride);
+  moved->view.~View();
   PyObject_Free(self);
 }
+
+PyObject* moved_probe(PyObject* self, void*) { return wrap(as_moved(self)->view.probe).release(); }
+
+PyObject* moved_dtype(PyObject* self, void*) { return dtype_of(as_moved(self)->view); }
+
+PyObject* moved_shape(PyObject* self, void*) { return shape_of(as_moved(self)->view); }
+
+PyObject* moved_stride(PyObject* self, void*) { return stride_of(as_moved(self)->view); }
 
 PyObject* moved_no(PyObject*, void*) { return Py_NewRef(Py_False); }
 
@@ -346,16 +305,16 @@ PyMethodDef moved_methods[] = {
 
 PyMemberDef moved_members[] = {{"owner", T_OBJECT, offsetof(Moved, owner), READONLY, "The offloader."},
                                {"record", T_OBJECT, offsetof(Moved, record), READONLY, "Of its storage."},
-                               {"probe", T_OBJECT, offsetof(Moved, probe), READONLY, "Shares the version counter."},
-                               {"dtype", T_OBJECT, offsetof(Moved, dtype), READONLY, "Of the view."},
-                               {"shape", T_OBJECT, offsetof(Moved, shape), READONLY, "Of the view."},
-                               {"stride", T_OBJECT, offsetof(Moved, stride), READONLY, "Of the view, in elements."},
-                               {"offset", T_LONGLONG, offsetof(Moved, offset), READONLY, "Of the view, in bytes."},
-                               {"version", T_LONGLONG, offsetof(Moved, version), READONLY, "At which it was saved."},
+                               {"offset", T_LONGLONG, offsetof(Moved, view) + offsetof(View, offset), READONLY, "Of the view, in bytes."},
+                               {"version", T_LONGLONG, offsetof(Moved, view) + offsetof(View, version), READONLY, "At which it was saved."},
                                {"round", T_LONGLONG, offsetof(Moved, round), READONLY, "How often it was unpacked."},
                                {nullptr, 0, 0, 0, nullptr}};
 
-PyGetSetDef moved_getters[] = {{"conj", moved_no, nullptr, "Never.", nullptr},
+PyGetSetDef moved_getters[] = {{"probe", moved_probe, nullptr, "Shares the version counter.", nullptr},
+                               {"dtype", moved_dtype, nullptr, "Of the view.", nullptr},
+                               {"shape", moved_shape, nullptr, "Of the view.", nullptr},
+                               {"stride", moved_stride, nullptr, "Of the view, in elements.", nullptr},
+                               {"conj", moved_no, nullptr, "Never.", nullptr},
                                {"neg", moved_no, nullptr, "Never.", nullptr},
                                {nullptr, nullptr, nullptr, nullptr, nullptr}};
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "slots.hpp"
+#include "tensor.hpp"
 
 namespace {
 
@@ -34,7 +35,7 @@ bool look_at_first(PyObject* turn, PyObject* moving) {
   }
   const Ref then(is_record(record.get()) ? Py_NewRef(fields.address(record.get())) : PyObject_GetAttr(record.get(), name_address));
   long long now = 0, before = 0;
-  if (!integer(known.data_ptr(data.get()), &now) || !integer(then, &before)) {
+  if (!address_of(data.get(), &now) || !integer(then, &before)) {
     return false;
   }
   return now == before || PyObject_SetAttr(record.get(), name_was_resized, Py_True) == 0;

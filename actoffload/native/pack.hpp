@@ -1,4 +1,4 @@
-// The pack hook: what `Packer._pack` does for tensors of the ordinary kind.
+// The pack hook: what `Packer._pack` does for plain tensors.
 //
 // A parameter or a small tensor is kept here, and so is what a plan keeps; for what may move storage and span are found and
 // `Packer._save` is called; and for whatever is out of the ordinary `Packer._pack` itself.
@@ -21,10 +21,9 @@ struct Pack {
   PyObject* full;    // Offloader._pack
   PyObject* save;    // Offloader._save
   PyObject* settle;  // works the notes off
-  PyObject* last;    // the note that was taken last: tensors of one size share it
+  PyObject *last_static, *last_small;  // the notes that were taken last: tensors of one size share them
   PyObject* lane;    // a Lane
   PyObject* tape;    // of the forward that runs in `thread`, where this hook was entered; or None
-  long long last_nbytes;
   Py_ssize_t many;
   unsigned long thread;
 };
@@ -32,70 +31,40 @@ struct Pack {
 constexpr std::size_t kPackMembers[] = {
     offsetof(Pack, owner),    offsetof(Pack, notes), offsetof(Pack, by_number), offsetof(Pack, marked),
     offsetof(Pack, awaited),  offsetof(Pack, least), offsetof(Pack, full),      offsetof(Pack, save),
-    offsetof(Pack, settle),   offsetof(Pack, lane),  offsetof(Pack, tape),      offsetof(Pack, last)};
-constexpr std::size_t kGiven = std::size(kPackMembers) - 2;  // all but the last two are arguments
+    offsetof(Pack, settle),   offsetof(Pack, lane),  offsetof(Pack, tape),      offsetof(Pack, last_static), offsetof(Pack, last_small)};
+constexpr std::size_t kGiven = std::size(kPackMembers) - 3;  // all but the last three are arguments
 
 // What is known of a tensor before anything is decided.
 struct Facts {
   long long nbytes = 0, storage_bytes = 0;
-  bool cpu = false, leaf = false, parameter = false, is_view = false;
+  bool leaf = true, parameter = false, is_view = false;
 };
 
-// Whether a tensor is of the ordinary kind, for which alone the rest is written.
-Answer ordinary(PyObject* tensor, Facts* facts) {
-  PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
-  if (type != known.tensor && type != known.parameter) {
-    return Answer::no;
-  }
-  const Ref layout = known.layout(tensor);
-  if (!layout) {
-    return Answer::failed;
-  }
-  if (layout.get() != known.strided) {
-    return Answer::no;
-  }
-  for (const Getter* getter : {&known.is_nested, &known.is_quantized}) {
-    const Answer odd = truth((*getter)(tensor));
-    if (odd != Answer::no) {
-      return odd == Answer::failed ? odd : Answer::no;
-    }
-  }
-  const Answer cpu = truth(known.is_cpu(tensor));
-  if (cpu != Answer::no) {
-    facts->cpu = true;
-    return cpu;
-  }
-  const Answer meta = truth(known.is_meta(tensor));
-  return meta == Answer::failed ? meta : meta == Answer::yes ? Answer::no : Answer::yes;
-}
-
-// `is_parameter` of identity.py; no where its base is of another type, failed with an error set or without.
-Answer look(PyObject* tensor, Facts* facts) {
-  const Ref base = known.base(tensor);
-  const Answer wanted = base ? truth(known.requires_grad(tensor)) : Answer::failed;
-  const Answer leaf = wanted != Answer::failed ? truth(known.is_leaf(tensor)) : Answer::failed;
-  if (leaf == Answer::failed) {
-    return Answer::failed;
-  }
-  facts->leaf = leaf == Answer::yes;
-  facts->is_view = base.get() != Py_None;
-  PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(tensor));
-  if (base.get() == Py_None) {
-    facts->parameter = (wanted == Answer::yes && facts->leaf) || type == known.parameter;
+// `is_parameter` of identity.py. No where its base is of another type, or failed with an error.
+Answer is_parameter(PyObject* object, const at::TensorBase& tensor, Facts* facts) {
+  const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+  const bool says_parameter = reinterpret_cast<PyObject*>(Py_TYPE(object)) == known.parameter;
+  if (impl->autograd_meta() == nullptr) {  // no gradient is wanted, and it is a leaf and no view
+    facts->parameter = says_parameter;
     return Answer::yes;
   }
-  PyObject* const base_type = reinterpret_cast<PyObject*>(Py_TYPE(base.get()));
-  if (base_type != known.tensor && base_type != known.parameter) {
-    return Answer::no;
+  facts->leaf = tensor.is_leaf();
+  facts->is_view = tensor.is_view();
+  const bool wanted = facts->leaf && impl->requires_grad();
+  if (!facts->is_view) {
+    facts->parameter = wanted || says_parameter;
+    return Answer::yes;
   }
-  const Answer base_leaf = truth(known.is_leaf(base.get()));
-  const Answer base_wanted = base_leaf != Answer::failed ? truth(known.requires_grad(base.get())) : Answer::failed;
-  if (base_wanted == Answer::failed) {
+  const Ref base = known.base(object);
+  if (!base) {
     return Answer::failed;
   }
-  facts->parameter = base_type == known.parameter ||
-                     (base_leaf == Answer::yes &&
-                      (base_wanted == Answer::yes || (wanted == Answer::yes && facts->leaf)));
+  const at::TensorBase* const origin = plain_tensor(base.get());
+  if (origin == nullptr) {
+    return Answer::no;
+  }
+  facts->parameter = reinterpret_cast<PyObject*>(Py_TYPE(base.get())) == known.parameter ||
+                     (origin->is_leaf() && (origin->unsafeGetTensorImpl()->requires_grad() || wanted));
   return Answer::yes;
 }
 
@@ -119,44 +88,36 @@ Answer special(const Pack* pack, PyObject* number) {
   if (PyList_GET_SIZE(known.regions) != 0) {  // of any thread: Python looks whose
     return Answer::yes;
   }
-  long long task = 0;
-  if (!integer(Ref(PyObject_CallNoArgs(known.task_id)), &task)) {
-    return Answer::failed;
-  }
-  return task != -1 ? Answer::yes : Answer::no;
+  return torch::autograd::get_current_graph_task_id() != -1 ? Answer::yes : Answer::no;
 }
 
-// The bytes of the storage that a contiguous view stands for: `byte_span` of identity.py. No if it is not contiguous.
-Answer span(PyObject* tensor, const Facts& facts, long long* begin, long long* end) {
-  const Answer contiguous = truth(known.is_contiguous(tensor));
-  if (contiguous != Answer::yes) {
-    return contiguous;
+// The bytes of the storage that a contiguous view stands for: `byte_span` of identity.py. False if it is not contiguous.
+bool span(const at::TensorBase& tensor, const Facts& facts, long long* begin, long long* end) {
+  const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+  if (!impl->is_contiguous()) {
+    return false;
   }
   *begin = 0;
   *end = facts.storage_bytes;
-  if (facts.nbytes == facts.storage_bytes || 2 * facts.nbytes >= facts.storage_bytes) {
-    return Answer::yes;
+  if (2 * facts.nbytes >= facts.storage_bytes) {
+    return true;
   }
-  long long offset = 0, itemsize = 0;
-  if (!integer(known.storage_offset(tensor), &offset) || !integer(known.element_size(tensor), &itemsize)) {
-    return Answer::failed;
-  }
-  *begin = offset * itemsize;
+  *begin = impl->storage_offset() * static_cast<long long>(impl->itemsize());
   *end = *begin + facts.nbytes;
   *begin -= *begin % known.span_alignment;
   *end = (*end + known.span_alignment - 1) / known.span_alignment * known.span_alignment;
   if (*end > facts.storage_bytes) {
     *end = facts.storage_bytes;
   }
-  return Answer::yes;
+  return true;
 }
 
 // The type of a tensor's device, such as "cpu".
-Ref device_type(PyObject* tensor, const Facts& facts) {
-  if (facts.cpu) {
+Ref device_type(PyObject* object, bool cpu) {
+  if (cpu) {
     return Ref(Py_NewRef(name_cpu));
   }
-  const Ref device = known.device(tensor);
+  const Ref device = known.device(object);
   return Ref(device ? PyObject_GetAttr(device.get(), name_type) : nullptr);
 }
 
@@ -173,12 +134,6 @@ Answer least(const Pack* pack, const Ref& kind, long long* nbytes) {
   return *nbytes == -1 && PyErr_Occurred() != nullptr ? Answer::failed : Answer::yes;
 }
 
-// Takes a note; many of them are worked off at once.
-bool note(Pack* pack, PyObject* taken) {
-  const Ref done(PyObject_CallMethodOneArg(pack->notes, name_append, taken));
-  return static_cast<bool>(done);
-}
-
 bool settle_many(Pack* pack) {
   const Py_ssize_t notes = PyObject_Size(pack->notes);
   if (notes < pack->many) {
@@ -188,38 +143,42 @@ bool settle_many(Pack* pack) {
   return static_cast<bool>(done);
 }
 
-PyObject* keep_parameter(Pack* pack, PyObject* tensor, const Facts& facts, long long number) {
-  // A leaf itself, as autograd does: it makes no cycle, and its `.data` may be swapped.
-  Ref kept(facts.leaf ? make_kept(Ref(Py_NewRef(tensor)), 0) : make_kept(hidden_alias(tensor), number));
-  if (!kept) {
-    return nullptr;
+// Renews a note that tensors of one size share.
+bool share_note(PyObject** last, PyObject* reason, long long nbytes, PyObject* activation) {
+  if (*last != nullptr && PyLong_AsLongLong(PyTuple_GET_ITEM(*last, 1)) == nbytes) {
+    return true;
   }
+  PyObject* const note = Py_BuildValue("(OLO)", reason, nbytes, activation);
+  if (note != nullptr) {
+    Py_XSETREF(*last, note);
+  }
+  return note != nullptr;
+}
+
+Ref keep_alias(PyObject* object, const at::TensorBase& tensor) {
+  at::TensorBase alias;
+  return make_alias(object, tensor, &alias) ? make_kept(std::move(alias), number_of_storage(storage_of(tensor))) : Ref();
+}
+
+PyObject* keep_parameter(Pack* pack, PyObject* object, const at::TensorBase& tensor, const Facts& facts) {
+  // A leaf itself, as autograd does: it makes no cycle, and its `.data` may be swapped.
+  Ref kept = facts.leaf ? make_kept(tensor, 0) : keep_alias(object, tensor);
   const long long nbytes = facts.nbytes < facts.storage_bytes ? facts.nbytes : facts.storage_bytes;
-  const Ref taken(Py_BuildValue("(OLO)", known.static_name, nbytes, Py_False));
-  if (!taken || !note(pack, taken.get()) || !settle_many(pack)) {
+  if (!kept || !share_note(&pack->last_static, known.static_name, nbytes, Py_False) ||
+      !append_to(pack->notes, pack->last_static) || !settle_many(pack)) {
     return nullptr;
   }
   return kept.release();
 }
 
-PyObject* keep_small(Pack* pack, PyObject* tensor, long long nbytes, long long number) {
-  Ref kept(make_kept(hidden_alias(tensor), number));
-  if (!kept) {
+PyObject* keep_small(Pack* pack, PyObject* object, const at::TensorBase& tensor, long long nbytes) {
+  Ref kept = keep_alias(object, tensor);
+  if (!kept || !share_note(&pack->last_small, known.small_name, nbytes, Py_True) ||
+      !append_to(pack->notes, pack->last_small)) {
     return nullptr;
   }
-  if (pack->last == nullptr || pack->last_nbytes != nbytes) {
-    PyObject* const taken = Py_BuildValue("(OLO)", known.small_name, nbytes, Py_True);
-    if (taken == nullptr) {
-      return nullptr;
-    }
-    Py_XSETREF(pack->last, taken);
-    pack->last_nbytes = nbytes;
-  }
-  if (!note(pack, pack->last)) {
-    return nullptr;
-  }
-  Kept* const activation = reinterpret_cast<Kept*>(kept.get());  // from here on its death is noted
-  activation->nbytes = Py_NewRef(PyTuple_GET_ITEM(pack->last, 1));
+  Kept* const activation = as_kept(kept.get());  // from here on its death is noted
+  activation->nbytes = Py_NewRef(PyTuple_GET_ITEM(pack->last_small, 1));
   activation->notes = Py_NewRef(pack->notes);
   return settle_many(pack) ? kept.release() : nullptr;
 }
@@ -246,47 +205,44 @@ PyObject* save(Pack* pack, const Wanted& wanted) {
       return kept.release();
     }
   }
+  const Ref storage = wrap(wanted.tensor.unsafeGetTensorImpl()->unsafe_storage());
   const Ref begin(PyLong_FromLongLong(wanted.begin)), end(PyLong_FromLongLong(wanted.end));
-  if (!begin || !end) {
+  if (!storage || !begin || !end) {
     return nullptr;
   }
-  PyObject* const arguments[] = {wanted.tensor, wanted.storage, begin.get(), end.get()};
+  PyObject* const arguments[] = {wanted.object, storage.get(), begin.get(), end.get()};
   return PyObject_Vectorcall(pack->save, arguments, 4, nullptr);
 }
 
-// The handle of a tensor of the ordinary kind; null without an error where Python has to look at it.
-PyObject* pack_ordinary(Pack* pack, PyObject* tensor) {
+// The handle of a plain tensor; null without an error where Python has to look at it.
+PyObject* pack_plain(Pack* pack, PyObject* object, const at::TensorBase& tensor) {
+  const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
   Facts facts;
-  if (ordinary(tensor, &facts) != Answer::yes || look(tensor, &facts) != Answer::yes) {
+  facts.nbytes = impl->numel() * static_cast<long long>(impl->itemsize());
+  if (is_parameter(object, tensor, &facts) != Answer::yes ||
+      !guarded([&] { facts.storage_bytes = static_cast<long long>(storage_of(tensor)->nbytes()); })) {
     return nullptr;
   }
-  const Ref storage = known.untyped_storage(tensor);
-  if (!storage) {
-    return nullptr;
-  }
-  const Ref number = known.number(storage.get());
-  const long long storage_number = number ? PyLong_AsLongLong(number.get()) : -1;
-  if (!number || PyErr_Occurred() != nullptr || !integer(known.nbytes(tensor), &facts.nbytes) ||
-      !integer(known.storage_bytes(storage.get()), &facts.storage_bytes)) {
+  const Ref number(PyLong_FromLongLong(number_of_storage(storage_of(tensor))));
+  if (!number) {
     return nullptr;
   }
   if (facts.parameter) {
-    return has(pack->by_number, number.get()) == Answer::yes ? keep_parameter(pack, tensor, facts, storage_number) : nullptr;
+    return has(pack->by_number, number.get()) == Answer::yes ? keep_parameter(pack, object, tensor, facts) : nullptr;
   }
   long long begin = 0, end = 0, smallest = 0;
-  if (facts.nbytes == 0 || special(pack, number.get()) != Answer::no ||
-      span(tensor, facts, &begin, &end) != Answer::yes) {
+  if (facts.nbytes == 0 || special(pack, number.get()) != Answer::no || !span(tensor, facts, &begin, &end)) {
     return nullptr;
   }
-  const Ref kind = device_type(tensor, facts);
+  const bool cpu = impl->is_cpu();
+  const Ref kind = device_type(object, cpu);
   if (least(pack, kind, &smallest) != Answer::yes) {
     return nullptr;
   }
   if (end - begin < smallest) {
-    return only_counted(pack) ? keep_small(pack, tensor, end - begin, storage_number) : nullptr;
+    return only_counted(pack) ? keep_small(pack, object, tensor, end - begin) : nullptr;
   }
-  const Wanted wanted{pack->owner, tensor, storage.get(), number.get(), kind.get(), storage_number, begin, end, facts.is_view};
-  return save(pack, wanted);
+  return save(pack, Wanted{pack->owner, object, tensor, number.get(), kind.get(), begin, end, facts.is_view, cpu});
 }
 
 PyObject* pack_vectorcall(PyObject* self, PyObject* const* arguments, std::size_t flags, PyObject* names) {
@@ -299,7 +255,8 @@ PyObject* pack_vectorcall(PyObject* self, PyObject* const* arguments, std::size_
     PyErr_SetString(PyExc_RuntimeError, "the offloader of this hook is being collected");
     return nullptr;
   }
-  PyObject* const packed = pack_ordinary(pack, arguments[0]);
+  const at::TensorBase* const tensor = plain_tensor(arguments[0]);
+  PyObject* const packed = tensor != nullptr ? pack_plain(pack, arguments[0], *tensor) : nullptr;
   if (packed != nullptr || PyErr_Occurred() != nullptr) {
     return packed;
   }

@@ -5,6 +5,7 @@
 #include <structmember.h>
 
 #include "tape.hpp"
+#include "tensor.hpp"
 
 namespace {
 
@@ -12,8 +13,8 @@ namespace {
 struct StaysRecord {
   PyObject_HEAD
   Tape* tape;
-  PyObject* alias;    // of what was saved first, for its version; may be lent, and then anything may lie in it
-  PyObject* storage;  // both are null once it was released
+  at::TensorBase alias;  // of what was saved first, for its version; may be lent, and then anything may lie in it
+  c10::Storage storage;  // both are empty once it was released
   PyObject* module;
   PyObject* kind;
   long long number, address, begin, end, version;  // number: of the storage
@@ -29,11 +30,17 @@ StaysRecord* as_record(PyObject* object) { return reinterpret_cast<StaysRecord*>
 
 bool stays(PyObject* record) { return Py_TYPE(record) == &record_type; }
 
+// It was released: its memory goes.
+void let_go(StaysRecord* record) {
+  const at::TensorBase alias = std::exchange(record->alias, at::TensorBase());
+  const c10::Storage storage = std::exchange(record->storage, c10::Storage());
+}
+
 void record_dealloc(PyObject* self) {
   StaysRecord* const record = as_record(self);
   Py_XDECREF(reinterpret_cast<PyObject*>(record->tape));
-  Py_XDECREF(record->alias);
-  Py_XDECREF(record->storage);
+  record->alias.~TensorBase();
+  record->storage.~Storage();
   Py_XDECREF(record->module);
   Py_XDECREF(record->kind);
   PyObject_Free(self);
@@ -48,8 +55,8 @@ PyObject* record_nbytes(PyObject* self, void*) { return PyLong_FromLongLong(as_r
 PyObject* record_tape(PyObject* self, void*) { return Py_NewRef(reinterpret_cast<PyObject*>(as_record(self)->tape)); }
 
 PyObject* record_data(PyObject* self, void*) {
-  PyObject* const storage = as_record(self)->storage;
-  return Py_NewRef(storage != nullptr ? storage : Py_None);
+  const c10::Storage& storage = as_record(self)->storage;
+  return storage ? wrap(storage).release() : Py_NewRef(Py_None);
 }
 
 int record_set_data(PyObject* self, PyObject* value, void*) {
@@ -57,25 +64,21 @@ int record_set_data(PyObject* self, PyObject* value, void*) {
     PyErr_SetString(PyExc_AttributeError, "what stays is never brought");
     return -1;
   }
-  Py_CLEAR(as_record(self)->alias);
-  Py_CLEAR(as_record(self)->storage);
+  let_go(as_record(self));
   return 0;
 }
 
 PyObject* record_probe(PyObject* self, void*) {
-  PyObject* const alias = as_record(self)->alias;
-  if (alias != nullptr && !PyObject_GC_IsTracked(alias)) {
-    PyObject_GC_Track(alias);
-  }
-  return Py_NewRef(alias != nullptr ? alias : Py_None);
+  const at::TensorBase& alias = as_record(self)->alias;
+  return alias.defined() ? wrap(alias).release() : Py_NewRef(Py_None);
 }
 
 PyObject* record_device(PyObject* self, void*) {
-  PyObject* const storage = as_record(self)->storage;
-  return storage == nullptr ? Py_NewRef(Py_None) : PyObject_GetAttr(storage, name_device);
+  const Ref storage(record_data(self, nullptr));
+  return !storage || storage.get() == Py_None ? Py_XNewRef(storage.get()) : PyObject_GetAttr(storage.get(), name_device);
 }
 
-PyObject* record_near(PyObject* self, void*) { return PyBool_FromLong(as_record(self)->storage != nullptr); }
+PyObject* record_near(PyObject* self, void*) { return PyBool_FromLong(static_cast<bool>(as_record(self)->storage)); }
 
 PyObject* record_state(PyObject* self, void*) {
   return Py_NewRef(as_record(self)->released ? known.released : known.resident);

@@ -4,26 +4,30 @@
 
 #include <structmember.h>
 
-#include "known.hpp"
+#include "tensor.hpp"
 
 namespace {
 
 struct Reference {
   PyObject_HEAD
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
   PyObject* number;  // what PyTorch calls a weak pointer: an integer
 };
 
 extern PyTypeObject reference_type;
 
-Ref make_reference(PyObject* storage) {
-  Ref number = known.weak_ref(storage);
+Ref make_reference(const c10::Storage& storage) {
+  Ref number(PyLong_FromLongLong(number_of_storage(storage.unsafeGetStorageImpl())));
   Reference* const reference = number ? PyObject_New(Reference, &reference_type) : nullptr;
   if (reference != nullptr) {
+    new (&reference->storage) c10::weak_intrusive_ptr<c10::StorageImpl>(storage.getWeakStorageImpl());
     reference->number = number.release();
-  } else if (number && !Ref(PyObject_CallOneArg(known.weak_ref_free, number.get()))) {
-    PyErr_WriteUnraisable(storage);
   }
   return Ref(reinterpret_cast<PyObject*>(reference));
+}
+
+Ref make_reference(PyObject* storage) {
+  return storage_in(storage) == nullptr ? Ref() : make_reference(reinterpret_cast<PyStorage*>(storage)->storage);
 }
 
 PyObject* reference_new(PyTypeObject*, PyObject* arguments, PyObject* names) {
@@ -36,19 +40,14 @@ PyObject* reference_new(PyTypeObject*, PyObject* arguments, PyObject* names) {
 }
 
 void reference_dealloc(PyObject* self) {
-  PyObject* const number = reinterpret_cast<Reference*>(self)->number;
-  PyObject *type, *value, *trace;
-  PyErr_Fetch(&type, &value, &trace);
-  if (!Ref(PyObject_CallOneArg(known.weak_ref_free, number))) {
-    PyErr_WriteUnraisable(number);
-  }
-  PyErr_Restore(type, value, trace);
-  Py_DECREF(number);
+  Reference* const reference = reinterpret_cast<Reference*>(self);
+  reference->storage.~weak_intrusive_ptr();
+  Py_DECREF(reference->number);
   PyObject_Free(self);
 }
 
 PyObject* reference_gone(PyObject* self, PyObject*) {
-  return PyObject_CallOneArg(known.weak_ref_gone, reinterpret_cast<Reference*>(self)->number);
+  return PyBool_FromLong(reinterpret_cast<Reference*>(self)->storage.expired());
 }
 
 PyObject* reference_lock(PyObject* self, PyObject*) {

@@ -27,7 +27,7 @@ Answer resized(PyObject* record) {
   }
   long long now = 0, then = 0;
   const Ref data(Py_NewRef(fields.data(record)));
-  if (!integer(known.data_ptr(data.get()), &now) || !fields.address.read(record, &then)) {
+  if (!address_of(data.get(), &now) || !fields.address.read(record, &then)) {
     return Answer::failed;
   }
   return now != then ? Answer::yes : Answer::no;
@@ -202,15 +202,27 @@ PyObject* wanted(PyObject*, PyObject* arguments) {
   return found.release();
 }
 
-// `HostPool.tensor`, owning, of a slot's memory: its storage.
-Ref storage_in(PyObject* slot, long long address, long long nbytes) {
-  const Ref piece = make_piece(&piece_type, address, static_cast<Py_ssize_t>(nbytes), slot);
-  if (!piece) {
-    return Ref();
+void let_go_of_slot(void* slot) {
+  if (Py_IsInitialized() == 0) {
+    return;
   }
-  PyObject* const arguments[] = {piece.get(), known.uint8};
-  const Ref tensor(PyObject_Vectorcall(known.frombuffer, arguments, 1, known.dtype_name));
-  return tensor ? known.untyped_storage(tensor.get()) : Ref();
+  const PyGILState_STATE before = PyGILState_Ensure();
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  Py_DECREF(static_cast<PyObject*>(slot));  // notes its return
+  PyErr_Restore(type, value, trace);
+  PyGILState_Release(before);
+}
+
+// A storage in a slot's memory, which lives as long as that: that of `HostPool.tensor`, owning.
+Ref storage_of_slot(PyObject* slot, long long address, long long nbytes) {
+  Ref storage;
+  guarded([&] {
+    c10::DataPtr memory(reinterpret_cast<void*>(address), Py_NewRef(slot), let_go_of_slot, c10::Device(c10::kCPU));
+    storage = wrap(c10::Storage(c10::Storage::use_byte_size_t(), static_cast<std::size_t>(nbytes), std::move(memory),
+                                /*allocator=*/nullptr, /*resizable=*/false));
+  });
+  return storage;
 }
 
 // coming(row, places, slot, address): what is read into memory whose first byte would be the row's. Returns the memory
@@ -251,7 +263,7 @@ PyObject* coming(PyObject*, PyObject* arguments) {
       continue;
     }
     ++next;
-    const Ref storage = storage_in(slot, start, nbytes);
+    const Ref storage = storage_of_slot(slot, start, nbytes);
     const Ref lies(storage ? Py_BuildValue("(OL)", storage.get(), start) : nullptr);
     if (!lies || PyList_Append(who.get(), record) < 0 || PyList_Append(where.get(), lies.get()) < 0) {
       return nullptr;

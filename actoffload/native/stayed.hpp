@@ -12,8 +12,8 @@ struct Stayed {
   Lane* lane;
   PyObject* owner;      // the Storer
   StaysRecord* record;  // null: it was never handed out
-  PyObject* alias;
-  PyObject* version;
+  at::TensorBase alias;
+  long long version;
   long round;
   char lent;
 };
@@ -23,14 +23,14 @@ extern PyTypeObject stayed_type;
 Stayed* as_stayed(PyObject* object) { return reinterpret_cast<Stayed*>(object); }
 
 // A handle that is none yet: nothing happens if it dies before `record` is set.
-Ref make_stayed(Lane* lane, PyObject* owner, Ref alias, Ref version) {
+Ref make_stayed(Lane* lane, PyObject* owner, at::TensorBase alias) {
   Stayed* const stayed = PyObject_New(Stayed, &stayed_type);
   if (stayed != nullptr) {
     stayed->lane = reinterpret_cast<Lane*>(Py_NewRef(reinterpret_cast<PyObject*>(lane)));
     stayed->owner = Py_NewRef(owner);
     stayed->record = nullptr;
-    stayed->alias = alias.release();
-    stayed->version = version.release();
+    stayed->version = version_of(alias);
+    new (&stayed->alias) at::TensorBase(std::move(alias));
     stayed->round = 0;
     stayed->lent = 0;
   }
@@ -126,7 +126,7 @@ bool release(Lane* lane, StaysRecord* record) {
   tape_forget(record->tape, record->index);
   record->released = 1;
   record->counted = 0;
-  return static_cast<bool>(Ref(PyObject_CallMethodOneArg(lane->notes, name_append, died.get())));
+  return append_to(lane->notes, died.get());
 }
 
 // `Storer.drop` where nothing is out of the ordinary; no: Python has to do it.
@@ -161,20 +161,18 @@ void stayed_dealloc(PyObject* self) {
       PyErr_WriteUnraisable(reinterpret_cast<PyObject*>(stayed->record));
     }
     if (stayed->record->released) {
-      Py_CLEAR(stayed->record->alias);
-      Py_CLEAR(stayed->record->storage);
+      let_go(stayed->record);
     }
     PyErr_Restore(type, value, trace);
     Py_DECREF(reinterpret_cast<PyObject*>(stayed->record));
   }
   Py_DECREF(reinterpret_cast<PyObject*>(stayed->lane));
   Py_DECREF(stayed->owner);
-  Py_DECREF(stayed->alias);
-  Py_DECREF(stayed->version);
+  stayed->alias.~TensorBase();
   PyObject_Free(self);
 }
 
-PyObject* stayed_alias(PyObject* self, void*) { return handed_out(as_stayed(self)->alias); }
+PyObject* stayed_alias(PyObject* self, void*) { return wrap(as_stayed(self)->alias).release(); }
 
 PyObject* stayed_module(PyObject* self, void*) { return Py_NewRef(as_stayed(self)->record->module); }
 
@@ -186,7 +184,7 @@ PyMethodDef stayed_methods[] = {
     {"unpack", stayed_unpack, METH_NOARGS, "The saved tensor; raises SavedTensorModifiedError if it was changed."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyMemberDef stayed_members[] = {{"version", T_OBJECT, offsetof(Stayed, version), READONLY, "At which it was saved."},
+PyMemberDef stayed_members[] = {{"version", T_LONGLONG, offsetof(Stayed, version), READONLY, "At which it was saved."},
                                 {"round", T_LONG, offsetof(Stayed, round), READONLY, "How often it was unpacked."},
                                 {nullptr, 0, 0, 0, nullptr}};
 

@@ -6,11 +6,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from actoffload.native_hooks import _Process
 from actoffload.native_known import known
 
-TOLD: dict[str, Any] = {**known(), "base": type("Other", (), {"layout": 1})}
-"""What the module is set up with, but that its tensors are of no kind that it knows."""
+
+class _Elsewhere(Tensor):
+    """A tensor that says that it lies elsewhere than it does."""
+
+    _cdata = 16
+
+
+TOLD: dict[str, Any] = {**known(), "samples": [torch.ones(1).as_subclass(_Elsewhere)]}
+"""What the module is set up with, but that PyTorch's objects are not laid out as it knows them."""
 
 
 @contextmanager

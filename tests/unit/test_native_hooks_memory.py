@@ -7,14 +7,18 @@ import shutil
 import sys
 import weakref
 from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from actoffload.accounts import MANY_NOTES, Accounts
+from actoffload.handles import KeptActivation
+from actoffload.native_known import known
 from tests.harness import MakeOffloader, no_garbage_collection
 from tests.unit.natively import TOLD
 from tests.unit.test_native_hooks import LEAST_BYTES, Model, Named, ones
@@ -105,7 +109,7 @@ def test_nothing_is_held_or_given_away_twice(native: Any, make_offloader: MakeOf
     model = Model()
     offloader.use(model)
     notes = offloader.core.accounts.notes
-    with offloader:
+    with offloader, no_garbage_collection():  # what others left holds some of these as well
         pack, unpack = offloader._hooks()
         small, weight = ones(4), model.weight
         shared: tuple[Any, ...] = (small, weight, weight.t(), None, True, False, notes, offloader, "parameter", 16)
@@ -160,31 +164,68 @@ def test_what_is_not_to_be_called_says_so(native: Any, make_offloader: MakeOfflo
         native.Pack(owner=1)
     with pytest.raises(TypeError, match="Tape of this module"):
         pack.tape = 7  # type: ignore[attr-defined]
-    with pytest.raises(TypeError, match=r"layout is not what it was"):
+    with pytest.raises(TypeError, match="lays out its objects otherwise"):
         native.setup(**TOLD)
+    told = known()
+    other = type("Other", (Tensor,), {"_base": 1})
+    with pytest.raises(TypeError, match="_base is not what it was"):
+        native.setup(**{**told, "base": other, "samples": [torch.ones(1).as_subclass(other)]})
+    with pytest.raises(TypeError, match="samples: tensors"):
+        native.setup(**{**told, "samples": [SimpleNamespace(untyped_storage=torch.ones(1).untyped_storage)]})
+    with pytest.raises(TypeError, match="are types"):
+        native.setup(**{**told, "storage": 1})
     with pytest.raises(ValueError, match="not what it was"):
-        native.setup(**{**TOLD, "record": 3})
+        native.setup(**{**told, "record": 3})
 
 
-def test_what_a_patched_method_returns_is_looked_at(
-    native: Any, make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", ["detach", "untyped_storage"])
+def test_neither_a_patched_method_nor_a_mode_of_functions_is_asked(
+    name: str, native: Any, make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class Odd(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return 7 if func is getattr(Tensor, name) else func(*args, **(kwargs or {}))
+
     offloader = make_offloader(min_bytes=LEAST_BYTES)
     with offloader:
-        pack, _ = offloader._hooks()
+        pack, unpack = offloader._hooks()
         x = ones(4)
-        for name in ("detach", "untyped_storage"):
-
-            class Odd(TorchFunctionMode):
-                def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-                    return 7 if func is getattr(Tensor, name) else func(*args, **(kwargs or {}))  # noqa: B023
-
-            with Odd(), pytest.raises((AttributeError, TypeError), match=r"'?int'? object"):
-                pack(x)
-            with monkeypatch.context() as patch:
-                patch.setattr(Tensor, name, lambda tensor: 7)
-                pack(x)  # PyTorch's own is called
+        with Odd():
+            handle = pack(x)
+            assert type(unpack(handle)) is Tensor
+        with monkeypatch.context() as patch:
+            patch.setattr(Tensor, name, lambda tensor: 7)
+            assert type(unpack(pack(x))) is Tensor
     assert offloader.statistics().packed_tensors == 2
+
+
+@pytest.mark.parametrize("gives", ["another", "a subclass", "itself", "an error"])
+def test_what_a_mode_makes_of_an_alias_is_looked_at(gives: str, native: Any, make_offloader: MakeOffloader) -> None:
+    x = ones(4)
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is not torch.ops.aten.detach.default:
+                return func(*args, **(kwargs or {}))
+            if gives == "an error":
+                raise KeyError("of the mode")
+            out = func(*args)
+            return {"another": out.clone(), "a subclass": out.as_subclass(Named), "itself": args[0]}[gives]
+
+    offloader = make_offloader(min_bytes=LEAST_BYTES)
+    with offloader:
+        pack, unpack = offloader._hooks()
+        with Mode():
+            if gives == "an error":
+                with pytest.raises(KeyError, match="of the mode"):
+                    pack(x)
+            else:
+                handle = pack(x)
+                assert type(handle) is (KeptActivation if gives != "itself" else type(handle))
+                assert torch.equal(unpack(handle), x)
+        handle = pack(x)
+        assert type(handle) is native.Kept
+    assert torch.equal(unpack(handle), x)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -1,0 +1,109 @@
+// What `Handle` of handles.py knows of a saved view: what it takes to make it again in another storage.
+
+#pragma once
+
+#include "tensor.hpp"
+
+namespace {
+
+struct View {
+  at::TensorBase probe;  // shares the version counter, and after `hollow` nothing else
+  c10::impl::SizesAndStrides around;
+  caffe2::TypeMeta dtype;
+  long long offset, version;  // offset: in bytes
+
+  explicit View(at::TensorBase alias) : probe(std::move(alias)), offset(0), version(version_of(probe)) {
+    const c10::TensorImpl* const impl = probe.unsafeGetTensorImpl();
+    around.resize(static_cast<std::size_t>(impl->dim()));
+    around.set_sizes(impl->sizes());
+    around.set_strides(impl->strides());
+    dtype = impl->dtype();
+    offset = impl->storage_offset() * itemsize();
+  }
+  long long itemsize() const { return static_cast<long long>(dtype.itemsize()); }
+};
+
+// `empty` of handles.py for the CPU: without elements, and the same one each time; null with an error.
+const at::TensorBase* nothing() {
+  static at::TensorBase* made = nullptr;
+  if (made == nullptr) {
+    const Ref object(PyObject_CallFunctionObjArgs(known.empty, known.float32, known.cpu, nullptr));
+    const at::TensorBase* const tensor = object ? plain_tensor(object.get()) : nullptr;
+    if (object && tensor == nullptr) {
+      PyErr_SetString(PyExc_RuntimeError, "a tensor without elements is of no plain kind");
+    }
+    made = tensor == nullptr ? nullptr : new (std::nothrow) at::TensorBase(*tensor);
+    if (tensor != nullptr && made == nullptr) {
+      PyErr_NoMemory();
+    }
+  }
+  return made;
+}
+
+// `version_probe`: lets go of the memory.
+bool hollow(View* view) {
+  const at::TensorBase* const empty = nothing();
+  return empty != nullptr &&
+         guarded([&] { view->probe.unsafeGetTensorImpl()->shallow_copy_from(empty->getIntrusivePtr()); });
+}
+
+// The view in a storage whose first byte is the one at `begin` of the storage that was saved, with the version counter
+// of what was saved: changing what is handed out counts as changing that, and a later unpack then raises, as autograd's
+// does. May throw.
+at::TensorBase view_in(const View& view, const c10::Storage& storage, long long begin) {
+  const c10::TensorImpl* const probe = view.probe.unsafeGetTensorImpl();
+  c10::intrusive_ptr<c10::TensorImpl> made = probe->shallow_copy_and_detach(probe->version_counter(), true);
+  made->set_storage_and_dtype(storage, view.dtype);
+  made->set_sizes_and_strides(view.around.sizes_arrayref(), view.around.strides_arrayref(),
+                              (view.offset - begin) / view.itemsize());
+  made->set_allow_tensor_metadata_change(false);
+  return at::TensorBase(std::move(made));
+}
+
+// -- for Python ------------------------------------------------------------------------------------------------------
+
+PyObject* as_tuple(c10::IntArrayRef values) {
+  Ref tuple(PyTuple_New(static_cast<Py_ssize_t>(values.size())));
+  for (std::size_t at = 0; tuple && at < values.size(); ++at) {
+    PyObject* const number = PyLong_FromLongLong(values[at]);
+    if (number == nullptr) {
+      return nullptr;
+    }
+    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(at), number);
+  }
+  return tuple.release();
+}
+
+PyObject* shape_of(const View& view) { return as_tuple(view.around.sizes_arrayref()); }
+
+PyObject* stride_of(const View& view) { return as_tuple(view.around.strides_arrayref()); }
+
+PyObject* dtype_of(const View& view) {
+  const at::TensorBase* const empty = nothing();
+  Ref tensor;
+  if (empty != nullptr && guarded([&] {
+        auto made = empty->getIntrusivePtr()->shallow_copy_and_detach(c10::VariableVersion(0), true);
+        made->set_storage_and_dtype(empty->getIntrusivePtr()->unsafe_storage(), view.dtype);
+        tensor = wrap(at::TensorBase(std::move(made)));
+      }) && tensor) {
+    return known.dtype(tensor.get()).release();
+  }
+  return nullptr;
+}
+
+// Whether what was saved has the version that it had then; else the error is autograd's.
+bool unchanged(const View& view, PyObject* module) {
+  const long long now = version_of(view.probe);
+  if (now == view.version) {
+    return true;
+  }
+  const Ref is(PyLong_FromLongLong(now)), was(PyLong_FromLongLong(view.version));
+  const Ref dtype(dtype_of(view)), shape(shape_of(view));
+  if (!is || !was || !dtype || !shape) {
+    return false;
+  }
+  PyObject* const arguments[] = {is.get(), was.get(), dtype.get(), shape.get(), module};
+  return static_cast<bool>(Ref(PyObject_Vectorcall(known.check_version, arguments, 5, nullptr)));
+}
+
+}  // namespace
