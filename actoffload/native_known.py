@@ -16,6 +16,7 @@ from .cpu_tier import BOUNCE_BYTES, MIN_ALIGNMENT, Layout
 from .handles import Stayed, check_not_replaced, check_version, empty, view_in
 from .identity import SPAN_ALIGNMENT, own_counter
 from .marks import OPEN_REGIONS
+from .phases import Phases
 from .policy import KeepReason
 from .record import Record, State, numbers
 from .row_tier import SMALL_BYTES, RowMover
@@ -68,6 +69,7 @@ def known() -> dict[str, Any]:
         "record_class": Record,
         "joint_class": Joint,
         "row_class": Row,
+        "phases_class": Phases,
         "accounts_class": Accounts,
         "numbers": numbers,
         "empty": empty,

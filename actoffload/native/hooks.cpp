@@ -122,7 +122,7 @@ PyObject* setup(PyObject*, PyObject*, PyObject* names) {
       {"stayed", &given.stayed, nullptr}, {"row_mover", &given.row_mover, nullptr}, {"numbers", &given.numbers, nullptr},
       {"empty", &given.empty, nullptr}, {"float32", &given.float32, nullptr}, {"cpu", &given.cpu, nullptr},
       {"from_weak_ref", &given.weak_ref_lock, nullptr}, {"record_class", &classes.record, nullptr},
-      {"joint_class", &classes.joint, nullptr}, {"row_class", &classes.row, nullptr},
+      {"joint_class", &classes.joint, nullptr}, {"row_class", &classes.row, nullptr}, {"phases_class", &classes.phases, nullptr},
       {"accounts_class", &running.accounts, nullptr},
       {"many", nullptr, &many}, {"record", nullptr, &record}, {"span_alignment", nullptr, &given.span_alignment},
       {"look_at", nullptr, &look_at}, {"bounce_bytes", nullptr, &given.bounce_bytes},

@@ -53,11 +53,8 @@ bool look_around(const Lane* lane, PyObject* owner) {
   } else if (PyObject_Size(lane->notes) != 0 && !Ref(settle(nullptr, lane->accounts))) {
     return false;
   }
-  PyObject* const watched = PyDict_GetItemWithError(lane->watched, name_cpu);
-  if (watched == nullptr) {
-    return PyErr_Occurred() == nullptr;
-  }
-  return look_in_turn(PyTuple_GET_ITEM(watched, 0), known.look_at, known.moving);
+  PyObject* const watched = watched_on(lane, name_cpu);
+  return watched == nullptr || look_in_turn(PyTuple_GET_ITEM(watched, 0), known.look_at, known.moving);
 }
 
 // `Accounts.came` and `Accounts.left`, after what was noted has been worked off.

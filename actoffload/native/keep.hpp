@@ -107,6 +107,7 @@ Ref make_record(Tape* tape, const at::TensorBase& alias, PyObject* module, const
     new (&record->storage) c10::Storage(wanted.tensor.unsafeGetTensorImpl()->unsafe_storage());
     record->module = Py_NewRef(module);
     record->kind = Py_NewRef(wanted.kind);
+    record->key = Py_NewRef(wanted.number);
     record->number = number_of_storage(wanted.storage());
     record->address = address;
     record->begin = wanted.begin;
@@ -190,8 +191,7 @@ PyObject* keep_planned(Lane* lane, Tape* tape, const Wanted& wanted) {
   if (before != nullptr) {
     return before->released ? nullptr : keep_again(lane, std::move(stayed), before, wanted);
   }
-  if (PyDict_Contains(lane->entries, wanted.number) != 0 || !keeps(lane, tape, nbytes) ||
-      PyDict_SetItem(lane->entries, wanted.number, record.get()) < 0) {
+  if (!keeps(lane, tape, nbytes) || PyDict_SetDefault(lane->entries, wanted.number, record.get()) != record.get()) {
     return nullptr;
   }
   as_record(record.get())->index = tape_append(tape, record.get(), nbytes);

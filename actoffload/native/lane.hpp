@@ -36,9 +36,11 @@ struct Lane {
   PyObject* core;      // a Core
   PyObject* mover;     // of the CPU's tensors, or None where Python does all of it
   PyObject* pattern;   // a Record of the CPU's that is none: what new ones are copies of
+  PyObject* watched_on_cpu;  // that of the CPU
   PyObject* reason;    // a KeepReason
   PyObject* text;      // and its value
-  PyObject* note;      // the one that was taken last, and the decision: storages of one size share them
+  PyObject* note;      // the one that was taken last, of a death too, and the decision: storages of one size share them
+  PyObject* death;
   PyObject* decision;
   PyObject* moving;    // the decision of what moves that was noted last: shared likewise
   PyObject* decisions; // of the forward that saved last
@@ -55,8 +57,8 @@ constexpr std::size_t kLaneMembers[] = {
     offsetof(Lane, recording), offsetof(Lane, entries), offsetof(Lane, phases),   offsetof(Lane, dropped),
     offsetof(Lane, to_warn), offsetof(Lane, lock),    offsetof(Lane, waiters),  offsetof(Lane, watched),
     offsetof(Lane, captures), offsetof(Lane, running),  offsetof(Lane, named),  offsetof(Lane, modules),
-    offsetof(Lane, core),   offsetof(Lane, mover),   offsetof(Lane, pattern), offsetof(Lane, reason),
-    offsetof(Lane, text),   offsetof(Lane, note),    offsetof(Lane, decision), offsetof(Lane, moving),
+    offsetof(Lane, core),   offsetof(Lane, mover),   offsetof(Lane, pattern), offsetof(Lane, watched_on_cpu), offsetof(Lane, reason),
+    offsetof(Lane, text),   offsetof(Lane, note),    offsetof(Lane, death), offsetof(Lane, decision), offsetof(Lane, moving),
     offsetof(Lane, decisions)};
 
 // Whether nobody is inside of the offloader, and nothing waits for whoever comes next: then C may be inside.
@@ -71,9 +73,14 @@ Answer nothing_recomputed(const Lane* lane) {
   return !counts.recomputed_bytes.read(lane->accounts, &nbytes) ? Answer::failed : nbytes == 0 ? Answer::yes : Answer::no;
 }
 
+// What is watched on a type of device; null where nothing is, or with an error.
+PyObject* watched_on(const Lane* lane, PyObject* kind) {
+  return kind == name_cpu ? lane->watched_on_cpu : PyDict_GetItemWithError(lane->watched, kind);
+}
+
 // Whether a device has nothing under way that must be looked at on every occasion.
 Answer nothing_to_look_at(const Lane* lane, PyObject* kind) {
-  PyObject* const watched = PyDict_GetItemWithError(lane->watched, kind);
+  PyObject* const watched = watched_on(lane, kind);
   if (watched == nullptr || !PyTuple_Check(watched)) {
     return PyErr_Occurred() != nullptr ? Answer::failed : Answer::no;
   }
@@ -88,6 +95,9 @@ Answer nothing_to_look_at(const Lane* lane, PyObject* kind) {
 
 // The number that changes whenever what follows the running phase may have changed.
 bool changes_of(const Lane* lane, long long* changes) {
+  if (reinterpret_cast<PyObject*>(Py_TYPE(lane->phases)) == fields.phases) {
+    return fields.phases_changes.read(lane->phases, changes);
+  }
   return integer(Ref(PyObject_GetAttr(lane->phases, name_changes)), changes);
 }
 
@@ -125,6 +135,7 @@ PyObject* lane_new(PyTypeObject* type, PyObject* arguments, PyObject* names) {
     PyErr_NoMemory();
     return nullptr;
   }
+  lane->watched_on_cpu = Py_XNewRef(PyDict_GetItemWithError(lane->watched, name_cpu));
   lane->open = 1;
   lane->bounded = bounded != 0;
   return self.release();

@@ -153,7 +153,7 @@ Answer begin_in_row(PyObject* record, const Saving& saving) {
     return Answer::no;
   }
   const Ref joint(PyObject_GetAttr(mover, name__open));
-  PyObject* const watched = PyDict_GetItemWithError(saving.lane->watched, name_cpu);
+  PyObject* const watched = watched_on(saving.lane, name_cpu);
   if (!joint || watched == nullptr) {
     return PyErr_Occurred() != nullptr ? Answer::failed : Answer::no;
   }

@@ -15,9 +15,10 @@ struct StaysRecord {
   Tape* tape;
   at::TensorBase alias;  // of what was saved first, for its version; may be lent, and then anything may lie in it
   c10::Storage storage;  // both are empty once it was released
+  PyObject* key;  // the number of its storage
   PyObject* module;
   PyObject* kind;
-  long long number, address, begin, end, version;  // number: of the storage
+  long long number, address, begin, end, version;
   Py_ssize_t index;
   unsigned long thread;
   long handles, waiting, round;
@@ -41,6 +42,7 @@ void record_dealloc(PyObject* self) {
   Py_XDECREF(reinterpret_cast<PyObject*>(record->tape));
   record->alias.~TensorBase();
   record->storage.~Storage();
+  Py_XDECREF(record->key);
   Py_XDECREF(record->module);
   Py_XDECREF(record->kind);
   PyObject_Free(self);

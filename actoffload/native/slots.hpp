@@ -97,11 +97,11 @@ bool is_accounts(PyObject* object) {
 
 // The classes, and what is asked of them here.
 struct Fields {
-  PyObject *record, *joint, *row;  // the classes
+  PyObject *record, *joint, *row, *phases;  // the classes
 #define ACTOFFLOAD_DECLARE(name) Slot name;
   ACTOFFLOAD_RECORD_FIELDS(ACTOFFLOAD_DECLARE)
 #undef ACTOFFLOAD_DECLARE
-  Slot joint_records, joint_nbytes, row_users, row_records, row_starts, row_offsets, row_io_bytes, row_apart;
+  Slot joint_records, joint_nbytes, row_users, row_records, row_starts, row_offsets, row_io_bytes, row_apart, phases_changes;
 
   bool find() {
 #define ACTOFFLOAD_FIND(name)        \
@@ -112,7 +112,7 @@ struct Fields {
 #undef ACTOFFLOAD_FIND
     return joint_records.find(joint, "records") && joint_nbytes.find(joint, "nbytes") && row_users.find(row, "users") &&
            row_records.find(row, "records") && row_starts.find(row, "starts") && row_offsets.find(row, "offsets") &&
-           row_io_bytes.find(row, "io_bytes") && row_apart.find(row, "apart");
+           row_io_bytes.find(row, "io_bytes") && row_apart.find(row, "apart") && phases_changes.find(phases, "changes");
   }
 } fields;
 

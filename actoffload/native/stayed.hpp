@@ -98,19 +98,30 @@ PyObject* stayed_unpack(PyObject* self, PyObject*) {
   return lend(stayed->alias, stayed->record->number, &stayed->lent);
 }
 
+// Renews the note of a death, which storages of one size share.
+bool share_death(Lane* lane, long long nbytes) {
+  if (lane->death != nullptr && PyLong_AsLongLong(lane->death) == nbytes) {
+    return true;
+  }
+  PyObject* const death = PyLong_FromLongLong(nbytes);
+  if (death != nullptr) {
+    Py_XSETREF(lane->death, death);
+  }
+  return death != nullptr;
+}
+
 // The last handle of a record died: `Storer._release`. Nothing here can run Python but what `record` itself releases.
 bool release(Lane* lane, StaysRecord* record) {
   PyObject* const object = reinterpret_cast<PyObject*>(record);
-  const Ref number(PyLong_FromLongLong(record->number)), died(PyLong_FromLongLong(record->begin - record->end));
-  PyObject* const known_here = number ? PyDict_GetItemWithError(lane->entries, number.get()) : nullptr;
-  if (!died || known_here == nullptr) {
+  PyObject* const known_here = PyDict_GetItemWithError(lane->entries, record->key);
+  if (!share_death(lane, record->begin - record->end) || known_here == nullptr) {
     if (PyErr_Occurred() == nullptr) {
       PyErr_SetString(PyExc_KeyError, "a record that stays is not known by its storage");
     }
     return false;
   }
   if (known_here == object) {
-    if (PyDict_DelItem(lane->entries, number.get()) < 0) {
+    if (PyDict_DelItem(lane->entries, record->key) < 0) {
       return false;
     }
   } else if (PyList_Check(known_here)) {  // there are others on this storage; a list may become empty
@@ -119,14 +130,14 @@ bool release(Lane* lane, StaysRecord* record) {
         return false;
       }
     }
-    if (PyList_GET_SIZE(known_here) == 0 && PyDict_DelItem(lane->entries, number.get()) < 0) {
+    if (PyList_GET_SIZE(known_here) == 0 && PyDict_DelItem(lane->entries, record->key) < 0) {
       return false;
     }
   }
   tape_forget(record->tape, record->index);
   record->released = 1;
   record->counted = 0;
-  return append_to(lane->notes, died.get());
+  return append_to(lane->notes, lane->death);
 }
 
 // `Storer.drop` where nothing is out of the ordinary; no: Python has to do it.

@@ -144,6 +144,7 @@ bool tape_order(Tape* tape, PyObject* found) {
     position[static_cast<std::size_t>(index)] = static_cast<Py_ssize_t>(reach.size()) - 1;
     reach.push_back(reach.back() + nbytes);
   }
+  rows.seen.reserve(static_cast<std::size_t>(count));
   rows.order.swap(order);
   rows.position.swap(position);
   rows.reach.swap(reach);
