@@ -1,4 +1,4 @@
-"""Loads ``native/hooks.cpp``, the beginning of pack in C; where that cannot be, Python does the same, only slower."""
+"""Loads ``native/hooks.cpp``, pack and unpack in C; where that cannot be, Python does the same, only slower."""
 
 from __future__ import annotations
 

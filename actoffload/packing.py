@@ -108,6 +108,8 @@ class Packer(Storer):
             return self._pack_subclass(tensor, counters)
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
             return self._keep(tensor, KeepReason.LAYOUT, 0)
+        if tensor._is_zerotensor():  # it has no memory
+            return self._keep(tensor, KeepReason.LAYOUT, 0)
         storage = tensor.untyped_storage()
         nbytes, storage_bytes = tensor.nbytes, storage.nbytes()
         reason = self._why_static(tensor, storage)

@@ -159,14 +159,15 @@ PyObject* moved_unpack(PyObject* self, PyObject*) {
   }
   const Answer obtained = obtain(moved, &storage, &begin);
   if (obtained == Answer::failed || (obtained == Answer::no && !obtain_in_python(moved, &storage, &begin)) ||
-      storage_in(storage.get()) == nullptr) {
+      !storage) {
     return nullptr;
   }
-  if (!no_mode()) {
-    return view_in_python(self, storage.get(), begin);
+  const c10::Storage* const memory = storage_in(storage.get());
+  if (memory == nullptr || !no_mode()) {
+    return memory == nullptr ? nullptr : view_in_python(self, storage.get(), begin);
   }
   Ref view;
-  guarded([&] { view = wrap(view_in(moved->view, reinterpret_cast<PyStorage*>(storage.get())->storage, begin)); });
+  guarded([&] { view = wrap(view_in(moved->view, *memory, begin)); });
   return view.release();
 }
 

@@ -91,25 +91,24 @@ Answer special(const Pack* pack, PyObject* number) {
   return torch::autograd::get_current_graph_task_id() != -1 ? Answer::yes : Answer::no;
 }
 
-// The bytes of the storage that a contiguous view stands for: `byte_span` of identity.py. False if it is not contiguous.
-bool span(const at::TensorBase& tensor, const Facts& facts, long long* begin, long long* end) {
-  const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
-  if (!impl->is_contiguous()) {
-    return false;
+// The bytes of the storage that a view with elements needs: `byte_span` of identity.py.
+void span(const c10::TensorImpl* impl, long long storage_bytes, long long* begin, long long* end) {
+  const long long itemsize = static_cast<long long>(impl->itemsize());
+  const c10::IntArrayRef sizes = impl->sizes(), strides = impl->strides();
+  long long reach = 1;
+  for (std::size_t at = 0; at < sizes.size(); ++at) {
+    reach += (sizes[at] - 1) * strides[at];
   }
-  *begin = 0;
-  *end = facts.storage_bytes;
-  if (2 * facts.nbytes >= facts.storage_bytes) {
-    return true;
+  *begin = impl->storage_offset() * itemsize;
+  *end = *begin + reach * itemsize;
+  if (2 * (*end - *begin) >= storage_bytes) {
+    *begin = 0;
+    *end = storage_bytes;
+    return;
   }
-  *begin = impl->storage_offset() * static_cast<long long>(impl->itemsize());
-  *end = *begin + facts.nbytes;
   *begin -= *begin % known.span_alignment;
   *end = (*end + known.span_alignment - 1) / known.span_alignment * known.span_alignment;
-  if (*end > facts.storage_bytes) {
-    *end = facts.storage_bytes;
-  }
-  return true;
+  *end = *end < storage_bytes ? *end : storage_bytes;
 }
 
 // The type of a tensor's device, such as "cpu".
@@ -231,9 +230,10 @@ PyObject* pack_plain(Pack* pack, PyObject* object, const at::TensorBase& tensor)
     return has(pack->by_number, number.get()) == Answer::yes ? keep_parameter(pack, object, tensor, facts) : nullptr;
   }
   long long begin = 0, end = 0, smallest = 0;
-  if (facts.nbytes == 0 || special(pack, number.get()) != Answer::no || !span(tensor, facts, &begin, &end)) {
+  if (facts.nbytes == 0 || special(pack, number.get()) != Answer::no) {
     return nullptr;
   }
+  span(impl, facts.storage_bytes, &begin, &end);
   const bool cpu = impl->is_cpu();
   const Ref kind = device_type(object, cpu);
   if (least(pack, kind, &smallest) != Answer::yes) {

@@ -27,7 +27,8 @@ Ref make_reference(const c10::Storage& storage) {
 }
 
 Ref make_reference(PyObject* storage) {
-  return storage_in(storage) == nullptr ? Ref() : make_reference(reinterpret_cast<PyStorage*>(storage)->storage);
+  const c10::Storage* const found = storage_in(storage);
+  return found == nullptr ? Ref() : make_reference(*found);
 }
 
 PyObject* reference_new(PyTypeObject*, PyObject* arguments, PyObject* names) {

@@ -9,6 +9,8 @@
 #include <ATen/core/TensorBase.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <cstring>
+
 #include "known.hpp"
 
 // Of libraries that are loaded already; the headers that declare these take half a minute to compile.
@@ -21,16 +23,42 @@ bool get_current_graph_task_keep_graph();
 
 namespace {
 
-// What Python's objects are; `find_tensors` sees whether that is so.
-struct PyTensor {
-  PyObject_HEAD
-  at::TensorBase tensor;
+// Where Python's objects hold PyTorch's: behind their head; or, until 2.10, in an owner there, which may only have
+// borrowed what it has.
+template <typename Held>
+class Place {
+ public:
+  // Whether it is found in an object that says, as `_cdata`, what it holds; and where it was found in others.
+  bool find(const PyObject* object, long long number) {
+    const bool was_found = found_;
+    const std::ptrdiff_t before = behind_;
+    for (const std::ptrdiff_t behind : {std::ptrdiff_t{0}, kOwner}) {
+      behind_ = behind;
+      long long there = 0;
+      std::memcpy(&there, in_memory(object), sizeof there);
+      if (there == number && (behind == 0 || !borrowed(object))) {
+        found_ = true;
+        return !was_found || behind_ == before;
+      }
+    }
+    return false;
+  }
+  // Null where it is borrowed.
+  const Held* operator()(const PyObject* object) const {
+    return behind_ != 0 && borrowed(object) ? nullptr : reinterpret_cast<const Held*>(in_memory(object));
+  }
+
+ private:
+  static constexpr std::ptrdiff_t kOwner = sizeof(void*);
+  const char* in_memory(const PyObject* object) const { return reinterpret_cast<const char*>(object + 1) + behind_; }
+  static bool borrowed(const PyObject* object) { return *reinterpret_cast<const char*>(object + 1) != 0; }
+
+  std::ptrdiff_t behind_ = 0;
+  bool found_ = false;
 };
 
-struct PyStorage {
-  PyObject_HEAD
-  c10::Storage storage;
-};
+Place<at::TensorBase> tensor_place;
+Place<c10::Storage> storage_place;
 
 // Does something of PyTorch's, which may throw; false with Python's error.
 template <typename Work>
@@ -70,8 +98,8 @@ const at::TensorBase* plain_tensor(PyObject* object) {
   if (type != known.tensor && type != known.parameter) {
     return nullptr;
   }
-  const at::TensorBase& tensor = reinterpret_cast<PyTensor*>(object)->tensor;
-  return tensor.defined() && is_plain(tensor.unsafeGetTensorImpl()) ? &tensor : nullptr;
+  const at::TensorBase* const tensor = tensor_place(object);
+  return tensor != nullptr && tensor->defined() && is_plain(tensor->unsafeGetTensorImpl()) ? tensor : nullptr;
 }
 
 // -- tensors ---------------------------------------------------------------------------------------------------------
@@ -143,21 +171,22 @@ bool same_counter(const at::TensorBase& one, const at::TensorBase& other, long l
 long long number_of_storage(const c10::StorageImpl* storage) { return reinterpret_cast<long long>(storage); }
 
 // The storage in an object of Python's; null with an error.
-c10::StorageImpl* storage_in(PyObject* object) {
-  if (!PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(known.storage)) ||
-      !reinterpret_cast<PyStorage*>(object)->storage) {
+const c10::Storage* storage_in(PyObject* object) {
+  const bool is_one = PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(known.storage)) != 0;
+  const c10::Storage* const storage = is_one ? storage_place(object) : nullptr;
+  if (storage == nullptr || !*storage) {
     PyErr_Format(PyExc_TypeError, "%.100s object where one of PyTorch's storages was expected", Py_TYPE(object)->tp_name);
     return nullptr;
   }
-  return reinterpret_cast<PyStorage*>(object)->storage.unsafeGetStorageImpl();
+  return storage;
 }
 
 bool address_of(PyObject* object, long long* address) {
-  const c10::StorageImpl* const storage = storage_in(object);
+  const c10::Storage* const storage = storage_in(object);
   if (storage == nullptr) {
     return false;
   }
-  *address = reinterpret_cast<long long>(storage->data());
+  *address = reinterpret_cast<long long>(storage->unsafeGetStorageImpl()->data());
   return true;
 }
 
@@ -174,9 +203,11 @@ Ref wrap(const c10::Storage& storage) {
 
 // -- whether all is where it should be -------------------------------------------------------------------------------
 
-// `samples`: tensors, each of another making. Sees whether they and their storages lie where the structures above say.
+// `samples`: tensors, each of another making. Finds where they and their storages lie.
 bool find_tensors(PyObject* samples, PyTypeObject* base, PyTypeObject* storage_base) {
   const Ref all(PySequence_Fast(samples, "samples: a sequence of tensors"));
+  Place<at::TensorBase> tensors;
+  Place<c10::Storage> storages;
   for (Py_ssize_t place = 0; all && place < PySequence_Fast_GET_SIZE(all.get()); ++place) {
     PyObject* const sample = PySequence_Fast_GET_ITEM(all.get(), place);
     const Ref storage(PyObject_CallMethod(sample, "untyped_storage", nullptr));
@@ -189,13 +220,14 @@ bool find_tensors(PyObject* samples, PyTypeObject* base, PyTypeObject* storage_b
         !integer(Ref(PyObject_GetAttrString(storage.get(), "_cdata")), &storage_number)) {
       return false;
     }
-    void *in_tensor = nullptr, *in_storage = nullptr;
-    std::memcpy(&in_tensor, reinterpret_cast<const char*>(sample) + offsetof(PyTensor, tensor), sizeof in_tensor);
-    std::memcpy(&in_storage, reinterpret_cast<const char*>(storage.get()) + offsetof(PyStorage, storage), sizeof in_storage);
-    if (reinterpret_cast<long long>(in_tensor) != tensor_number || reinterpret_cast<long long>(in_storage) != storage_number) {
+    if (!tensors.find(sample, tensor_number) || !storages.find(storage.get(), storage_number)) {
       PyErr_SetString(PyExc_TypeError, "this release of PyTorch lays out its objects otherwise");
       return false;
     }
+  }
+  if (all) {
+    tensor_place = tensors;
+    storage_place = storages;
   }
   return static_cast<bool>(all);
 }
