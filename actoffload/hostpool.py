@@ -102,7 +102,7 @@ class HostPool:
         self._pin, self._unpin, self._is_done, self._place = pin, unpin, is_done, place
         self._poison = poison
         self._slabs: list[_Slab] = []
-        self._limbo: list[_Returned] = []
+        self._limbo: deque[_Returned] = deque()
         self._finalizers: dict[int, weakref.ref[memoryview]] = {}
         self._returned: deque[_Returned] = deque()  # by finalizers, which may run anywhere and so take no lock
         self._lock = threading.Lock()
@@ -197,15 +197,11 @@ class HostPool:
     def _settle(self) -> None:
         while self._returned:
             self._limbo.append(self._returned.popleft())
-        if not self._limbo:
-            return
-        waiting = []
-        for piece in self._limbo:
-            if self._is_done is not None and not all(map(self._is_done, piece.events)):
-                waiting.append(piece)
+        for _ in range(len(self._limbo)):
+            if self._is_done is not None and not all(map(self._is_done, self._limbo[0].events)):
+                self._limbo.rotate(-1)
             else:
-                self._free(piece)
-        self._limbo = waiting
+                self._free(self._limbo.popleft())  # off the list first: whatever comes, it is not freed twice
 
     def _carve(self, slab: _Slab, nbytes: int) -> Slot | None:
         offset = slab.extents.allocate(nbytes)

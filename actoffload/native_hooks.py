@@ -74,7 +74,7 @@ def build() -> Path:
     if not any((Path(folder) / "Python.h").exists() for folder in folders):
         raise Refused("Python's headers are missing (Python.h; on Debian and Ubuntu in python3-dev)")
     torchs, key = native_build.with_torch("torch_cpu", "torch_python")
-    options = ["-fvisibility=hidden", *(f"-I{folder}" for folder in folders), *torchs]
+    options = ["-fvisibility=hidden", "-DNDEBUG", *(f"-I{folder}" for folder in folders), *torchs]
     return native_build.build(SOURCE, options, [sys.version, sysconfig.get_config_var("SOABI") or "", *key])
 
 

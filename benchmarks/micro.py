@@ -74,7 +74,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--path", help="directory of the spool (default: the temporary directory)")
     parser.add_argument("--rounds", type=int, default=3, help="samples of each kind, taken in turns")
-    parser.add_argument("--pairs", type=int, default=7, help="bare and ours in turns, in each sample of the hooks")
+    parser.add_argument("--pairs", type=int, default=31, help="bare and ours in turns, in each sample of the hooks")
     parser.add_argument("--few", type=int, default=FEW, help="tensors alive at once")
     parser.add_argument("--many", type=int, default=MANY, help="tensors alive at once, for the scaling")
     parser.add_argument("--blocks", type=int, nargs="+", default=BLOCKS, help="bytes of a transfer against fio")

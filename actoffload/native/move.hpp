@@ -109,16 +109,36 @@ bool remember(const Saving& saving, PyObject* record, PyObject* before) {
          PyDict_SetItem(saving.lane->entries, saving.wanted->number, entries.get()) == 0;
 }
 
+// Forgets a record that no handle answers for; false, with the error that there was.
+bool forget_new(const Saving& saving, PyObject* before) {
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  PyObject* const entries = saving.lane->entries;
+  if ((before == nullptr ? PyDict_DelItem(entries, saving.wanted->number)
+                         : PyDict_SetItem(entries, saving.wanted->number, before)) < 0) {
+    PyErr_Clear();
+  }
+  PyErr_Restore(type, value, trace);
+  return false;
+}
+
 // Gives a record to a handle, which answers for it from now on.
 bool admit_new(Moved* moved, const Ref& record, const Saving& saving, PyObject* before) {
   PyObject* const accounts = saving.lane->accounts;
-  if (!remember(saving, record.get(), before) || tape_append(saving.tape, record.get(), saving.nbytes()) < 0) {
+  if (!fields.handles.write(record.get(), 1) || !fields.waiting.write(record.get(), 1) ||
+      !counts.packed_tensors.add(accounts, 1) || !counts.packed_bytes.add(accounts, saving.nbytes()) ||
+      !remember(saving, record.get(), before)) {
     return false;
   }
+  if (tape_append(saving.tape, record.get(), saving.nbytes()) < 0) {
+    return forget_new(saving, before);
+  }
+  if (!born(saving.lane, saving.nbytes())) {
+    tape_forget(saving.tape, saving.tape->size() - 1);
+    return forget_new(saving, before);
+  }
   moved_belongs(moved, record.get(), 0);
-  return fields.handles.write(record.get(), 1) && fields.waiting.write(record.get(), 1) &&
-         counts.packed_tensors.add(accounts, 1) && counts.packed_bytes.add(accounts, saving.nbytes()) &&
-         born(saving.lane, saving.nbytes());
+  return true;
 }
 
 // `Layout.around`.
@@ -267,7 +287,7 @@ PyObject* hand_over(Ref handle, PyObject* owner) {
 
 // The handle of a storage that may move; null without an error where Python has to look.
 PyObject* move(Lane* lane, Tape* tape, const Wanted& wanted) {
-  if (!lane->open || lane->bounded || lane->mover == Py_None || !wanted.cpu || tape->in_backward || tape->live == 0 ||
+  if (nothing() == nullptr || !lane->open || lane->bounded || lane->mover == Py_None || !wanted.cpu || tape->in_backward || tape->live == 0 ||
       PyList_GET_SIZE(lane->recording) != 0 || PyObject_Size(lane->to_warn) != 0 ||
       has_own_counter(lane, wanted) != Answer::no) {
     return nullptr;

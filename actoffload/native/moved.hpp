@@ -167,8 +167,14 @@ PyObject* moved_unpack(PyObject* self, PyObject*) {
     return memory == nullptr ? nullptr : view_in_python(self, storage.get(), begin);
   }
   Ref view;
-  guarded([&] { view = wrap(view_in(moved->view, *memory, begin)); });
-  return view.release();
+  bool whole = false;
+  if (!guarded([&] {
+        whole = fits(moved->view, *memory, begin);
+        view = whole ? wrap(view_in(moved->view, *memory, begin)) : Ref();
+      })) {
+    return nullptr;
+  }
+  return whole ? view.release() : view_in_python(self, storage.get(), begin);  // its owner has made it smaller
 }
 
 // -- the end ---------------------------------------------------------------------------------------------------------

@@ -94,13 +94,8 @@ Answer special(const Pack* pack, PyObject* number) {
 // The bytes of the storage that a view with elements needs: `byte_span` of identity.py.
 void span(const c10::TensorImpl* impl, long long storage_bytes, long long* begin, long long* end) {
   const long long itemsize = static_cast<long long>(impl->itemsize());
-  const c10::IntArrayRef sizes = impl->sizes(), strides = impl->strides();
-  long long reach = 1;
-  for (std::size_t at = 0; at < sizes.size(); ++at) {
-    reach += (sizes[at] - 1) * strides[at];
-  }
   *begin = impl->storage_offset() * itemsize;
-  *end = *begin + reach * itemsize;
+  *end = *begin + reach_of(impl) * itemsize;
   if (2 * (*end - *begin) >= storage_bytes) {
     *begin = 0;
     *end = storage_bytes;

@@ -72,6 +72,8 @@ bool guarded(Work work) noexcept {
     if (PyErr_Occurred() == nullptr) {  // it may be Python's that came through
       PyErr_SetString(PyExc_RuntimeError, error.what());
     }
+  } catch (...) {
+    PyErr_SetString(PyExc_RuntimeError, "something that is no error came out of PyTorch");
   }
   return false;
 }
@@ -112,6 +114,16 @@ long long version_of(const at::TensorBase& tensor) {
 
 c10::StorageImpl* storage_of(const at::TensorBase& tensor) {
   return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
+// Elements of its storage that a strided tensor with elements reaches over.
+long long reach_of(const c10::TensorImpl* impl) {
+  const c10::IntArrayRef sizes = impl->sizes(), strides = impl->strides();
+  long long reach = 1;
+  for (std::size_t at = 0; at < sizes.size(); ++at) {
+    reach += (sizes[at] - 1) * strides[at];
+  }
+  return reach;
 }
 
 // An alias that shares the version counter and has no history: `Tensor.detach`, where there is no mode. May throw.
@@ -186,8 +198,7 @@ bool address_of(PyObject* object, long long* address) {
   if (storage == nullptr) {
     return false;
   }
-  *address = reinterpret_cast<long long>(storage->unsafeGetStorageImpl()->data());
-  return true;
+  return guarded([&] { *address = reinterpret_cast<long long>(storage->unsafeGetStorageImpl()->data()); });
 }
 
 // The address of the memory that a tensor lies in, which is its own from now on: as `UntypedStorage.data_ptr`.

@@ -10,28 +10,27 @@ struct View {
   at::TensorBase probe;  // shares the version counter, and after `hollow` nothing else
   c10::impl::SizesAndStrides around;
   caffe2::TypeMeta dtype;
-  long long offset, version;  // offset: in bytes
+  long long offset, nbytes, version;  // offset and nbytes: of the storage that it needs
 
-  explicit View(at::TensorBase alias) : probe(std::move(alias)), offset(0), version(version_of(probe)) {
+  explicit View(at::TensorBase alias) : probe(std::move(alias)), version(version_of(probe)) {
     const c10::TensorImpl* const impl = probe.unsafeGetTensorImpl();
     around.resize(static_cast<std::size_t>(impl->dim()));
     around.set_sizes(impl->sizes());
     around.set_strides(impl->strides());
     dtype = impl->dtype();
     offset = impl->storage_offset() * itemsize();
+    nbytes = reach_of(impl) * itemsize();
   }
   long long itemsize() const { return static_cast<long long>(dtype.itemsize()); }
 };
 
-// `empty` of handles.py for the CPU: without elements, and the same one each time; null with an error.
+// `empty` of handles.py for the CPU: without elements, and the same one each time; null with an error, or without where
+// a mode makes something else of it.
 const at::TensorBase* nothing() {
   static at::TensorBase* made = nullptr;
   if (made == nullptr) {
     const Ref object(PyObject_CallFunctionObjArgs(known.empty, known.float32, known.cpu, nullptr));
     const at::TensorBase* const tensor = object ? plain_tensor(object.get()) : nullptr;
-    if (object && tensor == nullptr) {
-      PyErr_SetString(PyExc_RuntimeError, "a tensor without elements is of no plain kind");
-    }
     made = tensor == nullptr ? nullptr : new (std::nothrow) at::TensorBase(*tensor);
     if (tensor != nullptr && made == nullptr) {
       PyErr_NoMemory();
@@ -42,9 +41,14 @@ const at::TensorBase* nothing() {
 
 // `version_probe`: lets go of the memory.
 bool hollow(View* view) {
-  const at::TensorBase* const empty = nothing();
+  const at::TensorBase* const empty = nothing();  // there is one: whoever saves asks for it first
   return empty != nullptr &&
          guarded([&] { view->probe.unsafeGetTensorImpl()->shallow_copy_from(empty->getIntrusivePtr()); });
+}
+
+// Whether a storage whose first byte is the one at `begin` of the storage that was saved has all that the view needs.
+bool fits(const View& view, const c10::Storage& storage, long long begin) {
+  return view.offset >= begin && view.offset - begin + view.nbytes <= static_cast<long long>(storage.nbytes());
 }
 
 // The view in a storage whose first byte is the one at `begin` of the storage that was saved, with the version counter
@@ -79,7 +83,7 @@ PyObject* shape_of(const View& view) { return as_tuple(view.around.sizes_arrayre
 PyObject* stride_of(const View& view) { return as_tuple(view.around.strides_arrayref()); }
 
 PyObject* dtype_of(const View& view) {
-  const at::TensorBase* const empty = nothing();
+  const at::TensorBase* const empty = nothing();  // there is one, since there is a view
   Ref tensor;
   if (empty != nullptr && guarded([&] {
         auto made = empty->getIntrusivePtr()->shallow_copy_and_detach(c10::VariableVersion(0), true);

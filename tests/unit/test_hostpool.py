@@ -285,3 +285,25 @@ def test_tensors_that_die_in_many_threads_all_come_back() -> None:
     assert wrong == []
     assert _in_use(pool) == 0
     assert pool._finalizers == {}
+
+
+def test_an_error_as_memory_is_taken_back_gives_nothing_back_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = HostPool(1 << 20, slab_bytes=1 << 20)
+    slots = [pool.acquire(4096) for _ in range(3)]
+    assert all(slots)
+    free, calls = pool._free, 0
+
+    def fails_once(piece: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise MemoryError("in this test")
+        free(piece)
+
+    monkeypatch.setattr(pool, "_free", fails_once)
+    slots.clear()
+    with pytest.raises(MemoryError, match="in this test"):
+        pool.settle()
+    pool.settle()
+    assert calls == 3
+    assert pool.acquire(4096) is not None

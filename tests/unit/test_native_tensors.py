@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
 import sys
+import textwrap
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -14,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from actoffload import OffloadConfig, Offloader
+from tests.harness import no_garbage_collection
 from tests.unit.keeping import activation, moved_in_c
 from tests.unit.natively import in_python
 
@@ -181,6 +185,121 @@ def test_a_tangent_is_left_behind(who: str, stays: bool, native: Any) -> None:
             _, back = round_trip(dual, stays=stays)
         assert forward_ad.unpack_dual(back).tangent is None
         assert forward_ad.unpack_dual(dual).tangent is not None
+
+
+@pytest.mark.parametrize("who", ["C", "Python"])
+def test_memory_that_was_freed_and_filled_again_is_another_storage(who: str, native: Any) -> None:
+    tensor = activation(1, ELEMENTS).detach()
+    storage, nbytes = tensor.untyped_storage(), tensor.nbytes
+    with in_python() if who == "Python" else nullcontext(), offloader(stays=False) as there:
+        pack, unpack = there._stack()[-1].hooks.pack_hook, there._stack()[-1].hooks.unpack_hook
+        first, before = pack(activation(0, ELEMENTS)), pack(tensor)
+        there.synchronize()
+        address = storage.data_ptr()
+        held = [torch.zeros(ELEMENTS) for _ in range(64)]
+        storage.resize_(0)
+        held += [torch.zeros(ELEMENTS) for _ in range(64)]
+        storage.resize_(nbytes)
+        assert storage.data_ptr() != address
+        storage.copy_(torch.full((ELEMENTS,), 7.0).untyped_storage())
+        after = pack(tensor)
+        assert moved_in_c(after) == (who == "C")
+        assert torch.equal(unpack(before), activation(1, ELEMENTS))
+        assert torch.equal(unpack(after), torch.full((ELEMENTS,), 7.0))
+        del first, held
+    there.close()
+
+
+def test_memory_that_its_owner_has_made_smaller_is_not_read_past_its_end(native: Any) -> None:
+    seen = []
+    for who in ("C", "Python"):
+        with in_python() if who == "Python" else nullcontext(), offloader(stays=False) as there:
+            pack, unpack = there._stack()[-1].hooks.pack_hook, there._stack()[-1].hooks.unpack_hook
+            tensor = activation(1, ELEMENTS).detach()
+            first, handle = pack(activation(0, ELEMENTS)), pack(tensor)
+            tensor.untyped_storage().resize_(8)
+            back = unpack(handle)
+            seen.append((back.shape, back.untyped_storage().nbytes() >= back.nbytes))
+            del first
+        there.close()
+    assert seen == [((ELEMENTS,), True)] * 2
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_lazy_clone_has_its_memory_from_when_it_is_saved(native: Any) -> None:
+    with offloader(stays=False) as there:
+        pack = there._stack()[-1].hooks.pack_hook
+        clone = torch._lazy_clone(values())
+        held = [pack(activation(0, ELEMENTS)), pack(clone)]
+        there.synchronize()
+        clone.data_ptr()  # as an operation that may write asks
+        held.append(pack(activation(1, ELEMENTS)))
+    assert there.statistics().kept_bytes == {}
+    held.clear()
+    there.close()
+
+
+def test_a_mode_that_makes_another_kind_of_tensor_does_not_end_what_is_saved_first() -> None:
+    program = """
+        import torch
+        from torch.utils._python_dispatch import TorchDispatchMode
+        from actoffload import OffloadConfig, Offloader
+
+        class Sub(torch.Tensor):
+            pass
+
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                out = func(*args, **(kwargs or {}))
+                return out.as_subclass(Sub) if "empty" in str(func) else out
+
+        x = torch.linspace(0, 1, 1024).requires_grad_()
+        config = OffloadConfig(target="nvme", engine="memory", devices="cpu", min_bytes=256, policy="all")
+        with Mode(), Offloader(config) as offloader:
+            out = (x * 1.0).sin().cos().exp().sum()
+        out.backward()
+        expected, = torch.autograd.grad((x * 1.0).sin().cos().exp().sum(), x)
+        assert torch.equal(x.grad, expected)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_a_handle_holds_goes_with_it(native: Any) -> None:
+    class Mine:
+        pass
+
+    probes = []
+    with offloader(stays=False) as there, no_garbage_collection():
+        pack, unpack = there._stack()[-1].hooks.pack_hook, there._stack()[-1].hooks.unpack_hook
+        first = pack(activation(0, ELEMENTS))
+        for _ in range(50):
+            tensor = activation(1, ELEMENTS).detach()
+            handle = pack(tensor)
+            probe = handle.probe  # PyTorch keeps the object, and what it has, for as long as anybody has the tensor
+            probe.mine = Mine()
+            probes.append(weakref.ref(probe.mine))
+            del probe
+            assert probes[-1]() is not None
+            assert torch.equal(unpack(handle), tensor)
+            del handle, tensor
+            there.synchronize()
+        del first
+    there.close()
+    assert [one() for one in probes] == [None] * 50
+
+
+def test_a_reference_lets_the_storage_s_number_go(native: Any) -> None:
+    numbers: set[int] = set()
+    with no_garbage_collection():
+        for _ in range(200):
+            storage = torch.UntypedStorage(8)
+            numbers.add(storage._cdata)
+            reference = native.StorageRef(storage)
+            del storage
+            assert reference.gone()
+            del reference
+    assert len(numbers) < 100, "what nobody refers to any more is freed, and its address used again"
 
 
 def test_the_same_object_comes_back_of_a_leaf(native: Any) -> None:
