@@ -8,6 +8,7 @@
 
 #include "copy.hpp"
 #include "pack.hpp"
+#include "piece.hpp"
 #include "row_ends.hpp"
 #include "tape_type.hpp"
 

@@ -13,18 +13,6 @@ struct Piece {
   Py_ssize_t nbytes;
 };
 
-extern PyTypeObject piece_type;
-
-Ref make_piece(PyTypeObject* type, long long address, Py_ssize_t nbytes, PyObject* slot) {
-  Piece* const piece = PyObject_New(Piece, type);
-  if (piece != nullptr) {
-    piece->slot = Py_NewRef(slot);
-    piece->address = reinterpret_cast<void*>(address);
-    piece->nbytes = nbytes;
-  }
-  return Ref(reinterpret_cast<PyObject*>(piece));
-}
-
 // Piece(address, nbytes, slot): memory that `slot` keeps.
 PyObject* piece_new(PyTypeObject* type, PyObject* arguments, PyObject* names) {
   long long address = 0;
@@ -37,7 +25,13 @@ PyObject* piece_new(PyTypeObject* type, PyObject* arguments, PyObject* names) {
   if (!PyArg_ParseTuple(arguments, "LnO:Piece", &address, &nbytes, &slot)) {
     return nullptr;
   }
-  return make_piece(type, address, nbytes, slot).release();
+  Piece* const piece = PyObject_New(Piece, type);
+  if (piece != nullptr) {
+    piece->slot = Py_NewRef(slot);
+    piece->address = reinterpret_cast<void*>(address);
+    piece->nbytes = nbytes;
+  }
+  return reinterpret_cast<PyObject*>(piece);
 }
 
 void piece_dealloc(PyObject* self) {

@@ -52,14 +52,6 @@ bool find_descriptor(PyObject* type, const char* name, const PyTypeObject* kind,
 class Getter {
  public:
   bool find(PyObject* base, const char* name) { return find_descriptor(base, name, &PyGetSetDescr_Type, &descriptor_); }
-  bool set(PyObject* tensor, PyObject* value) const {
-    if (!PyObject_TypeCheck(tensor, descriptor_->d_common.d_type)) {
-      PyErr_Format(PyExc_AttributeError, "%.100s object where one of PyTorch's own was expected", Py_TYPE(tensor)->tp_name);
-      return false;
-    }
-    const PyGetSetDef* const definition = descriptor_->d_getset;
-    return definition->set(tensor, value, definition->closure) == 0;
-  }
   Ref operator()(PyObject* tensor) const {
     if (!PyObject_TypeCheck(tensor, descriptor_->d_common.d_type)) {  // what a patched or overridden method returned
       PyErr_Format(PyExc_AttributeError, "%.100s object where one of PyTorch's own was expected", Py_TYPE(tensor)->tp_name);
@@ -89,10 +81,6 @@ class Method {
     }
     PyObject* const arguments[] = {self, argument};
     return Ref(PyObject_Vectorcall(callable(), arguments, 2, nullptr));
-  }
-  template <std::size_t Count>
-  Ref operator()(PyObject* const (&arguments)[Count]) const {
-    return Ref(PyObject_Vectorcall(callable(), arguments, Count, nullptr));
   }
 
  private:

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "inside.hpp"
-#include "piece.hpp"
 
 namespace {
 

@@ -13,7 +13,7 @@
 
 #include "known.hpp"
 
-// Of libraries that are loaded already; the headers that declare these take half a minute to compile.
+// Of libraries that are loaded already; the headers that declare these take several times as long to compile.
 PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
 PyObject* THPStorage_Wrap(c10::Storage storage);
 namespace torch::autograd {
