@@ -316,3 +316,16 @@ def test_the_same_object_comes_back_of_a_leaf(native: Any) -> None:
     del weight  # PyTorch keeps the object of a tensor that somebody else has
     assert (id(handle.unpack()), handle.unpack().mine) == (number, 7)
     there.close()
+
+
+@pytest.mark.parametrize("who", ["C", "Python"])
+def test_a_leaf_that_is_a_view_and_wants_a_gradient_counts_as_a_parameter(who: str, native: Any) -> None:
+    leaf = values()[4:].requires_grad_()
+    assert leaf.is_leaf
+    assert leaf._is_view()
+    with in_python() if who == "Python" else nullcontext(), offloader(stays=False) as there:
+        pack, unpack = there._stack()[-1].hooks.pack_hook, there._stack()[-1].hooks.unpack_hook
+        pack(leaf)  # from here on it is known
+        assert unpack(pack(leaf)) is leaf
+    assert set(there.statistics().kept_bytes) == {"parameter"}
+    there.close()
