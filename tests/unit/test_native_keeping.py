@@ -7,7 +7,8 @@ from typing import Any
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from actoffload import OffloadConfig, Offloader
+from actoffload import OffloadConfig, Offloader, Plan
+from actoffload.planner import PlanEntry
 from tests.harness import MakeOffloader, assert_empty
 from tests.unit.keeping import BYTES, COUNT, ELEMENTS, KEPT_IN_C, activation, kept_in_c, plan_of
 from tests.unit.parity import both, commands
@@ -73,3 +74,21 @@ def test_the_program_of_the_last_test_is_kept_in_c(make_offloader: MakeOffloader
     assert offloader.statistics().deduplicated_bytes == BYTES
     del handles, again
     assert_empty(offloader)
+
+
+def test_deaths_of_several_sizes_are_counted_each(native: Any, make_offloader: MakeOffloader) -> None:
+    sizes = [ELEMENTS, 2 * ELEMENTS] * 3
+    entries = tuple(PlanEntry(index=index, nbytes=4 * size, action="keep") for index, size in enumerate(sizes))
+    offloader = make_offloader(min_bytes=0, policy=Plan(entries=entries))
+    with offloader:
+        pack = offloader._stack()[-1].hooks.pack_hook
+        handles = [pack(activation(number, size)) for number, size in enumerate(sizes)]
+    assert sum(map(kept_in_c, handles)) == len(sizes) - 1
+    expected = 4 * sum(sizes)
+    for size in reversed(sizes):
+        offloader.statistics()
+        assert offloader.core.accounts.resident_bytes == expected
+        handles.pop()
+        expected -= 4 * size
+    offloader.statistics()
+    assert offloader.core.accounts.resident_bytes == 0
