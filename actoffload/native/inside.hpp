@@ -60,24 +60,26 @@ bool look_around(const Lane* lane, PyObject* owner) {
 // `Accounts.came` and `Accounts.left`, after what was noted has been worked off.
 bool count_come(PyObject* accounts, long long nbytes) {
   long long held = 0;
-  if (!counts.resident_bytes.read(accounts, &held) || !counts.resident_bytes.write(accounts, held + nbytes)) {
-    return false;
-  }
-  return nbytes <= 0 || (counts.resident_peak_bytes.raise(accounts, held + nbytes) &&
-                         counts.step_peak_bytes.raise(accounts, held + nbytes));
+  return counts.resident_bytes.read(accounts, &held) &&
+         (nbytes <= 0 || (counts.resident_peak_bytes.raise(accounts, held + nbytes) &&
+                          counts.step_peak_bytes.raise(accounts, held + nbytes))) &&
+         counts.resident_bytes.write(accounts, held + nbytes);  // last: after an error nothing is counted
 }
 
 bool came(const Lane* lane, long long nbytes) {
   return (PyObject_Size(lane->notes) == 0 || Ref(settle(nullptr, lane->accounts))) && count_come(lane->accounts, nbytes);
 }
 
-// `Accounts.born`, after what was noted has been worked off.
+// `Accounts.born`, after what was noted has been worked off. After an error nothing is counted.
 bool born(const Lane* lane, long long nbytes) {
   PyObject* const accounts = lane->accounts;
-  long long held = 0;
-  return counts.live_records.add(accounts, 1) && counts.baseline_bytes.read(accounts, &held) &&
-         counts.baseline_bytes.write(accounts, held + nbytes) &&
-         counts.baseline_peak_bytes.raise(accounts, held + nbytes);
+  long long live = 0, held = 0;
+  if (!counts.live_records.read(accounts, &live) || !counts.baseline_bytes.read(accounts, &held)) {
+    return false;
+  }
+  Ref lives(PyLong_FromLongLong(live + 1)), holds(PyLong_FromLongLong(held + nbytes));
+  return lives && holds && counts.baseline_peak_bytes.raise(accounts, held + nbytes) &&
+         counts.live_records.set(accounts, std::move(lives)) && counts.baseline_bytes.set(accounts, std::move(holds));
 }
 
 // `Accounts.died`.

@@ -48,22 +48,14 @@ void kept_dealloc(PyObject* self) {
   PyObject_Free(self);
 }
 
-// Raises autograd's error of a tensor that was saved at one version and is at another.
-bool tell_changed(const at::TensorBase& alias, long long now, long long then, PyObject* module) {
-  const Ref tensor = wrap(alias);
-  const Ref dtype(tensor ? known.dtype(tensor.get()) : Ref()), shape(dtype ? known.shape(tensor.get()) : Ref());
-  const Ref is(PyLong_FromLongLong(now)), was(PyLong_FromLongLong(then));
-  if (!shape || !is || !was) {
-    return false;
-  }
-  PyObject* const arguments[] = {is.get(), was.get(), dtype.get(), shape.get(), module};
-  return static_cast<bool>(Ref(PyObject_Vectorcall(known.check_version, arguments, 5, nullptr)));
-}
-
 // Whether a tensor has the version at which it was saved; else the error is autograd's.
 bool unchanged(const at::TensorBase& alias, long long version, PyObject* module) {
   const long long now = version_of(alias);
-  return now == version || tell_changed(alias, now, version, module);
+  if (now == version) {
+    return true;
+  }
+  const Ref tensor = wrap(alias);
+  return tensor && tell_changed(now, version, known.dtype(tensor.get()), known.shape(tensor.get()), module);
 }
 
 // Whether backward ends the graph that it walks, so that what it unpacks now nobody will unpack again: only a node that

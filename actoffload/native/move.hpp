@@ -211,10 +211,10 @@ bool decide_to_move(Lane* lane, Tape* tape, long long nbytes, PyObject* module) 
 bool place(PyObject* record, PyObject* owner, const Saving& saving) {
   Lane* const lane = saving.lane;
   const long long nbytes = saving.nbytes();
-  fields.counted.set(record, Py_True);
   if (!came(lane, nbytes)) {
     return false;
   }
+  fields.counted.set(record, Py_True);
   const Answer begun = begin_in_row(record, saving);
   if (begun == Answer::failed) {
     return false;

@@ -122,6 +122,20 @@ Answer truth(const Ref& object) {
   return object.get() == Py_True ? Answer::yes : object.get() == Py_False ? Answer::no : Answer::failed;
 }
 
+// Numbers as a tuple. By value: the collector may run as it is made, and change where they came from.
+template <typename Numbers>
+PyObject* as_tuple(const Numbers numbers) {
+  Ref tuple(PyTuple_New(static_cast<Py_ssize_t>(numbers.size())));
+  for (std::size_t place = 0; tuple && place < numbers.size(); ++place) {
+    PyObject* const number = PyLong_FromLongLong(numbers[place]);
+    if (number == nullptr) {
+      return nullptr;
+    }
+    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(place), number);
+  }
+  return tuple.release();
+}
+
 // Adds to, or raises, a number that is an attribute.
 bool add_to(PyObject* object, PyObject* name, long long more) {
   long long value = 0;

@@ -83,18 +83,6 @@ PyObject* tape_forget_(PyObject* self, PyObject* number) {
   Py_RETURN_NONE;
 }
 
-PyObject* as_tuple(const std::vector<Py_ssize_t> indices) {  // a copy: the collector may run as the tuple is made
-  Ref tuple(PyTuple_New(static_cast<Py_ssize_t>(indices.size())));
-  for (std::size_t place = 0; tuple && place < indices.size(); ++place) {
-    PyObject* const index = PyLong_FromSsize_t(indices[place]);
-    if (index == nullptr) {
-      return nullptr;
-    }
-    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(place), index);
-  }
-  return tuple.release();
-}
-
 PyObject* tape_learned(PyObject* self, PyObject*) {
   const std::vector<Py_ssize_t>& seen = as_tape(self)->rows->seen;
   return seen.empty() ? Py_NewRef(Py_None) : as_tuple(seen);

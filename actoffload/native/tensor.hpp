@@ -126,6 +126,16 @@ long long reach_of(const c10::TensorImpl* impl) {
   return reach;
 }
 
+// `check_version` of handles.py, of a tensor that was saved at one version and is at another: autograd's error.
+bool tell_changed(long long now, long long then, const Ref& dtype, const Ref& shape, PyObject* module) {
+  const Ref is(PyLong_FromLongLong(now)), was(PyLong_FromLongLong(then));
+  if (!is || !was || !dtype || !shape) {
+    return false;
+  }
+  PyObject* const arguments[] = {is.get(), was.get(), dtype.get(), shape.get(), module};
+  return static_cast<bool>(Ref(PyObject_Vectorcall(known.check_version, arguments, 5, nullptr)));
+}
+
 // An alias that shares the version counter and has no history: `Tensor.detach`, where there is no mode. May throw.
 at::TensorBase detached(const at::TensorBase& tensor) {
   const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();

@@ -66,18 +66,6 @@ at::TensorBase view_in(const View& view, const c10::Storage& storage, long long 
 
 // -- for Python ------------------------------------------------------------------------------------------------------
 
-PyObject* as_tuple(c10::IntArrayRef values) {
-  Ref tuple(PyTuple_New(static_cast<Py_ssize_t>(values.size())));
-  for (std::size_t at = 0; tuple && at < values.size(); ++at) {
-    PyObject* const number = PyLong_FromLongLong(values[at]);
-    if (number == nullptr) {
-      return nullptr;
-    }
-    PyTuple_SET_ITEM(tuple.get(), static_cast<Py_ssize_t>(at), number);
-  }
-  return tuple.release();
-}
-
 PyObject* shape_of(const View& view) { return as_tuple(view.around.sizes_arrayref()); }
 
 PyObject* stride_of(const View& view) { return as_tuple(view.around.strides_arrayref()); }
@@ -101,13 +89,7 @@ bool unchanged(const View& view, PyObject* module) {
   if (now == view.version) {
     return true;
   }
-  const Ref is(PyLong_FromLongLong(now)), was(PyLong_FromLongLong(view.version));
-  const Ref dtype(dtype_of(view)), shape(shape_of(view));
-  if (!is || !was || !dtype || !shape) {
-    return false;
-  }
-  PyObject* const arguments[] = {is.get(), was.get(), dtype.get(), shape.get(), module};
-  return static_cast<bool>(Ref(PyObject_Vectorcall(known.check_version, arguments, 5, nullptr)));
+  return tell_changed(now, view.version, Ref(dtype_of(view)), Ref(shape_of(view)), module);
 }
 
 }  // namespace

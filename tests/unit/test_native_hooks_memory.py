@@ -20,6 +20,7 @@ from actoffload.accounts import MANY_NOTES, Accounts
 from actoffload.handles import KeptActivation
 from actoffload.native_known import known
 from tests.harness import MakeOffloader, no_garbage_collection
+from tests.unit.keeping import activation
 from tests.unit.natively import TOLD
 from tests.unit.test_native_hooks import LEAST_BYTES, Model, Named, ones
 
@@ -243,3 +244,29 @@ def test_a_death_that_cannot_be_noted_ends_nothing(native: Any, make_offloader: 
         handle = pack(ones(4))
     del handle
     assert offloader.statistics().packed_tensors == 1
+
+
+def test_without_memory_for_a_new_record_nothing_is_counted(native: Any, make_offloader: MakeOffloader) -> None:
+    memory = pytest.importorskip("_testcapi", reason="Python's own tests are not installed")
+    offloader = make_offloader(min_bytes=0, policy="all")
+    errors = 0
+    for allocations in range(45):
+        with offloader:
+            pack, unpack = offloader._stack()[-1].hooks.pack_hook, offloader._stack()[-1].hooks.unpack_hook
+            tensors = [activation(number) for number in range(3)]
+            handles = [pack(tensors[0]), pack(tensors[1])]
+            offloader.synchronize()
+            memory.set_nomemory(allocations, allocations + 1)
+            try:
+                handles.append(pack(tensors[2]))
+            except MemoryError:
+                errors += 1
+            finally:
+                memory.remove_mem_hooks()
+            handles.append(pack(tensors[2]))
+            assert torch.equal(unpack(handles[-1]), tensors[2])
+            handles.clear()
+        assert offloader.statistics().live_records == 0, allocations
+        assert len(offloader._identities) == 0
+        assert offloader.core.accounts.resident_bytes == 0
+    assert errors > 10

@@ -229,11 +229,12 @@ def test_memory_that_its_owner_has_made_smaller_is_not_read_past_its_end(native:
 def test_a_lazy_clone_has_its_memory_from_when_it_is_saved(native: Any) -> None:
     with offloader(stays=False) as there:
         pack = there._stack()[-1].hooks.pack_hook
-        clone = torch._lazy_clone(values())
+        source = torch.ones(1 << 15)  # large enough to wait for a row to be full
+        clone = torch._lazy_clone(source)
         held = [pack(activation(0, ELEMENTS)), pack(clone)]
-        there.synchronize()
-        clone.data_ptr()  # as an operation that may write asks
+        clone.untyped_storage().data_ptr()  # as an operation that may write asks
         held.append(pack(activation(1, ELEMENTS)))
+        there.synchronize()
     assert there.statistics().kept_bytes == {}
     held.clear()
     there.close()
