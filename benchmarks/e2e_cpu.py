@@ -3,8 +3,9 @@
     python -m benchmarks.e2e_cpu [--rounds N] [--steps N] [--cases NAME ...] [--path DIR] [--tiny]
 
 Two threads, AdamW, float32. The GPT is the 8-layer, width-512 one with 8 × 512 tokens; two more have twice its layers
-and twice its sequence, so that growth shows. Prints step time against keeping everything, what left the process's peak
-RSS, bytes moved and waits, and whether every loss and gradient is the same, bit for bit.
+and twice its sequence, so that growth shows. Steps of both modes are taken in turns (`benchmarks.turns`). Prints step
+time against keeping everything, how much of what is saved is resident at the peak, what left the process's peak RSS,
+bytes moved and waits, and whether every loss and gradient is the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks import harness
+from benchmarks import harness, turns
 from benchmarks.modes import WARM_UP
 
 THREADS = 2
+LIMIT_S = 3600.0
+"""Seconds for one worker, in which it mostly waits for its turn."""
 KEEP, OFFLOAD = MODES = ("keep", "default")
 HEAD = "gpt"
 GROWN = ("gpt, layers × 2", "gpt, sequence × 2")
@@ -54,6 +57,7 @@ def shared(options: argparse.Namespace) -> dict[str, Any]:
         "warm_up": WARM_UP,
         "path": options.path,
         "optimizer": True,
+        "options": {"min_bytes": 0} if options.tiny else {},
     }
 
 
@@ -62,18 +66,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     chosen = {name: case for name, case in cases(options.tiny).items() if not options.cases or name in options.cases}
     common = shared(options)
-
-    def measure(name: str) -> harness.Sample:
-        case, mode = name.split("/")
-        more = {"options": {"min_bytes": 0}} if options.tiny and mode == OFFLOAD else {}
-        found = harness.run_sample("benchmarks.worker", common | chosen[case] | {"mode": mode} | more, timeout_s=3600)
-        print(f"{name}: {found.get('error') or line(found)}", flush=True)
-        return found
-
     payload = harness.head("e2e_cpu", arguments, {"cases": chosen, **common, "path": None}, threads=THREADS)
     target = harness.results_folder(keep=not options.tiny) / f"e2e_cpu_{harness.stamp()}.json"
-    names = [f"{case}/{mode}" for case in chosen for mode in MODES]
-    samples = harness.interleave(names, options.rounds, measure, partial(harness.keep_samples, target, payload))
+    groups = [{f"{name}/{mode}": common | case | {"mode": mode} for mode in MODES} for name, case in chosen.items()]
+    keep_samples = partial(harness.keep_samples, target, payload)
+    samples = turns.take_rounds(groups, options.rounds, limit_s=LIMIT_S, after_round=keep_samples)
     failed = harness.failures(samples)
     if failed:
         print(f"failed: {', '.join(failed)}")
@@ -110,7 +107,7 @@ def summarise(keep: list[harness.Sample], offload: list[harness.Sample]) -> dict
     return {
         "keep_step_s": harness.middle(keep, "median_step_s"),
         "offload_step_s": harness.middle(offload, "median_step_s"),
-        "ratio": harness.middle(offload, "median_step_s") / harness.middle(keep, "median_step_s"),
+        "ratio": turns.ratio(offload, keep),
         "baseline_peak_bytes": baseline,
         "resident_share": harness.middle(offload, "statistics", "resident_peak_bytes") / baseline,
         "keep_above_static_bytes": keep_rss - harness.middle(keep, "static_rss_bytes"),
@@ -148,6 +145,7 @@ def render(summary: dict[str, dict[str, Any]]) -> str:
         "step time / keep's",
         "keep, s",
         "saved",
+        "resident peak",
         "peak RSS above static: keep",
         "offload",
         "saved bytes gone",
@@ -164,6 +162,7 @@ def _row(name: str, row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['ratio']:.3f}",
         f"{row['keep_step_s']:.2f}",
         harness.mib(row["baseline_peak_bytes"]),
+        f"{row['resident_share']:.0%}",
         harness.mib(row["keep_above_static_bytes"]),
         harness.mib(row["offload_above_static_bytes"]),
         f"{row['gone_share']:.0%}",
@@ -171,14 +170,6 @@ def _row(name: str, row: dict[str, Any]) -> tuple[str, ...]:
         f"{row['wait_s_per_step']:.3f}",
         "yes" if row["identical"] else "NO",
     )
-
-
-def line(sample: harness.Sample) -> str:
-    """One sample, for a person."""
-    if "unavailable" in sample:
-        return f"not here: {sample['unavailable']}"
-    others = f", others took {sample['others_cpu_share']:.0%} of the processors" if "others_cpu_share" in sample else ""
-    return f"{sample['median_step_s']:.2f} s a step, peak RSS {harness.mib(sample['peak_rss_bytes'])}{others}"
 
 
 if __name__ == "__main__":

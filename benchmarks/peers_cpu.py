@@ -6,7 +6,7 @@ The GPT of `benchmarks.e2e_cpu` (8 layers, width 512, 8 × 512 tokens, two threa
 of PyTorch's tutorial on saved tensors, ``aio_handle`` for hooks built on DeepSpeed's handle, ``save_on_cpu`` for
 PyTorch's own context (on CPU tensors it copies nothing), ``recompute`` for ``torch.utils.checkpoint`` around every
 block, ``default`` and ``all`` for the library. TRL's ``OffloadActivations`` needs an accelerator: `benchmarks.gpu` has
-it.
+it. All modes take their steps in turns (`benchmarks.turns`), so that all these processes are alive at once: 11 GB.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from benchmarks import e2e_cpu, harness
+from benchmarks import e2e_cpu, harness, turns
 from benchmarks.modes import MODES
 
-NAMES = ("keep", "default", "all", "recompute", "save_on_cpu", "torch.save", "aio_handle")
+NAMES = ("keep", "default", "aio_handle", "torch.save", "all", "recompute", "save_on_cpu")
+"""In the order of their turns: those that are compared with each other follow each other."""
 OURS = "default"
 TORCH_SAVE_BOUND, AIO_BOUND = 1.8, 1.0
 
@@ -33,16 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="tiny sizes: only to see that it runs")
     options = parser.parse_args(arguments)
     common = e2e_cpu.cases(options.tiny)[e2e_cpu.HEAD] | e2e_cpu.shared(options)
-
-    def measure(name: str) -> harness.Sample:
-        more = {"options": {"min_bytes": 0}} if options.tiny else {}
-        found = harness.run_sample("benchmarks.worker", common | {"mode": name} | more, timeout_s=3600)
-        print(f"{name}: {found.get('error') or e2e_cpu.line(found)}", flush=True)
-        return found
-
     payload = harness.head("peers_cpu", arguments, common | {"path": None}, threads=e2e_cpu.THREADS)
     target = harness.results_folder(keep=not options.tiny) / f"peers_cpu_{harness.stamp()}.json"
-    samples = harness.interleave(NAMES, options.rounds, measure, partial(harness.keep_samples, target, payload))
+    group = {name: common | {"mode": name} for name in NAMES}
+    keep_samples = partial(harness.keep_samples, target, payload)
+    samples = turns.take_rounds([group], options.rounds, limit_s=e2e_cpu.LIMIT_S, after_round=keep_samples)
     failed = harness.failures(samples)
     if "keep" in failed:
         print("failed: keep")
@@ -62,17 +58,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def summarise(samples: dict[str, list[harness.Sample]]) -> dict[str, dict[str, Any]]:
     """The medians of each mode against ``keep``; a text under ``why`` for one that was not measured."""
     keep = samples["keep"]
-    keep_s, static = harness.middle(keep, "median_step_s"), harness.middle(keep, "static_rss_bytes")
+    static = harness.middle(keep, "static_rss_bytes")
     traces = {_trace(sample) for sample in keep}
+    ours = samples.get(OURS, [])
+    measured = bool(ours) and not any(_missing(sample) for sample in ours)
     summary: dict[str, dict[str, Any]] = {}
     for name, taken in samples.items():
-        missing = [s.get("unavailable") or s["error"] for s in taken if "unavailable" in s or "error" in s]
+        missing = [_missing(sample) for sample in taken if _missing(sample)]
         if missing:
             summary[name] = {"why": missing[0]}
             continue
         row: dict[str, Any] = {
             "step_s": harness.middle(taken, "median_step_s"),
-            "ratio": harness.middle(taken, "median_step_s") / keep_s,
+            "ratio": turns.ratio(taken, keep),
+            "to_ours": turns.ratio(taken, ours) if measured else None,
             "above_static_bytes": harness.middle(taken, "peak_rss_bytes") - static,
             "identical": len(traces | {_trace(sample) for sample in taken}) == 1,
             "others_cpu_share": max(sample["others_cpu_share"] for sample in taken),
@@ -83,20 +82,22 @@ def summarise(samples: dict[str, list[harness.Sample]]) -> dict[str, dict[str, A
     return summary
 
 
+def _missing(sample: harness.Sample) -> str | None:
+    """Why it was not measured."""
+    return sample.get("unavailable") or sample.get("error")
+
+
 def _trace(sample: harness.Sample) -> tuple[Any, ...]:
     return (*sample["losses"], sample["first_gradients"], sample["last_parameters"])
 
 
 def bounds(summary: dict[str, dict[str, Any]]) -> list[harness.Bound]:
     """How many times faster the library's default is than each of the two peers that write to disk."""
-
-    def faster(peer: str) -> float | None:
-        ours, theirs = summary[OURS].get("step_s"), summary[peer].get("step_s")
-        return None if ours is None or theirs is None else theirs / ours
-
     limits = (("torch.save", TORCH_SAVE_BOUND), ("aio_handle", AIO_BOUND))
     return [
-        harness.Bound(what=f"step time of {peer} hooks / ours", measured=faster(peer), bound=bound, at_most=False)
+        harness.Bound(
+            what=f"step time of {peer} hooks / ours", measured=summary[peer]["to_ours"], bound=bound, at_most=False
+        )
         for peer, bound in limits
         if "why" not in summary[peer]
     ]
@@ -107,6 +108,7 @@ def render(summary: dict[str, dict[str, Any]]) -> str:
     columns = (
         "8-layer GPT, width 512, two threads",
         "step time / keep's",
+        f"/ {OURS}'s",
         "step, s",
         "peak RSS above keep's static",
         "written a step",
@@ -119,7 +121,7 @@ def render(summary: dict[str, dict[str, Any]]) -> str:
 
 def _row(name: str, row: dict[str, Any]) -> tuple[str, ...]:
     if "why" in row:
-        return (f"{name} ({row['why']})", *["-"] * 7)
+        return (f"{name} ({row['why']})", *["-"] * 8)
 
     def moved(key: str) -> str:
         return "-" if row[key] is None else harness.mib(row[key])
@@ -127,6 +129,7 @@ def _row(name: str, row: dict[str, Any]) -> tuple[str, ...]:
     return (
         name,
         f"{row['ratio']:.3f}",
+        "-" if row["to_ours"] is None else f"{row['to_ours']:.3f}",
         f"{row['step_s']:.2f}",
         harness.mib(row["above_static_bytes"]),
         moved("written_bytes_per_step"),

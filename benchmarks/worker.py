@@ -1,8 +1,9 @@
 """One sample: a few training steps of one model in one mode. The last line of output is one JSON object.
 
 The options come as one JSON argument: those of `benchmarks.workloads.build`, and ``device``, ``mode`` (of
-`benchmarks.modes`), ``steps`` (timed), ``warm_up`` (steps before them), ``path``, ``threads``, ``optimizer`` (bool) and
-``options`` (more of them for `offload_activations`).
+`benchmarks.modes`), ``steps`` (timed), ``warm_up`` (steps before them), ``path``, ``threads``, ``optimizer`` (bool),
+``options`` (more of them for `offload_activations`) and ``in_turns`` (bool): then a timed step is taken for every line
+that is read, and said; see `benchmarks.turns`.
 """
 
 from __future__ import annotations
@@ -127,6 +128,15 @@ class Run:
             times_s.append(self.step())
         return times_s
 
+    def timed_in_turns(self) -> list[float]:
+        """Seconds of a step for every line that is read."""
+        times_s: list[float] = []
+        _say({"turn": 0})
+        for _ in sys.stdin:
+            times_s += self.timed(1)
+            _say({"turn": len(times_s)})
+        return times_s
+
     def counts(self) -> dict[str, Any]:
         """What the mode counted so far."""
         return {} if self.opened is None else self.opened.peer.facts()
@@ -135,6 +145,10 @@ class Run:
         """Wait for the device."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
+
+
+def _say(something: dict[str, Any]) -> None:
+    print(json.dumps(something), flush=True)
 
 
 def gradients_checksum(model: nn.Module) -> str:
@@ -198,11 +212,11 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         torch.accelerator.reset_peak_memory_stats()
     fresh = reset_peak_rss()
     before = run.counts()
-    result["step_s"] = run.timed(spec["steps"])
+    result["step_s"] = run.timed_in_turns() if spec.get("in_turns") else run.timed(spec["steps"])
     result["median_step_s"] = median(result["step_s"])
     result["steady_peak_rss_bytes"] = peak_rss_bytes() if fresh else None
     result["peak_rss_bytes"] = max(result["peak_rss_bytes"], peak_rss_bytes())
-    result |= per_step(before, run.counts(), spec["steps"])
+    result |= per_step(before, run.counts(), len(result["step_s"]))
     if on_device:
         peak = int(torch.accelerator.max_memory_allocated())
         result |= {"peak_device_bytes": peak, "activation_peak_bytes": peak - result["static_bytes"]}
@@ -236,7 +250,7 @@ def main(argument: str) -> int:
         result = {"mode": spec["mode"], "unavailable": str(error)}
     except torch.OutOfMemoryError as error:
         result = {"mode": spec["mode"], "error": f"out of memory: {str(error).splitlines()[0]}", "oom": True}
-    print(json.dumps(result))
+    _say(result)
     return 0
 
 

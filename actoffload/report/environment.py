@@ -158,7 +158,9 @@ def run_worker(module: str, spec: dict[str, Any], *, limit_s: float, cwd: Path |
     return _failure(done.returncode, done.stderr)
 
 
-def stream_worker(module: str, spec: dict[str, Any], *, limit_s: float, cwd: Path | None = None) -> Generator[Any]:
+def stream_worker(
+    module: str, spec: dict[str, Any], *, limit_s: float, cwd: Path | None = None, stdin: int | None = None
+) -> Generator[Any]:
     """As `run_worker`, for a worker that prints one JSON object after another.
 
     Args:
@@ -166,6 +168,7 @@ def stream_worker(module: str, spec: dict[str, Any], *, limit_s: float, cwd: Pat
         spec: its options.
         limit_s: seconds after which it is stopped.
         cwd: where it runs.
+        stdin: what it reads: a file descriptor, open until the first object is there. None: what this process reads.
 
     Yields:
         Each object when it is printed; last, when the worker failed, ``{"error": ..., "oom": ...}``.
@@ -174,7 +177,7 @@ def stream_worker(module: str, spec: dict[str, Any], *, limit_s: float, cwd: Pat
     stopped = threading.Event()
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
-        subprocess.Popen(command, cwd=cwd, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+        subprocess.Popen(command, cwd=cwd, stdin=stdin, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
     ):
 
         def stop() -> None:

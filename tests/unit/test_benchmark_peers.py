@@ -7,11 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import e2e_cpu, harness, peer_aio, peers_cpu
+from benchmarks import e2e_cpu, harness, peer_aio, peers_cpu, turns
 from benchmarks.modes import MODES
 from benchmarks.peers import Unavailable
 from benchmarks.worker import Run
@@ -149,8 +150,40 @@ def test_every_case_trains(name: str) -> None:
     assert float.fromhex(run.losses[0]) > 0
 
 
-def _sample(step_s: float, rss: int = 2000, **more: Any) -> harness.Sample:
-    facts = {"median_step_s": step_s, "peak_rss_bytes": rss, "static_rss_bytes": 100, "others_cpu_share": 0.0}
+TURNING = """
+import json, sys
+spec = json.loads(sys.argv[1])
+def note(what):
+    open(spec["log"], "a").write(f"{spec['name']} {what},")
+assert spec["in_turns"]
+if spec["name"] == "fails at once":
+    raise SystemExit("a bad day")
+if spec["name"] == "not here":
+    print(json.dumps({"unavailable": "no headers"}))
+    raise SystemExit
+note("warm")
+print(json.dumps({"turn": 0}), flush=True)
+step_s = []
+for _ in sys.stdin:
+    note("begins")
+    if spec["name"] == "fails in a turn":
+        raise SystemExit("a bad turn")
+    step_s.append(len(step_s) + 1.0)
+    note("ends")
+    print(json.dumps({"turn": len(step_s)}), flush=True)
+print(json.dumps({"step_s": step_s, "median_step_s": 1.5, "peak_rss_bytes": 1 << 20}))
+"""
+"""A worker that notes when its steps begin and end."""
+
+
+def _sample(median_s: float, rss: int = 2000, **more: Any) -> harness.Sample:
+    facts = {
+        "step_s": [median_s],
+        "median_step_s": median_s,
+        "peak_rss_bytes": rss,
+        "static_rss_bytes": 100,
+        "others_cpu_share": 0.0,
+    }
     trace = {"losses": ["0x1p+0"], "first_gradients": "a", "last_parameters": "b"}
     counted = {"statistics": {"baseline_peak_bytes": 1000, "resident_peak_bytes": 200}}
     return facts | trace | counted | {"written_bytes_per_step": 900.0, "wait_s_per_step": 0.5} | more
@@ -168,6 +201,57 @@ def test_the_summary_of_e2e() -> None:
     assert limits[2].measured == pytest.approx(0.15)
     assert e2e_cpu.bounds({"bert": row}) == []
     assert "| gpt | 1.050 |" in e2e_cpu.render({"gpt": row})
+
+
+def test_a_ratio_is_taken_within_each_turn() -> None:
+    # The machine becomes three times slower after the first turn: medians of all steps would give 1.2 and 1.5.
+    keep = [_sample(0.0, step_s=[2.0, 6.0, 6.0])]
+    ours = [_sample(0.0, step_s=[2.4, 7.2, 6.6])]
+    assert turns.ratio(ours, keep) == pytest.approx(1.2)
+    assert turns.ratio([*ours, _sample(9.0)], [*keep, _sample(6.0)]) == pytest.approx(1.2)
+    with pytest.raises(ValueError, match="shorter"):
+        turns.ratio(ours, [_sample(2.0)])
+
+
+def test_workers_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each step of one ends before the next begins; a worker that fails, or is not to be had, holds nobody up."""
+    (tmp_path / "turning.py").write_text(TURNING, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(harness.ROOT)]))
+    monkeypatch.setattr(turns, "WORKER", "turning")
+    log = tmp_path / "log"
+    names = ("a", "fails at once", "fails in a turn", "not here", "b")
+    group = {name: {"name": name, "log": str(log), "steps": 2} for name in names}
+    seen: list[list[str]] = []
+    samples = turns.take_rounds([group], 1, limit_s=60, after_round=lambda taken: seen.append(list(taken)))
+    said = log.read_text(encoding="utf-8").split(",")
+    ready = ["a warm", "fails in a turn warm", "b warm"]
+    first = ["a begins", "a ends", "fails in a turn begins", "b begins", "b ends"]
+    assert said == [*ready, *first, "a begins", "a ends", "b begins", "b ends", ""]
+    assert samples["a"][0]["step_s"] == [1.0, 2.0]
+    assert 0 <= samples["a"][0]["others_cpu_share"] <= 1
+    assert "a bad day" in samples["fails at once"][0]["error"]
+    assert "a bad turn" in samples["fails in a turn"][0]["error"]
+    assert samples["not here"][0]["unavailable"] == "no headers"
+    assert samples["b"][0]["step_s"] == [1.0, 2.0]
+    assert seen == [list(names)]
+    assert "not here: no headers" in capfd.readouterr().out
+
+
+def test_workers_end_with_who_asked_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "turning.py").write_text(TURNING, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(harness.ROOT)]))
+    monkeypatch.setattr(turns, "WORKER", "turning")
+
+    def interrupt(worker: turns.Worker) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(turns.Worker, "step", interrupt)
+    group = {name: {"name": name, "log": str(tmp_path / "log"), "steps": 1} for name in ("a", "b")}
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    with pytest.raises(KeyboardInterrupt):
+        turns.take_turns(group, limit_s=60)
+    assert psutil.Process().children() == []
+    assert before == (len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0)
 
 
 @pytest.mark.parametrize("key", ["losses", "first_gradients", "last_parameters"])

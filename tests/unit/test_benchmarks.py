@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from actoffload.report.plots import Point, step_time_against_memory
-from benchmarks import fio, gpu, harness, memory_cpu, micro, micro_hooks, micro_spool, planner_cpu, worker
+from benchmarks import fio, gpu, harness, micro, micro_hooks, micro_spool, planner_cpu, worker
 
 
 def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -106,30 +106,6 @@ def test_results_are_written_in_one_step(tmp_path: Path) -> None:
 
 def test_markdown() -> None:
     assert harness.markdown_table(("a", "b"), [("x", 1)]) == "| a | b |\n| --- | ---: |\n| x | 1 |\n"
-
-
-def _sample(gradients: str, step_s: float, rss: int, **statistics: int) -> harness.Sample:
-    return {
-        "first_gradients": gradients,
-        "median_step_s": step_s,
-        "peak_rss_bytes": rss,
-        "statistics": {"baseline_peak_bytes": 1000, "resident_peak_bytes": 200} | statistics,
-    }
-
-
-def test_the_summary_of_memory_cpu() -> None:
-    samples = {
-        "keep": [_sample("a", 2.0, 3000), _sample("a", 4.0, 3000), _sample("a", 3.0, 3000)],
-        "nvme": [_sample("a", 3.0, 2400), _sample("a", 3.6, 2400), _sample("a", 3.3, 2400)],
-    }
-    summary = memory_cpu.summarise(samples)
-    assert summary["resident_share"] == 0.2
-    assert summary["step_time_ratio"] == pytest.approx(1.1)
-    assert summary["saved_share_gone_from_rss"] == 0.6
-    assert summary["gradients_identical"] == 1.0
-    assert "20.0% of baseline" in memory_cpu.render(summary)
-    samples["nvme"][1]["first_gradients"] = "b"
-    assert "NO" in memory_cpu.render(memory_cpu.summarise(samples))
 
 
 def test_pictures(tmp_path: Path) -> None:

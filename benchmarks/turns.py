@@ -1,0 +1,151 @@
+"""Workers that are all alive and take their steps in turns, one at a time.
+
+Each is a process of its own, so that peak memory is its own as well. But a step of one mode lies seconds, not minutes,
+from the same step of another: what a noisy machine does meanwhile falls on both, and their ratio is taken turn by turn.
+A worker (of `benchmarks.worker`, with ``in_turns``) prints one JSON object when it is warm, one after each line that it
+is sent, and its result when nothing more comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from statistics import median
+from types import TracebackType
+from typing import Any, Self
+
+from actoffload.report.environment import Processors, stream_worker
+from benchmarks.harness import ROOT, Sample, mib
+
+WORKER = "benchmarks.worker"
+
+
+class Worker:
+    """One process, until it has said its last.
+
+    Args:
+        spec: its options.
+        limit_s: seconds after which it is stopped.
+    """
+
+    def __init__(self, spec: Mapping[str, Any], *, limit_s: float) -> None:
+        self._input, self._prompt = os.pipe()
+        self._said = stream_worker(WORKER, {**spec, "in_turns": True}, limit_s=limit_s, cwd=ROOT, stdin=self._input)
+        self._open = {self._input, self._prompt}
+        self.last: Sample | None = None
+
+    def __enter__(self) -> Self:
+        """Wait until it is warm."""
+        try:
+            self._listen()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        self._close(self._input)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop it."""
+        self._close(self._input)
+        self._close(self._prompt)
+        self._said.close()
+
+    def step(self) -> None:
+        """One step, if it still lives; what it took is in its result."""
+        if self.last is None:
+            with contextlib.suppress(BrokenPipeError):  # it died: it has said so
+                os.write(self._prompt, b"\n")
+            self._listen()
+
+    def result(self) -> Sample:
+        """What it measured, or how it failed; it ends."""
+        self._close(self._prompt)
+        while self.last is None:
+            self._listen()
+        return self.last
+
+    def _listen(self) -> None:
+        """The next that it says. What is no mere note that it has come so far is its last."""
+        said = next(self._said, None)
+        if said is None:
+            self.last = {"error": "it ended and gave no result", "oom": False}
+        elif "turn" not in said:
+            self.last = said
+
+    def _close(self, descriptor: int) -> None:
+        if descriptor in self._open:
+            self._open.discard(descriptor)
+            os.close(descriptor)
+
+
+def take_turns(specs: Mapping[str, Mapping[str, Any]], *, limit_s: float) -> dict[str, Sample]:
+    """One sample of each: all are started and warmed up, one after the other; then ``steps`` times one step of each.
+
+    Args:
+        specs: what `benchmarks.worker` is told, by name; ``steps`` of the first is that of all.
+        limit_s: seconds after which each is stopped.
+
+    Returns:
+        By name, what it measured: ``step_s`` in order, so that those of the same place were taken one after the other.
+        ``others_cpu_share`` is that of the whole run. A failure is ``{"error": ...}``; the rest goes on without it.
+    """
+    before = Processors.now()
+    steps = next(iter(specs.values()))["steps"]
+    with contextlib.ExitStack() as stack:
+        workers = {name: stack.enter_context(Worker(spec, limit_s=limit_s)) for name, spec in specs.items()}
+        for _ in range(steps):
+            for worker in workers.values():
+                worker.step()
+        found = {name: worker.result() for name, worker in workers.items()}
+    share = round(Processors.now().others_since(before), 3)
+    return {
+        name: result if "error" in result else {**result, "others_cpu_share": share} for name, result in found.items()
+    }
+
+
+def take_rounds(
+    groups: Iterable[Mapping[str, Mapping[str, Any]]],
+    rounds: int,
+    *,
+    limit_s: float,
+    after_round: Callable[[dict[str, list[Sample]]], object] | None = None,
+) -> dict[str, list[Sample]]:
+    """So many samples of each, those of a group in turns, one group after the other; each is printed when it is there.
+
+    Args:
+        groups: as `take_turns` takes them; no name twice.
+        rounds: samples of each, in processes of their own.
+        limit_s: seconds after which each is stopped.
+        after_round: given all samples so far: a run of an hour that is killed should leave what it has measured.
+    """
+    groups = list(groups)
+    samples: dict[str, list[Sample]] = {name: [] for group in groups for name in group}
+    for _ in range(rounds):
+        for group in groups:
+            for name, sample in take_turns(group, limit_s=limit_s).items():
+                samples[name].append(sample)
+                print(f"{name}: {sample.get('error') or line(sample)}", flush=True)
+        if after_round is not None:
+            after_round(samples)
+    return samples
+
+
+def line(sample: Sample) -> str:
+    """One sample, for a person."""
+    if "unavailable" in sample:
+        return f"not here: {sample['unavailable']}"
+    others = f", others took {sample['others_cpu_share']:.0%} of the processors"
+    return f"{sample['median_step_s']:.2f} s a step, peak RSS {mib(sample['peak_rss_bytes'])}{others}"
+
+
+def ratio(taken: Iterable[Sample], others: Iterable[Sample]) -> float:
+    """Step time of the first over the second's: the median over all turns of the quotient within a turn."""
+    pairs = [pair for one, other in zip(taken, others, strict=True) for pair in _pairs(one, other)]
+    return float(median(mine / theirs for mine, theirs in pairs))
+
+
+def _pairs(one: Sample, other: Sample) -> list[tuple[float, float]]:
+    return list(zip(one["step_s"], other["step_s"], strict=True))
