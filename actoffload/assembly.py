@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property, partial
+from typing import Any
 
 from . import cpu_allocator, numa
 from .cpu_tier import CpuMover
@@ -62,8 +63,12 @@ class Tiers:
     @property
     def notes(self) -> list[str]:
         """What a person may want to know of how this was opened."""
-        engine = [f"{self.spool.engine_name} engine: {self.spool.engine_reason}"] if self.spool is not None else []
-        return engine + [note for note in (self._memory_note, self._numa_note) if note]
+        found = []
+        if self.spool is not None:
+            name, reason = self.spool.engine_name, self.spool.engine_reason
+            remarks = dict.fromkeys(engine.remark for engine in self.spool.engines)
+            found = [f"{name} engine: {text}" for text in (reason, *(text for text in remarks if text not in reason))]
+        return found + [note for note in (self._memory_note, self._numa_note) if note]
 
     def rates(self, *, full: bool = False) -> dict[tuple[str, str], float | None]:
         """Bytes per second of each link and direction, as seen since the last call; None where nothing went.
@@ -139,9 +144,8 @@ class Tiers:
         return self.spool
 
     def _cpu_mover(self) -> Mover:
-        pool = HostPool(self._host_budget(staging=False), slab_bytes=CPU_SLAB_BYTES, poison=self.core.config.debug)
-        self.pools.append(pool)
         spool = self._open_spool()
+        pool = self._pool(spool, self._host_budget(staging=False), slab_bytes=CPU_SLAB_BYTES)
         in_rows = spool.vectored and self.core.device_budget is None and not self.core.config.verify
         return (RowMover if in_rows else CpuMover)(self.core, spool, pool)
 
@@ -161,20 +165,36 @@ class Tiers:
             with suppress(OSError):  # no usable path: host memory only
                 spool = self._open_spool()
 
-        pool = HostPool(
+        pool = self._pool(
+            spool,
             self._host_budget(staging=target == "nvme"),
             slab_bytes=PINNED_SLAB_BYTES,
             pin=device.pin,
             unpin=device.unpin,
             place=partial(self._near, device) if numa.several_nodes() else None,
             is_done=device.done,
-            poison=self.core.config.debug,
         )
-        self.pools.append(pool)
         spill = {"host": "never", "nvme": "always"}.get(target, "overflow")
         pending = self.core.config.pending_bytes
         window = None if pending is None else self.core.config.size("pending_bytes", 0)
         return DeviceMover(self.core, spool, pool, Transfers(device), spill, window)
+
+    def _pool(self, spool: Spool | None, capacity_bytes: int, **options: Any) -> HostPool:
+        """A pool whose memory the engines know of."""
+        engines = spool.engines if spool is not None else ()
+
+        def mapped(address: int, nbytes: int) -> None:
+            for engine in engines:
+                engine.register_memory(address, nbytes)
+
+        def unmapping(address: int, nbytes: int) -> None:
+            for engine in engines:
+                engine.unregister_memory(address, nbytes)
+
+        debug = self.core.config.debug
+        pool = HostPool(capacity_bytes, mapped=mapped, unmapping=unmapping, poison=debug, **options)
+        self.pools.append(pool)
+        return pool
 
     def _near(self, device: Accelerator, address: int, nbytes: int) -> AbstractContextManager[None]:
         """Have a slab, and the I/O threads with it, on the NUMA node of the device that computes now."""

@@ -25,6 +25,7 @@ from .memory import map_private
 ALIGNMENT = 4096
 
 Place = Callable[[int, int], AbstractContextManager[None]]
+Tell = Callable[[int, int], None]
 
 
 class Slot:
@@ -78,6 +79,8 @@ class HostPool:
         unpin: undoes ``pin``.
         place: told of ``(address, nbytes)`` before the memory is touched, to say where its pages should be; the memory
             is page-locked within the context that it returns.
+        mapped: told of ``(address, nbytes)`` when memory is there to be used.
+        unmapping: told the same before it goes.
         is_done: whether an event in a slot's ``events`` has happened.
         poison: overwrite every slot with 0xFF when it becomes free.
     """
@@ -90,6 +93,8 @@ class HostPool:
         pin: Callable[[int, int], bool] | None = None,
         unpin: Callable[[int], None] | None = None,
         place: Place | None = None,
+        mapped: Tell | None = None,
+        unmapping: Tell | None = None,
         is_done: Callable[[object], bool] | None = None,
         poison: bool = False,
     ) -> None:
@@ -100,6 +105,7 @@ class HostPool:
         self.pin_failed = False
         self._slab_bytes = slab_bytes
         self._pin, self._unpin, self._is_done, self._place = pin, unpin, is_done, place
+        self._mapped, self._unmapping = mapped, unmapping
         self._poison = poison
         self._slabs: list[_Slab] = []
         self._limbo: deque[_Returned] = deque()
@@ -169,6 +175,8 @@ class HostPool:
     def _map(self, nbytes: int) -> _Slab:
         slab = _Slab(nbytes, self._pin, self._place)
         self.mapped_bytes += nbytes
+        if self._mapped is not None:
+            self._mapped(slab.address, nbytes)
         if self._pin is not None and not slab.pinned and not self.pin_failed:
             self.pin_failed = True
             warnings.warn(
@@ -185,6 +193,8 @@ class HostPool:
             if self.mapped_bytes + need <= self.capacity_bytes:
                 return
             if slab.extents.allocated_bytes == 0:
+                if self._unmapping is not None:
+                    self._unmapping(slab.address, slab.extents.capacity_bytes)
                 self._unpin_slab(slab)
                 self._slabs.remove(slab)  # the mapping goes with its last view
                 self.mapped_bytes -= slab.extents.capacity_bytes

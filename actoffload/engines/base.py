@@ -272,6 +272,15 @@ class StorageEngine(ABC):
         """The system-wide numbers of the threads that move bytes, as far as they are known."""
         return ()
 
+    def register_memory(self, address: int, nbytes: int) -> None:  # noqa: B027 - most engines have no use for it
+        """Told of memory that many transfers will touch, before the first of them does; it may prepare it.
+
+        The memory stays mapped until ``unregister_memory``, or until the engine is closed. Never fails, never waits.
+        """
+
+    def unregister_memory(self, address: int, nbytes: int) -> None:  # noqa: B027
+        """Told that memory which it was told of will be unmapped; no transfer touches it any more."""
+
     @abstractmethod
     def submit(self, request: IoRequest) -> None:
         """Queues a request and returns at once.

@@ -22,11 +22,11 @@ from .base import Range
 
 # System calls that are this young have the same number on every architecture.
 _SETUP, _ENTER, _REGISTER = 425, 426, 427
-_REGISTER_FILES, _REGISTER_ENABLE_RINGS = 2, 12
+_REGISTER_FILES, _REGISTER_ENABLE_RINGS, _REGISTER_BUFFERS, _REGISTER_BUFFERS_UPDATE = 2, 12, 15, 16
 _ENTER_GETEVENTS = 1
 _OFF_SQ_RING, _OFF_SQES = 0, 0x10000000
 _FEATURES = 1 << 0 | 1 << 1  # one mapping for both queues; no result is ever dropped
-_OP_READV, _OP_WRITEV, _OP_READ, _OP_WRITE = 1, 2, 22, 23
+_OP_READV, _OP_WRITEV, _OP_READ_FIXED, _OP_WRITE_FIXED, _OP_READ, _OP_WRITE = 1, 2, 4, 5, 22, 23
 _SQE_FIXED_FILE = 1
 _MADV_DONTFORK = 10
 _DISABLED, _SINGLE_ISSUER, _DEFER_TASKRUN = 1 << 6, 1 << 12, 1 << 13
@@ -37,8 +37,10 @@ ANY_THREAD: Final = _DISABLED
 """Results may appear at any time (Linux 5.10): only where loads are not reordered, as there are no barriers here."""
 _ORDERED_LOADS = frozenset({"x86_64", "AMD64", "i686", "i386"})
 
-_SQE = struct.Struct("=BBHiQQIIQ24x")
+_SQE = struct.Struct("=BBHiQQIIQH22x")
 _CQE = struct.Struct("=QiI")
+_BUFFERS = struct.Struct("=IIQQQ")  # how many, flags, -, where their ranges are, -
+_BUFFERS_UPDATE = struct.Struct("=IIQQII")  # the first, -, where the range is, -, how many, -
 _MAX_BYTES = 1 << 30  # of one request; the kernel's own limit is just under 2 GiB
 
 _HINTS = {
@@ -112,13 +114,42 @@ class Ring:
         """Starts the ring; the calling thread is the one that uses it from now on."""
         self._register("enable the ring", _REGISTER_ENABLE_RINGS, 0, 0)
 
-    def read(self, tag: int, address: int, length: int, offset: int) -> None:
-        """Adds a read of the file into memory, which runs with the next `enter`; its result has ``tag``."""
-        self._add(_OP_READ, _SQE_FIXED_FILE, 0, tag, address, length, offset)
+    def make_places(self, count: int) -> None:
+        """Makes room for so many registered buffers (Linux 5.13); before `enable`.
 
-    def write(self, tag: int, address: int, length: int, offset: int) -> None:
+        Raises:
+            OSError: The kernel cannot.
+        """
+        nothing = (ctypes.c_size_t * (2 * count))()
+        self._register_struct(_REGISTER_BUFFERS, _BUFFERS.pack(count, 0, 0, ctypes.addressof(nothing), 0))
+
+    def put(self, place: int, address: int, nbytes: int) -> None:
+        """Registers memory in one of the places, which it holds from now on; 0 bytes at 0 take it out again.
+
+        Raises:
+            OSError: The kernel cannot; the place is empty.
+        """
+        vector = (ctypes.c_size_t * 2)(address, nbytes)  # struct iovec
+        update = _BUFFERS_UPDATE.pack(place, 0, ctypes.addressof(vector), 0, 1, 0)
+        self._register_struct(_REGISTER_BUFFERS_UPDATE, update)
+
+    def read(self, tag: int, address: int, length: int, offset: int, place: int | None = None) -> None:
+        """Adds a read of the file into memory, which runs with the next `enter`; its result has ``tag``.
+
+        Args:
+            tag: Of the result.
+            address: Of the memory.
+            length: Bytes.
+            offset: Position in the file.
+            place: Where the memory is registered, all of it, if it is.
+        """
+        operation = _OP_READ if place is None else _OP_READ_FIXED
+        self._add(operation, _SQE_FIXED_FILE, 0, tag, address, length, offset, place or 0)
+
+    def write(self, tag: int, address: int, length: int, offset: int, place: int | None = None) -> None:
         """Adds a write of memory to the file; as ``read``."""
-        self._add(_OP_WRITE, _SQE_FIXED_FILE, 0, tag, address, length, offset)
+        operation = _OP_WRITE if place is None else _OP_WRITE_FIXED
+        self._add(operation, _SQE_FIXED_FILE, 0, tag, address, length, offset, place or 0)
 
     def read_ranges(self, tag: int, ranges: Sequence[Range], offset: int) -> object:
         """As ``read``, into several ranges of memory; what it returns must be held until the result is there."""
@@ -208,18 +239,26 @@ class Ring:
         self._libc.madvise(address, nbytes, _MADV_DONTFORK)  # else a child would keep the ring, and thus the file
         return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
 
-    def _add(self, operation: int, flags: int, fd: int, tag: int, address: int, length: int, offset: int) -> None:
+    def _add(
+        self, operation: int, flags: int, fd: int, tag: int, address: int, length: int, offset: int, place: int = 0
+    ) -> None:
         words = self._words
         tail = words[self._sq_tail]
-        place = (tail & self._sq_mask) * _SQE.size
+        entry = (tail & self._sq_mask) * _SQE.size
         length = min(length, _MAX_BYTES)
-        _SQE.pack_into(self._sqes, place, operation, flags, 0, fd, offset, address, length, 0, tag)
+        _SQE.pack_into(self._sqes, entry, operation, flags, 0, fd, offset, address, length, 0, tag, place)
         words[self._sq_tail] = (tail + 1) & 0xFFFFFFFF
 
     def _add_ranges(self, operation: int, tag: int, ranges: Sequence[Range], offset: int) -> object:
         vectors = (ctypes.c_size_t * (2 * len(ranges)))(*itertools.chain.from_iterable(ranges))  # of struct iovec
         self._add(operation, _SQE_FIXED_FILE, 0, tag, ctypes.addressof(vectors), len(ranges), offset)
         return vectors
+
+    def _register_struct(self, operation: int, packed: bytes) -> None:
+        memory = ctypes.create_string_buffer(packed, len(packed))
+        if self._system(_REGISTER, self._fd, operation, ctypes.addressof(memory), len(packed), 0, 0) < 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
 
     def _register(self, what: str, operation: int, address: int, count: int) -> None:
         if self._system(_REGISTER, self._fd, operation, address, count, 0, 0) < 0:

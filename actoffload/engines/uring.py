@@ -16,9 +16,11 @@ import time
 from collections import deque
 from typing import ClassVar
 
+from ..config import format_size
 from ..errors import EngineUnavailableError
 from .base import EngineCapabilities, IoKind, IoRequest, SpoolFile
 from .queued import Cursor, QueuedEngine
+from .registered import Registered
 from .ring import Ring
 
 DEPTH = 256
@@ -59,6 +61,7 @@ class UringEngine(QueuedEngine):
             ),
         )
         self._ring = Ring(file.fd, self._depth + 1)
+        self._registered = Registered(self._ring)
         try:
             self._bell = os.eventfd(0)
         except OSError as exc:
@@ -96,6 +99,21 @@ class UringEngine(QueuedEngine):
         self._ring.forget()
         if bell >= 0:
             os.close(bell)
+
+    @property
+    def remark(self) -> str:
+        """See ``StorageEngine``."""
+        known = self._registered
+        done = f"{format_size(known.nbytes)} of host memory registered with the kernel" if known.nbytes else ""
+        return "; ".join(filter(None, (done, known.refusal and f"memory that is not registered: {known.refusal}")))
+
+    def register_memory(self, address: int, nbytes: int) -> None:
+        """See ``StorageEngine``."""
+        self._registered.told(True, address, nbytes)  # in time for the first transfer, which wakes the reaper
+
+    def unregister_memory(self, address: int, nbytes: int) -> None:
+        """See ``StorageEngine``."""
+        self._registered.told(False, address, nbytes)  # the kernel holds its pages until the next transfer or the end
 
     def _notify(self) -> None:
         if self._asleep and self._bell >= 0:
@@ -141,7 +159,9 @@ class UringEngine(QueuedEngine):
             self._finished = self._closing and self._started == 0
             if self._to_prepare or self._finished:
                 self._wake.notify()
+            notes = self._registered.take_notes()
             self._asleep = True
+        self._registered.carry_out(notes)
         for request in launch:
             self._launch(request, Cursor([request], self._file, self._capabilities.alignment))
         return not self._finished
@@ -171,7 +191,7 @@ class UringEngine(QueuedEngine):
         ranges, held = cursor.ranges, None
         if len(ranges) == 1:
             add = self._ring.read if request.kind is IoKind.READ else self._ring.write
-            add(tag, *ranges[0], cursor.offset)
+            add(tag, *ranges[0], cursor.offset, self._registered.place_of(*ranges[0]))
         else:
             vectors = self._ring.read_ranges if request.kind is IoKind.READ else self._ring.write_ranges
             held = vectors(tag, ranges, cursor.offset)

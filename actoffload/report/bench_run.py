@@ -139,6 +139,7 @@ class Rig:
         self._slots: list[Slot] = []
         self._extents: list[Extent] = []
         self._memory: mmap.mmap | None = None
+        self._address = 0
         try:
             self._lay_out(largest_block_bytes)
             self._run("write", None)  # the first write to reserved room is slower than any later one
@@ -189,8 +190,7 @@ class Rig:
     def close(self) -> None:
         """Stop, and give the disk space back. Idempotent."""
         self._spool.abort()
-        if self._memory is not None:
-            self._memory.close()
+        self._drop_memory()
 
     def __enter__(self) -> Rig:
         return self
@@ -211,8 +211,7 @@ class Rig:
         self._extents += (self._spool.allocate(block) for _ in range(per_lane * lanes))
         wanted = min(2 * self._setting.depth, max(2, self._queue_bytes // block))
         count = min(wanted * lanes, len(self._extents))
-        if self._memory is not None:
-            self._memory.close()
+        self._drop_memory()
         self._memory = map_private(count * block)  # as the host pool's
         pattern = os.urandom(min(block, _PATTERN_BYTES))
         whole = (pattern * -(-block // len(pattern)))[:block]
@@ -221,7 +220,18 @@ class Rig:
         anchor = ctypes.c_char.from_buffer(self._memory)
         address = ctypes.addressof(anchor)
         del anchor  # else the mapping could not be closed
+        self._address = address
+        for engine in self._spool.engines:
+            engine.register_memory(address, count * block)
         self._slots = [Slot(address + i * block, self._extents[i::count]) for i in range(count)]
+
+    def _drop_memory(self) -> None:
+        if self._memory is None:
+            return
+        for engine in self._spool.engines:
+            engine.unregister_memory(self._address, len(self._memory))
+        self._memory.close()
+        self._memory = None
 
     def _run(self, direction: Direction, seconds: float | None, *, busy: bool = False) -> tuple[int, float]:
         slots = self._slots if direction == "write" else [slot for slot in self._slots if slot.written]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,8 @@ from actoffload.engines.memory import MemoryEngine
 from actoffload.engines.posix import PosixEngine
 from actoffload.engines.uring import UringEngine
 from actoffload.errors import ConfigError, EngineUnavailableError
+from actoffload.testing import engine_suite
+from actoffload.testing.behind import Memory
 from actoffload.testing.engine_suite import StorageEngineTests
 from actoffload.testing.faults import GateEngine, ShortEngine, SlowEngine
 
@@ -52,6 +55,36 @@ class TestUring(TestPosix):
             return UringEngine(file, threads=threads)
         except EngineUnavailableError as exc:
             pytest.skip(str(exc))
+
+
+class TestUringInRegisteredMemory(TestUring):
+    """All memory of the suite is registered, with every engine that there is."""
+
+    @pytest.fixture(autouse=True)
+    def register_all_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.engines: list[StorageEngine] = []
+        self.memories: weakref.WeakSet[Memory] = weakref.WeakSet()
+
+        def make(*args: int, **options: int) -> Memory:
+            memory = Memory(*args, **options)
+            self.memories.add(memory)
+            weakref.finalize(memory, self.forget, memory.address, memory.nbytes)  # runs before it is unmapped
+            for engine in self.engines:
+                engine.register_memory(memory.address, memory.nbytes)
+            return memory
+
+        monkeypatch.setattr(engine_suite, "Memory", make)
+
+    def make_engine(self, file: SpoolFile, threads: int | None = None) -> StorageEngine:
+        engine = super().make_engine(file, threads)
+        for memory in self.memories:
+            engine.register_memory(memory.address, memory.nbytes)
+        self.engines.append(engine)
+        return engine
+
+    def forget(self, address: int, nbytes: int) -> None:
+        for engine in self.engines:
+            engine.unregister_memory(address, nbytes)
 
 
 class TestUringBuffered(TestUring, TestPosixBuffered):

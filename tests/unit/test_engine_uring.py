@@ -76,9 +76,9 @@ def test_a_short_transfer_goes_on_where_it_stopped_on_a_boundary(
     for name in ("read", "write"):
         real = getattr(Ring, name)
 
-        def add(ring: Ring, tag: int, address: int, length: int, offset: int, real: Any = real) -> None:
+        def add(ring: Ring, tag: int, address: int, length: int, offset: int, *place: Any, real: Any = real) -> None:
             offsets.append(offset)
-            real(ring, tag, address, length, offset)
+            real(ring, tag, address, length, offset, *place)
 
         monkeypatch.setattr(Ring, name, add)
     Results(monkeypatch, lambda tag, result: result - 100 if result > BLOCK else result)

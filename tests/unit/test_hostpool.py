@@ -220,6 +220,23 @@ def test_free_slabs_are_unpinned_for_a_bigger_one_and_no_more_of_them_than_neede
     assert _in_use(pool) == 3 * SLAB
 
 
+def test_who_wants_to_know_is_told_what_memory_comes_and_goes() -> None:
+    told: list[tuple[str, int, int]] = []
+    pool = _pool(
+        slabs=2,
+        mapped=lambda address, nbytes: told.append(("comes", address, nbytes)),
+        unmapping=lambda address, nbytes: told.append(("goes", address, nbytes)),
+    )
+    first, second = _acquire(pool, SLAB), _acquire(pool, SLAB)
+    addresses = [first.address, second.address]
+    assert told == [("comes", address, SLAB) for address in addresses]
+    del first, second
+    told.clear()
+    big = _acquire(pool, 2 * SLAB)
+    assert sorted(told[:2]) == sorted(("goes", address, SLAB) for address in addresses)
+    assert told[2:] == [("comes", big.address, 2 * SLAB)]
+
+
 def test_a_slab_that_a_copy_may_still_use_is_not_unpinned() -> None:
     pins = _Pins()
     done: set[object] = set()

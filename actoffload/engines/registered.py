@@ -1,0 +1,102 @@
+"""Memory that is registered with an io_uring: its pages are looked up once, not in every transfer.
+
+The pool that owns the memory says what comes and what goes, in any thread; the thread that the ring belongs to carries
+it out between its transfers. What has been told is known before any transfer that was asked for later is started, so
+that no transfer ever goes by a registration of memory that has been unmapped, and mapped anew, since.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+
+from .ring import Ring
+
+PLACES = 4096
+"""Pieces that are registered at once, at most; the kernel's own limit is 16,384."""
+MAX_PIECE_BYTES = 1 << 30
+"""Of one registration: the kernel's limit. A transfer that reaches over the end of a piece goes as any other does."""
+
+Change = tuple[bool, int, int]
+"""Whether memory comes or goes, its address and its length in bytes."""
+
+
+class Registered:
+    """What memory is registered with a ring, and where. All methods but ``told`` are for the ring's own thread.
+
+    Args:
+        ring: The ring; not enabled yet.
+
+    Attributes:
+        nbytes: Bytes that are registered.
+        refusal: Why some memory is not, or an empty text.
+    """
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._told: deque[Change] = deque()
+        self._pieces: list[tuple[int, int, int]] = []  # address, end and place, in order
+        self._places: list[int] = []  # those that are free
+        self.nbytes = 0
+        self.refusal = ""
+        try:
+            ring.make_places(PLACES)
+        except OSError as exc:
+            self.refusal = f"this kernel registers no memory one by one ({exc.strerror})"
+        else:
+            self._places += range(PLACES - 1, -1, -1)
+
+    def told(self, comes: bool, address: int, nbytes: int) -> None:
+        """Takes a note that memory comes, or goes; nothing uses it at that moment. From any thread."""
+        self._told.append((comes, address, nbytes))
+
+    def take_notes(self) -> Sequence[Change]:
+        """The notes since the last time: to be called after the requests were taken that are started next."""
+        notes = []
+        while self._told:
+            notes.append(self._told.popleft())
+        return notes
+
+    def carry_out(self, notes: Sequence[Change]) -> None:
+        """Does what the notes say. What cannot be registered is used as it is."""
+        for comes, address, nbytes in notes:
+            if comes:
+                for begin in range(address, address + nbytes, MAX_PIECE_BYTES):
+                    self._add(begin, min(begin + MAX_PIECE_BYTES, address + nbytes))
+            else:
+                self._remove(address, address + nbytes)
+
+    def place_of(self, address: int, nbytes: int) -> int | None:
+        """Where memory is registered; None: it is not, or not in one piece."""
+        index = bisect_right(self._pieces, (address, 1 << 64, 0)) - 1
+        if index < 0:
+            return None
+        _, end, place = self._pieces[index]
+        return place if address + nbytes <= end else None
+
+    def _add(self, begin: int, end: int) -> None:
+        if not self._places:
+            self.refusal = self.refusal or f"{PLACES} pieces are registered already"
+            return
+        try:
+            self._ring.put(self._places[-1], begin, end - begin)
+        except OSError as exc:
+            self.refusal = f"the kernel refused {end - begin} bytes: {exc.strerror}; see `ulimit -l`"
+            return
+        self._pieces.insert(bisect_right(self._pieces, (begin, 0, 0)), (begin, end, self._places.pop()))
+        self.nbytes += end - begin
+
+    def _remove(self, begin: int, end: int) -> None:
+        for piece in [piece for piece in self._pieces if begin <= piece[0] < end]:
+            self._pieces.remove(piece)
+            self.nbytes -= piece[1] - piece[0]
+            try:
+                self._ring.put(piece[2], 0, 0)
+            except OSError as exc:  # its pages stay held until the ring is closed, and nobody goes by it any more
+                self.refusal = f"the kernel keeps {piece[1] - piece[0]} bytes: {exc.strerror}"
+            else:
+                self._places.append(piece[2])
+
+
+__all__ = ["MAX_PIECE_BYTES", "PLACES", "Registered"]
