@@ -131,8 +131,7 @@ class HostPool:
             size = max(need, min(self._slab_bytes, room - room % ALIGNMENT))
             if size > room and not force:
                 return None
-            self._slabs.append(self._map(size))
-            return self._carve(self._slabs[-1], nbytes)
+            return self._carve(self._map(size), nbytes)
 
     def tensor(self, slot: Slot, begin: int, nbytes: int, *, owning: bool = False) -> Tensor:
         """The bytes ``[begin, begin + nbytes)`` of a slot as a flat uint8 tensor with a storage of exactly that size.
@@ -174,8 +173,9 @@ class HostPool:
 
     def _map(self, nbytes: int) -> _Slab:
         slab = _Slab(nbytes, self._pin, self._place)
+        self._slabs.append(slab)
         self.mapped_bytes += nbytes
-        if self._mapped is not None:
+        if self._mapped is not None:  # now that it is in the list: what is told of must not go without a word
             self._mapped(slab.address, nbytes)
         if self._pin is not None and not slab.pinned and not self.pin_failed:
             self.pin_failed = True

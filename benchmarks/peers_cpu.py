@@ -1,12 +1,13 @@
 """Peers on the CPU: the same GPT steps with PyTorch's own means, DeepSpeed's ``aio_handle`` and the library.
 
-    python -m benchmarks.peers_cpu [--rounds N] [--steps N] [--path DIR] [--tiny]
+    python -m benchmarks.peers_cpu [--rounds N] [--steps N] [--modes NAME ...] [--path DIR] [--tiny]
 
 The GPT of `benchmarks.e2e_cpu` (8 layers, width 512, 8 × 512 tokens, two threads). ``torch.save`` stands for the hooks
 of PyTorch's tutorial on saved tensors, ``aio_handle`` for hooks built on DeepSpeed's handle, ``save_on_cpu`` for
-PyTorch's own context (on CPU tensors it copies nothing), ``recompute`` for ``torch.utils.checkpoint`` around every
-block, ``default`` and ``all`` for the library. TRL's ``OffloadActivations`` needs an accelerator: `benchmarks.gpu` has
-it. All modes take their steps in turns (`benchmarks.turns`), so that all these processes are alive at once: 11 GB.
+PyTorch's own context, which copies nothing on CPU tensors and so shows how far the same work as ``keep``'s lies apart,
+``recompute`` for ``torch.utils.checkpoint`` around every block, ``default`` and ``all`` for the library. TRL's
+``OffloadActivations`` needs an accelerator: `benchmarks.gpu` has it. All modes take their steps in turns
+(`benchmarks.turns`), so that all these processes are alive at once: 11 GB.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from functools import partial
+from statistics import median
 from typing import Any
 
 from benchmarks import e2e_cpu, harness, turns
@@ -30,13 +32,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="samples of each mode")
     parser.add_argument("--steps", type=int, default=4, help="timed steps of each sample")
+    parser.add_argument("--modes", nargs="+", choices=NAMES, default=NAMES, help="only these, and keep")
     parser.add_argument("--path", help="directory of the spool, for every mode that writes")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes: only to see that it runs")
     options = parser.parse_args(arguments)
     common = e2e_cpu.cases(options.tiny)[e2e_cpu.HEAD] | e2e_cpu.shared(options)
     payload = harness.head("peers_cpu", arguments, common | {"path": None}, threads=e2e_cpu.THREADS)
     target = harness.results_folder(keep=not options.tiny) / f"peers_cpu_{harness.stamp()}.json"
-    group = {name: common | {"mode": name} for name in NAMES}
+    group = {name: common | {"mode": name} for name in NAMES if name == "keep" or name in options.modes}
     keep_samples = partial(harness.keep_samples, target, payload)
     samples = turns.take_rounds([group], options.rounds, limit_s=e2e_cpu.LIMIT_S, after_round=keep_samples)
     failed = harness.failures(samples)
@@ -70,8 +73,10 @@ def summarise(samples: dict[str, list[harness.Sample]]) -> dict[str, dict[str, A
             continue
         row: dict[str, Any] = {
             "step_s": harness.middle(taken, "median_step_s"),
-            "ratio": turns.ratio(taken, keep),
-            "to_ours": turns.ratio(taken, ours) if measured else None,
+            "ratio": median(ratios := turns.ratios(taken, keep)),
+            "ratio_of_rounds": ratios,
+            "to_ours": median(to_ours := turns.ratios(taken, ours)) if measured else None,
+            "to_ours_of_rounds": to_ours if measured else None,
             "above_static_bytes": harness.middle(taken, "peak_rss_bytes") - static,
             "identical": len(traces | {_trace(sample) for sample in taken}) == 1,
             "others_cpu_share": max(sample["others_cpu_share"] for sample in taken),
@@ -99,7 +104,7 @@ def bounds(summary: dict[str, dict[str, Any]]) -> list[harness.Bound]:
             what=f"step time of {peer} hooks / ours", measured=summary[peer]["to_ours"], bound=bound, at_most=False
         )
         for peer, bound in limits
-        if "why" not in summary[peer]
+        if peer in summary and "why" not in summary[peer]
     ]
 
 
@@ -128,8 +133,8 @@ def _row(name: str, row: dict[str, Any]) -> tuple[str, ...]:
 
     return (
         name,
-        f"{row['ratio']:.3f}",
-        "-" if row["to_ours"] is None else f"{row['to_ours']:.3f}",
+        turns.spread(row["ratio_of_rounds"]),
+        "-" if row["to_ours"] is None else turns.spread(row["to_ours_of_rounds"]),
         f"{row['step_s']:.2f}",
         harness.mib(row["above_static_bytes"]),
         moved("written_bytes_per_step"),

@@ -1,7 +1,8 @@
 """Workers that are all alive and take their steps in turns, one at a time.
 
 Each is a process of its own, so that peak memory is its own as well. But a step of one mode lies seconds, not minutes,
-from the same step of another: what a noisy machine does meanwhile falls on both, and their ratio is taken turn by turn.
+from the same step of another: what a noisy machine does meanwhile falls on both, and their ratio is taken turn by turn,
+in an order that is turned around each time.
 A worker (of `benchmarks.worker`, with ``in_turns``) prints one JSON object when it is warm, one after each line that it
 is sent, and its result when nothing more comes.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from types import TracebackType
 from typing import Any, Self
@@ -26,12 +27,14 @@ class Worker:
 
     Args:
         spec: its options.
-        limit_s: seconds after which it is stopped.
+        limit_s: seconds after which it is stopped, for what comes before the first step and for each step.
     """
 
     def __init__(self, spec: Mapping[str, Any], *, limit_s: float) -> None:
         self._input, self._prompt = os.pipe()
-        self._said = stream_worker(WORKER, {**spec, "in_turns": True}, limit_s=limit_s, cwd=ROOT, stdin=self._input)
+        self._said = stream_worker(
+            WORKER, {**spec, "in_turns": True}, limit_s=limit_s, cwd=ROOT, stdin=self._input, each=True
+        )
         self._open = {self._input, self._prompt}
         self.last: Sample | None = None
 
@@ -86,7 +89,7 @@ def take_turns(specs: Mapping[str, Mapping[str, Any]], *, limit_s: float) -> dic
 
     Args:
         specs: what `benchmarks.worker` is told, by name; ``steps`` of the first is that of all.
-        limit_s: seconds after which each is stopped.
+        limit_s: seconds after which one is stopped, for what comes before its first step and for each step.
 
     Returns:
         By name, what it measured: ``step_s`` in order, so that those of the same place were taken one after the other.
@@ -96,9 +99,11 @@ def take_turns(specs: Mapping[str, Mapping[str, Any]], *, limit_s: float) -> dic
     steps = next(iter(specs.values()))["steps"]
     with contextlib.ExitStack() as stack:
         workers = {name: stack.enter_context(Worker(spec, limit_s=limit_s)) for name, spec in specs.items()}
+        order = list(workers.values())
         for _ in range(steps):
-            for worker in workers.values():
+            for worker in order:
                 worker.step()
+            order.reverse()  # what somebody leaves to the system to do falls on no one mode alone
         found = {name: worker.result() for name, worker in workers.items()}
     share = round(Processors.now().others_since(before), 3)
     return {
@@ -118,7 +123,7 @@ def take_rounds(
     Args:
         groups: as `take_turns` takes them; no name twice.
         rounds: samples of each, in processes of their own.
-        limit_s: seconds after which each is stopped.
+        limit_s: as `take_turns` takes it.
         after_round: given all samples so far: a run of an hour that is killed should leave what it has measured.
     """
     groups = list(groups)
@@ -141,11 +146,20 @@ def line(sample: Sample) -> str:
     return f"{sample['median_step_s']:.2f} s a step, peak RSS {mib(sample['peak_rss_bytes'])}{others}"
 
 
-def ratio(taken: Iterable[Sample], others: Iterable[Sample]) -> float:
-    """Step time of the first over the second's: the median over all turns of the quotient within a turn."""
-    pairs = [pair for one, other in zip(taken, others, strict=True) for pair in _pairs(one, other)]
-    return float(median(mine / theirs for mine, theirs in pairs))
+def ratios(taken: Iterable[Sample], others: Iterable[Sample]) -> list[float]:
+    """Step time of the first over the second's, for each round: the median of the quotients within its turns.
+
+    Turns take out what changes from step to step, not what a process has for life, such as where its pages lie: each
+    round is one measurement, and how far they lie apart says how good it is.
+    """
+    return [_ratio(one["step_s"], other["step_s"]) for one, other in zip(taken, others, strict=True)]
 
 
-def _pairs(one: Sample, other: Sample) -> list[tuple[float, float]]:
-    return list(zip(one["step_s"], other["step_s"], strict=True))
+def spread(found: Sequence[float]) -> str:
+    """Ratios of several rounds, for a table: their median, and from where to where they go."""
+    text = f"{median(found):.3f}"
+    return text if len(found) == 1 else f"{text} ({min(found):.2f} to {max(found):.2f})"
+
+
+def _ratio(mine_s: Sequence[float], theirs_s: Sequence[float]) -> float:
+    return float(median(mine / theirs for mine, theirs in zip(mine_s, theirs_s, strict=True)))

@@ -76,6 +76,7 @@ class Registered:
         return place if address + nbytes <= end else None
 
     def _add(self, begin: int, end: int) -> None:
+        self._remove(begin, end)  # nothing lies in two pieces: one of them would be of memory that is gone
         if not self._places:
             self.refusal = self.refusal or f"{PLACES} pieces are registered already"
             return
@@ -88,7 +89,7 @@ class Registered:
         self.nbytes += end - begin
 
     def _remove(self, begin: int, end: int) -> None:
-        for piece in [piece for piece in self._pieces if begin <= piece[0] < end]:
+        for piece in [piece for piece in self._pieces if piece[0] < end and begin < piece[1]]:
             self._pieces.remove(piece)
             self.nbytes -= piece[1] - piece[0]
             try:

@@ -218,9 +218,8 @@ class Rig:
         for index in range(count):
             self._memory[index * block : (index + 1) * block] = whole
         anchor = ctypes.c_char.from_buffer(self._memory)
-        address = ctypes.addressof(anchor)
+        self._address = address = ctypes.addressof(anchor)
         del anchor  # else the mapping could not be closed
-        self._address = address
         for engine in self._spool.engines:
             engine.register_memory(address, count * block)
         self._slots = [Slot(address + i * block, self._extents[i::count]) for i in range(count)]

@@ -159,7 +159,13 @@ def run_worker(module: str, spec: dict[str, Any], *, limit_s: float, cwd: Path |
 
 
 def stream_worker(
-    module: str, spec: dict[str, Any], *, limit_s: float, cwd: Path | None = None, stdin: int | None = None
+    module: str,
+    spec: dict[str, Any],
+    *,
+    limit_s: float,
+    cwd: Path | None = None,
+    stdin: int | None = None,
+    each: bool = False,
 ) -> Generator[Any]:
     """As `run_worker`, for a worker that prints one JSON object after another.
 
@@ -169,6 +175,7 @@ def stream_worker(
         limit_s: seconds after which it is stopped.
         cwd: where it runs.
         stdin: what it reads: a file descriptor, open until the first object is there. None: what this process reads.
+        each: the limit is for each object, from when it is asked for.
 
     Yields:
         Each object when it is printed; last, when the worker failed, ``{"error": ..., "oom": ...}``.
@@ -188,8 +195,14 @@ def stream_worker(
         timer.start()
         try:
             for line in process.stdout or ():
-                if line.startswith("{"):
-                    yield json.loads(line)
+                if not line.startswith("{"):
+                    continue
+                if each:
+                    timer.cancel()
+                yield json.loads(line)
+                if each:
+                    timer = threading.Timer(limit_s, stop)
+                    timer.start()
             status = process.wait()
         finally:
             timer.cancel()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,14 +13,15 @@ import pytest
 from actoffload import paths
 from actoffload.engines import AUTO_ORDER, ENGINES, choose_engine, create_engine
 from actoffload.engines.aiofiles import AiofilesEngine
-from actoffload.engines.base import SpoolFile, StorageEngine
+from actoffload.engines.base import IoKind, SpoolFile, StorageEngine
 from actoffload.engines.memory import MemoryEngine
 from actoffload.engines.posix import PosixEngine
+from actoffload.engines.ring import Ring
 from actoffload.engines.uring import UringEngine
 from actoffload.errors import ConfigError, EngineUnavailableError
 from actoffload.testing import engine_suite
 from actoffload.testing.behind import Memory
-from actoffload.testing.engine_suite import StorageEngineTests
+from actoffload.testing.engine_suite import BLOCK, StorageEngineTests
 from actoffload.testing.faults import GateEngine, ShortEngine, SlowEngine
 
 
@@ -64,16 +65,7 @@ class TestUringInRegisteredMemory(TestUring):
     def register_all_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.engines: list[StorageEngine] = []
         self.memories: weakref.WeakSet[Memory] = weakref.WeakSet()
-
-        def make(*args: int, **options: int) -> Memory:
-            memory = Memory(*args, **options)
-            self.memories.add(memory)
-            weakref.finalize(memory, self.forget, memory.address, memory.nbytes)  # runs before it is unmapped
-            for engine in self.engines:
-                engine.register_memory(memory.address, memory.nbytes)
-            return memory
-
-        monkeypatch.setattr(engine_suite, "Memory", make)
+        monkeypatch.setattr(engine_suite, "Memory", self.make_memory)
 
     def make_engine(self, file: SpoolFile, threads: int | None = None) -> StorageEngine:
         engine = super().make_engine(file, threads)
@@ -82,9 +74,42 @@ class TestUringInRegisteredMemory(TestUring):
         self.engines.append(engine)
         return engine
 
+    def make_memory(self, nbytes: int, fill: int = 0) -> Memory:
+        memory = Memory(nbytes, fill)
+        self.memories.add(memory)
+        weakref.finalize(memory, self.forget, memory.address, memory.nbytes)  # runs before it is unmapped
+        for engine in self.engines:
+            engine.register_memory(memory.address, memory.nbytes)
+        return memory
+
+    def test_transfers_go_by_it(self, engine: StorageEngine, file: SpoolFile, monkeypatch: pytest.MonkeyPatch) -> None:
+        places: list[object] = []
+        for name in ("read", "write"):
+            real = getattr(Ring, name)
+
+            def add(ring: Ring, *arguments: int, real: Callable[..., None] = real) -> None:
+                places.append(arguments[4])
+                real(ring, *arguments)
+
+            monkeypatch.setattr(Ring, name, add)
+        memory = self.make_memory(BLOCK, fill=3)
+        self.transfer(engine, IoKind.WRITE, memory, 0)
+        self.transfer(engine, IoKind.READ, memory, 0)
+        if "not registered" not in engine.remark:  # that it works here is shown in the unit tests
+            assert places == [0, 0]
+        assert memory.data == bytes([3]) * BLOCK
+
     def forget(self, address: int, nbytes: int) -> None:
         for engine in self.engines:
             engine.unregister_memory(address, nbytes)
+
+
+class TestUringOldKernelInRegisteredMemory(TestUringInRegisteredMemory):
+    """Without the flags of Linux 6.1."""
+
+    @pytest.fixture(autouse=True)
+    def without_the_newer_flags(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("actoffload.engines.ring.OWN_THREAD", 1 << 31)
 
 
 class TestUringBuffered(TestUring, TestPosixBuffered):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -85,6 +86,26 @@ def test_a_stream_yields_each_object_and_then_the_failure(
 def test_a_stream_is_stopped_at_its_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     name = _worker(tmp_path, monkeypatch, "print('{\"a\": 1}', flush=True)\ntime.sleep(600)")
     assert list(stream_worker(name, {}, limit_s=5)) == [{"a": 1}, {"error": "stopped after 5 s", "oom": False}]
+
+
+def test_a_stream_with_a_limit_for_each_object_may_take_longer_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time in which nobody asks does not count."""
+    script = "print('{\"a\": 1}', flush=True)\ninput()\nprint('{\"b\": 2}', flush=True)\ntime.sleep(600)"
+    name = _worker(tmp_path, monkeypatch, script)
+    reading, writing = os.pipe()
+    stream = stream_worker(name, {}, limit_s=5, stdin=reading, each=True)
+    try:
+        assert next(stream) == {"a": 1}
+        time.sleep(6)
+        os.write(writing, b"\n")
+        assert next(stream) == {"b": 2}
+        assert next(stream) == {"error": "stopped after 5 s", "oom": False}
+    finally:
+        stream.close()
+        os.close(reading)
+        os.close(writing)
 
 
 def test_who_stops_listening_stops_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
