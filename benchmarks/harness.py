@@ -47,22 +47,12 @@ class Bound:
         return asdict(self) | {"holds": self.holds}
 
 
-def interleave(
-    modes: Sequence[str],
-    rounds: int,
-    measure: Callable[[str], Sample],
-    after_round: Callable[[dict[str, list[Sample]]], object] | None = None,
-) -> dict[str, list[Sample]]:
-    """Samples of every mode, taken in turns (A B A B), so that a drift of the machine falls on all alike.
-
-    ``after_round`` is given all samples so far: a run of an hour that is killed should leave what it has measured.
-    """
+def interleave(modes: Sequence[str], rounds: int, measure: Callable[[str], Sample]) -> dict[str, list[Sample]]:
+    """Samples of every mode, taken in turns (A B A B), so that a drift of the machine falls on all alike."""
     samples: dict[str, list[Sample]] = {mode: [] for mode in modes}
     for _ in range(rounds):
         for mode in modes:
             samples[mode].append(measure(mode))
-        if after_round is not None:
-            after_round(samples)
     return samples
 
 

@@ -1,9 +1,17 @@
-"""What the tests of the spool share: data put into an extent, and got back."""
+"""What the tests of the spool share: data put into an extent, and got back; io_uring, if it is here."""
 
 from __future__ import annotations
 
+import os
+import platform
+import resource
 from collections.abc import Callable
 
+import pytest
+
+from actoffload.engines.base import SpoolFile
+from actoffload.engines.uring import UringEngine
+from actoffload.errors import EngineUnavailableError
 from actoffload.spool import Extent, Spool
 from actoffload.testing.behind import Memory
 from actoffload.testing.engine_suite import WAIT_S
@@ -31,3 +39,19 @@ def get(spool: Spool, extent: Extent, length: int) -> bytes:
     assert transfer.wait(WAIT_S)
     assert transfer.error is None
     return memory.data
+
+
+def make_uring(file: SpoolFile, threads: int | None = None) -> UringEngine:
+    """The engine; skips where the system has no io_uring."""
+    try:
+        return UringEngine(file, threads=threads)
+    except EngineUnavailableError as exc:
+        pytest.skip(str(exc))
+
+
+def needs_registration() -> None:
+    """Skip where the system cannot register a little memory; what it says of ours is no reason: it may be our fault."""
+    version = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if version < (5, 13) or (os.geteuid() != 0 and 0 <= soft < 1 << 20):
+        pytest.skip("needs Linux 5.13 and `ulimit -l` of 1 MiB")

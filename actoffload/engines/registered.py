@@ -23,13 +23,12 @@ Change = tuple[bool, int, int]
 
 
 class Registered:
-    """What memory is registered with a ring, and where. All methods but ``told`` are for the ring's own thread.
+    """What memory is registered with a ring, and where. What does not say otherwise is for the ring's own thread.
 
     Args:
         ring: The ring; not enabled yet.
 
     Attributes:
-        nbytes: Bytes that are registered.
         refusal: Why some memory is not, or an empty text.
     """
 
@@ -38,7 +37,6 @@ class Registered:
         self._told: deque[Change] = deque()
         self._pieces: list[tuple[int, int, int]] = []  # address, end and place, in order
         self._places: list[int] = []  # those that are free
-        self.nbytes = 0
         self.refusal = ""
         try:
             ring.make_places(PLACES)
@@ -46,6 +44,11 @@ class Registered:
             self.refusal = f"this kernel registers no memory one by one ({exc.strerror})"
         else:
             self._places += range(PLACES - 1, -1, -1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are registered. From any thread."""
+        return sum(end - begin for begin, end, _ in tuple(self._pieces))
 
     def told(self, comes: bool, address: int, nbytes: int) -> None:
         """Takes a note that memory comes, or goes; nothing uses it at that moment. From any thread."""
@@ -86,12 +89,10 @@ class Registered:
             self.refusal = f"the kernel refused {end - begin} bytes: {exc.strerror}; see `ulimit -l`"
             return
         self._pieces.insert(bisect_right(self._pieces, (begin, 0, 0)), (begin, end, self._places.pop()))
-        self.nbytes += end - begin
 
     def _remove(self, begin: int, end: int) -> None:
         for piece in [piece for piece in self._pieces if piece[0] < end and begin < piece[1]]:
             self._pieces.remove(piece)
-            self.nbytes -= piece[1] - piece[0]
             try:
                 self._ring.put(piece[2], 0, 0)
             except OSError as exc:  # its pages stay held until the ring is closed, and nobody goes by it any more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import Any
 import pytest
 
 from actoffload import native_hooks
+from actoffload.engines.base import SpoolFile
 from actoffload.native_known import hooks_in_c
+from actoffload.paths import open_arena
 from actoffload.spool import Spool
 from tests.spools import MIB, MakeSpool
 from tests.unit.natively import in_python
@@ -45,3 +48,11 @@ def either(request: pytest.FixtureRequest) -> Iterator[str]:
         pytest.skip(native_hooks.refusal())
     with in_python() if request.param == "Python" else nullcontext():
         yield request.param
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[SpoolFile]:
+    """An empty arena, for an engine."""
+    file = open_arena(str(tmp_path))
+    yield file
+    os.close(file.fd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,28 @@ def test_workers_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert samples["b"][0]["step_s"] == [1.0, 2.0]
     assert seen == [list(names)]
     assert "not here: no headers" in capfd.readouterr().out
+
+
+def test_a_run_that_is_killed_leaves_the_rounds_that_it_has_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = 0
+
+    def take_turns(group: dict[str, Any], *, limit_s: float) -> dict[str, harness.Sample]:
+        nonlocal taken
+        taken += 1
+        if taken == 4:
+            raise KeyboardInterrupt
+        return {name: {"error": f"n {taken}"} for name in group}
+
+    monkeypatch.setattr(turns, "take_turns", take_turns)
+    target = tmp_path / "found.json"
+    with pytest.raises(KeyboardInterrupt):
+        turns.take_rounds(
+            [{"a": {}}, {"b": {}}], 2, limit_s=1, after_round=partial(harness.keep_samples, target, {"benchmark": "x"})
+        )
+    samples = {"a": [{"error": "n 1"}], "b": [{"error": "n 2"}]}
+    assert json.loads(target.read_text(encoding="utf-8"))["samples"] == samples
 
 
 def test_workers_end_with_who_asked_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

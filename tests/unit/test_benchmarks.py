@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,22 +57,6 @@ def test_interleaving_takes_turns() -> None:
     samples = harness.interleave(["a", "b"], 2, measure)
     assert order == ["a", "b", "a", "b"]
     assert samples == {"a": [{"n": 1}, {"n": 3}], "b": [{"n": 2}, {"n": 4}]}
-
-
-def test_a_run_that_is_killed_leaves_the_rounds_that_it_has_done(tmp_path: Path) -> None:
-    taken = 0
-
-    def measure(mode: str) -> harness.Sample:
-        nonlocal taken
-        taken += 1
-        if taken == 4:
-            raise KeyboardInterrupt
-        return {"n": taken}
-
-    target = tmp_path / "found.json"
-    with pytest.raises(KeyboardInterrupt):
-        harness.interleave(["a", "b"], 2, measure, partial(harness.keep_samples, target, {"benchmark": "some"}))
-    assert json.loads(target.read_text()) == {"benchmark": "some", "samples": {"a": [{"n": 1}], "b": [{"n": 2}]}}
 
 
 def test_a_sample_that_fails_is_a_result(capfd: pytest.CaptureFixture[str]) -> None:

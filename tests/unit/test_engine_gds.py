@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from actoffload import paths
 from actoffload.engines import create_engine
 from actoffload.engines import gds as gds_module
 from actoffload.engines.base import IoKind, IoRequest, SpoolFile, StorageEngine
@@ -129,13 +128,6 @@ def kvikio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr(gds_module, "_KERNEL_MODULE", tmp_path)
     return kvikio
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Iterator[SpoolFile]:
-    file = paths.open_arena(str(tmp_path))
-    yield file
-    os.close(file.fd)
 
 
 @pytest.fixture

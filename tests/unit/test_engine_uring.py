@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from actoffload import paths
 from actoffload.engines import choose_engine, create_engine
 from actoffload.engines import ring as ring_module
 from actoffload.engines import uring as uring_module
@@ -24,29 +23,16 @@ from actoffload.engines.uring import UringEngine
 from actoffload.errors import EngineUnavailableError, StorageReadError, StorageWriteError
 from actoffload.testing.behind import Memory, peek_file, random_bytes
 from actoffload.testing.engine_suite import BLOCK, WAIT_S
+from tests.spools import make_uring
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Iterator[SpoolFile]:
-    file = paths.open_arena(str(tmp_path))
-    yield file
-    os.close(file.fd)
-
-
-@pytest.fixture
 def engine(file: SpoolFile) -> Iterator[UringEngine]:
-    engine = make(file)
+    engine = make_uring(file)
     yield engine
     engine.abort()
-
-
-def make(file: SpoolFile, threads: int | None = None) -> UringEngine:
-    try:
-        return UringEngine(file, threads=threads)
-    except EngineUnavailableError as exc:
-        pytest.skip(str(exc))
 
 
 def move(engine: UringEngine, kind: IoKind, memory: Memory, offset: int = 0) -> IoRequest:
@@ -158,7 +144,7 @@ class Gate:
 
 def test_all_that_waits_is_given_to_the_kernel_in_one_call(file: SpoolFile, monkeypatch: pytest.MonkeyPatch) -> None:
     gate, memory = Gate(monkeypatch), Memory(BLOCK)
-    engine = make(file)
+    engine = make_uring(file)
     requests = [IoRequest(IoKind.WRITE, memory.address, BLOCK, index * BLOCK) for index in range(100)]
     for request in requests:
         engine.submit(request)
@@ -174,7 +160,7 @@ def test_depth_and_bytes_under_way_are_bounded(
 ) -> None:
     monkeypatch.setattr(uring_module, "WINDOW_BYTES", window_bytes)
     gate, memory, most = Gate(monkeypatch), Memory(BLOCK), [0, 0]
-    engine = make(file, threads=depth)
+    engine = make_uring(file, threads=depth)
     assert engine.capabilities.threads == depth
     real = engine._start_some
 
@@ -254,7 +240,7 @@ def test_many_threads_that_wait_for_each_transfer_are_never_forgotten(engine: Ur
 
 def test_close_gives_every_descriptor_back(file: SpoolFile) -> None:
     before = os.listdir("/proc/self/fd")
-    engine = make(file)
+    engine = make_uring(file)
     during = os.listdir("/proc/self/fd")
     move(engine, IoKind.WRITE, Memory(BLOCK))
     engine.close()
@@ -264,7 +250,7 @@ def test_close_gives_every_descriptor_back(file: SpoolFile) -> None:
 
 
 def test_a_broken_ring_fails_every_request_and_hangs_nothing(file: SpoolFile) -> None:
-    engine = make(file)
+    engine = make_uring(file)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, engine._ring._fd)  # as if somebody had closed descriptors that are not his
     os.close(null)
@@ -327,7 +313,7 @@ def test_other_systems_have_none(file: SpoolFile, monkeypatch: pytest.MonkeyPatc
 def test_a_kernel_without_the_newer_flags_still_does_where_loads_are_ordered(
     file: SpoolFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make(file).close()
+    make_uring(file).close()
     monkeypatch.setattr(ring_module, "OWN_THREAD", 1 << 31)  # no kernel knows it
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     with pytest.raises(EngineUnavailableError, match=r"6\.1 on other processors"):

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,13 +53,6 @@ class WatchedEngine(PosixEngine):
         for request in requests:
             assert request.wait(WAIT_S)
         return [ranges for _, ranges in self.calls]
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Iterator[SpoolFile]:
-    file = open_arena(str(tmp_path))
-    yield file
-    os.close(file.fd)
 
 
 @pytest.fixture

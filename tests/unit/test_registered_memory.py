@@ -5,9 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
-import os
-import platform
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,36 +13,23 @@ import pytest
 import torch
 
 import actoffload
-from actoffload import assembly, paths
 from actoffload.engines import registered as registered_module
 from actoffload.engines.base import IoKind, IoRequest, SpoolFile
-from actoffload.engines.posix import PosixEngine
 from actoffload.engines.registered import Registered
 from actoffload.engines.ring import Ring
 from actoffload.engines.uring import UringEngine
 from actoffload.errors import EngineUnavailableError
-from actoffload.hostpool import HostPool
-from actoffload.report.bench_run import Rig
 from actoffload.testing.behind import Memory, peek_file, poke_file, random_bytes
 from actoffload.testing.engine_suite import BLOCK, WAIT_S
+from tests.spools import make_uring, needs_registration
 
 READ_FIXED, WRITE_FIXED, READ, WRITE, READV, WRITEV = 4, 5, 22, 23, 1, 2
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> Iterator[SpoolFile]:
-    file = paths.open_arena(str(tmp_path))
-    yield file
-    os.close(file.fd)
-
-
-@pytest.fixture
 def engine(file: SpoolFile) -> Iterator[UringEngine]:
     needs_registration()
-    try:
-        engine = UringEngine(file)
-    except EngineUnavailableError as exc:
-        pytest.skip(str(exc))
+    engine = make_uring(file)
     yield engine
     engine.abort()
 
@@ -87,14 +71,6 @@ class Places(Ring):
             self.held[place] = (address, nbytes)
         else:
             del self.held[place]
-
-
-def needs_registration() -> None:
-    """Skip where the system cannot register a little memory; what it says of ours is no reason: it may be our fault."""
-    version = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if version < (5, 13) or (os.geteuid() != 0 and 0 <= soft < 1 << 20):
-        pytest.skip("needs Linux 5.13 and `ulimit -l` of 1 MiB")
 
 
 def tell(known: Registered, *changes: tuple[bool, int, int]) -> None:
@@ -400,100 +376,3 @@ def test_what_a_step_reads_comes_back_into_registered_memory(
         assert READ_FIXED in operations
         assert READ not in operations
         assert "registered with the kernel" in report
-
-
-# -- who tells --------------------------------------------------------------------------------------------------------
-
-
-class Told(PosixEngine):
-    """Notes what memory it is told of; ``fails`` is raised the next time that memory comes."""
-
-    def __init__(self, file: SpoolFile) -> None:
-        super().__init__(file)
-        self.memory: set[tuple[int, int]] = set()
-        self.fails: BaseException | None = None
-
-    def register_memory(self, address: int, nbytes: int) -> None:
-        if self.fails is not None:
-            error, self.fails = self.fails, None
-            raise error
-        self.memory.add((address, nbytes))
-
-    def unregister_memory(self, address: int, nbytes: int) -> None:
-        self.memory.discard((address, nbytes))
-
-
-@pytest.fixture
-def told(tmp_path: Path) -> Iterator[tuple[Any, list[Told]]]:
-    """The pool of an offloader on two directories, with room for two slabs, and its engines."""
-    folders = [tmp_path / name for name in "ab"]
-    for folder in folders:
-        folder.mkdir()
-    room = 2 * assembly.CPU_SLAB_BYTES
-    config = actoffload.OffloadConfig(target="nvme", path=folders, engine=Told, host_budget=room, devices=("cpu",))
-    with actoffload.Offloader(config) as offloader:
-        assert offloader.tiers.spool is not None
-        engines = [engine for engine in offloader.tiers.spool.engines if isinstance(engine, Told)]
-        assert len(engines) == 2
-        (pool,) = offloader.tiers.pools
-        yield pool, engines
-
-
-def test_every_engine_is_told_of_every_slab_that_comes_and_goes(told: tuple[Any, list[Told]]) -> None:
-    pool, engines = told
-    size = assembly.CPU_SLAB_BYTES
-    slots = [pool.acquire(size), pool.acquire(size)]
-    for engine in engines:
-        assert engine.memory == {(slot.address, size) for slot in slots}
-    slots.clear()
-    large = pool.acquire(2 * size)
-    for engine in engines:
-        assert engine.memory == {(large.address, 2 * size)}
-
-
-def test_what_one_engine_was_told_of_does_not_go_without_a_word_when_the_other_fails(
-    told: tuple[Any, list[Told]],
-) -> None:
-    pool, engines = told
-    size = assembly.CPU_SLAB_BYTES
-    engines[1].fails = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
-        pool.acquire(size)
-    ((address, _),) = engines[0].memory
-    assert [slab.address for slab in pool._slabs] == [address], "it is mapped as long as somebody thinks so"
-    large = pool.acquire(2 * size)
-    assert engines[0].memory == engines[1].memory == {(large.address, 2 * size)}
-
-
-def test_a_slab_of_which_a_warning_is_an_error_is_not_lost() -> None:
-    memory: set[int] = set()
-    pool = HostPool(
-        1 << 20,
-        slab_bytes=1 << 18,
-        pin=lambda address, nbytes: False,
-        mapped=lambda address, nbytes: memory.add(address),
-        unmapping=lambda address, nbytes: memory.discard(address),
-    )
-    with pytest.raises(RuntimeWarning, match="page-locked"):
-        pool.acquire(4096)
-    assert memory == {slab.address for slab in pool._slabs}
-    slot = pool.acquire(4096)
-    assert slot is not None
-    assert {slot.address} == memory
-
-
-def test_a_rig_takes_its_memory_back_before_it_lays_out_new(tmp_path: Path) -> None:
-    needs_registration()
-    try:
-        rig = Rig([str(tmp_path)], "uring", 2, 1 << 20, 8 << 20)
-    except EngineUnavailableError as exc:
-        pytest.skip(str(exc))
-    with rig:
-        (engine,) = rig._spool.engines
-        assert isinstance(engine, UringEngine)
-        for block in (1 << 18, 1 << 20, 1 << 19):
-            rig.prepare(block)
-            assert rig.measure("write", 0.05).bytes_per_s > 0
-            rig._check_content()
-            assert engine._registered.nbytes == len(rig._slots) * block
-            assert len(engine._registered._pieces) == 1
