@@ -44,8 +44,17 @@ def _ours(recompute: bool = False, **options: Any) -> Mode:
     return Mode(peer="actoffload", recompute=recompute, options=options)
 
 
+class KeepAll:
+    """A policy under which nothing moves."""
+
+    def decide(self, facts: actoffload.TensorFacts) -> actoffload.Decision:
+        """Keep it."""
+        return actoffload.Decision.KEEP
+
+
 MODES = {
     "keep": Mode(),
+    "keep, same memory": _ours(policy=KeepAll()),  # PyTorch's tensors from the library's allocator: all but the moving
     "recompute": Mode(recompute=True),
     "host": _ours(target="host"),
     "nvme": _ours(target="nvme"),

@@ -11,9 +11,11 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -176,6 +178,30 @@ def per_step(before: dict[str, Any], after: dict[str, Any], steps: int) -> dict[
     return {f"{name}_per_step": (after[name] - before.get(name, 0)) / steps for name in names if name in after}
 
 
+@dataclass(frozen=True)
+class Usage:
+    """What the kernel has done for this process, its threads included, to give it memory and for anything else.
+
+    Attributes:
+        system_s: seconds in the kernel.
+        page_faults: those that needed no disk.
+    """
+
+    system_s: float
+    page_faults: int
+
+    @classmethod
+    def now(cls) -> Usage:
+        """Since the process began."""
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        return cls(used.ru_stime, used.ru_minflt)
+
+    def per_step(self, before: Usage, steps: int) -> dict[str, float]:
+        """How much more than ``before``, for each of so many steps."""
+        system_s, page_faults = self.system_s - before.system_s, self.page_faults - before.page_faults
+        return {"system_s_per_step": system_s / steps, "page_faults_per_step": page_faults / steps}
+
+
 def trim_heap() -> None:
     """Give what the C library's heap keeps back to the system, where it can (glibc)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -211,8 +237,9 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     if on_device:
         torch.accelerator.reset_peak_memory_stats()
     fresh = reset_peak_rss()
-    before = run.counts()
+    before, used = run.counts(), Usage.now()
     result["step_s"] = run.timed_in_turns() if spec.get("in_turns") else run.timed(spec["steps"])
+    result |= Usage.now().per_step(used, len(result["step_s"]))
     result["median_step_s"] = median(result["step_s"])
     result["steady_peak_rss_bytes"] = peak_rss_bytes() if fresh else None
     result["peak_rss_bytes"] = max(result["peak_rss_bytes"], peak_rss_bytes())

@@ -187,21 +187,38 @@ def _sample(median_s: float, rss: int = 2000, **more: Any) -> harness.Sample:
     }
     trace = {"losses": ["0x1p+0"], "first_gradients": "a", "last_parameters": "b"}
     counted = {"statistics": {"baseline_peak_bytes": 1000, "resident_peak_bytes": 200}}
-    return facts | trace | counted | {"written_bytes_per_step": 900.0, "wait_s_per_step": 0.5} | more
+    used = {"system_s_per_step": median_s / 10, "page_faults_per_step": rss * 10}
+    return facts | trace | counted | used | {"written_bytes_per_step": 900.0, "wait_s_per_step": 0.5} | more
 
 
 def test_the_summary_of_e2e() -> None:
-    row = e2e_cpu.summarise([_sample(2.0), _sample(2.0)], [_sample(2.1, 1300), _sample(2.1, 1300)])
+    row = e2e_cpu.summarise([_sample(2.0)] * 2, [_sample(1.75, 1900)] * 2, [_sample(2.1, 1300)] * 2)
     assert row["ratio"] == pytest.approx(1.05)
+    assert row["moving"] == pytest.approx(1.2)
     assert row["gone_share"] == pytest.approx(0.7)
     assert row["offload_above_static_bytes"] == 1200
+    assert row["system_s_per_step"] == pytest.approx({"keep": 0.2, "keep, same memory": 0.175, "default": 0.21})
+    assert row["page_faults_per_step"] == {"keep": 20000, "keep, same memory": 19000, "default": 13000}
     assert row["identical"] is True
-    grown = row | {"ratio": 1.2}
-    limits = e2e_cpu.bounds({"gpt": row, "gpt, layers × 2": grown})
-    assert [limit.holds for limit in limits] == [True, True, False]
-    assert limits[2].measured == pytest.approx(0.15)
+    table = e2e_cpu.render({"gpt": row})
+    assert "| gpt | 1.050 (1.05 to 1.05) | 1.200 (1.20 to 1.20) | 2.00 | 0.20 | 0.17 | 0.21 | 20,000 |" in table
+
+
+def test_the_bounds_of_e2e_hold_against_both_ways_to_keep() -> None:
+    row = e2e_cpu.summarise([_sample(2.0)], [_sample(1.75)], [_sample(2.1, 1300)])
+    limits = {
+        limit.what: limit
+        for limit in e2e_cpu.bounds({"gpt": row, "gpt, layers × 2": row | {"ratio": 0.9, "moving": 1.22}})
+    }
+    assert {what: limit.holds for what, limit in limits.items()} == {
+        "gpt: saved bytes gone from peak RSS": True,
+        "gpt: step time / keep's": True,
+        "gpt, layers × 2: change of the step time / keep's": False,  # smaller is a change as well
+        "gpt: step time / keep's in the same memory": False,
+        "gpt, layers × 2: change of the step time / keep's in the same memory": True,
+    }
+    assert limits["gpt, layers × 2: change of the step time / keep's"].measured == pytest.approx(0.15)
     assert e2e_cpu.bounds({"bert": row}) == []
-    assert "| gpt | 1.050 (1.05 to 1.05) |" in e2e_cpu.render({"gpt": row})
 
 
 def test_a_ratio_is_taken_within_each_turn() -> None:
@@ -281,7 +298,9 @@ def test_workers_end_with_who_asked_for_them(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("key", ["losses", "first_gradients", "last_parameters"])
 def test_one_bit_makes_a_difference(key: str) -> None:
     other = _sample(2.0) | {key: ["0x1.8p+0"] if key == "losses" else "c"}
-    assert e2e_cpu.summarise([_sample(2.0)], [other])["identical"] is False
+    same = [_sample(2.0)]
+    assert e2e_cpu.summarise(same, same, [other])["identical"] is False
+    assert e2e_cpu.summarise(same, [other], same)["identical"] is False
     assert peers_cpu.summarise({"keep": [_sample(2.0)], "all": [other]})["all"]["identical"] is False
 
 
@@ -323,7 +342,13 @@ def test_the_cpu_benchmarks_run(
     assert peers_cpu.main(arguments) == 0, capsys.readouterr().out
     (e2e,) = tmp_path.glob("e2e_cpu_*.json")
     (peers,) = tmp_path.glob("peers_cpu_*.json")
-    assert json.loads(e2e.read_text(encoding="utf-8"))["summary"]["gpt"]["identical"] is True
+    written = json.loads(e2e.read_text(encoding="utf-8"))
+    assert written["summary"]["gpt"]["identical"] is True
+    assert [written["samples"][f"gpt/{mode}"][0].get("written_bytes_per_step") for mode in e2e_cpu.MODES[:2]] == [
+        None,
+        0,
+    ]
+    assert written["samples"]["gpt/default"][0]["system_s_per_step"] > 0
     rows = json.loads(peers.read_text(encoding="utf-8"))["summary"]
     assert [row["identical"] for row in rows.values()] == [True, True]
     assert rows["all"]["written_bytes_per_step"] > 0
