@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import resource
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +18,7 @@ from actoffload.testing.engine_suite import WAIT_S
 
 MIB = 1 << 20
 BLOCK = 4096
+CAP_IPC_LOCK = 14
 MakeSpool = Callable[..., Spool]
 
 
@@ -49,9 +50,12 @@ def make_uring(file: SpoolFile, threads: int | None = None) -> UringEngine:
         pytest.skip(str(exc))
 
 
-def needs_registration() -> None:
-    """Skip where the system cannot register a little memory; what it says of ours is no reason: it may be our fault."""
+def needs_registration(nbytes: int = MIB) -> None:
+    """Skip where the system cannot register so much memory; what it says of ours is no reason: it may be our fault."""
     version = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if version < (5, 13) or (os.geteuid() != 0 and 0 <= soft < 1 << 20):
-        pytest.skip("needs Linux 5.13 and `ulimit -l` of 1 MiB")
+    status = Path("/proc/self/status").read_text(encoding="ascii") if version >= (5, 13) else ""
+    capabilities = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff")), 0)
+    limited = soft >= 0 and not capabilities >> CAP_IPC_LOCK & 1
+    if version < (5, 13) or (limited and soft < nbytes):
+        pytest.skip(f"needs Linux 5.13 and `ulimit -l` of {nbytes >> 10} KiB")

@@ -27,9 +27,6 @@ class Registered:
 
     Args:
         ring: The ring; not enabled yet.
-
-    Attributes:
-        refusal: Why some memory is not, or an empty text.
     """
 
     def __init__(self, ring: Ring) -> None:
@@ -37,11 +34,12 @@ class Registered:
         self._told: deque[Change] = deque()
         self._pieces: list[tuple[int, int, int]] = []  # address, end and place, in order
         self._places: list[int] = []  # those that are free
-        self.refusal = ""
+        self._refused: list[tuple[int, int, str]] = []  # address, end and why
+        self._reason = ""  # what holds to the end
         try:
             ring.make_places(PLACES)
         except OSError as exc:
-            self.refusal = f"this kernel registers no memory one by one ({exc.strerror})"
+            self._reason = f"this kernel registers no memory one by one ({exc.strerror})"
         else:
             self._places += range(PLACES - 1, -1, -1)
 
@@ -49,6 +47,11 @@ class Registered:
     def nbytes(self) -> int:
         """Bytes that are registered. From any thread."""
         return sum(end - begin for begin, end, _ in tuple(self._pieces))
+
+    @property
+    def refusal(self) -> str:
+        """Why some memory is not registered, or an empty text. From any thread."""
+        return self._reason or next((reason for _, _, reason in tuple(self._refused)), "")
 
     def told(self, comes: bool, address: int, nbytes: int) -> None:
         """Takes a note that memory comes, or goes; nothing uses it at that moment. From any thread."""
@@ -62,13 +65,25 @@ class Registered:
         return notes
 
     def carry_out(self, notes: Sequence[Change]) -> None:
-        """Does what the notes say. What cannot be registered is used as it is."""
+        """Does what the notes say. What cannot be registered is used as it is, and so is everything after an error."""
+        try:
+            self._carry_out(notes)
+        except BaseException as exc:  # a note that is lost would leave memory known that is there no more
+            self._pieces.clear()
+            self._places.clear()
+            self._reason = f"given up after {type(exc).__name__}"
+
+    def _carry_out(self, notes: Sequence[Change]) -> None:
+        coming: list[tuple[int, int]] = []
         for comes, address, nbytes in notes:
+            begin, end = address, address + nbytes
+            coming = [piece for piece in coming if piece[1] <= begin or end <= piece[0]]  # it has gone meanwhile
+            self._remove(begin, end)  # nothing lies in two pieces: one of them would be of memory that is gone
             if comes:
-                for begin in range(address, address + nbytes, MAX_PIECE_BYTES):
-                    self._add(begin, min(begin + MAX_PIECE_BYTES, address + nbytes))
-            else:
-                self._remove(address, address + nbytes)
+                coming.append((begin, end))
+        for begin, end in coming:
+            for part in range(begin, end, MAX_PIECE_BYTES):
+                self._add(part, min(part + MAX_PIECE_BYTES, end))
 
     def place_of(self, address: int, nbytes: int) -> int | None:
         """Where memory is registered; None: it is not, or not in one piece."""
@@ -79,24 +94,26 @@ class Registered:
         return place if address + nbytes <= end else None
 
     def _add(self, begin: int, end: int) -> None:
-        self._remove(begin, end)  # nothing lies in two pieces: one of them would be of memory that is gone
         if not self._places:
-            self.refusal = self.refusal or f"{PLACES} pieces are registered already"
+            if not self._reason:
+                self._refused.append((begin, end, f"{PLACES} pieces are registered already"))
             return
         try:
             self._ring.put(self._places[-1], begin, end - begin)
         except OSError as exc:
-            self.refusal = f"the kernel refused {end - begin} bytes: {exc.strerror}; see `ulimit -l`"
+            reason = f"the kernel refused {end - begin} bytes: {exc.strerror}; see `ulimit -l`"
+            self._refused.append((begin, end, reason))
             return
         self._pieces.insert(bisect_right(self._pieces, (begin, 0, 0)), (begin, end, self._places.pop()))
 
     def _remove(self, begin: int, end: int) -> None:
+        self._refused = [piece for piece in self._refused if piece[1] <= begin or end <= piece[0]]
         for piece in [piece for piece in self._pieces if piece[0] < end and begin < piece[1]]:
             self._pieces.remove(piece)
             try:
                 self._ring.put(piece[2], 0, 0)
             except OSError as exc:  # its pages stay held until the ring is closed, and nobody goes by it any more
-                self.refusal = f"the kernel keeps {piece[1] - piece[0]} bytes: {exc.strerror}"
+                self._reason = f"the kernel keeps {piece[1] - piece[0]} bytes: {exc.strerror}"
             else:
                 self._places.append(piece[2])
 

@@ -37,6 +37,8 @@ ANY_THREAD: Final = _DISABLED
 """Results may appear at any time (Linux 5.10): only where loads are not reordered, as there are no barriers here."""
 _ORDERED_LOADS = frozenset({"x86_64", "AMD64", "i686", "i386"})
 
+Vectors = ctypes.Array[ctypes.c_size_t]
+"""Of ``struct iovec``: addresses and lengths in turns."""
 _SQE = struct.Struct("=BBHiQQIIQH22x")
 _CQE = struct.Struct("=QiI")
 _BUFFERS = struct.Struct("=IIQQQ")  # how many, flags, -, where their ranges are, -
@@ -151,13 +153,18 @@ class Ring:
         operation = _OP_WRITE if place is None else _OP_WRITE_FIXED
         self._add(operation, _SQE_FIXED_FILE, 0, tag, address, length, offset, place or 0)
 
-    def read_ranges(self, tag: int, ranges: Sequence[Range], offset: int) -> object:
-        """As ``read``, into several ranges of memory; what it returns must be held until the result is there."""
-        return self._add_ranges(_OP_READV, tag, ranges, offset)
+    @staticmethod
+    def vectors(ranges: Sequence[Range]) -> Vectors:
+        """Several ranges of memory, for `read_ranges` and `write_ranges`: to be held until the result is there."""
+        return (ctypes.c_size_t * (2 * len(ranges)))(*itertools.chain.from_iterable(ranges))
 
-    def write_ranges(self, tag: int, ranges: Sequence[Range], offset: int) -> object:
-        """As ``write``, from several ranges of memory; what it returns must be held until the result is there."""
-        return self._add_ranges(_OP_WRITEV, tag, ranges, offset)
+    def read_ranges(self, tag: int, vectors: Vectors, offset: int) -> None:
+        """As ``read``, into several ranges of memory."""
+        self._add(_OP_READV, _SQE_FIXED_FILE, 0, tag, ctypes.addressof(vectors), len(vectors) // 2, offset)
+
+    def write_ranges(self, tag: int, vectors: Vectors, offset: int) -> None:
+        """As ``write``, from several ranges of memory."""
+        self._add(_OP_WRITEV, _SQE_FIXED_FILE, 0, tag, ctypes.addressof(vectors), len(vectors) // 2, offset)
 
     def read_other(self, tag: int, fd: int, address: int, length: int) -> None:
         """Adds a read of another descriptor at its own position."""
@@ -247,12 +254,7 @@ class Ring:
         entry = (tail & self._sq_mask) * _SQE.size
         length = min(length, _MAX_BYTES)
         _SQE.pack_into(self._sqes, entry, operation, flags, 0, fd, offset, address, length, 0, tag, place)
-        words[self._sq_tail] = (tail + 1) & 0xFFFFFFFF
-
-    def _add_ranges(self, operation: int, tag: int, ranges: Sequence[Range], offset: int) -> object:
-        vectors = (ctypes.c_size_t * (2 * len(ranges)))(*itertools.chain.from_iterable(ranges))  # of struct iovec
-        self._add(operation, _SQE_FIXED_FILE, 0, tag, ctypes.addressof(vectors), len(ranges), offset)
-        return vectors
+        words[self._sq_tail] = (tail + 1) & 0xFFFFFFFF  # last of all: after an error the kernel does not see it
 
     def _register_struct(self, operation: int, packed: bytes) -> None:
         memory = ctypes.create_string_buffer(packed, len(packed))

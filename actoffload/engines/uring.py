@@ -60,13 +60,6 @@ class UringEngine(QueuedEngine):
                 self.default_name, direct=file.direct, alignment=file.alignment, threads=self._depth, vectored=True
             ),
         )
-        self._ring = Ring(file.fd, self._depth + 1)
-        self._registered = Registered(self._ring)
-        try:
-            self._bell = os.eventfd(0)
-        except OSError as exc:
-            self._ring.close()
-            raise EngineUnavailableError(f"engine='uring': no eventfd ({exc}); use 'posix'") from exc
         self._heard = ctypes.c_uint64()  # where the reaper's read of the bell puts its count
         # Keeps the interpreter's lock for less than a microsecond; `os.eventfd_write` would let another thread have it.
         self._ring_bell = ctypes.PyDLL(None).eventfd_write
@@ -75,23 +68,48 @@ class UringEngine(QueuedEngine):
         self._last_tag = _WAKE
         # Under the lock:
         self._asleep = False  # the reaper waits for the kernel: who has work for it rings
-        self._finished = False
+        self._finished = self._given_up = False
+        self._reaping = self._freed = False
         self._started = 0  # requests that are started and not finished, and their bytes
         self._started_bytes = {IoKind.READ: 0, IoKind.WRITE: 0}
         self._waiting = self._waiting_bytes = 0  # those of them whose `before` has not ended
         self._to_prepare: deque[IoRequest] = deque()
         self._prepared: deque[IoRequest] = deque()
-        self._threads.append(threading.Thread(target=self._prepare, name="actoffload-uring-before", daemon=True))
-        self.start_threads(1)
+        self._bell = -1
+        self._ring = Ring(file.fd, self._depth + 1)
+        try:
+            self._bell = _bell()
+            self._registered = Registered(self._ring)
+            self._threads.append(threading.Thread(target=self._prepare, name="actoffload-uring-before", daemon=True))
+            self.start_threads(1)
+        except BaseException:
+            self._give_up()
+            raise
 
     def close(self) -> None:
         """See ``StorageEngine``."""
         super().close()
+        self._free()
+
+    def _give_up(self) -> None:
+        """It could not be started: its threads end, those that run and those that an interrupt let begin."""
+        with self._mutex:
+            self._given_up = self._closing = self._finished = True
+            self._wake.notify_all()
+            self._notify()
+            reaping = self._reaping
+        if reaping:
+            self._threads[-1].join()
+        self._free()
+
+    def _free(self) -> None:
         with self._mutex:  # against a second close(), which may be about to ring
             bell, self._bell = self._bell, -1
-        if bell >= 0:
+            freed, self._freed = self._freed, True
+        if not freed:
             self._ring.close()
-            os.close(bell)
+            if bell >= 0:
+                os.close(bell)
 
     def after_fork_in_child(self) -> None:
         """See ``StorageEngine``."""
@@ -113,7 +131,10 @@ class UringEngine(QueuedEngine):
 
     def unregister_memory(self, address: int, nbytes: int) -> None:
         """See ``StorageEngine``."""
-        self._registered.told(False, address, nbytes)  # the kernel holds its pages until the next transfer or the end
+        self._registered.told(False, address, nbytes)
+        if self._bell >= 0:  # neither closed nor in a forked child, where the lock may be held for ever
+            with self._mutex:
+                self._notify()  # the kernel holds its pages until this is carried out
 
     def _notify(self) -> None:
         if self._asleep and self._bell >= 0:
@@ -125,6 +146,10 @@ class UringEngine(QueuedEngine):
     # -- the reaper ---------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
+        with self._mutex:
+            if self._given_up:
+                return
+            self._reaping = True
         ring = self._ring
         with contextlib.suppress(EngineUnavailableError):  # then every request fails, as its `enter` does
             ring.enable()
@@ -161,10 +186,15 @@ class UringEngine(QueuedEngine):
                 self._wake.notify()
             notes = self._registered.take_notes()
             self._asleep = True
-        self._registered.carry_out(notes)
+            finished = self._finished
+        if not finished:  # else all of it goes with the ring
+            self._registered.carry_out(notes)
         for request in launch:
-            self._launch(request, Cursor([request], self._file, self._capabilities.alignment))
-        return not self._finished
+            try:
+                self._launch(request, Cursor([request], self._file, self._capabilities.alignment))
+            except BaseException as exc:  # as in `_landed`
+                self._finish(request, exc)
+        return not finished
 
     def _pop(self) -> IoRequest | None:
         for queue in (self._reads, self._writes):
@@ -188,14 +218,18 @@ class UringEngine(QueuedEngine):
 
     def _launch(self, request: IoRequest, cursor: Cursor) -> None:
         self._last_tag = tag = self._last_tag + 1
-        ranges, held = cursor.ranges, None
-        if len(ranges) == 1:
-            add = self._ring.read if request.kind is IoKind.READ else self._ring.write
-            add(tag, *ranges[0], cursor.offset, self._registered.place_of(*ranges[0]))
-        else:
-            vectors = self._ring.read_ranges if request.kind is IoKind.READ else self._ring.write_ranges
-            held = vectors(tag, ranges, cursor.offset)
-        self._flights[tag] = request, cursor, held
+        reads, ranges, offset = request.kind is IoKind.READ, cursor.ranges, cursor.offset
+        vectors = Ring.vectors(ranges) if len(ranges) > 1 else None
+        self._flights[tag] = request, cursor, vectors  # before the kernel may have it: it stays until that is done
+        try:
+            if vectors is not None:
+                (self._ring.read_ranges if reads else self._ring.write_ranges)(tag, vectors, offset)
+            else:
+                place = self._registered.place_of(*ranges[0])
+                (self._ring.read if reads else self._ring.write)(tag, *ranges[0], offset, place)
+        except BaseException:
+            del self._flights[tag]
+            raise
 
     def _landed(self, tag: int, result: int) -> None:
         flight = self._flights.pop(tag, None)
@@ -263,6 +297,13 @@ class UringEngine(QueuedEngine):
 
     def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
         raise NotImplementedError("this engine transfers on its ring")
+
+
+def _bell() -> int:
+    try:
+        return os.eventfd(0)
+    except OSError as exc:
+        raise EngineUnavailableError(f"engine='uring': no eventfd ({exc}); use 'posix'") from exc
 
 
 __all__ = ["DEPTH", "PREPARED_BYTES", "WINDOW_BYTES", "UringEngine"]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..engines.base import SpoolFile
+from ..memory import map_private
 
 
 class Memory:
-    """Page-aligned memory with a known address.
+    """Page-aligned memory with a known address, of the kind that tensors and the host pool have.
 
     Args:
         nbytes: Its size in bytes.
@@ -22,7 +22,7 @@ class Memory:
 
     def __init__(self, nbytes: int, fill: int = 0) -> None:
         self.nbytes = nbytes
-        self._map = mmap.mmap(-1, nbytes)
+        self._map = map_private(nbytes)
         self._anchor = ctypes.c_char.from_buffer(self._map)
         self.address = ctypes.addressof(self._anchor)
         self.data = bytes([fill]) * nbytes

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import gc
 import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -233,6 +235,100 @@ def test_many_threads_that_wait_for_each_transfer_are_never_forgotten(engine: Ur
         thread.join(WAIT_S)
     assert not failures
     assert not any(thread.is_alive() for thread in threads)
+
+
+# -- errors of our own ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranges", [1, 2])
+def test_an_error_before_the_kernel_has_it_is_that_of_the_request(
+    engine: UringEngine, monkeypatch: pytest.MonkeyPatch, ranges: int
+) -> None:
+    memory = Memory(2 * BLOCK)
+    real = Ring._add
+
+    def add(ring: Ring, operation: int, flags: int, *rest: int) -> None:
+        if flags:  # a transfer, and not the bell
+            raise MemoryError("in this test")
+        real(ring, operation, flags, *rest)
+
+    parts = ((memory.address, BLOCK), (memory.address + BLOCK, BLOCK))
+    first = IoRequest(IoKind.WRITE, memory.address, 2 * BLOCK, 0, ranges=parts if ranges == 2 else ())
+    with monkeypatch.context() as patch:
+        patch.setattr(Ring, "_add", add)
+        engine.submit(first)
+        assert first.wait(WAIT_S)
+    assert isinstance(first.error, MemoryError)
+    assert engine._flights == {}
+    assert move(engine, IoKind.WRITE, memory).error is None
+
+
+def test_what_the_kernel_may_touch_is_held_before_it_has_it(
+    engine: UringEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held: list[bool] = []
+    real = Ring._add
+
+    def add(ring: Ring, operation: int, flags: int, fd: int, tag: int, *rest: int) -> None:
+        if flags:
+            held.append(tag in engine._flights)
+        real(ring, operation, flags, fd, tag, *rest)
+
+    monkeypatch.setattr(Ring, "_add", add)
+    memory = Memory(2 * BLOCK)
+    assert move(engine, IoKind.WRITE, memory).error is None
+    parts = ((memory.address, BLOCK), (memory.address + BLOCK, BLOCK))
+    request = IoRequest(IoKind.READ, memory.address, 2 * BLOCK, 0, ranges=parts)
+    engine.submit(request)
+    assert request.wait(WAIT_S)
+    assert held == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("step", "error"),
+    [
+        ("make_places", MemoryError("in this test")),
+        ("eventfd", MemoryError("in this test")),
+        ("actoffload-uring-0 began", KeyboardInterrupt()),
+        ("actoffload-uring-before", RuntimeError("can't start new thread")),
+        ("actoffload-uring-0", RuntimeError("can't start new thread")),
+    ],
+)
+def test_an_engine_that_cannot_be_made_leaves_nothing_behind(
+    file: SpoolFile, monkeypatch: pytest.MonkeyPatch, step: str, error: BaseException
+) -> None:
+    make_uring(file).close()
+    gc.collect()
+    files, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())
+    real = threading.Thread.start
+
+    def make_places(ring: Ring, count: int) -> None:
+        if step == "make_places":
+            raise error
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == step:
+            raise error
+        real(thread)
+        if f"{thread.name} began" == step:
+            raise error
+
+    def eventfd(count: int) -> int:
+        if step == "eventfd":
+            raise error
+        return real_eventfd(count)
+
+    real_eventfd = os.eventfd
+    monkeypatch.setattr(os, "eventfd", eventfd)
+    monkeypatch.setattr(Ring, "make_places", make_places)
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(type(error)):
+        UringEngine(file)
+    deadline_s = time.monotonic() + WAIT_S
+    while set(threading.enumerate()) - threads and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    assert set(threading.enumerate()) <= threads
+    assert set(os.listdir("/proc/self/fd")) <= files
 
 
 # -- its end ----------------------------------------------------------------------------------------------------------

@@ -97,7 +97,7 @@ def test_a_slab_of_which_a_warning_is_an_error_is_not_lost() -> None:
 
 
 def test_a_rig_takes_its_memory_back_before_it_lays_out_new(tmp_path: Path) -> None:
-    needs_registration()
+    needs_registration(16 << 20)
     try:
         rig = Rig([str(tmp_path)], "uring", 2, 1 << 20, 8 << 20)
     except EngineUnavailableError as exc:
