@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import cached_property, partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from .cpu_tier import CpuMover
 from .device import Accelerator, accelerator_for, default_device_types
 from .device_tier import DeviceMover
 from .errors import ConfigError
-from .hostpool import HostPool
+from .hostpool import NOT_PAGE_LOCKED, HostPool
 from .memory import available_bytes, fix_mmap_threshold
 from .ranks import processes_here
 from .row_tier import RowMover
@@ -68,6 +68,8 @@ class Tiers:
             name, reason = self.spool.engine_name, self.spool.engine_reason
             remarks = dict.fromkeys(engine.remark for engine in self.spool.engines)
             found = [f"{name} engine: {text}" for text in (reason, *(text for text in remarks if text not in reason))]
+        if any(pool.pin_failed for pool in self.pools):
+            found.append(NOT_PAGE_LOCKED)
         return found + [note for note in (self._memory_note, self._numa_note) if note]
 
     def rates(self, *, full: bool = False) -> dict[tuple[str, str], float | None]:
@@ -98,15 +100,27 @@ class Tiers:
     def begin_step(self) -> None:
         """A forward begins: CPU memory that was idle for long goes back to the system."""
         cpu_allocator.next_epoch()
+        self.count_waits()
+
+    @property
+    def capturing(self) -> bool:
+        """Whether a stream is being captured into a graph: no device may be asked anything then."""
+        return any(mover.capturing() for mover in self.movers.values())
+
+    def count_waits(self) -> None:
+        """Count what compute streams have waited for."""
+        for mover in self.movers.values():
+            mover.count_waits()
 
     def close(self, *, wait: bool) -> None:
         """Close the spool, unpin host memory, give idle memory back; without ``wait`` what is queued is cancelled."""
-        if self.spool is not None:
-            (self.spool.close if wait else self.spool.abort)()
-        for pool in self.pools:
-            pool.close()
-        if self._cpu_memory is not None:
-            self._cpu_memory.end()
+        with ExitStack() as last_first:  # each of them, whatever comes
+            if self._cpu_memory is not None:
+                last_first.callback(self._cpu_memory.end)
+            for pool in self.pools:
+                last_first.callback(pool.close, wait=wait)
+            if self.spool is not None:
+                last_first.callback(self.spool.close if wait else self.spool.abort)
 
     def after_fork_in_child(self) -> None:
         """Give up what belongs to the parent."""
@@ -173,6 +187,7 @@ class Tiers:
             unpin=device.unpin,
             place=partial(self._near, device) if numa.several_nodes() else None,
             is_done=device.done,
+            wait_for=device.synchronize,
         )
         spill = {"host": "never", "nvme": "always"}.get(target, "overflow")
         pending = self.core.config.pending_bytes

@@ -41,6 +41,8 @@ SHAPES_CHANGED = 0.1
 """A forward that saves this share of its bytes at other places, or in other sizes, is not the one that was planned."""
 LOOK_AT_STEP = 3
 """The step under a new plan in which the blocks' times are taken."""
+MOST_WAITED = 0.9
+"""Of a step that waits are taken to be at most: something was computed."""
 ROOM_TO_KEEP = 1.5
 """A step that keeps all is tried only where so many times its peak is free."""
 
@@ -181,10 +183,14 @@ class Autopilot:
         began_s, packed_s, unpacked_s, tensors = self._began
         if accounts.packed_tensors == tensors and (self.plan is not None or not self._recorder.finished):
             return  # a pass without gradients
+        step_s = max(1e-9, now() - began_s)
+        waited_s = accounts.pack_wait_s - packed_s, accounts.unpack_wait_s - unpacked_s
+        # The host and a stream may have waited at the same time, and what a stream did is told a step later.
+        share = min(1.0, MOST_WAITED * step_s / max(1e-9, sum(waited_s)))
         observed = Observed(
-            step_s=max(1e-9, now() - began_s),
-            forward_wait_s=accounts.pack_wait_s - packed_s,
-            backward_wait_s=accounts.unpack_wait_s - unpacked_s,
+            step_s=step_s,
+            forward_wait_s=share * waited_s[0],
+            backward_wait_s=share * waited_s[1],
             peak_bytes=accounts.step_peak_bytes,
         )
         if self.plan is not None and self.profile is not None:
@@ -321,6 +327,8 @@ class Autopilot:
         self._placement.follow(None)
         self._prefetch.window.start_over()
         self._core.reserved_bytes = self._core.largest_moved_bytes = 0
+        for mover in self._tiers.movers.values():
+            mover.expect_pending(None)
         self.recompute.undo()
 
     @property

@@ -19,14 +19,12 @@ from .hostpool import HostPool, Slot
 from .policy import KeepReason
 from .record import Record, State
 from .spool import Spool
-from .tiers import Core, Mover
+from .tiers import PENDING_MARGIN, Core, Mover
 
 BOUNCE_BYTES = 64 << 10
 """A span smaller than this is copied into aligned memory and written from there: its body would be mostly edges."""
 MIN_ALIGNMENT = 512
 PENDING_BYTES = 256 << 20
-PENDING_MARGIN = 1.25
-"""A plan's bytes on their way out may be exceeded by this factor before tensors are kept: steps differ a little."""
 
 
 class Layout(NamedTuple):

@@ -84,8 +84,8 @@ class Accelerator(ABC):
         """Page-lock host memory for this device; False when that cannot be had."""
 
     @abstractmethod
-    def unpin(self, address: int) -> None:
-        """Undo `pin`."""
+    def unpin(self, address: int) -> bool:
+        """Undo `pin`; False when the device may still use the pages that it was told of."""
 
     def pci_address(self, index: int) -> str | None:
         """Where device ``index`` is on the PCI bus, such as ``"0000:17:00.0"``; None where nobody says."""
@@ -159,7 +159,7 @@ class TorchAccelerator(Accelerator):
     def pin(self, address: int, nbytes: int) -> bool:
         return False
 
-    def unpin(self, address: int) -> None:
+    def unpin(self, address: int) -> bool:
         raise NotImplementedError(f"{self.type} pins nothing")
 
     @contextlib.contextmanager
@@ -211,8 +211,7 @@ class CudaAccelerator(TorchAccelerator):
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         if int(runtime.cudaHostRegister(address, nbytes, portable)) == 0:
             return True
-        with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device="cuda")  # reads and clears the error, or the user's next kernel would report it
+        _clear_cuda_error()
         return False
 
     def pci_address(self, index: int) -> str | None:
@@ -221,14 +220,24 @@ class CudaAccelerator(TorchAccelerator):
             return None
         return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
 
-    def unpin(self, address: int) -> None:
+    def unpin(self, address: int) -> bool:
+        not_registered = 713  # cudaErrorHostMemoryNotRegistered: an interrupt came before it was
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        runtime.cudaHostUnregister(address)
+        result = int(runtime.cudaHostUnregister(address))
+        if result != 0:
+            _clear_cuda_error()
+        return result in {0, not_registered}
 
     @contextlib.contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:
         with torch.cuda.stream(stream):
             yield
+
+
+def _clear_cuda_error() -> None:
+    """Read the last error, or the user's next kernel would report it."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def accelerator_for(device_type: str) -> Accelerator | None:

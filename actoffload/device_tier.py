@@ -14,11 +14,12 @@ import torch
 
 from .events import EventKind, now
 from .extent_io import Extent, Transfer
-from .hostpool import HostPool
+from .hostpool import COPYING, HostPool
 from .policy import KeepReason
 from .record import Record, State
 from .spool import Spool
-from .tiers import Core, Mover
+from .stream_waits import WaitFor
+from .tiers import PENDING_MARGIN, Core, Mover
 from .transfer import ReleaseWindow, Transfers
 
 SPILL_ABOVE = 0.75
@@ -58,8 +59,9 @@ class DeviceMover(Mover):
         if slot is None:
             self.window.advance()
             return KeepReason.PRESSURE
+        slot.events.append(COPYING)  # an interrupt may come before the copy's own event is there
         out = self.transfers.begin_out(record.flat(), self._pool.tensor(slot, 0, record.nbytes))
-        slot.events.append(out.event)
+        slot.events[-1] = out.event
         record.slot = slot
         record.outgoing = out
         record.to(State.STAGING)
@@ -108,6 +110,15 @@ class DeviceMover(Mover):
 
     def flush(self) -> None:
         self.window.advance(0)
+
+    def expect_pending(self, nbytes: int | None) -> None:
+        self.window.expect(int((nbytes or 0) * PENDING_MARGIN))
+
+    def count_waits(self) -> None:
+        with self.core.lock:
+            waited = self.transfers.waits.take()
+            self.core.accounts.pack_wait_s += waited[WaitFor.ROOM]
+            self.core.accounts.unpack_wait_s += waited[WaitFor.DATA]
 
     def capturing(self) -> bool:
         return self.transfers.device.is_capturing()
@@ -251,8 +262,14 @@ class DeviceMover(Mover):
         assert slot is not None, "a hosted record has a slot"
         index = record.device.index or 0
         source = self._pool.tensor(slot, 0, record.nbytes)
-        incoming = self.transfers.begin_in(source, index, after=slot.events[0] if slot.events else None)
-        slot.events.append(incoming.event)
+        after = next((event for event in slot.events if event is not COPYING), None)
+        slot.events.append(COPYING)
+        try:
+            incoming = self.transfers.begin_in(source, index, after=after)
+        except torch.OutOfMemoryError:  # of the memory that it would have been copied to
+            slot.events.pop()
+            raise
+        slot.events[-1] = incoming.event
         record.incoming = incoming
         self.hold_near(record, incoming.tensor.untyped_storage(), record.begin)
         record.to(State.RELOADING)

@@ -128,9 +128,9 @@ class Offloader(Packer):
             field = "include" if self.config.include else "exclude"
             raise ConfigError(field, getattr(self.config, field), "needs model= to know the modules' names")
         self._learn()
-        if self._autopilot is not None and self.nothing_is_alive():
-            self._autopilot.between_steps()
         self.tiers.begin_step()
+        if self._autopilot is not None and self.nothing_is_alive() and not self.tiers.capturing:
+            self._autopilot.between_steps()
         with self.core.lock:
             self._drain()
             self.core.accounts.steps += 1

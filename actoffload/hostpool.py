@@ -6,13 +6,16 @@ registered once and cut into extents (FIELD_NOTES 18 to 20).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import mmap
+import os
 import threading
 import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
@@ -23,6 +26,12 @@ from .extents import ExtentAllocator
 from .memory import map_private
 
 ALIGNMENT = 4096
+NOT_PAGE_LOCKED = (
+    "host memory could not be page-locked (see `ulimit -l`); copies go through pageable memory and block the host"
+)
+
+COPYING: object = None
+"""Stands in a slot's ``events`` for that of a copy which is being begun: it never happens."""
 
 Place = Callable[[int, int], AbstractContextManager[None]]
 Tell = Callable[[int, int], None]
@@ -59,14 +68,43 @@ class _Returned(NamedTuple):
 
 
 class _Slab:
-    """One mapping, registered with the device if it can be."""
+    """One mapping, and what of it is in use.
 
-    def __init__(self, nbytes: int, pin: Callable[[int, int], bool] | None, place: Place | None) -> None:
+    Attributes:
+        locked: Whether it may be page-locked: from before that is asked for until the device has let go of it.
+    """
+
+    def __init__(self, nbytes: int) -> None:
         self.mapping = map_private(nbytes)
+        self.nbytes = nbytes
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.mapping))
-        with place(self.address, nbytes) if place is not None else nullcontext():
-            self.pinned = pin is not None and pin(self.address, nbytes)
         self.extents = ExtentAllocator(nbytes, ALIGNMENT)
+        self.locked = False
+
+    def lock(self, pin: Callable[[int, int], bool], place: Place | None) -> bool:
+        """Page-lock it; False where that cannot be had. An error or an interrupt does not tell how far that came."""
+        _LOCKED[self.address] = self.mapping
+        self.locked = True
+        with place(self.address, self.nbytes) if place is not None else contextlib.nullcontext():
+            self.locked = pin(self.address, self.nbytes)
+        if not self.locked:
+            del _LOCKED[self.address]
+        return self.locked
+
+    def unlock(self, unpin: Callable[[int], bool] | None) -> bool:
+        """Undo `lock`; False when the device does not let go of the memory, which has to stay mapped then."""
+        if self.locked and (unpin is None or not unpin(self.address)):
+            return False
+        self.locked = False
+        _LOCKED.pop(self.address, None)
+        return True
+
+
+_LOCKED: dict[int, mmap.mmap] = {}
+"""Every mapping that may be page-locked, by its address. The device goes on using the pages that it was told of: memory
+that is mapped later at the same address would be copied from and to where it does not lie."""
+_CLOSED: set[HostPool] = set()
+"""Pools that are closed and hold page-locked memory which a copy may still use."""
 
 
 class HostPool:
@@ -76,12 +114,13 @@ class HostPool:
         capacity_bytes: most bytes mapped.
         slab_bytes: bytes mapped at a time (a bigger slot gets a slab of its own size).
         pin: page-locks ``(address, nbytes)``; None for memory that needs no pinning.
-        unpin: undoes ``pin``.
+        unpin: undoes ``pin``; False when it could not.
         place: told of ``(address, nbytes)`` before the memory is touched, to say where its pages should be; the memory
             is page-locked within the context that it returns.
         mapped: told of ``(address, nbytes)`` when memory is there to be used.
         unmapping: told the same before it goes.
         is_done: whether an event in a slot's ``events`` has happened.
+        wait_for: returns when it has.
         poison: overwrite every slot with 0xFF when it becomes free.
     """
 
@@ -91,20 +130,21 @@ class HostPool:
         *,
         slab_bytes: int = 64 << 20,
         pin: Callable[[int, int], bool] | None = None,
-        unpin: Callable[[int], None] | None = None,
+        unpin: Callable[[int], bool] | None = None,
         place: Place | None = None,
         mapped: Tell | None = None,
         unmapping: Tell | None = None,
         is_done: Callable[[object], bool] | None = None,
+        wait_for: Callable[[object], None] | None = None,
         poison: bool = False,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.peak_bytes = 0
         self.allocated_bytes = 0
-        self.mapped_bytes = 0
         self.pin_failed = False
         self._slab_bytes = slab_bytes
-        self._pin, self._unpin, self._is_done, self._place = pin, unpin, is_done, place
+        self._pin, self._unpin, self._place = pin, unpin, place
+        self._is_done, self._wait_for = is_done, wait_for
         self._mapped, self._unmapping = mapped, unmapping
         self._poison = poison
         self._slabs: list[_Slab] = []
@@ -112,6 +152,11 @@ class HostPool:
         self._finalizers: dict[int, weakref.ref[memoryview]] = {}
         self._returned: deque[_Returned] = deque()  # by finalizers, which may run anywhere and so take no lock
         self._lock = threading.Lock()
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of all slabs."""
+        return sum(slab.nbytes for slab in tuple(self._slabs))
 
     def acquire(self, nbytes: int, *, force: bool = False) -> Slot | None:
         """A slot of at least ``nbytes`` bytes, or None when the capacity does not allow it now.
@@ -121,17 +166,12 @@ class HostPool:
         """
         with self._lock:
             self._settle()
-            for slab in self._slabs:
-                slot = self._carve(slab, nbytes)
-                if slot is not None:
-                    return slot
-            need = -(-nbytes // ALIGNMENT) * ALIGNMENT
-            self._unmap_idle(need)
-            room = self.capacity_bytes - self.mapped_bytes
-            size = max(need, min(self._slab_bytes, room - room % ALIGNMENT))
-            if size > room and not force:
-                return None
-            return self._carve(self._map(size), nbytes)
+            slot = self._find(nbytes)
+        if slot is None:
+            _finish_closed()  # without a lock: it takes theirs
+            with self._lock:
+                slot = self._find(nbytes) or self._grow(nbytes, force)
+        return slot
 
     def tensor(self, slot: Slot, begin: int, nbytes: int, *, owning: bool = False) -> Tensor:
         """The bytes ``[begin, begin + nbytes)`` of a slot as a flat uint8 tensor with a storage of exactly that size.
@@ -154,64 +194,91 @@ class HostPool:
             self._finalizers[key] = weakref.ref(view, give_back)
         return torch.frombuffer(view, dtype=torch.uint8)
 
-    def close(self) -> None:
-        """Unregister what was page-locked and is free; memory that a copy may still use stays as it is. Idempotent."""
+    def close(self, *, wait: bool = False) -> None:
+        """Give back what is free. What is page-locked and a copy may still use goes later, as others map. Idempotent.
+
+        Args:
+            wait: until the copies into and out of what nobody holds any more are done.
+        """
         with self._lock:
+            self._take_returned()
+            if wait and self._wait_for is not None:
+                for event in [event for piece in self._limbo for event in piece.events if event is not COPYING]:
+                    self._wait_for(event)
+            _CLOSED.add(self)  # whatever comes: what is locked must not be forgotten
             self._settle()
-            for slab in self._slabs:
-                if slab.extents.allocated_bytes == 0:  # else a copy may still use it; it ends with the process
-                    self._unpin_slab(slab)
+            for slab in tuple(self._slabs):
+                if slab.extents.allocated_bytes == 0:
+                    self._unmap(slab)
+            if not any(slab.locked for slab in self._slabs):
+                _CLOSED.discard(self)
 
     def after_fork_in_child(self) -> None:
-        """A new lock: the old one may have been held when the process forked."""
+        """A new lock: the old one may have been held when the process forked. The device is the parent's."""
         self._lock = threading.Lock()
+        self._pin = self._unpin = self._wait_for = None
+        if self._is_done is not None:
+            self._is_done = _never
 
     def settle(self) -> None:
         """Take back the slots that nobody holds and whose events have happened."""
         with self._lock:
             self._settle()
 
+    def _find(self, nbytes: int) -> Slot | None:
+        for slab in self._slabs:
+            slot = self._carve(slab, nbytes)
+            if slot is not None:
+                return slot
+        return None
+
+    def _grow(self, nbytes: int, force: bool) -> Slot | None:
+        need = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        self._unmap_idle(need)
+        room = self.capacity_bytes - self.mapped_bytes
+        size = max(need, min(self._slab_bytes, room - room % ALIGNMENT))
+        return self._carve(self._map(size), nbytes) if force or size <= room else None
+
     def _map(self, nbytes: int) -> _Slab:
-        slab = _Slab(nbytes, self._pin, self._place)
-        self._slabs.append(slab)
-        self.mapped_bytes += nbytes
-        if self._mapped is not None:  # now that it is in the list: what is told of must not go without a word
+        slab = _Slab(nbytes)
+        self._slabs.append(slab)  # first of all: from here on it does not go without a word, whatever comes
+        refused = self._pin is not None and not slab.lock(self._pin, self._place)
+        if self._mapped is not None:
             self._mapped(slab.address, nbytes)
-        if self._pin is not None and not slab.pinned and not self.pin_failed:
+        if refused and not self.pin_failed:
             self.pin_failed = True
-            warnings.warn(
-                "actoffload: host memory could not be page-locked (see `ulimit -l`); copies go through pageable "
-                "memory and block the host",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+            warnings.warn(f"actoffload: {NOT_PAGE_LOCKED}", RuntimeWarning, stacklevel=3)
         return slab
 
     def _unmap_idle(self, need: int) -> None:
         """Let slabs go that are free from end to end, if only that makes room for a slab of ``need`` bytes."""
-        for slab in list(self._slabs):
+        for slab in tuple(self._slabs):
             if self.mapped_bytes + need <= self.capacity_bytes:
                 return
             if slab.extents.allocated_bytes == 0:
-                if self._unmapping is not None:
-                    self._unmapping(slab.address, slab.extents.capacity_bytes)
-                self._unpin_slab(slab)
-                self._slabs.remove(slab)  # the mapping goes with its last view
-                self.mapped_bytes -= slab.extents.capacity_bytes
+                self._unmap(slab)
 
-    def _unpin_slab(self, slab: _Slab) -> None:
-        if slab.pinned and self._unpin is not None:
-            self._unpin(slab.address)
-            slab.pinned = False
+    def _unmap(self, slab: _Slab) -> None:
+        """Let a slab go that nobody uses, if the device does; its mapping goes with its last view."""
+        if slab.unlock(self._unpin):
+            if self._unmapping is not None:
+                self._unmapping(slab.address, slab.nbytes)
+            self._slabs.remove(slab)  # last of all
 
-    def _settle(self) -> None:
+    def _take_returned(self) -> None:
         while self._returned:
             self._limbo.append(self._returned.popleft())
+
+    def _settle(self) -> None:
+        self._take_returned()
         for _ in range(len(self._limbo)):
-            if self._is_done is not None and not all(map(self._is_done, self._limbo[0].events)):
+            if not self._all_done(self._limbo[0].events):
                 self._limbo.rotate(-1)
             else:
                 self._free(self._limbo.popleft())  # off the list first: whatever comes, it is not freed twice
+
+    def _all_done(self, events: list[object]) -> bool:
+        return self._is_done is None or all(event is not COPYING and self._is_done(event) for event in events)
 
     def _carve(self, slab: _Slab, nbytes: int) -> Slot | None:
         offset = slab.extents.allocate(nbytes)
@@ -228,3 +295,18 @@ class HostPool:
             ctypes.memset(piece.address, 0xFF, piece.nbytes)
         piece.slab.extents.free(piece.offset, piece.nbytes)
         self.allocated_bytes -= piece.nbytes
+
+
+def _never(event: object) -> bool:
+    return False
+
+
+def _finish_closed() -> None:
+    """What closed pools could not give back then may be free by now."""
+    for pool in tuple(_CLOSED):
+        with contextlib.suppress(Exception):  # its device is broken: nothing that this pool's caller did
+            pool.close()
+
+
+if hasattr(os, "register_at_fork"):  # a child can copy to no device of the parent's
+    os.register_at_fork(after_in_child=_CLOSED.clear)

@@ -69,8 +69,11 @@ class Storer(Backward):
         self.recorder = Recorder(self.tiers.stopwatch())
         first = CPU_PREFETCH_BYTES if isinstance(self._movers.get("cpu"), CpuMover) else DEVICE_PREFETCH_BYTES
         window = Window(config.size("prefetch_bytes", first), fixed=config.prefetch_bytes is not None)
-        if isinstance(config.policy, Plan) and config.policy.prefetch_bytes is not None:
-            window.follow(config.policy.prefetch_bytes)
+        if isinstance(config.policy, Plan):
+            if config.policy.prefetch_bytes is not None:
+                window.follow(config.policy.prefetch_bytes)
+            for mover in self._movers.values():
+                mover.expect_pending(config.policy.pending_bytes)
         phases: Phases[Tape[Record]] = Phases()
         self._prefetch = Prefetch(self.core, self._movers, window, phases)
         self._placement = Placement(config, window, phases)
@@ -371,6 +374,7 @@ class Storer(Backward):
     def statistics(self) -> Statistics:
         """What was done since the offloader began."""
         self.core.warn()
+        self.tiers.count_waits()
         elsewhere = self.tiers.counts()
         with self.core.lock:
             self._drain()

@@ -45,9 +45,9 @@ class Statistics:
     nvme_peak_bytes: int = 0
     """The most disk space in use for activations at once."""
     pack_wait_s: float = 0.0
-    """Time that forward waited for room."""
+    """Time that forward, or an accelerator's stream, waited for room."""
     unpack_wait_s: float = 0.0
-    """Time that backward waited for data."""
+    """Time that backward, or an accelerator's stream, waited for data."""
     live_records: int = 0
     """Saved storages that are alive now (a count)."""
     degraded: Mapping[str, int] = field(default_factory=dict)

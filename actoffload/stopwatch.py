@@ -94,13 +94,13 @@ class DeviceStopwatch(Stopwatch):
         return self._last
 
     def moment(self, stream: Stream) -> Stamp:
-        """Just before a compute stream is made to wait for a copy of ours."""
+        """Just before a side stream is given a copy."""
         return self._device.timestamp(stream)
 
-    def waited(self, stream: Stream, before: Stamp, index: int) -> None:
-        """It waits, since ``before``; it is a stream of device ``index``."""
+    def waited(self, begin: Stamp, end: Stamp, index: int) -> None:
+        """A compute stream of device ``index`` waited for a copy of ours."""
         if index == self._index:
-            self._waits.append((before, self._device.timestamp(stream)))
+            self._waits.append((begin, end))
 
     def copied(self, way: str, nbytes: int, stream: Stream, before: Stamp) -> None:
         """A side stream was given a copy, ``"write"`` or ``"read"``, since ``before``."""

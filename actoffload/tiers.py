@@ -26,6 +26,8 @@ from .record import Moving, Record, State
 from .spool import Spool
 
 MOVING = (State.STAGING, State.SPILLING)
+PENDING_MARGIN = 1.25
+"""What a plan expects on its way out at once may be exceeded by this factor: steps differ a little."""
 LOOK_AT = 16
 """How many of the copies under way are looked at on each occasion, as that is on the training thread's way."""
 
@@ -166,6 +168,9 @@ class Mover(ABC):
 
     def expect_pending(self, nbytes: int | None) -> None:  # noqa: B027
         """A plan expects so many bytes on their way out at once; None: no plan says. The user's own limit stays."""
+
+    def count_waits(self) -> None:  # noqa: B027
+        """Count what streams have waited for since the last time: the host does not see that."""
 
     def pump(self) -> None:  # noqa: B027 - a mover may have nothing to do here
         """Make progress that only the training thread can make."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .device import Accelerator, Event, Stream
 from .stopwatch import DeviceStopwatch
+from .stream_waits import StreamWaits, WaitFor
 
 WINDOW_FLOOR_BYTES = 64 << 20
 
@@ -51,7 +52,8 @@ class Transfers:
         self.written_bytes = 0
         self.read_bytes = 0
         self.stopwatch: DeviceStopwatch | None = None
-        """Told of every wait of a compute stream."""
+        """Told of every copy and of every wait of a compute stream, while a step is timed."""
+        self.waits = StreamWaits(device)
         self._compute_streams: dict[int, list[Stream]] = {}
 
     # -- device to host -----------------------------------------------------------------------------------------------
@@ -74,8 +76,8 @@ class Transfers:
         """
         if out.released:
             return
-        out.released = True
         self._order_release_after_copy(out)
+        out.released = True  # not before: an interrupt comes when a function is entered
         del out.source
 
     # -- host to device -----------------------------------------------------------------------------------------------
@@ -126,7 +128,7 @@ class Transfers:
     def _order_release_after_copy(self, out: Outgoing) -> None:
         if self.device.done(out.event):
             return
-        self._compute_waits(out.stream, out.event, out.index)
+        self._compute_waits(WaitFor.ROOM, out.stream, out.event, out.index)
         if len(self._compute_streams[out.index]) > 1:
             # Several compute streams: the memory may belong to another than the one that saved it.
             self.device.used_on(out.source, self.device.side_stream(out.index, "out"))
@@ -138,10 +140,10 @@ class Transfers:
         self.device.wait(side, after)
 
     def _order_use_after_fill(self, current: Stream, incoming: Incoming) -> None:
-        self._compute_waits(current, incoming.event, incoming.index)
+        self._compute_waits(WaitFor.DATA, current, incoming.event, incoming.index)
 
     def _order_reuse_after_fill(self, incoming: Incoming) -> None:
-        self._compute_waits(incoming.stream, incoming.event, incoming.index)
+        self._compute_waits(WaitFor.ROOM, incoming.stream, incoming.event, incoming.index)
 
     def _copy(self, way: str, destination: Tensor, source: Tensor, side: Stream) -> None:
         stopwatch = self.stopwatch if self.stopwatch is not None and self.stopwatch.running else None
@@ -150,12 +152,13 @@ class Transfers:
         if stopwatch is not None:
             stopwatch.copied(way, destination.numel(), side, before)
 
-    def _compute_waits(self, stream: Stream, event: Event, index: int) -> None:
-        stopwatch = self.stopwatch
-        before = stopwatch.moment(stream) if stopwatch is not None and stopwatch.running else None
+    def _compute_waits(self, why: WaitFor, stream: Stream, event: Event, index: int) -> None:
+        begin = self.waits.begin(stream, event)
         self.device.wait(stream, event)
-        if stopwatch is not None and before is not None:
-            stopwatch.waited(stream, before, index)
+        if begin is not None:
+            end = self.waits.end(why, index, stream, begin)
+            if end is not None and self.stopwatch is not None and self.stopwatch.running:
+                self.stopwatch.waited(begin, end, index)
 
     def _saw(self, index: int, stream: Stream) -> None:
         seen = self._compute_streams.setdefault(index, [])
@@ -177,6 +180,7 @@ class ReleaseWindow:
         self._fixed = limit_bytes is not None
         self._limit_bytes = WINDOW_FLOOR_BYTES if limit_bytes is None else limit_bytes
         self._on_release = on_release
+        self._expected_bytes = 0
         self._held: dict[object, Outgoing] = {}
         self.held_bytes = 0
 
@@ -187,6 +191,10 @@ class ReleaseWindow:
         if not self._fixed:
             self._limit_bytes = max(self._limit_bytes, 2 * out.nbytes)
 
+    def expect(self, nbytes: int) -> None:
+        """A plan counts on so many bytes that are held at once and on nothing that waits for them."""
+        self._expected_bytes = 0 if self._fixed else nbytes
+
     def take(self, owner: object) -> Outgoing | None:
         """Remove a copy from the window without releasing its memory (it is needed again, or its owner died)."""
         out = self._held.pop(owner, None)
@@ -196,7 +204,7 @@ class ReleaseWindow:
 
     def advance(self, limit_bytes: int | None = None) -> None:
         """Release what is complete, then the oldest until at most ``limit_bytes`` are held."""
-        limit = self._limit_bytes if limit_bytes is None else limit_bytes
+        limit = max(self._limit_bytes, self._expected_bytes) if limit_bytes is None else limit_bytes
         while self._held:
             owner, out = next(iter(self._held.items()))
             if self.held_bytes <= limit and not self._transfers.device.done(out.event):

@@ -97,6 +97,7 @@ class FakeDevice(Accelerator):
         stall_s: time for which the compute stream waited for copies.
         violations: what touched memory that was no longer its own.
         pins: ``(address, nbytes)`` of each call of `pin`.
+        locked: bytes that are page-locked now, by address.
     """
 
     type = "cpu"
@@ -108,6 +109,7 @@ class FakeDevice(Accelerator):
         self.stall_s = 0.0
         self.violations: list[str] = []
         self.pins: list[tuple[int, int]] = []
+        self.locked: dict[int, int] = {}
         self.capturing = False
         self.compute = FakeStream("compute")
         self._current = self.compute
@@ -233,11 +235,18 @@ class FakeDevice(Accelerator):
         return self.capturing
 
     def pin(self, address: int, nbytes: int) -> bool:
-        self.pins.append((address, nbytes))
+        with self._lock:
+            self.pins.append((address, nbytes))
+            for other, length in self.locked.items():
+                if address < other + length and other < address + nbytes:
+                    self.violations.append(f"{length} bytes at {other:#x} were unmapped while they were page-locked")
+            self.locked[address] = nbytes
         return True
 
-    def unpin(self, address: int) -> None:
-        return None
+    def unpin(self, address: int) -> bool:
+        with self._lock:
+            self.locked.pop(address, None)
+        return True
 
     # -- the machine --------------------------------------------------------------------------------------------------
 

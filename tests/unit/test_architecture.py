@@ -22,7 +22,8 @@ FLOORS = {
     1: "identity policy planner phases schedule extents summary accounts memory meters bursts "
     "profile timeline transit walk simulator planners planners.* "
     "shapes wear estimate estimate_presets estimate_published plan_report plan_analysis",
-    2: "blocks recompute cpu_allocator device hostpool numa paths ranks scopes stopwatch engines engines.*",
+    2: "blocks recompute cpu_allocator device hostpool numa paths ranks scopes stopwatch stream_waits "
+    "engines engines.*",
     3: "spool arena extent_io transfer",
     4: "record tiers rows *_tier",
     5: "agreement announcement assembly autopilot explanation handles marks placement prefetch recompute_meter "

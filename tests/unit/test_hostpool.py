@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from actoffload import hostpool
 from actoffload.hostpool import ALIGNMENT, HostPool, Slot
 from tests.harness import WAIT_S, no_garbage_collection
 
@@ -161,41 +163,209 @@ def test_freed_slots_are_poisoned_and_only_then() -> None:
     assert bool(bytes_seen.view(torch.float32).isnan().all())
 
 
-def test_pinning_is_asked_for_once_per_slab_and_undone() -> None:
-    pinned: dict[int, int] = {}
-
-    def pin(address: int, nbytes: int) -> bool:
-        pinned[address] = nbytes
-        return True
-
-    pool = _pool(slabs=2, pin=pin, unpin=pinned.pop)
-    slots = [_acquire(pool, SLAB // 2) for _ in range(4)]
-    assert list(pinned.values()) == [SLAB, SLAB]
-    assert not pool.pin_failed
-    memory = pool.tensor(slots[0], 0, 100)
-    pool.close()
-    assert len(pinned) == 2  # a copy may still use what is held
-    slots.clear()
-    pool.close()
-    pool.close()
-    assert pinned == {}
-    assert bool((memory.fill_(3) == 3).all())  # the memory is still there
-
-
 class _Pins:
-    """What is page-locked now, by address, and what was unlocked, in order."""
+    """What is page-locked now, by address, and what was unlocked, in order; as CUDA it refuses what is locked already.
+
+    Attributes:
+        fails: raised by the next `pin`, when the memory is locked.
+        holds: whether `unpin` is refused.
+    """
 
     def __init__(self) -> None:
         self.locked: dict[int, int] = {}
         self.unlocked: list[int] = []
+        self.fails: BaseException | None = None
+        self.holds = False
 
     def pin(self, address: int, nbytes: int) -> bool:
+        ends = {other: other + length for other, length in self.locked.items()}
+        assert not any(address < end and other < address + nbytes for other, end in ends.items()), "unmapped and locked"
         self.locked[address] = nbytes
+        error, self.fails = self.fails, None
+        if error is not None:
+            raise error
         return True
 
-    def unpin(self, address: int) -> None:
-        del self.locked[address]
-        self.unlocked.append(address)
+    def unpin(self, address: int) -> bool:
+        if self.holds:
+            return False
+        if self.locked.pop(address, None) is not None:
+            self.unlocked.append(address)
+        return True
+
+
+def test_pinning_is_asked_for_once_per_slab_and_undone() -> None:
+    pins = _Pins()
+    pool = _pool(slabs=2, pin=pins.pin, unpin=pins.unpin)
+    slots = [_acquire(pool, SLAB // 2) for _ in range(4)]
+    assert list(pins.locked.values()) == [SLAB, SLAB]
+    assert not pool.pin_failed
+    memory = pool.tensor(slots[0], 0, 100)
+    pool.close()
+    assert len(pins.locked) == 2  # a copy may still use what is held
+    slots.clear()
+    pool.close()
+    pool.close()
+    assert pins.locked == {}
+    assert pool.mapped_bytes == 0
+    assert bool((memory.fill_(3) == 3).all())  # a mapping lives as long as a view of it
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("in this test")], ids=["interrupt", "error"])
+def test_memory_that_may_be_locked_does_not_go_without_a_word(error: BaseException) -> None:
+    """What is mapped at its address later would be copied from and to where it lay before."""
+    pins = _Pins()
+    pool = _pool(slabs=2, pin=pins.pin, unpin=pins.unpin)
+    pins.fails = error
+    with pytest.raises(type(error)):
+        pool.acquire(SLAB)
+    (address,) = pins.locked
+    assert [slab.address for slab in pool._slabs] == [address]
+    slot = _acquire(pool, SLAB)
+    assert slot.address == address
+    del slot
+    big = _acquire(pool, 2 * SLAB)
+    assert pins.unlocked == [address]
+    assert pins.locked == {big.address: 2 * SLAB}
+
+
+def test_memory_that_the_device_does_not_let_go_stays_and_is_used_again() -> None:
+    pins = _Pins()
+    gone: list[int] = []
+    pool = _pool(slabs=2, pin=pins.pin, unpin=pins.unpin, unmapping=lambda address, nbytes: gone.append(address))
+    address = _acquire(pool, SLAB).address
+    pins.holds = True
+    assert pool.acquire(2 * SLAB) is None
+    assert pool.mapped_bytes == SLAB
+    assert _acquire(pool, SLAB).address == address
+    pool.close()
+    assert (gone, pins.locked) == ([], {address: SLAB})
+    del pool
+    pins.holds = False
+    assert _acquire(_pool(), 1) is not None  # whoever maps memory takes what was left of closed pools
+    assert (gone, pins.locked) == ([address], {})
+
+
+def test_what_a_copy_may_use_stays_locked_and_mapped_when_the_pool_is_closed_and_dropped() -> None:
+    pins = _Pins()
+    done: set[object] = set()
+    options: dict[str, Any] = {"pin": pins.pin, "unpin": pins.unpin, "is_done": done.__contains__}
+    pool = _pool(**options)
+    slot = _acquire(pool, SLAB)
+    address, bytes_held = slot.address, (ctypes.c_char * SLAB).from_address(slot.address)
+    slot.events.append("copy")
+    del slot
+    pool.close()
+    del pool
+    second = _pool(**options)
+    assert _acquire(second, SLAB).address != address
+    assert address in pins.locked
+    bytes_held[0] = b"x"  # would crash the process if it were not mapped
+    done.add("copy")
+    assert _acquire(second, SLAB).address != address
+    assert address in pins.locked, "it is looked at when somebody maps memory, not before"
+    assert _acquire(_pool(), SLAB) is not None
+    assert address not in pins.locked
+
+
+def test_closing_waits_for_copies_if_it_shall() -> None:
+    pins = _Pins()
+    done: set[object] = set()
+    pool = _pool(pin=pins.pin, unpin=pins.unpin, is_done=done.__contains__, wait_for=done.add)
+    slot = _acquire(pool, SLAB)
+    slot.events += ["out", "in"]
+    held = _acquire(pool, SLAB, force=True)
+    held.events.append("of what somebody holds")
+    del slot
+    pool.close(wait=True)
+    assert done == {"out", "in"}
+    assert pins.locked == {held.address: SLAB}
+
+
+def test_a_broken_device_of_a_closed_pool_is_not_the_trouble_of_others() -> None:
+    def broken(event: object) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    pins = _Pins()
+    events_done: list[Any] = [lambda event: False]
+    pool = _pool(pin=pins.pin, unpin=pins.unpin, is_done=lambda event: events_done[-1](event))
+    slot = _acquire(pool, SLAB)
+    slot.events.append("copy")
+    del slot
+    pool.close()
+    events_done.append(broken)
+    assert _acquire(_pool(), SLAB) is not None
+    assert len(pins.locked) == 1
+    events_done.append(lambda event: True)
+    assert _acquire(_pool(), SLAB) is not None
+    assert pins.locked == {}
+
+
+def test_a_forked_child_leaves_the_device_alone() -> None:
+    pins = _Pins()
+    pool = _pool(pin=pins.pin, unpin=pins.unpin, is_done=lambda event: pytest.fail("the device was asked"))
+    held, other = _acquire(pool, SLAB // 2), _acquire(pool, SLAB // 2)
+    other.events.append("copy")
+    pool.after_fork_in_child()  # as if this were the child
+    del other
+    assert _acquire(pool, SLAB, force=True) is not None
+    pool.close(wait=True)
+    assert (len(pins.locked), pins.unlocked) == (1, [])
+    del held
+    pool._unpin, pool._is_done = pins.unpin, None  # so that this process has nothing left
+    pool.close()
+    assert pins.locked == {}
+
+
+def test_a_copy_that_is_being_begun_is_never_done() -> None:
+    pool = _pool(is_done=lambda event: True, wait_for=lambda event: None)
+    slot = _acquire(pool, SLAB)
+    slot.events.append(hostpool.COPYING)  # and then comes an interrupt
+    del slot
+    pool.close(wait=True)
+    assert (pool.allocated_bytes, pool.mapped_bytes) == (SLAB, SLAB)
+
+
+def test_closing_that_is_interrupted_forgets_nothing() -> None:
+    def interrupted(event: object) -> bool:
+        raise KeyboardInterrupt
+
+    pins = _Pins()
+    is_done: list[Any] = [interrupted]
+    pool = _pool(pin=pins.pin, unpin=pins.unpin, is_done=lambda event: is_done[0](event))
+    slot = _acquire(pool, SLAB)
+    slot.events.append("copy")
+    del slot
+    with pytest.raises(KeyboardInterrupt):
+        pool.close()
+    del pool
+    is_done[0] = lambda event: True
+    assert _acquire(_pool(), 1) is not None
+    assert pins.locked == {}
+
+
+@pytest.mark.parametrize("what", ["mapped", "unmapping"])
+def test_an_interrupt_as_somebody_is_told_loses_nothing(what: str) -> None:
+    listed: list[bool] = []
+    fails: list[BaseException] = [KeyboardInterrupt()]
+
+    def told(address: int, nbytes: int) -> None:
+        listed.append(address in {slab.address for slab in pool._slabs})
+        if fails:
+            raise fails.pop()
+
+    pool = _pool(slabs=2, **{what: told})
+    if what == "unmapping":
+        assert pool.acquire(SLAB) is not None
+    with pytest.raises(KeyboardInterrupt):
+        pool.acquire(SLAB if what == "mapped" else 2 * SLAB)
+    assert pool.mapped_bytes == SLAB
+    slot = _acquire(pool, SLAB)
+    assert pool.mapped_bytes == SLAB
+    del slot
+    assert _acquire(pool, 2 * SLAB).nbytes == 2 * SLAB
+    assert listed == [True, True], "what is told of is in the list; a slab that stays is told of again as it goes"
+    assert pool.mapped_bytes == 2 * SLAB
 
 
 def test_free_slabs_are_unpinned_for_a_bigger_one_and_no_more_of_them_than_needed() -> None:

@@ -120,7 +120,7 @@ def test_a_slab_is_placed_before_it_is_pinned() -> None:
         yield
         told.append("placed")
 
-    pool = HostPool(1 << 20, slab_bytes=1 << 20, pin=pin, unpin=lambda address: None, place=place)
+    pool = HostPool(1 << 20, slab_bytes=1 << 20, pin=pin, unpin=lambda address: True, place=place)
     assert pool.acquire(1) is not None
     assert told == ["place", "pin", "placed"]
 
@@ -147,7 +147,7 @@ def test_an_offloader_near_its_device(
 
     monkeypatch.setattr(device, "pci_address", lambda index: GPU, raising=False)
     monkeypatch.setattr(device, "pin", pin)
-    monkeypatch.setattr(device, "unpin", lambda address: None)
+    monkeypatch.setattr(device, "unpin", lambda address: True)
     monkeypatch.setattr(numa, "several_nodes", lambda: True)
     monkeypatch.setattr(numa, "node_of", lambda address: 1 if address == GPU else None)
     monkeypatch.setattr(numa, "processors_of", lambda node: one if node == 1 else frozenset())

@@ -6,6 +6,7 @@ had a new owner. Each mutation takes one edge out of the code; under at least on
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -129,6 +130,45 @@ def test_reusing_a_host_slot_before_its_copies_are_done_breaks_training(
 
     monkeypatch.setattr(HostPool, "__init__", hasty)
     assert _any_failure(tmp_path, "nvme")
+
+
+@pytest.mark.parametrize("leave", ["close", "abort"])
+def test_host_memory_stays_locked_and_mapped_as_long_as_a_copy_may_use_it(tmp_path: Path, leave: str) -> None:
+    """The device goes by the pages that it was told of: a later offloader must not be given the same addresses."""
+    model, x = nn.Sequential(*[_Block() for _ in range(6)]), torch.randn(SIZE, SIZE)
+    device = FakeDevice("lazy")
+
+    def open_one() -> Offloader:
+        config = OffloadConfig(target="host", path=tmp_path, min_bytes=0, keep_last_bytes=0, host_budget="1MiB")
+        return Offloader(config, accelerator=device)
+
+    first = open_one()
+    with device, first:
+        loss = _loss(model, x)
+    del loss  # and nothing has made the copies run
+    locked = dict(device.locked)
+    assert locked
+    getattr(first, leave)()
+    del first
+    gc.collect()
+    assert device.locked == ({} if leave == "close" else locked)
+    second = open_one()
+    slot = second.tiers.pools[0].acquire(1)
+    assert slot is not None
+    assert device.locked.keys() > (set() if leave == "close" else locked.keys())
+    del slot
+    with device, second:
+        loss = _loss(model, x)
+    loss.backward()
+    del loss
+    device.finish()
+    second.close()
+    assert device.violations == []
+    third = open_one()
+    assert third.tiers.pools[0].acquire(1) is not None
+    assert len(device.locked) == 1, "what was left is given back when memory is mapped"
+    third.close()
+    assert device.locked == {}
 
 
 # -- single copies, with kernels that run when they are told to ---------------------------------------------------

@@ -214,11 +214,11 @@ def test_waits_of_the_compute_stream_are_no_compute_time() -> None:
     device.before_kernel()
     side = device.side_stream(0, "out")
     event = device.record(side)
-    before = stopwatch.moment(device.compute)
+    begin = device.timestamp(device.compute)
     device.before_kernel()
     device.advance(5.0)  # the copy takes that long
     device.wait(device.compute, event)
-    stopwatch.waited(device.compute, before, 0)
+    stopwatch.waited(begin, device.timestamp(device.compute), 0)
     device.before_kernel()
     device.advance(2.0)
     last = stopwatch.stamp()
