@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu, gpu_report
+from benchmarks import gpu, gpu_report, gpu_worker
 from benchmarks.gpu_cases import GpuCase, cases
 from benchmarks.modes import MODES
 
@@ -142,6 +142,37 @@ def test_gradients_that_differ_fail_the_suite(suite: gpu.Suite, monkeypatch: pyt
     assert suite.finish() == 0, "those of a peer are its own affair, and are in the table"
     suite.payload["points"][1]["result"]["identical"] = False
     assert suite.finish() == 1
+
+
+def test_what_was_not_page_locked_is_named(suite: gpu.Suite, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = [{"mode": mode, **_result(1.0, 1)} for mode in ("keep", "host", "TRL", "nvme")]
+    said[1]["page_locked"], said[3]["page_locked"] = False, True
+    _run(suite, monkeypatch, Processes(said))
+    suite.finish()
+    text = suite.file.with_suffix(".md").read_text(encoding="utf-8")
+    assert "could not be page-locked, so that copies block: c / host.\n" in text
+
+
+def test_one_bit_in_a_later_step_makes_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = {"model": "gpt", "batch": 1, "gpt": {"layers": 1, "width": 16, "seq": 16}, "dtype": "float32"}
+    more = {"device": "cpu", "steps": 1, "threads": 1, "path": None, "modes": [], "reference": "keep", "limit_s": 60.0}
+    series = gpu_worker.Series(spec | more)
+    real, wrong, steps = series.run.first_step, 0, 0
+
+    def first_step() -> str:
+        nonlocal steps
+        steps += 1
+        return real() if steps != wrong else "another bit"
+
+    monkeypatch.setattr(series.run, "first_step", first_step)
+    assert series.reference()["reproducible"] is True
+    assert steps == 3
+    assert series.mode("recompute")["identical"] is True
+    assert steps == 5
+    wrong = 6  # the first of the next mode
+    assert series.mode("recompute")["identical"] is False
+    wrong = 9  # the last of the one after it
+    assert series.mode("recompute")["identical"] is False
 
 
 def test_the_time_budget_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
