@@ -6,9 +6,9 @@ had a new owner. Each mutation takes one edge out of the code; under at least on
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from actoffload.device_tier import DeviceMover
 from actoffload.hostpool import HostPool
 from actoffload.testing.fakedevice import Adversary, FakeDevice, FakeStream
 from actoffload.transfer import Incoming, Outgoing, Transfers
+from tests.harness import forget_failed_backward
 
 ADVERSARIES: tuple[Adversary, ...] = ("lazy", "eager", "random")
 SIZE = 64
@@ -171,6 +172,70 @@ def test_host_memory_stays_locked_and_mapped_as_long_as_a_copy_may_use_it(tmp_pa
     assert device.locked == {}
 
 
+@pytest.mark.parametrize("copy", ["begin_out", "begin_in"])
+def test_an_interrupt_as_a_copy_is_begun_leaves_its_host_memory_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, copy: str
+) -> None:
+    """It is under way, and nobody knows the event that tells when it is over."""
+    real = getattr(Transfers, copy)
+
+    def interrupted(self: Transfers, *arguments: Any, **options: Any) -> Any:
+        real(self, *arguments, **options)
+        monkeypatch.setattr(Transfers, copy, real)
+        raise KeyboardInterrupt
+
+    device, pool = _interrupted_step(tmp_path, monkeypatch, copy, interrupted, KeyboardInterrupt)
+    assert pool.allocated_bytes == SIZE * SIZE * 4
+    assert device.violations == []
+
+
+def test_no_memory_for_a_copy_to_the_device_holds_no_host_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Transfers.begin_in
+
+    def refused(self: Transfers, *arguments: Any, **options: Any) -> Any:
+        monkeypatch.setattr(Transfers, "begin_in", real)
+        raise torch.OutOfMemoryError("in this test")
+
+    _, pool = _interrupted_step(tmp_path, monkeypatch, "begin_in", refused, torch.OutOfMemoryError)
+    assert pool.allocated_bytes == 0
+
+
+def _interrupted_step(
+    path: Path, monkeypatch: pytest.MonkeyPatch, copy: str, instead: Any, error: type[BaseException]
+) -> tuple[FakeDevice, HostPool]:
+    """A step that ends with ``error``, and everything that was under way is done."""
+    device = FakeDevice("lazy")
+    model, x = nn.Sequential(*[_Block() for _ in range(3)]), torch.randn(SIZE, SIZE)
+    config = OffloadConfig(
+        target="host",
+        path=path,
+        min_bytes=0,
+        keep_last_bytes=0,
+        pending_bytes=1,
+        host_budget="1MiB",
+        policy="all",
+    )
+    offloader = Offloader(config, accelerator=device)
+    loss = None
+    if copy == "begin_out":
+        monkeypatch.setattr(Transfers, copy, instead)
+    with device, contextlib.suppress(error):
+        with offloader:
+            loss = _loss(model, x)
+        monkeypatch.setattr(Transfers, copy, instead)
+        loss.backward()
+        pytest.fail("nothing was raised")
+    del loss
+    forget_failed_backward()
+    device.finish()
+    (pool,) = offloader.tiers.pools
+    pool.settle()
+    offloader.close()
+    return device, pool
+
+
 # -- single copies, with kernels that run when they are told to ---------------------------------------------------
 
 
@@ -178,7 +243,7 @@ def _filled(value: int, nbytes: int = 4096) -> Tensor:
     return torch.full((nbytes,), value, dtype=torch.uint8)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _without(monkeypatch: pytest.MonkeyPatch, edge: str | None) -> Iterator[None]:
     with monkeypatch.context() as patch:
         if edge is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from actoffload import OffloadConfig, Offloader
 from actoffload.device_tier import DeviceMover
+from actoffload.planners.feedback import Observed
 from actoffload.stream_waits import StreamWaits, WaitFor
 from actoffload.testing.fakedevice import FakeDevice, FakeEvent, FakeStream
 from actoffload.transfer import ReleaseWindow, Transfers
@@ -220,6 +222,9 @@ def test_a_step_that_is_looked_at_knows_of_them(tmp_path: Path) -> None:
     pilot = offloader._autopilot
     assert pilot is not None
     seen: list[float] = []
+    observed: list[Observed] = []
+    recorded = pilot._recorded
+    pilot._recorded = lambda step: (observed.append(step), recorded(step))[1]  # type: ignore[method-assign]
     real = pilot._finish_step
 
     def finish_step() -> None:
@@ -243,6 +248,10 @@ def test_a_step_that_is_looked_at_knows_of_them(tmp_path: Path) -> None:
         stalls.append(device.stall_s - before_s)
     assert min(stalls) > 0
     assert seen == pytest.approx(stalls[:2])
+    for step in observed:  # here the device's clock is not the host's
+        waited_s = step.forward_wait_s + step.backward_wait_s
+        assert 0 < waited_s <= 0.91 * step.step_s, "a part of a step is not longer than the step"
+    assert len(observed) == 2
     offloader.close()
 
 
@@ -281,4 +290,15 @@ def test_a_mover_hands_on_what_a_plan_expects(tmp_path: Path) -> None:
     assert mover.window._expected_bytes == 125 * MIB
     mover.expect_pending(None)
     assert mover.window._expected_bytes == 0
+    mover.expect_pending(100 * MIB)
+    pilot = offloader._autopilot
+    assert pilot is not None
+    pilot._start_over("the forward saved other sizes")
+    assert mover.window._expected_bytes == 0, "there is no plan any more"
     offloader.close()
+    plan = replace(offloader.plan, pending_bytes=200 * MIB)
+    of_the_user = Offloader(OffloadConfig(target="host", path=tmp_path, policy=plan), accelerator=FakeDevice("lazy"))
+    (mover,) = of_the_user.tiers.movers.values()
+    assert isinstance(mover, DeviceMover)
+    assert mover.window._expected_bytes == 250 * MIB
+    of_the_user.close()
