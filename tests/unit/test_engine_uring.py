@@ -331,6 +331,28 @@ def test_an_engine_that_cannot_be_made_leaves_nothing_behind(
     assert set(os.listdir("/proc/self/fd")) <= files
 
 
+def test_a_reaper_that_begins_late_leaves_a_ring_that_is_gone_alone(
+    file: SpoolFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt may come when its thread is made and does not run yet."""
+    late: list[threading.Thread] = []
+    real = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name == "actoffload-uring-0":
+            late.append(thread)
+            raise KeyboardInterrupt
+        real(thread)
+
+    make_uring(file).close()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(KeyboardInterrupt):
+            UringEngine(file)
+    monkeypatch.setattr(Ring, "enable", lambda ring: pytest.fail("the ring is gone"))
+    late[0].run()
+
+
 # -- its end ----------------------------------------------------------------------------------------------------------
 
 

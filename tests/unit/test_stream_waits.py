@@ -224,7 +224,12 @@ def test_a_step_that_is_looked_at_knows_of_them(tmp_path: Path) -> None:
     seen: list[float] = []
     observed: list[Observed] = []
     recorded = pilot._recorded
-    pilot._recorded = lambda step: (observed.append(step), recorded(step))[1]  # type: ignore[method-assign]
+
+    def look(step: Observed) -> None:
+        observed.append(step)
+        recorded(step)
+
+    pilot._recorded = look  # type: ignore[method-assign]
     real = pilot._finish_step
 
     def finish_step() -> None:

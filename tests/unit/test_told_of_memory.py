@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from actoffload.engines.uring import UringEngine
 from actoffload.errors import EngineUnavailableError
 from actoffload.hostpool import HostPool
 from actoffload.report.bench_run import Rig
+from actoffload.testing.fakedevice import FakeDevice
 from tests.spools import needs_registration
 
 
@@ -94,6 +96,21 @@ def test_a_slab_of_which_a_warning_is_an_error_is_not_lost() -> None:
     slot = pool.acquire(4096)
     assert slot is not None
     assert {slot.address} == memory
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_the_report_says_when_memory_could_not_be_page_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can: bool
+) -> None:
+    device = FakeDevice()
+    monkeypatch.setattr(device, "pin", lambda address, nbytes: can)
+    offloader = actoffload.Offloader(actoffload.OffloadConfig(target="host", path=tmp_path), accelerator=device)
+    (pool,) = offloader.tiers.pools
+    with contextlib.nullcontext() if can else pytest.warns(RuntimeWarning, match="could not be page-locked"):
+        assert pool.acquire(4096) is not None
+    told = "note: host memory could not be page-locked (see `ulimit -l`)" in offloader.report()
+    assert told is not can
+    offloader.close()
 
 
 def test_a_rig_takes_its_memory_back_before_it_lays_out_new(tmp_path: Path) -> None:
