@@ -214,7 +214,7 @@ def test_statistics_tell_what_streams_waited_for(tmp_path: Path, policy: Any) ->
     offloader.close()
 
 
-def test_a_step_that_is_looked_at_knows_of_them(tmp_path: Path) -> None:
+def test_a_step_that_is_looked_at_knows_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a plan that stalls the device would never be corrected."""
     device = FakeDevice("lazy", bytes_per_s=1e6)
     config = OffloadConfig(target="host", path=tmp_path, min_bytes=0, keep_last_bytes=0, pending_bytes=1)
@@ -229,7 +229,7 @@ def test_a_step_that_is_looked_at_knows_of_them(tmp_path: Path) -> None:
         observed.append(step)
         recorded(step)
 
-    pilot._recorded = look  # type: ignore[method-assign]
+    monkeypatch.setattr(pilot, "_recorded", look)
     real = pilot._finish_step
 
     def finish_step() -> None:
