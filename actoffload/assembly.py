@@ -126,6 +126,8 @@ class Tiers:
         """Give up what belongs to the parent."""
         for pool in self.pools:
             pool.after_fork_in_child()
+        for mover in self.movers.values():
+            mover.after_fork_in_child()
         if self.spool is not None:
             self.spool.after_fork_in_child()
 

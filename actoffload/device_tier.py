@@ -50,6 +50,7 @@ class DeviceMover(Mover):
         self._spill_mode = spill if spool is not None else "never"
         self._hosted: dict[Record, None] = {}
         self._arrived: deque[Record] = deque()
+        self._in_child = False
         self.watched = (self._in_place, self._arrived)
 
     def begin(self, record: Record) -> KeepReason | None:
@@ -59,8 +60,9 @@ class DeviceMover(Mover):
         if slot is None:
             self.window.advance()
             return KeepReason.PRESSURE
+        source, destination = record.flat(), self._pool.tensor(slot, 0, record.nbytes)
         slot.events.append(COPYING)  # an interrupt may come before the copy's own event is there
-        out = self.transfers.begin_out(record.flat(), self._pool.tensor(slot, 0, record.nbytes))
+        out = self.transfers.begin_out(source, destination)
         slot.events[-1] = out.event
         record.slot = slot
         record.outgoing = out
@@ -114,6 +116,10 @@ class DeviceMover(Mover):
     def expect_pending(self, nbytes: int | None) -> None:
         self.window.expect(int((nbytes or 0) * PENDING_MARGIN))
 
+    def after_fork_in_child(self) -> None:
+        self._in_child = True
+        self.transfers.waits.stop()
+
     def count_waits(self) -> None:
         with self.core.lock:
             waited = self.transfers.waits.take()
@@ -121,7 +127,7 @@ class DeviceMover(Mover):
             self.core.accounts.unpack_wait_s += waited[WaitFor.DATA]
 
     def capturing(self) -> bool:
-        return self.transfers.device.is_capturing()
+        return not self._in_child and self.transfers.device.is_capturing()
 
     def drop_near(self, record: Record) -> None:
         if record.outgoing is not None:
@@ -176,7 +182,7 @@ class DeviceMover(Mover):
         assert isinstance(record.extent, Extent), "allocate_extent() gave no extent"
         record.to(State.SPILLING)
         self.core.pending_bytes += record.nbytes
-        written = list(slot.events)
+        written = [event for event in slot.events if event is not COPYING]  # that one reads it
         since_s = now()
 
         def host_bytes_complete() -> None:
@@ -262,6 +268,8 @@ class DeviceMover(Mover):
         assert slot is not None, "a hosted record has a slot"
         index = record.device.index or 0
         source = self._pool.tensor(slot, 0, record.nbytes)
+        if record.incoming is not None:  # an interrupt came before its memory was the record's
+            self.transfers.drop_unused(record.incoming)
         after = next((event for event in slot.events if event is not COPYING), None)
         slot.events.append(COPYING)
         try:

@@ -129,7 +129,7 @@ class Offloader(Packer):
             raise ConfigError(field, getattr(self.config, field), "needs model= to know the modules' names")
         self._learn()
         self.tiers.begin_step()
-        if self._autopilot is not None and self.nothing_is_alive() and not self.tiers.capturing:
+        if self._autopilot is not None and self._plans_now():
             self._autopilot.between_steps()
         with self.core.lock:
             self._drain()
@@ -139,6 +139,10 @@ class Offloader(Packer):
         stack.append(entry)
         entry.hooks.__enter__()
         return self
+
+    def _plans_now(self) -> bool:
+        """Whether a step has ended, of which the device may be asked: not in a child, nor while a graph is captured."""
+        return not self.forked and self.nothing_is_alive() and not self.tiers.capturing
 
     @untraced
     def __exit__(

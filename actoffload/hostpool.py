@@ -201,11 +201,11 @@ class HostPool:
             wait: until the copies into and out of what nobody holds any more are done.
         """
         with self._lock:
+            _CLOSED.add(self)  # whatever comes: what is locked must not be forgotten
             self._take_returned()
             if wait and self._wait_for is not None:
                 for event in [event for piece in self._limbo for event in piece.events if event is not COPYING]:
                     self._wait_for(event)
-            _CLOSED.add(self)  # whatever comes: what is locked must not be forgotten
             self._settle()
             for slab in tuple(self._slabs):
                 if slab.extents.allocated_bytes == 0:

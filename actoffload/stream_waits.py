@@ -7,6 +7,9 @@ from enum import Enum
 
 from .device import Accelerator, Event, Stream
 
+MOST_OPEN = 4096
+"""Waits that nobody has taken yet; what comes then is not timed."""
+
 
 class WaitFor(Enum):
     """Why a compute stream waits."""
@@ -29,12 +32,14 @@ class StreamWaits:
 
     def begin(self, stream: Stream, event: Event) -> Event | None:
         """Just before ``stream`` is made to wait for ``event``; None when that is not timed."""
-        if self._refused or self._device.is_capturing():  # a graph that is captured takes no event of ours
+        if self._refused or len(self._open) >= MOST_OPEN:
             return None
         try:
-            return None if self._device.done(event) else self._device.timestamp(stream)
+            if self._device.is_capturing() or self._device.done(event):  # a captured graph takes no event of ours
+                return None
+            return self._device.timestamp(stream)
         except RuntimeError:
-            self._refuse()
+            self.stop()
             return None
 
     def end(self, why: WaitFor, index: int, stream: Stream, begin: Event) -> Event | None:
@@ -42,7 +47,7 @@ class StreamWaits:
         try:
             end = self._device.timestamp(stream)
         except RuntimeError:
-            self._refuse()
+            self.stop()
             return None
         self._open.append((why, index, begin, end))
         return end
@@ -53,11 +58,11 @@ class StreamWaits:
         Not for several threads at once.
         """
         found: dict[int, dict[WaitFor, float]] = {}
-        if self._open and not self._device.is_capturing():  # nor may an event be asked then
-            try:
+        try:
+            if self._open and not self._device.is_capturing():  # nor may an event be asked then
                 self._take(found)
-            except RuntimeError:
-                self._refuse()
+        except RuntimeError:
+            self.stop()
         return max(found.values(), key=lambda waits: sum(waits.values()), default=dict.fromkeys(WaitFor, 0.0))
 
     def _take(self, found: dict[int, dict[WaitFor, float]]) -> None:
@@ -71,6 +76,7 @@ class StreamWaits:
                 waits = found.setdefault(index, dict.fromkeys(WaitFor, 0.0))
                 waits[why] += max(0.0, self._device.seconds_between(begin, end))
 
-    def _refuse(self) -> None:
+    def stop(self) -> None:
+        """Time nothing any more, and ask the device nothing."""
         self._refused = True
         self._open.clear()

@@ -172,6 +172,9 @@ class Mover(ABC):
     def count_waits(self) -> None:  # noqa: B027
         """Count what streams have waited for since the last time: the host does not see that."""
 
+    def after_fork_in_child(self) -> None:  # noqa: B027
+        """The device is the parent's: it is asked nothing any more."""
+
     def pump(self) -> None:  # noqa: B027 - a mover may have nothing to do here
         """Make progress that only the training thread can make."""
 
@@ -206,7 +209,7 @@ class Mover(ABC):
 
     def release(self, record: Record) -> None:
         """The last handle died: give back everything. In-flight I/O keeps what it needs until it ends."""
-        if record.data is not None:
+        if record.data is not None or record.incoming is not None:
             self.drop_near(record)
         if record.transfer is not None:
             self.cancel(record)

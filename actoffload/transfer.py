@@ -95,9 +95,13 @@ class Transfers:
         self._order_after_allocation(side, compute)
         if after is not None:
             self._order_after_host_bytes(side, after)
-        self._copy("read", tensor, source, side)
-        self.read_bytes += source.numel()
-        return Incoming(tensor, index, compute, self.device.record(side))
+        try:
+            self._copy("read", tensor, source, side)
+            self.read_bytes += source.numel()
+            return Incoming(tensor, index, compute, self.device.record(side))
+        except BaseException:  # an interrupt: the copy may be under way, and nobody else knows of this memory
+            self.device.wait(compute, self.device.record(side))
+            raise
 
     def before_use(self, incoming: Incoming) -> Tensor:
         """The filled memory; what the calling thread gives its current stream from now on runs after the copy."""

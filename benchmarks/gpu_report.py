@@ -43,8 +43,16 @@ def _row(point: PointRow) -> tuple[str, ...]:
         _size(result.get("host_rss_bytes")),
         _size(result.get("written_bytes_per_step")),
         "-" if wait_s is None else f"{wait_s:.3f}",
-        "-" if "identical" not in result else "yes" if result["identical"] else "NO",
+        _identical(result),
     )
+
+
+def _identical(result: dict[str, Any]) -> str:
+    if "identical" not in result:
+        return "-"
+    if not result["identical"]:
+        return "NO"
+    return "yes" if result.get("last_gradients", "") is not None else "first step"
 
 
 _REASONS = ("error", "unavailable", "left_out")

@@ -33,12 +33,14 @@ def test_the_table() -> None:
             keep={"error": "out of memory: x", "oom": True},
             host=_result(1.5, GIB, **moved),
             nvme=_result(1.5, GIB, identical=False),
+            tiered=_result(1.5, GIB, last_gradients=None),
             TRL={"unavailable": "needs an accelerator"},
         )
     )
     assert "| s / keep | out of memory | - | - | - | - | - | - |" in table
     assert "| s / host | 1.500 | 1.500 | 1.00 GiB | 3.0 MiB | 2.00 GiB | 0.250 | yes |" in table
     assert "| s / nvme | 1.500 | 1.500 | 1.00 GiB | - | - | - | NO |" in table
+    assert "| s / tiered | 1.500 | 1.500 | 1.00 GiB | - | - | - | first step |" in table
     assert "| s / TRL | needs an accelerator |" in table
 
 

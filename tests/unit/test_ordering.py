@@ -189,6 +189,63 @@ def test_an_interrupt_as_a_copy_is_begun_leaves_its_host_memory_alone(
     assert device.violations == []
 
 
+def test_an_interrupt_as_device_memory_is_filled_leaves_it_until_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice("lazy")
+    transfers, host, real = Transfers(device), _filled(1), device.record
+
+    def record(stream: FakeStream) -> Any:
+        if stream.name == "in":
+            monkeypatch.setattr(device, "record", real)
+            raise KeyboardInterrupt
+        return real(stream)
+
+    monkeypatch.setattr(device, "record", record)
+    with contextlib.suppress(KeyboardInterrupt):
+        transfers.begin_in(host, 0)
+    gc.collect()
+    for _ in range(2):
+        device.before_kernel()
+    device.finish()
+    assert device.violations == []
+    assert len(host) == 4096
+
+
+@pytest.mark.parametrize("then", ["release", "again"])
+def test_a_fill_that_nobody_took_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
+    """An interrupt between the copy and its being noted as the record's bytes."""
+    device = FakeDevice("lazy")
+    config = OffloadConfig(target="host", path=tmp_path, min_bytes=0, keep_last_bytes=0, pending_bytes=1, policy="all")
+    offloader = Offloader(config, accelerator=device)
+    model, x = nn.Sequential(*[_Block() for _ in range(3)]), torch.randn(SIZE, SIZE)
+    _loss(model, x).backward()
+    expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    real = DeviceMover.hold_near
+
+    def interrupted(self: DeviceMover, *arguments: Any) -> None:
+        monkeypatch.setattr(DeviceMover, "hold_near", real)
+        raise KeyboardInterrupt
+
+    with device:
+        with offloader:
+            loss = _loss(model, x)
+        monkeypatch.setattr(DeviceMover, "hold_near", interrupted)
+        with contextlib.suppress(KeyboardInterrupt):
+            loss.backward(retain_graph=True)
+            pytest.fail("nothing was raised")
+        if then == "again":
+            model.zero_grad()
+            loss.backward()
+            assert all(map(torch.equal, expected, [p.grad for p in model.parameters() if p.grad is not None]))
+        del loss
+        forget_failed_backward()
+        for _ in range(2):
+            device.before_kernel()
+    device.finish()
+    assert device.violations == []
+    offloader.close()
+
+
 def test_no_memory_for_a_copy_to_the_device_holds_no_host_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,6 +139,49 @@ def test_during_a_capture_nothing_is_asked(tmp_path: Path, monkeypatch: pytest.M
     offloader.close()
 
 
+def test_a_forked_child_asks_the_device_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child of a process that used CUDA cannot: it has no tensors there, but may enter a context of the parent."""
+    device = FakeDevice("lazy", bytes_per_s=1e6)
+    config = OffloadConfig(target="host", path=tmp_path, min_bytes=0, keep_last_bytes=0, pending_bytes=1)
+    offloader = Offloader(config, accelerator=device)
+    model = Chain()
+    with device:
+        with offloader:
+            loss = model(batch()).sum()
+        loss.backward()
+    del loss
+    device.finish()
+    (mover,) = offloader.tiers.movers.values()
+    assert isinstance(mover, DeviceMover)
+    assert len(mover.transfers.waits._open) > 0
+    offloader.after_fork_in_child()  # as if this were the child
+
+    def refused(*_: object) -> Any:
+        raise RuntimeError("CUDA error: initialization error")
+
+    for name in ("is_capturing", "done", "timestamp", "record", "synchronize"):
+        monkeypatch.setattr(device, name, refused)
+    with offloader:
+        pass
+    assert offloader.statistics().live_records == 0
+    assert offloader.report()
+    assert not mover.capturing()
+
+
+def test_waits_that_nobody_takes_are_not_timed_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actoffload.stream_waits.MOST_OPEN", 2)
+    device = FakeDevice("lazy")
+    waits, pending = StreamWaits(device), device.record(FakeStream("a copy"))
+    for _ in range(2):
+        begin = waits.begin(device.compute, pending)
+        assert begin is not None
+        waits.end(WaitFor.ROOM, 0, device.compute, begin)
+    assert waits.begin(device.compute, pending) is None
+    device.before_kernel()
+    assert waits.take() == NOTHING
+    assert waits.begin(device.compute, pending) is not None
+
+
 @pytest.mark.parametrize("what", ["done", "seconds_between", "timestamp"])
 def test_a_device_that_breaks_is_not_timed_any_more(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     device = FakeDevice("lazy")
