@@ -76,18 +76,11 @@ class ExtentAllocator:
         index = bisect_left(self._free_by_size, (size, -1))
         if index == len(self._free_by_size):
             return None
-        hole, offset = self._free_by_size.pop(index)
-        del self._free_sizes[offset]
-        position = bisect_left(self._free_offsets, offset)
-        if hole > size:
-            self._free_offsets[position] = offset + size
-            self._free_sizes[offset + size] = hole - size
-            insort(self._free_by_size, (hole - size, offset + size))
-        else:
-            del self._free_offsets[position]
-        self._allocated[offset] = size
-        self._allocated_bytes += size
-        return offset
+        try:
+            return self._take(index, size)
+        except BaseException:  # no memory, or an interrupt
+            self._rebuild()
+            raise
 
     def free(self, offset: int, nbytes: int) -> None:
         """Gives a range back.
@@ -104,9 +97,13 @@ class ExtentAllocator:
             raise StateError(f"free({offset}, {nbytes}): nothing is allocated at this offset (double free?)")
         if size != self.round_up(nbytes):
             raise StateError(f"free({offset}, {nbytes}): the extent at this offset has {size} bytes")
-        del self._allocated[offset]
-        self._allocated_bytes -= size
-        self._insert_free(offset, size)
+        try:
+            del self._allocated[offset]
+            self._allocated_bytes -= size
+            self._insert_free(offset, size)
+        except BaseException:  # no memory, or an interrupt
+            self._rebuild()
+            raise
 
     def grow(self, new_capacity_bytes: int) -> None:
         """Makes the arena larger; what is allocated stays where it is.
@@ -121,6 +118,32 @@ class ExtentAllocator:
         self._capacity = capacity
         if added:
             self._insert_free(start, added)
+
+    def _take(self, index: int, size: int) -> int:
+        """Allocates from the free range at ``index`` of the list by size."""
+        hole, offset = self._free_by_size.pop(index)
+        del self._free_sizes[offset]
+        position = bisect_left(self._free_offsets, offset)
+        if hole > size:
+            self._free_offsets[position] = offset + size
+            self._free_sizes[offset + size] = hole - size
+            insort(self._free_by_size, (hole - size, offset + size))
+        else:
+            del self._free_offsets[position]
+        self._allocated_bytes += size
+        self._allocated[offset] = size  # last: what is not in there is free
+        return offset
+
+    def _rebuild(self) -> None:
+        """After an error half-way: what is free, from what is allocated."""
+        self._allocated_bytes = sum(self._allocated.values())
+        begins = [*sorted(self._allocated), self._capacity]
+        ends = [0, *(offset + self._allocated[offset] for offset in begins[:-1])]
+        holes = [(begin - end, end) for begin, end in zip(begins, ends, strict=True) if begin > end]
+        self._free_offsets[:] = [offset for _, offset in holes]
+        self._free_sizes.clear()
+        self._free_sizes.update((offset, size) for size, offset in holes)
+        self._free_by_size[:] = sorted(holes)
 
     def _insert_free(self, offset: int, size: int) -> None:
         """Puts a range on the free lists, joined with its neighbours."""
