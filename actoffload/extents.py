@@ -115,9 +115,14 @@ class ExtentAllocator:
         if capacity < self._capacity:
             raise ValueError(f"new_capacity_bytes={new_capacity_bytes}: smaller than {self._capacity}")
         added, start = capacity - self._capacity, self._capacity
-        self._capacity = capacity
-        if added:
+        if not added:
+            return
+        try:
+            self._capacity = capacity
             self._insert_free(start, added)
+        except BaseException:  # no memory, or an interrupt
+            self._rebuild()
+            raise
 
     def _take(self, index: int, size: int) -> int:
         """Allocates from the free range at ``index`` of the list by size."""

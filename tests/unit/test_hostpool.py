@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from actoffload import hostpool
-from actoffload.errors import StateError
-from actoffload.extents import ExtentAllocator
 from actoffload.hostpool import ALIGNMENT, HostPool, Slot
 from tests.harness import WAIT_S, no_garbage_collection
 
@@ -496,25 +494,3 @@ def test_an_error_as_memory_is_taken_back_gives_nothing_back_twice(monkeypatch: 
     pool.settle()
     assert calls == 3
     assert pool.acquire(4096) is not None
-
-
-def test_no_memory_half_way_leaves_the_free_lists_whole() -> None:
-    memory = pytest.importorskip("_testcapi", reason="Python's own tests are not installed")
-    for allocations in range(12):
-        extents = ExtentAllocator(64 * KIB, ALIGNMENT)
-        held = [extents.allocate(4 * KIB) for _ in range(6)]
-        for offset in held[::2]:
-            assert offset is not None
-            extents.free(offset, 4 * KIB)
-        for step, arguments in ((extents.allocate, (8 * KIB,)), (extents.free, (4 * KIB, 4 * KIB))):
-            memory.set_nomemory(allocations, allocations + 1)
-            try:
-                step(*arguments)
-            except (MemoryError, StateError):
-                pass
-            finally:
-                memory.remove_mem_hooks()
-        for offset in sorted(extents._allocated):
-            extents.free(offset, extents._allocated[offset])
-        assert extents.allocated_bytes == 0
-        assert extents.allocate(64 * KIB) == 0, "all of it is one range again"
