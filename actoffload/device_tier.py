@@ -100,7 +100,7 @@ class DeviceMover(Mover):
         return super().revive(record)
 
     def pump(self) -> None:
-        while self._arrived:
+        while self._arrived and not self.core.inert:
             record = self._arrived[0]
             early = record.state is State.HOSTED and record.wanted
             if early and not self.core.has_room_ahead(record.nbytes):
@@ -118,7 +118,7 @@ class DeviceMover(Mover):
 
     def after_fork_in_child(self) -> None:
         self._in_child = True
-        self.transfers.waits.stop()
+        self.transfers.after_fork_in_child()
 
     def count_waits(self) -> None:
         with self.core.lock:
@@ -156,8 +156,8 @@ class DeviceMover(Mover):
         if self.resized(record):
             self.stay(record)
             return
+        record.to(State.HOSTED)  # first, as in `settle`: an interrupt must leave no staged record without bytes
         self.forget_near(record)
-        record.to(State.HOSTED)
         self.core.event(EventKind.WRITE, record, "to host")
         if self._spill_mode == "always" or (self._spill_mode == "overflow" and record.tier == "nvme"):
             self._spill(record)
@@ -180,8 +180,6 @@ class DeviceMover(Mover):
         if not self.allocate_extent(record, slot.nbytes):
             return
         assert isinstance(record.extent, Extent), "allocate_extent() gave no extent"
-        record.to(State.SPILLING)
-        self.core.pending_bytes += record.nbytes
         written = [event for event in slot.events if event is not COPYING]  # that one reads it
         since_s = now()
 
@@ -189,17 +187,28 @@ class DeviceMover(Mover):
             for event in written:
                 self.transfers.device.synchronize(event)
 
-        record.transfer = self.spool.write(
-            record.extent,
-            slot.address,
-            slot.nbytes,
-            before=host_bytes_complete,
-            on_done=partial(self._written, record, since_s),
-            keepalive=slot,
-        )
+        self.core.pending_bytes += record.nbytes
+        try:
+            record.to(State.SPILLING)
+            record.transfer = self.spool.write(
+                record.extent,
+                slot.address,
+                slot.nbytes,
+                before=host_bytes_complete,
+                on_done=partial(self._written, record, since_s),
+                keepalive=slot,
+            )
+        except BaseException:  # an interrupt: it is where it was
+            self.core.pending_bytes -= record.nbytes
+            self.free_extent(record)
+            if record.state is State.SPILLING:
+                record.to(State.HOSTED)
+            raise
 
     def _written(self, record: Record, since_s: float, transfer: Transfer) -> None:
         with self.core.lock:
+            if record.transfer is not transfer:
+                return  # an interrupt came when it was just begun
             if self.write_ended(record, transfer):
                 self.core.event(EventKind.WRITE, record, "to disk", since_s)
                 if record.state is not State.HOSTED:  # hosted again: unpacked and settled while the write ended
@@ -231,21 +240,26 @@ class DeviceMover(Mover):
         assert self.spool is not None, "a spilled record has a spool"
         record.slot = slot
         record.wanted = True
-        record.to(State.FETCHING)
-        since_s = now()
-        record.transfer = self.spool.read(
-            record.extent,
-            slot.address,
-            slot.nbytes,
-            on_done=partial(self._fetched, record, since_s),
-            keepalive=slot,
-        )
+        try:
+            record.to(State.FETCHING)
+            record.transfer = self.spool.read(
+                record.extent,
+                slot.address,
+                slot.nbytes,
+                on_done=partial(self._fetched, record, now()),
+                keepalive=slot,
+            )
+        except BaseException:  # an interrupt: it is where it was
+            record.slot = None
+            if record.state is State.FETCHING:
+                record.to(State.SPILLED)
+            raise
         return True
 
     def _fetched(self, record: Record, since_s: float, transfer: Transfer) -> None:
         with self.core.lock:
-            if record.state is not State.FETCHING:
-                return
+            if record.transfer is not transfer or record.state is not State.FETCHING:
+                return  # dead, or an interrupt came when it was just begun: what is read now goes elsewhere
             record.transfer = None
             if transfer.error is not None:
                 record.error = transfer.error
@@ -270,6 +284,7 @@ class DeviceMover(Mover):
         source = self._pool.tensor(slot, 0, record.nbytes)
         if record.incoming is not None:  # an interrupt came before its memory was the record's
             self.transfers.drop_unused(record.incoming)
+            record.incoming = None
         after = next((event for event in slot.events if event is not COPYING), None)
         slot.events.append(COPYING)
         try:

@@ -155,18 +155,33 @@ class Transfer:
         self._parts = parts
         self._tokens = list(range(len(parts)))
 
-    def start(self) -> None:
-        """For the spool: submits the requests.
+    def check_order(self, verify: bool) -> None:
+        """For the spool: refuses what would be silent corruption, as engines serve reads before writes.
+
+        Args:
+            verify: checksums are looked at, which are of all that was written.
 
         Raises:
-            OffloaderClosedError: An engine is closed; what was submitted is cancelled.
+            StateError: What it reads is not written yet, or what it overwrites is in use.
         """
-        try:
-            for engine, request in self._parts:
-                engine.submit(request)
-        except BaseException as exc:
-            self.fail(exc)
-            raise
+        extent = self.extent
+        if self.kind is IoKind.WRITE:
+            if extent._busy:
+                raise StateError(f"write: {extent!r} is still being read or written")
+            return
+        valid = extent._valid_bytes
+        if self.skip + self.length > valid or (verify and self.length != valid):
+            state = "is being written" if extent._writing else f"holds {valid} valid bytes"
+            raise StateError(f"read of {self.length} bytes: {extent!r} {state}")
+
+    def start(self) -> None:
+        """For the spool: submits the requests. After an error it is to `fail`.
+
+        Raises:
+            OffloaderClosedError: An engine is closed.
+        """
+        for engine, request in self._parts:
+            engine.submit(request)
 
     def fail(self, error: BaseException) -> None:
         """For the spool: as ``cancel``, but whoever waits finds ``error``."""

@@ -366,6 +366,7 @@ class Storer(Backward):
         self.forked = True
         if self._lane is not None:
             self._lane.close()
+        self.recorder.active = False
         self.core.after_fork_in_child()
         self.tiers.after_fork_in_child()
 

@@ -296,32 +296,26 @@ class Spool:
     def _start(self, transfer: Transfer, parts: Parts, poisoning: bool = False) -> Transfer:
         transfer.prepare(parts)
         extent = transfer.extent
-        with self._lock:
-            if self._closed:
-                raise closed_error()
-            self._drain()
-            if extent._freed and not poisoning:
-                raise StateError(f"{transfer.kind.value}: {extent!r} is freed")
-            extent._poisoned = poisoning
-            self._check_order(transfer)
-            extent._busy += 1
-            if transfer.kind is IoKind.WRITE:
-                extent._writing, extent._valid_bytes = True, 0
-            self._live[transfer] = self.meters[transfer.kind].began(now())
-        transfer.start()
+        try:
+            with self._lock:
+                if self._closed:
+                    raise closed_error()
+                self._drain()
+                if extent._freed and not poisoning:
+                    raise StateError(f"{transfer.kind.value}: {extent!r} is freed")
+                extent._poisoned = poisoning
+                transfer.check_order(self._verify)
+                mark = self.meters[transfer.kind].began(now())
+                extent._busy += 1  # no call from here on: an interrupt finds all of it done, or none
+                if transfer.kind is IoKind.WRITE:
+                    extent._writing, extent._valid_bytes = True, 0
+                self._live[transfer] = mark
+            transfer.start()
+        except BaseException as exc:  # an engine is closed, no memory, or an interrupt
+            if transfer in self._live:
+                transfer.fail(exc)
+            raise
         return transfer
-
-    def _check_order(self, transfer: Transfer) -> None:
-        """Refuses what would be silent corruption: engines serve reads before writes, so a read waits for its write."""
-        extent = transfer.extent
-        if transfer.kind is IoKind.WRITE:
-            if extent._busy:
-                raise StateError(f"write: {extent!r} is still being read or written")
-            return
-        valid = extent._valid_bytes
-        if transfer.skip + transfer.length > valid or (self._verify and transfer.length != valid):
-            state = "is being written" if extent._writing else f"holds {valid} valid bytes"
-            raise StateError(f"read of {transfer.length} bytes: {extent!r} {state}")
 
     def _note(self, item: Extent | Transfer) -> None:
         """Leaves a note for the books, and keeps them if nobody else does. Never blocks."""

@@ -39,7 +39,7 @@ class StreamWaits:
                 return None
             return self._device.timestamp(stream)
         except RuntimeError:
-            self.stop()
+            self._refuse()
             return None
 
     def end(self, why: WaitFor, index: int, stream: Stream, begin: Event) -> Event | None:
@@ -47,7 +47,7 @@ class StreamWaits:
         try:
             end = self._device.timestamp(stream)
         except RuntimeError:
-            self.stop()
+            self._refuse()
             return None
         self._open.append((why, index, begin, end))
         return end
@@ -59,10 +59,10 @@ class StreamWaits:
         """
         found: dict[int, dict[WaitFor, float]] = {}
         try:
-            if self._open and not self._device.is_capturing():  # nor may an event be asked then
+            if self._open and not self._refused and not self._device.is_capturing():  # nor may an event be asked then
                 self._take(found)
         except RuntimeError:
-            self.stop()
+            self._refuse()
         return max(found.values(), key=lambda waits: sum(waits.values()), default=dict.fromkeys(WaitFor, 0.0))
 
     def _take(self, found: dict[int, dict[WaitFor, float]]) -> None:
@@ -77,6 +77,9 @@ class StreamWaits:
                 waits[why] += max(0.0, self._device.seconds_between(begin, end))
 
     def stop(self) -> None:
-        """Time nothing any more, and ask the device nothing."""
+        """Time nothing any more, and ask the device nothing: not even to destroy the events that are there."""
         self._refused = True
+
+    def _refuse(self) -> None:
+        self.stop()
         self._open.clear()

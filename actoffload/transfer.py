@@ -54,6 +54,7 @@ class Transfers:
         self.stopwatch: DeviceStopwatch | None = None
         """Told of every copy and of every wait of a compute stream, while a step is timed."""
         self.waits = StreamWaits(device)
+        self._inert = False
         self._compute_streams: dict[int, list[Stream]] = {}
 
     # -- device to host -----------------------------------------------------------------------------------------------
@@ -65,16 +66,22 @@ class Transfers:
         self._saw(index, producer)
         side = self.device.side_stream(index, "out")
         self._order_after_producer(side, producer)
-        self._copy("write", destination, source, side)
-        self.written_bytes += destination.numel()
-        return Outgoing(source, destination.numel(), index, producer, self.device.record(side))
+        try:
+            self._copy("write", destination, source, side)
+            self.written_bytes += destination.numel()
+            return Outgoing(source, destination.numel(), index, producer, self.device.record(side))
+        except BaseException:  # an interrupt: the copy may be under way, and nobody will wait for it
+            self.device.wait(producer, self.device.record(side))
+            if len(self._compute_streams[index]) > 1:
+                self.device.used_on(source, side)
+            raise
 
     def release_source(self, out: Outgoing) -> None:
         """Let the copy's device memory go, in stream order: what reuses it on the compute stream runs after the copy.
 
         The caller drops its other references to the memory after this call.
         """
-        if out.released:
+        if out.released or self._inert:
             return
         self._order_release_after_copy(out)
         out.released = True  # not before: an interrupt comes when a function is entered
@@ -107,17 +114,22 @@ class Transfers:
         """The filled memory; what the calling thread gives its current stream from now on runs after the copy."""
         current = self.device.current_stream(incoming.index)
         self._saw(incoming.index, current)
-        if not any(self.device.same_stream(current, stream) for stream in incoming.awaited_by):
-            self._order_use_after_fill(current, incoming)
-            incoming.awaited_by.append(current)
         if not self.device.same_stream(current, incoming.stream):
             self.device.used_on(incoming.tensor, current)
+        if not any(self.device.same_stream(current, stream) for stream in incoming.awaited_by):
+            self._order_use_after_fill(current, incoming)
+            incoming.awaited_by.append(current)  # last: what is awaited is left alone when it is dropped
         return incoming.tensor
 
     def drop_unused(self, incoming: Incoming) -> None:
         """Before memory that was filled (or is being filled) and never used is dropped: reuse waits for the copy."""
-        if not incoming.awaited_by:
+        if not incoming.awaited_by and not self._inert:
             self._order_reuse_after_fill(incoming)
+
+    def after_fork_in_child(self) -> None:
+        """The device is the parent's: it is asked nothing any more, and orders nothing."""
+        self._inert = True
+        self.waits.stop()
 
     def on_the_one_compute_stream(self, index: int) -> bool:
         """Whether a single stream of device ``index`` has computed so far, and the calling thread is on it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,23 +150,35 @@ def test_a_forked_child_asks_the_device_nothing(tmp_path: Path, monkeypatch: pyt
         with offloader:
             loss = model(batch()).sum()
         loss.backward()
-    del loss
-    device.finish()
-    (mover,) = offloader.tiers.movers.values()
-    assert isinstance(mover, DeviceMover)
-    assert len(mover.transfers.waits._open) > 0
+        del loss
+        device.finish()
+        (mover,) = offloader.tiers.movers.values()
+        assert isinstance(mover, DeviceMover)
+        assert len(mover.transfers.waits._open) > 0
+        mover.window._limit_bytes = 1 << 20
+        with offloader:
+            loss = model(batch()).sum()
+    mover.transfers.waits._open.append((WaitFor.DATA, 0, FakeEvent(FakeStream("x")), FakeEvent(FakeStream("x"))))
+    assert mover.window.held_bytes > 0
+    offloader.recorder.begin()
     offloader.after_fork_in_child()  # as if this were the child
+    asked: list[str] = []
 
-    def refused(*_: object) -> Any:
+    def refused(name: str, *_: object) -> Any:
+        asked.append(name)
         raise RuntimeError("CUDA error: initialization error")
 
-    for name in ("is_capturing", "done", "timestamp", "record", "synchronize"):
-        monkeypatch.setattr(device, name, refused)
+    for name in ("is_capturing", "done", "timestamp", "record", "synchronize", "wait", "used_on"):
+        monkeypatch.setattr(device, name, partial(refused, name))
+    del loss
+    assert mover.window.held_bytes == 0
     with offloader:
         pass
     assert offloader.statistics().live_records == 0
     assert offloader.report()
     assert not mover.capturing()
+    assert not offloader.recorder.active, "it would ask for the time of what dies"
+    assert asked == []
 
 
 def test_waits_that_nobody_takes_are_not_timed_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
