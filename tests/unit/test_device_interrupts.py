@@ -20,7 +20,7 @@ from actoffload.device_tier import DeviceMover
 from actoffload.record import State
 from actoffload.testing.fakedevice import FakeDevice
 from actoffload.transfer import Transfers
-from tests.harness import WAIT_S, forget_failed_backward
+from tests.harness import WAIT_S, flush_autograd, forget_failed_backward
 from tests.unit.rows import records_of, states
 
 SIZE = 64
@@ -69,7 +69,9 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-def offloader_of(device: FakeDevice, path: Path, target: Literal["host", "nvme"], pending_bytes: int = 1) -> Offloader:
+def offloader_of(
+    device: FakeDevice, path: Path, model: nn.Module, target: Literal["host", "nvme"], pending_bytes: int = 1
+) -> Offloader:
     config = OffloadConfig(
         target=target,
         path=path,
@@ -81,7 +83,9 @@ def offloader_of(device: FakeDevice, path: Path, target: Literal["host", "nvme"]
         host_budget="1MiB",
         policy="all",
     )
-    return Offloader(config, accelerator=device)
+    offloader = Offloader(config, accelerator=device)
+    offloader.use(model)  # else it looks through all live objects, each time
+    return offloader
 
 
 def rests(offloader: Offloader) -> bool:
@@ -107,7 +111,7 @@ def test_an_interrupt_at_any_function_of_a_step(
     for at in itertools.count(1):
         device, interrupt = FakeDevice("lazy"), Interrupt(at)
         # what is to go to disk as we wait for it must not have gone in forward
-        offloader = offloader_of(device, tmp_path, target, pending_bytes=1 << 20 if part == "synchronize" else 1)
+        offloader = offloader_of(device, tmp_path, model, target, pending_bytes=1 << 20 if part == "synchronize" else 1)
         loss: Tensor | None = None
         with device:
             with contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as stack:
@@ -130,8 +134,8 @@ def test_an_interrupt_at_any_function_of_a_step(
                 loss.backward()
                 assert all(map(torch.equal, expected, gradients(model))), f"interrupted at {at}"
             del loss
-            forget_failed_backward()
-        gc.collect()
+            gc.collect(1)  # the error's traceback holds the graph; all of it is young
+            flush_autograd()
         device.finish()
         assert device.violations == [], f"interrupted at {at}"
         assert rests(offloader), f"interrupted at {at}"
@@ -139,7 +143,7 @@ def test_an_interrupt_at_any_function_of_a_step(
         hostpool._CLOSED.clear()  # else those that an interrupt left behind are looked at for ever
         if interrupt.left > 0:
             break
-    assert at > 40
+    assert at > 20, "hardly anything was interrupted"
 
 
 @contextlib.contextmanager
@@ -169,7 +173,7 @@ def test_an_interrupt_when_a_transfer_was_just_begun(tmp_path: Path, monkeypatch
     model(x).square().sum().backward()
     expected = gradients(model)
     device = FakeDevice("lazy")
-    offloader = offloader_of(device, tmp_path, "nvme", pending_bytes=1 << 20)
+    offloader = offloader_of(device, tmp_path, model, "nvme", pending_bytes=1 << 20)
     spool = offloader.tiers.spool
     assert spool is not None
     with device:
@@ -203,7 +207,7 @@ def test_the_end_of_a_read_that_was_given_up_is_not_that_of_the_next(
     """Else the next would count as read while its memory holds what it held before."""
     model, x = model_and_input()
     device = FakeDevice("lazy")
-    offloader = offloader_of(device, tmp_path, "nvme")
+    offloader = offloader_of(device, tmp_path, model, "nvme")
     spool, (mover,) = offloader.tiers.spool, offloader.tiers.movers.values()
     assert spool is not None
     assert isinstance(mover, DeviceMover)
