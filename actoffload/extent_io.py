@@ -1,8 +1,8 @@
 """Extents of the spool, and the transfers of one extent: several requests seen as one.
 
-Nothing in a ``Transfer`` takes a lock: ``cancel`` may run in a finalizer, which may interrupt any thread anywhere. Two
-lists whose ``pop`` is atomic decide instead: one token for "finished or cancelled", and one per segment, the last being
-the last.
+Nothing in a ``Transfer`` takes a lock: ``cancel`` may run in a finalizer, which may interrupt any thread anywhere. A
+list whose ``append`` is atomic decides instead, "finished" or "cancelled", by what came first; and a set of the
+segments that have not ended. A cancellation may be interrupted itself: all of its steps may be done again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Extent:
         "_poisoned",
         "_release_due",
         "_valid_bytes",
-        "_writing",
+        "_writer",
         "nbytes",
         "segments",
     )
@@ -58,12 +58,16 @@ class Extent:
         self._freed = False  # the caller has given it up
         self._release_due = False  # and the spool has taken note; changed under the spool's lock only
         self._poisoned = False
-        self._writing = False
+        self._writer: Transfer | None = None
         self._valid_bytes = 0  # how much the last write left here; 0: nothing that may be read
         self._checksums: list[int | None] = [None] * len(segments)
 
     def __repr__(self) -> str:
         return f"<Extent {self.nbytes} bytes in {len(self.segments)} segments>"
+
+
+_CANCELLED, _FAILED = object(), object()
+"""Verdicts on a transfer that did not finish."""
 
 
 class Transfer:
@@ -75,7 +79,6 @@ class Transfer:
     Attributes:
         error: What went wrong, or None. After ``Spool.abort`` an ``OffloaderClosedError``.
         done: Every segment has finished, or has been cancelled in time.
-        cancelled: ``cancel`` came in time, so ``on_done`` is not called.
         skip: Bytes of the extent before what is moved.
     """
 
@@ -85,12 +88,11 @@ class Transfer:
         "_before_lock",
         "_ended",
         "_keepalive",
+        "_left",
         "_on_done",
         "_on_end",
         "_parts",
-        "_tokens",
         "_verdict",
-        "cancelled",
         "done",
         "error",
         "extent",
@@ -116,7 +118,6 @@ class Transfer:
         self.skip = 0
         self.error: BaseException | None = None
         self.done = False
-        self.cancelled = False
         self._before = before
         self._before_error: BaseException | None = None
         self._before_lock = threading.Lock()
@@ -125,25 +126,31 @@ class Transfer:
         self._keepalive = keepalive
         self._ended = Latch()
         self._parts: Parts = ()
-        self._tokens: list[int] = []
-        self._verdict: list[None] = [None]
+        self._left: set[int] = set()  # the parts that have not ended
+        self._verdict: list[object] = []  # the first stands
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits at most ``timeout`` seconds until nothing of it runs any more, and returns whether that is so."""
         return self._ended.wait(timeout)
 
     def cancel(self) -> bool:
-        """Takes back what has not started. Never blocks.
+        """Takes back what has not started. Never blocks; may be called again, as after an interrupt.
 
         Returns:
             True: ``on_done`` will not be called; what had started finishes by itself, and until then the extent stays
             busy and ``keepalive`` alive. False: it has finished, ``on_done`` has been or will be called.
         """
-        if not self._decide():
-            return self.cancelled
-        self.cancelled = True
+        self._verdict.append(_CANCELLED)
+        if not self.cancelled:
+            return False
         self._drop_queued()
         return True
+
+    @property
+    def cancelled(self) -> bool:
+        """``cancel`` came in time, so ``on_done`` is not called."""
+        verdict = self._verdict
+        return bool(verdict) and (verdict[0] is _CANCELLED or verdict[0] is _FAILED)
 
     def promote(self) -> None:
         """Moves what is still queued to the front of the queues."""
@@ -153,7 +160,7 @@ class Transfer:
     def prepare(self, parts: Parts) -> None:
         """For the spool: takes the requests, one per segment, before anybody else sees the transfer."""
         self._parts = parts
-        self._tokens = list(range(len(parts)))
+        self._left = set(range(len(parts)))
 
     def check_order(self, verify: bool) -> None:
         """For the spool: refuses what would be silent corruption, as engines serve reads before writes.
@@ -171,7 +178,7 @@ class Transfer:
             return
         valid = extent._valid_bytes
         if self.skip + self.length > valid or (verify and self.length != valid):
-            state = "is being written" if extent._writing else f"holds {valid} valid bytes"
+            state = "is being written" if extent._writer is not None else f"holds {valid} valid bytes"
             raise StateError(f"read of {self.length} bytes: {extent!r} {state}")
 
     def start(self) -> None:
@@ -185,16 +192,18 @@ class Transfer:
 
     def fail(self, error: BaseException) -> None:
         """For the spool: as ``cancel``, but whoever waits finds ``error``."""
-        if self._decide():
-            self.cancelled = True
+        self._verdict.append(_FAILED)
+        if self._verdict[0] is _FAILED:
             self.error = error
+        if self.cancelled:
             self._drop_queued()
 
     def abandon(self, error: BaseException) -> None:
         """For a forked child, which has no engine threads: nothing will ever run, so wake whoever looks at it."""
-        if self._decide():
-            self.cancelled = True
+        self._verdict.append(_FAILED)
+        if self._verdict[0] is _FAILED:
             self.error = error
+        self.extent._writer = None
         self.done = True
         self._ended.set()
 
@@ -230,7 +239,8 @@ class Transfer:
             error = self._check(request, index, path)
         if error is not None and self.error is None:
             self.error = error
-        self._end_parts(1)
+        self._left.discard(index)
+        self._end_if_last()
 
     def _check(self, request: IoRequest, index: int, path: str) -> ChecksumError | None:
         expected = self.extent._checksums[index]
@@ -242,26 +252,26 @@ class Transfer:
         where = f"{request.length} bytes at offset {request.offset}"
         return ChecksumError(errno.EBADMSG, f"{where} read back with crc32 {found:08x}, written {expected:08x}", path)
 
-    def _decide(self) -> bool:
-        try:
-            self._verdict.pop()
-        except IndexError:
-            return False
-        return True
-
     def _drop_queued(self) -> None:
-        self._end_parts(sum(request.cancel() for _, request in self._parts))
+        for index, (_, request) in enumerate(self._parts):
+            if request.cancel():
+                self._left.discard(index)
+        self._end_if_last()
 
-    def _end_parts(self, count: int) -> None:
-        for _ in range(count):
-            if self._tokens.pop() == 0:  # the tokens are 0..n-1 and are taken from the end: this was the last one
-                self._end()
+    def _end_if_last(self) -> None:
+        """Ends it when no part is left: finished once, by one thread; cancelled perhaps more than once, to no harm."""
+        if self._left:
+            return
+        finish = object()
+        self._verdict.append(finish)
+        finished = self._verdict[0] is finish
+        if finished or self.cancelled:  # else another thread finishes it
+            self._end(finished)
 
-    def _end(self) -> None:
-        finished = self._decide()
-        if self.kind is IoKind.WRITE:
+    def _end(self, finished: bool) -> None:
+        if self.extent._writer is self:
             self.extent._valid_bytes = self.length if finished and self.error is None else 0
-            self.extent._writing = False
+            self.extent._writer = None
         on_done, keepalive = self._on_done, self._keepalive
         self._on_done = self._before = self._keepalive = None
         self.done = True

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -23,6 +22,7 @@ from .engines.base import IoKind, Range, SpoolFile, StorageEngine
 from .errors import ConfigError, SpoolFullError, StateError
 from .events import now
 from .extent_io import Extent, Parts, Transfer, closed_error, make_parts
+from .locks import new_lock
 from .meters import Mark, RateMeter
 
 _POISON_BYTE = b"\xff"
@@ -74,7 +74,7 @@ class Spool:
             grow_bytes=grow_bytes,
             threads=threads,
         )
-        self._lock = threading.Lock()
+        self._lock = new_lock()
         self._closed = False
         self._inert = False
         self._inbox: deque[Extent | Transfer] = deque()
@@ -242,7 +242,7 @@ class Spool:
         if self._inert:
             return
         self._closed = self._inert = True
-        self._lock = threading.Lock()  # the other one may be held by a thread that this process does not have
+        self._lock = new_lock()  # the other one may be held by a thread that this process does not have
         for engine in self.engines:
             engine.after_fork_in_child()
         self._arenas.close_files()
@@ -308,7 +308,7 @@ class Spool:
                 mark = self.meters[transfer.kind].began(now())
                 extent._busy += 1  # no call from here on: an interrupt finds all of it done, or none
                 if transfer.kind is IoKind.WRITE:
-                    extent._writing, extent._valid_bytes = True, 0
+                    extent._writer, extent._valid_bytes = transfer, 0
                 self._live[transfer] = mark
             transfer.start()
         except BaseException as exc:  # an engine is closed, no memory, or an interrupt
@@ -322,27 +322,27 @@ class Spool:
         if self._inert:  # the fork may have caught the allocators in the middle of a change
             return
         self._inbox.append(item)
-        while self._inbox and self._lock.acquire(blocking=False):
-            try:
-                self._drain()
-            finally:
-                self._lock.release()
+        while self._inbox and self._lock.run_if_free(self._drain) is not None:
+            pass
 
-    def _drain(self) -> None:
-        """Works off the notes. The lock is held."""
+    def _drain(self) -> bool:
+        """Works off the notes; True. The lock is held."""
         while self._inbox:
-            item = self._inbox.popleft()
+            item = self._inbox[0]  # taken away below: an interrupt before that leaves it to whoever comes next
             if isinstance(item, Transfer):
                 extent = item.extent
-                mark = self._live.pop(item)
-                moved = item.done and not item.cancelled and item.error is None
-                self.meters[item.kind].ended(item.length if moved else 0, now(), mark)
-                extent._busy -= 1
+                if item in self._live:  # else it is noted twice, as its end was interrupted
+                    moved = item.done and not item.cancelled and item.error is None
+                    self.meters[item.kind].ended(item.length if moved else 0, now(), self._live[item])
+                    extent._busy -= 1  # no call between these: an interrupt finds both done, or none
+                    del self._live[item]
             else:
                 extent = item
                 extent._release_due = True
+            self._inbox.popleft()
             if extent._release_due and not extent._busy:
                 self._release(extent)
+        return True
 
     def _release(self, extent: Extent) -> None:
         if self._poison is None or extent._poisoned or self._closed:

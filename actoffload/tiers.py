@@ -213,9 +213,9 @@ class Mover(ABC):
             self.drop_near(record)
         if record.transfer is not None:
             self.cancel(record)
-        if record.extent is not None:
-            self.give_back(record.extent)
-        record.extent = None
+        extent, record.extent = record.extent, None
+        if extent is not None:
+            self.give_back(extent)
         record.slot = None
         self.forget_near(record)
         record.to(State.RELEASED)
@@ -249,15 +249,27 @@ class Mover(ABC):
     def cancel(self, record: Record) -> bool:
         """Cancel the transfer under way; False when it is ending just now."""
         transfer = record.transfer
-        if transfer is None or not self.take_back(record, transfer):
+        if transfer is None:
             return False
-        record.transfer = None
+        try:
+            return self._cancel(record, transfer)
+        except BaseException:  # an interrupt: nobody else counts what was taken back, and who waits would for ever
+            if record.transfer is transfer:
+                self._cancel(record, transfer)
+            raise
+
+    def _cancel(self, record: Record, transfer: Moving) -> bool:
+        """As `cancel`; may be done again when it was interrupted."""
+        if not self.take_back(record, transfer):
+            return False
         if record.state is State.SPILLING:
             self.count_taken_back(record, transfer)
+        record.transfer = None
         return True
 
     def count_taken_back(self, record: Record, transfer: Moving) -> None:
         """A record is in the write ``transfer`` no more."""
+        record.transfer = None  # no call between these: an interrupt finds both done, or none
         self.core.pending_bytes -= record.nbytes
         self.core.accounts.cancelled_bytes += record.nbytes
         self.core.event(EventKind.CANCEL, record)
@@ -277,10 +289,10 @@ class Mover(ABC):
 
     def free_extent(self, record: Record) -> None:
         """Give the record's extent back (the spool waits for what is in flight on it)."""
-        if record.extent is not None:
-            self.give_back(record.extent)
-        record.extent = None
+        extent, record.extent = record.extent, None  # first: an interrupt must not have it given back twice
         record.on_disk = False
+        if extent is not None:
+            self.give_back(extent)
 
     def give_back(self, extent: object) -> None:
         """A record needs its room on disk no more."""

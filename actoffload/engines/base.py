@@ -84,6 +84,9 @@ class Latch:
         return self.is_set or event.wait(timeout)
 
 
+_CANCELLED = object()
+"""The claim of whoever takes a request back."""
+
 Range = tuple[int, int]
 """A range of memory: its address and its length in bytes."""
 
@@ -93,7 +96,7 @@ class IoRequest:
 
     The memory must stay valid until the request is final. No lock is used here, only operations of one list that are
     atomic: ``cancel`` may run inside a finalizer, which may interrupt any thread anywhere, also one that starts this
-    request.
+    request. A ``cancel`` that is itself interrupted may be called again.
 
     Args:
         kind: READ (file to memory) or WRITE (memory to file).
@@ -143,7 +146,7 @@ class IoRequest:
         self.on_done = on_done
         self.state = RequestState.QUEUED
         self.error: BaseException | None = None
-        self._claim: list[None] = [None]  # whoever pops the one element decides: started or cancelled
+        self._claim: list[object] = []  # what is appended first decides: started, by that attempt, or cancelled
         self._final = Latch()
 
     @property
@@ -155,9 +158,11 @@ class IoRequest:
         """Takes the request back.
 
         Returns:
-            True when it was still queued: it will never touch memory or file. False when it has started or is final.
+            True when it was still queued, or was cancelled before: it will never touch memory or file. False when it
+            has started.
         """
-        if not self._take_claim():
+        self._claim.append(_CANCELLED)
+        if self._claim[0] is not _CANCELLED:
             return False
         self.before = self.on_done = None  # it may sit in a queue for a while: do not keep the memory alive from there
         self._settle(RequestState.CANCELLED)
@@ -169,7 +174,9 @@ class IoRequest:
 
     def try_start(self) -> bool:
         """For engines: QUEUED to RUNNING. False when it was cancelled, or started before: then leave it alone."""
-        if not self._take_claim():
+        attempt: list[None] = []
+        self._claim.append(attempt)
+        if self._claim[0] is not attempt:
             return False
         self.state = RequestState.RUNNING
         return True
@@ -185,13 +192,6 @@ class IoRequest:
             on_done(self)
         except BaseException as exc:  # must not end the engine's thread, and must not be lost
             report_uncaught(exc)
-
-    def _take_claim(self) -> bool:
-        try:
-            self._claim.pop()
-        except IndexError:
-            return False
-        return True
 
     def _settle(self, state: RequestState) -> None:
         self.state = state

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,43 +20,10 @@ from actoffload.record import State
 from actoffload.testing.fakedevice import FakeDevice
 from actoffload.transfer import Transfers
 from tests.harness import WAIT_S, flush_autograd, forget_failed_backward
+from tests.unit.interrupts import Interrupt
 from tests.unit.rows import records_of, states
 
 SIZE = 64
-OURS = (
-    "accounts.py",
-    "arena.py",
-    "device_tier.py",
-    "extent_io.py",
-    "extents.py",
-    "record.py",
-    "spool.py",
-    "tiers.py",
-    "transfer.py",
-)
-EVENTS = ("call", "c_return")
-"""Python looks for an interrupt when a function is entered, and after one in C."""
-
-
-class Interrupt:
-    """Raises KeyboardInterrupt once, at the n-th place in our code where Python may."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def __call__(self, frame: Any, event: str, _: Any) -> None:
-        if event in EVENTS and frame.f_code.co_filename.endswith(OURS):
-            self.left -= 1
-            if self.left == 0:
-                raise KeyboardInterrupt
-
-    @contextlib.contextmanager
-    def armed(self) -> Iterator[None]:
-        sys.setprofile(self)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
 
 
 def model_and_input() -> tuple[nn.Sequential, Tensor]:
