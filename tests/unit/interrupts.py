@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from actoffload import hostpool
+
 OURS = (
     "accounts.py",
     "arena.py",
@@ -44,3 +46,13 @@ class Interrupt:
             yield
         finally:
             sys.setprofile(None)
+
+
+def forget_pools() -> None:
+    """Let the memory of pools go that an interrupt left behind, once no copy of a simulated device uses it.
+
+    They would be looked at for ever. Their address space adds up: mapped side by side it is one piece to Linux, which
+    lets no process fork that has a piece larger than the machine's memory.
+    """
+    hostpool._CLOSED.clear()
+    hostpool._LOCKED.clear()

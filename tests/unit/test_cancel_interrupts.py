@@ -12,14 +12,14 @@ from typing import Literal
 import pytest
 import torch
 
-from actoffload import OffloadConfig, Offloader, hostpool
+from actoffload import OffloadConfig, Offloader
 from actoffload.engines.base import IoKind
 from actoffload.spool import Spool, Transfer
 from actoffload.testing.behind import Memory
 from actoffload.testing.fakedevice import FakeDevice
 from actoffload.testing.faults import GateEngine
 from tests.harness import WAIT_S, flush_autograd, only_engine
-from tests.unit.interrupts import Interrupt
+from tests.unit.interrupts import Interrupt, forget_pools
 from tests.unit.rows import FULL, NBYTES, Saved, activations
 
 MIB = 1 << 20
@@ -29,7 +29,14 @@ Way = Literal["rows", "alone", "device"]
 def offloader_of(way: Way, path: Path) -> tuple[Offloader, FakeDevice | None]:
     device = FakeDevice("lazy") if way == "device" else None
     config = OffloadConfig(
-        target="nvme", path=path, engine=GateEngine, min_bytes=0, keep_last_bytes=0, policy="greedy", io_threads=1
+        target="nvme",
+        path=path,
+        engine=GateEngine,
+        min_bytes=0,
+        keep_last_bytes=0,
+        policy="greedy",
+        io_threads=1,
+        host_budget="64MiB",
     )
     offloader = Offloader(config) if device is None else Offloader(config, accelerator=device)
     offloader.use(torch.nn.Identity())  # else it looks through all live objects, each time
@@ -78,7 +85,10 @@ def test_an_interrupt_at_any_function_as_a_write_is_taken_back(
             flush_autograd()
         offloader.close()
         offloader.abort()  # what was dropped as the interrupt came may be forgotten
-        hostpool._CLOSED.clear()
+        if device is not None:
+            device.finish()
+            assert device.violations == [], f"interrupted at {at}"
+        forget_pools()
         assert set(in_finalizers) <= {KeyboardInterrupt}, f"interrupted at {at}"
         if interrupt.left > 0:
             break

@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from actoffload import OffloadConfig, Offloader, hostpool
+from actoffload import OffloadConfig, Offloader
 from actoffload.device_tier import DeviceMover
 from actoffload.record import State
 from actoffload.testing.fakedevice import FakeDevice
 from actoffload.transfer import Transfers
 from tests.harness import WAIT_S, flush_autograd, forget_failed_backward
-from tests.unit.interrupts import Interrupt
+from tests.unit.interrupts import Interrupt, forget_pools
 from tests.unit.rows import records_of, states
 
 SIZE = 64
@@ -106,7 +106,7 @@ def test_an_interrupt_at_any_function_of_a_step(
         assert device.violations == [], f"interrupted at {at}"
         assert rests(offloader), f"interrupted at {at}"
         offloader.close()
-        hostpool._CLOSED.clear()  # else those that an interrupt left behind are looked at for ever
+        forget_pools()
         if interrupt.left > 0:
             break
     assert at > 20, "hardly anything was interrupted"
