@@ -303,7 +303,7 @@ class Spool:
                 self._drain()
                 if extent._freed and not poisoning:
                     raise StateError(f"{transfer.kind.value}: {extent!r} is freed")
-                extent._poisoned = poisoning
+                extent._poisoned = extent._release_due = poisoning
                 transfer.check_order(self._verify)
                 mark = self.meters[transfer.kind].began(now())
                 extent._busy += 1  # no call from here on: an interrupt finds all of it done, or none
@@ -345,8 +345,8 @@ class Spool:
         return True
 
     def _release(self, extent: Extent) -> None:
+        extent._release_due = False  # once: an end may be noted twice
         if self._poison is None or extent._poisoned or self._closed:
-            extent._release_due = False
             self._arenas.give_back(extent.segments)
         else:
             self._to_poison.append(extent)

@@ -160,3 +160,26 @@ def test_who_cancels_last_changes_nothing_of_the_next_write(tmp_path: Path) -> N
     assert read.error is None
     assert back.data == memory.data
     spool.close()
+
+
+def test_an_end_that_is_noted_twice_has_freed_room_poisoned_once(tmp_path: Path) -> None:
+    """The second time the room may be another's: the poison would be read back as its bytes."""
+    spool = Spool([tmp_path], engine=GateEngine, stripe_bytes=MIB, capacity_bytes=4 * MIB, threads=1, poison=True)
+    memory, extent = Memory(MIB, fill=0x5A), spool.allocate(MIB)
+    transfer = spool.write(extent, memory.address, MIB)
+    spool.free(extent)
+    assert transfer.cancel()
+    assert transfer.cancel()
+    only = spool.engines[0]
+    assert isinstance(only, GateEngine)
+    assert spool.statistics().busy_extents == 1, "it is being poisoned"
+    (poisoning,) = spool._live
+    assert transfer.cancel()
+    assert spool.statistics().allocated_bytes == MIB, "nobody gets it meanwhile"
+    only.open()
+    assert poisoning.wait(WAIT_S)
+    assert spool.statistics().allocated_bytes == 0
+    assert transfer.cancel()
+    assert spool._live == {}
+    assert (spool.statistics().busy_extents, spool.statistics().allocated_bytes) == (0, 0)
+    spool.close()
