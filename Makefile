@@ -2,6 +2,7 @@
 #
 #   make demo    train a small GPT on real text, with and without offloading, and compare
 #   make test    everything that continuous integration runs
+#   make quick   what to run before each commit: under a minute
 #   make bench   the benchmarks of the CPU, with peers (about an hour; needs a quiet machine)
 #   make gpu     the suite for a machine with an accelerator (uses PYTHON as it is, no environment, no network)
 #
@@ -24,7 +25,19 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test bench gpu lint format types tiny tests clean
+# One test or more of every kind that guards gradients, and what changes most often breaks; tests/unit has a test that
+# all of them exist. In order: floors and sizes, CONTRIBUTING, config errors, the simulated device, graphs (twice, in
+# parts, dropped, changed in place), whole steps, faults of engines, engines, plans.
+QUICK := tests/unit/test_architecture.py tests/unit/test_contributing.py tests/unit/test_readme.py \
+  tests/unit/test_bad_input.py tests/unit/test_ordering.py::test_gradients_survive_every_adversary \
+  tests/parity/test_graphs.py tests/parity/test_training.py::test_loop \
+  tests/faults/test_offloader_faults.py::test_writes_that_fail \
+  tests/faults/test_offloader_faults.py::test_a_failed_read_of_the_only_copy_fails_the_step_and_no_other \
+  tests/conformance/test_engines.py::TestPosix \
+  tests/property/test_planners_property.py::test_half_of_the_bandwidth_frees_memory_at_no_loss \
+  tests/property/test_planners_property.py::test_max_slowdown_is_kept
+
+.PHONY: demo test quick bench gpu lint format types tiny tests clean
 
 demo: $(VENV)/.installed
 	$(BIN)/actoffload demo $(DEMO_ARGS)
@@ -32,6 +45,9 @@ demo: $(VENV)/.installed
 # The types are looked at beside the tests: alone they keep one processor idle.
 test: lint
 	+$(MAKE) --no-print-directory --jobs=2 types tests
+
+quick: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadscope $(QUICK)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .

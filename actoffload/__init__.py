@@ -14,15 +14,15 @@ from __future__ import annotations
 
 from . import errors
 from .api import Attachment, attach, offload_activations
+from .autograd.exclusions import keep, no_offload
+from .autograd.offloader import Offloader
+from .autograd.selective import create_selective_checkpoint_contexts
 from .config import OffloadConfig
-from .engines.base import StorageEngine
-from .hooks import Offloader
-from .marks import keep, no_offload
-from .planner import Plan
+from .planning.plan import Plan
+from .planning.profile import Profile
 from .policy import Decision, Policy, TensorFacts
-from .profile import Profile
-from .selective import create_selective_checkpoint_contexts
 from .statistics import Statistics
+from .storage.engines.base import StorageEngine
 from .version import __version__
 
 __all__ = [

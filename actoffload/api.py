@@ -15,10 +15,10 @@ from typing import Any
 
 from torch import nn
 
+from .autograd.offloader import Offloader
 from .config import make_config
 from .errors import ConfigError
-from .hooks import Offloader
-from .scopes import Hooking, untraced, untraced_frame
+from .runtime.untraced import Hooking, untraced, untraced_frame
 
 _offloaders: dict[Any, Offloader] = {}
 _lock = threading.Lock()
@@ -175,7 +175,7 @@ class _Step:
             return self.__wrapped__(*args, **kwargs)
         attachment._enter(self._module, args)
         try:
-            attachment.offloader._inputs.note(args, kwargs)
+            attachment.offloader.note_inputs(args, kwargs)
             return self.__wrapped__(*args, **kwargs)
         finally:
             attachment._exit(self._module, args, None)

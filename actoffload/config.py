@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from .errors import ConfigError
 
 if TYPE_CHECKING:
-    from .engines.base import SpoolFile, StorageEngine
     from .events import TraceEvent
-    from .planner import Plan
+    from .planning.plan import Plan
     from .policy import Policy
+    from .storage.engines.base import SpoolFile, StorageEngine
 
 Target = Literal["auto", "host", "nvme", "tiered"]
 POLICIES = ("auto", "greedy", "all")

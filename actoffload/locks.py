@@ -1,93 +1,63 @@
-"""A lock for what finalizers must not wait for: whoever gives it back works off what they could only note meanwhile."""
+"""The offloader's mutex, and the condition on it."""
 
 from __future__ import annotations
 
+import _thread
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
-from . import native_hooks
 
+class DrainingLock(_thread.RLock):  # type: ignore[misc]  # it may be subclassed, whatever its stub says
+    """Mutex that runs deferred finalizer work on release.
 
-class DrainingLock:
-    """A mutex that calls its owner back when it was released and something is noted.
+    A finalizer may run anywhere, also in a thread that holds the lock. It must not wait, so it notes its work and calls
+    `run_if_free`. If somebody holds the lock, the release that follows calls ``after_release``, and nothing is left.
 
-    A finalizer may run anywhere, also in a thread that holds the lock, so it notes its work and tries the lock without
-    waiting. If it finds the lock taken, the release that follows calls `after_release`, and nothing is left lying.
+    The base is written in C, so ``with`` acquires the lock without a Python frame in which an interrupt could leave it
+    held. An interrupt at the start of `__exit__` or `release` can; `abandon` gives the lock back then.
+
+    Args:
+        noted: the deferred work. The owner appends to it and empties it.
 
     Attributes:
-        noted: what was noted and not yet worked off; its owner appends to it and empties it.
-        after_release: called after a release with something noted.
+        after_release: called after a release that leaves something noted.
     """
 
-    __slots__ = ("_lock", "after_release", "noted")
-
-    def __init__(
-        self, after_release: weakref.WeakMethod[Callable[[], None]] | None = None, noted: deque[Any] | None = None
-    ) -> None:
-        self._lock = threading.Lock()
-        self.after_release = after_release
+    def __init__(self, noted: deque[Any] | None = None) -> None:
         self.noted: deque[Any] = deque() if noted is None else noted
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """As `threading.Lock.acquire`."""
-        return self._lock.acquire(blocking, timeout)
+        self.after_release: weakref.WeakMethod[Callable[[], None]] | None = None
 
     def release(self) -> None:
-        """Give it back, and let the owner work off what was noted meanwhile."""
-        self._lock.release()
-        if self.noted:
+        """Give the lock back, and have the owner do what was noted meanwhile."""
+        super().release()
+        if self.noted and not self.owned():
             after = self.after_release() if self.after_release is not None else None
             if after is not None:
                 after()
 
+    def __exit__(self, *exc: object) -> None:
+        self.release()
+
     def run_if_free(self, work: Callable[[], bool]) -> bool | None:
-        """What ``work`` returns, with the lock held meanwhile; None where somebody holds it. Never waits."""
-        if not self._lock.acquire(blocking=False):
+        """Return what ``work`` returns with the lock held, or None where any thread holds it, even this one."""
+        if self.owned() or not self.acquire(blocking=False):
             return None
         try:
             return work()
         finally:
-            self._lock.release()
+            super().release()
 
-    def release_only(self) -> None:
-        """Give it back without the call: for the owner's own work."""
-        self._lock.release()
+    def abandon(self) -> None:
+        """Give the lock back if this thread holds it, however often: after an interrupt. Deferred work is not done."""
+        while self.owned():
+            super().release()
 
-    # What `threading.Condition` asks of a lock. No call on the way into a wait: its error would leave the lock open.
-
-    def _release_save(self) -> None:
-        self._lock.release()
-
-    def _acquire_restore(self, state: None) -> None:
-        self._lock.acquire()
-
-    def _is_owned(self) -> bool:
-        return self._lock.locked()
-
-    def locked(self) -> bool:
-        """Whether somebody holds it."""
-        return self._lock.locked()
-
-    @property
-    def __enter__(self) -> Callable[[], bool]:
-        # What `with` calls is in C: an interrupt in a frame of Python's, after the acquisition, would leave it locked.
-        # One that comes just as `__exit__` begins still does; there is no such way out of a block that does more.
-        return self._lock.__enter__
-
-    def __exit__(self, *exc: object) -> None:
-        self.release()
-
-
-def new_lock(
-    after_release: weakref.WeakMethod[Callable[[], None]] | None = None, noted: deque[Any] | None = None
-) -> DrainingLock:
-    """A `DrainingLock`, in C where that is at hand."""
-    native = native_hooks.loaded()
-    lock: DrainingLock = (DrainingLock if native is None else native.DrainingLock)(after_release, noted)
-    return lock
+    def owned(self) -> bool:
+        """Return whether the calling thread holds the lock."""
+        return bool(self._is_owned())  # type: ignore[attr-defined]  # the stub leaves it out
 
 
 class Changed(threading.Condition):
@@ -98,11 +68,11 @@ class Changed(threading.Condition):
 
     @property
     def waiters(self) -> deque[Any]:
-        """Those who wait."""
+        """The threads that wait."""
         found: deque[Any] = self._waiters  # type: ignore[attr-defined]
         return found
 
     def notify_all(self) -> None:
-        """As `threading.Condition.notify_all`; the lock is held."""
+        """As `threading.Condition.notify_all`. The caller holds the lock."""
         if self._waiters:  # type: ignore[attr-defined]
             super().notify_all()

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from actoffload.report.environment import stream_worker
-from actoffload.report.plots import step_time_against_memory
+from actoffload.analysis.plots import step_time_against_memory
+from actoffload.analysis.workers import stream_worker
 from benchmarks import gpu_report, harness
 from benchmarks.gpu_cases import GpuCase, cases
 from benchmarks.modes import MODES
@@ -36,7 +36,7 @@ SPARE_S = 5
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tests and every case; 1 when a test or a mode of the library failed, or gradients differed."""
-    options = _parse(arguments)
+    options = parse(arguments)
     if not options.tiny and not torch.accelerator.is_available():
         print("no accelerator here: nothing was measured (--tiny runs the suite on the CPU)", file=sys.stderr)
         return 2
@@ -49,13 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return suite.finish()
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="on the CPU, with tiny sizes")
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a run."""
+    parser = harness.make_parser(__doc__, tiny=True)
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for everything together")
     parser.add_argument("--steps", type=int, help="timed steps of each mode; 3, with --tiny 1")
     parser.add_argument("--cases", nargs="+", help="only these, by name")
-    parser.add_argument("--path", help="directory of the spool")
     parser.add_argument("--skip-tests", action="store_true", help="only the cases")
     return parser.parse_args(arguments)
 
@@ -67,19 +66,18 @@ class Suite:
         self.options = options
         self.deadline: float = time.monotonic() + options.budget_s
         kind = "tiny" if options.tiny else torch.cuda.get_device_name() if torch.cuda.is_available() else "accelerator"
-        name = f"gpu_{kind.replace(' ', '-').lower()}_{harness.stamp()}.json"
-        self.file = harness.results_folder(keep=not options.tiny) / name
-        self.payload: dict[str, Any] = {
-            "benchmark": "gpu",
-            "command": harness.command_line("benchmarks.gpu", arguments),
-            "environment": harness.environment(),
-            "tests": None,
-            "points": [],
-        }
+        variant = kind.replace(" ", "-").lower()
+        self.results = harness.Results("gpu", arguments, vars(options), variant=variant, keep=not options.tiny)
+        self.tests: dict[str, Any] | None = None
+        self.points: list[dict[str, Any]] = []
 
     def remaining_s(self) -> float:
         """Seconds left of the time budget."""
         return self.deadline - time.monotonic()
+
+    def write(self) -> None:
+        """Write what there is."""
+        self.results.write(tests=self.tests, points=self.points)
 
     def run_tests(self) -> None:
         """The tests marked ``gpu``; without an accelerator each of them is skipped, but still imported."""
@@ -91,23 +89,20 @@ class Suite:
             done = subprocess.run(command, cwd=harness.ROOT, capture_output=True, text=True, timeout=limit, check=False)
             print(done.stdout, end="")
             lines = done.stdout.strip().splitlines()
-            tests = {"status": done.returncode, "summary": lines[-1] if lines else done.stderr[-500:]}
+            self.tests = {"status": done.returncode, "summary": lines[-1] if lines else done.stderr[-500:]}
         except subprocess.TimeoutExpired:
-            tests = {"status": -1, "summary": f"stopped after {limit:.0f} s"}
-        self.payload["tests"] = tests
-        harness.write_results(self.file, self.payload)
+            self.tests = {"status": -1, "summary": f"stopped after {limit:.0f} s"}
+        self.write()
 
     def run_case(self, case: GpuCase) -> None:
         """All modes of a case, in as few processes as do not fail."""
         waiting = [case.reference, *case.modes]
         while waiting:
             if self.remaining_s() < LEAST_S:
-                self._leave_out(case, waiting, "no time was left")
-                return
+                return self._leave_out(case, waiting, "no time was left")
             self._run_process(case, waiting)
             if case.reference in waiting or "error" in self._reference(case):
-                self._leave_out(case, waiting, f"{case.reference} was not measured")
-                return
+                return self._leave_out(case, waiting, f"{case.reference} was not measured")
 
     def _run_process(self, case: GpuCase, waiting: list[str]) -> None:
         """One process; takes from ``waiting`` what it measured, and at least one mode."""
@@ -116,10 +111,8 @@ class Suite:
         measured_reference = False
         for result in stream_worker("benchmarks.gpu_worker", spec, limit_s=limit_s, cwd=harness.ROOT):
             mode = result.setdefault("mode", waiting[0] if waiting else case.reference)
-            again = mode == case.reference and mode not in waiting
-            if mode == case.reference:
-                measured_reference = True
-            if mode in waiting and not again:
+            measured_reference = measured_reference or mode == case.reference
+            if mode in waiting:  # else it is the reference again, in a process that takes the rest
                 self._add(case, mode, result)
                 waiting.remove(mode)
         if not measured_reference and waiting:
@@ -139,46 +132,33 @@ class Suite:
         }
 
     def _reference(self, case: GpuCase) -> dict[str, Any]:
-        points = [p for p in self.payload["points"] if p["case"]["name"] == case.name and p["mode"] == case.reference]
+        points = [p for p in self.points if p["case"]["name"] == case.name and p["mode"] == case.reference]
         found: dict[str, Any] = points[0]["result"]
         return found
 
     def _leave_out(self, case: GpuCase, waiting: list[str], why: str) -> None:
-        while waiting:
-            self._add(case, waiting.pop(0), {"left_out": why})
+        for mode in waiting:
+            self._add(case, mode, {"left_out": why})
 
     def _add(self, case: GpuCase, mode: str, result: dict[str, Any]) -> None:
         about = {"name": case.name, "reference": case.reference, "ssdtrain": case.ssdtrain} | case.spec
-        self.payload["points"].append({"case": about, "mode": mode, "result": result})
-        harness.write_results(self.file, self.payload)
+        self.points.append({"case": about, "mode": mode, "result": result})
+        self.write()
         print(json.dumps({"case": case.name, "mode": mode} | gpu_report.short(result)), flush=True)
 
     def finish(self) -> int:
         """Write the tables and the picture; 0 when all is well."""
-        points = self.payload["points"]
-        goals = gpu_report.goals(points)
-        self.payload["goals"] = [goal.as_dict() for goal in goals]
-        harness.write_results(self.file, self.payload)
-        text = gpu_report.render(points)
-        if goals:
-            text += "\n" + harness.bounds_table(goals)
-        left_out = [f"{p['case']['name']} / {p['mode']}" for p in points if "left_out" in p["result"]]
-        if left_out:
-            text += f"\nLeft out, as time was short or the reference failed: {'; '.join(left_out)}.\n"
-        pageable = [f"{p['case']['name']} / {p['mode']}" for p in points if p["result"].get("page_locked") is False]
-        if pageable:
-            text += f"\nWith host memory that could not be page-locked, so that copies block: {'; '.join(pageable)}.\n"
-        print(text)
-        self.file.with_suffix(".md").write_text(text, encoding="utf-8")
-        picture = self.file.with_suffix(".png")
-        if step_time_against_memory(gpu_report.drawn(points), picture, gpu_report.title(self.payload)):
+        points = self.points
+        self.write()
+        self.results.finish(gpu_report.render(points), gpu_report.goals(points))
+        picture = self.results.file.with_suffix(".png")
+        if step_time_against_memory(gpu_report.drawn(points), picture, gpu_report.title(self.results.payload)):
             print(f"picture: {picture.name}")
         ours = [p for p in points if MODES[p["mode"]].ours or p["mode"] == p["case"]["reference"]]
         broken = [p for p in ours if "error" in p["result"] and not p["result"].get("oom")]
         different = [p for p in ours if gpu_report.differs(p["result"])]
-        tests = self.payload["tests"]
-        tests_failed = tests is not None and tests["status"] != 0
-        print(f"results: {self.file.name}; {len(broken)} failed, {len(different)} differ, tests failed: {tests_failed}")
+        tests_failed = self.tests is not None and self.tests["status"] != 0
+        print(f"{len(broken)} failed, {len(different)} differ, tests failed: {tests_failed}")
         return 1 if broken or different or tests_failed else 0
 
 

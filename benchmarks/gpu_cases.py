@@ -58,15 +58,7 @@ def _llama(name: str, *, batch: int, modes: tuple[str, ...], reference: str = "k
 
     Half of them, so that peers that pin whatever is saved stay within the memory of a machine with 128 GiB.
     """
-    sizes = {
-        "hidden": 4096,
-        "layers": 16,
-        "inner": 14336,
-        "heads": 32,
-        "kv_heads": 8,
-        "vocab": 32000,
-        "seq": 8192,
-    }
+    sizes = {"hidden": 4096, "layers": 16, "inner": 14336, "heads": 32, "kv_heads": 8, "vocab": 32000, "seq": 8192}
     spec = {"model": "llama", "batch": batch, "dtype": "bfloat16", "sizes": sizes}
     return GpuCase(name=name, spec=spec, modes=modes, reference=reference)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from actoffload.report.plots import Point
+from actoffload.analysis.plots import Point
 from benchmarks.harness import Bound, markdown_table
 from benchmarks.modes import MODES
 
@@ -24,19 +24,29 @@ PEAK_GOAL, TIME_GOAL, TRL_GOAL, IDEAL_GOAL = 0.40, 1.02, 1.5, 0.95
 
 
 def render(points: Sequence[PointRow]) -> str:
-    """All points as a Markdown table."""
-    return markdown_table(COLUMNS, [_row(point) for point in points])
+    """All points as a Markdown table, and what is to be known of them."""
+    text = markdown_table(COLUMNS, [_row(point) for point in points])
+    left_out = [_name(point) for point in points if "left_out" in point["result"]]
+    if left_out:
+        text += f"\nLeft out, as time was short or the reference failed: {'; '.join(left_out)}.\n"
+    pageable = [_name(point) for point in points if point["result"].get("page_locked") is False]
+    if pageable:
+        text += f"\nWith host memory that could not be page-locked, so that copies block: {'; '.join(pageable)}.\n"
+    return text
+
+
+def _name(point: PointRow) -> str:
+    return f"{point['case']['name']} / {point['mode']}"
 
 
 def _row(point: PointRow) -> tuple[str, ...]:
     result = point["result"]
-    name = f"{point['case']['name']} / {point['mode']}"
     why = "out of memory" if result.get("oom") else next((result[k] for k in _REASONS if k in result), None)
     if why is not None:
-        return (name, str(why), *["-"] * (len(COLUMNS) - 2))
+        return (_name(point), str(why), *["-"] * (len(COLUMNS) - 2))
     wait_s = result.get("wait_s_per_step")
     return (
-        name,
+        _name(point),
         "-" if "ratio" not in result else f"{result['ratio']:.3f}",
         f"{result['median_step_s']:.3f}",
         _size(result.get("activation_peak_bytes")),

@@ -10,8 +10,6 @@ next process's. The options come as one JSON argument: those of `benchmarks.work
 from __future__ import annotations
 
 import gc
-import json
-import os
 import sys
 import time
 from statistics import median
@@ -20,11 +18,11 @@ from typing import Any
 import psutil
 import torch
 
+from actoffload.analysis.process_usage import rss_bytes
 from actoffload.errors import ActOffloadError
-from actoffload.testing.measure import rss_bytes
 from benchmarks.modes import MODES, WARM_UP
 from benchmarks.peers import Unavailable
-from benchmarks.worker import Run, per_step
+from benchmarks.worker import Run, out_of_memory, read_spec, say
 
 SPARE_S, SPARE_ON_DEVICE_S = 10.0, 30.0
 """Left for a mode beyond its steps: on a device tens of gigabytes of host memory are page-locked, and let go of."""
@@ -38,10 +36,7 @@ class Series:
     def __init__(self, spec: dict[str, Any]) -> None:
         self.spec = spec
         self.deadline_s = time.monotonic() + spec["limit_s"]
-        if spec.get("threads"):
-            torch.set_num_threads(spec["threads"])
         self.run = Run(spec | {"mode": spec["reference"]})
-        self.on_device = self.run.device.type != "cpu"
         if self.run.device.type == "cuda":
             # Its backward is not deterministic, so that the steps whose bits are compared would run other kernels, and
             # save other tensors, than those that are timed. In every mode alike.
@@ -54,7 +49,7 @@ class Series:
         self.baseline_bytes: int | None = None
 
     def reference(self) -> dict[str, Any]:
-        """The reference itself, twice its deterministic step; what it measures."""
+        """The reference itself, with its deterministic step three times; what it measures."""
         result = self._measured(self.spec["reference"])
         self.gradients = result["first_gradients"]
         self.run.open(self.spec["reference"])
@@ -66,7 +61,7 @@ class Series:
     def mode(self, name: str) -> dict[str, Any]:
         """One mode, and a block of the reference after it."""
         steps = self.spec["steps"] + (WARM_UP if MODES[name].ours else 1) + 2
-        spare_s = SPARE_ON_DEVICE_S if self.on_device else SPARE_S
+        spare_s = SPARE_ON_DEVICE_S if self.run.on_device else SPARE_S
         if self.deadline_s - time.monotonic() < spare_s + COST * steps * median(self.reference_s):
             return {"mode": name, "left_out": "no time was left"}
         before_s = self.reference_s
@@ -75,13 +70,11 @@ class Series:
         except Unavailable as error:
             return {"mode": name, "unavailable": str(error)}
         except torch.OutOfMemoryError as error:
-            result = {"mode": name, "error": f"out of memory: {str(error).splitlines()[0]}", "oom": True}
+            return out_of_memory(name, error)
         except ActOffloadError as error:
-            result = {"mode": name, "error": f"{type(error).__name__}: {str(error).splitlines()[0]}", "oom": False}
+            return failure(name, error)
         finally:
             self._close()
-        if "error" in result:
-            return result
         self.run.open(self.spec["reference"])
         self.run.timed(1)
         self.reference_s = self.run.timed(self.spec["steps"])
@@ -92,23 +85,15 @@ class Series:
         return result
 
     def _measured(self, name: str) -> dict[str, Any]:
-        run, steps, ours = self.run, self.spec["steps"], MODES[name].ours
+        run = self.run
         result: dict[str, Any] = {"mode": name}
         run.open(name, self._budget(name))
         result["first_gradients"] = run.first_step()
-        run.timed(WARM_UP if ours else 1)
-        if self.on_device:
-            torch.accelerator.reset_peak_memory_stats()
-        before = run.counts()
-        result["step_s"] = run.timed(steps)
-        result["median_step_s"] = median(result["step_s"])
+        run.timed(WARM_UP if MODES[name].ours else 1)
+        result |= run.measure(lambda: run.timed(self.spec["steps"]))
         result["host_rss_bytes"] = max(0, rss_bytes() - self.static_rss_bytes)
         # What a driver pins for a process is not always in its resident memory.
         result["host_taken_bytes"] = max(0, self.available_bytes - psutil.virtual_memory().available)
-        if self.on_device:
-            peak = int(torch.accelerator.max_memory_allocated())
-            result |= {"peak_device_bytes": peak, "activation_peak_bytes": peak - run.facts["static_bytes"]}
-        result |= per_step(before, run.counts(), steps)
         offloader = run.offloader
         if offloader is not None:
             counted = offloader.statistics()
@@ -116,7 +101,7 @@ class Series:
             report = offloader.report()
             result |= {"statistics": counted.as_dict(), "report": report, **planned(offloader)}
             result["page_locked"] = "could not be page-locked" not in report
-            if not self.on_device:
+            if not run.on_device:
                 result["activation_peak_bytes"] = counted.resident_peak_bytes
         try:
             result["last_gradients"] = run.first_step()  # by now there is a plan, and memory that is used again
@@ -151,31 +136,28 @@ def planned(offloader: Any) -> dict[str, Any]:
     return {"predicted_step_s": plan.predicted_step_s, "predicted_peak_bytes": plan.predicted_peak_bytes}
 
 
+def failure(mode: str, error: Exception) -> dict[str, Any]:
+    """A result: a mode failed."""
+    lines = str(error).splitlines() or ["no message"]
+    return {"mode": mode, "error": f"{type(error).__name__}: {lines[0]}", "oom": False}
+
+
 def main(argument: str) -> int:
     """Measure and print."""
-    # Before torch starts cuBLAS: without a fixed workspace its results are not reproducible.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    spec = json.loads(argument)
+    spec = read_spec(argument)
     try:
         series = Series(spec)
         say(series.reference())
     except torch.OutOfMemoryError as error:
-        text = f"out of memory: {str(error).splitlines()[0]}"
-        say({"mode": spec["reference"], "error": text, "oom": True})
+        say(out_of_memory(spec["reference"], error))
         return 0
     for name in spec["modes"]:
         try:
             say(series.mode(name))
         except Exception as error:  # a peer's bug, and whatever else: the next process begins afresh
-            lines = str(error).splitlines() or ["no message"]
-            say({"mode": name, "error": f"{type(error).__name__}: {lines[0]}", "oom": False})
+            say(failure(name, error))
             return 0
     return 0
-
-
-def say(result: dict[str, Any]) -> None:
-    """One line of output."""
-    print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

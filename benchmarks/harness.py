@@ -1,22 +1,70 @@
-"""What every benchmark shares: samples in turns, statistics of them, bounds, tables, and files with the results."""
+"""What every benchmark shares: its arguments, samples in turns, bounds, tables, and the files of its results."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from actoffload.report.environment import describe_environment, run_worker, without_paths, write_json
+from actoffload.analysis.environment import describe_environment, without_paths, write_json
+from actoffload.analysis.workers import run_worker
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 Sample = dict[str, Any]
+Row = dict[str, Any]
+"""What the samples of one thing say, by name."""
+Samples = dict[str, list[Sample]]
+"""Samples by the name of what was measured, in the order of the rounds."""
+
+
+def make_parser(description: str | None, *, rounds: int | None = None, tiny: bool = False) -> argparse.ArgumentParser:
+    """Arguments that benchmarks share: ``--path``, and where asked for ``--rounds`` and ``--tiny``."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--path", help="directory of the spool")
+    if rounds is not None:
+        parser.add_argument("--rounds", type=int, default=rounds, help="samples of each kind")
+    if tiny:
+        parser.add_argument("--tiny", action="store_true", help="tiny sizes: only to see that it runs")
+    return parser
+
+
+# -- samples ----------------------------------------------------------------------------------------------------------
+
+
+def run_sample(module: str, spec: dict[str, Any], *, timeout_s: float) -> Sample:
+    """One sample in a process of its own; see `actoffload.analysis.environment.run_worker`."""
+    return run_worker(module, spec, limit_s=timeout_s, cwd=ROOT)
+
+
+def interleave(modes: Iterable[str], rounds: int, measure: Callable[[str], Sample]) -> Samples:
+    """Samples of every mode, taken in turns (A B A B), so that a drift of the machine falls on all alike."""
+    samples: Samples = {mode: [] for mode in modes}
+    for _ in range(rounds):
+        for mode, taken in samples.items():
+            taken.append(measure(mode))
+    return samples
+
+
+def middle(samples: Iterable[Mapping[str, Any]], *keys: str) -> float:
+    """The median of a number that every sample has, by its keys from the outside in."""
+
+    def number(sample: Any) -> float:
+        for key in keys:
+            sample = sample[key]
+        return float(sample)
+
+    return float(median(number(sample) for sample in samples))
+
+
+# -- results ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,116 +90,91 @@ class Bound:
         sign = "≤" if self.at_most else "≥"
         return self.what, measured, f"{sign} {self.bound:g}{self.unit}", "yes" if self.holds else "NO"
 
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self) | {"holds": self.holds}
 
+def result_file(benchmark: str, variant: str = "", *, keep: bool = True) -> Path:
+    """Where the result of a run goes: to ``$OUT`` where that is set, else to ``benchmarks/results``.
 
-def interleave(modes: Sequence[str], rounds: int, measure: Callable[[str], Sample]) -> dict[str, list[Sample]]:
-    """Samples of every mode, taken in turns (A B A B), so that a drift of the machine falls on all alike."""
-    samples: dict[str, list[Sample]] = {mode: [] for mode in modes}
-    for _ in range(rounds):
-        for mode in modes:
-            samples[mode].append(measure(mode))
-    return samples
-
-
-def run_sample(module: str, spec: dict[str, Any], *, timeout_s: float) -> Sample:
-    """One sample in a process of its own; see `actoffload.report.environment.run_worker`."""
-    return run_worker(module, spec, limit_s=timeout_s, cwd=ROOT)
-
-
-def middle(samples: Iterable[Sample], *keys: str) -> float:
-    """The median of a number that every sample has, by its keys from the outside in."""
-
-    def number(sample: Any) -> float:
-        for key in keys:
-            sample = sample[key]
-        return float(sample)
-
-    return float(median(number(sample) for sample in samples))
-
-
-def failures(samples: dict[str, list[Sample]]) -> list[str]:
-    """The names of those of which a sample failed."""
-    return [name for name, taken in samples.items() if any("error" in sample for sample in taken)]
-
-
-def environment() -> dict[str, Any]:
-    """The machine and the software. No host name, no path."""
-    return describe_environment(ROOT)
-
-
-def results_folder(*, keep: bool = True) -> Path:
-    """Where results go: ``$OUT`` where that is set, else ``benchmarks/results``, or ``build`` for those not to keep."""
+    Args:
+        benchmark: its name.
+        variant: what tells it from other results of the benchmark on the same day.
+        keep: False for a result not to keep: to ``build/results``.
+    """
     folder = Path(os.environ.get("OUT") or (RESULTS if keep else ROOT / "build" / "results"))
     folder.mkdir(parents=True, exist_ok=True)
-    return folder
+    day = time.strftime("%Y-%m-%d", time.gmtime())
+    return folder / f"{'_'.join(filter(None, (benchmark, variant, day)))}.json"
 
 
-def write_results(path: Path, payload: dict[str, Any]) -> None:
-    """Write ``payload`` as JSON in one step, so that a run that is killed leaves the last whole file."""
-    write_json(path, payload)
+class Results:
+    """The result file (JSON) of one run and the Markdown table beside it.
 
+    Args:
+        benchmark: its name.
+        arguments: what ``main`` was given; None stands for this process's arguments.
+        configuration: what was measured, for the file.
+        variant: see `result_file`.
+        keep: see `result_file`.
+    """
 
-def keep_samples(target: Path, payload: dict[str, Any], samples: dict[str, list[Sample]]) -> None:
-    """Take the samples into ``payload`` and write it: after each round, what there is."""
-    payload["samples"] = samples
-    write_results(target, payload)
+    def __init__(
+        self,
+        benchmark: str,
+        arguments: Sequence[str] | None,
+        configuration: Mapping[str, Any],
+        *,
+        variant: str = "",
+        keep: bool = True,
+    ) -> None:
+        self.file = result_file(benchmark, variant, keep=keep)
+        self.payload: dict[str, Any] = {
+            "benchmark": benchmark,
+            "command": command_line(f"benchmarks.{benchmark}", arguments),
+            "environment": describe_environment(ROOT),
+            "configuration": {name: value for name, value in configuration.items() if name != "path"},
+        }
 
+    def write(self, **more: Any) -> None:
+        """Write the file with all that is known so far, in one step: a run that is killed leaves the last whole one."""
+        self.payload |= more
+        write_json(self.file, self.payload)
 
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table; the first column is left-aligned, the others right-aligned."""
-    lines = [
-        "| " + " | ".join(columns) + " |",
-        "| " + " | ".join(["---"] + ["---:"] * (len(columns) - 1)) + " |",
-    ]
-    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
-
-
-def bounds_table(bounds: Sequence[Bound]) -> str:
-    """The bounds as a Markdown table."""
-    return markdown_table(("bound", "measured", "must be", "holds"), [bound.row() for bound in bounds])
-
-
-def mib(nbytes: float) -> str:
-    """Bytes in MiB, for a table."""
-    return f"{nbytes / 2**20:.0f} MiB"
-
-
-def stamp() -> str:
-    """Today, for the name of a result file."""
-    return time.strftime("%Y-%m-%d", time.gmtime())
-
-
-def head(benchmark: str, arguments: Sequence[str] | None, configuration: dict[str, Any], *, threads: int) -> Sample:
-    """What every result begins with: the benchmark, the command, the environment and the configuration."""
-    return {
-        "benchmark": benchmark,
-        "command": command_line(f"benchmarks.{benchmark}", arguments),
-        "environment": environment() | {"torch_threads": threads},
-        "configuration": configuration,
-    }
-
-
-def publish(
-    name: str, payload: Sample, summarise: Callable[[Any], dict[str, Any]], render: Callable[[Any], str]
-) -> int:
-    """Write ``payload``, with its summary as a table where no sample failed; 1 when one did."""
-    failed = any("error" in sample for taken in payload["samples"].values() for sample in taken)
-    target = results_folder() / f"{name}_{stamp()}.json"
-    if not failed:
-        payload["summary"] = summarise(payload["samples"])
-        table = render(payload["summary"])
-        print(f"{table}\nFrom `benchmarks/results/{target.name}`.")
-        target.with_suffix(".md").write_text(table, encoding="utf-8")
-    write_results(target, payload)
-    return 1 if failed else 0
+    def finish(self, table: str, bounds: Sequence[Bound] = (), **more: Any) -> bool:
+        """Write and print the table and the bounds; whether all of them hold."""
+        self.write(bounds=[asdict(bound) | {"holds": bound.holds} for bound in bounds], **more)
+        parts = [table]
+        if bounds:
+            columns = ("bound", "measured", "must be", "holds")
+            parts.append(markdown_table(columns, [bound.row() for bound in bounds]))
+        text = "\n".join(parts)
+        print(f"\n{text}\nFrom `{self.file.name}`.")
+        self.file.with_suffix(".md").write_text(text, encoding="utf-8")
+        return all(bound.holds for bound in bounds)
 
 
 def command_line(module: str, arguments: Sequence[str] | None) -> str:
-    """The command that repeats this run; None stands for this process's arguments. ``DIR`` stands for other folders."""
+    """The command that repeats this run, with ``DIR`` for folders outside the repository."""
     given = sys.argv[1:] if arguments is None else arguments
     named = [without_paths(argument, ROOT) for argument in given]
     return " ".join(["python", "-m", module, *("DIR" if name.startswith("/") else name for name in named)])
+
+
+def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A Markdown table; the first column is left-aligned, the others right-aligned; None is a dash."""
+    lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *rows]
+    return "".join("| " + " | ".join("-" if cell is None else str(cell) for cell in line) + " |\n" for line in lines)
+
+
+def table_of(title: str, rows: Mapping[str, Row], columns: Mapping[str, Callable[[Row], object]]) -> str:
+    """A Markdown table of ``rows`` by name; what each column shows of a row is told by its heading."""
+    cells = ((name, *(show(row) for show in columns.values())) for name, row in rows.items())
+    return markdown_table((title, *columns), cells)
+
+
+def mib(nbytes: float | None) -> str:
+    """Bytes in MiB, for a table."""
+    return "-" if nbytes is None else f"{nbytes / 2**20:.0f} MiB"
+
+
+def yes(holds: object) -> str:
+    """For a table: what must be so stands out where it is not."""
+    return "yes" if holds else "NO"

@@ -12,7 +12,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ PLENTY = "64GiB"
 """No limit: nothing may stay for want of room."""
 
 Forward = Callable[[], Tensor]
+ContextManager = Callable[[], AbstractContextManager[Any]]
 
 
 class Save(torch.autograd.Function):
@@ -95,39 +97,28 @@ def make_offloader(kind: str, tensors: int, path: str) -> actoffload.Offloader:
     return actoffload.Offloader(config)
 
 
-class Clock:
-    """Adds up the wall-clock time and the processor time of this thread between `start` and `stop`."""
-
-    def __init__(self) -> None:
-        self.wall_s = self.thread_s = 0.0
-        self._begun = (0.0, 0.0)
-
-    def start(self) -> None:
-        """Count from here."""
-        self._begun = (time.perf_counter(), time.thread_time())
-
-    def stop(self) -> None:
-        """Count to here."""
-        self.wall_s += time.perf_counter() - self._begun[0]
-        self.thread_s += time.thread_time() - self._begun[1]
-
-
-def once(forward: Forward, context: Any, settle: Callable[[], None], chains: int) -> dict[str, float]:
+def once(forward: Forward, hooks: ContextManager, settle: Callable[[], None], chains: int) -> dict[str, float]:
     """Seconds of forward and backward, ``chains`` times; what settles in between is not counted."""
-    clock = Clock()
+    seconds = {"wall_s": 0.0, "thread_s": 0.0}
     gc.collect()
     for _ in range(chains):
-        clock.start()
-        with context:
+        with timed(seconds), hooks():
             out = forward()
-        clock.stop()
         settle()
         direction = torch.ones_like(out)
-        clock.start()
-        out.backward(direction)
-        del out
-        clock.stop()
-    return {"wall_s": clock.wall_s, "thread_s": clock.thread_s}
+        with timed(seconds):
+            out.backward(direction)
+            del out
+    return seconds
+
+
+@contextmanager
+def timed(seconds: dict[str, float]) -> Iterator[None]:
+    """Add the wall-clock time and the processor time of this thread in the block to ``seconds``."""
+    wall_s, thread_s = time.perf_counter(), time.thread_time()
+    yield
+    seconds["wall_s"] += time.perf_counter() - wall_s
+    seconds["thread_s"] += time.thread_time() - thread_s
 
 
 def empty_call_s() -> float:
@@ -148,16 +139,14 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     kind, tensors, chains = spec["kind"], spec["tensors"], spec["chains"]
     forward = make_forward(kind, tensors, spec.get("nbytes") or 0)
     offloader = make_offloader(kind, tensors, spec.get("path") or tempfile.gettempdir())
-    bare = _Bare()
-    pairs = []
-    for _ in range(spec["pairs"] + 1):
-        pairs.append(
-            {
-                "bare": once(forward, bare, lambda: None, chains),
-                "ours": once(forward, offloader, offloader.synchronize, chains),
-                "empty_call_s": empty_call_s(),
-            }
-        )
+    pairs = [
+        {
+            "bare": once(forward, lambda: saved_tensors_hooks(_same, _same), lambda: None, chains),
+            "ours": once(forward, lambda: offloader, offloader.synchronize, chains),
+            "empty_call_s": empty_call_s(),
+        }
+        for _ in range(spec["pairs"] + 1)
+    ]
     offloader.synchronize()
     statistics = offloader.statistics()
     offloader.close()
@@ -169,24 +158,10 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     return {"tensors": tensors * chains, "pairs": pairs[1:], "statistics": statistics.as_dict()}
 
 
-class _Bare:
-    """Hooks that do nothing: what PyTorch itself pays for hooks."""
-
-    def __init__(self) -> None:
-        self._hooks: list[Any] = []
-
-    def __enter__(self) -> None:
-        self._hooks.append(saved_tensors_hooks(lambda t: t, lambda t: t))
-        self._hooks[-1].__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._hooks.pop().__exit__(*error)
-
-
-def main(argument: str) -> int:
-    print(json.dumps(measure(json.loads(argument))))
-    return 0
+def _same(tensor: Tensor) -> Tensor:
+    """A hook that does nothing: what PyTorch itself pays for hooks."""
+    return tensor
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1]))
+    print(json.dumps(measure(json.loads(sys.argv[1]))))

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
 
+from actoffload.analysis.bench import DIRECTIONS, Direction, Rig
 from actoffload.errors import ActOffloadError
-from actoffload.report.bench import DIRECTIONS, Direction
-from actoffload.report.bench_run import Rig, check_room
-from benchmarks import fio, harness
+from benchmarks.harness import Sample
 
 ENGINES = ("posix", "uring")
 BUSY_BLOCK = 256 << 10
 WAYS: tuple[Direction, ...] = tuple(way for way in DIRECTIONS if way != "mixed")
 
+FIO_ENGINES = ("io_uring", "libaio")
+"""fio's engines that keep several transfers under way from one thread; which is faster differs between machines."""
+FIO_TIMEOUT_S = 60.0
+HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""fio's buffers in huge pages, as the host pool's and the CPU allocator's are: in small ones it is half as fast."""
+
 
 def against_fio(
     path: str, blocks: Sequence[int], *, depth: int, region: int, seconds: float, rounds: int
-) -> Iterator[harness.Sample]:
+) -> Iterator[Sample]:
     """Every engine and fio in turns, with the main thread waiting.
+
+    All of a turn use the same file, as two files of one disk may differ by a factor of two; who begins changes from
+    round to round.
 
     Args:
         path: a directory on the disk.
@@ -34,34 +45,46 @@ def against_fio(
     """
     with ExitStack() as stack:
         rigs, problems = _open(stack, path, depth, max(blocks), region)
-        yield from problems
         references = _references(next(iter(rigs.values()))) if rigs else []
-        yield from references
-        names = [sample["mode"] for sample in references if "error" not in sample]
+        yield from (*problems, *references)
+        fio = [sample["mode"] for sample in references if "error" not in sample]
         for block in blocks:
-            options = {"region": region // block * block, "block": block, "depth": depth, "seconds": seconds}
-            yield from _in_turns(rigs, names, rounds, options)
+            transfers = {"region": region // block * block, "block": block, "depth": depth, "seconds": seconds}
+            for rig in rigs.values():
+                rig.prepare(block)
+            for turn in range(rounds):
+                for direction in WAYS:
+                    for engine, rig in rigs.items():
+                        modes = [engine, *fio]
+                        first = turn % len(modes)
+                        for mode in modes[first:] + modes[:first]:
+                            about = _about(mode, rig, block, direction, file_of=engine)
+                            if mode == engine:
+                                yield about | {"bytes_per_s": rig.measure(direction, seconds).bytes_per_s}
+                            else:
+                                yield about | measure_fio(
+                                    rig.file, direction, engine=mode.removeprefix("fio "), **transfers
+                                )
 
 
-def main_thread_in_python(path: str, *, region: int, seconds: float, rounds: int) -> Iterator[harness.Sample]:
+def main_thread_in_python(path: str, *, region: int, seconds: float, rounds: int) -> Iterator[Sample]:
     """Every engine at its own depth while the main thread runs pure Python; arguments as for `against_fio`."""
     with ExitStack() as stack:
         rigs, problems = _open(stack, path, None, BUSY_BLOCK, region)
         yield from problems
-        for round_ in range(rounds):
+        for _ in range(rounds):
             for direction in WAYS:
                 for engine, rig in rigs.items():
                     rate = rig.measure(direction, seconds, busy=True).bytes_per_s
-                    yield _sample(engine, BUSY_BLOCK, direction, round_, rate, rig, busy=True)
+                    yield _about(engine, rig, BUSY_BLOCK, direction, busy=True) | {"bytes_per_s": rate}
 
 
 def _open(
     stack: ExitStack, path: str, depth: int | None, block: int, region: int
-) -> tuple[dict[str, Rig], list[harness.Sample]]:
+) -> tuple[dict[str, Rig], list[Sample]]:
     """A rig for each engine that runs here, and why the others do not."""
-    check_room([path], region * len(ENGINES))
     rigs: dict[str, Rig] = {}
-    problems: list[harness.Sample] = []
+    problems: list[Sample] = []
     for engine in ENGINES:
         try:
             rigs[engine] = stack.enter_context(Rig([path], engine, depth, block, region))
@@ -70,55 +93,57 @@ def _open(
     return rigs, problems
 
 
-def _references(rig: Rig) -> list[harness.Sample]:
-    """Which of fio's engines work here; a sample with its version, or with the error, for each."""
-    found: list[harness.Sample] = []
-    for engine in fio.ENGINES:
-        mode = f"fio {engine}"
-        try:
-            version = fio.version()
-            fio.measure(rig.file, "read", engine=engine, region=1 << 20, block=1 << 18, depth=1, seconds=0.1)
-            found.append({"mode": mode, "version": version})
-        except fio.FioError as error:
-            found.append({"mode": mode, "error": str(error)})
+def _about(
+    mode: str, rig: Rig, block: int, direction: str, *, busy: bool = False, file_of: str | None = None
+) -> Sample:
+    about = {"mode": mode, "block": block, "direction": direction, "busy": busy, "depth": rig.capabilities.threads}
+    return about if file_of is None else about | {"file_of": file_of}
+
+
+def _references(rig: Rig) -> list[Sample]:
+    """A sample for each of fio's engines, with fio's version, or with why it does not work here."""
+    found: list[Sample] = []
+    for engine in FIO_ENGINES:
+        about: Sample = {"mode": f"fio {engine}"}
+        tried = measure_fio(rig.file, "read", engine=engine, region=1 << 20, block=1 << 18, depth=1, seconds=0.1)
+        if "error" in tried:
+            found.append(about | tried)
+        else:
+            version = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True).stdout.strip()
+            found.append(about | {"version": version})
     return found
 
 
-def _in_turns(
-    rigs: dict[str, Rig], references: Sequence[str], rounds: int, options: dict[str, Any]
-) -> Iterator[harness.Sample]:
-    block = options["block"]
-    for rig in rigs.values():
-        rig.prepare(block)
-    for round_ in range(rounds):
-        for direction in WAYS:
-            for (
-                engine,
-                rig,
-            ) in rigs.items():  # all on the same file: two files of one disk may differ by a factor of two
-                modes = [engine, *references]
-                first = round_ % len(modes)
-                for mode in modes[first:] + modes[:first]:
-                    if mode == engine:
-                        rate: float | str = rig.measure(direction, options["seconds"]).bytes_per_s
-                    else:
-                        rate = _fio(rig, direction, mode, options)
-                    yield _sample(mode, block, direction, round_, rate, rig) | {"file_of": engine}
+def measure_fio(
+    file: str, direction: str, *, engine: str, region: int, block: int, depth: int, seconds: float
+) -> Sample:
+    """Let fio do sequential direct transfers in an existing file.
 
+    Args:
+        file: the file.
+        direction: ``"write"`` or ``"read"``.
+        engine: of `FIO_ENGINES`.
+        region: bytes at the beginning of the file that are used.
+        block: bytes of a transfer.
+        depth: transfers at the same time.
+        seconds: how long.
 
-def _fio(rig: Rig, direction: str, mode: str, options: dict[str, Any]) -> float | str:
-    """The rate, or what went wrong."""
+    Returns:
+        ``bytes_per_s``, or why there is none under ``error``.
+    """
+    if shutil.which("fio") is None:
+        return {"error": "fio is not installed (apt-get install fio)"}
+    command = ["fio", "--name=spool", f"--filename={file}", f"--size={region}", f"--rw={direction}"]
+    command += [f"--bs={block}", f"--iodepth={depth}", f"--ioengine={engine}", "--direct=1", "--thread"]
+    command += ["--registerfiles=1"] if engine == "io_uring" else []  # as the spool's engine does
+    command += ["--time_based", f"--runtime={round(seconds * 1000)}ms", "--output-format=json"]
+    environment, limit_s = {**os.environ, **HUGE_PAGES}, seconds + FIO_TIMEOUT_S
     try:
-        return fio.measure(rig.file, direction, engine=mode.removeprefix("fio "), **options)
-    except fio.FioError as error:
-        return str(error)
-
-
-def _sample(
-    mode: str, block: int, direction: str, round_: int, rate: float | str, rig: Rig, *, busy: bool = False
-) -> harness.Sample:
-    depth = rig.capabilities.threads
-    head: harness.Sample = {"mode": mode, "block": block, "direction": direction, "round": round_, "busy": busy}
-    if not mode.startswith("fio"):
-        head["direct"] = rig.capabilities.direct
-    return head | {"depth": depth} | ({"error": rate} if isinstance(rate, str) else {"bytes_per_s": rate})
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=limit_s, env=environment)
+        job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+    except (subprocess.TimeoutExpired, OSError, ValueError, LookupError) as error:
+        return {"error": f"fio {engine}: {type(error).__name__}"}
+    if done.returncode != 0 or job["error"]:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1].replace(file, "the file")
+        return {"error": f"fio {engine}: status {done.returncode}, error {job['error']}: {last}"}
+    return {"bytes_per_s": float(job["write"]["bw_bytes"] + job["read"]["bw_bytes"])}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,8 @@ from torch import nn
 
 import actoffload
 from benchmarks.peer_aio import AioHandle
-from benchmarks.peers import Megatron, Peer, SaveOnCpu, TorchSave, Torchtune, Trl
-from benchmarks.workloads import Workload, checkpoint_blocks
+from benchmarks.peers import Megatron, Peer, SaveOnCpu, TorchSave, Trl, torchtune_context, trl_context
+from benchmarks.workloads import Workload
 
 WARM_UP = 4
 """Untimed steps of the library's modes: what a planner takes to see two steps, decide and settle."""
@@ -27,7 +27,7 @@ class Mode:
         peer: whose hooks; "" for none, ``"actoffload"`` for the library.
         recompute: every block under ``torch.utils.checkpoint``.
         options: for `offload_activations`. A ``device_budget`` from 0 to 1 is a share of what saved tensors take when
-            all are kept.
+            all are kept. ``planned``: from the second step on, the first one's decisions are the policy.
     """
 
     peer: str = ""
@@ -54,7 +54,8 @@ class KeepAll:
 
 MODES = {
     "keep": Mode(),
-    "keep, same memory": _ours(policy=KeepAll()),  # PyTorch's tensors from the library's allocator: all but the moving
+    "keep, same memory": _ours(policy=KeepAll()),  # tensors come from the library's allocator, but nothing moves
+    "plan that keeps": _ours(policy=KeepAll(), planned=True),
     "recompute": Mode(recompute=True),
     "host": _ours(target="host"),
     "nvme": _ours(target="nvme"),
@@ -76,16 +77,19 @@ MODES = {
 }
 
 
-class Library:
+class Library(Peer):
     """The library, opened like one of its peers."""
-
-    backward_inside = False
 
     def __init__(self, model: nn.Module, path: str | None, options: Mapping[str, Any]) -> None:
         self.options = {"model": model, "path": path, **options}
+        self._planned = bool(self.options.pop("planned", False))
         self.offloader: actoffload.Offloader | None = None
 
     def context(self) -> AbstractContextManager[Any]:
+        if self._planned and self.offloader is not None:
+            self._planned = False
+            self.options["policy"] = self.offloader.plan
+            self.offloader.close()
         manager = actoffload.offload_activations(**self.options)
         self.offloader = manager.offloader
         return manager
@@ -102,61 +106,20 @@ class Library:
             self.offloader.close()
 
 
-class Plain:
-    """No hooks at all."""
-
-    backward_inside = False
-
-    def context(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def facts(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        return
-
-
-class Opened:
-    """A mode in use on a workload.
+def open_peer(mode: Mode, work: Workload, device: torch.device, path: str | None, options: Mapping[str, Any]) -> Peer:
+    """Whoever runs the forward of a mode; ``options`` go to the library, beside the mode's own.
 
     Raises:
         Unavailable: a peer cannot run here.
     """
-
-    def __init__(
-        self, mode: Mode, work: Workload, device: torch.device, path: str | None, options: Mapping[str, Any]
-    ) -> None:
-        self._undo: Callable[[], None] | None = None
-        self._closed = False
-        self.peer = _open(mode, work, device, path, options)
-        if mode.recompute:
-            self._undo = checkpoint_blocks(work.model, work.blocks)
-
-    @property
-    def offloader(self) -> actoffload.Offloader | None:
-        """The library's own, where it is the mode's."""
-        return self.peer.offloader if isinstance(self.peer, Library) else None
-
-    def close(self) -> None:
-        """Leave the model as it was and give everything back. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
-        self.peer.close()
-        if self._undo is not None:
-            self._undo()
-
-
-def _open(mode: Mode, work: Workload, device: torch.device, path: str | None, options: Mapping[str, Any]) -> Peer:
     makers: dict[str, Callable[[], Peer]] = {
-        "": Plain,
+        "": Peer,
         "actoffload": lambda: Library(work.model, path, {**mode.options, **options}),
         "save_on_cpu": lambda: SaveOnCpu(device),
         "torch.save": lambda: TorchSave(path),
         "aio_handle": lambda: AioHandle(work.model, device, path),
-        "trl": lambda: Trl(work.model, device),
-        "torchtune": lambda: Torchtune(work.model, device),
+        "trl": lambda: Trl(work.model, device, trl_context, backward_inside=True),
+        "torchtune": lambda: Trl(work.model, device, torchtune_context),
         "megatron": lambda: Megatron(work.model, work.blocks, device),
     }
     return makers[mode.peer]()

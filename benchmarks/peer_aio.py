@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from benchmarks.peers import Unavailable, spool_folder
+from benchmarks.peers import Peer, Unavailable, spool_folder, storages_of_parameters
 
 LEAST_BYTES = 128 << 10
 """Smaller tensors stay, as with the library's default on CPU."""
@@ -36,7 +36,9 @@ class Packed:
     number: int
     offset: int
     nbytes: int
-    tensor_like: dict[str, Any]
+    size: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    dtype: torch.dtype
     free: list[int]
     used: bool = False
 
@@ -44,16 +46,14 @@ class Packed:
         self.free.append(self.offset)
 
 
-class AioHandle:
+class AioHandle(Peer):
     """Saved tensors on disk through three handles: two that write in turns, and one that reads."""
-
-    backward_inside = False
 
     def __init__(self, model: nn.Module, device: torch.device, path: str | None) -> None:
         if device.type != "cpu":
             raise Unavailable("written for CPU tensors")
         library = load_library()
-        self.weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        self.weights = storages_of_parameters(model)
         self.folder = tempfile.TemporaryDirectory(dir=spool_folder(path))
         self.file = str(Path(self.folder.name) / "swap")
         self.writers = [library.aio_handle(BLOCK_BYTES, QUEUE_DEPTH, False, True, 1) for _ in range(2)]
@@ -77,8 +77,17 @@ class AioHandle:
     def close(self) -> None:
         self._drop_ahead()
         for turn in (0, 1):
-            self._finish(turn)
+            self._finish_writing(turn)
         self.folder.cleanup()
+
+    def _take(self, nbytes: int) -> Tensor:
+        """A buffer of at least so many bytes."""
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        pool = self.buffers[size]
+        return pool.pop() if pool else self.reader.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8))
+
+    def _give_back(self, buffer: Tensor) -> None:
+        self.buffers[len(buffer)].append(buffer)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -89,41 +98,36 @@ class AioHandle:
         if self.count and not self.packed:
             self._drop_ahead()  # a new step
         dense = tensor.is_contiguous() or tensor.transpose(-1, -2).is_contiguous()
-        like = {"size": tuple(tensor.shape), "dtype": tensor.dtype, "stride": tensor.stride() if dense else None}
         flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()) if dense else tensor.reshape(-1)
-        buffer = self._buffer(nbytes)
+        buffer = self._take(nbytes)
         buffer[:nbytes].view(tensor.dtype).copy_(flat)
         free = self.free[len(buffer)]
-        packed = Packed(self.count, free.pop() if free else self._extend(len(buffer)), nbytes, like, free)
+        if free:
+            offset = free.pop()
+        else:
+            offset, self.end = self.end, self.end + len(buffer)
+        stride = tensor.stride() if dense else None
+        packed = Packed(self.count, offset, nbytes, tuple(tensor.shape), stride, tensor.dtype, free)
         self.packed[self.count] = packed
         self.count += 1
-        self._write(buffer, packed.offset)
+        self._write(buffer, offset)
         return packed
-
-    def _extend(self, nbytes: int) -> int:
-        begin, self.end = self.end, self.end + nbytes
-        return begin
-
-    def _buffer(self, nbytes: int) -> Tensor:
-        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
-        pool = self.buffers[size]
-        return pool.pop() if pool else self.reader.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8))
 
     def _write(self, buffer: Tensor, offset: int) -> None:
         if sum(map(len, self.writing[self.turn])) + len(buffer) > WINDOW_BYTES:
             self.turn = 1 - self.turn
-            self._finish(self.turn)
+            self._finish_writing(self.turn)
         if self.writers[self.turn].async_pwrite(buffer, self.file, offset) != 0:
             raise OSError(f"aio_handle refused to write {len(buffer)} bytes")
         self.writing[self.turn].append(buffer)
         self.written_bytes += len(buffer)
 
-    def _finish(self, turn: int) -> None:
+    def _finish_writing(self, turn: int) -> None:
         """Wait for what a handle writes; its buffers are free then."""
         if self.writing[turn]:
             self.writers[turn].wait()
         for buffer in self.writing[turn]:
-            self.buffers[len(buffer)].append(buffer)
+            self._give_back(buffer)
         self.writing[turn].clear()
 
     # -- backward -----------------------------------------------------------------------------------------------------
@@ -132,24 +136,21 @@ class AioHandle:
         if isinstance(packed, Tensor):
             return packed
         for turn in (0, 1):
-            self._finish(turn)
+            self._finish_writing(turn)
         if packed.number not in self.ahead:
             self._read(packed)
-        if self.reading:
-            self.reader.wait()
-            self.reading = False
+        self._finish_reading()
         buffer = self.ahead.pop(packed.number)
         packed.used = True
         following = self._following(packed.number)
         if following is not None and following.number not in self.ahead:
             self._read(following)
-        like = packed.tensor_like
-        if like["stride"] is None:
-            tensor = torch.empty(like["size"], dtype=like["dtype"])
+        if packed.stride is None:
+            tensor = torch.empty(packed.size, dtype=packed.dtype)
         else:
-            tensor = torch.empty_strided(like["size"], like["stride"], dtype=like["dtype"])
-        tensor.as_strided((tensor.numel(),), (1,)).copy_(buffer[: packed.nbytes].view(like["dtype"]))
-        self.buffers[len(buffer)].append(buffer)
+            tensor = torch.empty_strided(packed.size, packed.stride, dtype=packed.dtype)
+        tensor.as_strided((tensor.numel(),), (1,)).copy_(buffer[: packed.nbytes].view(packed.dtype))
+        self._give_back(buffer)
         return tensor
 
     def _following(self, number: int) -> Packed | None:
@@ -161,20 +162,23 @@ class AioHandle:
         return None
 
     def _read(self, packed: Packed) -> None:
-        buffer = self._buffer(packed.nbytes)
+        buffer = self._take(packed.nbytes)
         if self.reader.async_pread(buffer, self.file, packed.offset) != 0:
             raise OSError(f"aio_handle refused to read {len(buffer)} bytes")
         self.ahead[packed.number] = buffer
         self.reading = True
         self.read_bytes += len(buffer)
 
-    def _drop_ahead(self) -> None:
-        """What was read for a tensor that nobody asked for."""
-        if self.reading:
+    def _finish_reading(self) -> None:
+        if self.reading:  # the handle ends the process when it is told to wait for nothing
             self.reader.wait()
             self.reading = False
+
+    def _drop_ahead(self) -> None:
+        """What was read for a tensor that nobody asked for."""
+        self._finish_reading()
         for buffer in self.ahead.values():
-            self.buffers[len(buffer)].append(buffer)
+            self._give_back(buffer)
         self.ahead.clear()
 
 
@@ -189,12 +193,9 @@ def load_library() -> Any:
             from deepspeed.ops.op_builder import AsyncIOBuilder
 
             builder = AsyncIOBuilder()
-            if not builder.is_compatible():
-                raise Unavailable("aio_handle cannot be built: libaio's headers are missing (libaio-dev)")
-            return builder.load(verbose=False)
-    except Unavailable:
-        raise
+            if builder.is_compatible():
+                return builder.load(verbose=False)
     except Exception as error:  # the import and the build fail in many ways
-        raise Unavailable(
-            f"aio_handle cannot be built: {str(error).splitlines()[0] if str(error) else error!r}"
-        ) from error
+        lines = str(error).splitlines() or [repr(error)]
+        raise Unavailable(f"aio_handle cannot be built: {lines[0]}") from error
+    raise Unavailable("aio_handle cannot be built: libaio's headers are missing (libaio-dev)")

@@ -7,43 +7,45 @@ import os
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+MakeContext = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
 class Unavailable(Exception):
     """A peer cannot run here; the text says why."""
 
 
-class Peer(Protocol):
-    """One way to run a forward.
+class Peer:
+    """One way to run a forward; this one, without any hooks.
 
     Attributes:
         backward_inside: backward is run inside the context, too, as the peer's own training loop does.
     """
 
-    backward_inside: bool
+    backward_inside = False
 
     def context(self) -> AbstractContextManager[Any]:
         """What one forward runs in."""
+        return nullcontext()
 
     def facts(self) -> dict[str, Any]:
-        """What it counted so far: ``written_bytes`` and ``read_bytes``, where it is known."""
+        """What it counted so far: ``written_bytes``, ``read_bytes`` and ``wait_s``, where they are known."""
+        return {}
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Leave the model as it was and give everything back."""
 
 
-class SaveOnCpu:
+class SaveOnCpu(Peer):
     """PyTorch's ``torch.autograd.graph.save_on_cpu``; on CPU tensors its copy is the tensor itself."""
-
-    backward_inside = False
 
     def __init__(self, device: torch.device) -> None:
         self.pin = device.type != "cpu"
@@ -51,18 +53,11 @@ class SaveOnCpu:
     def context(self) -> AbstractContextManager[Any]:
         return save_on_cpu(pin_memory=self.pin)
 
-    def facts(self) -> dict[str, Any]:
-        return {}
 
-    def close(self) -> None:
-        return
-
-
-class TorchSave:
+class TorchSave(Peer):
     """The hooks of PyTorch's own tutorial on saved tensors: ``torch.save`` in pack, ``torch.load`` in unpack."""
 
     LEAST_ELEMENTS = 1000
-    backward_inside = False
 
     def __init__(self, path: str | None) -> None:
         self.folder = tempfile.TemporaryDirectory(dir=spool_folder(path))
@@ -103,52 +98,63 @@ class SelfDeletingFile:
         self.path.unlink(missing_ok=True)
 
 
-class Trl:
-    """TRL's ``OffloadActivations`` by its own factory, with its defaults: pinned memory, streams, all but the head."""
+class Trl(Peer):
+    """``OffloadActivations`` of TRL or torchtune by its own factory, with its defaults.
 
-    backward_inside = True
+    That is: pinned memory, streams, all layers but the head.
+    """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, make: MakeContext, *, backward_inside: bool = False
+    ) -> None:
         if device.type == "cpu":
             raise Unavailable("needs an accelerator")
-        self._undo = module_hooks(model)
-        self._context = self._factory()(model)
-
-    def _factory(self) -> Callable[[nn.Module], AbstractContextManager[Any]]:
-        try:
-            from trl.models.activation_offloading import get_act_offloading_ctx_manager
-        except ImportError as error:
-            raise Unavailable(f"trl does not import: {error}") from error
-        factory: Callable[[nn.Module], AbstractContextManager[Any]] = get_act_offloading_ctx_manager
-        return factory
+        self.backward_inside = backward_inside
+        self._undo = restore_module_hooks(model)
+        self._context = make(model)
 
     def context(self) -> AbstractContextManager[Any]:
         return self._context
-
-    def facts(self) -> dict[str, Any]:
-        return {}
 
     def close(self) -> None:
         self._undo()
 
 
-class Torchtune(Trl):
-    """torchtune's ``OffloadActivations`` by its own factory, with its defaults."""
-
-    backward_inside = False
-
-    def _factory(self) -> Callable[[nn.Module], AbstractContextManager[Any]]:
-        try:
-            training = importlib.import_module("torchtune.training")
-        except ImportError as error:
-            raise Unavailable(f"torchtune does not import: {error}") from error
-        return lambda model: training.get_act_offloading_ctx_manager(model, True)
+def trl_context(model: nn.Module) -> AbstractContextManager[Any]:
+    """The context of TRL for a model; `Unavailable` where it is not installed."""
+    try:
+        from trl.models.activation_offloading import get_act_offloading_ctx_manager
+    except ImportError as error:
+        raise Unavailable(f"trl does not import: {error}") from error
+    context: AbstractContextManager[Any] = get_act_offloading_ctx_manager(model)
+    return context
 
 
-class Megatron:
+def torchtune_context(model: nn.Module) -> AbstractContextManager[Any]:
+    """The context of torchtune for a model; `Unavailable` where it is not installed."""
+    try:
+        training = importlib.import_module("torchtune.training")
+    except ImportError as error:
+        raise Unavailable(f"torchtune does not import: {error}") from error
+    context: AbstractContextManager[Any] = training.get_act_offloading_ctx_manager(model, True)
+    return context
+
+
+def restore_module_hooks(model: nn.Module) -> Callable[[], None]:
+    """What sets every module's forward hooks back to what they are now."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called")
+    before = [(getattr(module, name), dict(getattr(module, name))) for module in model.modules() for name in names]
+
+    def undo() -> None:
+        for hooks, kept in before:
+            hooks.clear()
+            hooks.update(kept)
+
+    return undo
+
+
+class Megatron(Peer):
     """Megatron-core's fine-grained offloading, a group for each block, as its own transformer layers use it."""
-
-    backward_inside = False
 
     def __init__(self, model: nn.Module, blocks: tuple[str, ...], device: torch.device) -> None:
         if device.type != "cuda":
@@ -159,12 +165,12 @@ class Megatron:
         except ImportError as error:
             raise Unavailable(f"megatron-core does not import: {error}") from error
         if getattr(transformer_engine, "cpu_offload", None) is None:
-            # Without TransformerEngine: it is a place for one flag that TransformerEngine's own modules read.
+            # TransformerEngine is missing: Megatron sets one flag there, which only TransformerEngine's modules read.
             transformer_engine.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)
         self.interface: Any = offload.FineGrainedActivationOffloadingInterface
         self.interface.reset_instance()
         self.manager: Any = offload.PipelineOffloadManager.get_instance()
-        self.weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        self.weights = storages_of_parameters(model)
         self._save = self.manager.on_save_for_backward
         self.manager.on_save_for_backward = self._leave_weights
         self.modules = [model.get_submodule(name) for name in blocks]
@@ -191,26 +197,15 @@ class Megatron:
         self.interface.init_chunk_handler(1, None, 1 << 20)
         yield
 
-    def facts(self) -> dict[str, Any]:
-        return {}
-
     def close(self) -> None:
         for module in self.modules:
             object.__delattr__(module, "forward")
         self.interface.reset_instance()
 
 
-def module_hooks(model: nn.Module) -> Callable[[], None]:
-    """What sets every module's forward hooks back to what they are now."""
-    names = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_always_called")
-    before = [(getattr(module, name), dict(getattr(module, name))) for module in model.modules() for name in names]
-
-    def undo() -> None:
-        for hooks, kept in before:
-            hooks.clear()
-            hooks.update(kept)
-
-    return undo
+def storages_of_parameters(model: nn.Module) -> set[int]:
+    """Addresses of what holds the parameters."""
+    return {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
 
 
 def spool_folder(path: str | None) -> str:

@@ -7,15 +7,14 @@ Run it where nothing else runs: times are part of a profile.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from actoffload import OffloadConfig, Offloader
+from actoffload.analysis.rok import Case
 from actoffload.cli.rok_models import build
-from actoffload.report.rok import Case
 from benchmarks import harness
 
 CASES = (
@@ -48,9 +47,8 @@ def record(case: Case, path: str | None) -> Offloader:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Record all and write one file each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = harness.make_parser(__doc__)
     parser.add_argument("--folder", type=Path, default=harness.ROOT / "tests" / "recorded")
-    parser.add_argument("--path", help="directory of the spool")
     options = parser.parse_args(arguments)
     for case in CASES:
         offloader = record(case, options.path)

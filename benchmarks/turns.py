@@ -1,10 +1,9 @@
-"""Workers that are all alive and take their steps in turns, one at a time.
+"""Workers that are all alive and take their training steps in turns, one at a time.
 
-Each is a process of its own, so that peak memory is its own as well. But a step of one mode lies seconds, not minutes,
-from the same step of another: what a noisy machine does meanwhile falls on both, and their ratio is taken turn by turn,
-in an order that is turned around each time.
-A worker (of `benchmarks.worker`, with ``in_turns``) prints one JSON object when it is warm, one after each line that it
-is sent, and its result when nothing more comes.
+Each is a process of its own, so that its peak memory is its own as well, but a step of one mode lies seconds, not
+minutes, from the same step of another: what a noisy machine does meanwhile falls on both. Their ratio is taken turn by
+turn, in an order that is turned around each time. A worker (of `benchmarks.worker`, with ``in_turns``) prints one JSON
+object when it is warm, one after each line that it is sent, and its result when nothing more comes.
 """
 
 from __future__ import annotations
@@ -13,13 +12,14 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
-from types import TracebackType
 from typing import Any, Self
 
-from actoffload.report.environment import Processors, stream_worker
-from benchmarks.harness import ROOT, Sample, mib
+from actoffload.analysis.workers import Processors, stream_worker
+from benchmarks.harness import ROOT, Sample, Samples, mib
 
 WORKER = "benchmarks.worker"
+Group = Mapping[str, Mapping[str, Any]]
+"""What `benchmarks.worker` is told, by the name of each sample; they take their steps in turns."""
 
 
 class Worker:
@@ -32,10 +32,9 @@ class Worker:
 
     def __init__(self, spec: Mapping[str, Any], *, limit_s: float) -> None:
         self._input, self._prompt = os.pipe()
-        self._said = stream_worker(
-            WORKER, {**spec, "in_turns": True}, limit_s=limit_s, cwd=ROOT, stdin=self._input, each=True
-        )
         self._open = {self._input, self._prompt}
+        options = {**spec, "in_turns": True}
+        self._said = stream_worker(WORKER, options, limit_s=limit_s, cwd=ROOT, stdin=self._input, each=True)
         self.last: Sample | None = None
 
     def __enter__(self) -> Self:
@@ -43,14 +42,12 @@ class Worker:
         try:
             self._listen()
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
         self._close(self._input)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Stop it."""
         self._close(self._input)
         self._close(self._prompt)
@@ -59,7 +56,7 @@ class Worker:
     def step(self) -> None:
         """One step, if it still lives; what it took is in its result."""
         if self.last is None:
-            with contextlib.suppress(BrokenPipeError):  # it died: it has said so
+            with contextlib.suppress(BrokenPipeError):  # it died, and says so next
                 os.write(self._prompt, b"\n")
             self._listen()
 
@@ -71,24 +68,24 @@ class Worker:
         return self.last
 
     def _listen(self) -> None:
-        """The next that it says. What is no mere note that it has come so far is its last."""
+        """Read its next object. One that is no mere note of a turn is its last."""
         said = next(self._said, None)
         if said is None:
             self.last = {"error": "it ended and gave no result", "oom": False}
         elif "turn" not in said:
             self.last = said
 
-    def _close(self, descriptor: int) -> None:
-        if descriptor in self._open:
-            self._open.discard(descriptor)
-            os.close(descriptor)
+    def _close(self, fd: int) -> None:
+        if fd in self._open:
+            self._open.remove(fd)
+            os.close(fd)
 
 
-def take_turns(specs: Mapping[str, Mapping[str, Any]], *, limit_s: float) -> dict[str, Sample]:
-    """One sample of each: all are started and warmed up, one after the other; then ``steps`` times one step of each.
+def take_turns(group: Group, *, limit_s: float) -> dict[str, Sample]:
+    """One sample of each: all are started and warmed up, one after the other; then they take their steps in turns.
 
     Args:
-        specs: what `benchmarks.worker` is told, by name; ``steps`` of the first is that of all.
+        group: their options; ``steps`` of the first is that of all.
         limit_s: seconds after which one is stopped, for what comes before its first step and for each step.
 
     Returns:
@@ -96,14 +93,14 @@ def take_turns(specs: Mapping[str, Mapping[str, Any]], *, limit_s: float) -> dic
         ``others_cpu_share`` is that of the whole run. A failure is ``{"error": ...}``; the rest goes on without it.
     """
     before = Processors.now()
-    steps = next(iter(specs.values()))["steps"]
+    steps = next(iter(group.values()))["steps"]
     with contextlib.ExitStack() as stack:
-        workers = {name: stack.enter_context(Worker(spec, limit_s=limit_s)) for name, spec in specs.items()}
+        workers = {name: stack.enter_context(Worker(spec, limit_s=limit_s)) for name, spec in group.items()}
         order = list(workers.values())
         for _ in range(steps):
             for worker in order:
                 worker.step()
-            order.reverse()  # what somebody leaves to the system to do falls on no one mode alone
+            order.reverse()  # so that what a mode leaves to the system to do does not always fall on the same other one
         found = {name: worker.result() for name, worker in workers.items()}
     share = round(Processors.now().others_since(before), 3)
     return {
@@ -112,12 +109,8 @@ def take_turns(specs: Mapping[str, Mapping[str, Any]], *, limit_s: float) -> dic
 
 
 def take_rounds(
-    groups: Iterable[Mapping[str, Mapping[str, Any]]],
-    rounds: int,
-    *,
-    limit_s: float,
-    after_round: Callable[[dict[str, list[Sample]]], object] | None = None,
-) -> dict[str, list[Sample]]:
+    groups: Iterable[Group], rounds: int, *, limit_s: float, after_round: Callable[[Samples], object]
+) -> Samples:
     """So many samples of each, those of a group in turns, one group after the other; each is printed when it is there.
 
     Args:
@@ -127,14 +120,13 @@ def take_rounds(
         after_round: given all samples so far: a run of an hour that is killed should leave what it has measured.
     """
     groups = list(groups)
-    samples: dict[str, list[Sample]] = {name: [] for group in groups for name in group}
+    samples: Samples = {name: [] for group in groups for name in group}
     for _ in range(rounds):
         for group in groups:
             for name, sample in take_turns(group, limit_s=limit_s).items():
                 samples[name].append(sample)
                 print(f"{name}: {sample.get('error') or line(sample)}", flush=True)
-        if after_round is not None:
-            after_round(samples)
+        after_round(samples)
     return samples
 
 
@@ -152,7 +144,10 @@ def ratios(taken: Iterable[Sample], others: Iterable[Sample]) -> list[float]:
     Turns take out what changes from step to step, not what a process has for life, such as where its pages lie: each
     round is one measurement, and how far they lie apart says how good it is.
     """
-    return [_ratio(one["step_s"], other["step_s"]) for one, other in zip(taken, others, strict=True)]
+    return [
+        float(median(mine / theirs for mine, theirs in zip(one["step_s"], other["step_s"], strict=True)))
+        for one, other in zip(taken, others, strict=True)
+    ]
 
 
 def spread(found: Sequence[float]) -> str:
@@ -161,5 +156,6 @@ def spread(found: Sequence[float]) -> str:
     return text if len(found) == 1 else f"{text} ({min(found):.2f} to {max(found):.2f})"
 
 
-def _ratio(mine_s: Sequence[float], theirs_s: Sequence[float]) -> float:
-    return float(median(mine / theirs for mine, theirs in zip(mine_s, theirs_s, strict=True)))
+def trace(sample: Sample) -> tuple[Any, ...]:
+    """All bits that a sample's steps computed: equal training has equal traces."""
+    return (*sample["losses"], sample["first_gradients"], sample["last_parameters"])

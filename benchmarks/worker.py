@@ -2,8 +2,9 @@
 
 The options come as one JSON argument: those of `benchmarks.workloads.build`, and ``device``, ``mode`` (of
 `benchmarks.modes`), ``steps`` (timed), ``warm_up`` (steps before them), ``path``, ``threads``, ``optimizer`` (bool),
-``options`` (more of them for `offload_activations`) and ``in_turns`` (bool): then a timed step is taken for every line
-that is read, and said; see `benchmarks.turns`.
+``options`` (more of them for `offload_activations`), ``environment`` (variables by name), ``in_turns`` (bool: a timed
+step is taken for every line that is read, and said; see `benchmarks.turns`), ``compile`` ("blocks" or "whole") with
+``backend``, ``bandwidth`` (bytes per second of a throttled disk) and ``profile`` (bool: the recorded one is a result).
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,9 +26,11 @@ import torch
 from torch import Tensor, nn
 
 import actoffload
-from actoffload.testing.measure import BlockIO, block_io, peak_rss_bytes, rss_bytes
-from benchmarks import modes, workloads
-from benchmarks.peers import Unavailable
+from actoffload.analysis.process_usage import peak_rss_bytes, rss_bytes
+from actoffload.testing.faults import SlowEngine
+from benchmarks.modes import MODES, Library, open_peer
+from benchmarks.peers import Peer, Unavailable
+from benchmarks.workloads import build, checkpoint_blocks
 
 CHECK_CHUNK = 1 << 24
 """Elements that are checksummed at once: bounds the temporary memory."""
@@ -38,48 +42,67 @@ class Run:
     def __init__(self, spec: dict[str, Any]) -> None:
         self.spec = spec
         self.device = torch.device(spec["device"])
-        self.facts: dict[str, Any] = {"mode": spec["mode"]}
+        self.on_device = self.device.type != "cpu"
         self.losses: list[str] = []
+        self.static_bytes = 0
+        if spec.get("threads"):
+            torch.set_num_threads(spec["threads"])
         torch.manual_seed(0)
         with self.device:
-            self.work = workloads.build(spec)
+            self.work = build(spec)
         self.model: nn.Module = self.work.model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4) if spec.get("optimizer") else None
-        self.opened: modes.Opened | None = None
+        self.peer: Peer | None = None
+        self._mode = ExitStack()
+        self._compile(spec.get("compile"))
+
+    def _compile(self, what: str | None) -> None:
+        if what is None:
+            return
+        compute_deterministically(True)  # else Inductor adds an embedding's gradients up in any order
+        modules = [self.model] if what == "whole" else [self.model.get_submodule(name) for name in self.work.blocks]
+        for module in modules:
+            module.compile(backend=self.spec["backend"])
 
     @property
     def offloader(self) -> actoffload.Offloader | None:
         """The library's, once a step was run in a mode of its own."""
-        return None if self.opened is None else self.opened.offloader
+        return self.peer.offloader if isinstance(self.peer, Library) else None
 
-    def open(self, name: str | None = None, options: Mapping[str, Any] | None = None) -> modes.Opened:
+    def open(self, name: str | None = None, options: Mapping[str, Any] | None = None) -> Peer:
         """Begin a mode, by default the sample's own; the one before it ends.
 
         Raises:
             Unavailable: a peer cannot run here.
         """
         self.close()
-        mode = modes.MODES[name or self.spec["mode"]]
-        more = {**(self.spec.get("options") or {}), **(options or {})} if mode.ours else {}
-        self.opened = modes.Opened(mode, self.work, self.device, self.spec.get("path"), more)
-        return self.opened
+        mode = MODES[name or self.spec["mode"]]
+        more = {**(self.spec.get("options") or {}), **(options or {})}
+        if self.spec.get("bandwidth"):
+            more["engine"] = partial(SlowEngine, bandwidth_bytes_per_s=self.spec["bandwidth"], duplex=True)
+        self.peer = open_peer(mode, self.work, self.device, self.spec.get("path"), more)
+        self._mode.callback(self.peer.close)
+        if mode.recompute:
+            self._mode.callback(checkpoint_blocks(self.model, self.work.blocks))
+        return self.peer
 
     def close(self) -> None:
-        """End the mode."""
-        if self.opened is not None:
-            self.opened.close()
-            self.opened = None
+        """End the mode: leave the model as it was and give everything back. Idempotent."""
+        self.peer = None
+        self._mode.close()
+
+    # -- steps --------------------------------------------------------------------------------------------------------
 
     def step(self) -> float:
         """Forward, backward and the optimizer; seconds, the device's work included."""
-        opened = self.opened or self.open()
+        peer = self.peer or self.open()
         self.synchronize()
         begin = time.perf_counter()
-        with opened.peer.context():
+        with peer.context():
             result, direction = self.work.forward()
-            if opened.peer.backward_inside:
+            if peer.backward_inside:
                 torch.autograd.backward(result, direction)
-        if not opened.peer.backward_inside:
+        if not peer.backward_inside:
             torch.autograd.backward(result, direction)
         if self.optimizer is not None:
             self.optimizer.step()
@@ -93,34 +116,15 @@ class Run:
         """One step with deterministic algorithms and no optimizer; a checksum of all gradients."""
         # Gradients stay allocated from here on, so that they count as static memory.
         self.clear_gradients()
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        before = torch.are_deterministic_algorithms_enabled()
+        compute_deterministically(True)
         optimizer, self.optimizer = self.optimizer, None
         try:
             self.step()
         finally:
             self.optimizer = optimizer
-            torch.use_deterministic_algorithms(False)
+            compute_deterministically(before)
         return gradients_checksum(self.model)
-
-    def make_static(self) -> None:
-        """Allocate all that outlives a step, gradients and the optimizer's state, and note how much memory that is."""
-        self.clear_gradients()
-        if self.optimizer is not None:
-            self.optimizer.step()
-        if self.device.type == "cpu":
-            trim_heap()
-            self.facts["static_rss_bytes"] = rss_bytes()
-        else:
-            self.facts["static_bytes"] = int(torch.accelerator.memory_allocated())
-
-    def clear_gradients(self) -> None:
-        """Zero every gradient in place."""
-        for parameter in self.model.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            else:
-                parameter.grad.zero_()
 
     def timed(self, steps: int) -> list[float]:
         """Seconds of so many steps."""
@@ -133,24 +137,62 @@ class Run:
     def timed_in_turns(self) -> list[float]:
         """Seconds of a step for every line that is read."""
         times_s: list[float] = []
-        _say({"turn": 0})
+        say({"turn": 0})
         for _ in sys.stdin:
             times_s += self.timed(1)
-            _say({"turn": len(times_s)})
+            say({"turn": len(times_s)})
         return times_s
+
+    def measure(self, take_steps: Callable[[], list[float]]) -> dict[str, Any]:
+        """What the timed steps took, what the mode counted meanwhile, and the peak of the device's memory."""
+        if self.on_device:
+            torch.accelerator.reset_peak_memory_stats()
+        before = self.counts()
+        times_s = take_steps()
+        result: dict[str, Any] = {"step_s": times_s, "median_step_s": median(times_s)}
+        if self.on_device:
+            peak = int(torch.accelerator.max_memory_allocated())
+            result |= {"peak_device_bytes": peak, "activation_peak_bytes": peak - self.static_bytes}
+        return result | per_step(before, self.counts(), len(times_s))
 
     def counts(self) -> dict[str, Any]:
         """What the mode counted so far."""
-        return {} if self.opened is None else self.opened.peer.facts()
+        return {} if self.peer is None else self.peer.facts()
+
+    def make_static(self) -> None:
+        """Allocate all that outlives a step, gradients and the optimizer's state, and note how much memory that is."""
+        self.clear_gradients()
+        if self.optimizer is not None:
+            self.optimizer.step()
+        if self.on_device:
+            self.static_bytes = int(torch.accelerator.memory_allocated())
+        else:
+            trim_heap()
+            self.static_bytes = rss_bytes()
+
+    def clear_gradients(self) -> None:
+        """Zero every gradient in place."""
+        for parameter in self.model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            else:
+                parameter.grad.zero_()
 
     def synchronize(self) -> None:
         """Wait for the device."""
-        if self.device.type != "cpu":
+        if self.on_device:
             torch.accelerator.synchronize()
 
 
-def _say(something: dict[str, Any]) -> None:
+def say(something: dict[str, Any]) -> None:
+    """One line of output."""
     print(json.dumps(something), flush=True)
+
+
+def compute_deterministically(on: bool) -> None:
+    """Choose PyTorch's deterministic algorithms, without the filling of memory that comes with them."""
+    torch.use_deterministic_algorithms(on)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def gradients_checksum(model: nn.Module) -> str:
@@ -158,7 +200,7 @@ def gradients_checksum(model: nn.Module) -> str:
     return checksum(parameter.grad.detach() for parameter in model.parameters() if parameter.grad is not None)
 
 
-def checksum(tensors: Any) -> str:
+def checksum(tensors: Iterable[Tensor]) -> str:
     """128 bits of all tensors' bits."""
     plain = weighted = 0
     for index, tensor in enumerate(tensors):
@@ -172,34 +214,15 @@ def checksum(tensors: Any) -> str:
     return f"{plain % 2**64:016x}{weighted % 2**64:016x}"
 
 
-def per_step(before: dict[str, Any], after: dict[str, Any], steps: int) -> dict[str, float]:
+def per_step(before: Mapping[str, Any], after: Mapping[str, Any], steps: int) -> dict[str, float]:
     """How much of each count fell into one of the timed steps."""
-    names = ("written_bytes", "read_bytes", "wait_s")
-    return {f"{name}_per_step": (after[name] - before.get(name, 0)) / steps for name in names if name in after}
+    return {f"{name}_per_step": (count - before.get(name, 0)) / steps for name, count in after.items()}
 
 
-@dataclass(frozen=True)
-class Usage:
-    """What the kernel has done for this process, its threads included, to give it memory and for anything else.
-
-    Attributes:
-        system_s: seconds in the kernel.
-        page_faults: those that needed no disk.
-    """
-
-    system_s: float
-    page_faults: int
-
-    @classmethod
-    def now(cls) -> Usage:
-        """Since the process began."""
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        return cls(used.ru_stime, used.ru_minflt)
-
-    def per_step(self, before: Usage, steps: int) -> dict[str, float]:
-        """How much more than ``before``, for each of so many steps."""
-        system_s, page_faults = self.system_s - before.system_s, self.page_faults - before.page_faults
-        return {"system_s_per_step": system_s / steps, "page_faults_per_step": page_faults / steps}
+def kernel_counts() -> dict[str, float]:
+    """What the kernel has done for this process, its threads included: seconds, and faults that needed no disk."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return {"system_s": used.ru_stime, "page_faults": used.ru_minflt}
 
 
 def trim_heap() -> None:
@@ -220,64 +243,56 @@ def reset_peak_rss() -> bool:
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """All steps of one sample. Bytes and seconds."""
-    if spec.get("threads"):
-        torch.set_num_threads(spec["threads"])
     run = Run(spec)
-    on_device = run.device.type != "cpu"
-    result = run.facts
+    result = {name: spec.get(name) for name in ("mode", "options", "bandwidth")}
     run.open()  # a peer's library is static memory, too
     run.make_static()
-    io_before = block_io()
+    result["static_bytes" if run.on_device else "static_rss_bytes"] = run.static_bytes
     result["first_gradients"] = run.first_step()
     if spec["mode"] == "keep":
         result["reproducible"] = run.first_step() == result["first_gradients"]
         run.losses.pop()
     run.timed(spec.get("warm_up", 1))
-    result["peak_rss_bytes"] = peak_rss_bytes()
-    if on_device:
-        torch.accelerator.reset_peak_memory_stats()
+    first_peak_bytes = peak_rss_bytes()
     fresh = reset_peak_rss()
-    before, used = run.counts(), Usage.now()
-    result["step_s"] = run.timed_in_turns() if spec.get("in_turns") else run.timed(spec["steps"])
-    result |= Usage.now().per_step(used, len(result["step_s"]))
-    result["median_step_s"] = median(result["step_s"])
+    used = kernel_counts()
+    result |= run.measure(run.timed_in_turns if spec.get("in_turns") else lambda: run.timed(spec["steps"]))
+    result |= per_step(used, kernel_counts(), len(result["step_s"]))
     result["steady_peak_rss_bytes"] = peak_rss_bytes() if fresh else None
-    result["peak_rss_bytes"] = max(result["peak_rss_bytes"], peak_rss_bytes())
-    result |= per_step(before, run.counts(), len(result["step_s"]))
-    if on_device:
-        peak = int(torch.accelerator.max_memory_allocated())
-        result |= {"peak_device_bytes": peak, "activation_peak_bytes": peak - result["static_bytes"]}
+    result["peak_rss_bytes"] = max(first_peak_bytes, peak_rss_bytes())
     result["losses"] = run.losses
     result["last_parameters"] = checksum(parameter.detach() for parameter in run.model.parameters())
-    return result | finish(run, io_before)
-
-
-def finish(run: Run, io_before: BlockIO | None) -> dict[str, Any]:
-    """Close the mode; what it and the kernel counted."""
-    facts: dict[str, Any] = {}
     if run.offloader is not None:
-        facts["statistics"] = run.offloader.statistics().as_dict()
-        facts["report"] = run.offloader.report()
+        result |= {"statistics": run.offloader.statistics().as_dict(), "report": run.offloader.report()}
+        if spec.get("profile") and run.offloader.profile is not None:
+            result["profile"] = run.offloader.profile.to_json()
     run.close()
-    io_after = block_io()
-    if io_before is not None and io_after is not None:
-        moved = io_after - io_before
-        facts |= {"kernel_written_bytes": moved.written_bytes, "kernel_read_bytes": moved.read_bytes}
-    return facts
+    return result
+
+
+def out_of_memory(mode: str, error: torch.OutOfMemoryError) -> dict[str, Any]:
+    """A result: memory did not suffice for a mode."""
+    return {"mode": mode, "error": f"out of memory: {str(error).splitlines()[0]}", "oom": True}
+
+
+def read_spec(argument: str) -> dict[str, Any]:
+    """The options, with the environment that they and reproducible results need."""
+    # Before torch starts cuBLAS: without a fixed workspace its results are not reproducible.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    spec: dict[str, Any] = json.loads(argument)
+    os.environ.update(spec.get("environment") or {})
+    return spec
 
 
 def main(argument: str) -> int:
     """Measure and print; running out of memory is a result, and so is a peer that is not to be had."""
-    # Before torch starts cuBLAS: without a fixed workspace its results are not reproducible.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    spec = json.loads(argument)
+    spec = read_spec(argument)
     try:
-        result = measure(spec)
+        say(measure(spec))
     except Unavailable as error:
-        result = {"mode": spec["mode"], "unavailable": str(error)}
+        say({"mode": spec["mode"], "unavailable": str(error)})
     except torch.OutOfMemoryError as error:
-        result = {"mode": spec["mode"], "error": f"out of memory: {str(error).splitlines()[0]}", "oom": True}
-    _say(result)
+        say(out_of_memory(spec["mode"], error))
     return 0
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from actoffload.analysis.rok import Case
 from actoffload.cli.rok_models import build as build_language_model
-from actoffload.report.rok import Case
-from actoffload.testing.gpt import GPT, GPTConfig, Stack
+from actoffload.testing.gpt import GPT, GPTConfig
 
 Start = tuple[Tensor, Tensor | None]
 LANGUAGE_MODELS = {"gpt2": "gpt", "bert": "bert", "t5": "t5"}
@@ -37,44 +37,35 @@ def build(spec: dict[str, Any]) -> Workload:
     """The workload that ``spec`` names, on torch's default device; weights and inputs by torch's seed.
 
     Args:
-        spec: ``model`` ("gpt", "stack", "gpt2", "bert", "t5", "vit" or "llama"), ``dtype``, ``batch`` (sequences or
-            images) and the sizes: ``gpt`` (fields of `GPTConfig`) for the first two, else ``sizes``.
+        spec: ``model`` ("gpt", "gpt2", "bert", "t5", "vit" or "llama"), ``dtype``, ``batch`` (sequences or images) and
+            the sizes: ``gpt`` (fields of `GPTConfig`) for the first, else ``sizes``.
 
     Raises:
         ValueError: there is no such model.
     """
-    name, dtype = spec["model"], getattr(torch, spec["dtype"])
-    if name in ("gpt", "stack"):
-        return (_gpt if name == "gpt" else _stack)(GPTConfig(**spec["gpt"]), spec["batch"], dtype)
+    name = spec["model"]
     if name in LANGUAGE_MODELS:
         return _language(spec)
-    makers = {"vit": _vit, "llama": _llama}
+    makers: dict[str, Callable[[dict[str, Any]], Workload]] = {"gpt": _gpt, "vit": _vit, "llama": _llama}
     if name not in makers:
-        raise ValueError(f"model={name!r}: choose one of {['gpt', 'stack', *LANGUAGE_MODELS, *makers]}")
-    return makers[name](spec["sizes"], spec["batch"], dtype)
+        raise ValueError(f"model={name!r}: choose one of {[*LANGUAGE_MODELS, *makers]}")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, spec["dtype"]))
+    try:
+        return makers[name](spec)
+    finally:
+        torch.set_default_dtype(before)
 
 
-def _gpt(sizes: GPTConfig, batch: int, dtype: torch.dtype) -> Workload:
-    model = GPT(sizes).to(dtype)
-    tokens = torch.randint(0, sizes.vocab, (batch, sizes.seq + 1))
+def _gpt(spec: dict[str, Any]) -> Workload:
+    sizes = GPTConfig(**spec["gpt"])
+    model = GPT(sizes)
+    tokens = torch.randint(0, sizes.vocab, (spec["batch"], sizes.seq + 1))
     return Workload(
         model=model,
         forward=lambda: (model(tokens[:, :-1], tokens[:, 1:]), None),
-        blocks=_names("stack.blocks", sizes.layers),
+        blocks=tuple(f"stack.blocks.{number}" for number in range(sizes.layers)),
     )
-
-
-def _stack(sizes: GPTConfig, batch: int, dtype: torch.dtype) -> Workload:
-    model = Stack(sizes).to(dtype)
-    shape = (batch, sizes.seq, sizes.width)
-    x = torch.randn(shape, dtype=dtype, requires_grad=True)
-    direction = torch.randn(shape, dtype=dtype)
-
-    def forward() -> Start:
-        x.grad = None
-        return model(x), direction
-
-    return Workload(model=model, forward=forward, blocks=_names("blocks", sizes.layers))
 
 
 def _language(spec: dict[str, Any]) -> Workload:
@@ -85,11 +76,12 @@ def _language(spec: dict[str, Any]) -> Workload:
     return Workload(model=made.model, forward=lambda: (made.loss(tokens), None), blocks=made.blocks)
 
 
-def _vit(sizes: dict[str, int], batch: int, dtype: torch.dtype) -> Workload:
+def _vit(spec: dict[str, Any]) -> Workload:
     """Sizes: ``hidden``, ``layers``, ``image`` and ``patch`` (pixels), ``classes``."""
     from transformers import ViTConfig, ViTForImageClassification
 
-    sizes_of_head: dict[str, Any] = {"num_labels": sizes["classes"]}
+    sizes = spec["sizes"]
+    classes: dict[str, Any] = {"num_labels": sizes["classes"]}
     config = ViTConfig(
         hidden_size=sizes["hidden"],
         num_hidden_layers=sizes["layers"],
@@ -97,22 +89,23 @@ def _vit(sizes: dict[str, int], batch: int, dtype: torch.dtype) -> Workload:
         intermediate_size=4 * sizes["hidden"],
         image_size=sizes["image"],
         patch_size=sizes["patch"],
-        **sizes_of_head,
+        **classes,
     )
-    model = _made(ViTForImageClassification, config, dtype)
-    images = torch.randn(batch, 3, sizes["image"], sizes["image"], dtype=dtype)
-    labels = torch.randint(0, sizes["classes"], (batch,))
+    model: Any = ViTForImageClassification(config).train()
+    images = torch.randn(spec["batch"], 3, sizes["image"], sizes["image"])
+    labels = torch.randint(0, sizes["classes"], (spec["batch"],))
     return Workload(
         model=model,
         forward=lambda: (model(pixel_values=images, labels=labels).loss, None),
-        blocks=_layers(model, "ViTLayer"),
+        blocks=_modules_of(model, "ViTLayer"),
     )
 
 
-def _llama(sizes: dict[str, int], batch: int, dtype: torch.dtype) -> Workload:
+def _llama(spec: dict[str, Any]) -> Workload:
     """Sizes: ``hidden``, ``layers``, ``inner``, ``heads``, ``kv_heads``, ``vocab``, ``seq``."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    sizes = spec["sizes"]
     config = LlamaConfig(
         vocab_size=sizes["vocab"],
         hidden_size=sizes["hidden"],
@@ -123,32 +116,17 @@ def _llama(sizes: dict[str, int], batch: int, dtype: torch.dtype) -> Workload:
         max_position_embeddings=sizes["seq"],
         use_cache=False,
     )
-    model = _made(LlamaForCausalLM, config, dtype)
-    tokens = torch.randint(0, sizes["vocab"], (batch, sizes["seq"]))
+    model: Any = LlamaForCausalLM(config).train()
+    tokens = torch.randint(0, sizes["vocab"], (spec["batch"], sizes["seq"]))
     return Workload(
         model=model,
         forward=lambda: (model(input_ids=tokens, labels=tokens).loss, None),
-        blocks=_layers(model, "LlamaDecoderLayer"),
+        blocks=_modules_of(model, "LlamaDecoderLayer"),
     )
 
 
-def _made(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
-    """A model of Transformers in ``dtype``, in training mode."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        model: nn.Module = kind(config).train()
-    finally:
-        torch.set_default_dtype(before)
-    return model
-
-
-def _layers(model: nn.Module, kind: str) -> tuple[str, ...]:
+def _modules_of(model: nn.Module, kind: str) -> tuple[str, ...]:
     return tuple(name for name, module in model.named_modules() if type(module).__name__ == kind)
-
-
-def _names(container: str, count: int) -> tuple[str, ...]:
-    return tuple(f"{container}.{number}" for number in range(count))
 
 
 def checkpoint_blocks(model: nn.Module, blocks: tuple[str, ...]) -> Callable[[], None]:

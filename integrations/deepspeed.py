@@ -49,8 +49,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """``deepspeed.initialize``, which also reads and removes the ``"actoffload"`` section of the configuration.
 
     The section's keys are the fields of `OffloadConfig` and ``"enabled"`` (default true). Without the section, or with
-    ``"enabled": false``, DeepSpeed runs as ever and ``engine.actoffload`` is None; else it is an `EngineAttachment`.
-    ``announce`` is by default DeepSpeed's print of rank 0. What was handed in is not changed.
+    ``"enabled": false``, ``engine.actoffload`` is None; else it is an `EngineAttachment`. ``announce`` is by default
+    DeepSpeed's print of rank 0. What was handed in is not changed.
 
     Args:
         args: as ``deepspeed.initialize`` takes them.
@@ -128,8 +128,8 @@ def _read_section(config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _part(config: dict[str, Any], name: str) -> dict[str, Any]:
-    part = config.get(name)
-    return part if isinstance(part, dict) else {}
+    """A section of a configuration; empty where there is none."""
+    return part if isinstance(part := config.get(name), dict) else {}
 
 
 def _shared_bandwidth(config: dict[str, Any]) -> str:
@@ -184,8 +184,9 @@ def _tell_stages(engine: Any, offloader: Offloader, undo: contextlib.ExitStack) 
         for command in itertools.chain.from_iterable(schedule) if torch.is_grad_enabled() else ():
             if isinstance(command, ForwardPass):
                 held[command.buffer_id] = next(numbers)
-            if isinstance(command, (ForwardPass, BackwardPass)):
-                coming.append((held[command.buffer_id], "forward" if isinstance(command, ForwardPass) else "backward"))
+                coming.append((held[command.buffer_id], "forward"))
+            elif isinstance(command, BackwardPass):
+                coming.append((held[command.buffer_id], "backward"))
         type(engine)._exec_schedule(engine, schedule)
 
     def tell(instruction: Callable[..., None], engine: Any, **kwargs: Any) -> None:

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actoffload import Offloader
-from actoffload.native_known import unpack
-from actoffload.spool import SpoolStatistics
+from actoffload import OffloadConfig, Offloader
+from actoffload.storage.spool import Spool, SpoolStatistics
+from actoffload.testing.fakedevice import FakeDevice
 
 WAIT_S = 60.0
 """How long a test waits for another thread before it calls that a hang."""
-
 MakeOffloader = Callable[..., Offloader]
 
 
@@ -99,35 +98,135 @@ def train_step(
     return gradients(model)
 
 
+# -- what tests look at inside of an offloader: each of it in one place, here ----------------------------------------
+
+
+def accounts_of(offloader: Offloader) -> Any:
+    """The running counts: `resident_bytes` and `baseline_bytes` now, and peaks that a test may start over."""
+    return offloader.store.shared.accounts
+
+
+def lock_of(offloader: Offloader) -> Any:
+    """The lock that guards all of an offloader's state."""
+    return offloader.store.shared.lock
+
+
+def is_locked(offloader: Offloader) -> bool:
+    """Whether any thread holds that lock."""
+    lock = lock_of(offloader)
+    if lock.owned() or not lock.acquire(blocking=False):
+        return True
+    lock.release()
+    return False
+
+
+def pending_bytes(offloader: Offloader) -> int:
+    """Bytes on their way out whose memory is still held."""
+    found: int = offloader.store.shared.pending_bytes
+    return found
+
+
+def spool_of(offloader: Offloader) -> Spool:
+    """The files on disk."""
+    spool = offloader.store.tiers.spool
+    assert spool is not None
+    return spool
+
+
+def pools_of(offloader: Offloader) -> list[Any]:
+    """The pools of host memory."""
+    return list(offloader.store.tiers.pools)
+
+
+def tier_of(offloader: Offloader) -> Any:
+    """What moves the records of the one device that the offloader serves."""
+    (tier,) = offloader.store.tiers.by_device.values()
+    return tier
+
+
+def recorder_of(offloader: Offloader) -> Any:
+    """What records a step for the planner."""
+    return offloader.store.profiler
+
+
+def autopilot_of(offloader: Offloader) -> Any:
+    """What plans and corrects, under ``policy="auto"``."""
+    return offloader.autopilot
+
+
+def plan_with(offloader: Offloader, planner: Any) -> None:
+    """Have another planner make the plans of ``policy="auto"``."""
+    autopilot_of(offloader).planner = planner
+
+
+def after_fork_in_child(offloader: Offloader) -> None:
+    """Do what is done in the child of a fork, as if this were one."""
+    offloader.store.after_fork_in_child()
+
+
+def recompute_in(offloader: Offloader, names: list[str]) -> None:
+    """Run these blocks of the models again in backward, as if a plan said so."""
+    pilot = autopilot_of(offloader)
+    pilot.recompute.follow(pilot._following.blocks, names)
+
+
+def records_of(offloader: Offloader) -> list[Any]:
+    """The records that are alive, in the order in which they were saved."""
+    entries = offloader.store.identities.entries.values()
+    return sorted((entry.record for found in entries for entry in found), key=lambda record: int(record.number))
+
+
+def tape_records(offloader: Offloader) -> list[Any]:
+    """The records of the forward that runs in this thread; ask inside the context."""
+    return list(offloader._forwards.stack[-1].tape.records)
+
+
+# -- what is derived from it ------------------------------------------------------------------------------------------
+
+
+def states_of(offloader: Offloader) -> list[str]:
+    """The state of each living record, in the order in which they were saved."""
+    return [record.state.value for record in records_of(offloader)]
+
+
+def wait_until(holds: Callable[[], object], what: str = "it did not come to pass") -> None:
+    """Wait until a condition holds; fail after `WAIT_S`."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline_s, what
+        time.sleep(0.001)
+
+
 def spool_statistics(offloader: Offloader) -> SpoolStatistics:
     """The counts of an offloader's spool."""
-    spool = offloader.tiers.spool
-    assert spool is not None
-    return spool.statistics()
+    return spool_of(offloader).statistics()
 
 
 def pool_bytes(offloader: Offloader) -> int:
     """Host memory that is in use."""
-    for pool in offloader.tiers.pools:
-        pool.settle()
-    return sum(pool.allocated_bytes for pool in offloader.tiers.pools)
+    for pool in pools_of(offloader):
+        pool.reclaim()
+    return sum(pool.allocated_bytes for pool in pools_of(offloader))
+
+
+def held_bytes(offloader: Offloader) -> int:
+    """What an offloader holds of host memory and disk, whether or not it was aborted."""
+    return spool_statistics(offloader).allocated_bytes + pool_bytes(offloader)
 
 
 def assert_empty(offloader: Offloader) -> None:
     """Nothing that an offloader gave out is still held: records, resident bytes, extents, transfers, slots, names."""
     offloader.synchronize()
-    statistics = offloader.statistics()
-    assert statistics.live_records == 0
-    accounts = offloader.core.accounts
+    assert offloader.statistics().live_records == 0
+    accounts = accounts_of(offloader)
     assert (accounts.resident_bytes, accounts.baseline_bytes) == (0, 0)
-    assert len(offloader._identities) == 0
-    deadline_s = time.monotonic() + WAIT_S
+    assert records_of(offloader) == []
     # A transfer that had begun when its record was dropped ends by itself, and then its thread lets go of the memory.
-    while (spool_statistics(offloader).busy_extents or pool_bytes(offloader)) and time.monotonic() < deadline_s:
-        time.sleep(0.001)
+    wait_until(
+        lambda: not spool_statistics(offloader).busy_extents and not pool_bytes(offloader), "memory is still lent"
+    )
     spool = spool_statistics(offloader)
     assert (spool.allocated_bytes, spool.busy_extents) == (0, 0)
-    assert pool_bytes(offloader) == 0
 
 
 def descriptors() -> int:
@@ -154,15 +253,19 @@ def no_garbage_collection() -> Iterator[None]:
 
 def only_engine(offloader: Offloader) -> Any:
     """The one storage engine of an offloader, typed loosely: tests call what their fault engine adds."""
-    spool = offloader.tiers.spool
-    assert spool is not None
-    (engine,) = spool.engines
+    (engine,) = spool_of(offloader).engines
     return engine
 
 
-def save_in_python(offloader: Offloader) -> None:
-    """Have Python save from the next entry on: hooks in C do not call what a test has put in the place of `admit`."""
-    offloader._hooks = lambda: (offloader._pack, unpack)  # type: ignore[method-assign]
+@contextlib.contextmanager
+def simulated(device: FakeDevice, **options: Any) -> Iterator[Offloader]:
+    """An offloader of a simulated device that moves all that it can; it is aborted at the end."""
+    fields: dict[str, Any] = {"target": "host", "min_bytes": 0, "keep_last_bytes": 0}
+    offloader = Offloader(OffloadConfig(**(fields | options)), accelerator=device)
+    try:
+        yield offloader
+    finally:
+        offloader.abort()
 
 
 def forget_failed_backward() -> None:

@@ -1,12 +1,226 @@
-"""Profiles that the tests of the planners share."""
+"""Profiles on paper: transformers by their shape, and random ones by a seed. For tests and `planner_speed`."""
 
 from __future__ import annotations
 
-from actoffload.profile import Profile
-from actoffload.testing.profiles import Accelerator, link, transformer_profile
+import random
+from dataclasses import dataclass, replace
+
+from actoffload.planning.profile import Block, Link, Profile, Storage
+
+SAVED_PER_BLOCK = (
+    ("norm1", 1.0, 0.00),
+    ("attention.qkv", 1.0, 0.02),
+    ("attention.core", 3.0, 0.25),
+    ("attention.core", 1.0, 0.33),
+    ("norm2", 1.0, 0.40),
+    ("mlp.up", 1.0, 0.42),
+    ("mlp.act", 4.0, 0.68),
+    ("mlp.down", 4.0, 0.72),
+)
+"""What a transformer block saves: module, size in batch × sequence × width, and when in its forward (share)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accelerator:
+    """A device on paper: FLOP/s that its kernels reach, and its links in bytes per second."""
+
+    name: str
+    flops: float
+    host: Link | None
+    disk: Link | None
+
+
+def link(write_gb_s: float, read_gb_s: float | None = None, latency_us: float = 20.0) -> Link:
+    """A link by GB/s each way (the same unless told otherwise)."""
+    read = write_gb_s if read_gb_s is None else read_gb_s
+    return Link(write_bytes_per_s=write_gb_s * 1e9, read_bytes_per_s=read * 1e9, latency_s=latency_us * 1e-6)
+
+
+def transformer_profile(
+    width: int,
+    layers: int,
+    batch: int,
+    *,
+    sequence: int = 1024,
+    shards: int = 1,
+    element_bytes: int = 2,
+    vocabulary: int = 50_000,
+    accelerator: Accelerator,
+    other_s: float = 0.0,
+) -> Profile:
+    """A step of a transformer with FlashAttention: its blocks, and a head whose logits live briefly.
+
+    Args:
+        width: hidden size.
+        layers: number of blocks.
+        batch: sequences of one micro-batch.
+        sequence: tokens of each.
+        shards: tensor parallel ways; what a device saves and computes is divided by it.
+        element_bytes: bytes of an activation's element.
+        vocabulary: rows of the head.
+        accelerator: the device.
+        other_s: optimizer and the like.
+    """
+    tokens = batch * sequence
+    block_s = 2 * tokens * (12 * width * width + sequence * width) / shards / accelerator.flops
+    head_s = 2 * tokens * width * vocabulary / shards / accelerator.flops
+    forward_s = layers * block_s + head_s
+    end_s = forward_s * 3
+    unit = tokens * width * element_bytes // shards
+    storages: list[Storage] = []
+    for layer in range(layers):
+        storages += _block_storages(layer, block_s, end_s, unit)
+    logits = tokens * vocabulary * element_bytes // shards
+    for module, nbytes, share in (("head", unit, 0.0), ("loss", logits, 1.0)):
+        birth_s = layers * block_s + share * head_s
+        last_s = max(birth_s, end_s - 2 * birth_s)
+        index = len(storages)
+        storages.append(
+            Storage(index=index, nbytes=nbytes, birth_s=birth_s, need_s=last_s, last_need_s=last_s, module=module)
+        )
+    return Profile(
+        storages=tuple(storages),
+        blocks=tuple(_block(layer, block_s, unit) for layer in range(layers)),
+        host=accelerator.host,
+        disk=accelerator.disk,
+        forward_s=forward_s,
+        backward_s=2 * forward_s,
+        other_s=other_s,
+        device="cuda",
+        prefetch_bytes=128 << 20,
+    )
 
 
 def slow_profile() -> Profile:
     """A transformer on a machine whose disk and compute are both slow."""
     accelerator = Accelerator(name="slow", flops=1e12, host=None, disk=link(1.0, 2.0))
     return transformer_profile(1024, 6, 4, sequence=512, accelerator=accelerator, element_bytes=4)
+
+
+def _block(layer: int, block_s: float, unit: int) -> Block:
+    return Block(
+        name=f"layers.{layer}",
+        forward_s=block_s,
+        backward_s=2 * block_s,
+        recompute_s=block_s,
+        input_bytes=unit,
+        input=layer * len(SAVED_PER_BLOCK),
+    )
+
+
+def _block_storages(layer: int, block_s: float, end_s: float, unit: int) -> list[Storage]:
+    """What one block saves; backward takes twice as long as forward and ends at ``end_s``."""
+    storages = []
+    for number, (module, units, share) in enumerate(SAVED_PER_BLOCK):
+        birth_s = (layer + share) * block_s
+        last_s = max(birth_s, end_s - 2 * birth_s)
+        storages.append(
+            Storage(
+                index=layer * len(SAVED_PER_BLOCK) + number,
+                nbytes=int(units * unit),
+                birth_s=birth_s,
+                need_s=max(birth_s, last_s - 0.5 * (1 - share) * block_s),
+                last_need_s=last_s,
+                module=f"layers.{layer}.{module}",
+                block=layer,
+            )
+        )
+    return storages
+
+
+def random_profile(seed: int, *, storages: int | None = None, blocks: int | None = None) -> Profile:
+    """A random step that could be: blocks, loose storages, some unmovable, any mix of links; the same for one seed.
+
+    Args:
+        seed: what it is made from.
+        storages: how many; None for 1 to 60.
+        blocks: how many; None for 0 to 6.
+    """
+    rng = random.Random(seed)
+    count = rng.randint(1, 60) if storages is None else storages
+    block_count = min(count, rng.randint(0, 6) if blocks is None else blocks)
+    forward_s = rng.uniform(0.01, 1.0)
+    backward_s = forward_s * rng.uniform(1.0, 3.0)
+    births = sorted(rng.uniform(0, forward_s) for _ in range(count))
+    sizes = [_random_size(rng) for _ in range(count)]
+    bounds = sorted(rng.sample(range(1, count), min(block_count, count - 1))) if count > 1 else []
+    owners = [sum(bound <= number for bound in bounds) for number in range(count)]
+    total_blocks = len(bounds) if block_count else 0
+    made = [
+        _random_storage(rng, number, births[number], sizes[number], owners[number], total_blocks, forward_s, backward_s)
+        for number in range(count)
+    ]
+    listed = []
+    index = 0
+    for storage in made:
+        indexed = rng.random() >= 0.05
+        listed.append(replace(storage, index=index if indexed else None))
+        index += indexed
+    parts = tuple(_random_block(rng, number, listed, forward_s / (total_blocks + 1)) for number in range(total_blocks))
+    bandwidth = sum(sizes) / forward_s * 10 ** rng.uniform(-1.5, 1.0)
+    kind = rng.choice(("disk", "host", "tiered"))
+    return Profile(
+        storages=tuple(listed),
+        blocks=parts,
+        host=None if kind == "disk" else _random_link(rng, bandwidth * rng.uniform(1, 4)),
+        disk=None if kind == "host" else _random_link(rng, bandwidth),
+        forward_s=forward_s,
+        backward_s=backward_s,
+        other_s=rng.choice((0.0, 0.1 * forward_s)),
+        device="cpu" if kind == "disk" else "cuda",
+        prefetch_bytes=rng.choice((1 << 20, 16 << 20, 64 << 20)),
+    )
+
+
+def _random_size(rng: random.Random) -> int:
+    return int(2 ** rng.uniform(16, 26))
+
+
+def _random_storage(
+    rng: random.Random,
+    number: int,
+    birth_s: float,
+    nbytes: int,
+    owner: int,
+    total_blocks: int,
+    forward_s: float,
+    backward_s: float,
+) -> Storage:
+    last_s = forward_s + (forward_s - birth_s) * backward_s / forward_s  # backward mirrors forward
+    need_s: float | None = max(forward_s, last_s - rng.uniform(0, 0.05) * backward_s)
+    if rng.random() < 0.05:
+        need_s, last_s = None, rng.uniform(birth_s, forward_s + backward_s)
+    kept = "module excluded" if rng.random() < 0.05 else ""
+    block = owner - 1 if 0 < owner <= total_blocks and rng.random() < 0.95 else None
+    return Storage(
+        index=None,
+        nbytes=nbytes,
+        birth_s=birth_s,
+        need_s=need_s,
+        last_need_s=last_s,
+        module=f"part.{number}",
+        block=block,
+        kept=kept,
+    )
+
+
+def _random_block(rng: random.Random, number: int, storages: list[Storage], mean_s: float) -> Block:
+    own = [position for position, storage in enumerate(storages) if storage.block == number]
+    has_input = bool(own) and rng.random() < 0.6
+    return Block(
+        name=f"blocks.{number}",
+        forward_s=mean_s,
+        backward_s=2 * mean_s,
+        recompute_s=mean_s * rng.uniform(0.1, 1.2),
+        input_bytes=storages[own[0]].nbytes if has_input else _random_size(rng) // 8,
+        input=own[0] if has_input else None,
+    )
+
+
+def _random_link(rng: random.Random, bandwidth: float) -> Link:
+    return Link(
+        write_bytes_per_s=bandwidth,
+        read_bytes_per_s=bandwidth * rng.uniform(0.8, 2.0),
+        latency_s=rng.choice((0.0, 20e-6, 100e-6)),
+        duplex=rng.random() < 0.7,
+    )

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from typing import Any
 
-from actoffload.report.rok import Case, Preset
+from actoffload.analysis.rok import Case, Preset
 
 CASE = Case(model="gpt-small", hidden=128, layers=2, batch=2, seq=128, vocab=64)
-PRESET = Preset(cases=(CASE, replace(CASE, batch=4)), levels=("0.5", "recompute"), warm_up=1, steps=2, device="cpu")
+PRESET = Preset(
+    cases=(CASE, replace(CASE, batch=4)), levels=("0.5", "recompute"), warm_up=1, steps=2, repeats=2, device="cpu"
+)
 LOSSES = ["0x1p+2", "0x1p+1"]
 MACHINE = {"gpu": None, "cpu": "a <cpu>", "torch": "2", "commit": "abc"}
 

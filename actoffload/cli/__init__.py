@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """Run the command line."""
     from .app import app
 
     app()

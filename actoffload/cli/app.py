@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..config import OffloadConfig
-from ..errors import ActOffloadError, ConfigError, SpoolPathError
 from ..version import __version__
-from . import bench as bench_module
+from . import bench, estimate, plan, rok
 from . import demo as demo_module
 from . import doctor as doctor_module
-from . import estimate as estimate_module
-from . import plan as plan_module
-from . import rok as rok_module
+from .console import JsonOption, PathOption, explained_errors, fail, print_json, strings
 
 app = typer.Typer(
     name="actoffload",
@@ -25,12 +21,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-
-PathOption = Annotated[
-    list[Path] | None,
-    typer.Option(help="Directory of the spool; repeat to stripe. Default: $ACTOFFLOAD_PATH, else the temporary one."),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -65,20 +55,16 @@ def demo(
         seq=seq,
         seed=seed,
         threads=threads,
-        paths=None if path is None else tuple(str(p) for p in path),
+        paths=None if path is None else tuple(map(str, path)),
     )
     try:
         spec.gpt()
         result = demo_module.run_demo(spec, target, quiet=as_json)
-    except ValueError as error:  # ConfigError and SpoolPathError are ValueErrors too
+    except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except demo_module.WorkerError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from error
-    if as_json:
-        typer.echo(json.dumps(result.as_dict(), indent=2))
-    else:
-        demo_module.show(result)
+        fail(str(error), error)
+    print_json(result.as_dict()) if as_json else demo_module.show(result)
     raise typer.Exit(0 if result.identical else 1)
 
 
@@ -86,30 +72,21 @@ def demo(
 def doctor(path: PathOption = None, as_json: JsonOption = False) -> None:
     """Look at the device, the link and the disk, and say what offloading could use here."""
     _check(path, "auto")
-    paths = None if path is None else [str(p) for p in path]
-    findings = doctor_module.examine(paths)
-    if as_json:
-        typer.echo(json.dumps(findings, indent=2))
-    else:
-        doctor_module.show(findings)
+    findings = doctor_module.examine(strings(path))
+    print_json(findings) if as_json else doctor_module.show(findings)
     raise typer.Exit(0 if doctor_module.healthy(findings) else 1)
 
 
-app.command(name="bench")(bench_module.command)
-app.command(name="estimate")(estimate_module.command)
-app.command(name="plan")(plan_module.command)
-app.command(name="rok")(rok_module.command)
+app.command(name="bench")(bench.command)
+app.command(name="estimate")(estimate.command)
+app.command(name="plan")(plan.command)
+app.command(name="rok")(rok.command)
 
 
 def _check(path: list[Path] | None, target: str) -> None:
-    """Bad options are the user's to mend: say which and how, and leave with exit status 2."""
-    try:
+    """Refuse options that cannot work before anything is measured."""
+    with explained_errors():
         OffloadConfig(target=target, path=path)  # type: ignore[arg-type]
-    except (ConfigError, SpoolPathError) as error:
-        raise typer.BadParameter(str(error)) from error
-    except ActOffloadError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from error
     for directory in path or ():
         if not directory.is_dir():
             problem = "is a file" if directory.exists() else "does not exist"

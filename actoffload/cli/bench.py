@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -11,21 +11,30 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ..analysis.bench import (
+    DIRECTIONS,
+    DISK_ENGINES,
+    Failure,
+    Rates,
+    Sample,
+    Setting,
+    best_of,
+    measure_all,
+    rates_of,
+    training_facts,
+)
+from ..analysis.environment import write_json
 from ..config import default_path, format_size, parse_size
-from ..engines import ENGINES
-from ..errors import ConfigError, SpoolPathError, StorageError
-from ..report.bench import DIRECTIONS, Failure, Rates, Sample, Setting, advice, as_dict, best_of, rates_of
-from ..report.bench_run import DISK_ENGINES, measure_all
-from ..report.environment import write_atomically
+from ..errors import ConfigError
+from ..storage.engines import ENGINES
+from .console import explained_errors, print_json, progress_bar, strings
 
 Number = TypeVar("Number", int, float)
 
 SIZES = ("256KiB", "1MiB", "8MiB")
 DEPTHS = (1, 4, 16)
-REGION = "512MiB"
 
 
 def command(
@@ -46,8 +55,7 @@ def command(
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.01, help="Of each sample.")] = 0.3,
     rounds: Annotated[int, typer.Option(min=1, help="Samples of each kind, taken in turns; medians count.")] = 2,
-    region: Annotated[str, typer.Option(help="How much of the disk to use meanwhile.")] = REGION,
-    busy: Annotated[bool, typer.Option("--busy", help="Let the main thread run pure Python meanwhile.")] = False,
+    region: Annotated[str, typer.Option(help="How much of the disk to use meanwhile.")] = "512MiB",
     step_time: Annotated[float | None, typer.Option(help="Seconds of your training step.")] = None,
     saved_bytes: Annotated[str | None, typer.Option(help='What your step saves for backward: "8GiB".')] = None,
     json_file: Annotated[
@@ -59,39 +67,40 @@ def command(
     S bytes that a step of T seconds saves hide where S / (T/2) is at most the slowest of write, read and mixed.
     """
     quiet = json_file is not None and str(json_file) == "-"
-    try:
+    with explained_errors():
         saved = None if saved_bytes is None else _positive("saved_bytes", parse_size("saved_bytes", saved_bytes))
         if step_time is not None:
             _positive("step_time", step_time)
-        settings = settings_of(engine, size, depth)
         results = run(
-            [str(p) for p in path] if path else [default_path()],
-            settings,
+            strings(path) or [default_path()],
+            settings_of(engine, size, depth),
             quiet=quiet,
             region_bytes=_positive("region", parse_size("region", region)),
             seconds=seconds,
             rounds=rounds,
-            busy=busy,
         )
-    except (ConfigError, SpoolPathError) as error:
-        raise typer.BadParameter(str(error)) from error
-    except StorageError as error:
-        typer.echo(f"Error: {error}", err=True)
-        raise typer.Exit(1) from error
-    samples = [one for one in results if isinstance(one, Sample)]
-    failures = [one for one in results if isinstance(one, Failure)]
-    best = best_of(rates_of(samples))
-    if json_file is not None:
-        _write(as_dict(samples, failures, best, step_time, saved), json_file, quiet)
+        rates = rates_of(one for one in results if isinstance(one, Sample))
+        failures = [one for one in results if isinstance(one, Failure)]
+        best = best_of(rates)
+        training = training_facts(best, step_time, saved)
+        if json_file is not None:
+            payload = {
+                "samples": [asdict(one) for one in results if isinstance(one, Sample)],
+                "failures": [asdict(one) for one in failures],
+                "rates": [_as_dict(one) for one in rates],
+                "best": None if best is None else _as_dict(best),
+                "training": training,
+            }
+            print_json(payload) if quiet else write_json(json_file, payload)
     if not quiet:
-        show(rates_of(samples), failures, best, advice(best, step_time, saved) if best is not None else [])
+        show(rates, failures, best, training)
     raise typer.Exit(0 if best is not None else 1)
 
 
 def settings_of(
     engines: Sequence[str] | None, sizes: Sequence[str] | None, depths: Sequence[int] | None
 ) -> list[Setting]:
-    """Every combination of what was named, each once.
+    """Return every combination of what was named, each once.
 
     Raises:
         ConfigError: there is no such engine, or a size is none.
@@ -107,11 +116,9 @@ def settings_of(
 def run(
     paths: Sequence[str], settings: Sequence[Setting], *, quiet: bool, rounds: int, **options: Any
 ) -> list[Sample | Failure]:
-    """Measure, with a bar on stderr where that is a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    """Measure behind a progress bar."""
     results: list[Sample | Failure] = []
-    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
+    with progress_bar(quiet=quiet) as progress:
         bar = progress.add_task("opening", total=len(settings) * len(DIRECTIONS) * rounds)
         for one in measure_all(paths, settings, DIRECTIONS, rounds=rounds, **options):
             results.append(one)
@@ -121,40 +128,51 @@ def run(
     return results
 
 
-def show(rates: Sequence[Rates], failures: Sequence[Failure], best: Rates | None, lines: Sequence[str]) -> None:
+def show(
+    rates: Sequence[Rates], failures: Sequence[Failure], best: Rates | None, training: dict[str, Any] | None
+) -> None:
     """Print the table, what could not run and why, and what training could hide."""
     console = Console()
     table = Table(title="GB/s", title_justify="left")
-    for column in ("engine", "block", "at once"):
-        table.add_column(column, justify="left" if column == "engine" else "right")
-    for way in (*DIRECTIONS, "both ways"):
-        table.add_column(way, justify="right")
+    table.add_column("engine")
+    for column in ("block", "at once", *DIRECTIONS, "both ways"):
+        table.add_column(column, justify="right")
     for one in rates:
         setting = one.setting
         name = setting.engine if one.direct else f"{setting.engine} (page cache)"
-        cells = (name, format_size(setting.block_bytes), str(setting.depth))
-        numbers = (_gb(rate) for rate in (one.write, one.read, one.mixed, one.sustained))
-        table.add_row(*cells, *numbers, style="bold" if one is best or one == best else None)
+        numbers = ("-" if r is None else f"{r / 1e9:.2f}" for r in (one.write, one.read, one.mixed, one.sustained))
+        cells = (name, format_size(setting.block_bytes), str(setting.depth), *numbers)
+        table.add_row(*cells, style="bold" if one == best else None)
     if rates:
         console.print(table)
-    for engine, problem in dict.fromkeys((one.setting.engine, one.problem) for one in failures):
-        console.print(f"{escape(engine)} was not measured: {escape(problem)}", soft_wrap=True)
-    for line in lines:
+    lines = dict.fromkeys(f"{one.setting.engine} was not measured: {one.problem}" for one in failures)
+    for line in (*lines, *(advice(best, training) if best is not None and training is not None else ())):
         console.print(escape(line), soft_wrap=True)
 
 
-def _write(payload: dict[str, Any], file: Path, to_stdout: bool) -> None:
-    text = json.dumps(payload, indent=2)
-    if to_stdout:
-        typer.echo(text)
-        return
-    try:
-        write_atomically(file, text + "\n")
-    except OSError as error:
-        typer.echo(
-            f"Error: --json {file}: {error.strerror}; name a file in a directory that you may write to", err=True
+def advice(best: Rates, training: dict[str, Any]) -> list[str]:
+    """Return sentences on what training could hide, by what `training_facts` says."""
+    setting, rate, saved = best.setting, _gb(training["sustained_bytes_per_s"]), training["saved_bytes"]
+    lines = [
+        f"Best: {setting.engine}, blocks of {format_size(setting.block_bytes)}, {setting.depth} at once: "
+        f"{rate} both ways (the slowest of write, read and mixed).",
+        f"A step of {training['step_s']:g} s hides {format_size(training['hidden_bytes'])} written and read back: "
+        f"half of the step at {rate}, as far as the disk goes.",
+    ]
+    if training["share_hidden"] is not None:
+        lines.append(
+            f"Of {format_size(saved)} saved in a step of {training['step_s']:g} s, {training['share_hidden']:.0%} "
+            f"hides: all of it would need {_gb(2 * saved / training['step_s'])} both ways."
         )
-        raise typer.Exit(1) from error
+    if saved is not None:
+        lines.append(f"{format_size(saved)} hide in a step of {training['hiding_step_s']:.3g} s or more.")
+    if not best.direct:
+        lines.append("No engine went past the page cache here: these rates are also those of memory.")
+    return lines
+
+
+def _as_dict(rates: Rates) -> dict[str, Any]:
+    return asdict(rates) | {"sustained": rates.sustained}
 
 
 def _positive(field: str, value: Number) -> Number:
@@ -163,5 +181,5 @@ def _positive(field: str, value: Number) -> Number:
     return value
 
 
-def _gb(rate: float | None) -> str:
-    return "-" if rate is None else f"{rate / 1e9:.2f}"
+def _gb(rate: float) -> str:
+    return f"{rate / 1e9:.2f} GB/s"

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import TextColumn
 from rich.table import Table
 
+from ..analysis.environment import find_device
+from ..analysis.workers import stream_worker
 from ..config import format_size
 from ..testing.gpt import GPTConfig
+from .console import progress_bar
 
-OnStep = Callable[[str, dict[str, Any]], None]
+STEP_LIMIT_S = 3600.0
+"""A step that takes longer is taken for a hang."""
 
 
 class WorkerError(RuntimeError):
@@ -39,7 +39,7 @@ class DemoSpec:
     paths: tuple[str, ...] | None
 
     def gpt(self) -> GPTConfig:
-        """The model; raises `ValueError` for sizes that do not fit together."""
+        """Return the model's sizes; raise `ValueError` for those that do not fit together."""
         return GPTConfig(layers=self.layers, width=self.width, seq=self.seq)
 
 
@@ -65,7 +65,7 @@ class ModeResult:
         return int(self.end["peak_rss_bytes"] if device_bytes is None else device_bytes)
 
     def statistic(self, name: str) -> int | None:
-        """A field of the offloader's statistics; None in the mode that offloads nothing."""
+        """Return a field of the offloader's statistics; None in the mode that offloads nothing."""
         statistics = self.end.get("statistics")
         return None if statistics is None else int(statistics[name])
 
@@ -83,7 +83,7 @@ class DemoResult:
         return len({tuple(loss.hex() for loss in mode.losses) for mode in self.modes}) == 1
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON."""
+        """Return everything, ready for JSON."""
         keep = self.modes[0]
         rows = [
             asdict(mode)
@@ -99,79 +99,45 @@ class DemoResult:
 
 
 def run_demo(spec: DemoSpec, target: str, *, quiet: bool) -> DemoResult:
-    """Run every mode, one after the other.
+    """Run every mode, one after the other, behind a progress bar.
 
     Raises:
         ValueError: an option that only the worker could refuse, such as a directory on tmpfs.
         WorkerError: a mode failed.
     """
-    modes = list(dict.fromkeys(["keep", *(["host"] if _has_accelerator() else []), target]))
-    with _progress(modes, spec.steps, quiet) as on_step:
+    modes = list(dict.fromkeys(["keep", *(["host"] if find_device() != "cpu" else []), target]))
+    with progress_bar(TextColumn("{task.fields[loss]}"), quiet=quiet) as progress:
+        bars = {mode: progress.add_task(mode, total=spec.steps, loss="") for mode in modes}
+
+        def on_step(mode: str, loss: float) -> None:
+            progress.update(bars[mode], advance=1, loss=f"loss {loss:.3f}")
+
         return DemoResult(spec=spec, modes=tuple(_run_mode(mode, spec, on_step) for mode in modes))
 
 
-def _has_accelerator() -> bool:
-    import torch
-
-    return torch.accelerator.is_available()
-
-
-def _run_mode(mode: str, spec: DemoSpec, on_step: OnStep) -> ModeResult:
+def _run_mode(mode: str, spec: DemoSpec, on_step: Callable[[str, float], None]) -> ModeResult:
     options = asdict(spec) | {"mode": mode, "gpt": asdict(spec.gpt())}
-    command = [sys.executable, "-m", "actoffload.cli.demo_worker", json.dumps(options)]
-    steps: list[dict[str, Any]] = []
-    begin: dict[str, Any] = {}
-    end: dict[str, Any] | None = None
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        for event in _events(process):
-            if event["event"] == "begin":
-                begin = event
-            elif event["event"] == "step":
-                steps.append(event)
-                on_step(mode, event)
-            elif event["event"] == "done":
-                end = event
-            elif event["kind"] == "option":
-                raise ValueError(event["message"])
-            else:
-                raise WorkerError(f"mode {mode}: {event['kind']}: {event['message']}")
-    if end is None or process.returncode != 0:
-        raise WorkerError(f"mode {mode}: its process ended with status {process.returncode} and no result")
-    losses = tuple(float(step["loss"]) for step in steps)
-    return ModeResult(
-        mode=mode, device=begin["device"], losses=losses, step_s=tuple(step["step_s"] for step in steps), end=end
-    )
-
-
-def _events(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
-    """The worker's JSON lines; a line that is not one (a library that prints) goes to standard error."""
-    if process.stdout is None:
-        raise WorkerError("the worker has no standard output")
-    for line in process.stdout:
-        if line.startswith('{"event"'):
-            yield json.loads(line)
+    seen: dict[str, list[dict[str, Any]]] = {"begin": [], "step": [], "done": []}
+    for event in stream_worker("actoffload.cli.demo_worker", options, limit_s=STEP_LIMIT_S, each=True):
+        if event.get("event") in seen:
+            seen[event["event"]].append(event)
+        elif event.get("kind") == "option":
+            raise ValueError(event["message"])
         else:
-            sys.stderr.write(line)
-
-
-@contextmanager
-def _progress(modes: list[str], steps: int, quiet: bool) -> Iterator[OnStep]:
-    if quiet:
-        yield lambda mode, event: None
-        return
-    columns = (
-        TextColumn("{task.description:<8}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]}"),
+            raise WorkerError(
+                f"mode {mode}: {event.get('kind', 'its process')}: {event.get('message') or event['error']}"
+            )
+        if event["event"] == "step":
+            on_step(mode, event["loss"])
+    if not seen["done"]:
+        raise WorkerError(f"mode {mode}: its process ended without a result")
+    return ModeResult(
+        mode=mode,
+        device=seen["begin"][0]["device"],
+        losses=tuple(float(step["loss"]) for step in seen["step"]),
+        step_s=tuple(step["step_s"] for step in seen["step"]),
+        end=seen["done"][0],
     )
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        tasks = {mode: progress.add_task(mode, total=steps, loss="") for mode in modes}
-
-        def on_step(mode: str, event: dict[str, Any]) -> None:
-            progress.update(tasks[mode], advance=1, loss=f"loss {event['loss']:.3f}")
-
-        yield on_step
 
 
 def show(result: DemoResult) -> None:
@@ -199,7 +165,7 @@ def show(result: DemoResult) -> None:
 
 
 def _table(result: DemoResult) -> Table:
-    """One column for each mode, so that it fits a terminal of 80 columns."""
+    """Give each mode a column, so that it fits a terminal of 80 columns."""
     keep = result.modes[0]
     baseline = next((b for mode in result.modes if (b := mode.statistic("baseline_peak_bytes"))), None)
     rows: dict[str, Callable[[ModeResult], str]] = {

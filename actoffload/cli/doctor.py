@@ -2,137 +2,173 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
+import platform
+import resource
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
+import psutil
 
-from .. import cpu_allocator, native_hooks
+from ..analysis.bench import Rig
+from ..autograd import native
 from ..config import default_path, format_size
 from ..errors import ActOffloadError
-from ..spool import Extent, Spool
-from . import probes
+from ..memory import cpu_allocator
+from ..memory.process_memory import cgroup_limit_bytes
+from ..storage.engines.gds import why_compat
+from ..storage.spool import Spool
+from ..storage.spool_files import filesystem_type
+from .console import print_facts
 
 BLOCK_BYTES = 16 << 20
 BLOCKS = 8
-"""The disk is tried with this many blocks at once: long enough to see its speed, short enough to wait for."""
+"""The disk is tried with this many blocks at once."""
+SECONDS = 0.3
+"""How long it is written, and how long it is read."""
+LINK_BYTES = 256 << 20
 
 
 def examine(paths: Sequence[str] | None) -> dict[str, Any]:
-    """Everything that `doctor` finds, ready for JSON. Sizes in bytes, rates in bytes a second."""
+    """Return everything that `doctor` finds, ready for JSON. Sizes in bytes, rates in bytes a second."""
     return {
-        "device": probes.device(),
-        "memory": probes.memory(),
-        "cpu_allocator": _cpu_allocator(),
-        "native_hooks": _native_hooks(),
-        "io_uring": probes.io_uring(),
-        "gds": probes.gpu_direct_storage(),
+        "device": device(),
+        "memory": memory(),
+        "cpu_allocator": _unless(cpu_allocator.refusal(), "memory of large CPU tensors is kept and used again"),
+        "native_hooks": _unless(native.refusal(), "what stays is packed in C"),
+        "io_uring": _unless(_why_engine_fails("uring"), "the engine starts"),
+        "gds": _unless(_why_no_gds(), "the engine starts, and reads and writes past host memory"),
         "paths": [examine_path(path) for path in paths or [default_path()]],
     }
 
 
-def _cpu_allocator() -> dict[str, Any]:
-    refused = cpu_allocator.refusal()
-    return {"available": not refused, "reason": refused or "memory of large CPU tensors is kept and used again"}
-
-
-def _native_hooks() -> dict[str, Any]:
-    refused = native_hooks.refusal()
-    return {"available": not refused, "reason": refused or "what stays is packed in C"}
-
-
 def healthy(findings: dict[str, Any]) -> bool:
-    """Whether a spool works on every path."""
+    """Return whether a spool works on every path."""
     return all("problem" not in path for path in findings["paths"])
 
 
+def _unless(refusal: str, reason: str) -> dict[str, Any]:
+    return {"available": not refusal, "reason": refusal or reason}
+
+
+def _why_engine_fails(engine: str) -> str:
+    """Return why a storage engine does not start on this machine; empty when it does."""
+    size = 1 << 20
+    try:
+        Spool(
+            [tempfile.gettempdir()],
+            engine=engine,
+            capacity_bytes=size,
+            grow_bytes=size,
+            allow_any_filesystem=True,
+        ).close()
+    except ActOffloadError as error:
+        return str(error)
+    return ""
+
+
+def _why_no_gds() -> str:
+    return _why_engine_fails("gds") or why_compat()
+
+
 def examine_path(path: str) -> dict[str, Any]:
-    """One directory: its file system, and a spool in it, really written and read and compared."""
-    facts: dict[str, Any] = {"path": path, "file_system": probes.file_system(path)}
+    """Look at a directory's file system; write to a spool in it, read that back and compare."""
+    usage = psutil.disk_usage(path)
+    system = {"type": filesystem_type(os.path.realpath(path)) or "unknown"}
+    facts: dict[str, Any] = {
+        "path": path,
+        "file_system": system | {"free_bytes": int(usage.free), "total_bytes": int(usage.total)},
+    }
     try:
-        spool = Spool([path], capacity_bytes=BLOCKS * BLOCK_BYTES, grow_bytes=BLOCKS * BLOCK_BYTES)
+        with Rig([path], "auto", None, BLOCK_BYTES, BLOCKS * BLOCK_BYTES) as rig:
+            facts |= {
+                "engine": rig.spool.engine_name,
+                "engine_reason": rig.spool.engine_reason,
+                "direct": rig.spool.direct,
+                "alignment": rig.spool.alignment,
+                "write_bytes_per_s": rig.measure("write", SECONDS).bytes_per_s,
+                "read_bytes_per_s": rig.measure("read", SECONDS).bytes_per_s,
+            }
     except ActOffloadError as error:
-        return facts | {"problem": str(error)}
+        facts["problem"] = str(error)
+    return facts
+
+
+def memory() -> dict[str, Any]:
+    """Return the memory that this process may use. Bytes; None means no limit."""
+    soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    virtual = psutil.virtual_memory()
+    return {
+        "total_bytes": int(virtual.total),
+        "available_bytes": int(virtual.available),
+        "memlock_limit_bytes": None if soft == resource.RLIM_INFINITY else soft,
+        "cgroup_limit_bytes": cgroup_limit_bytes(),
+    }
+
+
+def device() -> dict[str, Any]:
+    """Return what torch sees: the accelerator or the CPU, and whether host memory can be pinned for it."""
+    import torch
+
+    facts: dict[str, Any] = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu_threads": torch.get_num_threads(),
+    }
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return facts | {"type": "cpu", "name": "CPU", "pinned_memory": False}
+    facts |= {"type": accelerator.type, "count": torch.accelerator.device_count()}
+    module = getattr(torch, accelerator.type)
+    facts["name"] = str(module.get_device_name()) if hasattr(module, "get_device_name") else accelerator.type
     try:
-        facts |= {
-            "engine": spool.engine_name,
-            "engine_reason": spool.engine_reason,
-            "direct": spool.direct,
-            "alignment": spool.alignment,
-        }
-        return facts | _speed(spool)
-    except ActOffloadError as error:
-        return facts | {"problem": str(error)}
-    finally:
-        spool.close()
+        facts["pinned_memory"] = bool(torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True).is_pinned())
+        facts |= _link(accelerator.type)
+    except RuntimeError as error:
+        facts["pinned_memory"] = False
+        facts["problem"] = str(error).splitlines()[0]
+    return facts
 
 
-def _speed(spool: Spool) -> dict[str, Any]:
-    """Write and read all blocks at once, each way timed, and compare what comes back."""
-    extents = [spool.allocate(BLOCK_BYTES) for _ in range(BLOCKS)]
-    pattern = os.urandom(BLOCK_BYTES)
-    with mmap.mmap(-1, BLOCKS * BLOCK_BYTES) as memory:
-        view = ctypes.c_char.from_buffer(memory)
-        address = ctypes.addressof(view)
-        for block in range(BLOCKS):
-            memory[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES] = pattern
-        write = _rate(spool.write, extents, address)
-        memory[:] = bytes(BLOCKS * BLOCK_BYTES)
-        read = _rate(spool.read, extents, address)
-        equal = all(memory[b * BLOCK_BYTES : (b + 1) * BLOCK_BYTES] == pattern for b in range(BLOCKS))
-        del view  # the map cannot close while a view of it lives
-    for extent in extents:
-        spool.free(extent)
-    facts: dict[str, Any] = {"write_bytes_per_s": write, "read_bytes_per_s": read}
-    return facts if equal else facts | {"problem": "what was read back is not what was written"}
+def _link(kind: str) -> dict[str, float]:
+    """Time one large copy each way between pinned host memory and the device; bytes a second."""
+    import torch
 
-
-def _rate(transfer: Callable[..., Any], extents: Sequence[Extent], address: int) -> float:
-    begin = time.perf_counter()
-    running = [transfer(extent, address + i * BLOCK_BYTES, BLOCK_BYTES) for i, extent in enumerate(extents)]
-    for one in running:
-        one.wait()
-        if one.error is not None:
-            raise one.error
-    return BLOCKS * BLOCK_BYTES / (time.perf_counter() - begin)
+    host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=kind)
+    rates = {}
+    copies = {"host_to_device_bytes_per_s": (there, host), "device_to_host_bytes_per_s": (host, there)}
+    for name, (target, source) in copies.items():
+        target.copy_(source, non_blocking=True)  # the first one also wakes the link
+        torch.accelerator.synchronize()
+        begin = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.accelerator.synchronize()
+        rates[name] = LINK_BYTES / (time.perf_counter() - begin)
+    return rates
 
 
 def show(findings: dict[str, Any]) -> None:
     """Print what was found, one table for the machine and one for each path."""
-    console = Console()
-    table = Table(title="machine", show_header=False, title_justify="left")
-    for name, text in _machine_rows(findings):
-        table.add_row(name, escape(text))
-    console.print(table)
+    print_facts("machine", _machine_rows(findings))
     for path in findings["paths"]:
-        table = Table(title=escape(path["path"]), show_header=False, title_justify="left")
-        for name, text in _path_rows(path):
-            table.add_row(name, escape(text))
-        console.print(table)
+        print_facts(path["path"], _path_rows(path))
 
 
 def _machine_rows(findings: dict[str, Any]) -> list[tuple[str, str]]:
     device, memory = findings["device"], findings["memory"]
+    pinned = "not needed: there is no accelerator" if device["type"] == "cpu" else "failed"
     rows = [
         ("device", f"{device['name']} ({device['type']}), torch {device['torch']}, Python {device['python']}"),
-        ("pinned memory", _pinned(device)),
-    ]
-    for way in ("host_to_device", "device_to_host"):
-        if f"{way}_bytes_per_s" in device:
-            rows.append((way.replace("_", " "), _per_second(device[f"{way}_bytes_per_s"])))
-    if "problem" in device:
-        rows.append(("problem", device["problem"]))
-    rows += [
+        ("pinned memory", "works" if device["pinned_memory"] else pinned),
+        *_rate_rows(device, "host_to_device", "device_to_host"),
         ("memory", f"{format_size(memory['available_bytes'])} available of {format_size(memory['total_bytes'])}"),
-        ("memlock limit", _limit(memory["memlock_limit_bytes"])),
-        ("cgroup limit", _limit(memory["cgroup_limit_bytes"])),
     ]
+    for name in ("memlock", "cgroup"):
+        limit = memory[f"{name}_limit_bytes"]
+        rows.append((f"{name} limit", "none" if limit is None else format_size(limit)))
     names = {
         "cpu_allocator": "CPU allocator",
         "native_hooks": "hooks in C",
@@ -146,29 +182,15 @@ def _machine_rows(findings: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _path_rows(path: dict[str, Any]) -> list[tuple[str, str]]:
     system = path["file_system"]
-    rows = [
-        ("file system", f"{system['type']}, {format_size(system['free_bytes'])} free"),
-    ]
+    rows = [("file system", f"{system['type']}, {format_size(system['free_bytes'])} free")]
     if "engine" in path:
         rows.append(("direct I/O", f"yes, alignment {path['alignment']} B" if path["direct"] else "no: buffered"))
         rows.append(("engine", path["engine_reason"]))
-    for way in ("write", "read"):
-        if f"{way}_bytes_per_s" in path:
-            rows.append((way, _per_second(path[f"{way}_bytes_per_s"])))
-    if "problem" in path:
-        rows.append(("problem", path["problem"]))
-    return rows
+    return rows + _rate_rows(path, "write", "read")
 
 
-def _pinned(device: dict[str, Any]) -> str:
-    if device["pinned_memory"]:
-        return "works"
-    return "not needed: there is no accelerator" if device["type"] == "cpu" else "failed"
-
-
-def _per_second(rate: float) -> str:
-    return f"{rate / 1e9:.2f} GB/s"
-
-
-def _limit(nbytes: int | None) -> str:
-    return "none" if nbytes is None else format_size(nbytes)
+def _rate_rows(facts: dict[str, Any], *ways: str) -> list[tuple[str, str]]:
+    """Return the rates that were measured, and the problem, if there was one."""
+    rates = {way.replace("_", " "): facts.get(f"{way}_bytes_per_s") for way in ways}
+    rows = [(way, f"{rate / 1e9:.2f} GB/s") for way, rate in rates.items() if rate is not None]
+    return rows + ([("problem", facts["problem"])] if "problem" in facts else [])

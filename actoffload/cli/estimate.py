@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Annotated, Any
 
 import typer
@@ -12,13 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..analysis.estimate import Estimate, Hardware, estimate
+from ..analysis.estimate_presets import DRIVES, GPUS, LINK_SOURCE, MODELS, TB, preset
+from ..analysis.transformer_shapes import ModelShape, Parallelism
 from ..config import format_size
 from ..errors import ConfigError
-from ..estimate import Estimate, Hardware, estimate
-from ..estimate_presets import DRIVES, GPUS, LINK_SOURCE, MODELS, TB, preset
-from ..estimate_published import published_checks
-from ..shapes import ModelShape, Parallelism
-from ..wear import Credits, Drive, format_decimal, format_duration
+from ..storage.endurance import Credits, Drive, format_decimal, format_duration
+from .console import JsonOption, explained_errors, print_facts, print_json
 
 Count = Annotated[int | None, typer.Option(min=1, rich_help_panel="Model and its split; default: the preset's")]
 Text = Annotated[str | None, typer.Option(rich_help_panel="Model and its split; default: the preset's")]
@@ -29,42 +28,10 @@ Dollars = Annotated[float | None, typer.Option(help="US dollars.", min=0, rich_h
 Multiplier = Annotated[float, typer.Option(rich_help_panel="Credits on the rated TBW; 1.0 is none")]
 
 _ABOVE_ZERO = (
-    "peak_tflops",
-    "device_to_host",
-    "host_to_device",
-    "ssd_write",
-    "ssd_read",
-    "tbw",
-    "drive_price",
-    "gpu_price",
+    *("peak_tflops", "device_to_host", "host_to_device", "ssd_write", "ssd_read"),
+    *("tbw", "drive_price", "gpu_price"),
 )
 """Options whose numbers the library knows by other names."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """What was asked, with the presets filled in."""
-
-    shape: ModelShape
-    split: Parallelism
-    hardware: Hardware
-    credits: Credits
-    options: Mapping[str, Any]
-
-    def answer(self) -> Estimate:
-        """The estimate.
-
-        Raises:
-            ConfigError: an option has a value that cannot work.
-        """
-        return estimate(
-            self.shape,
-            self.split,
-            self.hardware,
-            credits=self.credits,
-            recompute=self.options["recompute"],
-            step_s=self.options["step_s"],
-        )
 
 
 def command(
@@ -110,22 +77,24 @@ def command(
     write_amplification_workload: Multiplier = 1.0,
     retention_credit: Multiplier = 1.0,
     presets: Annotated[bool, typer.Option("--presets", help="List the presets and leave.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Compare with published figures and leave.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Say on paper what offloading needs: bytes, bandwidth, the share that hides, the SSDs' life on rated TBW, cost."""
-    if presets or check:
-        return _listing(presets, as_json)
-    try:
+    if presets:
+        list_presets(as_json)
+        return
+    with explained_errors():
         question = ask(ctx.params)
-        result = question.answer()
-    except ConfigError as error:
-        raise typer.BadParameter(str(error)) from error
-    _print_json(question, result) if as_json else show(question, result)
+        result = estimate(**question)
+    if as_json:
+        parts = {name: asdict(question[name]) for name in ("split", "hardware", "credits")}
+        print_json({"model": asdict(question["shape"]), **parts, "recompute": recompute, "estimate": result.as_dict()})
+    else:
+        show(model, question, result)
 
 
-def ask(options: Mapping[str, Any]) -> Question:
-    """The presets with the options over them.
+def ask(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `estimate`: the presets with the options over them.
 
     Raises:
         ConfigError: an option has a value that cannot work.
@@ -137,13 +106,14 @@ def ask(options: Mapping[str, Any]) -> Question:
     for name in _ABOVE_ZERO:
         if given.get(name) == 0:
             raise ConfigError(name, given[name], "must be above 0; leave it out for the preset's")
-    return Question(
-        shape=replace(start.shape, **{name: given[name] for name in _names(ModelShape) if name in given}),
-        split=replace(start.split, **{name: given[name] for name in _names(Parallelism) if name in given}),
-        hardware=_hardware(given, start.gpu, start.utilisation),
-        credits=Credits(**{name: given[name] for name in _names(Credits)}),
-        options=options,
-    )
+    return {
+        "shape": replace(start.shape, **{name: given[name] for name in _names(ModelShape) if name in given}),
+        "split": replace(start.split, **{name: given[name] for name in _names(Parallelism) if name in given}),
+        "hardware": _hardware(given, start.gpu, start.utilisation),
+        "credits": Credits(**{name: given[name] for name in _names(Credits)}),
+        "recompute": options["recompute"],
+        "step_s": options["step_s"],
+    }
 
 
 def _names(kind: type) -> list[str]:
@@ -151,7 +121,7 @@ def _names(kind: type) -> list[str]:
 
 
 def _hardware(given: Mapping[str, Any], default_gpu: str, published: float | None) -> Hardware:
-    """The machine: a GPU preset and a drive preset, with what was measured over them."""
+    """Return the machine: a GPU preset and a drive preset, with what was measured over them."""
     name = given.get("gpu", default_gpu)
     gpu = preset("gpu", name, GPUS)
     if name != default_gpu or published is None:
@@ -184,46 +154,24 @@ def _giga(given: Mapping[str, Any], name: str) -> float | None:
     return given[name] * 1e9 if name in given else None
 
 
-def _print_json(question: Question, result: Estimate) -> None:
-    parts = {
-        "model": asdict(question.shape),
-        "split": asdict(question.split),
-        "hardware": asdict(question.hardware),
-        "credits": asdict(question.credits),
-        "recompute": question.options["recompute"],
-        "estimate": result.as_dict(),
-    }
-    typer.echo(json.dumps(parts, indent=2))
-
-
-def show(question: Question, result: Estimate) -> None:
+def show(model: str, question: Mapping[str, Any], result: Estimate) -> None:
     """Print the answer: the activations, the bandwidth, the SSDs, and what to know before quoting a number."""
-    console = Console()
-    titles = (f"{question.options['model']} on {question.hardware.name}, per GPU of {result.gpus}", "bandwidth", "SSDs")
-    parts = (_activation_rows(question, result), _bandwidth_rows(result), _ssd_rows(question, result))
-    for title, rows in zip(titles, parts, strict=True):
-        table = Table(title=escape(title), show_header=False, title_justify="left")
-        for row in rows:
-            table.add_row(*map(escape, row))
-        console.print(table)
+    title = f"{model} on {question['hardware'].name}, per GPU of {result.gpus}"
+    print_facts(title, _activation_rows(question["shape"], question["split"], question["recompute"], result))
+    print_facts("bandwidth", _bandwidth_rows(result))
+    print_facts("SSDs", _ssd_rows(question["hardware"], question["credits"].factor, result))
     for note in result.notes:
-        console.print(f"- {escape(note)}")
+        Console().print(f"- {escape(note)}")
 
 
-def _activation_rows(question: Question, result: Estimate) -> list[tuple[str, str]]:
-    shape, split = question.shape, question.split
+def _activation_rows(shape: ModelShape, split: Parallelism, recompute: str, result: Estimate) -> list[tuple[str, str]]:
     layer = sum(result.layer_bytes.values())
+    tokens = f"sequence {shape.sequence}, micro-batch {shape.micro_batch} × {split.micro_batches}"
+    tensor = f"tensor {split.tensor}{' + sequence' if split.sequence_parallel else ''}"
+    ranks = f"{tensor}, pipeline {split.pipeline}, context {split.context}, data {split.data}"
     return [
-        (
-            "model",
-            f"{shape.family}, {shape.layers} layers × {shape.hidden}, sequence {shape.sequence}, "
-            f"micro-batch {shape.micro_batch} × {split.micro_batches}",
-        ),
-        (
-            "split",
-            f"tensor {split.tensor}{' + sequence' if split.sequence_parallel else ''}, pipeline {split.pipeline}, "
-            f"context {split.context}, data {split.data}; recompute {question.options['recompute']}",
-        ),
+        ("model", f"{shape.family}, {shape.layers} layers × {shape.hidden}, {tokens}"),
+        ("split", f"{ranks}; recompute {recompute}"),
         ("activations of a layer", f"{format_size(layer)} a micro-batch"),
         ("activations of a step", f"{format_size(result.activation_bytes_per_step)} (S)"),
         ("peak with all kept", f"{format_size(result.activation_bytes_in_flight)} in flight"),
@@ -241,8 +189,7 @@ def _bandwidth_rows(result: Estimate) -> list[tuple[str, str]]:
     ]
 
 
-def _ssd_rows(question: Question, result: Estimate) -> list[tuple[str, str]]:
-    hardware, factor = question.hardware, question.credits.factor
+def _ssd_rows(hardware: Hardware, factor: float, result: Estimate) -> list[tuple[str, str]]:
     rated = hardware.drive.rated_written_bytes * hardware.drives
     rows = [
         ("drives", f"{hardware.drives} × {hardware.drive.name}, rated {format_decimal(rated)} written"),
@@ -258,28 +205,18 @@ def _ssd_rows(question: Question, result: Estimate) -> list[tuple[str, str]]:
     return rows
 
 
-def _listing(presets: bool, as_json: bool) -> None:
-    """The presets, or the comparison with published figures."""
-    rows = _presets() if presets else [check.as_dict() for check in published_checks()]
-    if as_json:
-        typer.echo(json.dumps(rows, indent=2))
-        return
-    table = Table(*rows[0])
-    for row in rows:
-        table.add_row(*(escape(_text(value)) for value in row.values()))
-    Console().print(table)
-
-
-def _presets() -> list[dict[str, object]]:
+def list_presets(as_json: bool) -> None:
+    """Print the presets and their sources."""
     known: dict[str, Mapping[str, Any]] = {"model": MODELS, "gpu": GPUS, "drive": DRIVES}
-    return [
+    rows = [
         {"option": f"--{kind}", "name": name, "source": entry.source}
         for kind, entries in known.items()
         for name, entry in entries.items()
     ]
-
-
-def _text(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if as_json:
+        print_json(rows)
+        return
+    table = Table("option", "name", "source")
+    for row in rows:
+        table.add_row(*map(escape, row.values()))
+    Console().print(table)

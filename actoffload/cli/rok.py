@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,16 +12,16 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import TimeElapsedColumn
 from rich.table import Table
 
+from ..analysis.environment import describe_environment
+from ..analysis.plots import draw_rok
+from ..analysis.rok import PRESETS, SERIES, Point, Preset, Verdict, points_of, verdicts
+from ..analysis.rok_run import RokRun, load_results, write_csv
 from ..config import format_size, parse_size
 from ..errors import ConfigError
-from ..report.environment import describe_environment, write_atomically
-from ..report.rok import PRESETS, SERIES, Case, Point, Preset, Variant, Verdict, points_of, verdicts
-from ..report.rok_html import cells_of, render_html
-from ..report.rok_plot import draw_rok
-from ..report.rok_run import RokRun, load_results, write_csv
+from .console import JsonOption, PathOption, explained_errors, print_json, progress_bar, strings
 
 _SELECT = "Select from the preset; repeat for several"
 Names = Annotated[list[str] | None, typer.Option(rich_help_panel=_SELECT)]
@@ -52,58 +51,44 @@ def command(
     threads: Count = None,
     device: Annotated[str | None, typer.Option(help="Default: the preset's, else the accelerator.")] = None,
     target: Annotated[str, typer.Option(help="host, nvme, tiered or auto.")] = "auto",
-    path: Annotated[list[Path] | None, typer.Option(help="Directory of the spool; repeat to stripe.")] = None,
+    path: PathOption = None,
     memory_limit: Annotated[str | None, typer.Option(help='Most of a process or of its device, as "40GiB".')] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Take samples that failed again.")] = False,
     limit_s: Annotated[float, typer.Option(min=1, help="Longest that one sample may take, seconds.")] = 1800.0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure the recompute-offload-keep curve: each sample a process of its own, results kept after each one."""
-    try:
+    with explained_errors():
         if redraw is not None:
             raise typer.Exit(finish(load_results(redraw), redraw, as_json))
-        chosen = select(_preset(preset), model, hidden, batch, level, layers, seq)
-        counts: dict[str, Any] = {
-            "warm_up": warm_up,
-            "steps": steps,
-            "repeats": repeats,
-            "threads": threads,
-            "device": device,
-        }
-        chosen = replace(chosen, **{name: value for name, value in counts.items() if value is not None})
+        counts = {"warm_up": warm_up, "steps": steps, "repeats": repeats, "threads": threads, "device": device}
+        given: dict[str, Any] = {name: value for name, value in counts.items() if value is not None}
+        _known("preset", [preset], PRESETS)
         run = RokRun(
-            chosen,
+            replace(select(PRESETS[preset], model, hidden, batch, level, layers, seq), **given),
             out or Path(f"rok_{preset}.json"),
             environment=describe_environment(),
             command=shlex.join(["actoffload", *without_folders(sys.argv[1:])]),
-            series=_series(series),
+            series=_known("series", series or SERIES, SERIES),
             target=target,
-            path=None if path is None else [str(p) for p in path],
+            path=strings(path),
             memory_limit=None if memory_limit is None else parse_size("memory_limit", memory_limit),
             retry=retry,
             limit_s=limit_s,
         )
-    except ConfigError as error:
-        raise typer.BadParameter(str(error)) from error
-    measure(run, quiet=as_json)
-    raise typer.Exit(finish(run.payload, run.file, as_json))
+        measure(run, quiet=as_json)
+        raise typer.Exit(finish(run.payload, run.file, as_json))
 
 
-def _preset(name: str) -> Preset:
-    if name not in PRESETS:
-        raise ConfigError("preset", name, f"choose one of {', '.join(map(repr, PRESETS))}")
-    return PRESETS[name]
-
-
-def _series(names: Sequence[str] | None) -> tuple[str, ...]:
-    for name in names or ():
-        if name not in SERIES:
-            raise ConfigError("series", name, f"choose one of {', '.join(map(repr, SERIES))}")
-    return tuple(names or SERIES)
+def _known(field: str, names: Sequence[str], known: Iterable[str]) -> tuple[str, ...]:
+    for name in names:
+        if name not in known:
+            raise ConfigError(field, name, f"choose one of {', '.join(map(repr, known))}")
+    return tuple(names)
 
 
 def without_folders(arguments: Sequence[str]) -> list[str]:
-    """The arguments as results may show them: of a path on this machine only the last part."""
+    """Return the arguments as results may show them: of a path on this machine only the last part."""
     parts = [argument.rpartition("=") for argument in arguments]  # "--out=FILE" is one argument
     return [f"{head}{sign}{Path(last).name if Path(last).is_absolute() else last}" for head, sign, last in parts]
 
@@ -117,20 +102,20 @@ def select(
     layers: int | None = None,
     seq: int | None = None,
 ) -> Preset:
-    """A preset with other models, sizes or levels: every combination of what is named, at the preset's other sizes.
+    """Return a preset with every combination of the models and sizes that are named, and other levels.
 
     Raises:
         ConfigError: a level is no share and no series.
     """
-    cases: dict[Case, None] = {}
-    for case in preset.cases:
-        for model in models or [case.model]:
-            for width in hidden or [case.hidden]:
-                for batch in batches or [case.batch]:
-                    changed = replace(case, model=model, hidden=width, batch=batch)
-                    cases[replace(changed, layers=layers or case.layers, seq=seq or case.seq)] = None
+    cases = (
+        replace(case, model=name, hidden=width, batch=size, layers=layers or case.layers, seq=seq or case.seq)
+        for case in preset.cases
+        for name in models or [case.model]
+        for width in hidden or [case.hidden]
+        for size in batches or [case.batch]
+    )
     chosen = tuple(_level(text) for text in levels) if levels else preset.levels
-    return replace(preset, cases=tuple(cases), levels=chosen)
+    return replace(preset, cases=tuple(dict.fromkeys(cases)), levels=chosen)
 
 
 def _level(text: str) -> str:
@@ -148,56 +133,42 @@ def _level(text: str) -> str:
 def measure(run: RokRun, *, quiet: bool) -> None:
     """Take all missing samples behind a progress bar."""
     todo = run.missing()
-    console = Console(stderr=True)
-    if not quiet:
-        console.print(f"{len(todo)} samples to take, {len(run.payload['samples'])} there; results in {run.file}")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=quiet) as progress:
-        task = progress.add_task(todo[0].label if todo else "done", total=len(todo))
+    with progress_bar(TimeElapsedColumn(), quiet=quiet) as progress:
+        if not quiet:
+            there = len(run.payload["samples"])
+            progress.console.print(f"{len(todo)} samples to take, {there} there; results in {run.file}")
+        names = [*(job.label for job in todo), "done"]
+        bar = progress.add_task(names[0], total=len(todo))
         for number, (job, sample) in enumerate(run.run(), start=1):
-            left = run.missing()  # another round may have become due
-            following = left[0].label if left else "done"
-            progress.update(task, advance=1, description=following, total=number + len(left))
+            progress.update(bar, advance=1, description=names[number])
             if "error" in sample:
                 progress.console.print(f"{job.label}: {sample['error']}", style="yellow", markup=False)
 
 
 def finish(payload: dict[str, Any], file: Path, as_json: bool) -> int:
-    """Draw, write the CSV and the page beside the results, and compare; 1 when losses differ or a point failed.
+    """Draw, write the CSV beside the results, and compare; 1 when losses differ or a point failed.
 
     Running out of memory and a budget below the floor are no failures.
     """
     points = points_of(payload["samples"])
     machine = payload["environment"]
     title = f"Recompute, offload, keep: {machine.get('gpu') or machine.get('cpu')}, torch {machine.get('torch')}"
-    files = [file.with_suffix(ending) for ending in (".csv", ".html", ".png")]
-    try:
-        write_csv(points, files[0])
-        write_atomically(files[1], render_html(points, title, machine))
-        drawn = draw_rok(points, files[2], title)
-    except OSError as error:
-        typer.echo(f"Error: {error}", err=True)
-        return 1
+    table, picture = file.with_suffix(".csv"), file.with_suffix(".png")
+    write_csv(points, table)
+    drawn = draw_rok(points, picture, title)
     found = verdicts(points)
     if as_json:
-        typer.echo(json.dumps(as_dict(points, found), indent=2))
+        print_json(as_dict(points, found))
     else:
         show(points, found)
-        names = [f.name for f in files if drawn or f.suffix != ".png"]
-        typer.echo(
-            f"written beside {file.name}: {', '.join(names)}" + ("" if drawn else " (a picture needs matplotlib)")
-        )
-    unreachable = {_identity(s) for s in payload["samples"] if s.get("below_floor")}
-    failed = [p for p in points if p.error and not p.oom and (p.case, p.variant.label) not in unreachable]
+        about = f", {picture.name}" if drawn else " (a picture needs matplotlib)"
+        typer.echo(f"written beside {file.name}: {table.name}{about}")
+    failed = [p for p in points if p.error and not p.oom and not p.below_floor]
     return 1 if failed or any(p.identical is False for p in points) else 0
 
 
-def _identity(sample: dict[str, Any]) -> tuple[Case, str]:
-    return Case(**sample["case"]), Variant(series=sample["series"], level=sample["level"]).label
-
-
 def as_dict(points: Sequence[Point], found: Sequence[Verdict]) -> dict[str, Any]:
-    """Everything, ready for JSON."""
+    """Return everything, ready for JSON."""
     return {
         "points": [point.as_dict() for point in points],
         "hybrid_against": [
@@ -240,8 +211,22 @@ def _point_table(panel: str, points: Sequence[Point]) -> Table:
     table.add_column("dominated by")
     for point in sorted(points, key=lambda p: (p.case.batch, SERIES.index(p.variant.series), p.peak_bytes or 0)):
         star = "★" if point.measured and not point.dominated_by else ""
-        table.add_row(star, str(point.case.batch), point.variant.label, *map(escape, cells_of(point)))
+        table.add_row(star, str(point.case.batch), point.variant.label, *map(escape, _cells(point)))
     return table
+
+
+def _cells(point: Point) -> tuple[str, ...]:
+    """Return a point's numbers as text: peak, TFLOP/s, step, spread, bit-identical, what dominates it."""
+    if not point.measured:
+        return ("-", "-", "-", "-", "-", "out of memory" if point.oom else point.error)
+    return (
+        format_size(point.peak_bytes or 0),
+        f"{point.tflops or 0.0:.4g}",
+        f"{point.step_s or 0.0:.4g}",
+        f"{point.spread:.1%}",
+        {True: "yes", False: "NO", None: "-"}[point.identical],
+        point.dominated_by[0] if point.dominated_by else "none",
+    )
 
 
 def _verdict_table(found: Sequence[Verdict]) -> Table:

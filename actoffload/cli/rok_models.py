@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..analysis.rok import Case
 from ..errors import ConfigError
-from ..report.rok import Case
 from ..testing.gpt import GPT, GPTConfig
 
 
@@ -33,7 +33,7 @@ class Workload:
 
 
 def build(case: Case) -> Workload:
-    """The model of a case, on torch's default device and in its type; its weights by torch's seed.
+    """Return the model of a case, on torch's default device and in its type; its weights by torch's seed.
 
     Raises:
         ConfigError: the model is unknown, its sizes do not fit together, or Transformers is not installed.
@@ -83,12 +83,9 @@ def _gpt(case: Case) -> Workload:
         n_embd=case.hidden,
         n_layer=case.layers,
         n_head=case.hidden // case.head_width,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+        **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        **dict.fromkeys(("bos_token_id", "eos_token_id"), 0),
         use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
     )
     model = hf.GPT2LMHeadModel(config).train()
     return Workload(model, _same(model), _names("transformer.h", case.layers))
@@ -103,15 +100,14 @@ def _bert(case: Case) -> Workload:
         num_hidden_layers=case.layers,
         num_attention_heads=case.hidden // case.head_width,
         intermediate_size=4 * case.hidden,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
     )
     model = hf.BertForMaskedLM(config).train()
     return Workload(model, _same(model), _names("bert.encoder.layer", case.layers))
 
 
 def _t5(case: Case) -> Workload:
-    """``layers`` in all, half of them (rounded down) in the decoder, as in SSDTrain's runs."""
+    """Put half of the layers (rounded down) in the decoder, as in SSDTrain's runs."""
     hf = _transformers(case)
     decoder = max(1, case.layers // 2)
     encoder = max(1, case.layers - decoder)
@@ -123,17 +119,16 @@ def _t5(case: Case) -> Workload:
         num_layers=encoder,
         num_decoder_layers=decoder,
         num_heads=case.hidden // case.head_width,
+        **dict.fromkeys(("decoder_start_token_id", "pad_token_id"), 0),
         dropout_rate=0.0,
         use_cache=False,
-        decoder_start_token_id=0,
-        pad_token_id=0,
     )
     model = hf.T5ForConditionalGeneration(config).train()
     return Workload(model, _same(model), _names("encoder.block", encoder) + _names("decoder.block", decoder))
 
 
 def _same(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """The tokens are input and labels."""
+    """Return a loss whose tokens are input and labels."""
 
     def loss(tokens: Tensor) -> Tensor:
         value: Tensor = model(input_ids=tokens[:, :-1], labels=tokens[:, 1:].contiguous()).loss

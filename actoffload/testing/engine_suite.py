@@ -1,4 +1,4 @@
-"""What every storage engine must do, as a class of tests to inherit.
+"""What every storage engine must do, as a class of tests to inherit, and the memory and bytes such tests look at.
 
     class TestMyEngine(StorageEngineTests):
         def make_engine(self, file, threads=None):
@@ -9,48 +9,100 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import os
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-from ..engines import probe_engine
-from ..engines.base import IoKind, IoRequest, RequestState, SpoolFile, StorageEngine
 from ..errors import OffloaderClosedError, StorageReadError
-from ..paths import open_arena
-from .behind import Memory, peek_file, poke_file, random_bytes
+from ..memory.process_memory import map_private
+from ..storage.engines import probe_engine
+from ..storage.engines.base import IoKind, IoRequest, Range, RequestState, SpoolFile, StorageEngine
+from ..storage.spool_files import open_arena
 
-WAIT_S = 60.0  # only ever waited for in full when something is broken
+WAIT_S = 60.0
+"""How long a test waits before it calls that a hang."""
 BLOCK = 4096
-Submit = Callable[[str, IoKind, list[str]], IoRequest]
+Submit = Callable[[str, IoKind], IoRequest]
 
 
-class _Inside(NamedTuple):
-    address: int
-    nbytes: int
+class Memory:
+    """Page-aligned memory with a known address, of the kind that tensors and the host pool have.
+
+    Args:
+        nbytes: Its size in bytes.
+        fill: The byte it is filled with at first.
+    """
+
+    def __init__(self, nbytes: int, fill: int = 0) -> None:
+        self.nbytes = nbytes
+        self._map = map_private(nbytes)
+        self._anchor = ctypes.c_char.from_buffer(self._map)
+        self.address = ctypes.addressof(self._anchor)
+        self.data = bytes([fill]) * nbytes
+
+    @property
+    def data(self) -> bytes:
+        """What it holds."""
+        return self._map[:]
+
+    @data.setter
+    def data(self, value: bytes) -> None:
+        self._map[: len(value)] = value
+
+
+def random_bytes(nbytes: int, seed: int) -> bytes:
+    """Return reproducible bytes without structure."""
+    return random.Random(seed).randbytes(nbytes)
+
+
+def peek_file(file: SpoolFile, offset: int, length: int) -> bytes:
+    """Return bytes of an arena as they lie in the file, past every engine."""
+    with _reopened(file) as fd:
+        return os.pread(fd, length, offset)
+
+
+def poke_file(file: SpoolFile, offset: int, data: bytes) -> None:
+    """Overwrite bytes of an arena, past every engine."""
+    with _reopened(file) as fd:
+        os.pwrite(fd, data, offset)
+        os.fsync(fd)
+
+
+@contextmanager
+def _reopened(file: SpoolFile) -> Iterator[int]:
+    """Open the file again without ``O_DIRECT``, so that any length will do."""
+    if file.reopen_path is None:
+        yield file.fd
+        return
+    fd = os.open(file.reopen_path, os.O_RDWR)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 class StorageEngineTests:
     """The conformance suite. A subclass says how an engine is made, and may replace ``peek`` and ``poke``."""
 
     def make_engine(self, file: SpoolFile, threads: int | None = None) -> StorageEngine:
-        """Makes the engine under test."""
+        """Make the engine under test."""
         raise NotImplementedError
 
     def peek(self, engine: StorageEngine, file: SpoolFile, offset: int, length: int) -> bytes:
-        """Looks at the file behind the engine's back."""
+        """Look at the file behind the engine's back."""
         return peek_file(file, offset, length)
 
     def poke(self, engine: StorageEngine, file: SpoolFile, offset: int, data: bytes) -> None:
-        """Changes the file behind the engine's back."""
+        """Change the file behind the engine's back."""
         poke_file(file, offset, data)
 
     @pytest.fixture
@@ -67,12 +119,43 @@ class StorageEngineTests:
         yield engine
         engine.abort()
 
-    def transfer(self, engine: StorageEngine, kind: IoKind, memory: Memory, offset: int) -> IoRequest:
-        """Moves all of ``memory`` and waits for it."""
-        request = IoRequest(kind, memory.address, memory.nbytes, offset)
+    def run(self, engine: StorageEngine, request: IoRequest) -> IoRequest:
+        """Submit a request and wait for it."""
         engine.submit(request)
         assert request.wait(WAIT_S)
         return request
+
+    def transfer(self, engine: StorageEngine, kind: IoKind, memory: Memory, offset: int) -> IoRequest:
+        """Move all of ``memory`` and wait for it."""
+        return self.run(engine, IoRequest(kind, memory.address, memory.nbytes, offset))
+
+    @contextmanager
+    def blocked(self, engine: StorageEngine, order: list[str], fill: int = 0) -> Iterator[Submit]:
+        """Keep the engine's only thread busy inside the block, so that what is submitted there stays queued.
+
+        Yields a function that submits a one-block request; its name is added to ``order`` when it has run.
+        """
+        running, go_on, memory = threading.Event(), threading.Event(), Memory(BLOCK, fill)
+
+        def before() -> None:
+            running.set()
+            assert go_on.wait(WAIT_S)
+
+        def submit(name: str, kind: IoKind) -> IoRequest:
+            request = IoRequest(kind, memory.address, BLOCK, 0, on_done=lambda _: order.append(name))
+            engine.submit(request)
+            return request
+
+        blocker = IoRequest(IoKind.WRITE, memory.address, BLOCK, 7 * BLOCK, before=before)
+        engine.submit(blocker)
+        assert running.wait(WAIT_S)
+        try:
+            yield submit
+        finally:
+            go_on.set()
+            assert blocker.wait(WAIT_S)
+
+    # -- what is moved ------------------------------------------------------------------------------------------------
 
     def test_capabilities_are_sane(self, engine: StorageEngine, file: SpoolFile) -> None:
         capabilities = engine.capabilities
@@ -112,9 +195,7 @@ class StorageEngineTests:
         found = self.peek(engine, file, 0, 4 * BLOCK)
         assert found == b"\x11" * BLOCK + b"\x22" * BLOCK + b"\x11" * (2 * BLOCK)
         memory = Memory(3 * BLOCK, fill=0x33)
-        request = IoRequest(IoKind.READ, memory.address + BLOCK, BLOCK, 0)
-        engine.submit(request)
-        assert request.wait(WAIT_S)
+        self.run(engine, IoRequest(IoKind.READ, memory.address + BLOCK, BLOCK, 0))
         assert memory.data == b"\x33" * BLOCK + b"\x11" * BLOCK + b"\x33" * BLOCK
 
     @pytest.mark.parametrize("sizes", [(1, 1), (1, 3, 2), (1,) * 40, (1, 300, 1)])
@@ -126,22 +207,19 @@ class StorageEngineTests:
         for place, source in enumerate(sources):
             source.data = random_bytes(source.nbytes, 10 + place)
         expected = b"".join(sources[place].data for place in order)
-        self._in_ranges(engine, IoKind.WRITE, [sources[place] for place in order], 3 * BLOCK)
+        outward = [(sources[place].address, sources[place].nbytes) for place in order]
+        self._move_ranges(engine, IoKind.WRITE, outward, 3 * BLOCK)
         assert self.peek(engine, file, 3 * BLOCK, len(expected)) == expected
         targets = [Memory((count + 2) * BLOCK, fill=0x77) for count in sizes]
-        inner = [_Inside(target.address + BLOCK, target.nbytes - 2 * BLOCK) for target in targets]
-        self._in_ranges(engine, IoKind.READ, [inner[place] for place in order], 3 * BLOCK)
+        inward = [(targets[place].address + BLOCK, sources[place].nbytes) for place in order]
+        self._move_ranges(engine, IoKind.READ, inward, 3 * BLOCK)
         edge = b"\x77" * BLOCK
         assert [target.data for target in targets] == [edge + source.data + edge for source in sources]
         assert engine.written_bytes == engine.read_bytes == len(expected)
 
-    def _in_ranges(self, engine: StorageEngine, kind: IoKind, pieces: Sequence[Memory | _Inside], offset: int) -> None:
-        ranges = [(piece.address, piece.nbytes) for piece in pieces]
-        length = sum(piece.nbytes for piece in pieces)
-        request = IoRequest(kind, ranges[0][0], length, offset, ranges=ranges)
-        engine.submit(request)
-        assert request.wait(WAIT_S)
-        assert request.error is None
+    def _move_ranges(self, engine: StorageEngine, kind: IoKind, ranges: list[Range], offset: int) -> None:
+        length = sum(nbytes for _, nbytes in ranges)
+        assert self.run(engine, IoRequest(kind, ranges[0][0], length, offset, ranges=ranges)).error is None
 
     def test_reading_past_the_end_fails_and_is_never_zeros(self, engine: StorageEngine, file: SpoolFile) -> None:
         self.poke(engine, file, 0, b"\x44" * BLOCK)
@@ -166,6 +244,8 @@ class StorageEngineTests:
         assert [target.data for target in targets] == [source.data for source in sources]
         assert engine.written_bytes == engine.read_bytes == 60 * BLOCK
 
+    # -- callbacks, order, cancelling ---------------------------------------------------------------------------------
+
     def test_before_runs_first_and_in_another_thread(self, engine: StorageEngine, file: SpoolFile) -> None:
         memory, threads = Memory(BLOCK), []
 
@@ -173,9 +253,7 @@ class StorageEngineTests:
             threads.append(threading.current_thread())
             memory.data = b"\x55" * BLOCK
 
-        request = IoRequest(IoKind.WRITE, memory.address, BLOCK, 0, before=before)
-        engine.submit(request)
-        assert request.wait(WAIT_S)
+        self.run(engine, IoRequest(IoKind.WRITE, memory.address, BLOCK, 0, before=before))
         assert self.peek(engine, file, 0, BLOCK) == b"\x55" * BLOCK
         assert threads != [threading.current_thread()]
 
@@ -220,18 +298,18 @@ class StorageEngineTests:
     def test_reads_before_writes_first_in_first_out(self, engine: StorageEngine, file: SpoolFile) -> None:
         self.poke(engine, file, 0, bytes(8 * BLOCK))
         order: list[str] = []
-        with self.blocked(engine) as submit:
-            for name, kind in (("w1", IoKind.WRITE), ("r1", IoKind.READ), ("w2", IoKind.WRITE), ("r2", IoKind.READ)):
-                submit(name, kind, order)
+        with self.blocked(engine, order) as submit:
+            for name in ("w1", "r1", "w2", "r2"):
+                submit(name, IoKind.READ if name[0] == "r" else IoKind.WRITE)
         engine.close()
         assert order == ["r1", "r2", "w1", "w2"]
 
     def test_promote_moves_to_the_front_of_its_queue(self, engine: StorageEngine, file: SpoolFile) -> None:
         self.poke(engine, file, 0, bytes(8 * BLOCK))
         order: list[str] = []
-        with self.blocked(engine) as submit:
+        with self.blocked(engine, order) as submit:
             requests = {
-                name: submit(name, IoKind.READ if name[0] == "r" else IoKind.WRITE, order)
+                name: submit(name, IoKind.READ if name[0] == "r" else IoKind.WRITE)
                 for name in ("w1", "w2", "r1", "r2", "r3")
             }
             engine.promote(requests["r3"])
@@ -243,9 +321,9 @@ class StorageEngineTests:
     def test_cancelled_requests_never_run(self, engine: StorageEngine, file: SpoolFile) -> None:
         self.poke(engine, file, 0, b"\x66" * (8 * BLOCK))
         order: list[str] = []
-        with self.blocked(engine, fill=0x66) as submit:
-            write = submit("w", IoKind.WRITE, order)
-            read = submit("r", IoKind.READ, order)
+        with self.blocked(engine, order, fill=0x66) as submit:
+            write = submit("w", IoKind.WRITE)
+            read = submit("r", IoKind.READ)
             assert write.cancel()
             assert read.cancel()
             assert write.cancel(), "as after an interrupt"
@@ -261,15 +339,16 @@ class StorageEngineTests:
         assert request.state is RequestState.DONE
 
     def test_cancel_wakes_a_waiting_thread(self, engine: StorageEngine) -> None:
-        order: list[str] = []
-        with self.blocked(engine) as submit:
-            request = submit("w", IoKind.WRITE, order)
+        with self.blocked(engine, []) as submit:
+            request = submit("w", IoKind.WRITE)
             waiter = threading.Thread(target=request.wait)
             waiter.start()
             assert not request.wait(0)
             assert request.cancel()
             waiter.join(WAIT_S)
             assert not waiter.is_alive()
+
+    # -- ends ---------------------------------------------------------------------------------------------------------
 
     def test_close_finishes_what_is_queued(self, engine: StorageEngine, file: SpoolFile) -> None:
         memory = Memory(BLOCK, fill=0x77)
@@ -286,8 +365,8 @@ class StorageEngineTests:
 
     def test_abort_waits_for_what_runs_and_cancels_the_rest(self, engine: StorageEngine) -> None:
         order: list[str] = []
-        with self.blocked(engine) as submit:
-            queued = [submit("w", IoKind.WRITE, order), submit("r", IoKind.READ, order)]
+        with self.blocked(engine, order) as submit:
+            queued = [submit("w", IoKind.WRITE), submit("r", IoKind.READ)]
             aborter = threading.Thread(target=engine.abort)
             aborter.start()
             assert all(request.wait(WAIT_S) for request in queued)
@@ -327,7 +406,7 @@ class StorageEngineTests:
 
         token, memory = Token(), Memory(BLOCK)
         dead = weakref.ref(token)
-        with self.blocked(engine):
+        with self.blocked(engine, []):
             request = IoRequest(IoKind.WRITE, memory.address, BLOCK, 0, on_done=token.on_done)
             engine.submit(request)
             assert request.cancel()
@@ -337,31 +416,5 @@ class StorageEngineTests:
     def test_the_probe_accepts_it(self, engine: StorageEngine) -> None:
         assert probe_engine(engine) is None
 
-    @contextmanager
-    def blocked(self, engine: StorageEngine, fill: int = 0) -> Iterator[Submit]:
-        """Keeps the engine's only thread busy inside the block, so that what is submitted there stays queued.
 
-        Yields a function that submits a one-block request and notes its name in a list when it has run.
-        """
-        running, go_on, memory = threading.Event(), threading.Event(), Memory(BLOCK, fill)
-
-        def before() -> None:
-            running.set()
-            assert go_on.wait(WAIT_S)
-
-        def submit(name: str, kind: IoKind, order: list[str]) -> IoRequest:
-            request = IoRequest(kind, memory.address, BLOCK, 0, on_done=lambda _: order.append(name))
-            engine.submit(request)
-            return request
-
-        blocker = IoRequest(IoKind.WRITE, memory.address, BLOCK, 7 * BLOCK, before=before)
-        engine.submit(blocker)
-        assert running.wait(WAIT_S)
-        try:
-            yield submit
-        finally:
-            go_on.set()
-            assert blocker.wait(WAIT_S)
-
-
-__all__ = ["StorageEngineTests"]
+__all__ = ["Memory", "StorageEngineTests", "peek_file", "poke_file", "random_bytes"]

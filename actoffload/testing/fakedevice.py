@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from ..device import Accelerator
+from ..tiers.accelerator import Accelerator
 
 Adversary = Literal["lazy", "eager", "random"]
 
@@ -78,10 +78,14 @@ class _Block:
         self.address = self._shadow.data_ptr()
         self.alias = None
 
-    def overwrite(self) -> None:
-        """The next owner writes to it."""
-        self.reused = True
+    def poison(self) -> None:
+        """Another owner writes to it."""
         ctypes.memset(self.address, 0xFF, self.nbytes)
+
+    def reuse(self) -> None:
+        """The next owner writes to it: from now on no copy may touch it."""
+        self.reused = True
+        self.poison()
 
 
 class FakeDevice(Accelerator):
@@ -140,8 +144,13 @@ class FakeDevice(Accelerator):
 
     def launch(self, kernel: Callable[[], object]) -> None:
         """Queue a kernel on the current stream; it runs when the stream gets there."""
+
+        def run() -> None:
+            with _disable_current_modes():
+                kernel()
+
         with self._lock:
-            self._current.queue.append(_Work(lambda: self._without_modes(kernel)))
+            self._current.queue.append(_Work(run))
 
     def advance(self, seconds: float) -> None:
         """Let time pass: side streams run what they can finish by then."""
@@ -173,26 +182,19 @@ class FakeDevice(Accelerator):
         return self._sides.setdefault(role, FakeStream(role))
 
     def record(self, stream: FakeStream) -> FakeEvent:
-        event = FakeEvent(stream)
-
-        def happen() -> None:
-            event.done = True
-            event.at_s = max(self.now_s, stream.free_at_s)
-
         with self._lock:
-            stream.queue.append(_Work(happen))
+            event = self._mark(stream)
             self._tick()
-        return event
+            return event
 
-    def timestamp(self, stream: FakeStream) -> FakeEvent:
-        return self.record(stream)
+    timestamp = record
 
     def seconds_between(self, begin: FakeEvent, end: FakeEvent) -> float:
         return end.at_s - begin.at_s
 
     def wait(self, stream: FakeStream, event: FakeEvent) -> None:
         with self._lock:
-            stream.queue.append(_Work(lambda: None, waits_for=event))
+            stream.queue.append(_Work(_nothing, waits_for=event))
 
     def done(self, event: FakeEvent) -> bool:
         return event.done
@@ -220,8 +222,7 @@ class FakeDevice(Accelerator):
     def empty(self, nbytes: int, index: int, stream: FakeStream) -> Tensor:
         with self._lock, _disable_current_modes():
             tensor = torch.empty(nbytes, dtype=torch.uint8)
-            block = self._watch(tensor, stream)
-            stream.queue.append(_Work(lambda: _poison(block.address, nbytes)))
+            stream.queue.append(_Work(self._watch(tensor, stream).poison))
             return tensor
 
     def same_stream(self, one: FakeStream, other: FakeStream) -> bool:
@@ -256,6 +257,17 @@ class FakeDevice(Accelerator):
             self._tick()
             self._drain(self._current)
             self._tick()
+
+    def _mark(self, stream: FakeStream) -> FakeEvent:
+        """An event that is done once the stream has run what it was given so far."""
+        event = FakeEvent(stream)
+
+        def happen() -> None:
+            event.done = True
+            event.at_s = max(self.now_s, stream.free_at_s)
+
+        stream.queue.append(_Work(happen))
+        return event
 
     def _drain(self, stream: FakeStream) -> None:
         while stream.queue:
@@ -322,20 +334,9 @@ class FakeDevice(Accelerator):
         """The next owner writes to the block once its stream, and those it was lent to, are past this point."""
         reuse = FakeStream("reuse")
         for stream in (block.owner, *block.also_used_on):
-            event = FakeEvent(stream)
-
-            def happen(event: FakeEvent = event) -> None:
-                event.done = True
-
-            stream.queue.append(_Work(happen))
-            reuse.queue.append(_Work(lambda: None, waits_for=event))
-
-        reuse.queue.append(_Work(block.overwrite))
+            reuse.queue.append(_Work(_nothing, waits_for=self._mark(stream)))
+        reuse.queue.append(_Work(block.reuse))
         self._reuse.append(reuse)
-
-    def _without_modes(self, kernel: Callable[[], object]) -> None:
-        with _disable_current_modes():
-            kernel()
 
 
 class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -350,8 +351,8 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _poison(address: int, nbytes: int) -> None:
-    ctypes.memset(address, 0xFF, nbytes)
+def _nothing() -> None:
+    """Work that only waits."""
 
 
 def _holders(alias: Tensor) -> tuple[int, int]:

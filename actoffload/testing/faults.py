@@ -11,17 +11,16 @@ import threading
 import time
 from typing import ClassVar
 
-from ..engines.base import IoKind, IoRequest, SpoolFile
-from ..engines.posix import PosixEngine
-from ..engines.queued import first_bytes
+from ..storage.engines.base import IoKind, IoRequest, SpoolFile
+from ..storage.engines.posix import PosixEngine
+from ..storage.engines.queued import first_bytes
 
 
 class SlowEngine(PosixEngine):
-    """A disk of a given speed; all threads share it.
+    """A disk of a given speed, shared by all threads.
 
     Args:
-        file: As for every engine.
-        threads: As for every engine.
+        file, threads: As for every engine.
         bandwidth_bytes_per_s: Bytes per second, reads and writes together.
         duplex: Reads and writes do not share it: each goes at that speed.
         latency_s: Seconds that every system call takes in addition.
@@ -57,8 +56,7 @@ class ShortEngine(PosixEngine):
     """Moves at most some bytes per system call.
 
     Args:
-        file: As for every engine.
-        threads: As for every engine.
+        file, threads: As for every engine.
         most_bytes: Largest transfer of one call, in bytes; rounded up to the alignment of a direct file.
     """
 
@@ -76,15 +74,14 @@ class FailingEngine(PosixEngine):
     """Fails at chosen system calls.
 
     Args:
-        file: As for every engine.
-        threads: As for every engine.
+        file, threads: As for every engine.
         kind: Which direction fails.
         first: The first call that fails, counted from 1 in that direction.
         count: How many calls in a row fail; None: every later one too.
         error_number: The ``errno`` of the failure.
     """
 
-    gathered_bytes: ClassVar[int] = 0  # each request goes alone: which one is hit does not depend on timing
+    gathered_bytes: ClassVar[int] = 0  # each request goes alone, so that which one is hit does not depend on timing
 
     def __init__(
         self,
@@ -118,12 +115,11 @@ class FullEngine(PosixEngine):
     """A disk that is full after some bytes: one short write, then ``ENOSPC``, as the kernel does it.
 
     Args:
-        file: As for every engine.
-        threads: As for every engine.
+        file, threads: As for every engine.
         capacity_bytes: Bytes that can be written, all writes together.
     """
 
-    gathered_bytes: ClassVar[int] = 0  # each request goes alone: which one is hit does not depend on timing
+    gathered_bytes: ClassVar[int] = 0  # each request goes alone, so that which one is hit does not depend on timing
 
     def __init__(self, file: SpoolFile, *, threads: int | None = None, capacity_bytes: int = 0) -> None:
         self._left_bytes = capacity_bytes
@@ -159,19 +155,19 @@ class GateEngine(PosixEngine):
         super().__init__(file, threads=threads)
 
     def release(self, count: int = 1) -> None:
-        """Lets ``count`` more requests start; cancelled ones do not count."""
+        """Let ``count`` more requests start; cancelled ones do not count."""
         with self._wake:
             self._permits += count
             self._wake.notify_all()
 
     def open(self) -> None:
-        """Lets everything start, now and later."""
+        """Let everything start, now and later."""
         with self._wake:
             self._is_open = True
             self._wake.notify_all()
 
     def shut(self) -> None:
-        """Lets nothing start until the next ``release`` or ``open``."""
+        """Let nothing start until the next ``release`` or ``open``."""
         with self._wake:
             self._is_open = False
             self._permits = 0

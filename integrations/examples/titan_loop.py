@@ -13,7 +13,6 @@ import argparse
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,20 +24,7 @@ from torch.nn import functional as F
 import actoffload
 from actoffload.testing.gpt import GPT, GPTConfig
 
-
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="auto", choices=("none", "host", "nvme", "tiered", "auto"))
-    parser.add_argument("--path", help="directory of the spool; the ranks share it")
-    parser.add_argument("--min-bytes", help='smaller tensors stay, for example "64KiB"')
-    parser.add_argument("--device-budget", help='most bytes of saved activations on the device, for example "2GiB"')
-    parser.add_argument("--compile", metavar="BACKEND", help="compile block by block, for example with inductor")
-    parser.add_argument("--recompute", action="store_true", help="checkpoint every block")
-    sizes = {"steps": 10, "microbatches": 2, "batch": 4, "layers": 4, "width": 256, "seq": 256}
-    for flag, default in sizes.items():
-        parser.add_argument(f"--{flag}", type=int, default=default)
-    return parser.parse_args(arguments)
+from .common import batch, make_parser, options
 
 
 def build(args: argparse.Namespace, device: torch.device) -> GPT:
@@ -54,14 +40,6 @@ def build(args: argparse.Namespace, device: torch.device) -> GPT:
     if dist.is_initialized():
         fully_shard(model)
     return model
-
-
-def batch(step: int, args: argparse.Namespace, device: torch.device) -> Tensor:
-    """Random pieces of this file for this rank: (batch, seq + 1) int64, the same ones at each run."""
-    text = torch.tensor(list(Path(__file__).read_bytes()))
-    seed = step * 1000 + (dist.get_rank() if dist.is_initialized() else 0)
-    starts = torch.randint(len(text) - args.seq - 1, (args.batch,), generator=torch.Generator().manual_seed(seed))
-    return torch.stack([text[start : start + args.seq + 1] for start in starts.tolist()]).to(device)
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, context: Any, tokens: Sequence[Tensor]) -> Tensor:
@@ -85,7 +63,10 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, context: Any,
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train."""
-    args = parse(arguments)
+    parser = make_parser(__doc__, steps=10, microbatches=2, batch=4, layers=4, width=256, seq=256)
+    parser.add_argument("--compile", metavar="BACKEND", help="compile block by block, for example with inductor")
+    parser.add_argument("--recompute", action="store_true", help="checkpoint every block")
+    args = parser.parse_args(arguments)
     device = torch.accelerator.current_accelerator() or torch.device("cpu")
     if "WORLD_SIZE" in os.environ:
         if device.type != "cpu":
@@ -96,21 +77,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     train_context: Any = nullcontext()
     if args.target != "none":
         # <- offloading: one context for the whole training; the ranks of a machine divide disk and memory by themselves
-        train_context = actoffload.offload_activations(
-            target=args.target,
-            path=args.path,
-            min_bytes=args.min_bytes,
-            device_budget=args.device_budget,
-            model=model,
-            announce="first",
-        )
-    first = not dist.is_initialized() or dist.get_rank() == 0
+        train_context = actoffload.offload_activations(**options(args), model=model, announce="first")
+    rank = dist.get_rank() if dist.is_initialized() else 0
     for step in range(args.steps):
-        tokens = [batch(step * args.microbatches + i, args, device) for i in range(args.microbatches)]
+        seeds = [(step * args.microbatches + i) * 1000 + rank for i in range(args.microbatches)]
+        tokens = [batch(seed, args.batch, args.seq, device) for seed in seeds]
         loss = float(train_step(model, optimizer, train_context, tokens))
-        if first:
+        if rank == 0:
             print(f"step {step}: loss {loss:.4f} = {loss.hex()}", flush=True)
-    if args.target != "none" and first:
+    if args.target != "none" and rank == 0:
         print(train_context.offloader.report())  # <- offloading: what it did and why
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -9,6 +9,6 @@ from __future__ import annotations
 
 from .arguments import add_actoffload_args
 from .forward_step import OffloadedForwardStep, wrap_forward_step
-from .schedule import phases
+from .microbatches import phases
 
 __all__ = ["OffloadedForwardStep", "add_actoffload_args", "phases", "wrap_forward_step"]

@@ -13,32 +13,31 @@ from actoffload import OffloadConfig, Plan
 from actoffload.errors import ConfigError
 
 _FLAGS = {
-    "path": "--actoffload-path",
-    "device_budget": "--actoffload-device-budget",
-    "host_budget": "--actoffload-host-budget",
-    "nvme_budget": "--actoffload-nvme-budget",
-    "min_bytes": "--actoffload-min-bytes",
-    "include": "--actoffload-modules",
-    "exclude": "--actoffload-exclude-modules",
-    "policy": "--actoffload-policy",
-    "max_slowdown": "--actoffload-max-slowdown",
-    "engine": "--actoffload-engine",
-    "strict": "--actoffload-strict",
-    "verify": "--actoffload-verify",
-    "trace": "--actoffload-trace",
-    "announce": "--actoffload-announce",
+    "path": ("path", "DIR", "directory of the spool, or several (striped)"),
+    "device_budget": ("device-budget", "SIZE", "most bytes of saved activations on the device"),
+    "host_budget": ("host-budget", "SIZE", "most bytes of host memory"),
+    "nvme_budget": ("nvme-budget", "SIZE", "most bytes on disk"),
+    "min_bytes": ("min-bytes", "SIZE", "smaller tensors stay"),
+    "include": ("modules", "GLOB", "names of the modules whose saved tensors move"),
+    "exclude": ("exclude-modules", "GLOB", "names of the modules whose saved tensors stay"),
+    "policy": ("policy", "POLICY", "auto, greedy, all, or a file with a plan's JSON"),
+    "max_slowdown": ("max-slowdown", "SHARE", "with policy auto: how much slower a step may get, for example 0.02"),
+    "engine": ("engine", "ENGINE", "storage engine: auto, uring, posix, aiofiles, gds or memory"),
+    "strict": ("strict", "", "fail when a forward moved nothing"),
+    "verify": ("verify", "", "checksum what is written, check what is read"),
+    "trace": ("trace", "FILE", "Chrome/Perfetto trace; with several ranks each writes its own file"),
+    "announce": ("announce", "WHO", "who says at the first step what is active: none, first or all"),
 }
-"""The flag of each field of `OffloadConfig` that the command line can set, beside ``--actoffload-target``."""
+"""For each field of `OffloadConfig` that a flag can set: the flag's name, its metavar and its help."""
+_SEVERAL = ("path", "include", "exclude")
+_SWITCHES = ("strict", "verify")
 
 
 def add_actoffload_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of actoffload to a parser; fits ``pretrain(..., extra_args_provider=add_actoffload_args)``.
+    """Add the flags of actoffload to a parser and return it; fits ``pretrain(extra_args_provider=...)``.
 
     Every flag begins with ``--actoffload-``; without ``--actoffload-target`` nothing is switched on. Sizes are bytes,
     or text such as ``8GiB``. A bad value ends the program with a message that names its flag.
-
-    Returns:
-        The same parser.
 
     >>> add_actoffload_args(argparse.ArgumentParser()).parse_args([]).actoffload_target
     'none'
@@ -50,26 +49,12 @@ def add_actoffload_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         default="none",
         help="where the tensors saved for backward go; none: actoffload is off",
     )
-    for field, metavar, text in (
-        ("device_budget", "SIZE", "most bytes of saved activations on the device"),
-        ("host_budget", "SIZE", "most bytes of host memory"),
-        ("nvme_budget", "SIZE", "most bytes on disk"),
-        ("min_bytes", "SIZE", "smaller tensors stay"),
-        ("policy", "POLICY", "auto, greedy, all, or a file with a plan's JSON"),
-        ("max_slowdown", "SHARE", "with policy auto: how much slower a step may get, for example 0.02"),
-        ("engine", "ENGINE", "storage engine: auto, uring, posix, aiofiles, gds or memory"),
-        ("trace", "FILE", "Chrome/Perfetto trace; with several ranks each writes its own file"),
-        ("announce", "WHO", "who says at the first step what is active: none, first or all"),
-    ):
-        group.add_argument(_FLAGS[field], type=_checked(field), metavar=metavar, help=text)
-    for field, metavar, text in (
-        ("path", "DIR", "directory of the spool, or several (striped)"),
-        ("include", "GLOB", "names of the modules whose saved tensors move"),
-        ("exclude", "GLOB", "names of the modules whose saved tensors stay"),
-    ):
-        group.add_argument(_FLAGS[field], nargs="+", type=_checked(field), metavar=metavar, help=text)
-    group.add_argument(_FLAGS["strict"], action="store_true", help="fail when a forward moved nothing")
-    group.add_argument(_FLAGS["verify"], action="store_true", help="checksum what is written, check what is read")
+    for field, (_, metavar, text) in _FLAGS.items():
+        if field in _SWITCHES:
+            group.add_argument(_flag(field), action="store_true", help=text)
+        else:
+            nargs = "+" if field in _SEVERAL else None
+            group.add_argument(_flag(field), nargs=nargs, type=_checked(field), metavar=metavar, help=text)
     return parser
 
 
@@ -84,22 +69,25 @@ def options_of(args: Any) -> dict[str, Any] | None:
     """
     target = getattr(args, "actoffload_target", "")
     if target == "":
-        raise ConfigError(
-            "--actoffload-target", None, "the arguments have no such flag; parse them with add_actoffload_args(parser)"
-        )
+        remedy = "the arguments have no such flag; parse them with add_actoffload_args(parser)"
+        raise ConfigError("--actoffload-target", None, remedy)
     if target in (None, "none"):
         return None
     options: dict[str, Any] = {"target": target, "announce": "first"}
-    for field, flag in _FLAGS.items():
-        value = getattr(args, flag.removeprefix("--").replace("-", "_"), None)
+    for field in _FLAGS:
+        value = getattr(args, _flag(field).removeprefix("--").replace("-", "_"), None)
         if value is not None:
             options[field] = _read(field, value)
     try:
         OffloadConfig(**options)
     except ConfigError as error:
-        flag = _FLAGS.get(error.field, f"--actoffload-{error.field}")
-        raise ConfigError(flag, error.value, error.remedy) from None
+        raise ConfigError(_flag(error.field), error.value, error.remedy) from None
     return options
+
+
+def _flag(field: str) -> str:
+    """The flag that sets a field."""
+    return f"--actoffload-{_FLAGS[field][0] if field in _FLAGS else field}"
 
 
 def _checked(field: str) -> Callable[[str], str]:
@@ -117,12 +105,8 @@ def _checked(field: str) -> Callable[[str], str]:
 
 def _read(field: str, value: Any) -> Any:
     """The value of a field, where the flag's text only says where to find it."""
-    if (
-        field == "policy"
-        and isinstance(value, str)
-        and value not in ("auto", "greedy", "all")
-        and Path(value).is_file()
-    ):
+    named = value in ("auto", "greedy", "all") or not isinstance(value, str)
+    if field == "policy" and not named and Path(value).is_file():
         return Plan.from_json(Path(value).read_text(encoding="utf-8"))
     if field == "trace" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         path = Path(value)

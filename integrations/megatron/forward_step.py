@@ -14,22 +14,16 @@ from actoffload import Offloader, keep, offload_activations
 from actoffload.errors import ConfigError, SpoolPathError
 
 from .arguments import options_of
-from .microbatches import MicroBatches, core
-from .schedule import Phase
+from .microbatches import MicroBatches, Phase, core
 
+_SAME_TENSORS = "both would move the same tensors"
 _CONFLICTS = {
-    "cpu_offloading": ("--cpu-offloading", "both would move the same tensors"),
-    "cpu_offloading_num_layers": ("--cpu-offloading-num-layers", "both would move the same tensors"),
-    "fine_grained_activation_offloading": (
-        "--fine-grained-activation-offloading",
-        "both would move the same tensors",
-    ),
-    "overlap_moe_expert_parallel_comm": (
-        "--overlap-moe-expert-parallel-comm",
-        "it runs the model outside the forward step, where nothing would be moved",
-    ),
+    "cpu_offloading": _SAME_TENSORS,
+    "cpu_offloading_num_layers": _SAME_TENSORS,
+    "fine_grained_activation_offloading": _SAME_TENSORS,
+    "overlap_moe_expert_parallel_comm": "it runs the model outside the forward step, where nothing would be moved",
 }
-"""Megatron's switches that cannot be on beside actoffload: the flag, and why."""
+"""Megatron's switches that cannot be on beside actoffload, and why; the flag has the switch's name."""
 
 
 def wrap_forward_step(forward_step: Callable[..., Any], args: Any = None) -> OffloadedForwardStep:
@@ -57,7 +51,7 @@ def wrap_forward_step(forward_step: Callable[..., Any], args: Any = None) -> Off
 class OffloadedForwardStep:
     """A forward step that `wrap_forward_step` made; called as the one that it wraps."""
 
-    def __init__(self, forward_step: Callable[..., Any], args: Any = None) -> None:
+    def __init__(self, forward_step: Callable[..., Any], args: Any) -> None:
         functools.update_wrapper(self, forward_step)
         self.offloader: Offloader | None = None
         self._forward_step = forward_step
@@ -72,17 +66,21 @@ class OffloadedForwardStep:
             self._begin(_megatron_args())
         if self.offloader is None or not torch.is_grad_enabled():
             return self._forward_step(*args, **kwargs)
-        model = _unwrap(args, kwargs)
-        _refuse_conflicts(model.config, self.offloader.config.target)
-        self.offloader.use(model)
+        offloader, model = self.offloader, _unwrap(args, kwargs)
+        _refuse_conflicts(model.config, offloader.config.target)
+        offloader.use(model)
         key = self._numbers.key(model)
         after = self._numbers.following(model, key)
-        self._hint((key, "forward"), after)
-        with self.offloader:
+
+        def hint(phase: Phase) -> None:
+            offloader.stage(*phase, next=after.get(phase))
+
+        hint((key, "forward"))
+        with offloader:
             result = self._forward_step(*args, **kwargs)
         outputs = [tensor for tensor in _tensors(result[0]) if tensor.requires_grad]
         if outputs:
-            register_multi_grad_hook(outputs, lambda _: self._hint((key, "backward"), after), mode="any")
+            register_multi_grad_hook(outputs, lambda _: hint((key, "backward")), mode="any")
         return result
 
     def _begin(self, args: Any) -> None:
@@ -96,44 +94,38 @@ class OffloadedForwardStep:
                 raise ConfigError("--actoffload-path", options.get("path"), str(error)) from error
         self._began = True
 
-    def _hint(self, phase: Phase, after: dict[Phase, Phase]) -> None:
-        if self.offloader is not None:
-            self.offloader.stage(*phase, next=after.get(phase))
-
 
 def _megatron_args() -> Any:
     try:
         from megatron.training import get_args
     except ImportError:
-        raise ConfigError(
-            "args", None, "megatron.training is not installed: give wrap_forward_step() the parsed arguments"
-        ) from None
+        remedy = "megatron.training is not installed: give wrap_forward_step() the parsed arguments"
+        raise ConfigError("args", None, remedy) from None
     return get_args()
 
 
 def _refuse_conflicts(settings: Any, target: str) -> None:
     """Fail where Megatron's arguments or a model's configuration have a switch on that cannot be on as well."""
-    for name, (flag, why) in _CONFLICTS.items():
+    for name, why in _CONFLICTS.items():
         if getattr(settings, name, False):
-            raise ConfigError(
-                "--actoffload-target", target, f"cannot be used with {flag}: {why}; leave one of them out"
-            )
+            flag = "--" + name.replace("_", "-")
+            remedy = f"cannot be used with {flag}: {why}; leave one of them out"
+            raise ConfigError("--actoffload-target", target, remedy)
 
 
+@functools.cache
 def _keep_discarded(discarding: Any) -> None:
     """Never move what Megatron frees and computes again into the same storage: that would be traffic for nothing."""
     checkpoint = discarding.checkpoint
-    if not hasattr(checkpoint, "keeps_outputs"):
 
-        @functools.wraps(checkpoint)
-        def keeping(self: Any, *args: Any, **kwargs: Any) -> Any:
-            outputs = checkpoint(self, *args, **kwargs)
-            for tensor in _tensors(outputs):
-                keep(tensor)
-            return outputs
+    @functools.wraps(checkpoint)
+    def keeping(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = checkpoint(self, *args, **kwargs)
+        for tensor in _tensors(outputs):
+            keep(tensor)
+        return outputs
 
-        keeping.keeps_outputs = True  # type: ignore[attr-defined]
-        discarding.checkpoint = keeping
+    discarding.checkpoint = keeping
 
 
 def _unwrap(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -150,8 +142,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in what a model gave: one, or several in tuples, lists and dicts."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
+    elif isinstance(value, (tuple, list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))

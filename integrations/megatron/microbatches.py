@@ -1,23 +1,63 @@
-"""What a forward step is not told: which micro-batch it is called for, how many there are, and what comes after."""
+"""Which micro-batch a forward step is called for, and what the process does next in Megatron's pipeline schedule.
+
+Follows ``megatron.core.pipeline_parallel.schedules``: no pipelining, 1F1B, and interleaved 1F1B.
+"""
 
 from __future__ import annotations
 
 import functools
 from importlib import metadata
+from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from actoffload.errors import ConfigError
 
-from .schedule import MicroBatch, Phase, following
+MicroBatch = tuple[int, int]
+"""(model chunk, micro-batch), both from 0; the chunk is the virtual pipeline stage of this process."""
+Phase = tuple[MicroBatch, Literal["forward", "backward"]]
+
+
+def phases(rank: int, size: int, microbatches: int, *, chunks: int = 1, group: int | None = None) -> list[Phase]:
+    """What one process does in one training step, in order.
+
+    Args:
+        rank: its pipeline rank, from 0.
+        size: processes in the pipeline.
+        microbatches: micro-batches of the step.
+        chunks: model chunks of each process; above 1 the schedule is interleaved.
+        group: micro-batches that go through a chunk in a row, ``microbatch_group_size_per_vp_stage``; None: ``size``.
+
+    >>> phases(0, 2, 2)
+    [((0, 0), 'forward'), ((0, 1), 'forward'), ((0, 0), 'backward'), ((0, 1), 'backward')]
+    """
+    group = group or size
+    order = [
+        (chunk, microbatch)
+        for first in range(0, microbatches, group if chunks > 1 else max(1, microbatches))
+        for chunk in range(chunks)
+        for microbatch in range(first, min(first + group, microbatches) if chunks > 1 else microbatches)
+    ]
+    ahead = size - rank - 1 if chunks == 1 else 2 * (size - rank - 1) + (chunks - 1) * group
+    ahead = min(ahead, len(order)) if size > 1 else 0
+    forwards: list[Phase] = [(key, "forward") for key in order]
+    backwards: list[Phase] = [((chunks - 1 - chunk, microbatch), "backward") for chunk, microbatch in order]
+    steady = [phase for pair in zip(forwards[ahead:], backwards, strict=False) for phase in pair]
+    return [*forwards[:ahead], *steady, *backwards[len(order) - ahead :]]
+
+
+@functools.lru_cache(maxsize=64)
+def following(rank: int, size: int, microbatches: int, chunks: int, group: int | None) -> dict[Phase, Phase]:
+    """What comes after each phase of `phases`; the last one has nothing after it."""
+    return dict(pairwise(phases(rank, size, microbatches, chunks=chunks, group=group)))
 
 
 @functools.cache
 def core() -> SimpleNamespace:
-    """What is needed of megatron-core.
+    """The parts of megatron-core that the adapter uses.
 
     Raises:
-        ConfigError: the version that is installed lacks it.
+        ConfigError: the installed version lacks one of them.
     """
     try:
         from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -36,7 +76,7 @@ def core() -> SimpleNamespace:
 
 
 class MicroBatches:
-    """Which micro-batch of the step a call is for, and how many there are: Megatron does not tell a forward step."""
+    """Finds out which micro-batch each call is for, which Megatron does not tell a forward step."""
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
@@ -49,23 +89,16 @@ class MicroBatches:
         layers = getattr(getattr(model, "decoder", None), "layers", None) or [None]
         microbatch = getattr(layers[0], "current_microbatch", None)
         if microbatch is None:  # no layers that Megatron's schedule could tell: count
-            microbatch = self._counts.get(chunk, 0) % (self.total() or 1 << 62)
+            microbatch = self._counts.get(chunk, 0) % (self._total() or 1 << 62)
             self._counts[chunk] = microbatch + 1
         if (chunk, microbatch) == (0, 0):
             self._learned, self._seen = self._seen or None, 0
         self._seen = max(self._seen, microbatch + 1)
         return chunk, int(microbatch)
 
-    def total(self) -> int | None:
-        """Micro-batches of this step: as Megatron's calculator says, else as many as the step before had."""
-        try:
-            return int(core().microbatches())
-        except AttributeError:  # nobody made a calculator
-            return self._learned
-
     def following(self, model: Any, key: MicroBatch) -> dict[Phase, Phase]:
         """What this process does after each phase of the step; empty where that is not known (yet)."""
-        config, total = model.config, self.total()
+        config, total = model.config, self._total()
         size = config.pipeline_model_parallel_size
         if total is None and size == 1:
             total = key[1] + 2
@@ -74,3 +107,10 @@ class MicroBatches:
         rank = core().rank() if size > 1 else 0
         chunks = config.virtual_pipeline_model_parallel_size or 1
         return following(rank, size, total, chunks, config.microbatch_group_size_per_vp_stage)
+
+    def _total(self) -> int | None:
+        """Micro-batches of this step: as Megatron's calculator says, else as many as the step before had."""
+        try:
+            return int(core().microbatches())
+        except AttributeError:  # nobody made a calculator
+            return self._learned

@@ -3,8 +3,8 @@
     python -m actoffload.integrations.megatron.pretrain_gpt --actoffload-target nvme --actoffload-min-bytes 16KiB
     torchrun --nproc-per-node 2 -m actoffload.integrations.megatron.pretrain_gpt --pp 2 --actoffload-target nvme
 
-The text is the source of Python's own standard library, a token a byte. Each step's loss is printed, and at the end
-what was moved and why. The two lines that switch actoffload on are marked.
+The text is PyTorch's own source, a token a byte. Each step's loss is printed, and at the end what was moved and why.
+The two lines that switch actoffload on are marked.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,9 +35,8 @@ from .portable import CausalAttention, Norm, cpu_stands_in_for_cuda
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for flag, default in (("layers", 4), ("width", 128), ("heads", 4), ("seq", 256), ("micro-batch", 2)):
-        parser.add_argument(f"--{flag}", type=int, default=default)
-    for flag, default in (("microbatches", 4), ("steps", 5), ("tp", 1), ("pp", 1), ("vpp", 1)):
+    sizes = {"layers": 4, "width": 128, "heads": 4, "seq": 256, "micro-batch": 2, "microbatches": 4, "steps": 5}
+    for flag, default in {**sizes, "tp": 1, "pp": 1, "vpp": 1}.items():
         parser.add_argument(f"--{flag}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--sequence-parallel", action="store_true")
@@ -49,13 +47,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def make_config(args: argparse.Namespace, **more: Any) -> TransformerConfig:
     """Megatron's configuration of the model; ``more`` goes before what the command line says."""
-    cuda = torch.cuda.is_available()
     full = {"recompute_method": "uniform", "recompute_num_layers": 1} if args.recompute == "full" else {}
     settings: dict[str, Any] = dict(
         num_layers=args.layers,
         hidden_size=args.width,
         num_attention_heads=args.heads,
-        use_cpu_initialization=not cuda,
+        use_cpu_initialization=not torch.cuda.is_available(),
         tensor_model_parallel_size=args.tp,
         pipeline_model_parallel_size=args.pp,
         virtual_pipeline_model_parallel_size=args.vpp if args.vpp > 1 else None,
@@ -100,8 +97,7 @@ def make_chunks(
 
 def batches(seq: int, micro_batch: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Tokens and the tokens after them, each (micro batch, sequence), from random places of the text; no end."""
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:64]
-    text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
+    text = torch.frombuffer(bytearray(Path(torch.__file__).read_bytes()), dtype=torch.uint8)
     generator = torch.Generator().manual_seed(seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     while True:
@@ -123,8 +119,8 @@ def forward_step(data: Iterator[tuple[Tensor, Tensor]], model: nn.Module) -> tup
     return model(tokens, positions, None, labels=labels), mean_loss
 
 
-def start(args: argparse.Namespace) -> None:
-    """Join the process group (alone where nobody launched several) and set Megatron up."""
+def join() -> None:
+    """Join the process group; alone where nobody launched several processes."""
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -132,7 +128,6 @@ def start(args: argparse.Namespace) -> None:
     if "RANK" not in os.environ:
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
     dist.init_process_group("nccl" if cuda else "gloo", **alone)
-    set_up(args)
 
 
 def set_up(args: argparse.Namespace) -> None:
@@ -180,7 +175,8 @@ def main() -> None:
     """Run."""
     args = parse()
     with contextlib.nullcontext() if torch.cuda.is_available() else cpu_stands_in_for_cuda():
-        start(args)
+        join()
+        set_up(args)
         train(args)
     dist.destroy_process_group()
 

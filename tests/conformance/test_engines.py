@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from actoffload import paths
-from actoffload.engines import AUTO_ORDER, ENGINES, choose_engine, create_engine
-from actoffload.engines.aiofiles import AiofilesEngine
-from actoffload.engines.base import IoKind, SpoolFile, StorageEngine
-from actoffload.engines.memory import MemoryEngine
-from actoffload.engines.posix import PosixEngine
-from actoffload.engines.ring import Ring
-from actoffload.engines.uring import UringEngine
 from actoffload.errors import ConfigError, EngineUnavailableError
-from actoffload.testing import engine_suite
-from actoffload.testing.behind import Memory
-from actoffload.testing.engine_suite import BLOCK, StorageEngineTests
+from actoffload.storage import spool_files as paths
+from actoffload.storage.engines import (
+    AUTO_ORDER,
+    ENGINES,
+    choose_engine,
+    create_engine,
+)
+from actoffload.storage.engines.aiofiles import AiofilesEngine
+from actoffload.storage.engines.base import SpoolFile, StorageEngine
+from actoffload.storage.engines.memory import MemoryEngine
+from actoffload.storage.engines.posix import PosixEngine
+from actoffload.storage.engines.uring import UringEngine
+from actoffload.testing.engine_suite import StorageEngineTests
 from actoffload.testing.faults import GateEngine, ShortEngine, SlowEngine
 
 
@@ -47,7 +48,7 @@ class TestPosixBuffered(TestPosix):
 class TestPosixWithoutVectoredCalls(TestPosixBuffered):
     @pytest.fixture(autouse=True)
     def without_vectored_calls(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("actoffload.engines.posix._HAS_VECTORED", False)
+        monkeypatch.setattr("actoffload.storage.engines.posix._HAS_VECTORED", False)
 
 
 class TestUring(TestPosix):
@@ -58,60 +59,6 @@ class TestUring(TestPosix):
             pytest.skip(str(exc))
 
 
-class TestUringInRegisteredMemory(TestUring):
-    """All memory of the suite is registered, with every engine that there is."""
-
-    @pytest.fixture(autouse=True)
-    def register_all_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.engines: list[StorageEngine] = []
-        self.memories: weakref.WeakSet[Memory] = weakref.WeakSet()
-        monkeypatch.setattr(engine_suite, "Memory", self.make_memory)
-
-    def make_engine(self, file: SpoolFile, threads: int | None = None) -> StorageEngine:
-        engine = super().make_engine(file, threads)
-        for memory in self.memories:
-            engine.register_memory(memory.address, memory.nbytes)
-        self.engines.append(engine)
-        return engine
-
-    def make_memory(self, nbytes: int, fill: int = 0) -> Memory:
-        memory = Memory(nbytes, fill)
-        self.memories.add(memory)
-        weakref.finalize(memory, self.forget, memory.address, memory.nbytes)  # runs before it is unmapped
-        for engine in self.engines:
-            engine.register_memory(memory.address, memory.nbytes)
-        return memory
-
-    def test_transfers_go_by_it(self, engine: StorageEngine, file: SpoolFile, monkeypatch: pytest.MonkeyPatch) -> None:
-        places: list[object] = []
-        for name in ("read", "write"):
-            real = getattr(Ring, name)
-
-            def add(ring: Ring, *arguments: int, real: Callable[..., None] = real) -> None:
-                places.append(arguments[4])
-                real(ring, *arguments)
-
-            monkeypatch.setattr(Ring, name, add)
-        memory = self.make_memory(BLOCK, fill=3)
-        self.transfer(engine, IoKind.WRITE, memory, 0)
-        self.transfer(engine, IoKind.READ, memory, 0)
-        if "not registered" not in engine.remark:  # that it works here is shown in the unit tests
-            assert places == [0, 0]
-        assert memory.data == bytes([3]) * BLOCK
-
-    def forget(self, address: int, nbytes: int) -> None:
-        for engine in self.engines:
-            engine.unregister_memory(address, nbytes)
-
-
-class TestUringOldKernelInRegisteredMemory(TestUringInRegisteredMemory):
-    """Without the flags of Linux 6.1."""
-
-    @pytest.fixture(autouse=True)
-    def without_the_newer_flags(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("actoffload.engines.ring.OWN_THREAD", 1 << 31)
-
-
 class TestUringBuffered(TestUring, TestPosixBuffered):
     pass
 
@@ -119,7 +66,7 @@ class TestUringBuffered(TestUring, TestPosixBuffered):
 class TestUringShort(TestUring):
     @pytest.fixture(autouse=True)
     def a_block_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("actoffload.engines.ring._MAX_BYTES", 4096)
+        monkeypatch.setattr("actoffload.storage.engines.ring._MAX_BYTES", 4096)
 
 
 class TestUringOldKernel(TestUring):
@@ -127,7 +74,7 @@ class TestUringOldKernel(TestUring):
 
     @pytest.fixture(autouse=True)
     def without_the_newer_flags(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("actoffload.engines.ring.OWN_THREAD", 1 << 31)
+        monkeypatch.setattr("actoffload.storage.engines.ring.OWN_THREAD", 1 << 31)
 
 
 class TestAiofiles(StorageEngineTests):
@@ -219,7 +166,7 @@ def test_auto_says_what_it_chose_and_why(arena: SpoolFile) -> None:
 
 def test_auto_falls_back_from_an_engine_that_lies(arena: SpoolFile, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("aiofiles")
-    monkeypatch.setattr("actoffload.engines.AUTO_ORDER", ("posix", "aiofiles"))
+    monkeypatch.setattr("actoffload.storage.engines.AUTO_ORDER", ("posix", "aiofiles"))
     monkeypatch.setattr(PosixEngine, "_transfer_once", lambda self, kind, views, offset: sum(map(len, views)))
     engine, reason = choose_engine(arena, threads=1)
     engine.close()
@@ -228,8 +175,8 @@ def test_auto_falls_back_from_an_engine_that_lies(arena: SpoolFile, monkeypatch:
 
 
 def test_auto_fails_when_nothing_works(arena: SpoolFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actoffload.engines.AUTO_ORDER", ("posix",))
+    monkeypatch.setattr("actoffload.storage.engines.AUTO_ORDER", ("posix",))
     monkeypatch.setattr(PosixEngine, "_transfer_once", lambda self, kind, views, offset: 0)
-    monkeypatch.setattr("actoffload.engines.queued._MAX_STALLS", 3)
+    monkeypatch.setattr("actoffload.storage.engines.queued._MAX_STALLS", 3)
     with pytest.raises(EngineUnavailableError, match="posix: probe write failed"):
         choose_engine(arena, threads=1)

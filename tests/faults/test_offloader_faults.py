@@ -15,10 +15,16 @@ import torch
 from torch import Tensor
 
 from actoffload import Offloader
-from actoffload.engines.base import IoKind
 from actoffload.errors import ChecksumError, OffloaderClosedError, StorageReadError
-from actoffload.testing.behind import poke_file
-from actoffload.testing.faults import FailingEngine, FullEngine, GateEngine, ShortEngine, SlowEngine
+from actoffload.storage.engines.base import IoKind
+from actoffload.testing.engine_suite import poke_file
+from actoffload.testing.faults import (
+    FailingEngine,
+    FullEngine,
+    GateEngine,
+    ShortEngine,
+    SlowEngine,
+)
 from tests.harness import (
     WAIT_S,
     Chain,
@@ -198,8 +204,8 @@ def test_a_read_that_failed_once_may_be_tried_again(make_offloader: MakeOffloade
 def test_corruption_on_disk_is_found(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(verify=True)
     _, loss = _backward_of_one(offloader)
-    assert offloader.tiers.spool is not None
-    (file,) = offloader.tiers.spool.files
+    assert offloader.store.tiers.spool is not None
+    (file,) = offloader.store.tiers.spool.files
     poke_file(file, 8192, b"\x55" * 512)
     with pytest.raises(ChecksumError, match="crc32"):
         loss.backward()
@@ -268,17 +274,17 @@ def test_a_graph_dropped_while_io_runs_leaves_memory_and_extent_alone_until_it_e
     busy = spool_statistics(offloader)
     assert busy.busy_extents >= 1
     held = {segment for extent in _busy(offloader) for segment in extent.segments}
-    taken = [offloader.tiers.spool.allocate(ROW_BYTES) for _ in range(3)]  # type: ignore[union-attr]
+    taken = [offloader.store.tiers.spool.allocate(ROW_BYTES) for _ in range(3)]  # type: ignore[union-attr]
     assert not held & {segment for extent in taken for segment in extent.segments}
     for extent in taken:
-        offloader.tiers.spool.free(extent)  # type: ignore[union-attr]
+        offloader.store.tiers.spool.free(extent)  # type: ignore[union-attr]
     engine.leave.set()
     assert_empty(offloader)
 
 
 def _busy(offloader: Offloader) -> list[Any]:
-    assert offloader.tiers.spool is not None
-    return [transfer.extent for transfer in offloader.tiers.spool._live]
+    assert offloader.store.tiers.spool is not None
+    return [transfer.extent for transfer in offloader.store.tiers.spool._live]
 
 
 class _HoldEngine(GateEngine):

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from actoffload.engines.base import IoKind
 from actoffload.errors import (
     ChecksumError,
     EngineUnavailableError,
@@ -26,10 +25,15 @@ from actoffload.errors import (
     StorageReadError,
     StorageWriteError,
 )
-from actoffload.spool import Extent, Spool, Transfer
-from actoffload.testing.behind import Memory, poke_file, random_bytes
-from actoffload.testing.engine_suite import WAIT_S
-from actoffload.testing.faults import FailingEngine, FullEngine, GateEngine, ShortEngine
+from actoffload.storage.engines.base import IoKind
+from actoffload.storage.spool import Extent, Spool, Transfer
+from actoffload.testing.engine_suite import WAIT_S, Memory, poke_file, random_bytes
+from actoffload.testing.faults import (
+    FailingEngine,
+    FullEngine,
+    GateEngine,
+    ShortEngine,
+)
 
 MIB = 1 << 20
 BLOCK = 4096
@@ -117,7 +121,7 @@ def test_no_room_to_grow_is_a_full_spool(make_spool: MakeSpool, monkeypatch: pyt
 
 
 def test_no_room_at_all_is_found_at_the_start(make_spool: MakeSpool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actoffload.arena.free_bytes", lambda file: 0)
+    monkeypatch.setattr("actoffload.storage.arena.free_bytes", lambda file: 0)
     fds = set(os.listdir("/proc/self/fd"))
     threads = set(threading.enumerate())
     with pytest.raises(SpoolFullError, match="free disk space"):
@@ -162,7 +166,7 @@ def test_interruptions_are_tried_again(make_spool: MakeSpool, number: int, kind:
 
 
 def test_endless_interruptions_are_an_error(make_spool: MakeSpool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actoffload.engines.queued._MAX_STALLS", 5)
+    monkeypatch.setattr("actoffload.storage.engines.queued._MAX_STALLS", 5)
     spool = make_spool(partial(FailingEngine, error_number=errno.EAGAIN))
     error = write(spool, spool.allocate(BLOCK), Memory(BLOCK)).error
     assert isinstance(error, StorageError)
@@ -247,7 +251,7 @@ sys.modules["actoffload"].__path__ = [os.path.join(sys.argv[1], "actoffload")]
 CHILD = f"""{PRELUDE}
 if sys.argv[3] == "named":
     del os.O_TMPFILE
-from actoffload.spool import Spool
+from actoffload.storage.spool import Spool
 spool = Spool([sys.argv[2]], engine=sys.argv[4], grow_bytes=4 << 20)
 memory = mmap.mmap(-1, 1 << 20)
 address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -284,7 +288,7 @@ FORK = (
     PRELUDE
     + """
 from actoffload.errors import OffloaderClosedError
-from actoffload.spool import Spool
+from actoffload.storage.spool import Spool
 from actoffload.testing.faults import GateEngine
 
 spool = Spool([sys.argv[2]], engine=GateEngine if sys.argv[3] == "gate" else sys.argv[3], grow_bytes=4 << 20)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import actoffload
-from actoffload.device import CudaAccelerator
-from actoffload.transfer import Transfers
+from actoffload.tiers.accelerator import CudaAccelerator
+from actoffload.tiers.copy_streams import CopyStreams
 
 pytestmark = [
     pytest.mark.gpu,
@@ -142,7 +142,7 @@ def test_a_missing_edge_would_be_seen(edge: str, tmp_path: Path, monkeypatch: py
     """The stress above can fail: without this edge, the gradient is wrong."""
     reference = gradient(None)
     offloader = make_offloader("host", tmp_path, device_budget=4 * 4 * ELEMENTS)
-    monkeypatch.setattr(Transfers, edge, ignore)
+    monkeypatch.setattr(CopyStreams, edge, ignore)
     if edge == "_order_use_after_fill":
         delay_copies(monkeypatch, 20 * SLEEP_CYCLES)  # by far more than the whole backward takes
     litter(8 * LAYERS)  # else the free memory still holds the reference's values, which are the right ones
@@ -154,5 +154,5 @@ def test_a_missing_edge_would_be_seen(edge: str, tmp_path: Path, monkeypatch: py
         offloader.close()
 
 
-def ignore(transfers: Transfers, *arguments: Any) -> None:
+def ignore(transfers: CopyStreams, *arguments: Any) -> None:
     """Instead of an edge: nothing waits."""

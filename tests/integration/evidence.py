@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any
 
 from torch import Tensor
 
 from actoffload import Statistics
-from actoffload.offloader import Storer
-from actoffload.packing import Packer
-from actoffload.scopes import untraced_hook
+from actoffload.runtime.store import ActivationStore
 from tests.harness import same_bits
 
 
@@ -78,35 +75,16 @@ class OwnerMeter:
 def counting_owners(parameters: Callable[[], Iterable[Tensor]]) -> Iterator[OwnerMeter]:
     """Count, inside this context, whose bytes are sent away by any offloader of this process."""
     meter = OwnerMeter(parameters)
-    admit = Storer.admit
+    admit = ActivationStore.admit
 
-    def counting(self: Storer, tensor: Tensor, span: tuple[int, int], storage: Any, *rest: Any, **named: Any) -> Any:
+    def counting(
+        self: ActivationStore, tensor: Tensor, span: tuple[int, int], storage: Any, *rest: Any, **named: Any
+    ) -> Any:
         meter.see(storage.data_ptr(), span)
         return admit(self, tensor, span, storage, *rest, **named)
 
-    hooks = Packer._hooks
-
-    def looked_at(self: Packer) -> tuple[Any, Any]:
-        """Hooks in C do not call `admit`: what they return is looked at."""
-        pack: Any
-        pack, unpack = hooks(self)
-        if isinstance(pack, MethodType):
-            return pack, unpack
-
-        def look(tensor: Tensor) -> Any:
-            pack.tape = looking.tape
-            handle = pack(tensor)
-            record = getattr(handle, "record", None) if type(handle).__module__ == "actoffload_hooks" else None
-            if record is not None:
-                meter.see(record.address, (record.begin, record.end))
-            return handle
-
-        looking: Any = untraced_hook(look)
-        looking.tape, looking.__self__ = None, self
-        return looking, unpack
-
-    Storer.admit, Packer._hooks = counting, looked_at  # type: ignore[method-assign]
+    ActivationStore.admit = counting  # type: ignore[method-assign]
     try:
         yield meter
     finally:
-        Storer.admit, Packer._hooks = admit, hooks  # type: ignore[method-assign]
+        ActivationStore.admit = admit  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.testing._internal.two_tensor import TwoTensor
 
 from actoffload import OffloadConfig, Offloader
-from actoffload.engines.base import IoKind
+from actoffload.storage.engines.base import IoKind
 from actoffload.testing.fakedevice import FakeDevice
 from actoffload.testing.faults import GateEngine
 from tests.harness import assert_empty, only_engine, same_bits
@@ -203,8 +203,8 @@ def test_memory_that_is_freed_while_it_is_written_is_taken_as_its_owner_left_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resized: bool
 ) -> None:
     if not resized:  # without the check: what this test is there for
-        monkeypatch.setattr("actoffload.tiers.Mover.resized", lambda self, record: False)
-        monkeypatch.setattr("actoffload.row_tier.RowMover._resized", lambda self, records: [])
+        monkeypatch.setattr("actoffload.tiers.tier.Tier.resized", lambda self, record: False)
+        monkeypatch.setattr("actoffload.tiers.cpu_tier.CpuTier.resized", lambda self, records: [])
     config = OffloadConfig(target="nvme", path=tmp_path, engine=JunkEngine, min_bytes=0, policy="all")
     offloader = Offloader(config)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from actoffload import OffloadConfig, Offloader, Statistics
-from actoffload.device import Accelerator
 from actoffload.testing.fakedevice import FakeDevice
+from actoffload.tiers.accelerator import Accelerator
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import actoffload
 from actoffload import Offloader, Policy, Statistics
-from actoffload.engines.base import SpoolFile, StorageEngine
 from actoffload.policy import Decision, TensorFacts
+from actoffload.storage.engines.base import SpoolFile, StorageEngine
 from actoffload.testing.faults import ShortEngine
 
 from .bits import assert_same_bits
@@ -146,9 +146,9 @@ def test_loop(kind: str, inside: bool, make_offloader: Maker) -> None:
 
 def test_the_second_step_knows_the_order(make_offloader: Maker) -> None:
     offloader = make_offloader()
-    assert offloader._prefetch.orders.get(0) is None
+    assert offloader.store.prefetch.orders.get(0) is None
     train(offloader)
-    assert len(offloader._prefetch.orders._orders) >= 1
+    assert len(offloader.store.prefetch.orders._orders) >= 1
 
 
 def test_several_paths(make_offloader: Maker, tmp_path: Path) -> None:
@@ -159,11 +159,11 @@ def test_several_paths(make_offloader: Maker, tmp_path: Path) -> None:
     x = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0)).requires_grad_()
     offloader = make_offloader(path=paths, verify=True, engine="posix")
     assert_parity(make_offloader, lambda: (x * 1).sin().exp().tanh().cos().sum(), [x], offloader)
-    if offloader.tiers.spool is None:
+    if offloader.store.tiers.spool is None:
         return  # the host only
-    for lane in offloader.tiers.spool._arenas.lanes:
-        assert lane.written_bytes > x.nbytes // 2
-        assert lane.read_bytes > x.nbytes // 2
+    for arena in offloader.store.tiers.spool._arenas.arenas:
+        assert arena.written_bytes > x.nbytes // 2
+        assert arena.read_bytes > x.nbytes // 2
 
 
 def test_attach(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
 from actoffload.errors import StateError
-from actoffload.extents import ExtentAllocator
+from actoffload.memory.best_fit import ExtentAllocator
 
 UNIT = 4
 Range = tuple[int, int]

@@ -17,9 +17,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from torch import Tensor
 
 from actoffload import OffloadConfig, Offloader
-from actoffload.engines.base import IoKind, SpoolFile
-from actoffload.engines.posix import PosixEngine
 from actoffload.errors import SavedTensorModifiedError, StorageReadError
+from actoffload.storage.engines.base import IoKind, SpoolFile
+from actoffload.storage.engines.posix import PosixEngine
 from tests.harness import assert_empty, bits, no_garbage_collection
 
 OPTIONS: list[dict[str, Any]] = [
@@ -116,8 +116,8 @@ class OffloaderMachine(RuleBasedStateMachine):
         self.directory = tempfile.mkdtemp(prefix="actoffload-machine-")
         defaults: dict[str, Any] = {"target": "nvme", "path": self.directory, "min_bytes": 0, "engine": _FlakyEngine}
         self.offloader = Offloader(OffloadConfig(**(defaults | options))).use(_MODEL)
-        assert self.offloader.tiers.spool is not None
-        (engine,) = self.offloader.tiers.spool.engines
+        assert self.offloader.store.tiers.spool is not None
+        (engine,) = self.offloader.store.tiers.spool.engines
         assert isinstance(engine, _FlakyEngine)
         self.engine = engine
         self.saved: list[_Saved] = []
@@ -151,7 +151,12 @@ class OffloaderMachine(RuleBasedStateMachine):
     def pack(self, known: _Known) -> _Saved:
         tensor = known.tensor
         saved = _Saved(
-            self.offloader._pack(tensor), bits(tensor), tensor.shape, tensor.stride(), known.base, known.base.changes
+            self.offloader.packer.pack(tensor),
+            bits(tensor),
+            tensor.shape,
+            tensor.stride(),
+            known.base,
+            known.base.changes,
         )
         self.saved.append(saved)
         return saved
@@ -216,7 +221,7 @@ class OffloaderMachine(RuleBasedStateMachine):
     @rule()
     def synchronize(self) -> None:
         self.offloader.synchronize()
-        assert self.offloader.core.pending_bytes == 0
+        assert self.offloader.store.shared.pending_bytes == 0
 
     @rule()
     def next_step(self) -> None:

@@ -10,13 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from actoffload.errors import BudgetError
-from actoffload.planner import Plan
-from actoffload.planners import Auto, Limits, make_planner
-from actoffload.planners.base import Bench
-from actoffload.planners.search import every_choice
-from actoffload.profile import Link, Profile
-from actoffload.simulator import Conditions, simulate
-from actoffload.testing.profiles import random_profile
+from actoffload.planning.plan import Plan
+from actoffload.planning.planners import Auto, Limits, make_planner
+from actoffload.planning.planners.base import Bench
+from actoffload.planning.planners.search import every_choice
+from actoffload.planning.profile import Link, Profile
+from actoffload.planning.simulator import Conditions, simulate
+from tests.profiles import random_profile
 
 PROFILES = 208
 CHUNK = 16

@@ -1,16 +1,20 @@
-"""The one line at the end of the first forward: what it says, when, and to whom."""
+"""What an offloader tells by itself: the line after the first forward, ``explain()``, advice, and ``strict=True``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import actoffload
 from actoffload import Offloader
-from actoffload.errors import ConfigError
-from tests.harness import Chain, MakeOffloader, batch
+from actoffload.errors import NothingOffloadedError
+from actoffload.policy import Decision, TensorFacts
+from actoffload.runtime.saved_by_node import MANY, SavedByNode, advice
+from tests.harness import Chain, MakeOffloader, batch, train_step
 
 
 def _step(offloader: Offloader, model: Chain) -> None:
@@ -19,7 +23,9 @@ def _step(offloader: Offloader, model: Chain) -> None:
     loss.backward()
 
 
-def test_it_says_once_what_is_active_what_moves_and_what_stays(make_offloader: MakeOffloader, tmp_path: Any) -> None:
+def test_one_line_says_once_what_is_active_what_moves_and_what_stays(
+    make_offloader: MakeOffloader, tmp_path: Any
+) -> None:
     lines: list[str] = []
     offloader = make_offloader(announce=lines.append, min_bytes=33 << 10, engine="posix")
     model = Chain(width=64)
@@ -63,7 +69,7 @@ def test_a_pass_without_gradients_and_a_failed_one_are_not_the_first_forward(mak
     ("announce", "rank", "said"),
     [("first", "0", True), ("first", "1", False), ("all", "1", True), ("none", "0", False)],
 )
-def test_who_says_it(
+def test_the_first_rank_says_it_unless_told_otherwise(
     make_offloader: MakeOffloader,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -80,7 +86,146 @@ def test_who_says_it(
     assert captured.err.endswith(f"[rank {rank} of 2]\n") == said
 
 
-@pytest.mark.parametrize("announce", ["second", None, 1])
-def test_another_value_is_refused(make_offloader: Callable[..., Offloader], announce: Any) -> None:
-    with pytest.raises(ConfigError, match=r"^announce="):
-        make_offloader(announce=announce)
+def test_explain_and_report(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(include="layers.0", min_bytes="16KiB")
+    assert offloader.explain() == "actoffload (target nvme): no forward has saved anything yet."
+    model, x = Chain(depth=2), batch()
+    offloader.use(model)
+    with offloader:
+        loss = torch.nn.functional.relu(nn.Linear(64, 2)(model(x))).sum()
+    text = offloader.explain()
+    assert text.startswith("last forward: ")
+    assert "keep (module excluded)" in text
+    assert "in 1 steps" in text
+    loss.backward()
+    report = offloader.report()
+    assert "actoffload (target nvme): in 1 step, moved" in report
+    assert "module excluded" in report
+    assert "below min_bytes" in report
+    assert "posix engine" in report
+
+
+# -- advice where one autograd node saves most of a forward, as a compiled graph does ----------------------------------
+
+
+def bursts(*nodes: tuple[int, int]) -> SavedByNode:
+    """Nodes one after the other, each with so many storages of so many bytes."""
+    seen = SavedByNode()
+    for number, (count, nbytes) in enumerate(nodes):
+        for index in range(count):
+            assert seen.saved(number, nbytes) == (index + 1 >= MANY)
+            assert seen.node_bytes == (index + 1) * nbytes
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("nodes", "told"),
+    [
+        ([(20, 100)], True),
+        ([(20, 100), (1, 1900)], True),
+        ([(20, 100), (1, 2000)], False),  # half, not more
+        ([(20, 100)] * 2, False),
+        ([(20, 100)] * 12, False),
+        ([(MANY - 1, 100)], False),
+        ([(MANY, 100)], True),
+        ([(1, 100)] * 50, False),
+        ([], False),
+    ],
+)
+def test_only_a_burst_of_more_than_half_is_told(nodes: list[tuple[int, int]], told: bool) -> None:
+    total_bytes = sum(count * nbytes for count, nbytes in nodes)
+    assert (advice(bursts(*nodes), total_bytes) is not None) == told
+
+
+def test_the_advice_has_the_numbers() -> None:
+    text = advice(bursts((16, 1024), (1, 4096)), 20480)
+    assert text is not None
+    assert "16.0 KiB of the 20.0 KiB" in text
+    assert "(80%, 16 tensors)" in text
+
+
+# -- strict=True: nothing moved is an error that says why --------------------------------------------------------------
+
+
+TENSOR_BYTES = 128 * 64 * 4
+
+
+class _KeepAll:
+    def decide(self, facts: TensorFacts) -> Decision:
+        return Decision.KEEP
+
+
+KEEP = _KeepAll()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"min_bytes": "1GiB"}, "below min_bytes"), ({"target": "host"}, "other device"), ({"policy": KEEP}, "policy")],
+    ids=["small", "device", "policy"],
+)
+def test_strict_says_what_was_seen_and_why_it_stayed(
+    make_offloader: MakeOffloader, options: dict[str, Any], words: str
+) -> None:
+    offloader = make_offloader(strict=True, **options)
+    with pytest.raises(NothingOffloadedError) as caught:
+        train_step(Chain(depth=1), batch(), offloader)
+    text = str(caught.value)
+    assert "autograd saved 4 tensors" in text
+    assert "all stayed" in text
+    assert f"{words}: " in text
+    assert f" {4 * TENSOR_BYTES} bytes" in text or words == "policy"
+    assert "Lower min_bytes" in text
+
+
+def test_strict_when_nothing_was_saved(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(strict=True)
+    with pytest.raises(NothingOffloadedError, match="autograd saved nothing inside the context"):
+        offloader.__enter__().__exit__(None, None, None)
+    with torch.no_grad(), offloader:
+        Chain()(batch())  # evaluation is no step
+
+
+def test_strict_does_not_hide_the_real_error_and_lets_good_steps_pass(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(strict=True)
+    with pytest.raises(KeyError, match="real"), offloader:
+        raise KeyError("real")
+    train_step(Chain(), batch(), offloader)
+    assert offloader.statistics().degraded == {}
+
+
+SMALL = 16
+"""Elements of what these tests save: 64 bytes."""
+
+
+def _sines(count: int, x: Tensor | None = None) -> Tensor:
+    h = torch.ones(SMALL, requires_grad=True).clone() if x is None else x
+    for _ in range(count):
+        h = h.sin()
+    return h
+
+
+def test_an_inner_context_is_not_blamed_for_what_the_outer_one_saved(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(min_bytes="1KiB", strict=True, policy="greedy")
+    ended = False
+    try:
+        with offloader:
+            _sines(3)
+            with torch.no_grad(), offloader:  # raises only if it takes the three for its own
+                _sines(2)
+            ended = True
+    except NothingOffloadedError:
+        assert ended, "the inner context was blamed"
+    else:
+        raise AssertionError("the outer context moved nothing, and is strict")
+
+
+def test_a_step_inside_an_except_block_did_not_fail(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    attachment = actoffload.attach(model, target="nvme", path=str(tmp_path), strict=True, min_bytes="1GiB")
+    try:
+        raise KeyError("outer")
+    except KeyError:
+        with pytest.raises(NothingOffloadedError):
+            model(torch.randn(2, 4))
+    attachment.detach()
+    attachment.offloader.close()

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from actoffload import Offloader, Plan
-from actoffload.autopilot import MAX_PLANS, REVIEW_STEPS, WARM_UP, Autopilot
+from actoffload.autotune.autopilot import MAX_PLANS, WARM_UP, Autopilot
+from actoffload.autotune.blocks import find_blocks
+from actoffload.autotune.observations import REVIEW_STEPS
 from actoffload.errors import BudgetError
-from actoffload.planner import PlanEntry
-from actoffload.planners.base import Limits
-from actoffload.planners.feedback import Observed
-from actoffload.profile import Link, Profile
+from actoffload.planning.plan import PlanEntry
+from actoffload.planning.planners.base import Limits
+from actoffload.planning.planners.feedback import Observed
+from actoffload.planning.profile import Link, Profile
 from actoffload.testing.gpt import GPT, GPTConfig
 from tests.harness import Chain, MakeOffloader, assert_empty, assert_same_gradients, batch, gradients
 
@@ -54,14 +56,10 @@ class _Scripted:
         return Plan(entries, planner=self.name, recompute=self.recompute, predicted_step_s=1.0)
 
 
-def _pilot(offloader: Offloader) -> Autopilot:
-    assert offloader._autopilot is not None
-    return offloader._autopilot
-
-
 def _with(offloader: Offloader, planner: Any) -> Autopilot:
-    pilot = _pilot(offloader)
-    pilot._planner = planner
+    pilot = offloader.autopilot
+    assert pilot is not None
+    pilot.planner = planner
     return pilot
 
 
@@ -98,9 +96,9 @@ def test_the_step_after_the_warm_up_is_planned_from_and_the_plan_is_followed(mak
 
 
 def test_blocks_are_timed_once_under_each_plan(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actoffload.planners.hiding.WAIT_SHARE", float("inf"))  # nor a disk that is slow for a moment
-    monkeypatch.setattr("actoffload.planners.hiding.BANDWIDTH_CHANGE", float("inf"))
-    monkeypatch.setattr("actoffload.planners.hiding.STEP_CHANGE", float("inf"))
+    monkeypatch.setattr("actoffload.planning.planners.hiding.WAIT_SHARE", float("inf"))
+    monkeypatch.setattr("actoffload.planning.planners.hiding.BANDWIDTH_CHANGE", float("inf"))
+    monkeypatch.setattr("actoffload.planning.planners.hiding.STEP_CHANGE", float("inf"))
     torch.manual_seed(0)
     model = GPT(GPTConfig(width=64, layers=3, head_width=32, seq=32))
 
@@ -114,14 +112,14 @@ def test_blocks_are_timed_once_under_each_plan(make_offloader: MakeOffloader, mo
     pilot = _with(offloader, _Scripted(lambda index, nbytes: index % 2 == 0))
     run(WARM_UP + 1)
     made = 0
-    begin = offloader.recorder.begin
+    begin = offloader.store.profiler.begin
 
     def counted() -> None:
         nonlocal made
         made += 1
         begin()
 
-    offloader.recorder.begin = counted  # type: ignore[method-assign]
+    offloader.store.profiler.begin = counted  # type: ignore[method-assign]
     run(REVIEW_STEPS + 1)
     assert pilot.history == ["first plan"]
     assert made == 1, "one step is recorded under the plan, and no other one"
@@ -193,7 +191,7 @@ def test_recomputed_blocks_are_applied_followed_and_undone(make_offloader: MakeO
     assert not any("forward" in vars(block) for block in model.stack.blocks)
     assert not any(block._forward_hooks for block in model.stack.blocks)
     offloader.use(model)
-    pilot.recompute.follow(pilot._blocks, ["stack.blocks.1"])
+    pilot.recompute.follow(find_blocks(model), ["stack.blocks.1"])
     offloader.close()
     assert not any("forward" in vars(block) for block in model.stack.blocks)
 
@@ -239,7 +237,7 @@ def test_a_planner_that_is_too_strict_is_not_believed(make_offloader: MakeOffloa
 
 def _review(pilot: Autopilot, steps: int = 1, **seen: Any) -> None:
     for _ in range(steps):
-        pilot._review(replace(Observed(step_s=1.0, peak_bytes=0), **seen))
+        pilot.review(replace(Observed(step_s=1.0, peak_bytes=0), **seen))
 
 
 def test_waits_make_the_next_plan_trust_the_links_less(make_offloader: MakeOffloader) -> None:
@@ -315,14 +313,5 @@ def test_gradients_are_the_same_under_any_plan(make_offloader: MakeOffloader) ->
 
 
 def test_a_policy_of_the_users_own_is_not_planned_over(make_offloader: MakeOffloader) -> None:
-    assert make_offloader(policy="all")._autopilot is None
-    assert make_offloader(policy=Plan(()))._autopilot is None
-
-
-def test_prefetch_looks_no_further_for_what_moved_before_there_was_a_plan(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="auto")
-    _with(offloader, _Scripted(lambda *_: True))
-    _steps(offloader, WARM_UP + 1)
-    assert offloader.core.largest_moved_bytes > 0
-    _steps(offloader, 1)
-    assert offloader.core.largest_moved_bytes == 0, "the plan keeps all"
+    assert make_offloader(policy="all").autopilot is None
+    assert make_offloader(policy=Plan(())).autopilot is None

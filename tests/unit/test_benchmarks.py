@@ -1,4 +1,4 @@
-"""The parts of the benchmarks that decide: checksums, comparisons, tables, environment."""
+"""The parts of the benchmarks that decide: checksums, comparisons, bounds, and what the result files say."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from actoffload.report.plots import Point, step_time_against_memory
-from benchmarks import fio, gpu, harness, micro, micro_hooks, micro_spool, planner_cpu, worker
+from actoffload.analysis.plots import Point, step_time_against_memory
+from benchmarks import gpu, harness, micro, micro_hooks, micro_spool, planner_cpu, worker
 
 
 def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -23,7 +23,7 @@ def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_the_checksum_sees_one_bit_and_an_exchange(dtype: torch.dtype) -> None:
+def test_the_checksum_sees_one_bit_and_an_exchange(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model(dtype)
     before = worker.gradients_checksum(model)
     assert before == worker.gradients_checksum(_model(dtype))
@@ -33,62 +33,34 @@ def test_the_checksum_sees_one_bit_and_an_exchange(dtype: torch.dtype) -> None:
     bits[0, 0] ^= 1
     assert worker.gradients_checksum(model) != before
     bits[0, 0] ^= 1
-    assert worker.gradients_checksum(model) == before
-    # Values that change places: the plain sum is the same, the weighted one is not.
-    first[0], first[1] = first[1].clone() + 1, first[0].clone() + 1
-    swapped = worker.gradients_checksum(model)
+    first[0], first[1] = first[1].clone(), first[0].clone()  # the plain sum stays, the weighted one does not
+    assert worker.gradients_checksum(model) != before
     first[0], first[1] = first[1].clone(), first[0].clone()
-    assert worker.gradients_checksum(model) != swapped
-
-
-def test_the_checksum_does_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = worker.gradients_checksum(_model())
     monkeypatch.setattr(worker, "CHECK_CHUNK", 4)
-    assert worker.gradients_checksum(_model()) == whole
+    assert worker.gradients_checksum(model) == before, "whatever the chunks"
 
 
-def test_interleaving_takes_turns() -> None:
-    order: list[str] = []
-
-    def measure(mode: str) -> harness.Sample:
-        order.append(mode)
-        return {"n": len(order)}
-
-    samples = harness.interleave(["a", "b"], 2, measure)
-    assert order == ["a", "b", "a", "b"]
-    assert samples == {"a": [{"n": 1}, {"n": 3}], "b": [{"n": 2}, {"n": 4}]}
-
-
-def test_a_sample_that_fails_is_a_result(capfd: pytest.CaptureFixture[str]) -> None:
-    sample = harness.run_sample("benchmarks.no_such_module", {}, timeout_s=60)
-    assert "No module named" in sample["error"]
-    assert "No module named" in capfd.readouterr().err
-
-
-def test_the_environment_names_no_host_and_no_path() -> None:
-    text = json.dumps(harness.environment())
-    assert os.uname().nodename not in {str(value) for value in harness.environment().values()}
-    assert str(harness.ROOT) not in text
-    assert str(Path.home()) + "/" not in text
-    assert {"cpu", "cores", "torch", "commit", "gpu"} <= set(json.loads(text))
+def test_results_name_no_host_and_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUT", str(tmp_path))
+    arguments = ["--path", f"{harness.ROOT}/x", "--path", "/mnt/x"]
+    results = harness.Results("micro", arguments, {"path": "/mnt/x", "rounds": 3}, variant="a")
+    holds = results.finish("| a |\n", [harness.Bound(what="x", measured=2.0, bound=1.0, unit=" ×")], samples={"b": []})
+    assert not holds
+    text = results.file.read_text(encoding="utf-8")
+    facts = json.loads(text)
+    assert facts["command"] == "python -m benchmarks.micro --path ./x --path DIR"
+    assert (facts["configuration"], facts["bounds"][0]["holds"], facts["samples"]) == ({"rounds": 3}, False, {"b": []})
+    assert {"cpu", "cores", "torch", "commit", "gpu"} <= set(facts["environment"])
+    assert os.uname().nodename not in {str(value) for value in facts["environment"].values()}
+    assert not any(folder in text for folder in (str(harness.ROOT), str(Path.home()) + "/", "/mnt"))
+    assert "| x | 2.000 × | ≤ 1 × | NO |" in results.file.with_suffix(".md").read_text(encoding="utf-8")
+    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".json", ".md"]
 
 
-def test_the_command_line_names_no_path() -> None:
-    line = harness.command_line("benchmarks.gpu", ["--path", f"{harness.ROOT}/x"])
-    assert line == "python -m benchmarks.gpu --path ./x"
-    assert harness.command_line("benchmarks.gpu", ["--path", "/mnt/x"]) == "python -m benchmarks.gpu --path DIR"
-
-
-def test_results_are_written_in_one_step(tmp_path: Path) -> None:
-    target = tmp_path / "x.json"
-    harness.write_results(target, {"a": 1})
-    harness.write_results(target, {"a": 2})
-    assert json.loads(target.read_text(encoding="utf-8")) == {"a": 2}
-    assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
-
-
-def test_markdown() -> None:
-    assert harness.markdown_table(("a", "b"), [("x", 1)]) == "| a | b |\n| --- | ---: |\n| x | 1 |\n"
+def test_bounds_say_what_they_are() -> None:
+    assert harness.Bound(what="x", measured=0.5, bound=0.6, at_most=False).row() == ("x", "0.500", "≥ 0.6", "NO")
+    assert harness.Bound(what="x", measured=None, bound=1.0).row() == ("x", "-", "≤ 1", "NO")
+    assert harness.Bound(what="x", measured=1.0, bound=1.0).holds
 
 
 def test_pictures(tmp_path: Path) -> None:
@@ -123,27 +95,24 @@ def _hooks(kind: str, *costs_us: float, alive: int = 10) -> harness.Sample:
     return {"kind": kind, "alive": alive, "nbytes": 0, "tensors": alive, "pairs": pairs}
 
 
-def test_the_cost_of_a_hook_is_what_it_takes_above_a_bare_one() -> None:
-    samples = [_hooks("small", 1.0, 9.0), _hooks("small", 2.0)]
-    assert micro.above_bare_us(samples, "thread_s") == pytest.approx(2.0)
-    assert micro.above_bare_us(samples, "wall_s") == pytest.approx(4.0)
-    assert micro.above_bare_us([{"kind": "small", "error": "x"}], "wall_s") is None
-
-
 def test_the_costs_of_hooks_have_their_bounds() -> None:
-    failed: harness.Sample = {"kind": "policy", "alive": 10, "nbytes": 0, "error": "x"}
-    samples = [_hooks("small", 2.9), _hooks("parameter", 3.1), _hooks("moves", 59.0), failed]
-    bounds = micro.judge({"hooks": samples})
-    assert {one.what: one.holds for one in bounds} == {
-        "hook: stays: below min_bytes": True,
-        "hook: stays: a parameter": False,
-        "hook: moves, memory engine": True,
-        "hook: stays: a policy keeps it": False,  # it could not be measured, which is no success
+    samples = {
+        "hooks": [
+            *(_hooks("small", 1.0, 9.0), _hooks("small", 2.9)),
+            _hooks("parameter", 3.1),
+            _hooks("moves", 500.0),
+            {"kind": "policy", "alive": 10, "nbytes": 0, "error": "x"},
+        ]
     }
-    table = micro.render({"hooks": samples}, bounds)
-    assert "| hook: stays: a parameter | 3.100 µs | ≤ 3 µs | NO |" in table
+    assert {one.what: (one.bound, one.holds) for one in micro.judge(samples)} == {
+        "hook: stays: a parameter": (3.0, False),
+        "hook: stays: below min_bytes": (3.0, True),
+        "hook: stays: a policy keeps it": (10.0, False),  # it could not be measured, which is no success
+    }
+    table = micro.render(samples)
     assert "Not measured: policy: x" in table
     assert "| stays: below min_bytes | - | 10 | 2.90 | 5.80 | 51 |" in table
+    assert "| moves, memory engine | 0 | 10 | 500.00 | 1000.00 | 51 |" in table
 
 
 def test_scaling_compares_many_with_few() -> None:
@@ -163,6 +132,7 @@ def _rate(mode: str, direction: str, rate: float, *, busy: bool = False) -> harn
 def test_the_spool_is_judged_by_the_faster_fio_on_the_same_file() -> None:
     rates = {"posix": 0.91e9, "uring": 1.79e9}
     samples = [_rate(mode, way, rate) | {"file_of": mode} for mode, rate in rates.items() for way in micro_spool.WAYS]
+    without = [*samples, {"mode": "fio libaio", "error": "fio is not installed"}]
     for file, fastest in (("posix", 1e9), ("uring", 2e9)):
         for mode, rate in (("fio io_uring", fastest / 2), ("fio libaio", fastest)):
             samples += [_rate(mode, way, rate) | {"file_of": file} for way in micro_spool.WAYS]
@@ -170,13 +140,11 @@ def test_the_spool_is_judged_by_the_faster_fio_on_the_same_file() -> None:
     assert len(holds) == 4
     assert holds["spool: posix write, 1024 KiB, of fio"] is True
     assert holds["spool: uring read, 1024 KiB, of fio"] is False
-    text = micro.render({"spool": samples}, [])
+    text = micro.render({"spool": samples})
     assert "| fio libaio, on the file of uring | 1024 | 4 | waits | 2.00 | 2.00 |" in text
     assert "| posix | 1024 | 4 | waits | 0.91 | 0.91 |" in text
-    without = [s for s in samples if not s["mode"].startswith("fio")]
-    missing: list[harness.Sample] = [{"mode": "fio libaio", "error": "fio is not installed"}]
-    assert micro.judge({"spool": without + missing}) == []
-    assert "Not measured: fio libaio: fio is not installed" in micro.render({"spool": without + missing}, [])
+    assert micro.judge({"spool": without}) == []
+    assert "Not measured: fio libaio: fio is not installed" in micro.render({"spool": without})
 
 
 def test_uring_is_compared_with_posix_while_python_runs() -> None:
@@ -189,9 +157,7 @@ def test_uring_is_compared_with_posix_while_python_runs() -> None:
 @pytest.mark.parametrize("kind", sorted(micro_hooks.KINDS))
 def test_each_kind_of_tensor_does_what_it_is_called(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    monkeypatch.setattr(
-        "benchmarks.micro_hooks.gc.collect", lambda: 0
-    )  # slow among all that the other tests have loaded
+    monkeypatch.setattr("benchmarks.micro_hooks.gc.collect", lambda: 0)  # slow among all that other tests have loaded
     spec = {"kind": kind, "tensors": 5, "chains": 2, "pairs": 1, "path": str(tmp_path), "nbytes": 4096}
     sample = micro_hooks.measure(spec)
     assert "error" not in sample, sample
@@ -204,7 +170,6 @@ def test_each_kind_of_tensor_does_what_it_is_called(kind: str, tmp_path: Path, m
 
 
 FAKE_FIO = """#!/bin/sh
-[ "$1" = --version ] && echo fio-9 && exit
 echo "note: a line before the JSON"
 echo "{\\"jobs\\": [{\\"error\\": 0, \\"write\\": {\\"bw_bytes\\": 3}, \\"read\\": {\\"bw_bytes\\": 4}}]}"
 case "$*" in *libaio*) exit 1;; esac
@@ -214,55 +179,54 @@ case "$*" in *libaio*) exit 1;; esac
 def test_fio_is_asked_and_its_failures_are_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"region": 1 << 20, "block": 4096, "depth": 1, "seconds": 0.1}
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(fio.FioError, match="not installed"):
-        fio.version()
-    with pytest.raises(fio.FioError, match="FileNotFoundError"):
-        fio.measure("x", "write", engine="io_uring", **options)
+    assert "not installed" in micro_spool.measure_fio("x", "write", engine="io_uring", **options)["error"]
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     (tmp_path / "fio").write_text(FAKE_FIO, encoding="utf-8")
     (tmp_path / "fio").chmod(0o700)
-    assert fio.version() == "fio-9"
-    assert fio.measure("x", "mixed", engine="io_uring", **options) == 7.0
-    with pytest.raises(fio.FioError, match="status 1"):
-        fio.measure("x", "mixed", engine="libaio", **options)
+    assert micro_spool.measure_fio("x", "read", engine="io_uring", **options) == {"bytes_per_s": 7.0}
+    assert "status 1" in micro_spool.measure_fio("x", "read", engine="libaio", **options)["error"]
 
 
 @pytest.mark.slow
 def test_micro_without_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
-    monkeypatch.setattr("benchmarks.fio.shutil.which", lambda name: None)
+    monkeypatch.setattr("benchmarks.micro_spool.shutil.which", lambda name: None)
     monkeypatch.setattr(micro, "SCALED", ("small",))
     monkeypatch.setattr(micro_hooks, "KINDS", {kind: micro_hooks.KINDS[kind] for kind in ("small", "moves")})
     small = ["--region", "4", "--seconds", "0.02", "--rounds", "1", "--pairs", "1", "--few", "10", "--many", "20"]
     status = micro.main(["--path", str(tmp_path), "--blocks", str(1 << 20), *small])
-    text = capsys.readouterr().out
     assert status in (0, 1)
-    assert "Not measured: fio libaio: fio is not installed" in text
+    assert "Not measured: fio libaio: fio is not installed" in capsys.readouterr().out
     (file,) = (tmp_path / "out").glob("micro_*.json")
-    facts = json.loads(file.read_text(encoding="utf-8"))
+    text = file.read_text(encoding="utf-8")
+    facts = json.loads(text)
     assert set(facts["samples"]) == set(micro.PARTS)
-    assert str(tmp_path) not in file.read_text(encoding="utf-8").replace(facts["command"], "")
+    assert str(tmp_path) not in text
     ran = {sample["mode"] for sample in facts["samples"]["busy"] if "error" not in sample}
-    assert len(facts["bounds"]) == 2 + 1 + (2 if "uring" in ran else 0)
+    assert len(facts["bounds"]) == 1 + 1 + (2 if "uring" in ran else 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 
-def test_the_planner_benchmark_compares_each_sample_with_those_of_keep_beside_it() -> None:
-    def sample(step_s: float, keep_s: float | None = None, **more: Any) -> dict[str, Any]:
-        found = {"median_step_s": step_s, "losses_hex": ["a", "b", "c"], "spec": {"device_budget": None}, **more}
-        return found if keep_s is None else found | {"keep_step_s": keep_s}
+def test_the_planner_benchmark_compares_steps_of_the_same_turn() -> None:
+    def sample(*step_s: float, rss: int = 100, **more: Any) -> dict[str, Any]:
+        trace = {"losses": ["a"], "first_gradients": "b", "last_parameters": "c"}
+        facts = {"step_s": list(step_s), "median_step_s": step_s[-1], "steady_peak_rss_bytes": rss, "options": {}}
+        return {**trace, **facts, **more}
 
-    moved = {"peak_bytes": 30, "baseline_peak_bytes": 100, "written_bytes": 80, "ideal_bytes": 100}
-    rows = planner_cpu.summarise(
-        {
-            "keep": [sample(2.0), sample(4.0)],
-            "recompute": [sample(3.0, 2.0), sample(6.0, 4.0)],
-            "default": [sample(2.2, 2.0, **moved), sample(4.8, 4.0, **moved)],
-        }
-    )
-    assert rows["recompute"]["ratio_to_keep"] == 1.5
-    assert rows["default"]["ratio_to_keep"] == pytest.approx(1.15)
-    assert (rows["default"]["of_ideal"], rows["default"]["peak_share"]) == (0.8, 0.3)
-    assert rows["default"]["identical"]
-    text = planner_cpu.render(rows)
-    assert "| default | 3.500 s | 1.15 |  | 30% | 0 MiB | 80% | yes |" in text
+    counted = {"baseline_peak_bytes": 100, "resident_peak_bytes": 41}
+    moved = {"statistics": counted, "written_bytes_per_step": 80.0, "wait_s_per_step": 0.0, "bandwidth": None}
+    samples = {
+        "keep": [sample(2.0, 4.0)],
+        "recompute": [sample(3.0, 6.0)],
+        "default": [sample(2.2, 4.4, rss=30, **moved)],
+        "budget": [sample(2.0, 4.0, **moved | {"options": {"device_budget": 40}})],
+    }
+    verdict = planner_cpu.judge(samples)
+    assert verdict.summary["recompute"]["ratio_to_keep"] == 1.5
+    assert verdict.summary["default"]["ratio_to_keep"] == pytest.approx(1.1)
+    assert verdict.summary["default"]["gone_share"] == pytest.approx(0.7)
+    assert "| default | 4.400 s | 1.10 | 0.73 | 70% | 0 MiB | - | yes |" in verdict.table
+    assert verdict.summary["budget"]["within_budget"] is False
+    assert not verdict.right
+    counted["resident_peak_bytes"] = 40
+    assert planner_cpu.judge(samples).right

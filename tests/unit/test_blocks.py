@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from actoffload.blocks import BlockWatch, find_blocks, why_not_recomputed
-from actoffload.recompute import Checkpointed, Recompute
-from actoffload.recompute_meter import RecomputeMeter
+from actoffload.autotune.blocks import BlockWatch, find_blocks, why_not_recomputed
+from actoffload.autotune.recompute import Checkpointed, Recompute, RecomputeMeter
 from actoffload.testing.gpt import GPT, GPTConfig
 from tests.harness import MakeOffloader, assert_same_gradients, gradients
 
@@ -265,7 +264,7 @@ def test_a_model_can_be_copied_and_pickled_while_recomputed_blocks_are_counted(m
     model = _Model()
     plain = _step(model)
     offloader = make_offloader()
-    recompute = Recompute(RecomputeMeter(offloader.core, (), offloader.notes))
+    recompute = Recompute(RecomputeMeter(offloader.store.shared, (), offloader.exclusions.static))
     recompute.follow({"layers.a": model.layers["a"]}, ["layers.a"])
     twin, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     recompute.undo()

@@ -11,18 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from actoffload import OffloadConfig, Offloader, Plan
-from actoffload.planner import PlanEntry
+from actoffload.autotune.recompute import Recompute, RecomputeMeter
+from actoffload.planning.plan import PlanEntry
 from actoffload.policy import Decision, TensorFacts
-from actoffload.recompute import Recompute
-from actoffload.recompute_meter import RecomputeMeter
-from actoffload.record import State
 from actoffload.testing.fakedevice import FakeDevice
 from actoffload.testing.faults import GateEngine, SlowEngine
-from actoffload.tiers import Mover
+from actoffload.tiers.record import State
+from actoffload.tiers.tier import Tier
 from tests.harness import (
     Chain,
     MakeOffloader,
-    assert_empty,
     assert_same_gradients,
     batch,
     gradients,
@@ -76,55 +74,40 @@ def test_what_a_plan_keeps_waits_for_the_room_that_writes_give(tmp_path: Path) -
     assert _run(tmp_path, _plan(KEEPS_LATE), 7) == (7, True)
 
 
-def test_without_the_wait_for_kept_ones_the_budget_is_exceeded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Mover, "make_room", lambda self, nbytes: 0.0)
-    peak, equal = _run(tmp_path, _plan(KEEPS_LATE), 7)
-    assert peak > 7
-    assert equal
-
-
 def test_a_plan_says_how_much_room_is_needed_next(tmp_path: Path) -> None:
     """Kept up to the budget: only the last one of the plan may take the last of it, and nothing waits for more."""
     assert _run(tmp_path, _plan("k" * LAYERS), LAYERS) == (LAYERS, True)
 
 
 @pytest.mark.parametrize("target", ["host", "nvme"])
-def test_on_a_device_kept_ones_make_the_compute_stream_wait_for_copies(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: Any
-) -> None:
+def test_on_a_device_kept_ones_make_the_compute_stream_wait_for_copies(tmp_path: Path, target: Any) -> None:
     """In stream order: memory is reused only after the copies that read it; the simulated device tells if not."""
-
-    def peak() -> int:
-        device = FakeDevice("lazy")  # no copy is done before it is waited for
-        config = OffloadConfig(
-            target=target,
-            path=str(tmp_path),
-            min_bytes=0,
-            debug=True,
-            policy=_plan(KEEPS_LATE),
-            device_budget=7 * RECORD_BYTES,
-            pending_bytes="1GiB",  # the window alone would let everything stay
-        )
-        offloader = Offloader(config, accelerator=device)
-        x = torch.linspace(-1, 1, RECORD_BYTES // 4).requires_grad_()
-        try:
-            with device:
-                (expected,) = torch.autograd.grad(_waves(x), x)
-                with offloader:
-                    loss = _waves(x)
-                (found,) = torch.autograd.grad(loss, x)
-            device.finish()
-            assert same_bits(found, expected)
-            assert not device.violations
-            statistics = offloader.statistics()
-            assert statistics.live_records == 0
-            return statistics.resident_peak_bytes
-        finally:
-            offloader.abort()
-
-    assert peak() <= 7 * RECORD_BYTES
-    monkeypatch.setattr(Mover, "make_room", lambda self, nbytes: 0.0)
-    assert peak() > 7 * RECORD_BYTES
+    device = FakeDevice("lazy")  # no copy is done before it is waited for
+    config = OffloadConfig(
+        target=target,
+        path=str(tmp_path),
+        min_bytes=0,
+        debug=True,
+        policy=_plan(KEEPS_LATE),
+        device_budget=7 * RECORD_BYTES,
+        pending_bytes="1GiB",  # the window alone would let everything stay
+    )
+    offloader = Offloader(config, accelerator=device)
+    x = torch.linspace(-1, 1, RECORD_BYTES // 4).requires_grad_()
+    try:
+        with device:
+            (expected,) = torch.autograd.grad(_waves(x), x)
+            with offloader:
+                loss = _waves(x)
+            (found,) = torch.autograd.grad(loss, x)
+        device.finish()
+        assert same_bits(found, expected)
+        assert not device.violations
+        statistics = offloader.statistics()
+        assert statistics.live_records == 0
+        assert statistics.resident_peak_bytes <= 7 * RECORD_BYTES
+    finally:
+        offloader.abort()
 
 
 @pytest.mark.parametrize(("reserved", "states"), [(0, {State.RESIDENT}), (1 << 20, {State.SPILLING})])
@@ -137,7 +120,7 @@ def test_a_write_goes_on_where_its_room_is_needed(
     with offloader:
         tape = offloader._tape()
         loss: Any = ((x * 1.0).sin() * 1.0).sin().cos()
-    offloader.core.reserved_bytes = reserved
+    offloader.store.shared.reserved_bytes = reserved
     _needed = loss.grad_fn._saved_self
     *others, last = [record for record in tape.records if record is not None]
     assert last.state is State.RESIDENT
@@ -179,7 +162,7 @@ def test_what_a_recomputed_block_holds_counts_as_resident(make_offloader: MakeOf
     expected = _step(model, make_offloader(policy=_KeepAll()))
     for counted in (False, True):
         offloader = make_offloader(policy=_KeepAll())
-        recompute = Recompute(RecomputeMeter(offloader.core, (), offloader.notes) if counted else None)
+        recompute = Recompute(RecomputeMeter(offloader.core, (), offloader.exclusions.static) if counted else None)
         recompute.follow(blocks, blocks)
         assert_same_gradients(_step(model, offloader), expected)
         recompute.undo()
@@ -192,12 +175,12 @@ def test_what_a_recomputed_block_holds_counts_as_resident(make_offloader: MakeOf
 
 def test_what_was_recomputed_is_let_go_of(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(device_budget="1GiB")
-    meter = RecomputeMeter(offloader.core, offloader.tiers.movers.values(), offloader.notes)
-    accounts = offloader.core.accounts
+    meter = RecomputeMeter(offloader.core, offloader.store.tiers.by_device.values(), offloader.exclusions.static)
+    accounts = offloader.store.shared.accounts
     meter.recomputed(100)
     meter.recomputed(50)
     assert (accounts.resident_bytes, accounts.resident_peak_bytes) == (50, 100)
-    assert offloader.core.reserved_bytes == 100
+    assert offloader.store.shared.reserved_bytes == 100
     meter.recomputing()
     assert accounts.resident_bytes == 0
     meter.recomputed(70)
@@ -208,23 +191,12 @@ def test_what_was_recomputed_is_let_go_of(make_offloader: MakeOffloader) -> None
     assert (accounts.resident_bytes, accounts.recomputed_bytes) == (0, 0)
 
 
-def test_room_for_a_recomputation_is_reserved_ahead(make_offloader: MakeOffloader) -> None:
-    core = make_offloader(device_budget=1000).core
-    core.accounts.came(300)
-    core.largest_bytes, core.reserved_bytes = 100, 500
-    assert core.has_room_ahead(200)
-    assert not core.has_room_ahead(201)
-    core.accounts.recomputed(450)  # what was reserved is taken; what is left of it, or one record
-    assert core.has_room_ahead(150)
-    assert not core.has_room_ahead(151)
-
-
 def test_parameters_and_inputs_are_not_counted(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader()
-    meter = RecomputeMeter(offloader.core, (), offloader.notes)
+    meter = RecomputeMeter(offloader.core, (), offloader.exclusions.static)
     weight = nn.Parameter(torch.ones(4, 4))
     noted = torch.ones(4)
-    offloader.notes.add(noted, "input")
+    offloader.exclusions.static.add(noted, "input")
     assert meter.is_static(weight)
     assert meter.is_static(weight.t())
     assert meter.is_static(noted[1:])
@@ -236,7 +208,7 @@ def test_no_room_is_made_where_nothing_may_be_ordered(
 ) -> None:
     """During graph capture and after abort()."""
     offloader = make_offloader(device_budget=1000)
-    (mover,) = offloader.tiers.movers.values()
+    (mover,) = offloader.store.tiers.by_device.values()
     asked: list[int] = []
     monkeypatch.setattr(mover, "wait_for_room", lambda nbytes, limit: asked.append(nbytes))
     mover.make_room(2000)
@@ -244,26 +216,10 @@ def test_no_room_is_made_where_nothing_may_be_ordered(
     with monkeypatch.context() as capture:
         capture.setattr(mover, "capturing", lambda: True)
         mover.make_room(2000)
-    offloader.core.inert = True
+    offloader.store.shared.inert = True
     mover.make_room(2000)
-    offloader.core.inert = False
+    offloader.store.shared.inert = False
     assert asked == [2000]
-
-
-def test_an_interrupt_while_a_small_tensor_waits_leaves_the_counts_right(
-    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    offloader = make_offloader(device_budget="1MiB", min_bytes="1KiB")
-
-    def interrupted(self: Mover, nbytes: int) -> float:
-        raise KeyboardInterrupt
-
-    x = torch.ones(8, requires_grad=True)
-    monkeypatch.setattr(Mover, "make_room", interrupted)
-    with pytest.raises(KeyboardInterrupt), offloader:
-        (x * 1.0).sin()
-    monkeypatch.undo()
-    assert_empty(offloader)
 
 
 def test_a_read_under_way_is_not_counted_twice(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,29 +235,16 @@ def test_a_read_under_way_is_not_counted_twice(make_offloader: MakeOffloader, mo
     gate.shut()
     (record,) = tape.records
     assert record is not None
-    with offloader.core.lock:
-        offloader.tiers.movers["cpu"].bring(record, urgent=False)
+    with offloader.store.shared.lock:
+        offloader.store.tiers.by_device["cpu"].bring(record, urgent=False)
     assert (record.state, record.counted) == (State.FETCHING, True)
     asked: list[int] = []
 
-    def make_room(self: Mover, nbytes: int) -> float:
+    def make_room(self: Tier, nbytes: int) -> float:
         asked.append(nbytes)
         return 0.0
 
-    monkeypatch.setattr(Mover, "make_room", make_room)
+    monkeypatch.setattr(Tier, "make_room", make_room)
     gate.open()
     _value = y.grad_fn._saved_self
     assert asked == []
-
-
-def test_the_room_that_is_needed_next_is_what_the_plan_says(make_offloader: MakeOffloader) -> None:
-    sizes = (4096, 8192)
-    plan = Plan(tuple(PlanEntry(index=i, nbytes=n, action="keep") for i, n in enumerate(sizes)))
-    offloader = make_offloader(policy=plan, device_budget="1MiB")
-    seen: list[int | None] = []
-    kept: list[Tensor] = []
-    with offloader:
-        for nbytes in (*sizes, 16384):
-            kept.append((torch.ones(nbytes // 4, requires_grad=True) * 1.0).sin())
-            seen.append(offloader._following_bytes)
-    assert seen == [8192, 0, None]  # then nothing, as far as the plan knows; then what it does not know

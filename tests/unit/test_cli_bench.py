@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,24 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from actoffload import engines
+from actoffload.analysis import bench
+from actoffload.analysis.bench import (
+    DIRECTIONS,
+    Rates,
+    Rig,
+    Sample,
+    Setting,
+    best_of,
+    measure_all,
+    rates_of,
+    training_facts,
+)
 from actoffload.cli.app import app
-from actoffload.engines.base import IoKind
-from actoffload.engines.memory import MemoryEngine
-from actoffload.engines.posix import PosixEngine
-from actoffload.errors import ConfigError, EngineUnavailableError
-from actoffload.paths import RESERVE_BYTES
-from actoffload.report import bench, bench_run
-from actoffload.report.bench import DIRECTIONS, Failure, Rates, Sample, Setting
-from actoffload.report.bench_run import Rig, measure_all
+from actoffload.cli.bench import DEPTHS, SIZES, advice, settings_of
+from actoffload.errors import ConfigError
+from actoffload.storage import engines
+from actoffload.storage.engines.base import IoKind
+from actoffload.storage.engines.posix import PosixEngine
 
 KIB, MIB = 1 << 10, 1 << 20
 TINY = ["--size", "64KiB", "--size", "1MiB", "--depth", "2", "--seconds", "0.02", "--rounds", "1", "--region", "8MiB"]
@@ -56,42 +64,40 @@ def test_what_counts_is_the_slowest_way() -> None:
 
 def test_medians_by_setting() -> None:
     samples = [sample("write", rate) for rate in (1.0, 9.0, 2.0)] + [sample("write", 7.0, depth=1)]
-    first, second = bench.rates_of(samples)
+    first, second = rates_of(samples)
     assert (first.write, first.read, first.setting.depth) == (2.0, None, 4)
     assert (second.write, second.setting.depth) == (7.0, 1)
 
 
 def test_the_best_setting_hides_most_with_the_least_in_flight() -> None:
     slow, fast, deep = rates(1.0, 1.0, 1.0, depth=1), rates(9.8, 9.8, 9.8), rates(10.0, 10.0, 10.0, depth=16)
-    assert bench.best_of([slow, fast, deep]) == fast
-    assert bench.best_of([slow, deep]) == deep
-    assert bench.best_of([rates(5.0, None, None)]) is None
-    assert bench.best_of([]) is None
+    assert best_of([slow, fast, deep]) == fast
+    assert best_of([slow, deep]) == deep
+    assert best_of([rates(5.0, None, None)]) is None
+    assert best_of([]) is None
 
 
 def test_the_page_cache_wins_only_alone() -> None:
     cached = rates(90.0, 90.0, 90.0, engine="aiofiles", direct=False)
-    assert bench.best_of([cached, rates(1.0, 1.0, 1.0)]) == rates(1.0, 1.0, 1.0)
-    assert bench.best_of([cached]) == cached
-    assert "page cache" in bench.advice(cached)[-1]
+    assert best_of([cached, rates(1.0, 1.0, 1.0)]) == rates(1.0, 1.0, 1.0)
+    assert best_of([cached]) == cached
+    assert "page cache" in advice(cached, training_facts(cached, None, None) or {})[-1]
 
 
 def test_half_of_the_step_writes_and_half_reads() -> None:
-    assert bench.hidden_bytes(2.0, 3e9) == 3e9
-    assert bench.hiding_step_s(3e9, 3e9) == 2.0
-
-
-def test_sentences_on_a_workload() -> None:
     best = rates(4e9, 2e9, 3e9)
-    text = "\n".join(bench.advice(best, step_s=3.0, saved_bytes=6_000_000_000))
+    facts = training_facts(best, 3.0, 6_000_000_000)
+    assert facts is not None
+    assert (facts["hidden_bytes"], facts["share_hidden"], facts["hiding_step_s"]) == (3e9, 0.5, 6.0)
+    text = "\n".join(advice(best, facts))
     assert "2.00 GB/s both ways" in text
     assert "A step of 3 s hides 2.8 GiB written and read back" in text  # 3e9 bytes
     assert "50% hides: all of it would need 4.00 GB/s" in text
     assert "hide in a step of 6 s or more" in text
-    assert "A step of 1 s hides 953.7 MiB" in "\n".join(bench.advice(best))  # 1e9 bytes
-    facts = bench.as_dict([], [], best, 3.0, 6_000_000_000)["training"]
-    assert (facts["hidden_bytes"], facts["share_hidden"], facts["hiding_step_s"]) == (3e9, 0.5, 6.0)
-    assert bench.as_dict([], [], None, 3.0, None)["training"] is None
+    alone = training_facts(best, None, None)
+    assert alone is not None
+    assert "A step of 1 s hides 953.7 MiB" in "\n".join(advice(best, alone))  # 1e9 bytes
+    assert training_facts(None, 3.0, None) is None
 
 
 # -- what is measured -------------------------------------------------------------------------------------------------
@@ -103,7 +109,7 @@ def test_both_at_once_moves_as_much_each_way(engine: str, tmp_path: Path) -> Non
     with Rig([str(tmp_path)], engine, 2, 64 * KIB, 2 * MIB) as rig:
         rig.prepare(64 * KIB)
         rig.measure("write", 0.01)
-        (lane,) = rig._spool.engines
+        (lane,) = rig.spool.engines
         before = lane.written_bytes, lane.read_bytes
         assert rig.measure("mixed", 0.05).bytes_per_s > 0
         written, read = lane.written_bytes - before[0], lane.read_bytes - before[1]
@@ -118,36 +124,6 @@ def test_reading_goes_over_what_was_written_and_only_that(tmp_path: Path) -> Non
             rig.measure("read", 0.01)
         rig.measure("write", 0.001)
         assert rig.measure("read", 0.01).bytes_per_s > 0
-
-
-def test_the_depth_is_what_runs_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lock, running, seen = threading.Lock(), [0], [0]
-    transfer = PosixEngine._transfer_once
-
-    def counted(self: PosixEngine, kind: IoKind, views: list[memoryview], offset: int) -> int:
-        with lock:
-            running[0] += 1
-            seen[0] = max(seen[0], running[0])
-        time.sleep(0.001)
-        try:
-            return transfer(self, kind, views, offset)
-        finally:
-            with lock:
-                running[0] -= 1
-
-    monkeypatch.setattr(PosixEngine, "_transfer_once", counted)
-    monkeypatch.setattr(PosixEngine, "gathered_bytes", 0)
-    with Rig([str(tmp_path)], "posix", 3, 64 * KIB, 2 * MIB) as rig:
-        rig.measure("write", 0.05)
-    assert seen[0] == 3
-
-
-def test_an_engine_that_moves_nothing_does_not_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PosixEngine, "_transfer_once", lambda self, kind, views, offset: sum(map(len, views)))
-    setting = Setting(engine="posix", block_bytes=64 * KIB, depth=2)
-    found = list(measure_all([str(tmp_path)], [setting], DIRECTIONS, region_bytes=MIB, seconds=0.01))
-    assert [type(one) for one in found] == [Failure]
-    assert "what was read back is not what was written" in str(found)
 
 
 def test_rounds_take_turns(tmp_path: Path) -> None:
@@ -173,28 +149,13 @@ def test_a_disk_that_fails_ends_the_measurement(tmp_path: Path, monkeypatch: pyt
     assert open_files(tmp_path) == []
 
 
-def open_files(folder: Path) -> list[str]:
-    """What this process holds open in a folder, named or not, and what the folder shows."""
+def open_files(folder: Path, pid: int | str = "self") -> list[str]:
+    """What a process holds open in a folder, named or not, and what the folder shows."""
     links = []
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            links.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except OSError:
-            continue
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            links.append(os.readlink(fd))
     return [link for link in links if link.startswith(str(folder))] + [file.name for file in folder.iterdir()]
-
-
-def test_an_interrupt_gives_everything_back(tmp_path: Path) -> None:
-    def interrupted(over: threading.Event) -> None:
-        raise KeyboardInterrupt
-
-    before = set(threading.enumerate())  # earlier tests of this process may have left some
-    with pytest.MonkeyPatch.context() as patch, Rig([str(tmp_path)], "posix", 2, 64 * KIB, 2 * MIB) as rig:
-        patch.setattr(bench_run, "compute_until", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            rig.measure("write", 60.0, busy=True)
-    assert open_files(tmp_path) == []
-    assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("actoffload-posix")]
 
 
 # -- the command ------------------------------------------------------------------------------------------------------
@@ -223,7 +184,7 @@ def test_json_and_nothing_else(tmp_path: Path) -> None:
 def test_for_a_person_and_into_a_file(tmp_path: Path) -> None:
     spool, file = tmp_path / "spool", tmp_path / "x.json"
     spool.mkdir()
-    arguments = ["bench", "--path", str(spool), "--engine", "posix", "--json", str(file), "--busy", *TINY]
+    arguments = ["bench", "--path", str(spool), "--engine", "posix", "--json", str(file), *TINY]
     result = runner.invoke(app, arguments, env=WIDE)
     assert result.exit_code == 0, result.output
     for text in ("posix", "64.0 KiB", "write", "read", "mixed", "Best: posix", "A step of 1 s hides"):
@@ -233,28 +194,21 @@ def test_for_a_person_and_into_a_file(tmp_path: Path) -> None:
 
 
 def test_every_disk_engine_is_the_default() -> None:
-    from actoffload.cli.bench import DEPTHS, SIZES, settings_of
-
     settings = settings_of(None, None, None)
     assert {one.engine for one in settings} == set(engines.ENGINES) - {"memory"}
     assert len(settings) == (len(engines.ENGINES) - 1) * len(SIZES) * len(DEPTHS)
     assert len(settings_of(["posix", "posix"], ["1MiB"], [2])) == 1
 
 
-class _Absent(MemoryEngine):
-    def __init__(self, *_: Any, **__: Any) -> None:
-        raise EngineUnavailableError("engine='aiofiles': install the package [aiofiles]")
-
-
 def test_an_engine_that_cannot_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(engines._CLASSES, "aiofiles", _Absent)
-    arguments = ["bench", "--path", str(tmp_path), "--engine", "aiofiles", *TINY]
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    arguments = ["bench", "--path", str(tmp_path), "--engine", "gds", *TINY]
     alone = runner.invoke(app, arguments, env=WIDE)
     assert alone.exit_code == 1
-    assert alone.output.count("aiofiles was not measured: engine='aiofiles': install the package [aiofiles]") == 1
+    assert alone.output.count("gds was not measured: engine='gds': cannot import kvikio") == 1
     beside = runner.invoke(app, [*arguments, "--engine", "posix"], env=WIDE)
     assert beside.exit_code == 0
-    assert "aiofiles was not measured" in beside.output
+    assert "gds was not measured" in beside.output
     assert "Best: posix" in beside.output
 
 
@@ -279,26 +233,12 @@ def test_bad_options_end_with_2_and_say_why(arguments: list[str], message: str, 
     assert message in result.output
 
 
-def test_too_little_room_is_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_run, "Spool", None)
-    result = runner.invoke(app, ["bench", "--path", str(tmp_path), "--region", "100000TiB"], env=WIDE)
+def test_too_little_room_is_refused(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["bench", "--path", str(tmp_path), *TINY, "--region", "100000TiB"], env=WIDE)
     assert result.exit_code == 1
-    assert "too little room: the measurement needs 100000.0 TiB" in result.output
+    assert "too little room for 100000.0 TiB" in result.output
     assert str(tmp_path) in result.output
-
-
-def test_directories_on_one_disk_share_its_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
-        folder.mkdir()
-    real = os.statvfs(tmp_path)
-    blocks = (RESERVE_BYTES + 6 * MIB) // real.f_frsize
-    little = os.statvfs_result((*real[:4], blocks, *real[5:]))
-    monkeypatch.setattr(os, "statvfs", lambda _: little)
-    bench_run.check_room([str(folders[0])], 6 * MIB)
-    bench_run.check_room([str(folder) for folder in folders], 6 * MIB)
-    with pytest.raises(OSError, match="too little room"):
-        bench_run.check_room([str(folder) for folder in folders], 8 * MIB)
+    assert open_files(tmp_path) == []
 
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -308,7 +248,7 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "actoffload.cli", "bench", "--json", str(file), *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         deadline = time.monotonic() + 120
-        while not list(open_by(process.pid, spool)):
+        while not open_files(spool, process.pid):
             assert time.monotonic() < deadline, "it never opened its file"
             assert process.poll() is None, process.communicate()
             time.sleep(0.05)
@@ -318,13 +258,3 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     assert "Traceback" not in err
     assert list(spool.iterdir()) == []
     assert not file.exists()
-
-
-def open_by(pid: int, folder: Path) -> list[str]:
-    links = []
-    try:
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
-    except OSError:
-        pass
-    return [link for link in links if link.startswith(str(folder))]

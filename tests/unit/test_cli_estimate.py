@@ -76,23 +76,11 @@ def test_a_measured_step_and_another_gpu_replace_what_was_published() -> None:
     assert answer("--model", "gpt3-175b", "--gpu", "h200-sxm")["hardware"]["utilisation"] == 0.4
 
 
-def test_recomputing_leaves_less() -> None:
-    kept, full = answer("--recompute", "none")["estimate"], answer("--recompute", "full")["estimate"]
-    assert full["activation_bytes_per_step"] < kept["activation_bytes_per_step"] / 10
-    assert list(full["layer_bytes"]) == ["layer input"]
-
-
 def test_presets_are_listed() -> None:
     listed = answer("--presets")
     assert {"--model", "--gpu", "--drive"} == {entry["option"] for entry in listed}
     assert all(entry["source"] for entry in listed)
     assert "ssdtrain-t5-16384x2" in run("--presets")
-
-
-def test_published_figures_are_compared() -> None:
-    checks = answer("--check")
-    assert {check["agrees"] for check in checks} == {True, False}
-    assert "holds only with both credits" in run("--check")
 
 
 @pytest.mark.parametrize(

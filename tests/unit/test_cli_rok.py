@@ -13,13 +13,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from actoffload.analysis.rok import PRESETS, Preset
+from actoffload.analysis.rok_run import RokRun, load_results
 from actoffload.cli import rok as rok_command
 from actoffload.cli import rok_models, rok_worker
 from actoffload.cli.app import app
 from actoffload.errors import ActOffloadError, BudgetError, ConfigError
-from actoffload.report import rok_run
-from actoffload.report.rok import PRESETS, Preset
-from actoffload.report.rok_run import RokRun, launch_worker, load_results
 from tests.rok_samples import CASE, MACHINE, PRESET, all_points, failed, sample
 
 runner = CliRunner()
@@ -54,22 +53,6 @@ def worker_spec(series: str, **changes: Any) -> dict[str, Any]:
 
 
 # -- taking samples ---------------------------------------------------------------------------------------------------
-
-
-def test_a_case_whose_samples_leave_it_open_is_taken_again(tmp_path: Path) -> None:
-    calls = 0
-
-    def launch(spec: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        nonlocal calls
-        calls += 1
-        slow = spec["series"] == "hybrid" and spec["case"]["batch"] == 2
-        found = sample("", step_s=(1.1 + 0.3 * (calls // 6 % 2)) if slow else 1.0)
-        return {k: v for k, v in found.items() if k not in ("case", "series", "level", "repeat", "device_budget")}
-
-    run = make_run(tmp_path / "r.json", launch)
-    taken = [(job.case.batch, job.repeat) for job, _ in run.run()]
-    assert [taken.count((batch, repeat)) for batch in (2, 4) for repeat in range(5)] == [6, 6, 6, 6, 0, 6, 6, 0, 0, 0]
-    assert list(make_run(tmp_path / "r.json", launch).run()) == []
 
 
 def test_variants_take_turns_and_budgets_come_from_what_was_counted(tmp_path: Path) -> None:
@@ -125,26 +108,6 @@ def test_the_offloaders_own_baseline_does_where_keep_ran_out_of_memory(tmp_path:
     launch = Launcher(keep={"error": "out of memory", "oom": True}, offload=offload)
     list(make_run(tmp_path / "r.json", launch).run())
     assert ("hybrid", 2, 200) in launch.order
-
-
-@pytest.mark.parametrize(
-    ("script", "oom", "text"),
-    [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", True, "killed by the system"),
-        ("raise MemoryError('no room')", True, "MemoryError: no room"),
-        ("raise SystemExit('a bad day')", False, "a bad day"),
-        ("import time; time.sleep(60)", False, "stopped after 3 s"),
-    ],
-)
-def test_a_process_that_fails_is_a_result(
-    script: str, oom: bool, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "a_worker_that_fails.py").write_text(script)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(rok_run, "WORKER", "a_worker_that_fails")
-    result = launch_worker({}, 3.0)
-    assert result["oom"] is oom
-    assert text in result["error"]
 
 
 # -- the worker -------------------------------------------------------------------------------------------------------
@@ -227,7 +190,7 @@ def test_redraw_prints_what_dominates_and_writes_every_file(tmp_path: Path) -> N
     assert "no hybrid so small" in text
     assert "Losses are equal bit for bit" in text
     names = {f.name for f in tmp_path.iterdir()}
-    assert {"r.json", "r.csv", "r.html"} <= names
+    assert {"r.json", "r.csv"} <= names
     rows = list(csv.DictReader((tmp_path / "r.csv").read_text().splitlines()))
     assert [row["efficient"] for row in rows] == ["True", "True", "False", "True", "False"]
     data = json.loads(invoke("--redraw", str(file), "--json"))
@@ -286,7 +249,7 @@ def test_a_real_run_is_resumed_and_drawn(tmp_path: Path) -> None:
     assert samples[-1]["activation_peak_bytes"] <= samples[-1]["device_budget"]
     assert str(tmp_path) not in json.dumps([s.get("case") for s in samples])
     assert "Losses are equal bit for bit" in text
-    assert (tmp_path / "tiny.html").stat().st_size > 5000
+    assert (tmp_path / "tiny.csv").exists()
 
 
 @pytest.mark.slow

@@ -1,38 +1,49 @@
-"""Options: sizes, defaults, and every bad value with an error that names field, value and remedy."""
+"""Options and paths: sizes, defaults, and every wrong input refused with field, value, and what to do instead."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from actoffload.config import OffloadConfig, default_path, format_size, make_config, parse_size
-from actoffload.errors import ConfigError
+import actoffload
+from actoffload import OffloadConfig, Offloader, offload_activations
+from actoffload.config import (
+    format_size,
+    make_config,
+    parse_size,
+)
+from actoffload.errors import (
+    ConfigError,
+    OffloaderClosedError,
+    SpoolFullError,
+    SpoolPathError,
+)
+from actoffload.storage.engines.base import SpoolFile
+from tests.harness import descriptors
 
 
 @pytest.mark.parametrize(
     ("text", "nbytes"),
     [
         (0, 0),
-        (123, 123),
         ("123", 123),
         ("1b", 1),
         ("1kB", 1000),
-        ("1KB", 1000),
         ("1KiB", 1024),
         ("1k", 1024),
         ("512 MB", 512 * 10**6),
         ("8GiB", 8 * 2**30),
         (" 1.5 g ", 3 * 2**29),
         ("2TiB", 2**41),
-        ("1PB", 10**15),
-        ("0.5KiB", 512),
     ],
 )
-def test_sizes(text: int | str, nbytes: int) -> None:
+def test_sizes_are_read_as_people_write_them(text: int | str, nbytes: int) -> None:
     assert parse_size("min_bytes", text) == nbytes
 
 
@@ -45,78 +56,84 @@ def test_bad_sizes_name_field_value_and_remedy(bad: Any) -> None:
     assert caught.value.remedy
 
 
+def test_sizes_for_a_person() -> None:
+    sizes = [format_size(nbytes) for nbytes in (0, 1023, 1536, 3 * 2**20, 2**50, -2048)]
+    assert sizes == ["0 B", "1023 B", "1.5 KiB", "3.0 MiB", "1024.0 TiB", "-2.0 KiB"]
+
+
+ENTRIES: dict[str, Any] = {
+    "context": lambda **options: offload_activations(**options),
+    "attach": lambda **options: actoffload.attach(torch.nn.Linear(2, 2), **options),
+    "offloader": lambda **options: Offloader(OffloadConfig(**options)),
+}
+
+
+@pytest.fixture(params=list(ENTRIES))
+def enter(request: pytest.FixtureRequest) -> Any:
+    """Each way in."""
+    return ENTRIES[request.param]
+
+
 @pytest.mark.parametrize(
-    ("nbytes", "text"),
+    ("field", "value", "remedy"),
     [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1536, "1.5 KiB"),
-        (3 * 2**20, "3.0 MiB"),
-        (2**50, "1024.0 TiB"),
-        (-2048, "-2.0 KiB"),
+        ("target", "disk", "choose one of 'auto', 'host', 'nvme', 'tiered'"),
+        ("target", None, "choose one of"),
+        ("engine", "floppy", "choose one of 'auto', "),
+        ("engine", 7, "give the name of an engine or a factory"),
+        ("device_budget", -1, "a size cannot be negative"),
+        ("device_budget", 0, "must be above 0"),
+        ("host_budget", "-8GiB", "not a size"),
+        ("nvme_budget", "8 gigs", "not a size"),
+        ("nvme_budget", 0, "must be above 0"),
+        ("min_bytes", 1.5, "give a size in bytes"),
+        ("min_bytes", True, "give a size in bytes"),
+        ("prefetch_bytes", 0, "must be above 0"),
+        ("pending_bytes", "", "not a size"),
+        ("keep_last_bytes", [1], "give a size in bytes"),
+        ("policy", "some", "choose one of 'auto', 'greedy', 'all'"),
+        ("policy", 3, "policy"),
+        ("max_slowdown", "2%", "max_slowdown"),
+        ("recompute", "yes", "give True or False"),
+        ("include", "", "give a string or a sequence"),
+        ("include", [], "give a string or a sequence"),
+        ("exclude", [3], "give a string or a sequence"),
+        ("devices", ["cuda", ""], "devices"),
+        ("strict", "yes", "give True or False"),
+        ("verify", 1, "give True or False"),
+        ("debug", None, "give True or False"),
+        ("allow_any_filesystem", "no", "give True or False"),
+        ("tune_malloc", 0, "give True or False"),
+        ("io_threads", 0, "1 or more"),
+        ("io_threads", "four", "1 or more"),
+        ("announce", "second", "announce"),
+        ("path", "", "give a directory"),
+        ("path", [], "give a directory"),
+        ("path", 5, "give a directory"),
+        ("path", ["/", "/."], "the same directory is named twice"),
+        ("trace", 5, "trace"),
     ],
 )
-def test_sizes_for_a_person(nbytes: int, text: str) -> None:
-    assert format_size(nbytes) == text
-
-
-BAD = [
-    ("target", "tape"),
-    ("target", None),
-    ("engine", "floppy"),
-    ("engine", 3),
-    ("device_budget", 0),
-    ("device_budget", -1),
-    ("device_budget", "much"),
-    ("host_budget", -5),
-    ("nvme_budget", "lots"),
-    ("min_bytes", "tiny"),
-    ("prefetch_bytes", 0),
-    ("pending_bytes", 0),
-    ("keep_last_bytes", "-1"),
-    ("policy", "whatever"),
-    ("max_slowdown", -0.1),
-    ("max_slowdown", "2%"),
-    ("recompute", "yes"),
-    ("include", ""),
-    ("include", []),
-    ("include", [1]),
-    ("exclude", 7),
-    ("devices", ["cuda", ""]),
-    ("path", ""),
-    ("path", []),
-    ("path", 5),
-    ("path", ["a", "a"]),
-    ("path", [None]),
-    ("strict", "yes"),
-    ("verify", 1),
-    ("debug", None),
-    ("allow_any_filesystem", "no"),
-    ("tune_malloc", 0),
-    ("io_threads", 0),
-    ("io_threads", "four"),
-]
-
-
-@pytest.mark.parametrize(("field", "value"), BAD, ids=[f"{f}-{v}" for f, v in BAD])
-def test_bad_values_name_field_value_and_remedy(field: str, value: Any) -> None:
+def test_a_bad_option_names_field_value_and_remedy(enter: Any, field: str, value: Any, remedy: str) -> None:
+    before = descriptors()
     with pytest.raises(ConfigError) as caught:
-        make_config({field: value})
-    error = caught.value
-    assert error.field == field
-    assert field in str(error)
-    assert repr(value) in str(error)
-    assert len(error.remedy) > 10
+        enter(**{"target": "nvme", field: value})
+    assert caught.value.field == field
+    assert str(caught.value).startswith(f"{field}={value!r}: ")
+    assert remedy in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+    assert descriptors() == before
 
 
-def test_an_unknown_option_suggests_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"hostbudget='8GiB': no such option; did you mean host_budget\?"):
-        make_config({"hostbudget": "8GiB"})
-
-
-def test_an_option_like_no_other_lists_them_all() -> None:
-    with pytest.raises(ConfigError, match=r"known options: target, path, device_budget"):
-        make_config({"zzz": 1})
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [("min_byte", "did you mean min_bytes?"), ("pth", "did you mean path?"), ("zzz", "known options: ")],
+)
+@pytest.mark.parametrize("way", ["context", "attach"])
+def test_an_unknown_option_suggests_the_nearest(way: str, option: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{option}=3: no such option; ") as caught:
+        ENTRIES[way](**{option: 3})
+    assert hint in str(caught.value)
 
 
 def test_a_slowdown_goes_with_the_planner() -> None:
@@ -125,49 +142,17 @@ def test_a_slowdown_goes_with_the_planner() -> None:
         make_config({"policy": "all", "max_slowdown": 0.02})
 
 
-def test_sizes_become_bytes() -> None:
-    config = make_config({"host_budget": "8GiB", "min_bytes": 0})
-    assert config.host_budget == 8 * 2**30
-    assert config.min_bytes == 0
-
-
-def test_size_falls_back_to_the_default_only_when_left_out() -> None:
-    config = make_config({"min_bytes": 0})
-    assert config.size("min_bytes", 4096) == 0
-    assert config.size("host_budget", 4096) == 4096
-
-
-def test_paths_are_made_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    config = make_config({"path": ["a", Path("b"), "~/c"]})
-    assert config.paths == (str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "home" / "c"))
-
-
-def test_one_path_is_a_sequence_of_one(tmp_path: Path) -> None:
-    assert make_config({"path": str(tmp_path)}).paths == (str(tmp_path),)
-
-
-def test_the_default_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("ACTOFFLOAD_PATH", str(tmp_path))
-    assert default_path() == str(tmp_path)
-    assert make_config({}).paths == (str(tmp_path),)
-    monkeypatch.delenv("ACTOFFLOAD_PATH")
-    assert default_path() == tempfile.gettempdir()
-
-
 def test_a_config_is_frozen_keyword_only_and_a_value(tmp_path: Path) -> None:
-    config = make_config({"target": "nvme", "path": tmp_path})
+    config = make_config({"target": "nvme", "path": tmp_path, "host_budget": "8GiB", "min_bytes": 0})
+    assert (config.policy, config.host_budget) == ("auto", 8 * 2**30)
+    assert (config.size("min_bytes", 4096), config.size("nvme_budget", 4096)) == (0, 4096)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.target = "host"  # type: ignore[misc]
     with pytest.raises(TypeError):
         OffloadConfig("nvme")  # type: ignore[call-arg]
-    assert config == make_config({"path": [str(tmp_path)], "target": "nvme"})
-    assert hash(config) == hash(make_config({"path": [str(tmp_path)], "target": "nvme"}))
-
-
-def test_replace_validates_again() -> None:
-    config = make_config({})
+    same = make_config({"min_bytes": "0B", "path": [str(tmp_path)], "target": "nvme", "host_budget": 8 * 2**30})
+    assert config == same
+    assert hash(config) == hash(same)
     assert config.replace(target="host").target == "host"
     with pytest.raises(ConfigError, match="target='tape'"):
         config.replace(target="tape")
@@ -183,3 +168,115 @@ def test_every_field_is_documented() -> None:
         if isinstance(node, ast.AnnAssign):
             documented = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
             assert documented, f"{ast.unparse(node.target)} has no docstring"
+
+
+# -- paths, devices, engines -------------------------------------------------------------------------------------------
+
+
+def test_paths_are_made_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    config = make_config({"path": ["a", Path("b"), "~/c"]})
+    assert config.paths == (str(tmp_path / "a"), str(tmp_path / "b"), str(tmp_path / "home" / "c"))
+
+
+def test_the_environment_names_the_path_where_nothing_else_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("ACTOFFLOAD_PATH", str(tmp_path))
+    assert make_config({}).paths == (str(tmp_path),)
+    monkeypatch.setenv("ACTOFFLOAD_PATH", str(tmp_path / "nowhere"))
+    with pytest.raises(SpoolPathError, match="nowhere' cannot be used"):
+        Offloader(OffloadConfig(target="nvme"))
+    monkeypatch.delenv("ACTOFFLOAD_PATH")
+    assert make_config({}).paths == (tempfile.gettempdir(),)
+
+
+@pytest.mark.parametrize("target", ["nvme", "tiered", "auto"])
+def test_a_path_that_cannot_be_used_says_why(enter: Any, tmp_path: Path, target: str) -> None:
+    before = descriptors()
+    file = tmp_path / "file"
+    file.write_text("x", encoding="utf-8")
+    for path, remedy in (
+        (tmp_path / "missing", "create the directory first"),
+        (file, "is not a directory: give the directory"),
+        (file / "below", "Not a directory"),
+        ([tmp_path, tmp_path / "missing"], "create the directory first"),
+    ):
+        with pytest.raises(SpoolPathError) as caught:
+            enter(target=target, path=path)
+        wrong = path[1] if isinstance(path, list) else path
+        assert f"path={str(wrong)!r}" in str(caught.value)
+        assert remedy in str(caught.value)
+        assert isinstance(caught.value, OSError)
+        assert isinstance(caught.value, ValueError)
+        assert caught.value.errno
+    assert descriptors() == before
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="Linux")
+def test_a_directory_that_nobody_can_write_to(enter: Any) -> None:
+    with pytest.raises(SpoolPathError, match="path='/proc/self'"):
+        enter(target="nvme", path="/proc/self", allow_any_filesystem=True)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_directory(enter: Any, tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(SpoolPathError, match="is not writable: give a directory that this user may write to"):
+        enter(target="nvme", path=tmp_path)
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no /dev/shm")
+def test_a_file_system_in_memory_is_refused_unless_allowed(enter: Any) -> None:
+    with pytest.raises(SpoolPathError, match=r"path='/dev/shm' is on tmpfs, .*: .*set allow_any_filesystem=True"):
+        enter(target="nvme", path="/dev/shm")
+    offloader = Offloader(OffloadConfig(target="nvme", path="/dev/shm", allow_any_filesystem=True))
+    offloader.close()
+
+
+def test_an_nvme_budget_without_room_for_anything(tmp_path: Path) -> None:
+    with pytest.raises(SpoolFullError, match="no room for 4096 bytes"):
+        Offloader(OffloadConfig(target="nvme", path=tmp_path, nvme_budget=1000))
+
+
+def test_an_engine_factory_that_fails_leaves_nothing_open(tmp_path: Path) -> None:
+    def factory(file: SpoolFile) -> Any:
+        raise KeyError(file.path)
+
+    before = descriptors()
+    with pytest.raises(KeyError):
+        Offloader(OffloadConfig(target="nvme", path=tmp_path, engine=factory))
+    assert descriptors() == before
+
+
+def test_a_device_that_is_not_here() -> None:
+    with pytest.raises(ConfigError, match="devices='meta': no such device here; leave it out"):
+        Offloader(OffloadConfig(target="host", devices="meta"))
+
+
+# -- arguments of functions --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [3, "gpt", torch.ones(2), torch.nn.Linear, lambda x: x])
+def test_a_model_must_be_a_module(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^model=.*give an nn.Module, or leave it out"):
+        offload_activations(target="nvme", path=tmp_path, model=model)
+    with pytest.raises(ConfigError, match=r"^module=.*attach\(\) takes an nn.Module"):
+        actoffload.attach(model, target="nvme", path=tmp_path)
+
+
+def test_keep_takes_a_tensor() -> None:
+    with pytest.raises(ConfigError, match=r"tensor=3: keep\(\) takes a tensor"):
+        actoffload.keep(3)  # type: ignore[arg-type]
+
+
+def test_an_attached_module_whose_offloader_was_closed_says_so(tmp_path: Path) -> None:
+    module = torch.nn.Linear(2, 2)
+    attachment = actoffload.attach(module, target="nvme", path=tmp_path)
+    attachment.offloader.close()
+    for _ in range(2):
+        with pytest.raises(OffloaderClosedError, match="make another one"):
+            module(torch.ones(1, 2))
+    attachment.detach()
+    assert module(torch.ones(1, 2)).requires_grad

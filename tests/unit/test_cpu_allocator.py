@@ -22,7 +22,7 @@ _HEAD = """
 import os, random, sys, threading
 import torch
 torch.set_num_threads(1)  # a forked child of OpenMP's threads hangs in its first parallel loop
-from actoffload import cpu_allocator
+from actoffload.memory import cpu_allocator
 MIB = 1 << 20
 def rss(): return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 def full(nbytes, value=1): return torch.full((nbytes,), value, dtype=torch.uint8)
@@ -262,39 +262,4 @@ if child == 0:
 assert os.waitpid(child, 0)[1] == 0
 again.end()
 assert bool((kept == 2).all())
-""")
-
-
-_PROMISE = """
-#include <c10/core/CPUAllocator.h>
-extern "C" int promised(size_t nbytes) {
-  const auto allocator = c10::GetCPUAllocator();
-  allocator->raw_deallocate(allocator->raw_allocate(nbytes));
-  return allocator->allocate(nbytes).get_deleter() == allocator->raw_deleter();
-}
-"""
-
-
-def test_every_tensor_has_the_deleter_that_the_allocator_promises(tmp_path: Path) -> None:
-    (tmp_path / "promise.cpp").write_text(_PROMISE)
-    run(
-        """
-import ctypes, pathlib
-os.environ["XDG_CACHE_HOME"] = os.environ["FOLDER"]
-cpu_allocator.SOURCE = pathlib.Path(os.environ["FOLDER"]) / "promise.cpp"
-promise = ctypes.CDLL(str(cpu_allocator.build()))
-for nbytes in (16, cpu_allocator.SMALLEST_BYTES - 1, cpu_allocator.SMALLEST_BYTES, 5 * MIB):
-    assert promise.promised(ctypes.c_size_t(nbytes)) == 1, nbytes
-assert blocks() == 0
-""",
-        FOLDER=str(tmp_path),
-    )
-
-
-def test_the_profiler_sees_its_memory() -> None:
-    run("""
-from torch.profiler import ProfilerActivity, profile
-with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-    full(4 * MIB)
-assert max(event.cpu_memory_usage for event in seen.events()) >= 4 * MIB
 """)

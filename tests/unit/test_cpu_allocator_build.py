@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from actoffload import OffloadConfig, Offloader, cpu_allocator, native_build
+from actoffload import OffloadConfig, Offloader
 from actoffload.errors import ActOffloadError
-from actoffload.native_build import Refused
+from actoffload.memory import cpu_allocator, native_build
+from actoffload.memory.native_build import Refused
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(
@@ -104,22 +105,6 @@ def test_where_it_cannot_be_used_the_reason_is_said(
     torch.full((1 << 20,), 1.0)
 
 
-def test_a_damaged_library_is_made_anew(fresh: Path) -> None:
-    library = cpu_allocator.build()
-    library.write_bytes(b"")
-    assert cpu_allocator._load() is not None
-    assert library.stat().st_size > 0
-
-
-def test_what_a_compiler_says_may_be_no_text(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler = tmp_path / "cxx"
-    compiler.write_bytes(b"#!/bin/sh\nprintf 'error: \\377\\376' >&2\nexit 1\n")
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
-    assert "the C++ compiler failed: error:" in cpu_allocator.install()
-    assert [file.name for file in fresh.iterdir()] == []
-
-
 def test_a_cache_that_is_a_link_to_elsewhere_is_judged_by_where_it_leads(fresh: Path, tmp_path: Path) -> None:
     open_folder = tmp_path / "open"
     open_folder.mkdir()
@@ -144,7 +129,7 @@ def test_where_it_is_refused_blocks_go_back_one_by_one(tmp_path: Path) -> None:
     program = """
 import os, sys
 import torch, actoffload
-from actoffload import cpu_allocator
+from actoffload.memory import cpu_allocator
 offloader = actoffload.Offloader(actoffload.OffloadConfig(target="nvme", path=sys.argv[1]))
 assert cpu_allocator.facts() is None and "jemalloc is preloaded" in cpu_allocator.install()
 assert "block by block, which costs time: jemalloc is preloaded" in offloader.report()

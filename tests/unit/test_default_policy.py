@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from actoffload import OffloadConfig, Offloader, Profile
+import actoffload
+from actoffload import Offloader, Plan, Profile
+from actoffload.planning.planners.base import Limits
 from actoffload.testing.faults import SlowEngine
 from actoffload.testing.gpt import GPT, GPTConfig
-from tests.harness import MakeOffloader, assert_empty, assert_same_gradients, gradients
+from tests.harness import (
+    Chain,
+    MakeOffloader,
+    accounts_of,
+    assert_empty,
+    assert_same_gradients,
+    batch,
+    gradients,
+    is_locked,
+    plan_with,
+    train_step,
+)
 
 STEPS = 14
 """The second is recorded, the first plan is looked at after five more, and there is time for another one."""
@@ -40,7 +54,7 @@ def _model() -> GPT:
 def _run(offloader: Offloader, model: GPT) -> list[int]:
     """Train, compare every gradient, and return the peak of each step."""
     peaks = []
-    accounts = offloader.core.accounts
+    accounts = accounts_of(offloader)
     for step in range(STEPS):
         accounts.resident_peak_bytes = accounts.resident_bytes
         found = _step(model, step, offloader)
@@ -88,10 +102,6 @@ def test_other_lengths_are_planned_anew(make_offloader: MakeOffloader) -> None:
     assert_empty(offloader)
 
 
-def test_the_default_is_to_plan() -> None:
-    assert OffloadConfig().policy == "auto"
-
-
 def test_a_profile_is_there_after_the_recorded_steps_and_only_with_a_planner(make_offloader: MakeOffloader) -> None:
     model = _model()
     offloader, greedy = make_offloader(policy="auto"), make_offloader(policy="greedy")
@@ -101,3 +111,41 @@ def test_a_profile_is_there_after_the_recorded_steps_and_only_with_a_planner(mak
         _step(model, step, greedy)
     assert isinstance(offloader.profile, Profile)
     assert greedy.profile is None
+
+
+def _net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3)])
+
+
+def test_two_models_under_one_plan_do_not_take_each_others_blocks(tmp_path: Path) -> None:
+    options = {"target": "nvme", "path": str(tmp_path), "policy": "auto", "min_bytes": 1}
+    first, second = _net(), _net()
+    attachments = [actoffload.attach(model, **options) for model in (first, second)]
+    offloader, x = attachments[0].offloader, torch.randn(128, 32)
+    for _ in range(4):
+        second(first(x)).sum().backward()
+    assert offloader.profile is not None
+    assert {block.name for block in offloader.profile.blocks} == {"0", "1", "2", "0#2", "1#2", "2#2"}
+    for attachment in attachments:
+        attachment.detach()
+    offloader.close()
+
+
+class _Broken:
+    name = "broken"
+
+    def plan(self, profile: Profile, limits: Limits) -> Plan:
+        raise ZeroDivisionError("no such luck")
+
+
+def test_a_planner_that_fails_ends_the_planning_and_not_the_training(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="auto")
+    plan_with(offloader, _Broken())
+    model = Chain()
+    plain = train_step(model, batch())
+    with pytest.warns(RuntimeWarning, match="could not plan"):
+        found = [train_step(model, batch(), offloader) for _ in range(5)]
+    for one in found:
+        assert_same_gradients(one, plain)
+    assert not is_locked(offloader)

@@ -14,13 +14,17 @@ from typing import Any
 
 import pytest
 
-from actoffload.engines import create_engine
-from actoffload.engines import gds as gds_module
-from actoffload.engines.base import IoKind, IoRequest, SpoolFile, StorageEngine
-from actoffload.engines.gds import PAGE_BYTES, GdsEngine, why_compat
 from actoffload.errors import EngineUnavailableError, StorageReadError, StorageWriteError
-from actoffload.testing.behind import Memory, peek_file, random_bytes
-from actoffload.testing.engine_suite import BLOCK, WAIT_S, StorageEngineTests
+from actoffload.storage.engines import create_engine
+from actoffload.storage.engines import gds as gds_module
+from actoffload.storage.engines.base import (
+    IoKind,
+    IoRequest,
+    SpoolFile,
+    StorageEngine,
+)
+from actoffload.storage.engines.gds import PAGE_BYTES, GdsEngine, why_compat
+from actoffload.testing.engine_suite import BLOCK, WAIT_S, Memory, StorageEngineTests, peek_file, random_bytes
 
 Transfer = Callable[[int, int, int, int], int]  # descriptor, address, bytes, offset
 
@@ -153,13 +157,6 @@ class TestGdsOnAStandIn(StorageEngineTests):
         return GdsEngine(file, threads=threads)
 
 
-class TestGdsShortOnAStandIn(TestGdsOnAStandIn):
-    @pytest.fixture(autouse=True)
-    def at_most_a_block(self, kvikio: StandIn) -> None:
-        kvikio.read = lambda fd, address, nbytes, offset: really_read(fd, address, min(nbytes, BLOCK), offset)
-        kvikio.write = lambda fd, address, nbytes, offset: really_write(fd, address, min(nbytes, BLOCK), offset)
-
-
 def test_it_is_tried_with_device_memory_and_leaves_no_trace(file: SpoolFile, kvikio: StandIn) -> None:
     os.ftruncate(file.fd, BLOCK + 512)
     tried: list[tuple[str, int, int]] = []
@@ -183,12 +180,6 @@ def test_it_is_tried_with_device_memory_and_leaves_no_trace(file: SpoolFile, kvi
     engine.close()
     engine.close()
     assert [each.closed for each in kvikio.opened] == [True]
-
-
-def test_a_larger_thread_pool_is_left_alone(file: SpoolFile, kvikio: StandIn) -> None:
-    kvikio.settings["num_threads"] = 64
-    GdsEngine(file, threads=2).close()
-    assert kvikio.settings["num_threads"] == 64
 
 
 @pytest.mark.parametrize("cause", ["module", "preferred", "cufile", "silent"])
@@ -271,12 +262,6 @@ def test_without_a_driver_or_a_device_it_says_so(file: SpoolFile, kvikio: StandI
     assert [each.closed for each in kvikio.opened] == [True]
 
 
-def test_a_file_that_cannot_be_opened_again_is_refused(file: SpoolFile, kvikio: StandIn) -> None:
-    once = SpoolFile(file.fd, file.path, file.direct, file.alignment)
-    with pytest.raises(EngineUnavailableError, match="second time"):
-        create_engine("gds", once)
-
-
 @pytest.mark.parametrize(("kind", "cls"), [(IoKind.READ, StorageReadError), (IoKind.WRITE, StorageWriteError)])
 def test_an_error_of_a_transfer_names_place_and_cause(
     engine: GdsEngine, file: SpoolFile, kvikio: StandIn, kind: IoKind, cls: type[OSError]
@@ -287,16 +272,6 @@ def test_an_error_of_a_transfer_names_place_and_cause(
     assert (error.errno, error.filename) == (errno.EIO, file.path)
     assert "CU_FILE_IO_ERROR" in str(error)
     assert "more lines" not in str(error)
-
-
-def test_an_errno_is_kept(engine: GdsEngine, kvikio: StandIn) -> None:
-    def full(fd: int, address: int, nbytes: int, offset: int) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    kvikio.write = full
-    error = move(engine, IoKind.WRITE, Memory(BLOCK)).error
-    assert isinstance(error, StorageWriteError)
-    assert error.errno == errno.ENOSPC
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")

@@ -1,4 +1,4 @@
-"""What measurements share: the commit of the checkout alone, workers whose failures are results, whole files."""
+"""What measurements share: facts of the machine and the process, workers whose failures are results, whole files."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from actoffload.report.environment import (
-    Processors,
-    commit_of,
-    describe_environment,
-    run_worker,
-    stream_worker,
-    write_json,
-)
+from actoffload.analysis.environment import commit_of, describe_environment, write_json
+from actoffload.analysis.process_usage import block_io, peak_rss_bytes, rss_bytes
+from actoffload.analysis.workers import Processors, run_worker, stream_worker
+
+MIB = 1 << 20
 
 
 def _git(folder: Path, *arguments: str) -> None:
@@ -62,6 +59,24 @@ def test_a_workers_last_object_is_its_result(tmp_path: Path, monkeypatch: pytest
     result = run_worker(_worker(tmp_path, monkeypatch, script), {"a": 1}, limit_s=60)
     assert 0 <= result.pop("others_cpu_share") <= 1
     assert result == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("script", "oom", "text"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", True, "killed by the system"),
+        ("raise MemoryError('no room')", True, "MemoryError: no room"),
+        ("raise SystemExit('a bad day')", False, "a bad day"),
+        ("time.sleep(60)", False, "stopped after 3 s"),
+        ("", False, "no output"),
+    ],
+)
+def test_a_worker_that_fails_is_a_result(
+    script: str, oom: bool, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    result = run_worker(_worker(tmp_path, monkeypatch, script), {}, limit_s=3)
+    assert result["oom"] is oom
+    assert text in result["error"]
 
 
 def test_a_workers_own_time_is_not_that_of_others() -> None:
@@ -124,3 +139,24 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         write_json(file, {"a": object()})
     assert file.read_text(encoding="utf-8") == '{\n "a": 1\n}\n'
     assert [found.name for found in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_peak_memory_sees_what_was_touched_and_freed() -> None:
+    before = peak_rss_bytes()
+    block = bytearray(os.urandom(1)) * (64 * MIB + before - rss_bytes())
+    del block
+    assert peak_rss_bytes() >= before + 32 * MIB
+    assert rss_bytes() <= peak_rss_bytes()
+
+
+def test_block_io_counts_what_reaches_the_disk(tmp_path: Path) -> None:
+    before = block_io()
+    if before is None:
+        pytest.skip("this kernel does not count")
+    with (tmp_path / "file").open("wb") as file:
+        file.write(os.urandom(4 * MIB))
+        file.flush()
+        os.fsync(file.fileno())
+    after = block_io()
+    assert after is not None
+    assert (after - before).written_bytes >= 4 * MIB

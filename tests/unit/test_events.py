@@ -1,41 +1,28 @@
-"""Trace events and the Chrome trace that they become."""
+"""Trace events, the Chrome trace that they become, and what a step tells of itself by them."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from actoffload.events import ChromeTraceSink, EventKind, TraceEvent, now, open_sink
+from actoffload.events import (
+    ChromeTraceSink,
+    EventKind,
+    TraceEvent,
+    open_sink,
+)
+from tests.harness import Chain, MakeOffloader, batch, train_step
 
 
 def _event(**changes: Any) -> TraceEvent:
     values: dict[str, Any] = {"kind": EventKind.WRITE, "time_s": 1.5, "record": 7, "nbytes": 4096}
     return TraceEvent(**(values | changes))
-
-
-def test_events_are_frozen_and_know_their_thread() -> None:
-    event = _event()
-    assert event.thread == threading.get_ident()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        event.nbytes = 1  # type: ignore[misc]
-
-
-def test_no_trace_means_no_sink() -> None:
-    assert open_sink(None) is None
-
-
-def test_a_callable_is_the_sink_itself() -> None:
-    seen: list[TraceEvent] = []
-    sink = open_sink(seen.append)
-    assert sink is not None
-    sink(_event())
-    assert seen == [_event()]
 
 
 def test_a_path_becomes_a_chrome_trace(tmp_path: Path) -> None:
@@ -52,16 +39,6 @@ def test_a_path_becomes_a_chrome_trace(tmp_path: Path) -> None:
     assert (span["pid"], span["tid"]) == (os.getpid(), threading.get_ident())
     assert (instant["name"], instant["ph"], instant["s"]) == ("cancel", "i", "t")
     assert end == {}
-
-
-def test_a_trace_that_was_never_closed_can_be_mended(tmp_path: Path) -> None:
-    file = tmp_path / "trace.json"
-    sink = ChromeTraceSink(file)
-    sink(_event())
-    sink._file.flush()
-    rows = json.loads(file.read_text(encoding="utf-8").rstrip().rstrip(",") + "]")
-    sink.close()
-    assert len(rows) == 1
 
 
 def test_close_twice_and_late_events_do_no_harm(tmp_path: Path) -> None:
@@ -95,5 +72,33 @@ def test_an_unusable_trace_path_raises_at_once(tmp_path: Path) -> None:
         open_sink(tmp_path / "missing" / "trace.json")
 
 
-def test_the_clock_goes_forward() -> None:
-    assert now() <= now()
+TENSOR_BYTES = 128 * 64 * 4
+
+
+def test_a_callable_sees_every_event(make_offloader: MakeOffloader) -> None:
+    events: list[TraceEvent] = []
+    offloader = make_offloader(trace=events.append)
+    train_step(Chain(), batch(), offloader, between=offloader.synchronize)
+    offloader.close()
+    kinds = Counter(event.kind for event in events)
+    assert kinds[EventKind.PACK] == kinds[EventKind.RELEASE] == len({event.record for event in events})
+    assert kinds[EventKind.WRITE] == kinds[EventKind.PACK]
+    assert 0 < kinds[EventKind.READ] <= kinds[EventKind.WRITE]
+    assert all(event.nbytes == TENSOR_BYTES and event.duration_s >= 0 for event in events)
+    per_record: dict[int, list[EventKind]] = {}
+    for event in events:
+        per_record.setdefault(event.record, []).append(event.kind)
+    for story in per_record.values():
+        assert story[0] is EventKind.PACK
+        assert story[-1] is EventKind.RELEASE
+
+
+def test_a_trace_file_is_valid_json_after_close(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+    file = tmp_path / "trace.json"
+    offloader = make_offloader(trace=file, min_bytes="16KiB")
+    train_step(Chain(), batch(), offloader, between=offloader.synchronize)
+    train_step(Chain(), batch(rows=4), offloader)
+    offloader.close()
+    rows = json.loads(file.read_text(encoding="utf-8"))[:-1]
+    assert {row["cat"] for row in rows} >= {"pack", "write", "read", "release"}
+    assert {row["args"]["bytes"] for row in rows} == {TENSOR_BYTES}

@@ -13,11 +13,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actoffload.engines.base import IoKind, IoRequest, RequestState, SpoolFile
-from actoffload.engines.posix import PosixEngine
-from actoffload.engines.queued import GATHERED_BYTES, first_bytes
-from actoffload.paths import open_arena
-from actoffload.testing.behind import Memory, peek_file, poke_file, random_bytes
+from actoffload.storage.engines.base import (
+    IoKind,
+    IoRequest,
+    RequestState,
+    SpoolFile,
+)
+from actoffload.storage.engines.posix import PosixEngine
+from actoffload.storage.engines.queued import GATHERED_BYTES, first_bytes
+from actoffload.storage.spool_files import open_arena
+from actoffload.testing.engine_suite import (
+    Memory,
+    peek_file,
+    poke_file,
+    random_bytes,
+)
 
 WAIT_S = 60.0
 BLOCK = 4096
@@ -89,14 +99,6 @@ def expected(memories: list[Memory]) -> bytes:
     return b"".join(memory.data for memory in memories)
 
 
-def test_writes_that_wait_side_by_side_go_in_one_call(
-    make_engine: Callable[..., WatchedEngine], file: SpoolFile
-) -> None:
-    memories = blocks(8)
-    assert make_engine().run(*side_by_side(IoKind.WRITE, memories)) == [[BLOCK] * 8]
-    assert peek_file(file, 0, 8 * BLOCK) == expected(memories)
-
-
 def test_reads_from_the_last_to_the_first_too(make_engine: Callable[..., WatchedEngine], file: SpoolFile) -> None:
     data = random_bytes(8 * BLOCK, 1)
     poke_file(file, 0, data)
@@ -114,14 +116,6 @@ def test_only_up_to_a_size_and_only_what_is_beside(make_engine: Callable[..., Wa
     assert calls == [[GATHERED_BYTES // 2] * 2, [GATHERED_BYTES // 2], [BLOCK] * 2, [BLOCK]]
 
 
-def test_reads_and_writes_do_not_mix_and_reads_go_first(make_engine: Callable[..., WatchedEngine]) -> None:
-    engine = make_engine()
-    written, read = blocks(4), blocks(4)
-    engine.run(*side_by_side(IoKind.WRITE, written), *side_by_side(IoKind.READ, read[:1], first=4 * BLOCK))
-    assert engine.calls[0][0] is IoKind.READ
-    assert [ranges for kind, ranges in engine.calls if kind is IoKind.WRITE] == [[BLOCK] * 4]
-
-
 def test_threads_that_wait_get_their_share(make_engine: Callable[..., WatchedEngine]) -> None:
     engine, memories = make_engine(threads=2), blocks(8)
     requests = side_by_side(IoKind.WRITE, memories)
@@ -136,66 +130,11 @@ def test_threads_that_wait_get_their_share(make_engine: Callable[..., WatchedEng
     assert [len(ranges) for _, ranges in engine.calls] == [4, 4]
 
 
-def test_one_that_was_taken_back_is_left_out(make_engine: Callable[..., WatchedEngine], file: SpoolFile) -> None:
-    engine = make_engine()
-    poke_file(file, 0, bytes(8 * BLOCK))
-    memories = blocks(8)
-    requests = side_by_side(IoKind.WRITE, memories)
-    assert requests[3].cancel()
-    calls = engine.run(*requests)
-    assert sum(map(len, calls)) == 7
-    assert requests[3].state is RequestState.CANCELLED
-    memories[3].data = bytes(BLOCK)
-    assert peek_file(file, 0, 8 * BLOCK) == expected(memories)
-
-
-@pytest.mark.parametrize("kind", IoKind)
-def test_behind_one_that_was_taken_back_nothing_of_the_other_kind_is_reached(
-    make_engine: Callable[..., WatchedEngine], file: SpoolFile, kind: IoKind
-) -> None:
-    other = IoKind.READ if kind is IoKind.WRITE else IoKind.WRITE
-    before = random_bytes(4 * BLOCK, 9)
-    poke_file(file, 0, before)
-    memories = dict(zip("abc", blocks(3), strict=True))
-    data = {name: memory.data for name, memory in memories.items()}
-    first = IoRequest(kind, memories["a"].address, BLOCK, BLOCK)
-    taken_back = [IoRequest(kind, memories["b"].address, BLOCK, place * BLOCK) for place in (2, 0)]
-    beside = IoRequest(other, memories["c"].address, BLOCK, 2 * BLOCK)
-    assert all(request.cancel() for request in taken_back)
-    engine = make_engine()
-    engine.run(first, *taken_back, beside)
-    assert sorted((found.name, sizes) for found, sizes in engine.calls) == [("READ", [BLOCK]), ("WRITE", [BLOCK])]
-    written, read = (("a", 1), ("c", 2)) if kind is IoKind.WRITE else (("c", 2), ("a", 1))
-    assert peek_file(file, written[1] * BLOCK, BLOCK) == data[written[0]]
-    assert memories[read[0]].data == before[read[1] * BLOCK : (read[1] + 1) * BLOCK]
-    assert memories["b"].data == data["b"]
-
-
 def test_what_has_something_to_wait_for_goes_alone(make_engine: Callable[..., WatchedEngine]) -> None:
     memories = blocks(6)
     requests = side_by_side(IoKind.WRITE, memories)
     requests[2].before = lambda: None
     assert make_engine().run(*requests) == [[BLOCK] * 2, [BLOCK], [BLOCK] * 3]
-
-
-def test_an_error_of_the_disk_is_of_the_request_that_it_hits(
-    make_engine: Callable[..., WatchedEngine], file: SpoolFile
-) -> None:
-    def broken_at_2(views: list[memoryview], offset: int) -> list[memoryview]:
-        if offset <= 2 * BLOCK < offset + sum(map(len, views)):
-            raise OSError(errno.EIO, "broken")
-        return views
-
-    engine = make_engine()
-    engine.harm = broken_at_2
-    memories = blocks(4)
-    requests = side_by_side(IoKind.WRITE, memories)
-    engine.run(*requests)
-    failed = [request.state is RequestState.FAILED for request in requests]
-    assert failed == [False, False, True, False]
-    assert peek_file(file, 0, 2 * BLOCK) == expected(memories[:2])
-    assert peek_file(file, 3 * BLOCK, BLOCK) == memories[3].data
-    assert engine.written_bytes == 3 * BLOCK
 
 
 def test_what_was_written_before_the_disk_was_full_is_not_written_again(
@@ -215,18 +154,6 @@ def test_what_was_written_before_the_disk_was_full_is_not_written_again(
     assert calls == [[BLOCK] * 4, [BLOCK] * 2, [BLOCK], [BLOCK]]
     assert engine.written_bytes == 2 * BLOCK
     assert peek_file(file, 0, 2 * BLOCK) == expected(memories[:2])
-
-
-def test_a_short_call_goes_on_in_the_middle_of_a_request(
-    make_engine: Callable[..., WatchedEngine], file: SpoolFile
-) -> None:
-    memories = blocks(4, nbytes=2 * BLOCK)
-    engine = make_engine()
-    engine.harm = lambda views, offset: first_bytes(views, 3 * BLOCK)
-    calls = engine.run(*side_by_side(IoKind.WRITE, memories))
-    assert calls == [[2 * BLOCK] * 4, [BLOCK, 2 * BLOCK, 2 * BLOCK], [2 * BLOCK]]
-    assert peek_file(file, 0, 8 * BLOCK) == expected(memories)
-    assert engine.written_bytes == 8 * BLOCK
 
 
 @settings(max_examples=60, deadline=None)

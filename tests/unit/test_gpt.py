@@ -7,7 +7,12 @@ import math
 import pytest
 import torch
 
-from actoffload.testing.gpt import GPT, Block, GPTConfig, Stack
+from actoffload.testing.gpt import (
+    GPT,
+    Block,
+    GPTConfig,
+    Stack,
+)
 
 SMALL = GPTConfig(layers=2, width=32, seq=16, head_width=16)
 

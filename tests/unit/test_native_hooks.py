@@ -1,36 +1,90 @@
-"""The hooks in C do what those in Python do: the same reasons and counts, the same bits, the same errors, no leak."""
+"""Tensors that stay without a record: C++ packs them as Python does, with the same counts, bits and errors."""
 
 from __future__ import annotations
 
-import shutil
+import gc
 import sys
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from actoffload import Offloader, keep, no_offload
-from actoffload.accounts import Accounts
+from actoffload import keep, no_offload
+from actoffload.autograd import native
+from actoffload.autograd.packing import Packer
 from actoffload.errors import SavedTensorModifiedError
-from actoffload.handles import Handle
-from actoffload.native_known import hooks_in_c
-from tests.harness import MakeOffloader, same_bits
+from actoffload.runtime.identity import StorageSet
+from actoffload.testing import hooks as seam
+from tests.harness import MakeOffloader, assert_empty, no_garbage_collection, same_bits
+from tests.unit.saved_tensors import activation, in_python
 
-pytestmark = pytest.mark.skipif(
-    not sys.platform.startswith("linux") or shutil.which("c++") is None, reason="Linux and a C++ compiler"
-)
-ELEMENTS = 64
+pytestmark = [
+    pytest.mark.skipif(native.load() is None, reason=native.refusal()),
+    pytest.mark.filterwarnings("ignore:.*(nested tensors is in prototype|quantiz|sparse)"),
+]
+ELEMENTS = 24
 LEAST_BYTES = 1024
 
-COUNTS = (
-    "packed_tensors", "packed_bytes", "deduplicated_bytes", "kept_bytes", "baseline_peak_bytes", "resident_peak_bytes",
-    "live_records",
-)  # fmt: skip
-"""What does not depend on when a write ends."""
+
+class Full(list[Any]):
+    """A list that takes no numbers, which are the deaths."""
+
+    def append(self, note: Any) -> None:
+        if isinstance(note, int):
+            raise MemoryError("full")
+        super().append(note)
+
+
+class Python:
+    """A handle of the fallback's."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def unpack(self) -> Tensor:
+        return self.tensor
+
+
+class Hooks:
+    """The module's two hooks, and what they were told and have noted."""
+
+    def __init__(self, *, notes: list[Any] | None = None, settle: Any = None, many: int = 1000, **least: int) -> None:
+        self.notes: list[Any] = [] if notes is None else notes
+        self.static = StorageSet()
+        self.marked = StorageSet()
+        self.awaited: dict[Any, Any] = {}
+        self.recording: list[None] = []
+        self.settled = 0
+        module = native.load()
+        self.unpack = module.unpack
+        self.pack = module.Pack(
+            notes=self.notes, settle=settle or self.settle, fallback=self.fallback, static=self.static.by_number,
+            marked=self.marked.by_number, awaited=self.awaited, least=least or {"cpu": LEAST_BYTES},
+            recording=self.recording, many=many,
+        )  # fmt: skip
+
+    def settle(self) -> None:
+        self.settled += 1
+        self.notes.clear()
+
+    def fallback(self, tensor: Tensor) -> Python:
+        return Python(tensor)
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether a tensor is packed without Python."""
+        return type(self.pack(tensor)) is not Python
+
+
+@pytest.fixture
+def hooks() -> Hooks:
+    return Hooks()
 
 
 def ones(*shape: int) -> Tensor:
@@ -38,43 +92,13 @@ def ones(*shape: int) -> Tensor:
     return torch.ones(*shape, requires_grad=True).clone()
 
 
-SAVED: dict[str, Callable[[Any, Tensor], Any]] = {
-    "parameter": lambda model, x: model.weight,
-    "parameter transposed": lambda model, x: model.weight.t(),
-    "parameter detached": lambda model, x: model.weight.detach(),
-    "row of a parameter": lambda model, x: model.weight[0],
-    "leaf": lambda model, x: torch.ones(4, requires_grad=True),
-    "leaf without gradient": lambda model, x: torch.ones(4),
-    "view of a leaf": lambda model, x: torch.ones(4, 4, requires_grad=True)[1],
-    "frozen parameter": lambda model, x: nn.Parameter(torch.ones(4), requires_grad=False),
-    "buffer": lambda model, x: model.steps,
-    "input": lambda model, x: x,
-    "small": lambda model, x: ones(ELEMENTS),
-    "empty": lambda model, x: ones(0),
-    "scalar": lambda model, x: ones(1).sum(),
-    "small half of a storage": lambda model, x: ones(ELEMENTS * 2)[ELEMENTS:],
-    "small piece of a storage": lambda model, x: ones(ELEMENTS * 64)[ELEMENTS * 7 : ELEMENTS * 7 + 3],
-    "column of a storage": lambda model, x: ones(64, 64)[:, 3],
-    "transposed": lambda model, x: ones(4, 8).t(),
-    "expanded": lambda model, x: ones(1).expand(1 << 20),
-    "conjugate": lambda model, x: ones(4).to(torch.complex64).conj(),
-    "negative": lambda model, x: ones(4).to(torch.complex64).conj().imag,
-    "large": lambda model, x: ones(LEAST_BYTES),
-    "large half": lambda model, x: ones(4 * LEAST_BYTES)[: 2 * LEAST_BYTES],
-    "large piece": lambda model, x: ones(16 * LEAST_BYTES)[77 : 77 + 2 * LEAST_BYTES],
-    "just too small": lambda model, x: ones(LEAST_BYTES // 4 - 1),
-    "just large enough": lambda model, x: ones(LEAST_BYTES // 4),
-    "marked": lambda model, x: keep(ones(4)),
-    "integers": lambda model, x: torch.arange(8),
-    "sparse": lambda model, x: torch.eye(3).to_sparse(),
-    "meta": lambda model, x: torch.ones(3, device="meta"),
-    "quantized": lambda model, x: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
-    "nested": lambda model, x: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
-    "jagged": lambda model, x: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
-    "subclass": lambda model, x: ones(4).as_subclass(Named),
-    "large subclass": lambda model, x: ones(LEAST_BYTES).as_subclass(Named),
-    "buffer class": lambda model, x: nn.Buffer(torch.ones(3)),
-}
+def values(dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.arange(ELEMENTS) % 5 - 2).to(dtype).clone()
+
+
+def in_inference(make: Callable[[], Tensor]) -> Tensor:
+    with torch.inference_mode():
+        return make()
 
 
 class Named(Tensor):
@@ -87,54 +111,169 @@ class Model(nn.Linear):
         self.register_buffer("steps", torch.ones(3))
 
 
-def seen(offloader: Offloader, native: bool, what: str, where: str) -> tuple[Any, ...]:
+# -- the same as in Python --------------------------------------------------------------------------------------------
+
+SAVED: dict[str, Callable[[Any, Tensor], Any]] = {
+    "parameter": lambda model, x: model.weight,
+    "parameter transposed": lambda model, x: model.weight.t(),
+    "parameter detached": lambda model, x: model.weight.detach(),
+    "row of a parameter": lambda model, x: model.weight[0],
+    "leaf": lambda model, x: torch.ones(4, requires_grad=True),
+    "view of a leaf": lambda model, x: torch.ones(4, 4, requires_grad=True)[1],
+    "frozen parameter": lambda model, x: nn.Parameter(torch.ones(4), requires_grad=False),
+    "buffer": lambda model, x: model.steps,
+    "row of a buffer": lambda model, x: model.steps[1:],
+    "input": lambda model, x: x,
+    "small": lambda model, x: ones(ELEMENTS),
+    "empty": lambda model, x: ones(0),
+    "scalar": lambda model, x: ones(1).sum(),
+    "small half of a storage": lambda model, x: ones(ELEMENTS * 2)[ELEMENTS:],
+    "small piece of a storage": lambda model, x: ones(ELEMENTS * 64)[ELEMENTS * 7 : ELEMENTS * 7 + 3],
+    "column of a storage": lambda model, x: ones(64, 64)[:, 3],
+    "transposed": lambda model, x: ones(4, 8).t(),
+    "conjugate": lambda model, x: ones(4).to(torch.complex64).conj(),
+    "negative": lambda model, x: ones(4).to(torch.complex64).conj().imag,
+    "large": lambda model, x: ones(LEAST_BYTES),
+    "large piece": lambda model, x: ones(16 * LEAST_BYTES)[77 : 77 + 2 * LEAST_BYTES],
+    "just large enough": lambda model, x: ones(LEAST_BYTES // 4),
+    "marked": lambda model, x: keep(ones(4)),
+    "large subclass": lambda model, x: ones(LEAST_BYTES).as_subclass(Named),
+    "buffer class": lambda model, x: nn.Buffer(torch.ones(3)),
+}
+COUNTS = (
+    "packed_tensors", "packed_bytes", "deduplicated_bytes", "kept_bytes", "baseline_peak_bytes", "live_records",
+)  # fmt: skip
+"""What does not depend on when a write ends."""
+
+
+def seen(make_offloader: MakeOffloader, what: str, where: str) -> tuple[Any, ...]:
     """All that can be told of one saved tensor from outside, from its save to its end."""
+    offloader = make_offloader(min_bytes=LEAST_BYTES, policy="all", engine="memory")
     torch.manual_seed(0)
-    model, x = Model(), torch.ones(5)
+    model, x = Model(), torch.ones(8)
     offloader.use(model)
-    with offloader:
-        model(torch.ones(8))
-        offloader._inputs.note((x,), {})
-        saved = SAVED[what](model, x)
-        pack, unpack = offloader._hooks() if native else (offloader._pack, lambda handle: handle.unpack())
+    with seam.forward(offloader) as pack:
+        model(x)
+        tensor = SAVED[what](model, x)
         before = offloader.statistics().as_dict()
-        if where == "region":
-            with no_offload():
-                handle = pack(saved)
-        else:
-            handle = pack(saved)
+        with no_offload() if where == "region" else nullcontext():
+            handle = pack(tensor)
         during = offloader.statistics().as_dict()
-        kind = "moves" if isinstance(handle, Handle) else "stays"
-        accounts = offloader.core.accounts
-        held = (kind == "moves" or accounts.resident_bytes, accounts.baseline_bytes)  # it may be away by now, or not
-    back = unpack(handle)
-    alike: tuple[Any, ...] = (type(back), back.requires_grad, back.is_leaf, back.layout, back is saved)
-    if back.layout is torch.strided and not (back.is_meta or back.is_nested or back.is_quantized):
-        assert same_bits(back, saved)
-        alike += (back.stride(), back.storage_offset() if kind == "stays" else None)
+    stays = not offloader.statistics().live_records
+    back = seam.unpack(offloader, handle)
+    alike: tuple[Any, ...] = (type(back), back.requires_grad, back.is_leaf, back is tensor)
+    assert same_bits(back, tensor)
+    alike += (back.stride(), back.storage_offset() if stays else None)
     del handle, back
-    offloader.synchronize()
-    offloader.statistics()
-    left = (offloader.core.accounts.resident_bytes, offloader.core.accounts.baseline_bytes)
-    counts = {name: (during[name], before[name]) for name in COUNTS}
-    return kind, alike, counts, held, left
+    assert_empty(offloader)
+    return stays, alike, [(during[name], before[name]) for name in COUNTS]
 
 
 @pytest.mark.parametrize("where", ["forward", "region"])
 @pytest.mark.parametrize("what", SAVED)
-@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype", "ignore:.*TypedStorage", "ignore:.*quantiz")
-def test_both_do_the_same(what: str, where: str, native: Any, make_offloader: MakeOffloader) -> None:
-    of_python, of_c = (
-        seen(make_offloader(min_bytes=LEAST_BYTES, policy="all", engine="memory"), in_c, what, where)
-        for in_c in (False, True)
-    )
-    assert of_c == of_python
-    assert of_c[-1] == (0, 0)
+def test_both_do_the_same(what: str, where: str, make_offloader: MakeOffloader) -> None:
+    ours = seen(make_offloader, what, where)
+    with in_python():
+        assert ours == seen(make_offloader, what, where)
 
 
-def test_what_stays_never_reaches_python(
-    native: Any, make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
-) -> None:
+PLAIN: dict[str, Callable[[], Tensor]] = {
+    "of one dimension": values,
+    "without dimensions": lambda: torch.tensor(2.5).clone(),
+    "transposed": lambda: values().reshape(4, 6).t(),
+    "every other one": lambda: values()[1::2],
+    "a window": lambda: values()[5:17].reshape(3, 4),
+    "overlapping": lambda: values().as_strided((5, 4), (2, 1), 3),
+    "complex": lambda: values(torch.complex64),
+    "with a gradient": lambda: activation(3, ELEMENTS),
+    "a view with a gradient": lambda: activation(3, ELEMENTS)[3:19],
+    "in shared memory": lambda: values().share_memory_(),
+    "a lazy clone": lambda: torch._lazy_clone(values()),
+    "of numpy's memory": lambda: torch.from_numpy(values().numpy()),
+}
+ODD: dict[str, Callable[[], Tensor]] = {
+    "conjugate": lambda: values(torch.complex64).conj(),
+    "negative": lambda: values(torch.complex64).conj().imag,
+    "without elements": lambda: torch.empty(0, 3),
+    "of inference": lambda: in_inference(values),
+    "zero": lambda: torch._efficientzerotensor(4),
+    "sparse": lambda: torch.eye(4).to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([values(), values()[:3]]),
+    "quantized": lambda: torch.quantize_per_tensor(values(), 0.5, 0, torch.qint8),
+    "on the meta device": lambda: torch.ones(3, device="meta"),
+    "subclass": lambda: values().as_subclass(Named),
+}
+
+
+def facts(tensor: Tensor) -> dict[str, Any]:
+    """What shows of a tensor."""
+    return {
+        "type": type(tensor),
+        "dtype": tensor.dtype,
+        "shape": tuple(tensor.shape),
+        "stride": tensor.stride(),
+        "place": (tensor.untyped_storage().data_ptr(), tensor.storage_offset()),
+        "wants a gradient": tensor.requires_grad,
+        "leaf": tensor.is_leaf,
+        "view": tensor._is_view(),
+        "version": tensor._version,
+        "attributes": vars(tensor),
+        "values": tensor.tolist(),
+    }
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_is_handed_out_is_a_detached_tensor(name: str, hooks: Hooks) -> None:
+    tensor = PLAIN[name]()
+    handle = hooks.pack(tensor)
+    assert type(handle) is not Python
+    assert facts(hooks.unpack(handle)) == facts(handle.unpack()) == facts(tensor.detach())
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_python_looks_at_what_is_no_plain_tensor(name: str, hooks: Hooks) -> None:
+    tensor = ODD[name]()
+    assert hooks.unpack(hooks.pack(tensor)) is tensor
+    assert hooks.notes == []
+
+
+CHANGES: dict[str, Callable[[Tensor], Any]] = {
+    "smaller": lambda t: t.resize_(ELEMENTS // 2),
+    "larger": lambda t: t.resize_(3 * ELEMENTS).fill_(1.0),
+    "elsewhere": lambda t: t.set_(values().untyped_storage()),
+    "other data": lambda t: setattr(t, "data", values(torch.float64)),
+    "in place": lambda t: t.mul_(2),
+    "in place, as a view": lambda t: t[2:5].zero_(),
+    "transposed in place": lambda t: t.reshape(4, 6).t_(),
+    "a gradient": lambda t: t.requires_grad_().mul(3.0).sum().backward(),
+    "squeezed": lambda t: t.unsqueeze_(0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_it_takes_what_a_detached_tensor_takes(change: str, hooks: Hooks) -> None:
+    outcomes = []
+    for detach in (Tensor.detach, lambda tensor: hooks.unpack(hooks.pack(tensor))):
+        tensor = activation(1, ELEMENTS)
+        back = detach(tensor)
+        try:
+            CHANGES[change](back)
+        except RuntimeError as error:
+            outcomes.append((str(error), tensor._version))
+        else:
+            outcomes.append((str(facts(back) | {"place": None}), tensor._version))
+    assert outcomes[0] == outcomes[1]
+
+
+def test_a_tangent_is_left_behind(hooks: Hooks) -> None:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(values(), torch.ones(ELEMENTS))
+        back = hooks.unpack(hooks.pack(dual))
+        assert forward_ad.unpack_dual(back).tangent is None
+        assert forward_ad.unpack_dual(dual).tangent is not None
+
+
+def test_what_stays_never_reaches_python(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
     offloader = make_offloader(min_bytes=LEAST_BYTES)
     model = Model()
     offloader.use(model)
@@ -142,39 +281,130 @@ def test_what_stays_never_reaches_python(
     def unexpected(*args: Any) -> Any:
         raise AssertionError("in Python")
 
-    monkeypatch.setattr(offloader, "_pack", unexpected)
-    monkeypatch.setattr(offloader, "_save", unexpected)
+    monkeypatch.setattr(Packer, "pack", unexpected)
     with offloader:
-        out = (model(ones(2, 8)).sin() * model.weight.sum()).sum()
+        out = ((model(ones(2, 8)).sin() * model.weight.sum()).sum() * model.steps).sum()
     out.backward()
-    assert set(offloader.statistics().kept_bytes) == {"parameter", "below min_bytes"}
+    assert set(offloader.statistics().kept_bytes) == {"parameter", "buffer", "below min_bytes"}
 
 
-@pytest.mark.parametrize("saved", ["small", "parameter"])
-def test_a_change_in_place_is_an_error(saved: str, native: Any, make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(min_bytes=LEAST_BYTES)
-    weight = nn.Parameter(torch.ones(4))
-    with offloader:
-        x = ones(4)
-        out = x.sin() if saved == "small" else x * weight
+# -- what changes between save and unpack -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", ["whole", "view", "through the alias", "of a view"])
+@pytest.mark.parametrize("saved", ["small", "parameter", "view of a parameter", "buffer"])
+def test_a_change_in_place_is_an_error(saved: str, change: str, hooks: Hooks) -> None:
+    owner: Tensor = nn.Parameter(torch.ones(2, 2)) if "parameter" in saved else torch.ones(2, 2)
+    if saved != "small":
+        hooks.static.add(owner, saved.split()[-1])
+    tensor = owner.t() if "view" in saved or change == "of a view" else owner
+    handle = hooks.pack(tensor)
+    assert type(handle) is not Python
     with torch.no_grad():
-        (x if saved == "small" else weight).mul_(2)
-    with pytest.raises(SavedTensorModifiedError, match=r"\[float32 tensor \[4\]\] is at version 1; expected version 0"):
-        out.sum().backward()
+        {"view": owner[0], "through the alias": hooks.unpack(handle)}.get(change, owner).mul_(2)
+    with pytest.raises(
+        SavedTensorModifiedError, match=r"\[float32 tensor \[2, 2\]\] is at version 1; expected version 0"
+    ):
+        hooks.unpack(handle)
 
 
-def test_an_in_place_change_is_seen_through_a_view(native: Any, make_offloader: MakeOffloader) -> None:
+def test_tensors_with_counters_of_their_own_are_told_apart(hooks: Hooks) -> None:
+    tensor = ones(8)
+    data, first, second = tensor.data, *tensor.detach().unsafe_chunk(2)
+    handles = [hooks.pack(one) for one in (tensor, data, first, second)]
+    first.zero_()
+    with pytest.raises(SavedTensorModifiedError):
+        hooks.unpack(handles[2])
+    for one, handle in ((tensor, handles[0]), (data, handles[1]), (second, handles[3])):
+        assert same_bits(hooks.unpack(handle), one)
+    with torch.no_grad():
+        tensor.zero_()
+    for handle in handles[0], handles[2]:
+        with pytest.raises(SavedTensorModifiedError):
+            hooks.unpack(handle)
+    hooks.unpack(handles[1])
+
+
+def test_the_data_of_what_was_handed_out_may_be_swapped(hooks: Hooks) -> None:
+    tensor = ones(4)
+    handle = hooks.pack(tensor)
+    for _ in range(3):
+        back = hooks.unpack(handle)
+        assert same_bits(back, tensor)
+        back.data = torch.zeros(0)
+
+
+def test_the_data_of_the_owner_may_be_swapped(hooks: Hooks) -> None:
+    tensor, expected = ones(4), torch.ones(4)
+    handle = hooks.pack(tensor)
+    tensor.data = torch.zeros(9)
+    assert same_bits(hooks.unpack(handle), expected)
+
+
+def test_a_leaf_is_handed_out_itself(hooks: Hooks) -> None:
+    weight = nn.Parameter(values())
+    weight.mine = 7  # type: ignore[attr-defined]
+    assert not hooks.takes(weight), "Python notes it first"
+    hooks.static.add(weight, "parameter")
+    handle, row = hooks.pack(weight), hooks.pack(weight[:4])
+    assert hooks.unpack(handle) is weight
+    assert type(hooks.unpack(row)) is Tensor
+    assert hooks.notes == [("parameter", 4 * ELEMENTS, False), ("parameter", 16, False)]
+    weight.data = torch.zeros(4)
+    assert hooks.unpack(handle).shape == (4,), "as autograd, which keeps the leaf"
+    number = id(weight)
+    del weight  # PyTorch keeps the object of a tensor that somebody else has
+    assert (id(hooks.unpack(handle)), hooks.unpack(handle).mine) == (number, 7)
+
+
+def test_a_leaf_that_is_a_view_and_wants_a_gradient_counts_as_a_parameter(hooks: Hooks) -> None:
+    leaf = values()[4:].requires_grad_()
+    assert leaf.is_leaf
+    assert leaf._is_view()
+    hooks.static.add(leaf, "parameter")
+    assert hooks.unpack(hooks.pack(leaf)) is leaf
+    assert hooks.notes == [("parameter", 80, False)]
+
+
+def test_backward_again_and_through_backward(make_offloader: MakeOffloader) -> None:
+    weight, x = torch.linspace(1, 2, 9).view(3, 3).requires_grad_(), torch.linspace(0, 1, 3).requires_grad_()
+
+    def twice() -> tuple[list[Tensor], Tensor]:
+        out = ((weight @ x).sin() * x).sum()
+        first = torch.autograd.grad(out, (weight, x), create_graph=True)
+        again = torch.autograd.grad(out, (weight, x), retain_graph=True)
+        second = torch.autograd.grad(first[1].square().sum(), (weight, x))
+        return [*first, *again, *second], out.detach()
+
+    expected, _ = twice()
     offloader = make_offloader(min_bytes=LEAST_BYTES)
     with offloader:
-        x = ones(4, 4)
-        out = x.t().sin()
-    with torch.no_grad():
-        x[0] = 7
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
+        found, _ = twice()
+    assert [same_bits(one, other) for one, other in zip(found, expected, strict=True)] == [True] * 6
+    del found
+    assert_empty(offloader)
 
 
-def test_saved_during_backward_is_said(native: Any, make_offloader: MakeOffloader) -> None:
+# -- what Python is asked about ---------------------------------------------------------------------------------------
+
+
+def test_python_is_asked_where_more_than_size_decides(hooks: Hooks) -> None:
+    small = ones(4)
+    assert hooks.takes(small)
+    hooks.marked.add(small, "marked")
+    assert not hooks.takes(small)
+    small = ones(4)
+    for more in (hooks.recording, hooks.awaited):
+        more.append(None) if isinstance(more, list) else more.update({1: 2})
+        assert not hooks.takes(small)
+        more.clear()
+    with no_offload():
+        assert not hooks.takes(small)
+    assert hooks.takes(small)
+    assert not Hooks(cuda=LEAST_BYTES).takes(small), "nothing moves from this device"
+
+
+def test_saved_during_backward_is_said(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(min_bytes=LEAST_BYTES)
     x = torch.ones(4, requires_grad=True)
     y = x.sin().sum()
@@ -183,91 +413,229 @@ def test_saved_during_backward_is_said(native: Any, make_offloader: MakeOffloade
     assert "saved during backward" in offloader.statistics().kept_bytes
 
 
-def test_a_recorded_step_knows_what_stays(native: Any, make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(min_bytes=LEAST_BYTES)
-    with offloader:
-        offloader.recorder.begin()
-        out = ones(4).sin()
-        assert [storage.nbytes for storage in offloader.recorder._saved] == [16]
-    out.sum().backward()
+@pytest.mark.parametrize("name", ["detach", "untyped_storage"])
+def test_neither_a_patched_method_nor_a_mode_of_functions_is_asked(
+    name: str, hooks: Hooks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Odd(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return 7 if func is getattr(Tensor, name) else func(*args, **(kwargs or {}))
+
+    with Odd():
+        assert type(hooks.unpack(hooks.pack(ones(4)))) is Tensor
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, name, lambda tensor: 7)
+        assert type(hooks.unpack(hooks.pack(ones(4)))) is Tensor
+    assert len(hooks.notes) == 4
 
 
-def test_a_budget_makes_room_for_what_stays(native: Any, make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(min_bytes=LEAST_BYTES, device_budget="1MiB")
-    asked: list[int] = []
-    make_room = offloader._make_room
+def test_a_dispatch_mode_sees_what_is_done(hooks: Hooks) -> None:
+    calls: list[Any] = []
 
-    def note(mover: Any) -> None:
-        asked.append(1)
-        make_room(mover)
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(func)
+            return func(*args, **(kwargs or {}))
 
-    offloader._make_room = note  # type: ignore[method-assign]
-    with offloader:
-        ones(4).sin()
-    assert asked
+    x = ones(4)
+    handle = hooks.pack(x)
+    with Mode():
+        assert not hooks.takes(x)
+        assert calls == []
+        assert same_bits(hooks.unpack(handle), x)
+    assert calls[:1] == [torch.ops.aten.detach.default]
 
 
-def test_a_parameter_that_nobody_knew_is_known_from_then_on(native: Any, make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(min_bytes=1)
-    late = nn.Parameter(torch.ones(LEAST_BYTES))
-    with offloader:
-        pack, _ = offloader._hooks()
-        held = [pack(late), pack(late.detach())]
-    statistics = offloader.statistics()
-    assert statistics.kept_bytes == {"parameter": 2 * 4 * LEAST_BYTES}
-    assert statistics.live_records == 0, "it moved"
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.functionalize])
+def test_python_looks_at_what_a_transform_sees(transform: Any, hooks: Hooks) -> None:
+    plain, taken = ones(4), []
+
+    def saves(x: Tensor) -> Tensor:
+        taken.append(hooks.takes(x) or hooks.takes(plain))
+        return x.sum()
+
+    transform(saves)(torch.ones(4))
+    assert taken == [False]
+    assert hooks.takes(plain)
+
+
+@pytest.mark.parametrize("around", [torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_no_grad_and_autocast_change_nothing(around: Any, hooks: Hooks) -> None:
+    with around():
+        x = ones(4)
+        assert hooks.takes(x)
+        assert same_bits(hooks.unpack(hooks.pack(x)), x)
+
+
+def test_in_inference_it_is_unpacked_all_the_same(hooks: Hooks) -> None:
+    x = ones(4)
+    handle = hooks.pack(x)
+    with torch.inference_mode():
+        back = hooks.unpack(handle)
+        assert not hooks.takes(x)
+    assert same_bits(back, x)
+
+
+# -- counts, references, the collector --------------------------------------------------------------------------------
+
+
+def test_each_is_noted_as_it_comes_and_goes(hooks: Hooks) -> None:
+    held = [hooks.pack(ones(size)) for size in (4, 5, 5, 4)]
+    small = "below min_bytes"
+    births = [(small, 16, True), (small, 20, True), (small, 20, True), (small, 16, True)]
+    assert hooks.notes == births
+    held.pop(1)
+    assert hooks.notes == [*births, 20]
+
+
+def test_notes_do_not_pile_up() -> None:
+    hooks = Hooks(many=10)
+    held = [hooks.pack(ones(4)) for _ in range(35)]
+    assert (hooks.settled, len(hooks.notes)) == (3, 5)
     del held
 
 
-def test_each_size_is_counted_as_it_is(native: Any, make_offloader: MakeOffloader) -> None:
+def test_an_error_while_notes_are_counted_leaves_nothing_behind() -> None:
+    def fail() -> None:
+        raise ValueError("of the counts")
+
+    hooks = Hooks(settle=fail, many=1)
+    with pytest.raises(ValueError, match="of the counts"):
+        hooks.pack(ones(4))
+    assert hooks.notes == [("below min_bytes", 16, True), 16]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_death_that_cannot_be_noted_ends_nothing() -> None:
+    hooks = Hooks(notes=Full())
+    handle = hooks.pack(ones(4))
+    del handle
+    assert len(hooks.notes) == 1
+
+
+def test_without_memory_there_is_an_error_and_no_death_too_many(hooks: Hooks) -> None:
+    memory = pytest.importorskip("_testcapi", reason="Python's own tests are not installed")
+    errors = 0
+    tensor = ones(4)
+    for allocations in range(20):
+        memory.set_nomemory(allocations, allocations + 1)
+        try:
+            handle = hooks.pack(tensor)
+        except MemoryError:
+            errors += 1
+        else:
+            del handle
+        finally:
+            memory.remove_mem_hooks()
+        assert sum(note if isinstance(note, int) else -note[1] for note in hooks.notes) == 0
+    assert errors > 1
+
+
+def test_an_output_that_is_saved_makes_no_cycle(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(min_bytes=LEAST_BYTES)
+    with no_garbage_collection():
+        with offloader:
+            out = ones(4).exp()  # saves what it returns
+        gone = weakref.ref(out)
+        del out
+        assert gone() is None
+    assert_empty(offloader)
+
+
+def test_the_collector_passes_by_handles_and_sees_what_was_handed_out(hooks: Hooks) -> None:
+    x = ones(4)
+    gc.collect()
+    before = len(gc.get_objects())
+    held = [hooks.pack(x) for _ in range(1000)]
+    hooks.notes.clear()
+    assert len(gc.get_objects()) < before + 100
+    back = hooks.unpack(held[0])
+    assert gc.is_tracked(back)
+    back.cycle = back
+    gone = weakref.ref(back)
+    del back, held
+    gc.collect()
+    assert gone() is None
+
+
+def test_nothing_is_held_or_given_away_twice(hooks: Hooks) -> None:
+    small, weight, buffer = ones(4), nn.Parameter(torch.ones(4, 4)), torch.ones(3)
+    hooks.static.add(weight, "parameter")
+    hooks.static.add(buffer, "buffer")
+    row = weight[1]
+    module = native.load()
+    shared: tuple[Any, ...] = (
+        small, weight, row, buffer, None, True, False, hooks.notes, hooks, hooks.pack, module.unpack, "parameter", 16,
+    )  # fmt: skip
+    with no_garbage_collection():
+        for turn in range(3):  # the first turns make what is kept for good
+            if turn == 2:
+                before = [sys.getrefcount(one) for one in shared]
+            for _ in range(100):
+                for tensor in (small, weight, row, buffer):
+                    handle = hooks.pack(tensor)
+                    assert hooks.unpack(handle) is not None
+                    del handle
+                with pytest.raises(AttributeError):
+                    hooks.unpack(7)
+            hooks.notes.clear()
+        assert [sys.getrefcount(one) for one in shared] == pytest.approx(before, abs=8)
+
+
+def test_a_handle_may_die_while_it_is_unpacked(hooks: Hooks) -> None:
+    class Letting:
+        def unpack(self) -> int:
+            held.clear()
+            gc.collect()
+            return 7
+
+    held: list[Any] = [Letting()]
+    assert hooks.unpack(held[0]) == 7
+
+
+def test_a_hook_and_its_owner_are_collected_together() -> None:
+    hooks = Hooks()
+    gone = weakref.ref(hooks)
+    assert hooks.pack.__self__ is hooks
+    del hooks
+    gc.collect()
+    assert gone() is None
+
+
+def test_the_compiler_does_not_look_into_the_hooks(hooks: Hooks) -> None:
+    assert hooks.pack._torchdynamo_disable
+    assert hooks.unpack._torchdynamo_disable
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("compiled", ["forward", "both"])
+def test_what_a_compiled_function_saves(compiled: str, make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(min_bytes=LEAST_BYTES)
+    x, weight = torch.linspace(0, 1, 8).requires_grad_(), torch.linspace(1, 2, 8).requires_grad_()
+
+    def step() -> None:
+        out = function(x * 1.0).sum()
+        out.backward()
+
+    function = torch.compile(lambda h: (h * weight).sin() * h, backend="eager")
+    expected = torch.autograd.grad(((x * weight).sin() * x).sum(), x)
     with offloader:
-        pack, _ = offloader._hooks()
-        held = [pack(ones(size)) for size in (4, 5, 5, 4)]
-    assert offloader.statistics().kept_bytes == {"below min_bytes": 4 * 18}
-    held.pop(1)
-    offloader.statistics()
-    assert offloader.core.accounts.resident_bytes == 4 * 13
+        (torch.compile(step, backend="eager") if compiled == "both" else step)()
+    assert torch.equal(x.grad, expected[0])  # type: ignore[arg-type]
 
 
-def test_the_owner_is_known_as_of_a_bound_method(native: Any, make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader()
-    pack, _ = offloader._hooks()
-    assert pack.__self__ is offloader  # type: ignore[attr-defined]
-
-
-def test_the_compiler_does_not_look_into_unpack(native: Any, make_offloader: MakeOffloader) -> None:
-    _, unpack = make_offloader()._hooks()
-    assert unpack._torchdynamo_disable  # type: ignore[attr-defined]
+def test_what_is_not_to_be_called_says_so(hooks: Hooks) -> None:
+    module = native.load()
+    with pytest.raises(TypeError, match="one tensor"):
+        hooks.pack()
+    with pytest.raises(TypeError, match="one tensor"):
+        hooks.pack(torch.ones(1), more=1)
     with pytest.raises(TypeError, match="one handle"):
-        unpack()  # type: ignore[call-arg]
-
-
-notes = st.lists(
-    st.one_of(
-        st.integers(-(1 << 40), 1 << 40),
-        st.tuples(st.sampled_from(["a", "b", "c"]), st.integers(0, 1 << 40), st.integers(0, 2)),
-        st.just(("broken",)),
-    ),
-    max_size=30,
-)
-
-
-@given(first=notes, second=notes)
-def test_notes_are_worked_off_alike(first: list[Any], second: list[Any]) -> None:
-    native = hooks_in_c()
-    found = []
-    for settle in (lambda accounts: accounts._settle(), native.settle):
-        accounts = Accounts()
-        accounts.saved(100)
-        accounts.came(70)
-        said = []
-        for more in (first, second):
-            accounts.notes += more
-            while accounts.notes:
-                try:
-                    settle(accounts)
-                except ValueError:
-                    said.append(accounts.notes.popleft())
-        found.append((said, {name: getattr(accounts, name) for name in Accounts.__slots__}))
-    assert found[0] == found[1]
+        hooks.unpack()
+    with pytest.raises(AttributeError, match="unpack"):
+        hooks.unpack(7)
+    with pytest.raises(TypeError):
+        module.Kept()
+    with pytest.raises(TypeError):
+        module.Pack(notes=[])
+    assert type(hooks.pack(7)) is Python

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from actoffload import paths
 from actoffload.errors import ConfigError, SpoolPathError
-from actoffload.spool import Spool
+from actoffload.storage import spool_files as paths
+from actoffload.storage.spool import Spool
 from tests.spools import BLOCK, MakeSpool, get, put
 
 

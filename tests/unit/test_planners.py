@@ -9,17 +9,27 @@ from typing import Any
 import pytest
 
 from actoffload.errors import BudgetError, ConfigError
-from actoffload.planner import Plan
-from actoffload.planners import PLANNERS, Limits, Planner, make_planner
-from actoffload.planners.base import Bench
-from actoffload.planners.joint import ranking
-from actoffload.planners.lifetime import BINS, Channel
-from actoffload.planners.search import every_choice, neighbours
+from actoffload.planning.plan import Plan
+from actoffload.planning.planners import (
+    PLANNERS,
+    Limits,
+    Planner,
+    make_planner,
+)
+from actoffload.planning.planners.base import Bench
+from actoffload.planning.planners.joint import ranking
+from actoffload.planning.planners.lifetime import BINS, Channel
+from actoffload.planning.planners.search import every_choice, neighbours
+from actoffload.planning.profile import Link, Profile, Storage
+from actoffload.planning.simulator import Conditions, simulate
 from actoffload.policy import Decision, TensorFacts
-from actoffload.profile import Link, Profile, Storage
-from actoffload.simulator import Conditions, simulate
-from actoffload.testing.profiles import Accelerator, link, random_profile, transformer_profile
-from tests.profiles import slow_profile
+from tests.profiles import (
+    Accelerator,
+    link,
+    random_profile,
+    slow_profile,
+    transformer_profile,
+)
 
 A100_FLOPS = 90e12
 """What an A100 at its base clock reaches, as SSDTrain's evaluation ran it."""

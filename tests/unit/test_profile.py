@@ -10,8 +10,18 @@ from typing import Any
 import pytest
 
 from actoffload.errors import ConfigError
-from actoffload.profile import Block, Link, Profile, Storage
-from actoffload.testing.profiles import Accelerator, link, random_profile, transformer_profile
+from actoffload.planning.profile import (
+    Block,
+    Link,
+    Profile,
+    Storage,
+)
+from tests.profiles import (
+    Accelerator,
+    link,
+    random_profile,
+    transformer_profile,
+)
 
 LINK = Link(write_bytes_per_s=100.0, read_bytes_per_s=200.0)
 

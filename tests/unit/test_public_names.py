@@ -1,8 +1,14 @@
-"""The names that users and integrations rely on."""
+"""The names that users and integrations rely on, and the error tree: one root, and a builtin parent for each leaf."""
 
 from __future__ import annotations
 
+import inspect
+
+import pytest
+
 import actoffload
+from actoffload import Plan, errors
+from actoffload.policy import Decision, Policy, TensorFacts
 
 
 def test_the_public_names() -> None:
@@ -34,3 +40,58 @@ def test_every_public_name_is_there_and_documented() -> None:
         value = getattr(actoffload, name)
         if name != "__version__":
             assert value.__doc__, f"{name} has no docstring"
+
+
+def _classes() -> list[type[BaseException]]:
+    found = [value for _, value in inspect.getmembers(errors, inspect.isclass)]
+    return [c for c in found if issubclass(c, BaseException) and c.__module__ == errors.__name__]
+
+
+def test_every_error_is_public_documented_and_has_our_root() -> None:
+    assert sorted(errors.__all__) == sorted(c.__name__ for c in _classes())
+    assert errors.__doc__ is not None
+    for cls in _classes():
+        assert issubclass(cls, errors.ActOffloadError)
+        assert cls.__name__ in errors.__doc__, f"{cls.__name__} is missing from the tree at the top of errors.py"
+        if cls is not errors.ActOffloadError:
+            assert issubclass(cls, (OSError, ValueError, RuntimeError)), cls
+
+
+@pytest.mark.parametrize(
+    ("cls", "builtin"),
+    [
+        (errors.ConfigError, ValueError),
+        (errors.OffloaderClosedError, RuntimeError),
+        (errors.NothingOffloadedError, RuntimeError),
+        (errors.SavedTensorModifiedError, RuntimeError),
+        (errors.StateError, RuntimeError),
+        (errors.SpoolPathError, OSError),
+        (errors.SpoolPathError, ValueError),
+        (errors.SpoolFullError, OSError),
+        (errors.StorageWriteError, OSError),
+        (errors.StorageReadError, OSError),
+        (errors.ChecksumError, OSError),
+        (errors.EngineUnavailableError, OSError),
+        (errors.EngineUnavailableError, ValueError),
+    ],
+)
+def test_each_leaf_is_also_a_builtin(cls: type[BaseException], builtin: type[BaseException]) -> None:
+    assert issubclass(cls, builtin)
+
+
+def test_errors_keep_what_they_are_made_of() -> None:
+    error = errors.ConfigError("target", "tape", "choose one of 'host', 'nvme'")
+    assert str(error) == "target='tape': choose one of 'host', 'nvme'"
+    assert (error.field, error.value) == ("target", "tape")
+    assert errors.StorageWriteError(28, "No space left on device").errno == 28
+    assert issubclass(errors.ChecksumError, errors.StorageReadError)
+
+
+def test_policies_are_told_by_what_they_do() -> None:
+    class Mine:
+        def decide(self, facts: TensorFacts) -> Decision:
+            return Decision.KEEP
+
+    assert isinstance(Mine(), Policy)
+    assert isinstance(Plan(()), Policy)
+    assert not isinstance(object(), Policy)

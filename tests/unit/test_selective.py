@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import SAC_IGNORED_OPS
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as plain_contexts
 
-from actoffload import OffloadConfig, Offloader, create_selective_checkpoint_contexts
-from actoffload.errors import SavedTensorModifiedError
+from actoffload import OffloadConfig, Offloader, create_selective_checkpoint_contexts, no_offload
+from actoffload.errors import SavedTensorModifiedError, StorageReadError
+from actoffload.storage.engines.base import IoKind
 from actoffload.testing.fakedevice import Adversary, FakeDevice
-from actoffload.testing.faults import GateEngine
+from actoffload.testing.faults import FailingEngine, GateEngine
 from tests.harness import (
     MakeOffloader,
+    accounts_of,
     assert_empty,
     assert_same_gradients,
     batch,
@@ -27,21 +32,70 @@ from tests.harness import (
     no_garbage_collection,
     only_engine,
     same_bits,
-    save_in_python,
+    simulated,
     train_step,
 )
-from tests.selective import (
-    ATEN,
-    MATMULS,
-    MUTATED,
-    Blocks,
-    assert_same,
-    gradients_of,
-    matrix,
-    region,
-    save_all,
-    save_some,
-)
+
+ATEN = torch.ops.aten
+MATMULS = [ATEN.mm.default, ATEN.addmm.default, ATEN.bmm.default]
+MUTATED = "cached during selective activation checkpoint has been mutated"
+AGAIN = "backward an extra time"
+Function = Callable[..., Any]
+
+
+def save_all(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Everything but what is changed in place afterwards (and what changes it): PyTorch refuses that."""
+    spared = op is ATEN.empty_like.default or (hasattr(op, "_schema") and op._schema.is_mutable)
+    return CheckpointPolicy.PREFER_RECOMPUTE if spared else CheckpointPolicy.PREFER_SAVE
+
+
+def save_some(*ops: Any) -> Any:
+    """A policy function for these operations, that answers with bools."""
+    return lambda context, op, *args, **kwargs: op in ops
+
+
+def region(function: Function, *args: Any, policy: Any = MATMULS, make: Any = None, **options: Any) -> Tensor:
+    """Run a function under a selective checkpoint: with our contexts, or with those that ``make`` makes."""
+    contexts = partial(make or create_selective_checkpoint_contexts, policy, **options)
+    out: Tensor = checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+    return out
+
+
+class Blocks(nn.Module):
+    """Linear layers, each checkpointed with the contexts that ``make`` makes."""
+
+    def __init__(self, policy: Any = MATMULS, width: int = 64, depth: int = 4, dropout: float = 0.1) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        self.policy, self.dropout = policy, dropout
+        self.make: Any = create_selective_checkpoint_contexts
+
+    def block(self, layer: nn.Module, x: Tensor) -> Tensor:
+        h = torch.tanh(layer(nn.functional.dropout(x, self.dropout)))
+        return h * torch.sigmoid(x) + torch.cat(h.split(h.shape[-1] // 2, -1)[::-1], -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(1)
+        for layer in self.layers:
+            x = region(partial(self.block, layer), x, policy=self.policy, make=self.make)
+        return x
+
+
+def matrix(rows: int = 64, columns: int = 64, seed: int = 0) -> Tensor:
+    """A leaf that wants a gradient."""
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def gradients_of(function: Function, *leaves: Tensor, context: Any = None) -> list[Tensor]:
+    """The gradients of the sum of what a function returns."""
+    with context if context is not None else contextlib.nullcontext():
+        out = function(*leaves).sum()
+    return list(torch.autograd.grad(out, leaves))
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert [same_bits(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
 
 
 @pytest.fixture
@@ -72,12 +126,61 @@ def test_gradients_are_those_of_pytorchs_own(policy: Any, shape: Any, inside: bo
     assert offloader.statistics().nvme_read_bytes > 0
 
 
+def _one_operation_three_times(x: Tensor) -> Tensor:
+    for scale in (1.0, 0.5, 0.25):
+        x = ((x * scale) @ x).tanh() + (x @ x.t()).sin()
+    return x
+
+
+def _results_that_are_no_tensors(x: Tensor) -> Tensor:
+    scale = x.detach().max().item()  # a number is what this operation returns
+    values, indices = torch.topk(x @ x, 8)
+    torch._assert_async(values.max() > 0)  # and this one returns nothing
+    return (values * scale + indices).sin()
+
+
+def _complex_and_empty(x: Tensor) -> Tensor:
+    z = torch.view_as_complex(x.view(-1, 32, 2))[:32]
+    y = (z.conj() @ z).conj() * z[:0].sum()
+    return torch.view_as_real((y + z @ z.mH).exp()).sin()
+
+
+def _a_view_whose_base_changes(x: Tensor) -> Tensor:
+    """A cached view would not see that what it is a view of has changed."""
+    buffer = torch.zeros(64, 64)
+    buffer[:32].copy_(x[:32])
+    return (buffer * x).sin()
+
+
+def _an_end_that_is_not_recomputed(x: Tensor) -> Tensor:
+    """The recomputation stops when it has all that was saved; the last product is not needed."""
+    return x.sin() @ x
+
+
+@pytest.mark.parametrize(
+    ("function", "policy"),
+    [
+        (_one_operation_three_times, MATMULS),
+        (_results_that_are_no_tensors, save_all),
+        (_complex_and_empty, save_all),
+        (_a_view_whose_base_changes, [ATEN.slice.Tensor]),
+        (_an_end_that_is_not_recomputed, MATMULS),
+    ],
+)
+def test_programs_have_the_gradients_that_they_have_without(function: Any, policy: Any, offloader: Offloader) -> None:
+    x = matrix()
+    with no_garbage_collection():
+        expected = gradients_of(function, x)
+        assert_same(gradients_of(partial(region, function, policy=policy), x, context=offloader), expected)
+        assert_empty(offloader)
+
+
 def test_what_is_cached_moves_and_pytorchs_own_stays(offloader: Offloader) -> None:
     model, x = Blocks(), batch()
     model.make = plain_contexts
     expected = train_step(model, x)
     assert_same_gradients(train_step(model, x, offloader, between=offloader.synchronize), expected)
-    accounts = offloader.core.accounts
+    accounts = accounts_of(offloader)
     before = accounts.moved_bytes
     model.make = create_selective_checkpoint_contexts
     assert_same_gradients(train_step(model, x, offloader, between=offloader.synchronize), expected)
@@ -87,7 +190,7 @@ def test_what_is_cached_moves_and_pytorchs_own_stays(offloader: Offloader) -> No
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (4, 16, 64)], ids=["2d", "3d"])
-def test_the_memory_is_given_up(shape: Any, make_offloader: MakeOffloader) -> None:
+def test_the_memory_of_what_is_cached_is_given_up(shape: Any, make_offloader: MakeOffloader) -> None:
     """While the forward goes on, nothing of ours holds what was cached and moved, nor a view of it."""
     offloader = make_offloader(policy="all", engine="memory")
     alive: list[bool] = []
@@ -118,25 +221,24 @@ def test_a_cached_tensor_and_a_saved_one_share_a_record(offloader: Offloader) ->
 
 @pytest.mark.parametrize("target", ["host", "nvme", "tiered"])
 @pytest.mark.parametrize("adversary", ["lazy", "eager", "random"])
-def test_on_the_simulated_device(tmp_path: Path, adversary: Adversary, target: Any) -> None:
+def test_gradients_survive_every_adversary_of_the_simulated_device(
+    tmp_path: Path, adversary: Adversary, target: str
+) -> None:
     model, x = Blocks(save_all, dropout=0.0), batch()
     model.make = plain_contexts
     expected = train_step(model, x)
     model.make = create_selective_checkpoint_contexts
     device = FakeDevice(adversary)
-    config = OffloadConfig(
+    with simulated(
+        device,
         target=target,
-        path=str(tmp_path),
+        path=tmp_path,
         policy="all",
-        min_bytes=0,
         pending_bytes=x.nbytes,
         prefetch_bytes=2 * x.nbytes,
-        keep_last_bytes=0,
         host_budget="1MiB",
         debug=True,
-    )
-    offloader = Offloader(config, accelerator=device)
-    try:
+    ) as offloader:
         for _ in range(3):
             with device:
                 found = train_step(model, x, offloader)
@@ -146,64 +248,6 @@ def test_on_the_simulated_device(tmp_path: Path, adversary: Adversary, target: A
         assert statistics.host_read_bytes > 3 * len(model.layers) * x.nbytes  # more than the checkpoints' inputs
         assert statistics.live_records == 0
         assert not device.violations
-    finally:
-        offloader.close()
-
-
-class Seen(TorchDispatchMode):
-    """The operations that a mode around a region sees; their calls are counted by the region around it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in SAC_IGNORED_OPS:
-            self.operations.append(func)
-        return func(*args, **(kwargs or {}))
-
-
-def test_no_mode_sees_what_we_do(tmp_path: Path) -> None:
-    config = OffloadConfig(target="host", policy="all", min_bytes=0, keep_last_bytes=0)
-    offloader = Offloader(config, accelerator=FakeDevice())
-    x = matrix().detach().reshape(4, 16, 64).requires_grad_()
-    w = matrix(seed=1)
-    seen = {}
-    for make in (plain_contexts, plain_contexts, create_selective_checkpoint_contexts):  # the first ever pays once
-        with offloader:
-            y = x * 1
-            with Seen() as mode:
-                z = region(lambda y, w: (y @ w).sin().cos(), y, w, policy=save_all, make=make)
-        del y, z
-        seen[make] = mode.operations
-    assert len(seen[plain_contexts]) > 4
-    assert seen[plain_contexts] == seen[create_selective_checkpoint_contexts]
-    offloader.close()
-
-
-def test_the_second_step_prefetches_in_the_order_of_the_recomputation(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="all")
-    model, x = Blocks(save_some(ATEN.addmm.default, ATEN.tanh.default, ATEN.sigmoid.default), depth=3), batch()
-    save_in_python(offloader)
-    asked: list[list[int]] = []
-    advance = type(offloader._prefetch).walk
-
-    def walk(self: Any, record: Any, round_: int) -> None:
-        if record.tape is not None:
-            record.tape.prepare(self.orders)
-            guesses.append(record.tape.order)
-            asked[-1].append(record.index)
-        advance(self, record, round_)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(offloader._prefetch), "walk", walk)
-        for _ in range(2):
-            guesses: list[tuple[int, ...]] = []
-            asked.append([])
-            train_step(model, x, offloader)
-    assert asked[0] == asked[1]
-    assert guesses[-1] == tuple(asked[1]), "the second step's order is the one that the first one saw"
-    assert list(guesses[-1]) != sorted(guesses[-1], reverse=True)
 
 
 # -- in-place changes --------------------------------------------------------------------------------------------------
@@ -225,21 +269,35 @@ def test_a_changed_cached_tensor_raises(min_bytes: Any, make_offloader: MakeOffl
     assert offloader.statistics().live_records == 0
 
 
-def test_a_change_inside_of_the_region_raises(offloader: Offloader) -> None:
-    x = matrix()
+def _changed_inside(x: Tensor) -> Tensor:
+    return (x @ x).mul_(2).sin().cos()
+
+
+def _cached_output_of_an_operation_in_place(x: Tensor) -> Tensor:
+    return x.exp().mul_(2).sin().cos()
+
+
+def _changed_with_and_without_its_counter(x: Tensor) -> Tensor:
+    y = x @ x
+    with torch.no_grad():
+        y.add_(1)
+        ATEN._unsafe_view(y, [64 * 64]).add_(1)
+    return y.sin().cos()
+
+
+@pytest.mark.parametrize(
+    ("function", "policy"),
+    [
+        (_changed_inside, MATMULS),
+        (_cached_output_of_an_operation_in_place, [ATEN.mul_.Tensor]),
+        (_changed_with_and_without_its_counter, MATMULS),
+    ],
+)
+def test_a_change_inside_of_the_region_raises_in_backward(function: Any, policy: Any, offloader: Offloader) -> None:
     with offloader:
-        z = region(lambda x: (x @ x).mul_(2).sin().cos(), x)
+        z = region(function, matrix(), policy=policy)
     with pytest.raises(RuntimeError, match=MUTATED):
         z.sum().backward()
-
-
-def test_the_output_of_an_operation_that_works_in_place_raises_when_cached(offloader: Offloader) -> None:
-    x = matrix()
-    for context in (contextlib.nullcontext(), offloader):
-        with context:
-            z = region(lambda x: x.exp().mul_(2).sin().cos(), x, policy=[ATEN.mul_.Tensor])
-        with pytest.raises(RuntimeError, match=MUTATED):
-            z.sum().backward()
 
 
 def test_changes_may_be_allowed(offloader: Offloader) -> None:
@@ -277,33 +335,351 @@ def test_a_change_that_the_cached_tensors_counter_does_not_see(tmp_path: Path) -
         offloader.close()
 
 
-def test_changes_with_and_without_the_cached_tensors_counter(offloader: Offloader) -> None:
-    """The second finds the first one's: an error in backward, as it was one before, and not in the forward."""
-    x = matrix()
+# -- what PyTorch allows and refuses -----------------------------------------------------------------------------------
 
-    def function(x: Tensor) -> Tensor:
-        y = x @ x
-        with torch.no_grad():
-            y.add_(1)
-            ATEN._unsafe_view(y, [64 * 64]).add_(1)
-        return y.sin().cos()
+
+@pytest.mark.parametrize("name", ["MUST_SAVE", "PREFER_SAVE", "MUST_CPU_OFFLOAD", "PREFER_CPU_OFFLOAD", "a bool"])
+def test_random_operations_are_not_run_again(name: str, offloader: Offloader) -> None:
+    policy = True if name == "a bool" else getattr(CheckpointPolicy, name, None)
+    if policy is None:
+        pytest.skip(f"PyTorch {torch.__version__} has no {name}")
+    runs = 0
+
+    def counted(x: Tensor) -> Tensor:
+        nonlocal runs
+        runs += 1
+        return torch.rand_like(x) * x
+
+    def chosen(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy | bool:
+        assert not context.is_recompute
+        return policy if op is ATEN.rand_like.default else CheckpointPolicy.MUST_RECOMPUTE
+
+    x = matrix()
+    torch.manual_seed(7)
+    expected = gradients_of(lambda x: counted(x).sin(), x)
+    torch.manual_seed(7)
+    with offloader:
+        loss = checkpoint(
+            lambda x: counted(x).sin(),
+            x,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=partial(create_selective_checkpoint_contexts, chosen),
+        ).sum()
+    assert_same(list(torch.autograd.grad(loss, [x])), expected)
+    assert runs == 3
+
+
+def test_wrapper_subclasses_are_moved_inside(offloader: Offloader) -> None:
+    def leaf() -> Tensor:
+        return TwoTensor(matrix().detach(), matrix(seed=1).detach()).requires_grad_()
+
+    def run(context: Any) -> Any:
+        x = leaf()
+        with context:
+            out = region(lambda x: torch.mm(x, x).sin().cos(), x)
+        return torch.autograd.grad(out.sum(), x)[0]
+
+    expected, found = run(contextlib.nullcontext()), run(offloader)
+    assert_same([found.a, found.b], [expected.a, expected.b])
+    assert accounts_of(offloader).moved_bytes == 2 * expected.a.nbytes  # of the product; x is a leaf
+    assert offloader.statistics().live_records == 0
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["ours", "pytorch"])
+def test_a_second_backward_raises(again: bool, offloader: Offloader) -> None:
+    x = matrix()
+    make = create_selective_checkpoint_contexts if again else plain_contexts
+    with offloader, no_garbage_collection():
+        loss = region(lambda x: (x @ x).sin().cos(), x, make=make).sum()
+        (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+        with pytest.raises(RuntimeError, match=AGAIN):
+            torch.autograd.grad(loss, x)
+    assert_same([first], gradients_of(lambda x: (x @ x).sin().cos(), x))
+    del loss
+    forget_failed_backward()
+    assert offloader.statistics().live_records == 0
+
+
+def test_an_operation_that_only_backward_runs_raises(offloader: Offloader) -> None:
+    x = matrix()
+    calls = 0
+
+    def fickle(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return ((x @ x) if calls == 1 else (x.exp() @ x)).sin().cos()
 
     with offloader:
-        loss = region(function, x).sum()
-    with pytest.raises(RuntimeError, match=MUTATED):
+        loss = region(fickle, x).sum()
+    with pytest.raises(RuntimeError, match="not among those of the forward"):
         loss.backward()
 
 
-def test_a_view_is_taken_again(offloader: Offloader) -> None:
-    """A cached view would not see that what it is a view of has changed."""
+# -- nested, threads, ends ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("outer", [create_selective_checkpoint_contexts, plain_contexts], ids=["ours", "pytorch"])
+@pytest.mark.parametrize("inner", [create_selective_checkpoint_contexts, plain_contexts], ids=["ours", "pytorch"])
+def test_regions_of_ours_and_of_pytorch_nest(outer: Any, inner: Any, offloader: Offloader) -> None:
+    """Also that an outer region sees nothing of what we do: PyTorch's counts every operation."""
+    x, w = matrix(), matrix(seed=1)
+
+    def inside(x: Tensor, w: Tensor) -> Tensor:
+        return torch.empty(3).fill_(2.0)[0] * (x @ w).sin() @ w
+
+    def outside(x: Tensor, w: Tensor) -> Tensor:
+        y = region(inside, (x @ w).cos(), w, make=inner, policy=save_all)
+        return region(inside, y.tanh() @ w, w, make=inner, policy=MATMULS).exp()
+
+    def everything(context: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
+        return bool(save_all(context, op) is CheckpointPolicy.PREFER_SAVE and op is not ATEN.empty.memory_format)
+
+    expected = gradients_of(outside, x, w)
+    for policy in (MATMULS, everything):
+        for _ in range(2):
+            found = gradients_of(partial(region, outside, make=outer, policy=policy), x, w, context=offloader)
+            assert_same(found, expected)
+    assert offloader.statistics().live_records == 0
+    ours = create_selective_checkpoint_contexts in (outer, inner)
+    assert (accounts_of(offloader).moved_bytes > 0) is ours
+
+
+def test_a_region_inside_of_a_plain_checkpoint_finds_the_offloader(offloader: Offloader) -> None:
+    """The hooks on top are the outer checkpoint's: the offloader is found below them."""
+    x, w = matrix(), matrix(seed=1)
+
+    def outside(x: Tensor, w: Tensor) -> Tensor:
+        return region(lambda x, w: (x @ w).sin() @ w, x.cos(), w).exp()
+
+    expected = gradients_of(outside, x, w)
+    with offloader:
+        loss = checkpoint(outside, x, w, use_reentrant=False).sum()
+    statistics = offloader.statistics()
+    assert statistics.packed_bytes == 4 * x.nbytes  # the inputs of the outer one, and two products
+    assert_same(list(torch.autograd.grad(loss, [x, w])), expected)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_dropped_graph_and_a_failed_forward_leave_nothing(offloader: Offloader, fails: bool) -> None:
+    def function(x: Tensor) -> Tensor:
+        y = (x @ x).sin()
+        if fails:
+            raise KeyError("in the forward")
+        return y.cos()
+
+    with pytest.raises(KeyError) if fails else no_garbage_collection(), offloader:
+        loss = region(function, matrix()).sum()
+        assert offloader.statistics().live_records == 1
+        del loss
+    gc.collect()
+    assert_empty(offloader)
+
+
+def test_a_failed_read_fails_the_step(make_offloader: MakeOffloader) -> None:
+    engine = partial(FailingEngine, kind=IoKind.READ, first=2, count=None)  # the first is the checkpoint's input
+    offloader = make_offloader(policy="all", engine=engine)
+    x = matrix() + 0
+    with offloader:
+        loss = region(lambda x: (x @ x).sin().cos(), x).sum()
+    del x
+    offloader.synchronize()
+    with pytest.raises(StorageReadError):
+        loss.backward()
+    del loss
+    forget_failed_backward()
+    assert_empty(offloader)
+
+
+# -- where PyTorch's own contexts are used -----------------------------------------------------------------------------
+
+
+def contexts_are_ours(**options: Any) -> bool:
+    """Whose contexts one gets here and now."""
+    contexts = create_selective_checkpoint_contexts(MATMULS, **options)
+    whose = {type(context).__module__.partition(".")[0] for context in contexts}
+    assert len(whose) == 1
+    return whose == {"actoffload"}
+
+
+def test_our_contexts_are_given_only_inside_of_an_offloader(offloader: Offloader) -> None:
+    assert not contexts_are_ours()
+    with offloader:
+        assert contexts_are_ours()
+        assert not contexts_are_ours(allow_cache_entry_mutation=True)
+        with torch._subclasses.FakeTensorMode():
+            assert not contexts_are_ours()
+        x = matrix()
+        found: list[bool] = []
+        y = x * 2
+        y.register_hook(lambda gradient: found.append(contexts_are_ours()))
+        y.sum().backward()
+        assert found == [False], "what is saved during backward is wanted at once"
+    assert not contexts_are_ours()
+
+
+def test_of_two_offloaders_the_inner_one_moves(make_offloader: MakeOffloader) -> None:
+    outer, inner = make_offloader(policy="all"), make_offloader(policy="all")
+    x = matrix()
+    function = partial(region, lambda x: (x @ x).sin().cos())
+    expected = gradients_of(lambda x: (x @ x).sin().cos(), x)
+    with outer:
+        assert_same(gradients_of(function, x, context=inner), expected)
+    assert (outer.statistics().packed_tensors, inner.statistics().packed_tensors) == (0, 2)
+
+
+def test_nothing_moves_in_a_no_offload_region(offloader: Offloader) -> None:
+    x = matrix()
+    function = partial(region, lambda x: (x @ x).sin().cos())
+    with no_offload():
+        found = gradients_of(function, x, context=offloader)
+    assert_same(found, gradients_of(lambda x: (x @ x).sin().cos(), x))
+    assert offloader.statistics().kept_bytes == {"parameter": x.nbytes, "no_offload()": x.nbytes}
+
+
+@pytest.mark.parametrize(("policy", "error"), [(3, TypeError), ([ATEN.mm], ValueError), (["mm"], ValueError)])
+def test_a_bad_policy_raises_as_pytorch_does(policy: Any, error: type[Exception], offloader: Offloader) -> None:
+    for context in (contextlib.nullcontext(), offloader):
+        with context, pytest.raises(error):
+            create_selective_checkpoint_contexts(policy)
+
+
+@pytest.mark.parametrize("around", [True, False], ids=["compiled around", "compiled inside"])
+def test_compiled_regions_have_the_same_gradients(around: bool, offloader: Offloader) -> None:
     x = matrix()
 
     def function(x: Tensor) -> Tensor:
-        buffer = torch.zeros(64, 64)
-        row = buffer[:32]
-        row.copy_(x[:32])
-        return (buffer * x).sin()
+        return (x @ x).sin().cos()
 
+    inner = function if around else torch.compile(function, backend="aot_eager", fullgraph=True)
+    checkpointed: Any = partial(region, inner)
+    if around:
+        checkpointed = torch.compile(checkpointed, backend="aot_eager", fullgraph=True)
     expected = gradients_of(function, x)
-    found = gradients_of(partial(region, function, policy=[ATEN.slice.Tensor]), x, context=offloader)
-    assert_same(found, expected)
+    for _ in range(2):
+        assert_same(gradients_of(checkpointed, x, context=offloader), expected)
+    assert offloader.statistics().live_records == 0
+
+
+# -- collectives: their operations return before the bytes are there ---------------------------------------------------
+
+
+@contextlib.contextmanager
+def scoped_op(namespace: str, schema: str) -> Iterator[tuple[Any, Any]]:
+    """A library and the operation that it defines, for as long as the test runs."""
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define(schema)
+    try:
+        yield library, getattr(getattr(torch.ops, namespace), schema.partition("(")[0]).default
+    finally:
+        library._destroy()
+
+
+class Late(dist._Work):  # type: ignore[name-defined,misc]
+    """A collective whose bytes are there when somebody has waited for it."""
+
+    def __init__(self, result: Tensor, source: Tensor) -> None:
+        super().__init__()
+        self.result, self.source = result, source
+
+    def wait(self, timeout: Any = None) -> bool:
+        self.result.copy_(self.source)
+        return True
+
+
+@pytest.fixture
+def late_op() -> Iterator[Any]:
+    """An operation that returns at once, as collectives do; the bytes of its result come later."""
+
+    def late(x: Tensor) -> Tensor:
+        result = torch.full_like(x, float("nan"))
+        torch._C._distributed_c10d._register_work(result, Late(result, x.clone()))
+        return result
+
+    with scoped_op("_c10d_functional", "actoffload_late(Tensor x) -> Tensor") as (library, op):
+        library.impl("actoffload_late", late, "CPU")
+        yield op
+
+
+def test_what_a_collective_brings_moves_when_it_is_there(late_op: Any, offloader: Offloader) -> None:
+    class Gathered(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            result: Tensor = late_op(x)
+            return result
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            return gradient
+
+    def function(x: Tensor) -> Tensor:
+        y = Gathered.apply(x @ x)
+        packed.append(offloader.statistics().packed_tensors)
+        offloader.synchronize()
+        waited: Tensor = torch.ops._c10d_functional.wait_tensor(y)
+        return waited.sin().cos()
+
+    packed: list[int] = []
+    x = matrix()
+    expected = gradients_of(lambda x: (x @ x).sin().cos(), x)
+    with offloader:
+        loss = region(function, x, policy=[late_op]).sum()
+    assert packed == [1], "only the input of the checkpoint so far"
+    assert offloader.statistics().packed_tensors == 2
+    assert_same(list(torch.autograd.grad(loss, [x])), expected)
+    del loss
+    assert_empty(offloader)
+
+
+def test_what_a_collective_brings_is_awaited_before_it_moves(late_op: Any, offloader: Offloader) -> None:
+    """Also when the region itself has no need of it."""
+
+    class Unread(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+            late: Tensor = late_op(x.detach() * 2)
+            ctx.save_for_backward(late)
+            return x * 1, late
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor, _: Tensor) -> Tensor:
+            late: Tensor = ctx.saved_tensors[0]
+            return gradient * late
+
+    x = matrix()
+    with offloader:
+        y, late = region(Unread.apply, x, policy=[late_op])
+    offloader.synchronize()
+    torch.ops._c10d_functional.wait_tensor(late)
+    assert_same(list(torch.autograd.grad(y.sum(), [x])), [x.detach() * 2])
+
+
+def test_what_comes_late_into_an_argument_is_taken_from_there(offloader: Offloader) -> None:
+    """As with c10d's own operations, which say of nothing that it is an alias or that it is changed."""
+    with scoped_op("actoffload_tests", "late_into(Tensor x) -> Tensor") as (library, op):
+        library.impl("late_into", lambda x: x, "CPU")
+        x = matrix()
+
+        def function(x: Tensor) -> Tensor:
+            buffer = torch.full((64, 64), float("nan"))
+            late: Tensor = op(buffer)
+            offloader.synchronize()
+            buffer.view(torch.uint8).untyped_storage().copy_(x.detach().untyped_storage())  # no version counts this
+            return (late * x).sin()
+
+        expected = gradients_of(lambda x: (x.detach() * x).sin(), x)
+        assert_same(gradients_of(partial(region, function, policy=[op]), x, context=offloader), expected)
+
+
+def test_what_a_collective_brings_and_is_changed_raises(late_op: Any, offloader: Offloader) -> None:
+    x = matrix()
+
+    def function(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y: Tensor = torch.ops._c10d_functional.wait_tensor(late_op(x)).mul_(2)
+        return (x * y).sin()
+
+    with offloader:
+        loss = region(function, x, policy=[late_op]).sum()
+    with pytest.raises(RuntimeError, match=MUTATED):
+        loss.backward()

@@ -9,11 +9,27 @@ from typing import Any
 import pytest
 
 from actoffload.errors import ConfigError
-from actoffload.planner import Plan, PlanEntry
-from actoffload.profile import Block, Link, Profile, Storage
-from actoffload.simulator import Conditions, Prediction, run, simulate
-from actoffload.testing.profiles import random_profile
-from actoffload.timeline import HOST, KEEP, NVME, Choice, Workload
+from actoffload.planning.plan import Plan, PlanEntry
+from actoffload.planning.profile import (
+    Block,
+    Link,
+    Profile,
+    Storage,
+)
+from actoffload.planning.simulator import (
+    Conditions,
+    Prediction,
+    run,
+    simulate,
+)
+from actoffload.planning.workload import (
+    HOST,
+    KEEP,
+    NVME,
+    Choice,
+    Workload,
+)
+from tests.profiles import random_profile
 
 LINK = Link(write_bytes_per_s=100.0, read_bytes_per_s=100.0)
 

@@ -1,4 +1,4 @@
-"""Statistics and the report that is made of them."""
+"""Statistics: what they hold, how they are counted, and the report that is made of them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 
 from actoffload.config import make_config
 from actoffload.policy import KeepReason
+from actoffload.runtime.report import KEPT_MEANINGS, render_report
 from actoffload.statistics import Statistics
-from actoffload.summary import KEPT_MEANINGS, render_report
+from actoffload.tiers.accounts import Accounts
 
 MIB = 1 << 20
-
 FIELDS = [
     "steps",
     "packed_tensors",
@@ -57,10 +57,6 @@ def _statistics(**changes: Any) -> Statistics:
     return Statistics(**(values | changes))
 
 
-def test_the_fields_are_the_contract() -> None:
-    assert [field.name for field in dataclasses.fields(Statistics)] == FIELDS
-
-
 def test_derived_numbers() -> None:
     statistics = _statistics()
     assert statistics.saved_bytes == 100 * MIB
@@ -71,52 +67,96 @@ def test_derived_numbers() -> None:
     assert statistics.wait_s == 1.25
 
 
-def test_what_goes_to_disk_through_host_memory_counts_once() -> None:
-    assert _statistics(host_written_bytes=95 * MIB).moved_bytes == 95 * MIB
-
-
-def test_shares_of_nothing_are_zero_and_alignment_never_exceeds_one() -> None:
+def test_shares_stay_within_0_and_1() -> None:
     assert (Statistics().moved_share, Statistics().resident_share) == (0.0, 0.0)
-    assert _statistics(nvme_written_bytes=101 * MIB).moved_share == 1.0
+    assert _statistics(nvme_written_bytes=101 * MIB).moved_share == 1.0, "alignment counts no more"
+    assert _statistics(host_written_bytes=95 * MIB).moved_bytes == 95 * MIB, "through host memory to disk counts once"
 
 
-def test_as_dict_is_json_with_derived_numbers() -> None:
+def test_the_fields_are_the_contract_and_as_dict_is_json_with_the_derived_ones() -> None:
+    assert [field.name for field in dataclasses.fields(Statistics)] == FIELDS
     values = json.loads(json.dumps(_statistics().as_dict()))
-    assert set(values) == {
-        *FIELDS,
-        "saved_bytes",
-        "activation_bytes",
-        "moved_bytes",
-        "moved_share",
-        "resident_share",
-        "wait_s",
-    }
+    derived = {"saved_bytes", "activation_bytes", "moved_bytes", "moved_share", "resident_share", "wait_s"}
+    assert set(values) == {*FIELDS, *derived}
     assert values["kept_bytes"]["parameter"] == 8 * MIB
 
 
-def test_the_report_begins_with_what_matters() -> None:
+def test_peaks_are_the_most_at_once() -> None:
+    accounts = Accounts()
+    for nbytes in (10, 20):
+        accounts.add_record(nbytes)
+        accounts.add_resident(nbytes)
+    accounts.remove_resident(10)
+    accounts.add_record(5)
+    accounts.add_resident(5)
+    assert (accounts.live_records, accounts.resident_bytes, accounts.baseline_bytes) == (3, 25, 35)
+    for nbytes in (10, 20, 5):
+        accounts.remove_record(nbytes)
+    for nbytes in (20, 5):
+        accounts.remove_resident(nbytes)
+    assert (accounts.live_records, accounts.resident_bytes, accounts.baseline_bytes) == (0, 0, 0)
+    assert (accounts.resident_peak_bytes, accounts.baseline_peak_bytes) == (30, 35)
+
+
+def test_frozen_statistics_do_not_follow_the_counts() -> None:
+    accounts = Accounts()
+    accounts.add_record(10)
+    accounts.kept_bytes["policy"] += 10
+    accounts.degraded["write failed"] += 1
+    frozen = accounts.freeze(nvme_written_bytes=4096, host_peak_bytes=1)
+    accounts.add_record(10)
+    accounts.kept_bytes["policy"] += 10
+    accounts.degraded["write failed"] += 1
+    assert (frozen.live_records, frozen.kept_bytes, frozen.degraded) == (1, {"policy": 10}, {"write failed": 1})
+    assert (frozen.nvme_written_bytes, frozen.host_peak_bytes, frozen.host_read_bytes) == (4096, 1, 0)
+
+
+def test_deferred_counts_are_taken_in_the_order_in_which_they_came() -> None:
+    accounts = Accounts()
+    accounts.add_record(100)
+    accounts.add_resident(70)
+    accounts.deferred += [("a", 10, True), ("b", 5, False), 10, ("a", 8, True), ("a", 4, True), 4]
+    accounts.count_deferred()
+    assert not accounts.deferred
+    assert (accounts.packed_tensors, accounts.packed_bytes) == (4, 27)
+    assert accounts.kept_bytes == {"a": 22, "b": 5}
+    assert (accounts.baseline_bytes, accounts.resident_bytes) == (108, 78)
+    assert (accounts.baseline_peak_bytes, accounts.resident_peak_bytes, accounts.step_peak_bytes) == (112, 82, 82)
+
+
+@pytest.mark.parametrize("change", ["remove_resident", "add_resident", "add_record", "remove_record"])
+def test_what_another_thread_counts_meanwhile_hides_no_peak(change: str) -> None:
+    accounts = Accounts()
+    accounts.add_record(100)
+    accounts.add_resident(100)
+    accounts.deferred.append(("a", 50, True))
+    getattr(accounts, change)(80)
+    assert not accounts.deferred
+    assert accounts.resident_peak_bytes == (230 if change == "add_resident" else 150)
+    assert accounts.baseline_peak_bytes == (230 if change == "add_record" else 150)
+
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+
+def test_the_report_begins_with_what_matters_and_shows_only_what_is_in_use() -> None:
     report = render_report(make_config({"target": "nvme"}), _statistics())
-    assert report.splitlines()[0] == (
+    lines = report.splitlines()
+    assert lines[0] == (
         "actoffload (target nvme): in 3 steps, moved 90.0 MiB of 92.0 MiB saved activations (98%); resident "
         "peak 10.0 MiB of 40.0 MiB (25%); waited 1.25 s (forward 0.25, backward 1.00)."
     )
-
-
-def test_the_report_lists_what_was_kept_by_size() -> None:
-    lines = render_report(make_config({}), _statistics()).splitlines()
     kept = lines[lines.index("kept where they were:") + 1 :]
     assert [line.split()[:3] for line in kept] == [["8.0", "MiB", "parameter"], ["2.0", "MiB", "below"]]
+    assert "  nvme  written   90.0 MiB   read   80.0 MiB   peak   30.0 MiB" in report
+    assert "forwarded 10.0 MiB" in report
+    assert "  host  " not in report
+    assert "degraded" not in report
+    assert "saved nothing" in render_report(make_config({}), Statistics())
 
 
 def test_every_reason_to_keep_has_a_meaning() -> None:
     assert set(KEPT_MEANINGS) == {reason.value for reason in KeepReason}
-
-
-def test_the_report_shows_only_tiers_in_use() -> None:
-    report = render_report(make_config({}), _statistics())
-    assert "  nvme  written   90.0 MiB   read   80.0 MiB   peak   30.0 MiB" in report
-    assert "  host  " not in report
-    assert "forwarded 10.0 MiB" in report
 
 
 def test_the_report_says_what_went_wrong_and_the_notes() -> None:
@@ -126,25 +166,6 @@ def test_the_report_says_what_went_wrong_and_the_notes() -> None:
     assert "     2 × disk full" in report
     assert report.endswith("note: engine posix: direct I/O works")
     assert "degraded" not in render_report(make_config({}), _statistics())
-
-
-@dataclasses.dataclass
-class _Spool:
-    engine: str = "posix"
-    direct: bool = True
-    alignment: int = 512
-
-
-def test_the_report_takes_the_spool_as_dataclass_or_mapping() -> None:
-    expected = "storage engine posix, direct I/O, alignment 512 B"
-    assert expected in render_report(make_config({}), _statistics(), _Spool())
-    assert expected in render_report(make_config({}), _statistics(), dataclasses.asdict(_Spool()))
-    with pytest.raises(TypeError, match="not str"):
-        render_report(make_config({}), _statistics(), "posix")
-
-
-def test_the_report_before_anything_was_saved() -> None:
-    assert "saved nothing" in render_report(make_config({}), Statistics())
 
 
 def test_the_report_says_what_a_day_of_this_costs_the_drive() -> None:

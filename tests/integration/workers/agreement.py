@@ -13,11 +13,12 @@ import torch.distributed.nn.functional as collectives
 from torch import Tensor, nn
 
 from actoffload import OffloadConfig, Offloader, Plan
-from actoffload.autopilot import REVIEW_STEPS, WARM_UP
+from actoffload.autotune.autopilot import WARM_UP
+from actoffload.autotune.observations import REVIEW_STEPS
 from actoffload.errors import StateError
-from actoffload.planner import PlanEntry
-from actoffload.planners.base import Limits
-from actoffload.profile import Profile
+from actoffload.planning.plan import PlanEntry
+from actoffload.planning.planners.base import Limits
+from actoffload.planning.profile import Profile
 from actoffload.testing.faults import SlowEngine
 from tests.harness import gradients, same_bits
 from tests.integration import processes
@@ -89,14 +90,14 @@ def _offloader(model: nn.Module, **options: Any) -> Offloader:
         **options,
     )
     offloader = Offloader(config).use(model)
-    if offloader._autopilot is not None:
-        offloader._autopilot._planner = _Picky()
+    if offloader.autopilot is not None:
+        offloader.autopilot.planner = _Picky()
     return offloader
 
 
 def _planned(offloader: Offloader) -> tuple[str, ...]:
-    assert offloader._autopilot is not None
-    plan = offloader._autopilot.plan
+    assert offloader.autopilot is not None
+    plan = offloader.autopilot.plan
     return ("no plan",) if plan is None else tuple(plan.recompute)
 
 
@@ -128,7 +129,7 @@ def _step(offloader: Offloader, model: nn.Module, batch: int) -> None:
 
 def _later(offloader: Offloader, model: nn.Module) -> dict[str, Any]:
     """After batches of another size on one rank nobody goes on with the plan; then they can agree anew."""
-    pilot = offloader._autopilot
+    pilot = offloader.autopilot
     assert pilot is not None
     _step(offloader, model, 256)
     first = offloader.agree()
@@ -196,7 +197,7 @@ def run() -> dict[str, Any]:
             for name in b
         ),
         "recompute": _planned(offloader),
-        "last": offloader._autopilot.history[-1] if offloader._autopilot else "",
+        "last": offloader.autopilot.history[-1] if offloader.autopilot else "",
         "live": offloader.statistics().live_records,
     }
     result |= _later(offloader, model)

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from actoffload import OffloadConfig, Offloader
-from actoffload.paths import free_bytes
-from actoffload.ranks import processes_here
+from actoffload.storage.spool_files import free_bytes
+from actoffload.tiers.processes import processes_here
 from tests.integration.processes import main, scratch
 from tests.integration.workers.distributed_models import Net, batch
 
@@ -92,7 +92,7 @@ def round_trips() -> dict[str, Any]:
             out = Save.apply(torch.ones(1, requires_grad=True), saved)
         core.synchronize()
         del saved
-        resident = core.core.accounts.resident_bytes
+        resident = core.store.shared.accounts.resident_bytes
         out.backward()
         back = seen.pop()
         found[name] = (expected, _facts(back), right, _inner(back), resident, core.statistics().nvme_written_bytes)
@@ -275,9 +275,9 @@ def waits_unlocked() -> list[bool]:
             torch.ones(SIZE, SIZE, requires_grad=True).exp().sum().backward()
 
     def watched(self: AsyncCollectiveTensor) -> Tensor:
-        free.append(core.core.lock.acquire(timeout=1))
+        free.append(core.store.shared.lock.acquire(timeout=1))
         if free[-1]:
-            core.core.lock.release()
+            core.store.shared.lock.release()
         thread = threading.Thread(target=save_elsewhere)
         thread.start()
         thread.join(timeout=30)

@@ -1,0 +1,465 @@
+"""Measures a path through the spool (writing, reading, both at once) and says what that could hide from training.
+
+The rule is SSDTrain's (arXiv 2408.10013): what a step of ``t`` seconds saves is written in one half of it and read
+back in the other, so ``S`` bytes hide where ``S / (t/2)`` is at most what the disk sustains. As writes and reads
+overlap in a real step, the rate that counts is the slowest of writing, reading and both at once (their bytes added up).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import count, islice
+from statistics import median
+from typing import Any, Literal, get_args
+
+from ..config import format_size
+from ..errors import ActOffloadError, ChecksumError, ConfigError, SpoolFullError, SpoolPathError
+from ..memory.process_memory import map_private
+from ..storage.engines import ENGINES
+from ..storage.engines.base import EngineCapabilities
+from ..storage.spool import Extent, Spool, Transfer
+from ..storage.spool_files import MAX_BLOCK_BYTES
+
+Direction = Literal["write", "read", "mixed"]
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
+DISK_ENGINES = tuple(name for name in ENGINES if name != "memory")
+"""The engines that work on a disk, in the order of ``ENGINES``."""
+NEARLY = 0.97
+"""A setting that reaches this share of the best one does as well."""
+_QUEUE_BYTES = 128 << 20
+"""Most bytes of the transfers that are kept under way where the depth is the engine's own choice."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class Setting:
+    """How the disk is used. ``depth``: transfers at the same time, in each directory."""
+
+    engine: str
+    block_bytes: int
+    depth: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One timed run of one direction.
+
+    Attributes:
+        setting: how the disk was used.
+        direction: which way.
+        bytes_per_s: for mixed, written and read together.
+        seconds: how long it took.
+        processor_s: processor time of the whole process, engine threads included.
+        direct: whether the transfers bypassed the page cache.
+    """
+
+    setting: Setting
+    direction: Direction
+    bytes_per_s: float
+    seconds: float
+    processor_s: float
+    direct: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """A setting that could not be measured."""
+
+    setting: Setting
+    problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """The medians of one setting, bytes a second; None: not measured."""
+
+    setting: Setting
+    direct: bool
+    write: float | None
+    read: float | None
+    mixed: float | None
+
+    @property
+    def sustained(self) -> float | None:
+        """The slowest of what was measured: what a step can count on. None without both ways."""
+        if self.write is None or self.read is None:
+            return None
+        return min(rate for rate in (self.write, self.read, self.mixed) if rate is not None)
+
+
+# -- what the samples say ---------------------------------------------------------------------------------------------
+
+
+def rates_of(samples: Iterable[Sample]) -> list[Rates]:
+    """Return the medians of each setting, in the order in which settings first appear."""
+    by_setting: dict[Setting, list[Sample]] = {}
+    for sample in samples:
+        by_setting.setdefault(sample.setting, []).append(sample)
+    rates = []
+    for setting, mine in by_setting.items():
+        values = {way: [s.bytes_per_s for s in mine if s.direction == way] for way in DIRECTIONS}
+        middle = {way: median(found) if found else None for way, found in values.items()}
+        rates.append(Rates(setting=setting, direct=all(s.direct for s in mine), **middle))
+    return rates
+
+
+def best_of(rates: Sequence[Rates]) -> Rates | None:
+    """Return the setting that hides most; of those that are nearly as good, the one with the least in flight.
+
+    Rates through the page cache are also those of memory, so such a setting is chosen only where nothing else runs.
+    """
+    usable = [one for one in rates if one.sustained is not None]
+    usable = [one for one in usable if one.direct] or usable
+    top = max((one.sustained or 0.0 for one in usable), default=0.0)
+    good = (one for one in usable if (one.sustained or 0.0) >= NEARLY * top)
+    return min(good, key=lambda one: one.setting.depth * one.setting.block_bytes, default=None)
+
+
+def training_facts(best: Rates | None, step_s: float | None, saved_bytes: int | None) -> dict[str, Any] | None:
+    """Return what training could hide: bytes, seconds and bytes a second. None where nothing was measured.
+
+    Args:
+        best: the setting to use.
+        step_s: seconds of the user's step; None takes a step of one second.
+        saved_bytes: what the user's step saves for backward; None: not known.
+    """
+    if best is None or not best.sustained:
+        return None
+    seconds = 1.0 if step_s is None else step_s
+    hidden = seconds / 2 * best.sustained
+    return {
+        "step_s": seconds,
+        "sustained_bytes_per_s": best.sustained,
+        "hidden_bytes": hidden,
+        "saved_bytes": saved_bytes,
+        "share_hidden": min(1.0, hidden / saved_bytes) if saved_bytes and step_s is not None else None,
+        "hiding_step_s": 2 * saved_bytes / best.sustained if saved_bytes else None,
+    }
+
+
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measure_all(
+    paths: Sequence[str],
+    settings: Sequence[Setting],
+    directions: Sequence[Direction],
+    *,
+    region_bytes: int,
+    seconds: float,
+    rounds: int = 1,
+) -> Iterator[Sample | Failure]:
+    """Measure every setting, in turns (A B A B) where there are several rounds.
+
+    Args:
+        paths: directories; blocks go to them in turns.
+        settings: what to measure.
+        directions: which ways; reading and mixed need ``"write"`` first.
+        region_bytes: how much disk is used, in all directories together.
+        seconds: of each sample.
+        rounds: samples of each setting and direction.
+
+    Yields:
+        Each sample when it is taken. A setting whose engine cannot run here gives one `Failure`, in the first round.
+
+    Raises:
+        ConfigError: a block size cannot work.
+        SpoolPathError: a directory cannot hold a spool.
+        SpoolFullError: the disk has too little room.
+        StorageError: the disk failed.
+    """
+    failed: set[Setting] = set()
+    for _ in range(rounds):
+        for engine, depth in dict.fromkeys((each.engine, each.depth) for each in settings):
+            mine = [each for each in settings if (each.engine, each.depth) == (engine, depth) and each not in failed]
+            if not mine:
+                continue
+            try:
+                rig = Rig(paths, engine, depth, max(each.block_bytes for each in mine), region_bytes)
+            except SpoolFullError as error:
+                problem = f"too little room for {format_size(region_bytes)}; use a smaller region or another path"
+                raise SpoolFullError(errno.ENOSPC, f"{problem} ({error})") from error
+            except (ConfigError, SpoolPathError):
+                raise
+            except (ActOffloadError, OSError) as error:
+                failed.update(mine)
+                yield from (Failure(setting=each, problem=str(error)) for each in mine)
+                continue
+            with rig:
+                for setting in mine:
+                    rig.prepare(setting.block_bytes)
+                    for direction in directions:
+                        yield rig.measure(direction, seconds)
+
+
+class Rig:
+    """An open spool to measure, with one engine and one depth. A context manager; leaves nothing on the disk.
+
+    Args:
+        paths: directories; blocks go to them in turns.
+        engine: one of ``ENGINES``, or ``"auto"``.
+        depth: transfers at the same time, in each directory; None: the engine's own choice.
+        largest_block_bytes: the largest block that will be measured.
+        region_bytes: how much disk is used, in all directories together.
+
+    Attributes:
+        spool: what is measured.
+
+    Raises:
+        ConfigError: an argument cannot work.
+        EngineUnavailableError: the engine cannot run here.
+        StorageError: the spool cannot be made, or does not give back what was written.
+    """
+
+    def __init__(
+        self, paths: Sequence[str], engine: str, depth: int | None, largest_block_bytes: int, region_bytes: int
+    ) -> None:
+        _check_block(largest_block_bytes, region_bytes // len(paths))
+        self._region_bytes = region_bytes
+        self._queue_bytes = _QUEUE_BYTES if depth is None else region_bytes
+        self._slots: list[_Slot] = []
+        self._memory: mmap.mmap | None = None
+        self.spool = Spool(
+            paths,
+            engine=engine,
+            threads=depth,
+            capacity_bytes=region_bytes,
+            grow_bytes=region_bytes,
+            stripe_bytes=largest_block_bytes,
+        )
+        try:
+            self.prepare(largest_block_bytes)
+            self._run("write", None)  # the first write to reserved room is slower than any later one
+            self._check_content()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """Of the engine."""
+        return self.spool.engines[0].capabilities
+
+    @property
+    def file(self) -> str:
+        """A path that opens the first directory's file in another process, while the rig is open (Linux)."""
+        return f"/proc/{os.getpid()}/fd/{self.spool.files[0].fd}"
+
+    def prepare(self, block_bytes: int) -> None:
+        """Measure blocks of this size from now on.
+
+        The blocks cover the whole region and are dealt out to the slots in turns. There are twice as many slots as
+        transfers that run, so that an engine always finds the next one waiting.
+
+        Raises:
+            ConfigError: the size cannot work.
+        """
+        lanes = len(self.spool.engines)
+        per_lane = self._region_bytes // lanes
+        _check_block(block_bytes, per_lane)
+        for slot in self._slots:
+            for extent in slot.extents:
+                self.spool.free(extent)
+        self._slots = []
+        extents = [self.spool.allocate(block_bytes) for _ in range(per_lane // block_bytes * lanes)]
+        wanted = min(2 * self.capabilities.threads, max(2, self._queue_bytes // block_bytes))
+        slots = min(wanted * lanes, len(extents))
+        self._close_memory()
+        self._memory = map_private(slots * block_bytes)  # as the host pool's
+        piece = os.urandom(min(block_bytes, 1 << 20))
+        self._pattern = (piece * -(-block_bytes // len(piece)))[:block_bytes]
+        for index in range(slots):
+            self._memory[index * block_bytes : (index + 1) * block_bytes] = self._pattern
+        anchor = ctypes.c_char.from_buffer(self._memory)
+        address = ctypes.addressof(anchor)
+        del anchor  # else the mapping could not be closed
+        self._slots = [_Slot(address + i * block_bytes, extents[i::slots]) for i in range(slots)]
+
+    def measure(self, direction: Direction, seconds: float, *, busy: bool = False) -> Sample:
+        """Time one direction. Reading and mixed go over what was written since `prepare`.
+
+        With ``busy`` the main thread runs pure Python meanwhile. An engine that works through the page cache makes one
+        pass at most; what it wrote is forced to the disk within the time, and what it reads is dropped from the cache
+        before.
+
+        Raises:
+            ConfigError: nothing was written yet.
+            StorageError: a transfer failed.
+        """
+        processor_s = time.process_time()
+        moved, elapsed_s = self._run(direction, seconds, busy=busy)
+        about = self.capabilities
+        return Sample(
+            setting=Setting(engine=about.name, block_bytes=len(self._pattern), depth=about.threads),
+            direction=direction,
+            bytes_per_s=moved / elapsed_s,
+            seconds=elapsed_s,
+            processor_s=time.process_time() - processor_s,
+            direct=about.direct,
+        )
+
+    def close(self) -> None:
+        """Stop, and give the disk space back. Idempotent."""
+        self.spool.abort()
+        self._close_memory()
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _close_memory(self) -> None:
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+
+    def _run(self, direction: Direction, seconds: float | None, *, busy: bool = False) -> tuple[int, float]:
+        """Move blocks for so many seconds, None: for one pass; return the bytes that moved and the seconds."""
+        slots = [slot for slot in self._slots if slot.written or direction == "write"]
+        if not slots:
+            raise ConfigError("direction", direction, "nothing was written yet: measure 'write' first")
+        cached = self.capabilities.needs_file and not self.capabilities.direct
+        if cached and direction != "write":
+            for file in self.spool.files:
+                os.fdatasync(file.fd)  # what is dirty cannot be dropped
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        stream = _Stream(self.spool, slots, direction, len(self._pattern))
+        one_pass = cached or seconds is None
+        elapsed_s = stream.run(seconds, compute_until if busy else threading.Event.wait, one_pass=one_pass)
+        if cached and direction != "read":
+            begin_s = time.perf_counter()
+            for file in self.spool.files:
+                os.fdatasync(file.fd)
+            elapsed_s += time.perf_counter() - begin_s
+        return stream.moved_bytes, elapsed_s
+
+    def _check_content(self) -> None:
+        """Read a block of each slot back: an engine that is fast because it moves nothing must not win."""
+        assert self._memory is not None, "`prepare` mapped it"
+        block = len(self._pattern)
+        self._memory[:] = bytes(len(self._memory))
+        for transfer in [self.spool.read(slot.extents[-1], slot.address, block) for slot in self._slots]:
+            transfer.wait()
+            if transfer.error is not None:
+                raise transfer.error
+        if any(self._memory[i * block : (i + 1) * block] != self._pattern for i in range(len(self._slots))):
+            where = self.spool.files[0].path
+            raise ChecksumError(errno.EBADMSG, "what was read back is not what was written", where)
+
+
+class _Slot:
+    """A transfer that is kept under way: its memory, and the extents that it goes through in turns.
+
+    Attributes:
+        written: how many of its extents, from the first on, hold something to read.
+        done: transfers of this run that have ended.
+    """
+
+    def __init__(self, address: int, extents: list[Extent]) -> None:
+        self.address, self.extents = address, extents
+        self.written = self.done = 0
+
+    def turns(self, direction: Direction, parity: int) -> Iterator[tuple[bool, Extent]]:
+        """Yield what to do next, without end: whether to write, and where."""
+        for step in count():
+            if direction == "write":
+                yield True, self.extents[step % len(self.extents)]
+            elif direction == "read":
+                yield False, self.extents[step % self.written]
+            elif (step + parity) % 2:  # what is read was written a while ago
+                yield False, self.extents[(step // 2 + self.written // 2) % self.written]
+            else:
+                yield True, self.extents[step // 2 % self.written]
+
+
+class _Stream:
+    """Keeps slots busy in one direction until a moment, or for one pass over their extents.
+
+    An engine's own thread starts the next transfer of a slot when one ends, so that the rate does not depend on what
+    the main thread does meanwhile, but for the interpreter's lock.
+    """
+
+    def __init__(self, spool: Spool, slots: list[_Slot], direction: Direction, block: int) -> None:
+        self._spool, self._slots, self._direction, self._block = spool, slots, direction, block
+        self._deadline_s = float("inf")
+        self._lock = threading.Lock()
+        self._running = len(slots)
+        self._error: BaseException | None = None
+        self._ended_s = 0.0
+        self._over = threading.Event()
+        self.moved_bytes = 0
+
+    def run(self, seconds: float | None, wait: Callable[[threading.Event], object], *, one_pass: bool) -> float:
+        """Begin, wait with ``wait``, and return the seconds that it took.
+
+        Raises:
+            StorageError: a transfer failed.
+        """
+        begin_s = time.perf_counter()
+        if seconds is not None:
+            self._deadline_s = begin_s + seconds
+        for index, slot in enumerate(self._slots):
+            slot.done = 0
+            length = len(slot.extents) if self._direction == "write" else slot.written
+            self._start(slot, islice(slot.turns(self._direction, index % 2), length if one_pass else None))
+        wait(self._over)  # interrupted, the spool's end ends the rest
+        if self._error is not None:
+            raise self._error
+        return self._ended_s - begin_s
+
+    def _start(self, slot: _Slot, turns: Iterator[tuple[bool, Extent]]) -> None:
+        turn = next(turns, None)
+        if turn is None:
+            self._leave()
+            return
+        writes, extent = turn
+        start = self._spool.write if writes else self._spool.read
+        try:
+            start(extent, slot.address, self._block, on_done=partial(self._done, slot, turns))
+        except ActOffloadError as error:  # closed meanwhile
+            self._error = self._error or error
+            self._leave()
+
+    def _done(self, slot: _Slot, turns: Iterator[tuple[bool, Extent]], transfer: Transfer) -> None:
+        slot.done += 1
+        with self._lock:
+            self._error = self._error or transfer.error
+            self.moved_bytes += transfer.length
+        if self._direction == "write":
+            slot.written = max(slot.written, min(slot.done, len(slot.extents)))
+        if self._error is not None or time.perf_counter() >= self._deadline_s:
+            self._leave()
+        else:
+            self._start(slot, turns)
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._running -= 1
+            last = self._running == 0
+        if last:
+            self._ended_s = time.perf_counter()
+            self._over.set()
+
+
+def compute_until(over: threading.Event) -> None:
+    """Hold the interpreter's lock as pure Python does: given up only when another thread asks for it."""
+    total = 0
+    while not over.is_set():
+        for number in range(10_000):
+            total += number * number
+
+
+def _check_block(block: int, region: int) -> None:
+    if block < 1 or block % MAX_BLOCK_BYTES:
+        raise ConfigError("size", block, f"give a multiple of {MAX_BLOCK_BYTES} bytes, as direct transfers need it")
+    if block > region:
+        raise ConfigError("size", block, f"is larger than the {format_size(region)} that each directory is measured on")

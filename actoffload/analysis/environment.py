@@ -1,0 +1,114 @@
+"""What a measurement records: the machine, the software and the commit, in files that are written whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ..autograd import native
+from ..version import __version__
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The checkout, where the package is used from one."""
+CODE = ("actoffload", "integrations", "benchmarks/*.py")
+"""What a measurement depends on, below the checkout."""
+BUSY_SHARE = 0.15
+"""A machine on which others take more of the processors than this is called busy."""
+
+
+def describe_environment(root: Path = ROOT) -> dict[str, Any]:
+    """Describe the machine, how busy it is, and the software. No host name, no path.
+
+    Args:
+        root: the checkout whose commit is recorded.
+
+    Returns:
+        Plain values; sizes in bytes, ``cpu_busy_share`` from 0 to 1 over all cores, measured while this process waits.
+    """
+    import torch
+
+    share = psutil.cpu_percent(interval=0.2) / 100
+    facts: dict[str, Any] = {
+        "cpu": cpu_model(),
+        "cores": psutil.cpu_count(logical=True),
+        "memory_bytes": int(psutil.virtual_memory().total),
+        "kernel": platform.release(),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "cpu_busy_share": round(share, 3),
+        "busy": share > BUSY_SHARE,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+        "actoffload": __version__,
+        "native_hooks": native.refusal() or "yes",
+        "commit": commit_of(root),
+        "gpu": None,
+    }
+    if torch.cuda.is_available():
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts["gpu_memory_bytes"] = torch.cuda.get_device_properties(0).total_memory
+        facts["cuda"] = torch.version.cuda
+    return facts
+
+
+def find_device() -> str:
+    """Return the accelerator's type where there is one, else ``"cpu"``."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if accelerator is None else accelerator.type
+
+
+def cpu_model() -> str:
+    """Return the processor's name as the system gives it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def commit_of(root: Path = ROOT) -> str | None:
+    """Return the commit that was measured, with ``+changes`` when the code differs from it.
+
+    Returns:
+        None without git, and where the package is installed: a repository around it is somebody else's.
+    """
+    try:
+        _git(root, "ls-files", "--error-unmatch", "actoffload/version.py")
+        head = _git(root, "rev-parse", "--short=12", "HEAD")
+        changed = _git(root, "status", "--porcelain", "--", *CODE)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return f"{head}+changes" if changed else head
+
+
+def _git(root: Path, *arguments: str) -> str:
+    command = ["git", *arguments]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout.strip()
+
+
+def without_paths(text: str, root: Path = ROOT) -> str:
+    """Return ``text`` without this machine's directories."""
+    return text.replace(str(root), ".").replace(str(Path.home()), "~")
+
+
+def write_json(file: Path, payload: dict[str, Any]) -> None:
+    """Write ``payload`` as JSON in one step, so that a run that is killed leaves the last whole file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    text = json.dumps(payload, indent=1) + "\n"
+    partial = file.with_name(f"{file.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(file)

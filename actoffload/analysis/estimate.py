@@ -1,0 +1,237 @@
+"""What offloading would need and cost, on paper: bytes, bandwidth, the share that hides, an SSD's life, dollars.
+
+The model is SSDTrain's (arXiv 2408.10013, its section on modelling): a step of ``t`` seconds that saves ``S`` bytes on
+a GPU writes them in one half and reads them in the other, so it needs ``S / (t/2)`` each way; a drive lives
+``endurance · t / S``. The endurance is the rated one unless credits are entered.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+from ..errors import ConfigError
+from ..storage.endurance import (
+    DAY_S,
+    RATED,
+    Credits,
+    Drive,
+    check_counts,
+    check_positive,
+    endurance_bytes,
+    format_duration,
+    lifetime_s,
+    written_per_day,
+)
+from .transformer_shapes import (
+    ModelShape,
+    Parallelism,
+    Recompute,
+    check_fit,
+    ends_inventory,
+    layer_inventory,
+    layers_bytes,
+    model_flops,
+    recomputed_flops,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One GPU's share of a machine. Rates in FLOP/s and bytes a second, one way."""
+
+    name: str
+    peak_flops: float
+    """Dense peak in the type that the model computes in."""
+    utilisation: float
+    """Share of the peak that a whole step achieves, bubbles, communication and optimizer included, 0 to 1 (MFU where
+    nothing is recomputed; what is recomputed runs at the same rate)."""
+    device_to_host_bytes_per_s: float
+    host_to_device_bytes_per_s: float
+    drive: Drive
+    drives: int = 4
+    """SSDs per GPU. SSDTrain's paper assumes four."""
+    ssd_write_bytes_per_s: float | None = None
+    """Host to SSDs, all of this GPU's together, as measured. Default: the drives' rated rates added up."""
+    ssd_read_bytes_per_s: float | None = None
+    """SSDs to host, likewise."""
+    price_usd: float | None = None
+    """Of the GPU."""
+    source: str = ""
+    """Where the numbers are from."""
+
+    def __post_init__(self) -> None:
+        check_positive(self, "peak_flops", "utilisation", "device_to_host_bytes_per_s", "host_to_device_bytes_per_s")
+        check_positive(self, "ssd_write_bytes_per_s", "ssd_read_bytes_per_s", "price_usd")
+        check_counts(self, "drives")
+        if self.utilisation > 1:
+            raise ConfigError("utilisation", self.utilisation, "is a share of the peak, above 0 and at most 1")
+
+    @property
+    def write_bytes_per_s(self) -> float:
+        """Device to SSD: the slower of the link and the drives."""
+        drives = self.drive.write_bytes_per_s * self.drives
+        return min(self.device_to_host_bytes_per_s, self.ssd_write_bytes_per_s or drives)
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        """SSD to device: the slower of the drives and the link."""
+        drives = self.drive.read_bytes_per_s * self.drives
+        return min(self.host_to_device_bytes_per_s, self.ssd_read_bytes_per_s or drives)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """The answer, per GPU. Bytes, seconds, bytes a second and US dollars; None where a price is not known.
+
+    Attributes:
+        activation_bytes_per_microbatch: what the layers of a pipeline stage save.
+        activation_bytes_per_step: the same over all micro-batches of a step: S, what is written where all moves.
+        activation_bytes_in_flight: the peak with everything kept: what the fullest stage holds at once.
+        ends_bytes: what embedding, last norm and loss save for a micro-batch; backward follows at once, so it stays.
+        step_flops: of one GPU, recomputation included.
+        step_s: seconds of a step.
+        required_bytes_per_s: S / (t/2), to write and, in the other half of the step, to read.
+        write_bytes_per_s: what there is to write.
+        read_bytes_per_s: what there is to read.
+        share_hidden: of S that moves without making the step longer, at most 1.
+        moved_bytes_per_step: that share of S; the rest is kept.
+        spool_bytes: on the SSDs at once.
+        written_bytes_per_day: of the moved share, over all of the GPU's drives.
+        rated_life_s: of the drives, on rated TBW.
+        credited_life_s: of the drives, with the credits.
+        ssd_price_usd: of all of the GPU's drives.
+        ssd_share_of_gpu_price: that over the GPU's price.
+        ssd_usd_per_day: price over rated life.
+        gpus: GPUs of the job.
+        layer_bytes: the inventory of one layer, by tensor, for one micro-batch.
+        notes: what a reader must know before quoting a number.
+    """
+
+    activation_bytes_per_microbatch: float
+    activation_bytes_per_step: float
+    activation_bytes_in_flight: float
+    ends_bytes: float
+    step_flops: float
+    step_s: float
+    required_bytes_per_s: float
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+    share_hidden: float
+    moved_bytes_per_step: float
+    spool_bytes: float
+    written_bytes_per_day: float
+    rated_life_s: float
+    credited_life_s: float
+    ssd_price_usd: float | None
+    ssd_share_of_gpu_price: float | None
+    ssd_usd_per_day: float | None
+    gpus: int
+    layer_bytes: dict[str, float]
+    notes: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, object]:
+        """Return every field, ready for JSON (an endless life is None there)."""
+        return {name: None if value == math.inf else value for name, value in asdict(self).items()}
+
+
+def estimate(
+    shape: ModelShape,
+    split: Parallelism,
+    hardware: Hardware,
+    *,
+    credits: Credits = RATED,
+    recompute: Recompute = "none",
+    step_s: float | None = None,
+) -> Estimate:
+    """Estimate what offloading this model's activations needs, per GPU.
+
+    Args:
+        shape: the model and its micro-batch.
+        split: how a step is split over GPUs.
+        hardware: one GPU's share of a machine.
+        credits: multipliers on the drives' rated endurance; none unless given.
+        recompute: what backward computes again (then only the rest is there to move).
+        step_s: seconds of a step as measured. Default: the step's FLOPs over what the GPU achieves.
+
+    Raises:
+        ConfigError: the shape cannot be split so, or credits are given for a drive without NAND.
+    """
+    check_fit(shape, split)
+    microbatch_flops = model_flops(shape) + recomputed_flops(shape, recompute)
+    flops = microbatch_flops * split.micro_batches * split.data / split.gpus
+    seconds = flops / (hardware.peak_flops * hardware.utilisation) if step_s is None else step_s
+    if not 0 < seconds < math.inf:
+        raise ConfigError("step_s", step_s, "must be a number of seconds above 0")
+    per_microbatch = layers_bytes(shape, split, recompute)
+    per_step = per_microbatch * split.micro_batches
+    required = required_bytes_per_s(per_step, seconds)
+    share = min(1.0, hardware.write_bytes_per_s / required, hardware.read_bytes_per_s / required)
+    moved = share * per_step
+    rated = lifetime_s(endurance_bytes(hardware.drive, hardware.drives), seconds, moved)
+    credited = lifetime_s(endurance_bytes(hardware.drive, hardware.drives, credits), seconds, moved)
+    price = None if hardware.drive.price_usd is None else hardware.drive.price_usd * hardware.drives
+    in_flight = per_microbatch * split.microbatches_in_flight
+    return Estimate(
+        activation_bytes_per_microbatch=per_microbatch,
+        activation_bytes_per_step=per_step,
+        activation_bytes_in_flight=in_flight,
+        ends_bytes=sum(ends_inventory(shape, split).values()),
+        step_flops=flops,
+        step_s=seconds,
+        required_bytes_per_s=required,
+        write_bytes_per_s=hardware.write_bytes_per_s,
+        read_bytes_per_s=hardware.read_bytes_per_s,
+        share_hidden=share,
+        moved_bytes_per_step=moved,
+        spool_bytes=share * in_flight,
+        written_bytes_per_day=written_per_day(moved, seconds),
+        rated_life_s=rated,
+        credited_life_s=credited,
+        ssd_price_usd=price,
+        ssd_share_of_gpu_price=None if price is None or not hardware.price_usd else price / hardware.price_usd,
+        ssd_usd_per_day=None if price is None else price / (rated / DAY_S),
+        gpus=split.gpus,
+        layer_bytes=layer_inventory(shape, split, recompute),
+        notes=tuple(_notes(shape, hardware, credits, recompute, share, rated, share * in_flight)),
+    )
+
+
+def required_bytes_per_s(step_bytes: float, step_s: float) -> float:
+    """Return the rate, bytes a second, that moves ``step_bytes`` in half of the step: S / (t/2).
+
+    >>> required_bytes_per_s(6.0, 2.0)
+    6.0
+    """
+    return step_bytes / (step_s / 2)
+
+
+def _notes(
+    shape: ModelShape,
+    hardware: Hardware,
+    credits: Credits,
+    recompute: Recompute,
+    share: float,
+    rated_life: float,
+    spool: float,
+) -> list[str]:
+    notes = []
+    if credits.factor != 1.0:
+        notes.append(
+            f"The life with credits is {credits.factor:.3g} × the rated one; on rated TBW alone it is "
+            f"{format_duration(rated_life)}, and that is what a warranty follows."
+        )
+    if share < 1.0:
+        notes.append(f"{share:.0%} hides; moving more would make the step longer, so the rest is kept.")
+    if hardware.drive.nand and hardware.ssd_write_bytes_per_s is None:
+        notes.append("The drives' rated write rate is for a fresh cache; a measured, sustained one may be much lower.")
+    if spool > hardware.drive.capacity_bytes * hardware.drives:
+        notes.append("What is in flight does not fit on the drives: more drives, or fewer micro-batches in flight.")
+    if recompute == "selective" and shape.attention == "flash":
+        notes.append("Selective recomputation saves nothing here: flash attention keeps no quadratic tensor.")
+    if not shape.fused_kernels and shape.family == "llama":
+        notes.append("RMSNorm and SwiGLU as plain PyTorch runs them; fused kernels save fewer bytes.")
+    for part in (hardware.source, hardware.drive.source):
+        if "recalled" in part:
+            notes.append(f"Check before quoting: {part}.")
+    return notes

@@ -1,0 +1,165 @@
+"""Named models, GPUs and drives for `estimate`, each number with its source; *recalled* means: check before quoting.
+
+Megatron-LM's runs are those of Korthikanti et al. 2022 (arXiv 2205.05198): shapes and splits of Table 3, MFU of Table 5
+(as NVIDIA/Megatron-LM's README repeats it) on A100 80 GB. SSDTrain's shapes: its Figure 6 (arXiv 2408.10013).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ..errors import ConfigError
+from ..storage.endurance import Drive, bytes_of_dwpd
+from .transformer_shapes import Family, ModelShape, Parallelism
+
+TB = 10**12
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelPreset:
+    """A model, its split, and what it is known to reach.
+
+    Attributes:
+        shape: the model and its micro-batch.
+        split: how a step is split over GPUs.
+        gpu: name of the GPU that it ran on, or that suits it.
+        source: where the numbers are from.
+        utilisation: published MFU; None leaves the GPU's default.
+    """
+
+    shape: ModelShape
+    split: Parallelism
+    gpu: str
+    source: str
+    utilisation: float | None = None
+
+
+@dataclass(frozen=True)
+class GpuPreset:
+    """A GPU and its link to the host. Rates in FLOP/s and bytes a second, one way; the price in US dollars."""
+
+    peak_flops: float
+    utilisation: float
+    link_bytes_per_s: float
+    source: str
+    price_usd: float | None = None
+
+
+_PCIE4 = 0.8 * 16e9 * 16 * 128 / 130 / 8
+"""One way of 16 lanes: 16 GT/s, line code 128/130, and the share of 0.8 that pinned copies reach, which is recalled."""
+_PCIE5 = 2 * _PCIE4
+_C2C = 0.8 * 450e9
+"""NVLink-C2C: 900 GB/s both ways together (Transformer Engine's documentation); 0.8 of it as for PCIe, recalled."""
+
+LINK_SOURCE = "the link at 0.8 of its line rate (recalled, not measured)"
+_A100 = f"dense bf16 of NVIDIA's data sheet; MFU as Megatron-LM's; {LINK_SOURCE}"
+_HOPPER = f"dense bf16 of NVIDIA's data sheet; MFU recalled; {LINK_SOURCE}"
+GPUS: dict[str, GpuPreset] = {
+    "a100-pcie": GpuPreset(312e12, 0.5, _PCIE4, f"price of SSDTrain's paper; {_A100}", price_usd=10_000),
+    "a100-sxm": GpuPreset(312e12, 0.5, _PCIE4, _A100),
+    "h100-sxm": GpuPreset(989e12, 0.4, _PCIE5, _HOPPER),
+    "h200-sxm": GpuPreset(989e12, 0.4, _PCIE5, _HOPPER),
+    "gh200": GpuPreset(989e12, 0.4, _C2C, _HOPPER),
+}
+
+DRIVES: dict[str, Drive] = {
+    "980pro-1tb": Drive(
+        name="Samsung 980 PRO 1 TB",
+        capacity_bytes=TB,
+        rated_written_bytes=600 * TB,
+        write_bytes_per_s=5.0e9,
+        read_bytes_per_s=7.0e9,
+        price_usd=90.0,
+        source="600 TBW, 5.0 and 7.0 GB/s: Samsung's announcement, 2020; $90: SSDTrain's $360 for four",
+    ),
+    "p5800x-1.6tb": Drive(
+        name="Intel Optane P5800X 1.6 TB",
+        capacity_bytes=1_600_000_000_000,
+        rated_written_bytes=bytes_of_dwpd(1_600_000_000_000, 100),
+        write_bytes_per_s=6.2e9,
+        read_bytes_per_s=7.2e9,
+        price_usd=3823.0,
+        nand=False,
+        source="100 DWPD for 5 years, 7.2 GB/s, list price $3,823 of 2021: Tom's Hardware; write 6.2 GB/s recalled",
+    ),
+}
+
+_MEGATRON = "Korthikanti et al. 2022 (arXiv 2205.05198), Tables 3 and 5; flash attention in place of recomputing it"
+_LLAMA = "configuration as Transformers runs it; sequence 8192, one sequence"
+_SSDTRAIN = "SSDTrain (arXiv 2408.10013), Figure 6: TP 2, head 128, sequence 1024, batch 16; vocabulary recalled"
+
+
+def _megatron(
+    sizes: tuple[int, int, int], micro_batch: int, *, pipeline: int, micro_batches: int, interleave: int, mfu: float
+) -> ModelPreset:
+    layers, hidden, heads = sizes
+    shape = ModelShape(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        sequence=2048,
+        micro_batch=micro_batch,
+        vocab=51_200,
+        dropout=True,
+    )
+    split = Parallelism(
+        tensor=8, sequence_parallel=True, pipeline=pipeline, interleave=interleave, micro_batches=micro_batches
+    )
+    return ModelPreset(shape=shape, split=split, gpu="a100-sxm", source=_MEGATRON, utilisation=mfu)
+
+
+def _llama(layers: int, hidden: int, heads: int, ffn: int, split: Parallelism) -> ModelPreset:
+    shape = ModelShape(
+        family="llama",
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=8,
+        ffn=ffn,
+        sequence=8192,
+        micro_batch=1,
+        vocab=128_256,
+        fused_kernels=False,
+    )
+    return ModelPreset(shape=shape, split=split, gpu="h100-sxm", source=_LLAMA)
+
+
+def _ssdtrain(family: Family, vocab: int, hidden: int, layers: int) -> ModelPreset:
+    shape = ModelShape(
+        family=family,
+        layers=layers,
+        hidden=hidden,
+        heads=hidden // 128,
+        sequence=1024,
+        micro_batch=16,
+        vocab=vocab,
+    )
+    return ModelPreset(shape=shape, split=Parallelism(tensor=2), gpu="a100-pcie", source=_SSDTRAIN)
+
+
+_VOCABULARIES: tuple[tuple[Family, int], ...] = (("gpt", 50_257), ("bert", 30_522), ("t5", 32_128))
+MODELS: dict[str, ModelPreset] = {
+    "megatron-22b": _megatron((48, 6144, 64), 4, pipeline=1, micro_batches=1, interleave=1, mfu=0.415),
+    "gpt3-175b": _megatron((96, 12288, 96), 1, pipeline=8, micro_batches=64, interleave=3, mfu=0.514),
+    "megatron-530b": _megatron((105, 20480, 128), 1, pipeline=35, micro_batches=280, interleave=3, mfu=0.560),
+    "megatron-1t": _megatron((128, 25600, 160), 1, pipeline=64, micro_batches=512, interleave=1, mfu=0.563),
+    "llama3-8b": _llama(32, 4096, 32, 14_336, Parallelism()),
+    "llama3-70b": _llama(80, 8192, 64, 28_672, Parallelism(tensor=8, sequence_parallel=True)),
+} | {
+    f"ssdtrain-{family}-{hidden}x{layers}": _ssdtrain(family, vocab, hidden, layers)
+    for family, vocab in _VOCABULARIES
+    for hidden, layers in ((8192, 4), (12288, 3), (16384, 2))
+}
+
+
+def preset(field: str, name: str, known: dict[str, T]) -> T:
+    """Return the preset of that name.
+
+    Raises:
+        ConfigError: there is none; lists those there are.
+    """
+    if name not in known:
+        raise ConfigError(field, name, f"no such preset; there are {', '.join(known)}")
+    return known[name]

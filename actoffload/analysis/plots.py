@@ -1,0 +1,204 @@
+"""Pictures by matplotlib, where it is installed (``pip install actoffload[plots]``).
+
+Each function writes one file (PNG, or what else the name's ending says) and returns False, with nothing written, where
+matplotlib is not installed or there is nothing to show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from . import rok
+
+MIB, GIB = 1 << 20, 1 << 30
+COLOURS = {"keep": "#7a7a7a", "recompute": "#c77700", "offload": "#2a8a4a", "hybrid": "#0b6fa4"}
+MARKERS = {"keep": "s", "recompute": "^", "offload": "D", "hybrid": "o"}
+KEEP_COLOUR, PLAN_COLOUR, BUDGET_COLOUR = "#8c8c8c", "#0b6fa4", "#c23b22"
+
+Item = TypeVar("Item")
+Key = TypeVar("Key")
+Timeline = Sequence[tuple[float, int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One measured mode: seconds a step and GiB of activations at the peak; None where it ran out of memory."""
+
+    group: str
+    label: str
+    step_s: float | None
+    peak_gib: float | None
+
+
+def step_time_against_memory(points: Sequence[Point], path: Path, title: str) -> bool:
+    """Draw a panel for each group, step time over activation peak; lower left is better.
+
+    Args:
+        points: what was measured; those without numbers are named in the panel's corner.
+        path: the file to write.
+        title: what is shown, and where it was measured.
+    """
+    groups = _grouped(points, lambda point: point.group)
+    if not groups or not has_matplotlib():
+        return False
+    with _panels(groups, path, title) as axes:
+        for (group, mine), axis in zip(groups.items(), axes, strict=True):
+            drawn = [(p.peak_gib, p.step_s, p.label) for p in mine if p.step_s is not None and p.peak_gib is not None]
+            for peak_gib, step_s, label in drawn:
+                axis.scatter(peak_gib, step_s, label=label, alpha=0.8)
+            failed = [point.label for point in mine if point.step_s is None]
+            if failed:
+                axis.text(0.02, 0.02, f"no peak measured: {', '.join(failed)}", transform=axis.transAxes)
+            if len(failed) < len(mine):
+                axis.legend(loc="best")
+            axis.set(title=group, xlabel="activation peak (GiB)", ylabel="step time (s)")
+            _from_zero(axis, [x for x, _, _ in drawn], [y for _, y, _ in drawn])
+    return True
+
+
+def draw_rok(points: Sequence[rok.Point], path: Path, title: str) -> bool:
+    """Draw a panel for each model and hidden size, throughput over activation peak; upper left is better."""
+    groups = _grouped(points, lambda point: point.case.panel)
+    if not groups or not has_matplotlib():
+        return False
+    with _panels(groups, path, title) as axes:
+        for (group, mine), axis in zip(groups.items(), axes, strict=True):
+            _draw_rok_panel(axis, group, mine)
+        handles, labels = axes[0].get_legend_handles_labels()
+        axes[0].figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+    return True
+
+
+def _draw_rok_panel(axis: Any, name: str, points: Sequence[rok.Point]) -> None:
+    unit, unit_name = _unit_of(p.peak_bytes or 0 for p in points)
+    for series in rok.SERIES:  # one legend entry for each, also where a panel has none of them
+        axis.plot([], [], color=COLOURS[series], marker=MARKERS[series], label=series)
+    drawn = sorted((p for p in points if p.measured), key=lambda p: (p.peak_bytes or 0, p.tflops or 0.0))
+    # A line joins a series over its batches; the hybrid, for each batch, over its budgets.
+    lines = _grouped(drawn, lambda p: (p.variant.series, p.case.batch if p.variant.series == "hybrid" else 0))
+    for (series, _), line in lines.items():
+        xs, ys = [(p.peak_bytes or 0) / unit for p in line], [p.tflops or 0.0 for p in line]
+        colour, dash = COLOURS[series], "-" if series == "hybrid" else ":"
+        axis.plot(xs, ys, dash, color=colour, marker=MARKERS[series], markersize=6, linewidth=1.1, alpha=0.85)
+        first_named = len(line) - 1 if series == "hybrid" else 0
+        for point, x, y in list(zip(line, xs, ys, strict=True))[first_named:]:
+            text = f"b{point.case.batch}"
+            axis.annotate(text, (x, y), textcoords="offset points", xytext=(5, 5), fontsize=7, color=colour)
+    _from_zero(axis, [(p.peak_bytes or 0) / unit for p in drawn], [p.tflops or 0.0 for p in drawn])
+    axis.set_title(name, fontsize="small")
+    axis.set(xlabel=f"activation peak ({unit_name})", ylabel="model throughput (TFLOP/s)")
+    axis.grid(alpha=0.25)
+    failed = {
+        "out of memory": [p for p in points if p.oom],
+        "not measured": [p for p in points if not p.measured and not p.oom],
+    }
+    texts = [f"{what}: {'; '.join(p.label for p in mine)}" for what, mine in failed.items() if mine]
+    axis.text(0.02, 0.02, "\n".join(texts), transform=axis.transAxes, fontsize=6.5, wrap=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanPicture:
+    """What the picture of a plan shows: times in seconds, sizes in bytes.
+
+    Attributes:
+        title: what is shown.
+        keep: bytes on the device from each time on, with nothing moved.
+        plan: the same under the plan.
+        keep_step_s: length of the step with nothing moved.
+        plan_step_s: length of the step under the plan.
+        forward_s: when backward begins, with nothing moved.
+        device_budget: the budget; None for none.
+    """
+
+    title: str
+    keep: Timeline
+    plan: Timeline
+    keep_step_s: float
+    plan_step_s: float
+    forward_s: float
+    device_budget: int | None = None
+
+
+def draw_plan(picture: PlanPicture, path: Path) -> bool:
+    """Draw bytes on the device over the step.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: its ending is no format that matplotlib knows.
+    """
+    if not has_matplotlib():
+        return False
+    top = max((nbytes for _, nbytes in (*picture.keep, *picture.plan)), default=1)
+    unit, name = _unit_of([top])
+    with _panels([picture.title], path, picture.title, width=9.0) as (axis,):
+        for timeline, step_s, colour, label in (
+            (picture.keep, picture.keep_step_s, KEEP_COLOUR, "nothing moved"),
+            (picture.plan, picture.plan_step_s, PLAN_COLOUR, "the plan"),
+        ):
+            times = [0.0, *(t for t, _ in timeline), max(step_s, timeline[-1][0] if timeline else 0.0)]
+            sizes = [0.0, *(nbytes / unit for _, nbytes in timeline), 0.0]
+            text = f"{label}: {step_s:.3g} s, peak {max(sizes):.3g} {name}"
+            axis.fill_between(times, sizes, step="post", color=colour, alpha=0.18, linewidth=0)
+            axis.step(times, sizes, where="post", color=colour, label=text, linewidth=1.4)
+        if picture.device_budget is not None:
+            budget = picture.device_budget / unit
+            axis.axhline(budget, color=BUDGET_COLOUR, linestyle="--", label=f"budget: {budget:.3g} {name}")
+        axis.axvline(picture.forward_s, color="black", linestyle=":", label="backward begins (nothing moved)")
+        axis.set(xlabel="time in the step (s)", ylabel=f"saved activations on the device ({name})")
+        axis.set(xlim=(0, None), ylim=(0, 1.12 * top / unit))
+        axis.legend(loc="upper right", framealpha=0.9, fontsize="small")
+    return True
+
+
+def has_matplotlib() -> bool:
+    """Return whether pictures can be drawn."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("Agg")
+    return True
+
+
+@contextmanager
+def _panels(names: Iterable[str], path: Path, title: str, *, width: float = 5.8) -> Iterator[list[Any]]:
+    """Give an axis for each name, three in a row, and write the picture at the end."""
+    from matplotlib import pyplot
+
+    count = len(list(names))
+    columns = min(3, count)
+    rows = -(-count // columns)
+    size = (width * columns, 4.6 * rows)
+    figure, grid = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    axes = list(grid.flatten())
+    for axis in axes[count:]:
+        axis.set_axis_off()
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    try:
+        yield axes[:count]
+        figure.suptitle(title, fontsize="medium")
+        figure.savefig(path, dpi=120)
+    finally:
+        pyplot.close(figure)
+
+
+def _from_zero(axis: Any, xs: Sequence[float], ys: Sequence[float]) -> None:
+    """Let both axes begin at zero, with room for labels beyond the last point."""
+    axis.set(xlim=(0, 1.2 * max(xs, default=0.0) or 1.0), ylim=(0, 1.2 * max(ys, default=0.0) or 1.0))
+
+
+def _grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
+
+
+def _unit_of(sizes: Iterable[int]) -> tuple[int, str]:
+    """Return what to divide bytes by, and its name."""
+    return (GIB, "GiB") if max(sizes, default=0) >= GIB else (MIB, "MiB")

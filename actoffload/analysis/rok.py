@@ -1,0 +1,276 @@
+"""The recompute-offload-keep curve in numbers: what is measured, points from samples, and which points dominate. Pure.
+
+x is the peak of saved activations in bytes, y the throughput in algorithmic TFLOP/s (recomputing is not counted).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from statistics import median
+from typing import Any
+
+SERIES = ("keep", "recompute", "offload", "hybrid")
+BACKWARD_FACTOR = 3
+"""FLOPs of a step over those of its forward."""
+LEAST_NOISE, MOST_NOISE = 0.01, 0.05
+"""Throughputs that differ by less than the first share are never called different; spreads excuse up to the second."""
+SAME_PEAK = 1.001
+
+Sample = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Case:
+    """One workload. ``hidden`` elements, ``seq`` tokens, ``batch`` sequences, ``vocab`` rows of the head."""
+
+    model: str
+    hidden: int
+    layers: int
+    batch: int
+    seq: int
+    vocab: int
+    head_width: int = 64
+    dtype: str = "float32"
+
+    @property
+    def panel(self) -> str:
+        """What it shares a panel of the picture with."""
+        return f"{self.model}, hidden {self.hidden} × {self.layers} layers, {self.seq} tokens"
+
+    @property
+    def name(self) -> str:
+        """The panel and the batch."""
+        return f"{self.panel}, batch {self.batch}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A series and, for ``hybrid``, its budget: a share of the peak with all kept, or the peak of another series."""
+
+    series: str
+    level: str = ""
+
+    @property
+    def label(self) -> str:
+        """``"hybrid 40%"``, ``"hybrid = recompute"``, ``"hybrid"``, ``"keep"``."""
+        if not self.level:
+            return self.series
+        return f"{self.series} = {self.level}" if self.level in SERIES else f"{self.series} {float(self.level):.0%}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """What is measured, and how.
+
+    Attributes:
+        cases: the workloads.
+        levels: budgets of the hybrid; it is always run without one, too.
+        warm_up: steps before the timed ones, enough for a plan to settle.
+        steps: timed steps of each sample.
+        repeats: samples of each point, taken in turns.
+        threads: CPU threads of PyTorch; None for its own choice.
+        device: ``"cpu"`` or the accelerator's type; empty for the accelerator where there is one.
+    """
+
+    cases: tuple[Case, ...]
+    levels: tuple[str, ...] = ("keep", "offload", "recompute", "0.15", "0.4", "0.65")
+    warm_up: int = 8
+    steps: int = 5
+    repeats: int = 3
+    threads: int | None = None
+    device: str = ""
+
+    def variants(self, series: Sequence[str] = SERIES) -> tuple[Variant, ...]:
+        """Return what is run of each case, those first that others need."""
+        plain = [Variant(series=name) for name in ("keep", "offload", "recompute", "hybrid") if name in series]
+        budgets = [Variant(series="hybrid", level=level) for level in self.levels if "hybrid" in series]
+        return (*plain, *(v for v in budgets if v.level not in SERIES or v.level in series))
+
+
+def _grid(models: Iterable[str], shapes: Iterable[tuple[int, int, Sequence[int]]], **common: Any) -> tuple[Case, ...]:
+    """Return the cases of every model in every shape: hidden, layers, batches."""
+    sizes = [(hidden, layers, batch) for hidden, layers, batches in shapes for batch in batches]
+    vocab = common.pop("vocab")
+    return tuple(
+        Case(model=m, hidden=h, layers=n, batch=b, vocab=vocab[m], **common) for m in models for h, n, b in sizes
+    )
+
+
+_PAPER_VOCAB = {"gpt": 50304, "bert": 30592, "t5": 32128}
+_SMALL_VOCAB = dict.fromkeys(("gpt", "bert", "t5", "gpt-small"), 1024)
+_PAPER = {"seq": 1024, "head_width": 128, "dtype": "bfloat16", "vocab": _PAPER_VOCAB}
+PRESETS = {
+    "ssdtrain": Preset(
+        cases=_grid(("gpt", "bert", "t5"), ((8192, 4, (16,)), (12288, 3, (16,)), (16384, 2, (16,))), **_PAPER)
+        + _grid(("bert",), ((12288, 3, (4, 8, 32)), (14336, 3, (4, 8, 16, 32))), **_PAPER)
+    ),
+    "cpu": Preset(
+        cases=_grid(("gpt", "bert", "t5"), ((256, 4, (4, 8)), (384, 4, (4,))), seq=256, vocab=_SMALL_VOCAB),
+        threads=2,
+        device="cpu",
+    ),
+    "tiny": Preset(
+        cases=_grid(("gpt-small",), ((128, 2, (2, 4)),), seq=128, vocab=_SMALL_VOCAB),
+        levels=("0.6",),
+        warm_up=3,
+        steps=2,
+        repeats=1,
+        threads=1,
+        device="cpu",
+    ),
+}
+"""``ssdtrain``: the shapes of SSDTrain's figures 6 and 7, for a GPU. ``cpu``: small. ``tiny``: for tests."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """All samples of one variant of one case.
+
+    Attributes:
+        case: the workload.
+        variant: the series and its level.
+        device_budget: bytes; None without one.
+        peak_bytes: the most of saved activations on the device in any timed step; None where nothing was measured.
+        step_s: median of all timed steps.
+        tflops: throughput at ``step_s``, 10¹² FLOP/s.
+        spread: how far the samples' medians lie apart, of one sample its steps, as a share of ``step_s``.
+        samples: how many there are.
+        rounds: the median step of each round that was measured, in seconds.
+        identical: whether all losses are those of ``keep``, bit for bit; None where there is nothing to compare.
+        oom: whether it ran out of memory.
+        below_floor: whether its budget is below what any plan reaches.
+        error: what went wrong; empty when nothing did.
+        dominated_by: labels of the points of its panel that have no more memory and no less throughput.
+    """
+
+    case: Case
+    variant: Variant
+    device_budget: int | None = None
+    peak_bytes: int | None = None
+    step_s: float | None = None
+    tflops: float | None = None
+    spread: float = 0.0
+    samples: int = 0
+    rounds: Mapping[int, float] = field(default_factory=dict, compare=False)
+    identical: bool | None = None
+    oom: bool = False
+    below_floor: bool = False
+    error: str = ""
+    dominated_by: tuple[str, ...] = field(default=())
+
+    @property
+    def measured(self) -> bool:
+        """Whether it can be drawn."""
+        return self.peak_bytes is not None and self.tflops is not None
+
+    @property
+    def label(self) -> str:
+        """The variant and the batch."""
+        return f"{self.variant.label}, batch {self.case.batch}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return one flat row."""
+        row = asdict(self)
+        case, variant, _ = row.pop("case"), row.pop("variant"), row.pop("rounds")
+        row["dominated_by"] = "; ".join(self.dominated_by)
+        return {**case, **variant, **row, "efficient": self.measured and not self.dominated_by}
+
+
+def points_of(samples: Sequence[Sample]) -> list[Point]:
+    """Return points from the samples of a results file, with what dominates what."""
+    groups: dict[tuple[Case, Variant], list[Sample]] = {}
+    for sample in samples:
+        key = Case(**sample["case"]), Variant(series=sample["series"], level=sample["level"])
+        groups.setdefault(key, []).append(sample)
+    points = [_point(case, variant, mine, _reference(case, groups)) for (case, variant), mine in groups.items()]
+    return [replace(point, dominated_by=tuple(other.label for other in dominating(point, points))) for point in points]
+
+
+def _reference(case: Case, groups: Mapping[tuple[Case, Variant], Sequence[Sample]]) -> list[str] | None:
+    """Return the losses to compare with: those of keep, or of the first other that has some."""
+    mine = [(v, s) for (c, v), found in groups.items() if c == case for s in found if s.get("losses_hex")]
+    mine.sort(key=lambda pair: pair[0].series != "keep")
+    return list(mine[0][1]["losses_hex"]) if mine else None
+
+
+def _point(case: Case, variant: Variant, samples: Sequence[Sample], reference: Sequence[str] | None) -> Point:
+    bad = [sample for sample in samples if "error" in sample]
+    budget = next((s["device_budget"] for s in samples if s.get("device_budget") is not None), None)
+    point = Point(case=case, variant=variant, device_budget=budget, samples=len(samples))
+    if bad:  # a point that fails now and then is a failed one
+        said = {name: any(s.get(name) for s in bad) for name in ("oom", "below_floor")}
+        return replace(point, **said, error=bad[0]["error"])
+    step_s = median(s for sample in samples for s in sample["step_s"])
+    rounds = {int(sample["repeat"]): median(sample["step_s"]) for sample in samples}
+    times = list(rounds.values()) if len(rounds) > 1 else samples[0]["step_s"]
+    return replace(
+        point,
+        peak_bytes=max(sample["activation_peak_bytes"] for sample in samples),
+        step_s=step_s,
+        tflops=samples[0]["flops"] / step_s / 1e12,
+        spread=(max(times) - min(times)) / step_s,
+        rounds=rounds,
+        identical=None if reference is None else all(list(s["losses_hex"]) == list(reference) for s in samples),
+    )
+
+
+def dominating(point: Point, points: Iterable[Point]) -> list[Point]:
+    """Return the points of the same panel that are no worse either way and better in one, the fastest first."""
+    if point.peak_bytes is None or point.tflops is None:
+        return []
+    found = []
+    for other in points:
+        if other.case.panel != point.case.panel or other.peak_bytes is None or other.tflops is None:
+            continue
+        no_worse = other.peak_bytes <= point.peak_bytes and other.tflops >= point.tflops
+        if no_worse and (other.peak_bytes, other.tflops) != (point.peak_bytes, point.tflops):
+            found.append(other)
+    return sorted(found, key=lambda other: -(other.tflops or 0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The hybrid against another point of the same case, at no more memory than that point takes.
+
+    Attributes:
+        other: the point.
+        hybrid: the fastest hybrid with no higher peak; None when every hybrid has a higher one.
+        ratio: its throughput over the other's, the median of the rounds, as a machine's speed drifts; None without one.
+        noise: by how much they may differ and be the same, as a share: how far the rounds' ratios (of one round, the
+            steps) lie apart, within limits.
+    """
+
+    other: Point
+    hybrid: Point | None = None
+    ratio: float | None = None
+    noise: float = LEAST_NOISE
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the hybrid is at least as fast within the noise; None when there is none to compare."""
+        return None if self.ratio is None else self.ratio >= 1 - self.noise
+
+
+def verdicts(points: Sequence[Point]) -> list[Verdict]:
+    """Say at every memory level that keep, recompute or offload reach whether the hybrid is at least as fast."""
+    found = []
+    hybrids = [p for p in points if p.variant.series == "hybrid" and p.measured]
+    for other in points:
+        if other.variant.series == "hybrid" or other.peak_bytes is None or other.tflops is None:
+            continue
+        limit = SAME_PEAK * other.peak_bytes
+        mine = [p for p in hybrids if p.case == other.case and (p.peak_bytes or 0) <= limit]
+        compared = [_compared(other, hybrid) for hybrid in mine]
+        found.append(max(compared, key=lambda verdict: verdict.ratio or 0.0, default=Verdict(other=other)))
+    return found
+
+
+def _compared(other: Point, hybrid: Point) -> Verdict:
+    """Compare round by round, where both have the same ones."""
+    ratios = [other.rounds[n] / hybrid.rounds[n] for n in other.rounds if n in hybrid.rounds]
+    if not ratios:
+        ratios = [(other.step_s or 0.0) / (hybrid.step_s or 1.0)]
+    ratio = median(ratios)
+    spread = (max(ratios) - min(ratios)) / ratio if len(ratios) > 1 else max(other.spread, hybrid.spread)
+    return Verdict(other=other, hybrid=hybrid, ratio=ratio, noise=min(MOST_NOISE, max(LEAST_NOISE, spread)))

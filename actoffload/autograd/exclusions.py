@@ -1,0 +1,123 @@
+"""What stays wherever it is saved: parameters, buffers, inputs, and what the user marks with ``keep()`` or a region."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ConfigError
+from ..policy import KeepReason
+from ..runtime.identity import ModuleOwners, StorageSet, is_parameter, live_modules
+from ..runtime.untraced import untraced
+
+MARKED = StorageSet()
+"""Storages that the user marked with ``keep()``."""
+
+RELEARN_EVERY = 100
+"""Without ``model=``, the live modules are looked through at the first entries and then every so many."""
+
+_REASONS = {"parameter": KeepReason.PARAMETER, "buffer": KeepReason.BUFFER, "input": KeepReason.INPUT}
+
+
+class _Regions(threading.local):
+    """How many regions that are left alone each thread is in."""
+
+    depth = 0
+
+
+REGIONS = _Regions()
+OPEN_REGIONS: list[None] = []
+"""As many as all threads are in. One operation on a list changes it, which no other thread can split."""
+
+
+class Exclusions:
+    """The storages that never move, as an offloader knows them.
+
+    Attributes:
+        static: parameters, buffers and inputs: they live anyway and are no activations.
+        owners: the modules that own them.
+    """
+
+    def __init__(self) -> None:
+        self.static = StorageSet()
+        self.owners = ModuleOwners()
+        self._learned = 0
+
+    def learn(self, models: Iterable[nn.Module]) -> None:
+        """Know the parameters and buffers of the models as they are now; without models, of every live module."""
+        self._learned += 1
+        models = list(models)
+        for model in models:
+            self.owners.add(model.modules())
+        if not models and (self._learned <= 2 or self._learned % RELEARN_EVERY == 0):
+            self.owners.add(live_modules())
+        self.owners.note_storages(self.static)
+
+    def why_stays(self, tensor: Tensor, storage: torch.UntypedStorage) -> KeepReason | None:
+        """Return why a tensor that is about to be saved stays, or None."""
+        number = storage._cdata
+        if is_parameter(tensor):
+            if number not in self.static.by_number:
+                self.static.add(tensor, "parameter")
+            return KeepReason.PARAMETER
+        known = self.static.by_number.get(number)
+        if known is None and self.owners.sharded and self.owners.note_gathered(self.static):
+            known = self.static.by_number.get(number)
+        if known is not None:
+            return _REASONS[known[1]]
+        if number in MARKED.by_number:
+            return KeepReason.MARKED
+        if REGIONS.depth:
+            return KeepReason.REGION
+        if torch._C._current_graph_task_id() != -1:
+            return KeepReason.IN_BACKWARD  # a recomputation: its own backward follows at once
+        return None
+
+
+class no_offload:
+    """A region that is left alone: what autograd saves inside it stays. A context manager and a decorator.
+
+    >>> with no_offload():
+    ...     pass
+    """
+
+    @untraced
+    def __enter__(self) -> None:
+        OPEN_REGIONS.append(None)
+        REGIONS.depth += 1
+
+    @untraced
+    def __exit__(self, *exc: object) -> None:
+        REGIONS.depth -= 1
+        OPEN_REGIONS.pop()
+
+    def __call__(self, function: Any) -> Any:
+        """Wrap a function so that it runs inside the region."""
+
+        @wraps(function)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return wrapped
+
+
+@untraced
+def keep(tensor: Tensor) -> Tensor:
+    """Have a tensor stay, with every view of it, from now on; what was moved before is not brought back.
+
+    Args:
+        tensor: any tensor.
+
+    Returns:
+        The same tensor.
+    """
+    if not isinstance(tensor, Tensor):
+        raise ConfigError("tensor", tensor, "keep() takes a tensor")
+    MARKED.add(tensor, "marked")
+    return tensor

@@ -1,0 +1,255 @@
+"""What autograd holds instead of a saved tensor: the facts of one view, and what it is a view of.
+
+A handle never holds the tensor it was made from (that would be a cycle through the graph), only its version counter,
+and an alias of it where it stays.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import SavedTensorModifiedError
+from ..runtime.identity import Counter, inner_names, same_counter
+from ..runtime.untraced import untraced_hook
+
+if TYPE_CHECKING:
+    from ..runtime.profiler import SavedStorage
+    from ..runtime.store import ActivationStore
+    from ..tiers.record import Record
+
+NOTHING: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+"""What `empty` gives each time."""
+_filling = threading.RLock()
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def version_probe(alias: Tensor) -> Tensor:
+    """Turn an alias (``t.detach()``) into an empty tensor that still shares the version counter of ``t``.
+
+    ``Tensor.data =`` swaps the contents and keeps the counter, so the probe sees every in-place change of the original
+    without holding its memory.
+    """
+    alias.data = empty(torch.float32, alias.device)
+    return alias
+
+
+def empty(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor without elements: the same one each time, unless a mode makes another kind of tensor."""
+    found = NOTHING.get((dtype, device))
+    if found is None:
+        with torch.inference_mode(False):
+            found = torch.empty(0, dtype=dtype, device=device)
+        if type(found) is Tensor and not (_is_wrapped(found) or torch._is_functional_tensor(found)):
+            NOTHING[dtype, device] = found
+    return found
+
+
+def check_version(now: int, then: int, dtype: torch.dtype, shape: tuple[int, ...], module: str | None) -> None:
+    """Raise autograd's error if a saved tensor was changed in place since it was saved.
+
+    Raises:
+        SavedTensorModifiedError: it was.
+    """
+    if now == then:
+        return
+    where = f", which was saved inside {module}," if module else ""
+    raise SavedTensorModifiedError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{str(dtype).removeprefix('torch.')} tensor {list(shape)}]{where} is at version {now}; expected version "
+        f"{then} instead. Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
+        "with torch.autograd.set_detect_anomaly(True)."
+    )
+
+
+@untraced_hook
+def unpack(handle: Any) -> Tensor:
+    """Return the tensor that a handle stands for: the unpack hook."""
+    tensor: Tensor = handle.unpack()
+    return tensor
+
+
+class Handle:
+    """One saved view of a record."""
+
+    __slots__ = ("conj", "dtype", "neg", "offset", "probe", "record", "round", "shape", "store", "stride", "version")
+
+    def __init__(self, store: ActivationStore, record: Record, alias: Tensor, conj: bool, neg: bool) -> None:
+        self.record = record
+        self.dtype = alias.dtype
+        self.shape = alias.shape
+        self.stride = alias.stride()
+        self.offset = alias.storage_offset() * self.dtype.itemsize
+        self.conj = conj
+        self.neg = neg
+        self.version = alias._version
+        self.round = record.round
+        self.probe = version_probe(alias)
+        self.store = store  # last: its death counts from here on
+
+    def unpack(self) -> Tensor:
+        """The saved view, bit for bit.
+
+        Raises:
+            SavedTensorModifiedError: it was changed in place.
+            StorageReadError: it could not be read back.
+        """
+        record = self.record
+        check_version(self.probe._version, self.version, self.dtype, self.shape, record.module)
+        storage, begin, self.round = self.store.obtain(record, self.round)
+        return view_in(self, storage, begin)
+
+    def __del__(self) -> None:
+        store = getattr(self, "store", None)
+        if store is not None:
+            store.drop(self.record, self.round)
+
+
+def view_in(handle: Handle, storage: torch.UntypedStorage, begin: int) -> Tensor:
+    """The saved view in a storage whose first byte is the one at ``begin`` of the storage that was saved."""
+    offset = (handle.offset - begin) // handle.dtype.itemsize
+    view = empty(handle.dtype, handle.record.device).detach()
+    view.set_(storage, offset, handle.shape, handle.stride)
+    # Changing what is handed out counts as changing what was saved: a later unpack then raises, as autograd's does.
+    shared = handle.probe.detach()
+    shared.data = view
+    if handle.conj:
+        shared = shared.conj()
+    return shared._neg_view() if handle.neg else shared
+
+
+class Kept:
+    """A saved tensor that stays where it is: its alias, and the version at which it was saved.
+
+    Args:
+        alias: shares its memory; or the tensor itself, a leaf, which is handed out as it is, as autograd does.
+        itself: whether it is that.
+    """
+
+    __slots__ = ("alias", "itself", "version")
+
+    def __init__(self, alias: Tensor, *, itself: bool = False) -> None:
+        self.alias = alias
+        self.itself = itself
+        self.version = alias._version
+
+    def unpack(self) -> Tensor:
+        """The saved tensor.
+
+        Raises:
+            SavedTensorModifiedError: it was changed in place.
+        """
+        alias = self.alias
+        if alias._version != self.version:
+            check_version(alias._version, self.version, alias.dtype, alias.shape, self.module)
+        # Not the alias: whoever is given it may swap its `.data`, and ask again.
+        return alias if self.itself else alias.detach()
+
+    @property
+    def module(self) -> str | None:
+        """The name of the module that it was saved in, if that is known."""
+        return None
+
+
+class Stayed(Kept):
+    """One saved view of a record that stays where it is for as long as it lives; backward's way past it is noted."""
+
+    __slots__ = ("record", "round", "store")
+
+    def __init__(self, store: ActivationStore, record: Record, alias: Tensor) -> None:
+        super().__init__(alias)
+        self.round = record.round
+        self.record = record
+        self.store = store  # last: its death counts from here on
+
+    def unpack(self) -> Tensor:
+        """The saved tensor.
+
+        Raises:
+            SavedTensorModifiedError: it was changed in place.
+        """
+        alias = super().unpack()
+        self.round = self.store.passed(self.record, self.round)
+        return alias
+
+    @property
+    def module(self) -> str | None:
+        """The name of the module that it was saved in, if that is known."""
+        return self.record.module
+
+    def __del__(self) -> None:
+        store = getattr(self, "store", None)
+        if store is not None:
+            store.drop(self.record, self.round)
+
+
+class KeptActivation(Kept):
+    """A kept tensor that counts as activation memory until it dies."""
+
+    __slots__ = ("entry", "nbytes", "store")
+
+    def __init__(self, alias: Tensor, store: ActivationStore, nbytes: int, reason: str) -> None:
+        super().__init__(alias)
+        self.entry: SavedStorage | None = None
+        self.nbytes = nbytes
+        self.store = store
+        store.shared.accounts.deferred.append((reason, nbytes, True))
+
+    def __del__(self) -> None:
+        store = getattr(self, "store", None)
+        if store is not None:
+            store.drop_kept(self.nbytes, self.entry)
+
+
+class Wrapped:
+    """A saved wrapper subclass (DTensor, NF4, jagged, ...): its inner tensors are packed one by one.
+
+    What is kept of it is an alias without inner tensors. It shares the version counter, as an in-place change of a
+    wrapper counts on the wrapper alone; filled again, its alias is what autograd would have handed out.
+    """
+
+    __slots__ = ("counter", "inner")
+
+    def __init__(self, tensor: Tensor, counter: Counter, pack: Callable[[Tensor], Any]) -> None:
+        self.counter = counter
+        self.inner = {name: pack(getattr(tensor, name)) for name in inner_names(tensor)}
+
+    @staticmethod
+    def hollow(tensor: Tensor) -> Counter | None:
+        """The alias without inner tensors, or None where the subclass does not let them be taken out.
+
+        The result of a collective that is still under way is awaited first. No lock may be held.
+        """
+        wait = getattr(tensor, "trigger_wait", None)
+        if wait is not None:
+            wait()
+        try:
+            shell = tensor.detach()
+            for name in inner_names(shell):
+                setattr(shell, name, None)
+            return Counter(shell, shell._version) if same_counter(shell, tensor) else None
+        except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+            return None
+
+    def unpack(self) -> Tensor:
+        """The subclass, rebuilt around its inner tensors.
+
+        Raises:
+            SavedTensorModifiedError: it, or a tensor inside, was changed in place.
+            StorageReadError: a tensor inside could not be read back.
+        """
+        shell = self.counter.probe
+        check_version(shell._version, self.counter.version, shell.dtype, shell.shape, None)
+        inner = {name: handle.unpack() for name, handle in self.inner.items()}
+        with _filling:  # another thread's backward may want it as well
+            for name, tensor in inner.items():
+                setattr(shell, name, tensor)
+            try:
+                return shell.detach()
+            finally:
+                for name in inner:
+                    setattr(shell, name, None)

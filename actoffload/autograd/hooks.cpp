@@ -1,0 +1,380 @@
+// Pack and unpack of tensors that stay where they are without a record: parameters, buffers, inputs, small tensors. They
+// are recognized, aliased, counted and handed out without a frame of Python. All others go to Python's functions.
+//
+// What this depends on: Python's C interface; PyTorch's C++ headers and libraries, which have no stable binary interface;
+// and where a tensor lies in its Python object, which no header says (`TensorPlace`). So it is compiled for the PyTorch that
+// is installed, checks that place when it is loaded, and native.py refuses releases that it was not tested with.
+//
+// Everything runs under the GIL. A tensor is counted by a note, which is one append to a list of Python's. No code runs
+// between the note of a new handle and the handle's own knowing that it has to note its death.
+
+#include "tensor.hpp"
+
+namespace {
+
+// What `setup` was told: PyTorch's types, and values and functions of the package.
+struct Known {
+  PyObject *tensor, *parameter;  // the types of plain tensors
+  PyObject* regions;             // a list with one entry for each open `no_offload()` region of any thread
+  PyObject* reasons;             // why a noted storage stays, by its note: a parameter's first of all
+  PyObject* small;               // why a small tensor stays
+  PyObject* changed;             // (alias, version) -> raises the error of a tensor that was changed in place
+  PyObject* unpack;              // the unpack hook in Python
+} known;
+
+TensorPlace tensor_place;
+PyObject *text_append, *text_parameter, *text_cpu;
+
+// The tensor in a Python object, if it is plain; else null.
+const at::TensorBase* plain_tensor(PyObject* object) {
+  PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  if (type != known.tensor && type != known.parameter) {
+    return nullptr;
+  }
+  const at::TensorBase* const tensor = tensor_place.in(object);
+  return tensor != nullptr && tensor->defined() && is_plain(tensor->unsafeGetTensorImpl()) ? tensor : nullptr;
+}
+
+// -- the handle ------------------------------------------------------------------------------------------------------
+
+// As `Kept` and `KeptActivation` of handles.py.
+struct Kept {
+  PyObject_HEAD
+  at::TensorBase alias;  // or the tensor itself
+  long long version;     // at which it was saved
+  PyObject* notes;       // where the death of an activation is noted; else null
+  PyObject* nbytes;
+  bool itself;
+};
+
+PyTypeObject kept_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+Kept* as_kept(PyObject* object) { return reinterpret_cast<Kept*>(object); }
+
+// A leaf is kept itself, as autograd does: it makes no cycle, and its `.data` may be swapped.
+Ref make_kept(const at::TensorBase& tensor, bool itself) {
+  at::TensorBase alias;
+  if (!guarded([&] { alias = itself ? tensor : detached(tensor); })) {
+    return Ref();
+  }
+  Kept* const kept = PyObject_New(Kept, &kept_type);
+  if (kept != nullptr) {
+    kept->version = version_of(alias);
+    new (&kept->alias) at::TensorBase(std::move(alias));
+    kept->notes = kept->nbytes = nullptr;
+    kept->itself = itself;
+  }
+  return Ref(reinterpret_cast<PyObject*>(kept));
+}
+
+void kept_dealloc(PyObject* self) {
+  Kept* const kept = as_kept(self);
+  const ErrorKept error;
+  if (kept->notes != nullptr && !Ref(PyObject_CallMethodOneArg(kept->notes, text_append, kept->nbytes))) {
+    PyErr_WriteUnraisable(kept->notes);  // not `self`, which would die a second time
+  }
+  kept->alias.~TensorBase();
+  Py_XDECREF(kept->notes);
+  Py_XDECREF(kept->nbytes);
+  PyObject_Free(self);
+}
+
+PyObject* kept_unpack(PyObject* self, PyObject*) {
+  const Kept* const kept = as_kept(self);
+  if (version_of(kept->alias) != kept->version) {
+    const Ref alias = wrap(kept->alias);
+    return alias ? PyObject_CallFunction(known.changed, "OL", alias.get(), kept->version) : nullptr;
+  }
+  // Not the alias: whoever is given it may swap its `.data`, and ask again.
+  return (kept->itself ? wrap(kept->alias) : new_alias(kept->alias)).release();
+}
+
+PyMethodDef kept_methods[] = {
+    {"unpack", kept_unpack, METH_NOARGS, "The saved tensor; raises SavedTensorModifiedError if it was changed in place."},
+    {nullptr, nullptr, 0, nullptr}};
+
+// -- the unpack hook -------------------------------------------------------------------------------------------------
+
+struct Unpack {
+  PyObject_HEAD
+  vectorcallfunc vectorcall;
+};
+
+PyTypeObject unpack_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+PyObject* unpack_vectorcall(PyObject*, PyObject* const* arguments, std::size_t flags, PyObject* names) {
+  if (!one_argument(flags, names, "unpack takes one handle")) {
+    return nullptr;
+  }
+  const Ref handle(Py_NewRef(arguments[0]));  // what runs meanwhile may let the graph go
+  const bool ours = Py_TYPE(handle.get()) == &kept_type;
+  return ours ? kept_unpack(handle.get(), nullptr) : PyObject_CallOneArg(known.unpack, handle.get());
+}
+
+// -- the pack hook ---------------------------------------------------------------------------------------------------
+
+struct Pack {
+  PyObject_HEAD
+  vectorcallfunc vectorcall;
+  PyObject* notes;      // of the accounts
+  PyObject* settle;     // counts the notes
+  PyObject* fallback;   // the pack hook in Python
+  PyObject* noted;      // storages that stay, by number: (reference, note)
+  PyObject* marked;     // storages with keep(), by number
+  PyObject* awaited;    // modules with sharded parameters that were never seen gathered
+  PyObject* least;      // the smallest tensor that may move, in bytes, by the type of its device
+  PyObject* recording;  // not empty while a step is recorded
+  Py_ssize_t many;      // so many notes are counted at once
+};
+
+constexpr PyObject* Pack::*kPackMembers[] = {&Pack::notes,  &Pack::settle,  &Pack::fallback, &Pack::noted,
+                                             &Pack::marked, &Pack::awaited, &Pack::least,    &Pack::recording};
+
+PyTypeObject pack_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+// `is_parameter` of identity.py: 1 or 0; -1, with an error or without, where Python has to look.
+int is_parameter(PyObject* object, const at::TensorBase& tensor) {
+  const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+  if (impl->autograd_meta() == nullptr || !tensor.is_view()) {
+    const bool wanted = impl->requires_grad() && tensor.is_leaf();
+    return wanted || reinterpret_cast<PyObject*>(Py_TYPE(object)) == known.parameter;
+  }
+  Ref base;
+  if (!guarded([&] { base = wrap(tensor._base()); }) || !base) {
+    return -1;
+  }
+  const at::TensorBase* const origin = plain_tensor(base.get());
+  if (origin == nullptr) {
+    return -1;
+  }
+  const bool wanted = origin->requires_grad() || (impl->requires_grad() && tensor.is_leaf());
+  return reinterpret_cast<PyObject*>(Py_TYPE(base.get())) == known.parameter || (wanted && origin->is_leaf());
+}
+
+// Why a storage stays, borrowed; null without an error where nothing that is known of it says so.
+PyObject* why_static(const Pack* pack, PyObject* number, bool parameter) {
+  PyObject* const found = PyDict_GetItemWithError(pack->noted, number);
+  if (found == nullptr || !PyTuple_Check(found) || PyTuple_GET_SIZE(found) != 2) {
+    return nullptr;  // Python notes a parameter that it did not know
+  }
+  return PyDict_GetItemWithError(known.reasons, parameter ? text_parameter : PyTuple_GET_ITEM(found, 1));
+}
+
+// Whether Python has to look at a storage that nothing is noted of: it may be marked, in a region, or recomputed.
+bool is_special(const Pack* pack, PyObject* number) {
+  return PyDict_GET_SIZE(pack->awaited) != 0 || PyDict_Contains(pack->marked, number) != 0 ||
+         PyList_GET_SIZE(known.regions) != 0 || PyList_GET_SIZE(pack->recording) != 0 ||
+         torch::autograd::get_current_graph_task_id() != -1;
+}
+
+// Whether a storage is too small to move from its device. False where nothing moves from there.
+bool is_small(const Pack* pack, const c10::TensorImpl* impl, long long storage_bytes) {
+  Ref device(Py_NewRef(text_cpu));
+  if (!impl->is_cpu() && !guarded([&] {
+        device = Ref(PyUnicode_FromString(c10::DeviceTypeName(impl->device_type(), /*lower_case=*/true).c_str()));
+      })) {
+    return false;
+  }
+  PyObject* const least = device ? PyDict_GetItemWithError(pack->least, device.get()) : nullptr;
+  return least != nullptr && storage_bytes < PyLong_AsLongLong(least);
+}
+
+// The handle of a tensor that stays, counted by a note.
+PyObject* keep(Pack* pack, const at::TensorBase& tensor, PyObject* reason, long long nbytes, bool activation, bool itself) {
+  Ref kept = make_kept(tensor, itself);
+  Ref number(PyLong_FromLongLong(nbytes));
+  const Ref note(kept && number ? PyTuple_Pack(3, reason, number.get(), activation ? Py_True : Py_False) : nullptr);
+  if (!note || !Ref(PyObject_CallMethodOneArg(pack->notes, text_append, note.get()))) {
+    return nullptr;
+  }
+  if (activation) {  // from here on its death is noted
+    as_kept(kept.get())->notes = Py_NewRef(pack->notes);
+    as_kept(kept.get())->nbytes = number.release();
+  }
+  const Py_ssize_t notes = PyObject_Size(pack->notes);
+  if (notes < 0 || (notes >= pack->many && !Ref(PyObject_CallNoArgs(pack->settle)))) {
+    return nullptr;
+  }
+  return kept.release();
+}
+
+// The handle of a plain tensor; null without an error where Python has to look at it.
+PyObject* pack_plain(Pack* pack, PyObject* object, const at::TensorBase& tensor) {
+  const c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+  const long long nbytes = impl->numel() * static_cast<long long>(impl->itemsize());
+  long long storage_bytes = 0;
+  if (!guarded([&] { storage_bytes = static_cast<long long>(storage_of(tensor)->nbytes()); })) {
+    return nullptr;
+  }
+  const int parameter = is_parameter(object, tensor);
+  const Ref number(PyLong_FromLongLong(reinterpret_cast<long long>(storage_of(tensor))));  // as `_cdata`
+  if (!number || parameter < 0) {
+    return nullptr;
+  }
+  if (PyObject* const reason = why_static(pack, number.get(), parameter != 0)) {
+    const bool itself = reason == PyDict_GetItemWithError(known.reasons, text_parameter) && tensor.is_leaf();
+    return keep(pack, tensor, reason, nbytes < storage_bytes ? nbytes : storage_bytes, /*activation=*/false, itself);
+  }
+  // A view of less than half of its storage needs only a part of it, which Python finds (`byte_span`).
+  if (parameter != 0 || nbytes == 0 || 2 * reach_of(impl) < storage_bytes || PyErr_Occurred() != nullptr ||
+      is_special(pack, number.get()) || !is_small(pack, impl, storage_bytes)) {
+    return nullptr;
+  }
+  return keep(pack, tensor, known.small, storage_bytes, /*activation=*/true, /*itself=*/false);
+}
+
+PyObject* pack_vectorcall(PyObject* self, PyObject* const* arguments, std::size_t flags, PyObject* names) {
+  if (!one_argument(flags, names, "pack takes one tensor")) {
+    return nullptr;
+  }
+  Pack* const pack = reinterpret_cast<Pack*>(self);
+  if (pack->fallback == nullptr) {
+    PyErr_SetString(PyExc_RuntimeError, "the owner of this hook is being collected");
+    return nullptr;
+  }
+  const at::TensorBase* const tensor = no_mode() ? plain_tensor(arguments[0]) : nullptr;
+  PyObject* const packed = tensor != nullptr ? pack_plain(pack, arguments[0], *tensor) : nullptr;
+  if (packed != nullptr || PyErr_Occurred() != nullptr) {
+    return packed;
+  }
+  return PyObject_CallOneArg(pack->fallback, arguments[0]);
+}
+
+PyObject* pack_new(PyTypeObject* type, PyObject* arguments, PyObject* names) {
+  static const char* const kNames[] = {"notes",   "settle", "fallback",  "static", "marked",
+                                       "awaited", "least",  "recording", "many",   nullptr};
+  PyObject *notes, *settle, *fallback, *noted, *marked, *awaited, *least, *recording;
+  Py_ssize_t many;
+  if (!PyArg_ParseTupleAndKeywords(arguments, names, "OOOO!O!O!O!O!n:Pack", const_cast<char**>(kNames), &notes, &settle,
+                                   &fallback, &PyDict_Type, &noted, &PyDict_Type, &marked, &PyDict_Type, &awaited,
+                                   &PyDict_Type, &least, &PyList_Type, &recording, &many)) {
+    return nullptr;
+  }
+  Pack* const pack = reinterpret_cast<Pack*>(type->tp_alloc(type, 0));  // all members are null
+  if (pack != nullptr) {
+    pack->vectorcall = pack_vectorcall;
+    pack->notes = Py_NewRef(notes);
+    pack->settle = Py_NewRef(settle);
+    pack->fallback = Py_NewRef(fallback);
+    pack->noted = Py_NewRef(noted);
+    pack->marked = Py_NewRef(marked);
+    pack->awaited = Py_NewRef(awaited);
+    pack->least = Py_NewRef(least);
+    pack->recording = Py_NewRef(recording);
+    pack->many = many;
+  }
+  return reinterpret_cast<PyObject*>(pack);
+}
+
+int pack_traverse(PyObject* self, visitproc visit, void* arg) {
+  for (PyObject* Pack::*const member : kPackMembers) {
+    Py_VISIT(reinterpret_cast<Pack*>(self)->*member);
+  }
+  return 0;
+}
+
+int pack_clear(PyObject* self) {
+  for (PyObject* Pack::*const member : kPackMembers) {
+    Py_CLEAR(reinterpret_cast<Pack*>(self)->*member);
+  }
+  return 0;
+}
+
+void pack_dealloc(PyObject* self) {
+  PyObject_GC_UnTrack(self);
+  pack_clear(self);
+  Py_TYPE(self)->tp_free(self);
+}
+
+PyObject* pack_self(PyObject* self, void*) {
+  PyObject* const fallback = reinterpret_cast<Pack*>(self)->fallback;
+  return fallback != nullptr ? PyObject_GetAttrString(fallback, "__self__") : Py_NewRef(Py_None);
+}
+
+PyGetSetDef pack_getters[] = {{"__self__", pack_self, nullptr, "Whose hook it is: as of the fallback.", nullptr},
+                              {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+// -- the module ------------------------------------------------------------------------------------------------------
+
+// Finds where tensors lie in samples of PyTorch's tensors, each made in another way; false with an error.
+bool find_place(PyObject* samples, PyTypeObject* base, TensorPlace* place) {
+  for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(samples); ++index) {
+    PyObject* const sample = PyTuple_GET_ITEM(samples, index);
+    if (!PyObject_TypeCheck(sample, base)) {
+      PyErr_SetString(PyExc_TypeError, "samples: a tuple of tensors");
+      return false;
+    }
+    if (!place->find(sample)) {
+      return false;
+    }
+  }
+  return true;
+}
+
+PyObject* setup(PyObject*, PyObject* arguments, PyObject* names) {
+  static const char* const kNames[] = {"tensor",  "parameter", "regions", "reasons", "small",
+                                       "changed", "unpack",    "samples", nullptr};
+  Known told;
+  PyObject* samples;
+  TensorPlace place;
+  if (!PyArg_ParseTupleAndKeywords(arguments, names, "O!O!O!O!UOOO!:setup", const_cast<char**>(kNames), &PyType_Type,
+                                   &told.tensor, &PyType_Type, &told.parameter, &PyList_Type, &told.regions, &PyDict_Type,
+                                   &told.reasons, &told.small, &told.changed, &told.unpack, &PyTuple_Type, &samples) ||
+      !find_place(samples, reinterpret_cast<PyTypeObject*>(told.tensor), &place)) {
+    return nullptr;
+  }
+  for (PyObject* const one : {told.tensor, told.parameter, told.regions, told.reasons, told.small, told.changed, told.unpack}) {
+    Py_INCREF(one);  // for as long as the process lives
+  }
+  known = told;
+  tensor_place = place;
+  Py_RETURN_NONE;
+}
+
+PyMethodDef functions[] = {
+    {"setup", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(setup)), METH_VARARGS | METH_KEYWORDS,
+     "Tell the module of PyTorch's types and of the package. Once, before all else."},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyModuleDef module = {PyModuleDef_HEAD_INIT, "actoffload_hooks", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
+
+void describe_types() {
+  describe(&kept_type, "actoffload_hooks.Kept", sizeof(Kept), kept_dealloc,
+           "A saved tensor that stays where it is, and the version at which it was saved.");
+  kept_type.tp_flags |= Py_TPFLAGS_DISALLOW_INSTANTIATION;
+  kept_type.tp_methods = kept_methods;
+
+  describe(&unpack_type, "actoffload_hooks.Unpack", sizeof(Unpack), nullptr, "The unpack hook: the tensor of a handle.");
+  unpack_type.tp_flags |= Py_TPFLAGS_DISALLOW_INSTANTIATION;
+  make_hook(&unpack_type, offsetof(Unpack, vectorcall));
+
+  describe(&pack_type, "actoffload_hooks.Pack", sizeof(Pack), pack_dealloc, "The pack hook: a handle for a saved tensor.");
+  pack_type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+  pack_type.tp_new = pack_new;
+  pack_type.tp_traverse = pack_traverse;
+  pack_type.tp_clear = pack_clear;
+  pack_type.tp_free = PyObject_GC_Del;
+  pack_type.tp_getset = pack_getters;
+  make_hook(&pack_type, offsetof(Pack, vectorcall));
+}
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_actoffload_hooks() {
+  text_append = PyUnicode_InternFromString("append");
+  text_parameter = PyUnicode_InternFromString("parameter");
+  text_cpu = PyUnicode_InternFromString("cpu");
+  describe_types();
+  Ref made(PyModule_Create(&module));
+  if (!text_append || !text_parameter || !text_cpu || !made || !ready(&kept_type) || !ready(&unpack_type) ||
+      !ready(&pack_type) || PyModule_AddType(made.get(), &kept_type) < 0 || PyModule_AddType(made.get(), &pack_type) < 0) {
+    return nullptr;
+  }
+  Unpack* const unpack = PyObject_New(Unpack, &unpack_type);
+  if (unpack == nullptr) {
+    return nullptr;
+  }
+  unpack->vectorcall = unpack_vectorcall;
+  const Ref owned(reinterpret_cast<PyObject*>(unpack));
+  return PyModule_AddObjectRef(made.get(), "unpack", owned.get()) < 0 ? nullptr : made.release();
+}

@@ -1,0 +1,137 @@
+"""What hangs on a module's forward: which module is running, by name, and the inputs of a model, which live anyway.
+
+Installed only where asked for. ``torch.compile`` never traces these hooks: run by PyTorch before and after a compiled
+module they work as ever; inside a compiled graph, where there are no modules, they are left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from ..runtime.identity import StorageSet
+from ..runtime.untraced import Hooking, _nothing, untraced
+
+
+class _Running(threading.local):
+    """The names of the modules that are running in one thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.stack: list[str] = []
+
+
+class ModuleScopes(Hooking):
+    """The stack of the names of the modules that are running, in each thread.
+
+    What a compiled graph saves has the name of the module that was compiled.
+    """
+
+    def __init__(self) -> None:
+        self._local = _Running()
+        self._hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+
+    def innermost(self) -> str | None:
+        """The qualified name of the innermost module that is running in this thread."""
+        stack = self._local.stack
+        return stack[-1] if stack else None
+
+    def watch(self, model: nn.Module) -> None:
+        """Know the modules of a model by their qualified names; called again, also those that were compiled meanwhile.
+
+        What lies inside a compiled module gets no hooks: the compiler would make a graph for each block that differs
+        in nothing but its hooks, and soon give up.
+        """
+        inside: tuple[str, ...] = ()
+        for name, module in model.named_modules():
+            shown = ".".join(part for part in name.split(".") if part != "_orig_mod")
+            if inside and name.startswith(inside):
+                for handle in self._hooks.pop(module, []):
+                    handle.remove()
+            elif shown and module not in self._hooks:
+                self._hooks[module] = [
+                    module.register_forward_pre_hook(functools.partial(_enter, self, shown), prepend=True),
+                    module.register_forward_hook(functools.partial(_leave, self, shown), always_call=True),
+                ]
+            if module._compiled_call_impl is not None or name.endswith("_orig_mod"):
+                inside += (f"{name}." if name else "",)
+
+    def forget(self, model: nn.Module) -> None:
+        """Take the hooks away from the modules of one model."""
+        for module in model.modules():
+            for handle in self._hooks.pop(module, []):
+                handle.remove()
+
+    def remove(self) -> None:
+        """Take every hook away again."""
+        for handles in self._hooks.values():
+            for handle in handles:
+                handle.remove()
+        self._hooks.clear()
+
+    def push(self, name: str) -> None:
+        """A module begins to run."""
+        self._local.stack.append(name)
+
+    def pop(self, name: str) -> None:
+        """A module has run."""
+        stack = self._local.stack
+        if stack and stack[-1] == name:
+            stack.pop()
+
+
+class ModelInputs(Hooking):
+    """Notes the tensors that are handed to a model: the caller holds them, so moving them would free nothing."""
+
+    def __init__(self, notes: StorageSet) -> None:
+        self._notes = notes
+        self._hooks: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
+
+    def watch(self, model: nn.Module) -> None:
+        """Note the inputs of every call of a model from now on."""
+        if model not in self._hooks:
+            hook = functools.partial(_note, self)
+            self._hooks[model] = model.register_forward_pre_hook(hook, with_kwargs=True)
+
+    def forget(self, model: nn.Module) -> None:
+        """Take the hook away from one model."""
+        handle = self._hooks.pop(model, None)
+        if handle is not None:
+            handle.remove()
+
+    def remove(self) -> None:
+        """Take every hook away again."""
+        for handle in self._hooks.values():
+            handle.remove()
+        self._hooks.clear()
+
+    def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A model was called with these arguments."""
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and leaf.grad_fn is None:
+                self._notes.add(leaf, "input")
+
+
+@untraced
+def _enter(scopes: ModuleScopes, name: str, module: nn.Module, args: object) -> None:
+    scopes.push(name)
+
+
+@untraced
+def _leave(scopes: ModuleScopes, name: str, module: nn.Module, args: object, output: object) -> None:
+    scopes.pop(name)
+
+
+@untraced
+def _note(inputs: ModelInputs, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    inputs.note(args, kwargs)
+
+
+for _hook in (_enter, _leave, _note):
+    torch.compiler.substitute_in_graph(_hook, skip_signature_check=True)(_nothing)

@@ -1,0 +1,138 @@
+"""Pack and unpack in C++ (``hooks.cpp``) for tensors that stay without a record: built, loaded and told of PyTorch.
+
+Where the module cannot be had, `refusal` says why and Python does the same, only slower.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import sysconfig
+import threading
+from importlib.machinery import ExtensionFileLoader
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..memory import native_build
+from ..memory.native_build import SWITCH, Refused, told
+from ..policy import KeepReason
+from .exclusions import OPEN_REGIONS
+from .handles import check_version, unpack
+
+NAME = "actoffload_hooks"
+SOURCE = native_build.PACKAGE / "autograd" / "hooks.cpp"
+TESTED = ("2.9", "2.10", "2.11", "2.12", "2.13")
+"""Releases of PyTorch in whose objects the module may look. ``ACTOFFLOAD_NATIVE=1`` (or ``=hooks``) has it try others:
+it still checks where a tensor lies in its Python object before it is used."""
+STATIC_REASONS = {
+    "parameter": KeepReason.PARAMETER.value,
+    "buffer": KeepReason.BUFFER.value,
+    "input": KeepReason.INPUT.value,
+}
+"""Why a storage stays, by its note in a `StorageSet`."""
+
+
+class _Process:
+    """What this process has: the module once it is loaded, or the reason why it is not."""
+
+    lock = threading.Lock()
+    module: Any = None
+    reason: str | None = None
+
+
+def load() -> Any:
+    """Return the module, built the first time that anybody asks; None where it cannot be had. `refusal` says why.
+
+    The module has a pack hook, ``Pack``, and the unpack hook, ``unpack``. All arguments of ``Pack`` are needed:
+
+    - ``notes``: of `Accounts`. Each tensor that stays, and the death of each activation, is appended to it.
+    - ``settle``: called without arguments once there are ``many`` notes.
+    - ``fallback``: the pack hook in Python, for every tensor that is not kept here. Its ``__self__`` is the hook's.
+    - ``static``: the storages that never move, `StorageSet.by_number`; ``marked``: those with ``keep()``, likewise.
+    - ``awaited``: a dictionary. While it has any item, ``fallback`` gets every tensor that ``static`` does not name.
+    - ``least``: bytes by the type of a device. Smaller storages stay. Of a type that is missing ``fallback`` decides.
+    - ``recording``: a list. While it has any item, ``fallback`` gets every activation.
+    """
+    with _Process.lock:
+        if _Process.module is None and _Process.reason is None:
+            try:
+                _Process.module = _load()
+            except Exception as error:  # training does not end because hooks could not be made cheaper
+                _Process.reason = told(error)
+        return _Process.module
+
+
+def refusal() -> str:
+    """Return why the module is not used here, or "". Builds and loads it, if that was not done."""
+    load()
+    return _Process.reason or ""
+
+
+def build() -> Path:
+    """Compile the module, unless that was done before; return the library's path.
+
+    Raises:
+        Refused: there is no compiler, it failed, or the module is not written for this Python or PyTorch.
+    """
+    if not sys.platform.startswith("linux"):
+        raise Refused("only on Linux")
+    if sys.implementation.name != "cpython" or sysconfig.get_config_var("Py_GIL_DISABLED"):
+        raise Refused("only for CPython with its global lock")
+    release = ".".join(torch.__version__.split(".")[:2])
+    if release not in TESTED and os.environ.get(SWITCH) not in ("1", SOURCE.stem):
+        raise Refused(f"not tested with PyTorch {release} ({TESTED[0]} to {TESTED[-1]}; {SWITCH}=1 has it tried)")
+    folders = dict.fromkeys(sysconfig.get_path(name) for name in ("include", "platinclude"))
+    if not any((Path(folder) / "Python.h").exists() for folder in folders):
+        raise Refused("Python's headers are missing (Python.h; on Debian and Ubuntu in python3-dev)")
+    torchs, key = native_build.with_torch("torch_cpu", "torch_python")
+    options = ["-fvisibility=hidden", "-DNDEBUG", *(f"-I{folder}" for folder in folders), *torchs]
+    return native_build.build(SOURCE, options, [sys.version, sysconfig.get_config_var("SOABI") or "", *key])
+
+
+def _load() -> Any:
+    module = native_build.load(build, _import)
+    module.setup(
+        tensor=Tensor,
+        parameter=nn.Parameter,
+        regions=OPEN_REGIONS,
+        reasons=STATIC_REASONS,
+        small=KeepReason.SMALL.value,
+        changed=_changed,
+        unpack=unpack,
+        samples=_samples(),
+    )
+    return module
+
+
+def _import(path: Path) -> Any:
+    loader = ExtensionFileLoader(NAME, str(path))
+    spec = importlib.util.spec_from_file_location(NAME, path, loader=loader)
+    assert spec is not None, "a loader was given"
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def _changed(alias: Tensor, version: int) -> None:
+    """Raise the error of a saved tensor that was changed in place."""
+    check_version(alias._version, version, alias.dtype, alias.shape, None)
+
+
+def _samples() -> tuple[Tensor, ...]:
+    """Return tensors that PyTorch made in different ways. They show where a tensor lies in its Python object."""
+    with torch.inference_mode(False):
+        tensor = torch.empty(2, dtype=torch.float32, device="cpu")
+        wanted = tensor.clone().requires_grad_()
+        return tensor, tensor[1:], tensor.detach(), nn.Parameter(tensor), wanted, wanted * 1.0
+
+
+def _after_fork_in_child() -> None:
+    _Process.lock = threading.Lock()  # the other one may be held by a thread that this process does not have
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -1,0 +1,379 @@
+"""`Offloader`: the long-lived object that users hold, and the only file that knows ``saved_tensors_hooks``."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections.abc import Hashable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..autotune.agreement import agree
+from ..autotune.autopilot import Autopilot
+from ..autotune.blocks import BlockWatch
+from ..autotune.recompute import RecomputeMeter
+from ..config import OffloadConfig
+from ..errors import ConfigError, OffloaderClosedError
+from ..planning.plan import Plan
+from ..planning.profile import Profile
+from ..runtime.pipeline import Direction, Hint, check_phase
+from ..runtime.report import Announcement, explain
+from ..runtime.saved_by_node import advice
+from ..runtime.store import ActivationStore
+from ..runtime.strict import MovedSince
+from ..runtime.tape import Tape
+from ..runtime.untraced import untraced
+from ..statistics import Statistics
+from ..tiers.accelerator import Accelerator
+from ..tiers.record import Record
+from ..tiers.tiers import Tiers
+from .exclusions import Exclusions
+from .module_names import ModelInputs, ModuleScopes
+from .packing import Forwards, Packer
+
+_offloaders: weakref.WeakSet[Offloader] = weakref.WeakSet()
+_stores: weakref.WeakSet[ActivationStore] = weakref.WeakSet()
+"""Handles keep a store alive, also when its offloader is gone."""
+
+
+class _Entry:
+    """One entry of a context in one thread.
+
+    Attributes:
+        hooks: autograd's context.
+        tape: the forward that runs.
+        moved: what was counted when it began.
+    """
+
+    def __init__(self, offloader: Offloader) -> None:
+        self.hooks = saved_tensors_hooks(*offloader.packer.hooks())
+        self.tape: Tape[Record] = Tape()
+        self.moved = MovedSince(offloader.store.shared.accounts)
+
+
+class Offloader:
+    """Enter ``with offloader:`` around each forward, and call ``close()`` at the end.
+
+    Backward may run inside or outside the context. Contexts may be entered by several threads and nested.
+
+    An interrupt (Ctrl-C) inside the library ends the step with that interrupt: host memory and disk are given back, and
+    what that step saved is lost. The next context starts afresh, with counts from zero.
+
+    Args:
+        config: the options.
+        accelerator: drives the tensors' device instead of the real one; for tests.
+
+    Attributes:
+        config: the options.
+        store: holds what was saved; a new one after an interrupt. What is made for one store is
+            ``packer`` and ``autopilot`` (None unless ``policy="auto"``).
+
+    Raises:
+        ConfigError: an option cannot work here.
+        SpoolPathError: no spool can be made at ``path``.
+    """
+
+    store: ActivationStore
+    packer: Packer
+    autopilot: Autopilot | None
+
+    def __init__(self, config: OffloadConfig, *, accelerator: Accelerator | None = None) -> None:
+        self.config = config
+        self._accelerator = accelerator
+        self._forwards = Forwards()
+        self._ended = False
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._announcement = Announcement(config.announce)
+        self._open()
+        _offloaders.add(self)
+
+    def _open(self) -> None:
+        """Make the store and what belongs to it."""
+        store = self.store = ActivationStore(self.config, self._accelerator)
+        _stores.add(store)
+        self.exclusions = Exclusions()
+        self._module_names = ModuleScopes()
+        self._inputs = ModelInputs(self.exclusions.static)
+        self._blocks = BlockWatch(store.profiler)
+        self.packer = Packer(store, self.exclusions, self._module_names, self._forwards)
+        self.autopilot = None
+        if self.config.policy == "auto":
+            meter = RecomputeMeter(store.shared, store.tiers.by_device.values(), self.exclusions.static)
+            self.autopilot = Autopilot(
+                store.shared, store.tiers, store.decision, store.prefetch, store.profiler, self._blocks.blocks, meter
+            )
+        # Dropped without close(): its threads and files go too. Not at exit, where `_at_exit` does it.
+        weakref.finalize(store, _close_later, store.tiers).atexit = False
+
+    def _open_anew(self) -> None:
+        """Start afresh after an interrupt."""
+        models = list(self._models)
+        self._remove_hooks()
+        self._open()
+        self._models.clear()
+        for model in models:
+            self.use(model)
+
+    # -- the context --------------------------------------------------------------------------------------------------
+
+    def use(self, model: nn.Module) -> Offloader:
+        """Know a model: its parameters and buffers from the start, its inputs, and its modules' names where needed.
+
+        Raises:
+            ConfigError: ``model`` is no module.
+        """
+        if not isinstance(model, nn.Module):
+            raise ConfigError("model", model, "give an nn.Module, or leave it out")
+        if model not in self._models:
+            self._models.add(model)
+            self._inputs.watch(model)
+            if self.autopilot is not None:
+                self._blocks.watch(model)
+            if self._needs_names:
+                self._module_names.watch(model)
+        return self
+
+    def forget(self, model: nn.Module) -> None:
+        """Undo `use`: the model is as it was before, without a hook of ours. Idempotent."""
+        self._models.discard(model)
+        self._inputs.forget(model)
+        self._module_names.forget(model)
+        self._blocks.forget(model)
+        if self.autopilot is not None:
+            self.autopilot.forgot_blocks()
+
+    def note_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Know tensors that are handed to a model: they live anyway, so they never move."""
+        self._inputs.note(args, kwargs)
+
+    @property
+    def _needs_names(self) -> bool:
+        return bool(self.config.include or self.config.exclude) or not isinstance(self.config.policy, str)
+
+    @untraced
+    def __enter__(self) -> Offloader:
+        if self.closed:
+            raise OffloaderClosedError("this offloader was closed; make another one")
+        if self.store.interrupted:
+            self._open_anew()
+        if (self.config.include or self.config.exclude) and not len(self._models):
+            field = "include" if self.config.include else "exclude"
+            raise ConfigError(field, getattr(self.config, field), "needs model= to know the modules' names")
+        store, stack = self.store, self._forwards.stack
+        depth = len(stack)
+        try:
+            self._begin_step()
+            entry = _Entry(self)
+            entry.hooks.__enter__()
+            stack.append(entry)
+        except Exception:
+            raise
+        except BaseException:
+            store.abort_interrupted()
+            for left in stack[depth:]:
+                left.hooks.__exit__(None, None, None)
+            del stack[depth:]
+            raise
+        return self
+
+    def _begin_step(self) -> None:
+        store = self.store
+        self.exclusions.learn(self._models)
+        if self._needs_names:
+            for model in list(self._models):  # again: modules may have been compiled since
+                self._module_names.watch(model)
+        store.tiers.begin_step()
+        # Not in a forked child, nor while a graph is captured, when the device may not be asked.
+        if self.autopilot is not None and not (store.forked or store.tiers.capturing) and store.nothing_is_alive():
+            self.autopilot.between_steps()
+        with store.shared.lock:
+            store.shared.accounts.steps += 1
+        store.count_deferred()
+
+    @untraced
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        entry: _Entry = self._forwards.stack.pop()
+        entry.hooks.__exit__(kind, error, trace)
+        if self.store.interrupted:
+            return
+        try:
+            self._end_forward(entry, failed=kind is not None)
+        except Exception:
+            raise
+        except BaseException:
+            self.store.abort_interrupted()
+            raise
+
+    def _end_forward(self, entry: _Entry, *, failed: bool) -> None:
+        store = self.store
+        if not failed:  # else it may be a generator's, closed by the collector inside of our own lock
+            store.count_deferred()
+        said = advice(entry.tape.by_node, entry.tape.total_bytes)
+        if said is not None:
+            store.shared.reporter.advise("burst", said)
+        store.shared.reporter.warn()
+        if failed:
+            return
+        if entry.tape.live and not entry.tape.in_backward:
+            with store.shared.lock:
+                store.prefetch.after_forward(entry.tape)
+        self._announcement.after_forward(store)
+        if self.config.strict:
+            entry.moved.check(store.shared.accounts, with_gradients=torch.is_grad_enabled())
+
+    def stage(
+        self, microbatch: Hashable, direction: Direction, *, next: tuple[Hashable, Direction] | None = None
+    ) -> None:
+        """Say that the forward or backward of a micro-batch begins now in this process: a pipeline schedule's hint.
+
+        Without hints the order is learned in the first step. With them it is known from the start: a forward whose own
+        backward follows at once keeps its tail, every other one moves it, and what the next backward wants first is
+        fetched ahead.
+
+        Args:
+            microbatch: any key; where a process runs several model chunks, for example ``(chunk, microbatch)``.
+            direction: ``"forward"`` (call it before the forward, outside or inside the context) or ``"backward"``.
+            next: the key and the direction of what this process does after it, if that is known.
+
+        Raises:
+            ConfigError: an argument is none of these; names it.
+        """
+        check_phase("direction", "microbatch", (microbatch, direction))
+        if next is not None:
+            if not isinstance(next, tuple) or len(next) != 2:
+                raise ConfigError(
+                    "next", next, 'give (microbatch, "forward") or (microbatch, "backward"), or leave it out'
+                )
+            check_phase("next", "next", next)
+        if direction == "forward":
+            stack = self._forwards.stack
+            if stack and len(stack[-1].tape):
+                stack[-1].tape = Tape()
+        self.store.count_deferred()
+        with self.store.shared.lock:
+            self.store.prefetch.expect(Hint(microbatch, direction, next))
+
+    def agree(self, group: Any = None) -> bool:
+        """Have all ranks of a group follow one plan, so that blocks can be recomputed where ranks communicate.
+
+        Without it each rank plans for itself and none recomputes. A collective: every rank calls it between the same
+        steps. From then on the plan stays until the next call.
+
+        Args:
+            group: ranks that run the same model on batches of one shape; None for all.
+
+        Returns:
+            Whether they follow one plan now; False, on all of them, while one has no plan of its own (the first ones
+            come with the third step), or where they save different tensors, which is said once.
+
+        Raises:
+            StateError: a rank, which it names, is in the middle of a step, or has another policy; on all of them.
+        """
+        alive = not self.store.nothing_is_alive()
+        problem = "what a forward saved is still alive: call it between steps" if alive else ""
+        return agree(self.autopilot, group, "it was closed" if self.closed else problem)
+
+    @property
+    def innermost_hook(self) -> Any:
+        """The pack hook of the innermost entry in this thread; None where its context is not open."""
+        stack = self._forwards.stack
+        return stack[-1].hooks.pack_hook if stack else None
+
+    # -- what was done ------------------------------------------------------------------------------------------------
+
+    def statistics(self) -> Statistics:
+        """Return what was done since the offloader began, or since the last interrupt."""
+        return self.store.statistics()
+
+    def report(self) -> str:
+        """Return what was done and why, for a person."""
+        return self.store.report()
+
+    def explain(self) -> str:
+        """Return what was decided in the last forward, storage by storage, and why."""
+        decided = explain(self.config, self.plan, self.statistics())
+        return decided if self.autopilot is None else f"{self.autopilot.explain()}\n{decided}"
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided in the last forward, as data; given as ``policy=``, it is followed."""
+        return self.store.plan
+
+    @property
+    def profile(self) -> Profile | None:
+        """The step that was planned from, for ``actoffload plan`` (`Profile.save`); None before that."""
+        return None if self.autopilot is None else self.autopilot.profile
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more is taken; after an interrupt the next context starts afresh."""
+        return self._ended or (self.store.closed and not self.store.interrupted)
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a fork of the one that made the offloader."""
+        return self.store.forked
+
+    def synchronize(self) -> None:
+        """Wait until nothing is on its way out: every copy and write that was begun has ended."""
+        self.store.synchronize()
+
+    def close(self) -> None:
+        """Take no more work and wait for what is under way. Idempotent.
+
+        What is still alive stays usable: backward can still read it, and the disk space goes when its last handle dies.
+        """
+        self._remove_hooks()
+        self._ended = True
+        self.store.close()
+
+    def abort(self) -> None:
+        """Stop at once: cancel what is queued and give everything back; what is not in memory is lost. Idempotent."""
+        self._ended = True
+        self.store.abort()
+
+    def _remove_hooks(self) -> None:
+        self._module_names.remove()
+        self._blocks.remove()
+        if self.autopilot is not None:
+            self.autopilot.recompute.undo()
+        self._inputs.remove()
+
+    def after_fork_in_child(self) -> None:
+        """Keep what is saved in the child, and give up what is not in memory: it has none of our threads."""
+        self.store.after_fork_in_child()
+
+
+def open_offloaders() -> list[Offloader]:
+    """Return the offloaders of this process that are not closed."""
+    return [offloader for offloader in _offloaders if not offloader.closed]
+
+
+def _close_later(tiers: Tiers) -> None:
+    """Close on a thread of its own: a finalizer may run on one of those that closing joins."""
+    threading.Thread(target=tiers.close, kwargs={"wait": False}, name="actoffload-close", daemon=True).start()
+
+
+def _at_exit() -> None:
+    for store in list(_stores):
+        store.abort()
+
+
+def _in_child() -> None:
+    for store in list(_stores):
+        store.after_fork_in_child()
+
+
+atexit.register(_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

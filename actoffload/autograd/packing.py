@@ -1,0 +1,173 @@
+"""What autograd is handed for each tensor that it saves, and what it gets back for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..policy import KeepReason
+from ..runtime.identity import PLAIN_TYPES, Counter, byte_span, is_parameter, own_counter
+from ..runtime.store import ActivationStore
+from ..runtime.tape import Tape
+from ..runtime.untraced import untraced_hook
+from ..tiers.accounts import MANY_DEFERRED
+from ..tiers.record import Record
+from . import native
+from .exclusions import MARKED, Exclusions
+from .handles import Handle, Kept, KeptActivation, Stayed, Wrapped, unpack
+from .module_names import ModuleScopes
+
+_STATIC = (KeepReason.PARAMETER, KeepReason.BUFFER, KeepReason.INPUT)
+
+
+class Forward(Protocol):
+    """One entry of an offloader's context."""
+
+    tape: Tape[Record]
+
+
+class Forwards(threading.local):
+    """The entries of an offloader's context in this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self._without_entry: Tape[Record] = Tape()
+
+    @property
+    def tape(self) -> Tape[Record]:
+        """The tape of the forward that runs: a new one when backward has reached the last one."""
+        if not self.stack:  # hooks that PyTorch carried to one of its own threads
+            self._without_entry = _open(self._without_entry)
+            return self._without_entry
+        forward: Forward = self.stack[-1]
+        forward.tape = _open(forward.tape)
+        return forward.tape
+
+
+def _open(tape: Tape[Record]) -> Tape[Record]:
+    return Tape() if tape.in_backward or (tape.live == 0 and len(tape)) else tape
+
+
+class Packer:
+    """Makes the handle of each tensor that autograd saves.
+
+    Args:
+        store: takes what may move.
+        exclusions: what never moves.
+        module_names: tells which module runs.
+        forwards: tells which forward runs in this thread.
+    """
+
+    def __init__(
+        self,
+        store: ActivationStore,
+        exclusions: Exclusions,
+        module_names: ModuleScopes,
+        forwards: Forwards,
+    ) -> None:
+        self._store = store
+        self._exclusions = exclusions
+        self._module_names = module_names
+        self._forwards = forwards
+        self._min_bytes = store.min_bytes
+
+    def hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        """Return pack and unpack: compiled for tensors that stay without a record, where that is at hand."""
+        module = native.load()
+        if module is None:
+            return self.pack, unpack
+        shared = self._store.shared
+        pack = module.Pack(
+            notes=shared.accounts.deferred,
+            settle=self._store.count_deferred,
+            fallback=self.pack,
+            static=self._exclusions.static.by_number,
+            marked=MARKED.by_number,
+            awaited=self._exclusions.owners.sharded,
+            least=self._min_bytes if shared.budget.limit_bytes is None else {},  # else room is made for each
+            recording=self._store.profiler.running,
+            many=MANY_DEFERRED,
+        )
+        return pack, module.unpack
+
+    @untraced_hook
+    def pack(self, tensor: Tensor) -> Any:
+        """Return the handle of a tensor that autograd saves: the pack hook."""
+        try:
+            return self._pack(tensor, ())
+        except Exception:
+            raise
+        except BaseException:
+            self._store.abort_interrupted()
+            raise
+
+    def _pack(self, tensor: Tensor, counters: tuple[Counter, ...]) -> Any:
+        if type(tensor) not in PLAIN_TYPES:
+            return self._pack_subclass(tensor, counters)
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+            return self._keep(tensor, KeepReason.LAYOUT, 0)
+        if tensor._is_zerotensor():  # it has no memory
+            return self._keep(tensor, KeepReason.LAYOUT, 0)
+        storage = tensor.untyped_storage()
+        nbytes, storage_bytes = tensor.nbytes, storage.nbytes()
+        reason = self._exclusions.why_stays(tensor, storage)
+        if reason is not None:
+            return self._keep(tensor, reason, min(nbytes, storage_bytes))
+        if nbytes == storage_bytes and tensor.is_contiguous():
+            begin, end = 0, nbytes
+        else:
+            begin, end = byte_span(tensor, storage_bytes) if nbytes else (0, 0)
+        reason = self._why_unfit("cpu" if tensor.is_cpu else tensor.device.type, end - begin)
+        if reason is not None:
+            return self._keep(tensor, reason, end - begin)
+        return self._save(tensor, storage, (begin, end), counters)
+
+    def _why_unfit(self, device: str, nbytes: int) -> KeepReason | None:
+        """Return why a tensor of this device and size stays, or None."""
+        least = self._min_bytes.get(device)
+        if least is None:
+            return KeepReason.DEVICE
+        if nbytes < least:
+            return KeepReason.SMALL
+        return KeepReason.CAPTURE if self._store.tiers.by_device[device].capturing() else None
+
+    def _save(
+        self, tensor: Tensor, storage: torch.UntypedStorage, span: tuple[int, int], counters: tuple[Counter, ...]
+    ) -> Any:
+        """Give a tensor that may move to the store."""
+        counters = counters or own_counter(tensor)
+        alias = tensor.detach()
+        conj, neg = alias.is_conj(), alias.is_neg()
+        if conj:
+            alias = alias.conj()
+        if neg:
+            alias = alias._neg_view()
+        record = self._store.admit(alias, span, storage, self._forwards.tape, self._module_names.innermost(), counters)
+        if record.stays and not conj and not neg:
+            return Stayed(self._store, record, alias)
+        return Handle(self._store, record, alias, conj, neg)
+
+    def _keep(self, tensor: Tensor, reason: KeepReason, nbytes: int) -> Kept:
+        if reason in _STATIC or not nbytes:
+            self._store.keep_static(reason, nbytes)
+            # A leaf itself, as autograd does: it makes no cycle, and its `.data` may be swapped.
+            itself = reason is KeepReason.PARAMETER and tensor.is_leaf
+            return Kept(tensor if itself else tensor.detach(), itself=itself)
+        handle = KeptActivation(tensor.detach(), self._store, nbytes, reason._value_)
+        handle.entry = self._store.keep_activation(nbytes, reason, tensor.device)
+        return handle
+
+    def _pack_subclass(self, tensor: Tensor, outer: tuple[Counter, ...]) -> Any:
+        if is_parameter(tensor):
+            self._exclusions.static.add(tensor, "parameter")
+            return self._keep(tensor, KeepReason.PARAMETER, 0)
+        counter = Wrapped.hollow(tensor) if is_traceable_wrapper_subclass(tensor) else None
+        if counter is not None:
+            counters = (*outer, counter)
+            return Wrapped(tensor, counter, lambda inner: self._pack(inner, counters))
+        return self._keep(tensor, KeepReason.SUBCLASS, 0)

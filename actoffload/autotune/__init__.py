@@ -1,0 +1,1 @@
+"""``policy="auto"``: when to plan, correct a plan and recompute, and how ranks agree on one."""

@@ -1,0 +1,364 @@
+"""Plans from what the steps show, follows the plan, and corrects it: what ``policy="auto"`` does from step to step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from ..errors import BudgetError
+from ..events import now
+from ..memory.process_memory import available_bytes
+from ..planning.explain import render_plan
+from ..planning.plan import Plan
+from ..planning.planners.auto import Auto
+from ..planning.planners.base import Limits, Planner
+from ..planning.planners.feedback import Observed, correct, needs_replan
+from ..planning.planners.hiding import correct_hiding
+from ..planning.profile import Profile
+from ..planning.simulator import Conditions
+from ..runtime.decision import OffloadDecision
+from ..runtime.prefetch import Prefetch
+from ..runtime.profiler import Profiler
+from ..tiers.shared import Shared
+from ..tiers.tiers import Tiers
+from .agreement import Proposal, several_ranks
+from .observations import REVIEW_GROWTH, Recording, StepsUnderPlan
+from .recompute import Recompute, RecomputeMeter
+
+WARM_UP = 1
+"""Steps before the one that is planned from: the first one allocates what the later ones use again."""
+MAX_PLANS = 12
+"""After so many plans the last one stays: what the steps show does not settle."""
+SHAPES_CHANGED = 0.1
+"""A forward that saves this share of its bytes at other places, or in other sizes, is not the one that was planned."""
+MOST_WAITED = 0.9
+"""Of a step that waits are taken to be at most: something was computed."""
+ROOM_TO_KEEP = 1.5
+"""A step that keeps all is tried only where so many times its peak is free."""
+
+
+class Following:
+    """Makes an offloader do as a plan says.
+
+    Args:
+        shared: holds what backward may need at once.
+        tiers: told how many bytes are expected on their way out.
+        placement: decides what moves.
+        prefetch: reads as far ahead as the plan says.
+        blocks: the blocks of the models by name, as they are known at any time.
+        meter: counts what recomputed blocks hold.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        tiers: Tiers,
+        placement: OffloadDecision,
+        prefetch: Prefetch,
+        blocks: Mapping[str, nn.Module],
+        meter: RecomputeMeter | None,
+    ) -> None:
+        self.placement = placement
+        self.blocks = blocks
+        self.recompute = Recompute(meter)
+        self._shared = shared
+        self._tiers = tiers
+        self._prefetch = prefetch
+
+    def follow(self, profile: Profile, plan: Plan) -> None:
+        """Do as a plan for this profile says from the next forward on."""
+        self._shared.budget.recompute_bytes = _largest_recomputation(profile, plan)
+        self._shared.largest_moved_bytes = 0  # what moved before there was this plan says nothing of what it moves
+        self.placement.follow(plan)
+        # A plan that names no window was made for the profile's.
+        self._prefetch.window.follow(plan.prefetch_bytes or profile.prefetch_bytes)
+        for tier in self._tiers.by_device.values():
+            tier.expect_pending(plan.pending_bytes)
+        self.recompute.follow(self.blocks, plan.recompute)
+
+    def start_over(self) -> None:
+        """Do as before the first plan."""
+        self.placement.follow(None)
+        self._prefetch.window.start_over()
+        self._shared.budget.recompute_bytes = self._shared.largest_moved_bytes = 0
+        for tier in self._tiers.by_device.values():
+            tier.expect_pending(None)
+        self.recompute.undo()
+
+
+class Autopilot:
+    """One offloader's planning. Called between steps, when nothing that was saved is alive.
+
+    Args:
+        shared: the counts and the options.
+        tiers: the links that are measured.
+        placement: follows the plan.
+        prefetch: reads as far ahead as the plan says.
+        profiler: makes profiles.
+        blocks: the blocks of the models by name, as they are known at any time.
+        meter: counts what recomputed blocks hold.
+        planner: how to plan.
+
+    Attributes:
+        profile: what the plan was made from.
+        plan: the plan that is followed; None before there is one.
+        history: why each plan was made, oldest first.
+        planner: how to plan.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        tiers: Tiers,
+        placement: OffloadDecision,
+        prefetch: Prefetch,
+        profiler: Profiler,
+        blocks: Mapping[str, nn.Module],
+        meter: RecomputeMeter | None = None,
+        planner: Planner | None = None,
+    ) -> None:
+        self.profile: Profile | None = None
+        self.plan: Plan | None = None
+        self.history: list[str] = []
+        self.planner: Planner = planner or Auto()
+        self._shared = shared
+        self._tiers = tiers
+        self._following = Following(shared, tiers, placement, prefetch, blocks, meter)
+        self._recording = Recording(profiler, tiers, prefetch)
+        self._steps = StepsUnderPlan()
+        self._began: tuple[float, float, float, int] | None = None
+        self._made = 0
+        """Plans made, and begun anew."""
+        self._gave_up = self._agreed = self._stale = False
+        # Dropped without close(): the model is as it was.
+        weakref.finalize(self, self._following.recompute.undo).atexit = False
+
+    @property
+    def recompute(self) -> Recompute:
+        """The blocks that run under a checkpoint now."""
+        return self._following.recompute
+
+    @property
+    def seen(self) -> Observed | None:
+        """The median of the last steps that were looked at under the plan."""
+        return self._steps.seen
+
+    def between_steps(self) -> None:
+        """A step has ended and the next one begins with the forward that follows.
+
+        Raises:
+            BudgetError: no plan keeps the ``device_budget``, and the last step did not keep it either.
+        """
+        if self._gave_up or self._made >= MAX_PLANS:
+            self._recording.forget()
+            return
+        try:
+            with self._shared.lock:
+                self._finish_step()
+                self._begin_step()
+        except BudgetError:
+            raise
+        except Exception as error:  # training does not end because a plan could not be made
+            self._gave_up = True
+            self._following.placement.keep_all = False
+            self._recording.forget()
+            self.history.append(f"no plan: {error!r}")
+            self._shared.reporter.advise(
+                "plan", f"policy='auto' could not plan ({error!r}); what can be moved in time moves"
+            )
+
+    def forgot_blocks(self) -> None:
+        """Some blocks are not ours any more: leave them as they were."""
+        self.recompute.follow(self._following.blocks, self.recompute.names)
+
+    def proposal(self) -> Proposal:
+        """The plan that this rank would follow if all ranks did, recomputed blocks included."""
+        profile = self.profile
+        if profile is None or self.plan is None or self._gave_up or self._stale:
+            return Proposal()
+        try:
+            limits = replace(self._limits, recompute=self._shared.config.recompute and self._bounded)
+            plan = self.planner.plan(profile, limits)
+            text = plan.to_json()
+        except Exception:  # as without: this rank goes on, and the others must not wait for it
+            return Proposal()
+        sizes = tuple(storage.nbytes for storage in profile.storages)
+        names = tuple(block.name for block in profile.blocks if block.name in self._following.blocks)
+        fits = (sizes, names, limits.device_budget, limits.max_slowdown, limits.tiers, limits.recompute)
+        return Proposal(plan=text, fits=fits, step_s=plan.predicted_step_s or profile.step_s)
+
+    def agreed(self, plan: Plan | None, told: str) -> None:
+        """Follow a plan that all ranks follow, and stay with it; None: they do not agree, or not any more."""
+        with self._shared.lock:
+            if plan is not None:
+                assert self.profile is not None, "only ranks with a profile agree"
+                self._following.placement.keep_all = False
+                self._agreed = True
+                self._follow(self.profile, plan, told)
+            elif self._agreed:  # on every rank, as all know what all have proposed
+                self._agreed = self._stale = False
+                self._start_over("the ranks agree no more")
+        if plan is None and told:
+            self._shared.reporter.advise("agree", told)
+            self._shared.reporter.warn()
+
+    def explain(self) -> str:
+        """The plan that is followed, by block, with what was predicted beside what was seen; and why it was made."""
+        why = "".join(f"\nplan {number}: {reason}" for number, reason in enumerate(self.history, start=1))
+        if self.plan is None or self.profile is None:
+            return f"no plan yet: it is made from what the first {WARM_UP + 1} steps show{why}"
+        return render_plan(self.profile, self.plan, self._limits, seen=self.seen) + why
+
+    # -- one step -----------------------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        accounts = self._shared.accounts
+        accounts.recomputed(0)
+        accounts.step_peak_bytes = accounts.resident_bytes
+        self._following.placement.mismatched_bytes = 0
+        self._began = (now(), accounts.pack_wait_s, accounts.unpack_wait_s, accounts.packed_tensors)
+        if self.plan is None or self._steps.blocks_are_due:
+            self._recording.begin()
+
+    def _finish_step(self) -> None:
+        if self._began is None:
+            return
+        accounts = self._shared.accounts
+        began_s, packed_s, unpacked_s, tensors = self._began
+        if accounts.packed_tensors == tensors and (self.plan is not None or not self._recording.finished):
+            return  # a pass without gradients
+        step_s = max(1e-9, now() - began_s)
+        waited_s = accounts.pack_wait_s - packed_s, accounts.unpack_wait_s - unpacked_s
+        # The host and a stream may have waited at the same time, and what a stream did is told a step later.
+        share = min(1.0, MOST_WAITED * step_s / max(1e-9, sum(waited_s)))
+        observed = Observed(
+            step_s=step_s,
+            forward_wait_s=share * waited_s[0],
+            backward_wait_s=share * waited_s[1],
+            peak_bytes=accounts.step_peak_bytes,
+        )
+        recorded = self._recording.active or self._recording.finished
+        if self.plan is not None and self.profile is not None:
+            if recorded and (times := self._recording.block_times()) is not None:
+                self._steps.look_at_blocks(times)
+            self.review(observed)
+        elif recorded:
+            self._recorded(observed)
+
+    def _recorded(self, observed: Observed) -> None:
+        """Plan from a step that was recorded, or first try one with nothing moved."""
+        profile = self._recording.profile()
+        if profile is None:
+            return
+        placement = self._following.placement
+        if placement.keep_all:
+            placement.keep_all = False
+            self._make_plan(replace(profile, keep_step_s=observed.step_s), observed, "first plan")
+        elif self._recording.steps > WARM_UP and not self._try_keeping(profile):
+            self._make_plan(profile, observed, "first plan")
+
+    def _try_keeping(self, profile: Profile) -> bool:
+        """Begin a step with nothing moved: only that shows what moving costs, and only ``max_slowdown`` asks for it."""
+        config = self._shared.config
+        if config.max_slowdown is None or config.device_budget is not None or profile.device != "cpu":
+            return False
+        if available_bytes() < ROOM_TO_KEEP * profile.baseline_peak_bytes:
+            return False
+        self._following.placement.keep_all = True
+        return True
+
+    def review(self, observed: Observed) -> None:
+        """Compare a step that ran under the plan with it; correct the plan where enough of them say so."""
+        assert self.plan is not None, "there is a plan to look at"
+        assert self.profile is not None, "a plan was made from a profile"
+        if self._agreed:
+            self._steps.add_without_review(observed)
+            self._stale |= self._mismatched
+            return
+        if self._mismatched:
+            self._start_over("the forward saved other sizes than the plan was made for")
+            return
+        if not self._steps.add(observed, self._recording):
+            return
+        assert self.seen is not None, "the steps were looked at"
+        if self._bounded:
+            profile, reason = self._judged(self.profile, self.plan, self.seen)
+        else:
+            profile, reason = correct_hiding(self.profile, self.seen, self._recording.step_s)
+        if reason:
+            self._steps.review_steps *= REVIEW_GROWTH
+            self._make_plan(profile, self.seen, reason)
+
+    @property
+    def _mismatched(self) -> bool:
+        saved_bytes = 0 if self.profile is None else self.profile.saved_bytes
+        return self._following.placement.mismatched_bytes > SHAPES_CHANGED * max(1, saved_bytes)
+
+    def _judged(self, profile: Profile, plan: Plan, seen: Observed) -> tuple[Profile, str]:
+        """Where the user has set a bound: the step as a whole counts, and what moving costs the compute."""
+        conditions = Conditions(device_budget=self._limits.device_budget)
+        corrected = correct(profile, plan, seen, conditions)
+        return corrected, needs_replan(profile, plan, seen, corrected, conditions)
+
+    # -- plans --------------------------------------------------------------------------------------------------------
+
+    def _make_plan(self, profile: Profile, observed: Observed, reason: str) -> None:
+        budget = self._limits.device_budget
+        try:
+            plan = self.planner.plan(profile, self._limits)
+        except BudgetError as error:
+            if budget is None or observed.peak_bytes is None or observed.peak_bytes > budget:
+                raise
+            self.history.append(f"no plan: {error}")  # but the last step did keep it: go on as it was
+            self._gave_up = True
+            return
+        self._made += 1
+        self._follow(profile, plan, reason)
+
+    def _follow(self, profile: Profile, plan: Plan, reason: str) -> None:
+        self.history.append(reason)
+        self.profile, self.plan = profile, plan
+        self._recording.forget()
+        self._steps.start_over()
+        self._following.follow(profile, plan)
+
+    def _start_over(self, reason: str) -> None:
+        """Record anew; until there is a plan again, what moves is decided as before the first one."""
+        self.history.append(reason)
+        self._made += 1
+        self.plan = None
+        self._recording.forget()
+        self._steps.start_over()
+        self._following.start_over()
+
+    @property
+    def _bounded(self) -> bool:
+        config = self._shared.config
+        return config.device_budget is not None or config.max_slowdown is not None
+
+    @property
+    def _limits(self) -> Limits:
+        config = self._shared.config
+        tiers = {"host": ("host",), "nvme": ("nvme",)}.get(config.target, ("host", "nvme"))
+        if self._tiers.spool is None:
+            tiers = ("host",)
+        return Limits(
+            device_budget=self._shared.budget.limit_bytes,
+            host_budget=sum(pool.capacity_bytes for pool in self._tiers.pools) or None,
+            nvme_budget=None if config.nvme_budget is None else config.size("nvme_budget", 0),
+            max_slowdown=config.max_slowdown,
+            tiers=tiers,
+            recompute=config.recompute and self._bounded and not several_ranks(),
+        )
+
+
+def _largest_recomputation(profile: Profile, plan: Plan) -> int:
+    """The most bytes that one of the plan's recomputed blocks saves."""
+    held = dict.fromkeys((n for n, block in enumerate(profile.blocks) if block.name in plan.recompute), 0)
+    for storage in profile.storages:
+        if storage.block in held:
+            held[storage.block] += storage.nbytes
+    return max(held.values(), default=0)

@@ -1,0 +1,144 @@
+"""The repeated blocks of a model: found, and watched while they run."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from ..runtime.untraced import Hooking, untraced
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a model by qualified name: the members of every outermost container of equals.
+
+    A container of equals is a ``ModuleList``, ``ModuleDict`` or ``Sequential`` with two or more members of one class
+    that have parameters: the layers of a transformer, the encoder's and the decoder's apart.
+
+    >>> sorted(find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))))
+    ['0', '1']
+    """
+    found: dict[str, nn.Module] = {}
+    _collect(model, "", found)
+    return found
+
+
+def _collect(module: nn.Module, prefix: str, found: dict[str, nn.Module]) -> None:
+    children = dict(module.named_children())
+    kinds = {type(child) for child in children.values()}
+    equals = isinstance(module, _CONTAINERS) and len(children) > 1 and len(kinds) == 1
+    if equals and all(any(True for _ in child.parameters()) for child in children.values()):
+        found.update({f"{prefix}{name}": child for name, child in children.items()})
+        return
+    for name, child in children.items():
+        _collect(child, f"{prefix}{name}.", found)
+
+
+def why_not_recomputed(block: nn.Module) -> str:
+    """Why a block must not run twice in a step, as far as its modules show; empty when nothing speaks against it."""
+    if type(block).__name__ == "OptimizedModule" or getattr(block, "_compiled_call_impl", None) is not None:
+        return "compiled"
+    for module in block.modules():
+        statistics = isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+        if statistics and module.training:
+            return "running statistics would be updated twice"
+    return ""
+
+
+class Listener(Protocol):
+    """Who wants to know when a block runs; called on the thread that runs it, in forward only."""
+
+    @property
+    def active(self) -> bool:
+        """Whether it listens now."""
+
+    def block_began(self, name: str, inputs: tuple[Tensor, ...]) -> None:
+        """The forward of a block begins; ``inputs``: the tensors it was given that need gradients."""
+
+    def block_ended(self, name: str, *, repeatable: bool) -> None:
+        """It has ended; ``repeatable``: as far as its modules and buffers show, running it twice is the same."""
+
+
+class BlockWatch(Hooking):
+    """Tells a listener of the blocks of models as they run."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.blocks: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
+        self._listener = listener
+        self._local = threading.local()
+        self._handles: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+
+    def watch(self, model: nn.Module) -> None:
+        """Watch the blocks of a model from now on."""
+        if model in self._handles:
+            return
+        handles = self._handles[model] = []
+        for name, block in find_blocks(model).items():
+            name = self._free_name(name, block)
+            self.blocks[name] = block
+            enter, leave = functools.partial(_enter, self, name), functools.partial(_leave, self)
+            handles.append(block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            handles.append(block.register_forward_hook(leave, always_call=True))
+
+    def _free_name(self, name: str, block: nn.Module) -> str:
+        """The name of a block, with a number where another model has a block of that name."""
+        free, count = name, 1
+        while self.blocks.get(free, block) is not block:
+            count += 1
+            free = f"{name}#{count}"
+        return free
+
+    def forget(self, model: nn.Module) -> None:
+        """Watch the blocks of a model no more."""
+        for handle in self._handles.pop(model, []):
+            handle.remove()
+        gone = set(find_blocks(model).values())
+        for name in [name for name, block in self.blocks.items() if block in gone]:
+            del self.blocks[name]
+
+    def remove(self) -> None:
+        """Take every hook away again."""
+        for model in list(self._handles):
+            self.forget(model)
+
+    def enter(self, name: str, module: nn.Module, inputs: Any) -> None:
+        """The forward of a block begins."""
+        if not self._listener.active or torch._C._current_graph_task_id() != -1:
+            return  # nobody listens, or a recomputation
+        if not hasattr(self._local, "running"):
+            self._local.running = []
+        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        given = [(tensor, tensor._version) for tensor in tensors]
+        self._local.running.append((name, module, _versions(module), given))
+        self._listener.block_began(name, tuple(tensor for tensor in tensors if tensor.requires_grad))
+
+    def leave(self, module: nn.Module) -> None:
+        """It has ended."""
+        running: list[tuple[str, nn.Module, int, list[tuple[Tensor, int]]]] = getattr(self._local, "running", [])
+        if running and running[-1][1] is module:
+            name, _, versions, given = running.pop()
+            unchanged = all(tensor._version == version for tensor, version in given)
+            repeatable = unchanged and _versions(module) == versions and not why_not_recomputed(module)
+            self._listener.block_ended(name, repeatable=repeatable)
+
+
+@untraced
+def _enter(watch: BlockWatch, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+    watch.enter(name, module, (args, kwargs))
+
+
+@untraced
+def _leave(watch: BlockWatch, module: nn.Module, args: object, output: object) -> None:
+    watch.leave(module)
+
+
+def _versions(module: nn.Module) -> int:
+    return sum(buffer._version for buffer in module.buffers() if not buffer.is_inference())

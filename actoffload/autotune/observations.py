@@ -1,0 +1,151 @@
+"""What the steps show: profiles of recorded ones, and medians of those that ran under a plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+from ..errors import ConfigError
+from ..planning.planners.feedback import Observed
+from ..planning.profile import Link, Profile
+from ..runtime.prefetch import Prefetch
+from ..runtime.profiler import Profiler
+from ..tiers.tiers import Tiers
+
+REVIEW_STEPS = 5
+"""A plan is compared with the median of so many steps at first, as single ones are noisy; then of ever more."""
+REVIEW_GROWTH = 2
+LOOK_AT_STEP = 3
+"""The step under a new plan in which the blocks' times are taken."""
+
+
+class Recording:
+    """Profiles of recorded steps, on the links as they are known by then.
+
+    Args:
+        profiler: records steps.
+        tiers: knows the rates of the links.
+        prefetch: knows how far ahead backward reads.
+    """
+
+    def __init__(self, profiler: Profiler, tiers: Tiers, prefetch: Prefetch) -> None:
+        self.steps = 0
+        """Steps that were recorded."""
+        self.step_s = 0.0
+        """The last of them."""
+        self._profiler = profiler
+        self._tiers = tiers
+        self._prefetch = prefetch
+        self._known_rates: dict[tuple[str, str], float] = {}
+
+    @property
+    def active(self) -> bool:
+        """Whether a step is being recorded."""
+        return self._profiler.active
+
+    @property
+    def finished(self) -> bool:
+        """Whether a recorded step waits to be looked at."""
+        return self._profiler.finished
+
+    def begin(self) -> None:
+        """Record the step that begins now, unless there is a recorded one that nobody has looked at."""
+        if not self._profiler.finished:
+            self._profiler.begin()
+
+    def forget(self) -> None:
+        """Drop what was recorded."""
+        self._profiler.active = self._profiler.finished = False
+
+    def profile(self) -> Profile | None:
+        """The recorded step; None for a forward without a backward, or while the device has not come to its end."""
+        if not self._profiler.useful:
+            return None
+        profile = self._profiler.profile(device=next(iter(self._tiers.by_device), "cpu"))
+        if profile is None:
+            return None
+        self.steps += 1
+        self.step_s = profile.step_s
+        window = self._prefetch.window.nbytes
+        return replace(profile, host=self._link("host"), disk=self._link("disk"), prefetch_bytes=window)
+
+    def _link(self, name: str) -> Link | None:
+        """A link as it is known by now; one way is as fast as the other until that is known."""
+        self._known_rates.update({key: rate for key, rate in self._tiers.rates().items() if rate is not None})
+        write, read = (self._known_rates.get((name, way)) for way in ("write", "read"))
+        known = write or read
+        return None if known is None else Link(write_bytes_per_s=write or known, read_bytes_per_s=read or known)
+
+    def block_times(self) -> dict[str, float] | None:
+        """Forward and backward of each block in seconds; None when another step, or a later call, has to tell."""
+        if not self._profiler.useful:
+            self.forget()  # a forward without a backward: another step shows it
+            return None
+        times: dict[str, float] = {}
+        try:
+            profile = self._profiler.profile()
+        except ConfigError:  # a step that was interrupted; a plan does not end because its blocks could not be timed
+            self.forget()
+            return times
+        if profile is None:
+            return None  # the device has not come to the end of that step
+        for block in profile.blocks:
+            times[block.name] = times.get(block.name, 0.0) + block.forward_s + block.backward_s
+        return times
+
+    def rates_when_full(self) -> dict[str, Any]:
+        """Rates of links that were full lately, as fields of `Observed`."""
+        found = self._tiers.rates(full=True)
+        return {f"{link}_{way}_bytes_per_s": rate for (link, way), rate in found.items()}
+
+
+class StepsUnderPlan:
+    """The steps since a plan was made: their median now and then, and once how long each block takes."""
+
+    def __init__(self) -> None:
+        self.seen: Observed | None = None
+        """The median of the last steps that were looked at."""
+        self.review_steps = REVIEW_STEPS
+        self._blocks: tuple[tuple[str, float], ...] = ()
+        self._steps: list[Observed] = []
+
+    def start_over(self) -> None:
+        """There is another plan: look at the blocks again, and at other steps."""
+        self._blocks = ()
+        self._steps.clear()
+
+    @property
+    def blocks_are_due(self) -> bool:
+        """Whether the next step shows how long each block takes under the plan: once for each plan, when it is used."""
+        return not self._blocks and len(self._steps) == min(LOOK_AT_STEP, self.review_steps - 1)
+
+    def look_at_blocks(self, times: dict[str, float]) -> None:
+        """Know how long each block took, in seconds."""
+        self._blocks = tuple(times.items()) or (("", 0.0),)
+        if self.seen is not None:
+            self.seen = replace(self.seen, blocks=self._blocks)
+
+    def add(self, observed: Observed, recording: Recording) -> bool:
+        """Add a step; whether there are enough for a review, which is then `seen`."""
+        self._steps.append(observed)
+        if len(self._steps) < self.review_steps:
+            return False
+        self.seen = replace(_median(self._steps), blocks=self._blocks, **recording.rates_when_full())
+        self._steps.clear()
+        return True
+
+    def add_without_review(self, observed: Observed) -> None:
+        """Add a step under a plan that is not to be corrected."""
+        self.seen = replace(observed, blocks=self._blocks)
+        self._steps = [*self._steps, observed][-REVIEW_STEPS:]
+
+
+def _median(observed: list[Observed]) -> Observed:
+    return replace(
+        observed[-1],
+        step_s=median(o.step_s for o in observed),
+        forward_wait_s=median(o.forward_wait_s for o in observed),
+        backward_wait_s=median(o.backward_wait_s for o in observed),
+        peak_bytes=max(o.peak_bytes or 0 for o in observed),
+    )

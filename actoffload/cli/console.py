@@ -1,0 +1,68 @@
+"""What the commands share: options, errors, tables, a progress bar and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from ..errors import ActOffloadError, ConfigError, SpoolPathError
+
+PathOption = Annotated[
+    list[Path] | None,
+    typer.Option(help="Directory of the spool; repeat to stripe. Default: $ACTOFFLOAD_PATH, else the temporary one."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+
+
+@contextmanager
+def explained_errors() -> Iterator[None]:
+    """Say what went wrong instead of showing a traceback.
+
+    Exit status 2 for an option that cannot work, 1 for anything else that this library or the system refuses.
+    """
+    try:
+        yield
+    except (ConfigError, SpoolPathError) as error:
+        raise typer.BadParameter(str(error)) from error
+    except (ActOffloadError, OSError) as error:
+        fail(str(error), error)
+
+
+def fail(message: str, cause: BaseException | None = None) -> NoReturn:
+    """Print an error and leave with exit status 1."""
+    typer.echo(f"Error: {message}", err=True)
+    raise typer.Exit(1) from cause
+
+
+def strings(paths: list[Path] | None) -> list[str] | None:
+    """Return paths as text; None stays None."""
+    return None if paths is None else [str(path) for path in paths]
+
+
+def print_json(payload: object) -> None:
+    """Print plain values as JSON."""
+    typer.echo(json.dumps(payload, indent=2))
+
+
+def print_facts(title: str, rows: Iterable[tuple[str, str]]) -> None:
+    """Print a table of names and values."""
+    table = Table(title=escape(title), show_header=False, title_justify="left")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    Console().print(table)
+
+
+def progress_bar(*columns: ProgressColumn, quiet: bool = False) -> Progress:
+    """Return a progress bar on stderr: description, bar, count, ``columns`` and the time that is left."""
+    console = Console(stderr=True)
+    shown: tuple[Any, ...] = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *columns)
+    return Progress(*shown, TimeRemainingColumn(), console=console, disable=quiet)

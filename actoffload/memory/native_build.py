@@ -1,0 +1,168 @@
+"""Builds the two C++ programs: each once, into the user's cache directory, with the user's compiler.
+
+Nothing here is needed for a right gradient: where there is no compiler, a reason says so and Python does the work.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+PACKAGE = Path(__file__).parents[1]
+SWITCH = "ACTOFFLOAD_NATIVE"
+"""Set to 0, this environment variable has nothing built or loaded, set to a program's name only that program."""
+COMPILE_S = 120
+_TEMPORARY = "actoffload-"
+
+
+class Refused(Exception):
+    """Why compiled code is not used here."""
+
+
+def with_torch(*libraries: str) -> tuple[list[str], list[str]]:
+    """Options and key for a source that uses PyTorch's headers, c10 and those of its libraries, which are loaded.
+
+    Raises:
+        Refused: there is no PyTorch.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise Refused("PyTorch is not installed")
+    root = Path(spec.origin).parent
+    linked = [f"-L{root / 'lib'}", *(f"-l{library}" for library in ("c10", *libraries))]
+    return [f"-I{root / 'include'}", *linked], [(root / "version.py").read_text(encoding="utf-8")]
+
+
+def build(source: Path, options: Sequence[str], key: Sequence[str]) -> Path:
+    """Compile a source into a shared library, unless that was done before; the library's path.
+
+    Args:
+        source: a file of C++.
+        options: of the compiler: where headers and libraries are.
+        key: what else the library depends on, such as PyTorch's version.
+
+    Raises:
+        Refused: there is no compiler, it failed, or `SWITCH` forbids it.
+    """
+    switch = os.environ.get(SWITCH) or "1"
+    if switch not in ("1", source.stem):
+        raise Refused(f"{SWITCH}={switch} is set")
+    compiler = shutil.which(os.environ.get("CXX") or "c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise Refused("there is no C++ compiler (c++, g++, clang++ or CXX)")
+    digest = hashlib.sha256(source.read_bytes())
+    for header in sorted(source.parent.glob("*.hpp")):
+        digest.update(header.read_bytes())
+    for text in (*key, *options, compiler):
+        digest.update(b"\0" + text.encode())
+    folder = _cache_folder()
+    library = folder / f"{source.stem}-{platform.machine()}-{digest.hexdigest()[:20]}.so"
+    if not library.exists():
+        _compile(compiler, source, options, library)
+    return library
+
+
+def load(build: Callable[[], Path], loader: Callable[[Path], T]) -> T:
+    """What a loader makes of a library, which is built anew, once, where it cannot be loaded.
+
+    Raises:
+        Refused: it cannot be built or loaded.
+    """
+    path = build()
+    try:
+        return loader(path)
+    except (ImportError, OSError):  # damaged, or made on a newer system that shares the home directory
+        path.unlink(missing_ok=True)
+        path = build()
+        try:
+            return loader(path)
+        except (ImportError, OSError) as error:
+            raise Refused(f"the compiled library could not be loaded: {error}") from error
+    finally:
+        discard(path)
+
+
+def discard(library: Path) -> None:
+    """Remove a library that lies in no cache; what is loaded of it stays."""
+    if library.parent.name.startswith(_TEMPORARY):
+        shutil.rmtree(library.parent, ignore_errors=True)
+
+
+def told(error: Exception) -> str:
+    """The reason in an error, for a person."""
+    return str(error) if isinstance(error, Refused) else f"{type(error).__name__}: {error}"
+
+
+def _compile(compiler: str, source: Path, options: Sequence[str], library: Path) -> None:
+    unfinished = library.with_name(f"{library.name}.{os.getpid()}.{threading.get_ident()}")
+    said = ""
+    try:
+        for standard in ("c++20", "c++17"):  # what PyTorch's headers need depends on its release
+            command = [compiler, f"-std={standard}", "-O2", "-fPIC", "-shared", str(source), "-o", str(unfinished)]
+            done = subprocess.run(
+                [*command, *options],
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=COMPILE_S,
+                check=False,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "LC_ALL": "C"},
+            )
+            if done.returncode == 0:
+                _write_through(unfinished)
+                unfinished.replace(library)  # at once: other processes may look for it now
+                return
+            said = said or next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Refused(f"the C++ compiler failed: {error}") from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+    raise Refused(f"the C++ compiler failed: {said.strip()}")
+
+
+def _write_through(file: Path) -> None:
+    """A file with holes, as a power cut leaves it, would end the process that loads it."""
+    descriptor = os.open(file, os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _cache_folder() -> Path:
+    """A directory that only this user can write to: a library in it is loaded into the process."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    try:
+        if base.is_absolute():
+            (base / "actoffload").mkdir(parents=True, exist_ok=True, mode=0o700)
+            folder = (base / "actoffload").resolve()
+            if all(map(_is_private, (folder, folder.parent))) and os.access(folder, os.W_OK | os.X_OK):
+                return folder
+    except OSError:
+        pass
+    return _temporary_folder()
+
+
+def _is_private(folder: Path) -> bool:
+    found = folder.stat()
+    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _temporary_folder() -> Path:
+    try:
+        return Path(tempfile.mkdtemp(prefix=_TEMPORARY))
+    except OSError as error:
+        raise Refused(f"no directory for the compiled library could be made: {error}") from error

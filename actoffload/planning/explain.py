@@ -1,0 +1,402 @@
+"""A plan explained: what is done with each block and why, what sets the peak, what more memory would buy. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import groupby
+
+from ..config import format_size
+from ..errors import BudgetError
+from .plan import Plan
+from .planners.base import Limits, Planner
+from .planners.feedback import Observed
+from .profile import Link, Profile
+from .simulator import Conditions, Prediction, on_device_at_peak, simulate
+from .workload import ABSENT, DROPPED, HOST, KEEP, NVME, Workload
+
+GIB = 1 << 30
+OUTSIDE = "(outside blocks)"
+NEARLY_ALL = 0.98
+MOST_ROWS = 24
+"""So many lines of blocks at most; neighbours that are treated alike share one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRow:
+    """One block of a plan, all its runs in the step together. Sizes in bytes, times in seconds.
+
+    Attributes:
+        name: the block's name, or `OUTSIDE` for what no block saves.
+        saved_bytes: what it saves when nothing is recomputed.
+        kept_bytes: what of it stays.
+        host_bytes: what goes to host memory.
+        disk_bytes: what goes to disk.
+        recomputed_bytes: what is dropped and made again.
+        forward_s: its forward; 0 outside blocks.
+        backward_s: its backward without recomputing; 0 outside blocks.
+        recompute_s: what recomputing it adds.
+        wait_s: what backward waits for its storages.
+        peak_bytes: what of it is on the device when the most is.
+        why: the reason, in words.
+        seen_s: what its forward and backward really took under the plan, without waits; 0 where nobody looked.
+    """
+
+    name: str
+    saved_bytes: int
+    kept_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    recomputed_bytes: int
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    wait_s: float
+    peak_bytes: int
+    why: str
+    seen_s: float = 0.0
+
+    @property
+    def what(self) -> str:
+        """What is done, in a few words: ``"keep"``, ``"offload"``, ``"offload 62 %"``, ``"recompute"``, ..."""
+        if self.recomputed_bytes:
+            return "recompute"
+        moved = self.host_bytes + self.disk_bytes
+        total = moved + self.kept_bytes
+        if not moved:
+            return "keep" if total else "-"
+        return "offload" if moved >= NEARLY_ALL * total else f"offload {moved / total:.0%}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """The same step planned with another budget. Bytes and seconds; None where no plan keeps that budget.
+
+    Attributes:
+        device_budget: the other budget.
+        step_s: the step with it.
+        peak_bytes: its peak.
+    """
+
+    device_budget: int
+    step_s: float | None
+    peak_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Analysis:
+    """A plan in numbers.
+
+    Attributes:
+        rows: the blocks in the order in which they run, and what is outside them.
+        prediction: the step under the plan.
+        keep: the step with nothing moved.
+        more: the plan with a higher budget; None when that was not asked for or there is no budget.
+    """
+
+    rows: tuple[BlockRow, ...]
+    prediction: Prediction
+    keep: Prediction
+    more: Alternative | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        """Everything but the timelines, ready for JSON."""
+        without = {"timeline", "waits", "pressed", "stayed"}
+        return {
+            "blocks": [asdict(row) | {"what": row.what} for row in self.rows],
+            "prediction": {k: v for k, v in asdict(self.prediction).items() if k not in without},
+            "keep": {k: v for k, v in asdict(self.keep).items() if k not in without},
+            "more": None if self.more is None else asdict(self.more),
+        }
+
+
+def analyse(profile: Profile, plan: Plan, limits: Limits | None = None, *, more: Alternative | None = None) -> Analysis:
+    """Work out the numbers of a plan.
+
+    Args:
+        profile: what it was made from.
+        plan: the plan.
+        limits: what it was made under; None for no limits.
+        more: what `one_more` says.
+
+    Raises:
+        ConfigError: the plan is for another profile.
+    """
+    limits = limits or Limits()
+    prediction = simulate(profile, plan, limits.conditions())
+    rows = _Blocks(profile, plan, limits.conditions(), prediction).rows()
+    return Analysis(rows=rows, prediction=prediction, keep=simulate(profile), more=more)
+
+
+def one_more(profile: Profile, plan: Plan, limits: Limits, planner: Planner, nbytes: int = GIB) -> Alternative | None:
+    """Plan with ``nbytes`` more of device budget; None without a budget, as there is nothing to raise."""
+    if limits.device_budget is None:
+        return None
+    budget = limits.device_budget + nbytes
+    try:
+        other = planner.plan(profile, replace(limits, device_budget=budget))
+    except BudgetError:
+        return Alternative(device_budget=budget, step_s=None, peak_bytes=None)
+    step_s = other.predicted_step_s
+    if step_s is not None and plan.predicted_step_s is not None:
+        step_s = min(step_s, plan.predicted_step_s)  # the old plan keeps the higher budget too
+    return Alternative(device_budget=budget, step_s=step_s, peak_bytes=other.predicted_peak_bytes)
+
+
+class _Blocks:
+    """Makes the rows of one plan."""
+
+    def __init__(self, profile: Profile, plan: Plan, conditions: Conditions, prediction: Prediction) -> None:
+        self.profile, self.plan = profile, plan
+        self.workload = Workload(profile)
+        self.has_budget = conditions.device_budget is not None
+        choice = self.workload.from_plan(plan)
+        self.modes = self.workload.modes(choice)
+        for position in prediction.pressed:
+            self.modes[position] = KEEP
+        self.recomputed = {b for group in choice.recompute for b in self.workload.groups[group].blocks}
+        self.waited: dict[int, float] = {}
+        for position, seconds in prediction.waits:
+            self.waited[position] = self.waited.get(position, 0.0) + seconds
+        self.at_peak = on_device_at_peak(
+            self.workload, choice, conditions, window=plan.prefetch_bytes, peak_bytes=prediction.peak_bytes
+        )
+
+    def rows(self) -> tuple[BlockRow, ...]:
+        blocks: dict[str, list[int]] = {}
+        for number, block in enumerate(self.profile.blocks):
+            blocks.setdefault(block.name, []).append(number)
+        rows = [self._row(name, numbers) for name, numbers in blocks.items()]
+        outside = self._row(OUTSIDE, [])
+        return (*rows, outside) if outside.saved_bytes else tuple(rows)
+
+    def _row(self, name: str, blocks: list[int]) -> BlockRow:
+        storages, count, nbytes = self.profile.storages, self.workload.count, self.workload.nbytes
+        members = [p for p, s in enumerate(storages) if (s.block in blocks if blocks else s.block is None)]
+        everything = members + [count + b for b in blocks if self.modes[count + b] != ABSENT]
+        by_mode = dict.fromkeys((KEEP, HOST, NVME, DROPPED), 0)
+        for p in everything:
+            by_mode[self.modes[p]] += nbytes[p]
+        parts = [self.profile.blocks[b] for b in blocks]
+        again = [b for b in blocks if b in self.recomputed]
+        return BlockRow(
+            name=name,
+            saved_bytes=sum(nbytes[p] for p in members),
+            kept_bytes=by_mode[KEEP],
+            host_bytes=by_mode[HOST],
+            disk_bytes=by_mode[NVME],
+            recomputed_bytes=by_mode[DROPPED],
+            forward_s=sum(block.forward_s for block in parts),
+            backward_s=sum(block.backward_s for block in parts),
+            recompute_s=sum(self.profile.blocks[b].recompute_s for b in again),
+            wait_s=sum(self.waited.get(p, 0.0) for p in everything),
+            peak_bytes=sum(nbytes[p] for p in everything if self.at_peak[p]),
+            why=self._why_recomputed(again) if again else self._why(members),
+        )
+
+    def _why_recomputed(self, blocks: list[int]) -> str:
+        workload = self.workload
+        freed = sum(workload.dropped_bytes[b] for b in blocks)
+        text = f"{_time(sum(self.profile.blocks[b].recompute_s for b in blocks))} frees {format_size(freed)}"
+        seconds = self._move_s(freed)
+        if seconds is not None:
+            text += f", moving takes {_time(seconds)}"
+        leaves = any(self.modes[workload.block_input[b]] in (HOST, NVME) for b in blocks)
+        return f"{text}; its input leaves" if leaves else text
+
+    def _why(self, members: list[int]) -> str:
+        moved = [p for p in members if self.modes[p] in (HOST, NVME)]
+        kept = [p for p in members if self.modes[p] == KEEP and self.workload.nbytes[p]]
+        why_kept = self._why_kept(kept) if kept else ""
+        if not moved:
+            return why_kept or "saves nothing"
+        idle = [self._idle_s(p) for p in moved]
+        low, high = min(idle), max(idle)
+        text = "idle " + (_time(high) if high - low < 0.1 * high else f"{1e3 * low:.3g} ms to {_time(high)}")
+        seconds = self._move_s(sum(self.workload.nbytes[p] for p in moved))
+        if seconds is not None:
+            text += f", moved in {_time(seconds)}"
+        return f"{text}; rest: {why_kept}" if why_kept else text
+
+    def _why_kept(self, positions: list[int]) -> str:
+        storages = self.profile.storages
+        fixed: dict[str, int] = {}
+        for p in positions:
+            if not storages[p].movable:
+                reason = storages[p].kept or "not recorded"
+                fixed[reason] = fixed.get(reason, 0) + storages[p].nbytes
+        if 2 * sum(fixed.values()) >= sum(storages[p].nbytes for p in positions):
+            return f"must stay: {max(fixed, key=lambda reason: fixed[reason])}"
+        if self.plan.declined:
+            return "the plan declines to move"
+        free = [p for p in positions if storages[p].movable]
+        if all((self._move_s(storages[p].nbytes) or 0.0) > self._idle_s(p) for p in free):
+            return "needed again before it could be back"
+        return "the budget has room" if self.has_budget else "no time left on the link"
+
+    def _idle_s(self, position: int) -> float:
+        storage = self.profile.storages[position]
+        return (storage.last_need_s if storage.need_s is None else storage.need_s) - storage.birth_s
+
+    def _move_s(self, nbytes: int) -> float | None:
+        """How long the first link takes there and back."""
+        link = self.profile.host or self.profile.disk
+        return None if link is None else nbytes / link.write_bytes_per_s + nbytes / link.read_bytes_per_s
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+def render_plan(
+    profile: Profile,
+    plan: Plan,
+    limits: Limits | None = None,
+    *,
+    analysis: Analysis | None = None,
+    seen: Observed | None = None,
+) -> str:
+    """Explain a plan in several lines of text.
+
+    Args:
+        profile: what it was made from.
+        plan: the plan.
+        limits: what it was made under; None for no limits.
+        analysis: what `analyse` says; None to work it out here.
+        seen: steps as they really were under it; None when none has run yet.
+
+    Raises:
+        ConfigError: the plan is for another profile.
+    """
+    limits = limits or Limits()
+    analysis = analysis or analyse(profile, plan, limits)
+    times = dict(seen.blocks) if seen is not None else {}
+    rows = [replace(row, seen_s=times.get(row.name, 0.0)) for row in analysis.rows]
+    if len(rows) > MOST_ROWS:
+        rows = _merged(rows)
+    return "\n".join(
+        [
+            *_headline(profile, plan, limits),
+            *_table(_comparison(analysis, seen), left=1),
+            "",
+            *_table([_COLUMNS, *map(_cells, rows)], left=2),
+            "  (added: by recomputing and by waiting)",
+            "why",
+            *_reasons(rows),
+            "",
+            *_peak(analysis),
+            *_more(analysis, limits),
+        ]
+    )
+
+
+def _table(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
+    """Lines with columns as wide as they need to be, the first ``left`` of them aligned left, the others right.
+
+    Columns on the right that say nothing are left out.
+    """
+    columns = [c for n, c in enumerate(zip(*rows, strict=True)) if n < left or set(c[1:]) != {"-"}]
+    aligned = []
+    for number, column in enumerate(columns):
+        width = max(map(len, column))
+        aligned.append([cell.ljust(width) if number < left else cell.rjust(width) for cell in column])
+    return [f"  {'  '.join(cells)}".rstrip() for cells in zip(*aligned, strict=True)]
+
+
+def _headline(profile: Profile, plan: Plan, limits: Limits) -> list[str]:
+    """Who planned what for which step, and the plan in one line."""
+    bounds = []
+    if limits.device_budget is not None:
+        bounds.append(f"device budget {format_size(limits.device_budget)}")
+    if limits.max_slowdown is not None:
+        bounds.append(f"at most {limits.max_slowdown:.1%} slower")
+    links = [f"{name} {_rate(link)}" for name, link in (("host", profile.host), ("disk", profile.disk)) if link]
+    first = (
+        f"plan of {plan.planner or 'unknown'} on {profile.device}, {', '.join(bounds) or 'no budget'}; "
+        f"{'; '.join(links) or 'no link was measured'}"
+    )
+    if plan.declined:
+        return [first, f"declined: {plan.declined}"]
+    count = len(plan.recompute)
+    dropped = f", {count} block{'s' * (count > 1)} recomputed" if count else ""
+    return [first, f"{format_size(plan.offloaded_bytes)} leave, {format_size(plan.kept_bytes)} stay{dropped}"]
+
+
+def _comparison(analysis: Analysis, seen: Observed | None) -> list[tuple[str, ...]]:
+    after, keep = analysis.prediction, analysis.keep
+    step = forward = backward = peak = "-"
+    if seen is not None:
+        step, forward, backward = map(_time, (seen.step_s, seen.forward_wait_s, seen.backward_wait_s))
+        peak = "-" if seen.peak_bytes is None else format_size(seen.peak_bytes)
+    return [
+        ("", "predicted", "seen", "nothing moved"),
+        ("step", _time(after.step_s), step, _time(keep.step_s)),
+        ("forward waits", _time(after.forward_wait_s), forward, "-"),
+        ("backward waits", _time(after.backward_wait_s), backward, "-"),
+        ("recomputing", _time(after.recompute_s), "-", "-"),
+        ("activation peak", format_size(after.peak_bytes), peak, format_size(keep.peak_bytes)),
+    ]
+
+
+_COLUMNS = ("block", "what", "saves", "forward", "backward", "added", "seen", "at the peak")
+
+
+def _cells(row: BlockRow) -> tuple[str, ...]:
+    times = (row.forward_s, row.backward_s, row.recompute_s + row.wait_s, row.seen_s)
+    shown = [_time(seconds) if seconds else "-" for seconds in times]
+    return row.name, row.what, format_size(row.saved_bytes), *shown, format_size(row.peak_bytes)
+
+
+def _merged(rows: Sequence[BlockRow]) -> list[BlockRow]:
+    """Neighbours with the same treatment as one row, their sum."""
+    merged = []
+    for _, run in groupby(rows, key=lambda row: (row.what, row.name == OUTSIDE)):
+        first, *others = run
+        summed = [f.name for f in fields(first) if f.name.endswith(("_bytes", "_s"))]
+        sums = {name: sum((getattr(row, name) for row in others), getattr(first, name)) for name in summed}
+        merged.append(replace(first, name=_span(first, *others), **sums))
+    return merged
+
+
+def _reasons(rows: Sequence[BlockRow]) -> list[str]:
+    """One line for each run of neighbours that share a reason."""
+    return [f"  {_span(*run)}: {why}" for why, run in groupby(rows, key=lambda row: row.why)]
+
+
+def _span(first: BlockRow, *others: BlockRow) -> str:
+    return f"{first.name} … {others[-1].name}" if others else first.name
+
+
+def _peak(analysis: Analysis) -> list[str]:
+    """What sets the peak."""
+    peak = analysis.prediction.peak
+    if peak is None or not analysis.prediction.peak_bytes:
+        return ["nothing is saved"]
+    kinds = ", ".join(f"{format_size(n)} {kind}" for kind, n in peak.bytes_by_kind.items() if n)
+    largest = sorted((row for row in analysis.rows if row.peak_bytes), key=lambda row: -row.peak_bytes)[:3]
+    where = ", ".join(f"{row.name} {format_size(row.peak_bytes)}" for row in largest)
+    total = format_size(analysis.prediction.peak_bytes)
+    return [f"the peak, {total}, is at {_time(peak.time_s)} in {peak.phase}: {kinds}", f"  most of it: {where}"]
+
+
+def _more(analysis: Analysis, limits: Limits) -> list[str]:
+    """What more memory would buy."""
+    more = analysis.more
+    if more is None or limits.device_budget is None:
+        return []
+    extra = format_size(more.device_budget - limits.device_budget)
+    if more.step_s is None:
+        return [f"{extra} more of budget: still no plan keeps it"]
+    now_s = analysis.prediction.step_s
+    gain = now_s - more.step_s
+    if gain <= 1e-4 * now_s:
+        return [f"{extra} more of budget would buy no time"]
+    return [f"{extra} more of budget would buy {_time(gain)} a step ({gain / now_s:.1%}): {_time(more.step_s)}"]
+
+
+def _rate(link: Link) -> str:
+    return f"{link.write_bytes_per_s / 1e9:.3g} GB/s out, {link.read_bytes_per_s / 1e9:.3g} back"
+
+
+def _time(seconds: float) -> str:
+    """A time for a person: ``"12.3 ms"``, from one second on ``"1.23 s"``."""
+    return f"{seconds:.3g} s" if seconds >= 0.9995 or not seconds else f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,146 @@
+"""`Plan`: what is to become of each saved storage of a forward, as plain data. No torch, no clock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import KW_ONLY, asdict, dataclass, fields
+from typing import Any
+
+from ..errors import ConfigError
+from ..policy import Decision, KeepReason, TensorFacts
+
+TIERS = ("", "host", "nvme")
+"""Where a planned storage may go; empty leaves it to the offloader."""
+
+_REMEDY = "not a plan of version 1 with actions 'offload' and 'keep' and tiers 'host' and 'nvme'"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanEntry:
+    """One saved storage: its place in the forward, its size in bytes, what is done with it and why.
+
+    ``index`` counts the storages as the planned forward saves them: what a recomputed block saves in a plain run has no
+    entry, and the input of its checkpoint has one. ``tier`` is where an offloaded storage goes, `TIERS`.
+    """
+
+    index: int
+    nbytes: int
+    action: str
+    reason: str = ""
+    module: str | None = None
+    tier: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The storages of one forward, in the order in which autograd saved them.
+
+    A plan is also a policy: an offloader that is given one follows it by place and size, and offloads what it does not
+    know.
+
+    Attributes:
+        entries: the storages.
+        planner: who made the plan.
+        recompute: names of the blocks that run under a checkpoint.
+        declined: why the planner moves nothing although it was asked; empty when it moves something.
+        prefetch_bytes: how far ahead of backward to read; None for the offloader's own choice.
+        pending_bytes: the most bytes that the plan expects on their way out at once; None when nobody said.
+        predicted_step_s: a step under this plan.
+        predicted_peak_bytes: the most activation bytes on the device under this plan.
+        keep_step_s: the step with nothing moved, as the planner knew it.
+        baseline_peak_bytes: the peak with nothing moved.
+    """
+
+    entries: tuple[PlanEntry, ...]
+    _: KW_ONLY
+    planner: str = ""
+    recompute: tuple[str, ...] = ()
+    declined: str = ""
+    prefetch_bytes: int | None = None
+    pending_bytes: int | None = None
+    predicted_step_s: float | None = None
+    predicted_peak_bytes: int | None = None
+    keep_step_s: float | None = None
+    baseline_peak_bytes: int | None = None
+
+    def decide(self, facts: TensorFacts) -> Decision:
+        """What the plan says of the storage at this place, if it has the size that was planned for."""
+        entry = self.entry(facts.index, facts.nbytes)
+        return Decision.KEEP if entry is not None and entry.action == Decision.KEEP.value else Decision.OFFLOAD
+
+    def entry(self, index: int, nbytes: int) -> PlanEntry | None:
+        """The entry for the storage at a place, or None where the plan knows none of this size there."""
+        if 0 <= index < len(self.entries) and self.entries[index].nbytes == nbytes:
+            return self.entries[index]
+        return None
+
+    def tier(self, facts: TensorFacts) -> str:
+        """Where the plan sends the storage at this place, one of `TIERS`."""
+        entry = self.entry(facts.index, facts.nbytes)
+        return entry.tier if entry is not None else ""
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that leave the device."""
+        return sum(e.nbytes for e in self.entries if e.action == Decision.OFFLOAD.value)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that stay."""
+        return sum(e.nbytes for e in self.entries if e.action == Decision.KEEP.value)
+
+    def to_json(self) -> str:
+        """The plan as JSON text; `from_json` reads it back."""
+        data = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "entries"}
+        return json.dumps({"version": 1, **data, "entries": [asdict(entry) for entry in self.entries]})
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """A plan from `to_json`'s text.
+
+        Raises:
+            ConfigError: the text is no plan; names ``policy``.
+        """
+        try:
+            data: dict[str, Any] = dict(json.loads(text))
+            version = data.pop("version", None)
+            entries = tuple(PlanEntry(**entry) for entry in data.pop("entries"))
+            recompute = tuple(data.pop("recompute", ()))
+            plan = cls(entries, recompute=recompute, **data)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ConfigError("policy", text[:80], f"not a plan ({error}); give the text of Plan.to_json()") from error
+        choices = {d.value for d in Decision}
+        legal = all(entry.action in choices and entry.tier in TIERS for entry in entries)
+        if version != 1 or not legal or not all(isinstance(name, str) for name in recompute):
+            raise ConfigError("policy", text[:80], _REMEDY)
+        return plan
+
+    def difference(self, other: Plan) -> tuple[int, ...]:
+        """The places at which two plans say different things (or only one says anything)."""
+        longest = max(len(self.entries), len(other.entries))
+        mine = self.entries + (None,) * (longest - len(self.entries))
+        theirs = other.entries + (None,) * (longest - len(other.entries))
+        return tuple(place for place, (a, b) in enumerate(zip(mine, theirs, strict=True)) if _differ(a, b))
+
+
+def _differ(a: PlanEntry | None, b: PlanEntry | None) -> bool:
+    if a is None or b is None or (a.action, a.nbytes) != (b.action, b.nbytes):
+        return True
+    return bool(a.tier and b.tier and a.tier != b.tier)
+
+
+def decided(decisions: Iterable[tuple[int, KeepReason | None, str | None]]) -> Plan:
+    """What was decided in one forward as a plan: bytes, why it stays (None: it moves) and module, in order."""
+    return Plan(
+        tuple(
+            PlanEntry(
+                index=index,
+                nbytes=nbytes,
+                action=(Decision.OFFLOAD if reason is None else Decision.KEEP).value,
+                reason=reason.value if reason is not None else "",
+                module=module,
+            )
+            for index, (nbytes, reason, module) in enumerate(decisions)
+        )
+    )

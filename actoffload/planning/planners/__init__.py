@@ -1,0 +1,56 @@
+"""Planners: pure functions from a `Profile` and `Limits` to a `Plan`.
+
+from actoffload.planners import Limits, make_planner
+
+plan = make_planner("auto").plan(profile, Limits(device_budget=8 << 30))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ...errors import ConfigError
+from .auto import Auto
+from .base import NO_LOSS, Limits, Planner
+from .bring_back import BringBack
+from .feedback import Observed, correct, needs_replan
+from .joint import Joint
+from .lifetime import Lifetime
+from .ssdtrain import SSDTrain
+
+PLANNERS: dict[str, Callable[[], Planner]] = {
+    "auto": Auto,
+    "bring_back": BringBack,
+    "joint": Joint,
+    "lifetime": Lifetime,
+    "ssdtrain": SSDTrain,
+}
+"""Every planner by its name."""
+
+
+def make_planner(name: str = "auto") -> Planner:
+    """The planner of a name.
+
+    Raises:
+        ConfigError: there is none of this name; names ``planner``.
+    """
+    if name not in PLANNERS:
+        raise ConfigError("planner", name, f"choose one of {', '.join(map(repr, PLANNERS))}")
+    return PLANNERS[name]()
+
+
+__all__ = [
+    "NO_LOSS",
+    "PLANNERS",
+    "Auto",
+    "BringBack",
+    "Joint",
+    "Lifetime",
+    "Limits",
+    "Observed",
+    "Planner",
+    "SSDTrain",
+    "correct",
+    "make_planner",
+    "needs_replan",
+]

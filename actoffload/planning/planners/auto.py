@@ -1,0 +1,148 @@
+"""The default: every planner's choice and more on one simulator, the best of them, made better by local search.
+
+Without a budget it frees the most memory that costs no time (or no more than ``max_slowdown``); under a
+``device_budget`` it finds the fastest step that keeps it. Where nothing is gained it moves nothing and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from ...config import format_size
+from ..plan import Plan
+from ..profile import Profile
+from ..simulator import run
+from ..workload import Choice
+from .base import SAFETY, Bench, Limits
+from .bring_back import bring_back
+from .joint import joint
+from .lifetime import lifetime
+from .search import every_choice, refine
+from .ssdtrain import cut
+
+MIN_GAIN = 0.01
+"""A peak that is lower by less than this share is not worth moving anything."""
+SPEND = 60_000
+"""Items that one plan may simulate, at about 7 µs each."""
+SPEND_PER_ITEM = 800
+"""What local search may spend for each item that there is: more gains nothing where there are few."""
+OWN = (0.25, 1, 2, 8)
+SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
+"""Prefetch windows that are tried: these factors of the profile's, and these shares of what a forward saves."""
+MANY_ITEMS = 500
+"""With more, choices are looked for under a wide one alone: every look takes a while."""
+
+
+class Auto:
+    """The best of all.
+
+    Args:
+        spend: how long to search, in items simulated.
+    """
+
+    name = "auto"
+
+    def __init__(self, spend: int = SPEND) -> None:
+        self._spend = spend
+
+    def plan(self, profile: Profile, limits: Limits) -> Plan:
+        """The fastest plan within the budget; without one, the plan that frees the most memory at no loss."""
+        bench = Bench(profile, limits)
+        budget = limits.device_budget
+        if budget is not None and bench.kept.peak_bytes <= budget:
+            return self._decline(
+                bench, f"all fits: it takes {format_size(bench.kept.peak_bytes)} of {format_size(budget)}"
+            )
+        if not bench.movable() and not bench.all_groups:
+            if budget is not None:
+                return bench.finish(bench.keep, self.name)
+            return self._decline(bench, "no saved storage may move, and no block can be recomputed")
+        choice = self._search(bench)
+        window = _best_window(bench, (choice,), _windows(bench)[1::2] if _many(bench) else _windows(bench))
+        if budget is None and bench.predict(choice, window).peak_bytes > (1 - MIN_GAIN) * bench.kept.peak_bytes:
+            return self._decline(bench, _why_declined(bench))
+        return bench.finish(choice, self.name, partial(_reason, bench), window=window)
+
+    def _decline(self, bench: Bench, reason: str) -> Plan:
+        return bench.finish(bench.keep, self.name, declined=reason)
+
+    def _search(self, bench: Bench) -> Choice:
+        everything = every_choice(bench)
+        if everything is not None:
+            return min(everything, key=bench.score)
+        choices = candidates(bench)
+        best = bench.best(choices)
+        windows = _windows(bench)
+        if _many(bench):
+            windows = windows[-2:-1] or windows
+        others = [*choices[1:4], *_under(bench, windows)]
+        bench.window = _best_window(bench, (best, *others), windows)
+        best = bench.best([best, *others])
+        if not bench.fits(best):
+            best = bench.best([best, bench.floor()[1]])
+        best = bench.best([best, joint(bench)])
+        most = SPEND_PER_ITEM * (len(bench.workload.items) + 40)
+        return refine(bench, best, min(most, self._spend - bench.spent))
+
+
+def _many(bench: Bench) -> bool:
+    return len(bench.workload.items) > MANY_ITEMS
+
+
+def candidates(bench: Bench) -> list[Choice]:
+    """What each planner would choose, from nothing to everything."""
+    order = bench.movable()
+    choices = [bench.keep, bench.offload_all(), bench.offload(order[: cut(bench, order)]), lifetime(bench)]
+    choices += [bench.search_cut(order)[1], bring_back(bench)]
+    return choices + [other for other in map(bench.relieved, choices[2:]) if other not in choices]
+
+
+def _windows(bench: Bench) -> list[int]:
+    """How far ahead backward may read, in bytes, from near to far."""
+    own, whole = bench.workload.profile.prefetch_bytes, bench.workload.reach[-1]
+    return sorted({max(1, int(own * factor)) for factor in OWN} | {max(1, int(whole * share)) for share in SHARES})
+
+
+def _under(bench: Bench, windows: Sequence[int]) -> list[Choice]:
+    """What leaves when backward reads so far ahead: slow links must be asked early, but not before the peak is over."""
+    if bench.limits.device_budget is not None:
+        return []  # it reads far ahead anyway, as its room allows
+    usual = bench.window
+    found = []
+    for window in windows:
+        bench.window = window
+        found.append(bring_back(bench))
+    bench.window = usual
+    return found
+
+
+def _best_window(bench: Bench, choices: Sequence[Choice], windows: Sequence[int]) -> int | None:
+    """How far ahead to read: the bench's window, unless another one is better for one of the choices."""
+    best, score = bench.window, min(map(bench.score, choices))
+    for window in windows:
+        for choice in choices:
+            if bench.beats(choice, score, window):
+                best, score = window, bench.score(choice, window)
+    return best
+
+
+def _why_declined(bench: Bench) -> str:
+    choices = bench.offload_all(), bench.offload_all(bench.all_groups)
+    lowest = min(bench.predict(choice).peak_bytes for choice in choices)
+    peak = run(bench.workload, bench.keep, bench.conditions, detail=True).peak
+    where = next(iter(peak.bytes_by_module), "") if peak is not None else ""
+    sets = f"; most of the peak of {format_size(bench.kept.peak_bytes)} is {where or 'outside any module'}"
+    if lowest > (1 - MIN_GAIN) * bench.kept.peak_bytes:
+        return f"moving lowers the peak by less than {MIN_GAIN:.0%}{sets}"
+    allowed = bench.allowed_s / bench.kept.step_s - 1 if bench.kept.step_s else 0.0
+    return f"what lowers the peak slows the step by more than {allowed / SAFETY:.1%}{sets}"
+
+
+def _reason(bench: Bench, number: int) -> str:
+    """Why an item leaves: how long it would lie idle, against how long it takes to move."""
+    item, profile = bench.workload.items[number], bench.workload.profile
+    link = profile.host or profile.disk
+    seconds_per_byte = 1 / link.write_bytes_per_s + 1 / link.read_bytes_per_s if link else 0.0
+    idle_ms = 1e3 * (item.need_s - item.birth_s)
+    return f"idle for {idle_ms:.3g} ms, moved in {1e3 * item.nbytes * seconds_per_byte:.3g} ms"

@@ -1,0 +1,107 @@
+"""Keep, offload or recompute, decided together: LoHan's and ProTrain's choice with the simulator as the time model.
+
+Blocks are ranked by the time that recomputing them takes for each byte that they then need not save. For a number of
+blocks recomputed in that order, the first of what is left leaves: as little as the budget demands, or as much as costs
+no time. The step is close to convex in that number, so a few numbers are tried and the search closes in on the best.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+
+from ..plan import Plan
+from ..profile import Profile
+from ..workload import Choice
+from .base import Bench, Limits
+
+SPREAD = 5
+"""How many numbers of recomputed blocks are tried at first, and then at each closer look."""
+SPEND = 60_000
+"""Items that the search may simulate, at about 7 µs each."""
+
+
+class Joint:
+    """Recompute what is cheapest by the byte, offload the first of the rest, keep the last."""
+
+    name = "joint"
+
+    def plan(self, profile: Profile, limits: Limits) -> Plan:
+        """The best mix of the three that the search finds."""
+        bench = Bench(profile, limits)
+        choice = joint(bench)
+        if limits.device_budget is not None and not bench.fits(choice):
+            choice = bench.floor()[1]
+        return bench.finish(choice, self.name, lambda _: "saved before what is kept; cheaper to move than to recompute")
+
+
+def joint(bench: Bench, *, spend: int = SPEND) -> Choice:
+    """The best mix found while fewer than ``spend`` items are simulated."""
+    until = bench.spent + spend
+    _, best = bench.search_cut(bench.movable())
+    for earliest_first in (True, False):
+        ranked = ranking(bench, earliest_first=earliest_first)
+        if ranked:
+            best = bench.best([best, _close_in(bench, ranked, until)])
+        if bench.spent > until:
+            break
+    return best
+
+
+def ranking(bench: Bench, *, earliest_first: bool) -> list[int]:
+    """Groups of blocks by recompute time for each byte freed, as many as the allowed time permits.
+
+    Args:
+        bench: the profile and limits.
+        earliest_first: which of equals come first. Equal is what differs by less than a tenth.
+    """
+    groups = bench.workload.groups
+    useful = [n for n in sorted(bench.all_groups) if groups[n].freed_bytes > 0]
+    if not useful:
+        return []
+    rate = {n: groups[n].recompute_s / groups[n].freed_bytes for n in useful}
+    cheapest = min(rate.values())
+    sign = 1 if earliest_first else -1
+    useful.sort(key=lambda n: (round(10 * rate[n] / cheapest) if cheapest else 0, sign * groups[n].birth_s))
+    spare_s = bench.allowed_s - bench.kept.step_s
+    chosen = []
+    for n in useful:
+        spare_s -= groups[n].recompute_s
+        if spare_s < 0:
+            break
+        chosen.append(n)
+    return chosen
+
+
+def _close_in(bench: Bench, ranked: list[int], until: int) -> Choice:
+    tried: dict[int, tuple[float, Choice]] = {}
+    low, high = 0, len(ranked)
+    while True:
+        counts = {low + (high - low) * k // (SPREAD - 1) for k in range(SPREAD)}
+        for count in sorted(counts, key=lambda count: (count not in (low, high), count)):
+            if count not in tried and (bench.spent < until or not tried):
+                tried[count] = _cut(bench, frozenset(ranked[:count]), _between(tried, count))
+        best = min(tried, key=lambda count: bench.score(tried[count][1]))
+        if bench.spent >= until or high - low < SPREAD:
+            return tried[best][1]
+        around = sorted(tried)
+        place = around.index(best)
+        low = around[max(0, place - 1)]
+        high = around[min(len(around) - 1, place + 1)]
+
+
+def _between(tried: dict[int, tuple[float, Choice]], count: int) -> tuple[float, float]:
+    """The birth times between which the cut should lie, by the cuts for fewer and for more recomputed blocks."""
+    later = [tried[other][0] for other in tried if other < count]
+    earlier = [tried[other][0] for other in tried if other > count]
+    return min(earlier, default=0.0), max(later, default=float("inf"))
+
+
+def _cut(bench: Bench, recompute: frozenset[int], between: tuple[float, float]) -> tuple[float, Choice]:
+    """The best cut with these groups recomputed, near where it is expected: its birth time and the choice."""
+    order = bench.movable(recompute)
+    births = [bench.workload.items[n].birth_s for n in order]
+    few, many = bisect_left(births, between[0]), bisect_right(births, between[1])
+    count, choice = bench.search_cut(order, recompute, tries=8, within=(max(0, few - 1), many))
+    if not bench.fits(choice) and (few, many) != (0, len(order)):
+        count, choice = bench.search_cut(order, recompute, tries=8)
+    return births[count - 1] if count else 0.0, choice

@@ -1,0 +1,304 @@
+"""`Profile`: what one step does, measured or on paper, as plain data. No torch, no clock.
+
+Times are seconds on the step's *compute* timeline: they begin with the forward, and are as if nothing had been moved.
+Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..errors import ConfigError
+
+VERSION = 1
+PREFETCH_BYTES = 64 << 20
+ROUNDING = 1e-9
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """One saved storage of the step.
+
+    Attributes:
+        index: its place in its forward, as `TensorFacts.index` counts; None for what the offloader keeps no record of.
+        nbytes: its size.
+        birth_s: when autograd saved it.
+        need_s: when backward first used it; None when it never did.
+        last_need_s: when backward used it last, or it died unused: its memory is free from then on.
+        module: the innermost module that saved it.
+        block: the block, by its number in `Profile.blocks`, that all uses of it are in; None across or outside blocks.
+        tape: which forward of the step saved it, from 0.
+        kept: why it can never move (a value of `KeepReason`); empty for what may move.
+    """
+
+    index: int | None
+    nbytes: int
+    birth_s: float
+    need_s: float | None
+    last_need_s: float
+    module: str | None = None
+    block: int | None = None
+    tape: int = 0
+    kept: str = ""
+
+    @property
+    def movable(self) -> bool:
+        """Whether a plan may move it."""
+        return self.index is not None and not self.kept and self.nbytes > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A part of the model that can be recomputed as a whole; `Storage.block` says what it saves.
+
+    Attributes:
+        name: qualified module name.
+        forward_s: duration of its forward.
+        backward_s: duration of its backward, without recomputing.
+        recompute_s: what recomputing its forward would add to backward.
+        input_bytes: what a checkpoint of it saves.
+        input: the storage, by its number in `Profile.storages`, that is this input; None when a plain run saves none.
+        tape: which forward of the step it is part of.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    input_bytes: int
+    input: int | None = None
+    tape: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """A way for bytes, measured while the step runs.
+
+    Attributes:
+        write_bytes_per_s: away from the device.
+        read_bytes_per_s: back towards it.
+        latency_s: what each transfer takes on top, where nothing hides it.
+        cost_s_per_byte: compute time that is lost for each byte moved either way (on a CPU, copies take its time).
+        duplex: whether reads and writes run at their full speed at the same time.
+    """
+
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+    latency_s: float = 0.0
+    cost_s_per_byte: float = 0.0
+    duplex: bool = True
+
+    def scaled(self, factor: float) -> Link:
+        """The same link with ``factor`` times its bandwidth."""
+        return replace(
+            self,
+            write_bytes_per_s=self.write_bytes_per_s * factor,
+            read_bytes_per_s=self.read_bytes_per_s * factor,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """One step: what is saved when, how long all takes, and how fast bytes move.
+
+    Attributes:
+        storages: in the order in which they were saved.
+        blocks: what can be recomputed.
+        host: device ↔ host memory; None where there is no such link (CPU tensors, direct storage).
+        disk: host memory ↔ disk, or the device ↔ disk where there is no ``host``.
+        forward_s: compute time of all forwards.
+        backward_s: compute time of all backwards.
+        other_s: the rest of the step (the optimizer, the data).
+        device: ``"cpu"``, ``"cuda"``, ...
+        keep_step_s: a whole step as it was measured with nothing moved, if it was.
+        prefetch_bytes: how far ahead of backward the offloader reads unless a plan says otherwise.
+    """
+
+    storages: tuple[Storage, ...]
+    blocks: tuple[Block, ...] = ()
+    host: Link | None = None
+    disk: Link | None = None
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    other_s: float = 0.0
+    device: str = "cpu"
+    keep_step_s: float | None = None
+    prefetch_bytes: int = PREFETCH_BYTES
+
+    def __post_init__(self) -> None:
+        for value, valid, remedy in _checks(self):
+            if not valid:
+                raise ConfigError("profile", value, remedy)
+
+    @property
+    def step_s(self) -> float:
+        """Compute time of a step in which nothing waits and nothing is recomputed."""
+        return self.forward_s + self.backward_s + self.other_s
+
+    @property
+    def saved_bytes(self) -> int:
+        """All that the step saves."""
+        return sum(storage.nbytes for storage in self.storages)
+
+    @property
+    def movable_bytes(self) -> int:
+        """What of it may move."""
+        return sum(storage.nbytes for storage in self.storages if storage.movable)
+
+    def storages_of(self, block: int) -> tuple[int, ...]:
+        """The numbers of the storages that block number ``block`` saves."""
+        return tuple(number for number, storage in enumerate(self.storages) if storage.block == block)
+
+    @property
+    def baseline_peak_bytes(self) -> int:
+        """The most that is resident at once with nothing moved."""
+        changes = [(s.birth_s, 0, s.nbytes) for s in self.storages]
+        changes += [(s.last_need_s, 1, -s.nbytes) for s in self.storages]
+        return max(accumulate((nbytes for _, _, nbytes in sorted(changes)), initial=0))
+
+    def with_links(self, *, host: Link | None = None, disk: Link | None = None) -> Profile:
+        """The same step on other links; what is None stays."""
+        return replace(self, host=host or self.host, disk=disk or self.disk)
+
+    # -- text ---------------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> str:
+        """The profile as JSON text; `from_json` reads it back."""
+        return json.dumps({"version": VERSION, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """A profile from `to_json`'s text.
+
+        Raises:
+            ConfigError: the text is no profile, or one that cannot be; names ``profile``.
+        """
+        try:
+            data = json.loads(text)
+            version = data.pop("version")
+            if version != VERSION:
+                raise ValueError(f"version {version!r}")
+            data["storages"] = tuple(_build(Storage, item) for item in data["storages"])
+            data["blocks"] = tuple(_build(Block, item) for item in data.get("blocks", []))
+            for name in ("host", "disk"):
+                data[name] = None if data.get(name) is None else _build(Link, data[name])
+            return _build(cls, data)
+        except ConfigError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            remedy = f"not a profile of version {VERSION} ({error}); give the text of Profile.to_json()"
+            raise ConfigError("profile", text[:80], remedy) from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the profile to a file, in one step.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        target = Path(path)
+        partial = target.with_name(f"{target.name}.partial")
+        partial.write_text(self.to_json() + "\n", encoding="utf-8")
+        partial.replace(target)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """The profile that `save` wrote.
+
+        Raises:
+            OSError: the file cannot be read.
+            ConfigError: it holds no profile.
+        """
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def _build(cls: type[T], values: Mapping[str, Any]) -> T:
+    known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
+    unknown = set(values) - known
+    if unknown:
+        raise ValueError(f"{cls.__name__.lower()} has no {', '.join(sorted(unknown))}")
+    return cls(**values)
+
+
+Check = tuple[object, bool, str]
+"""A value, whether it is one that can be, and what to do about it if not."""
+
+
+def _checks(profile: Profile) -> Iterator[Check]:
+    for name in ("forward_s", "backward_s", "other_s"):
+        yield _not_negative(getattr(profile, name), f"{name} must be a number of seconds, 0 or more")
+    keep_s, window = profile.keep_step_s, profile.prefetch_bytes
+    yield _not_negative(0.0 if keep_s is None else keep_s, "keep_step_s must be a number of seconds, or None")
+    yield window, _is_size(window) and window > 0, "prefetch_bytes must be a number of bytes above 0"
+    for name, link in (("host", profile.host), ("disk", profile.disk)):
+        if link is not None:
+            for key in ("write_bytes_per_s", "read_bytes_per_s"):
+                value = getattr(link, key)
+                yield value, _is_time(value) and value > 0, f"{name}.{key} must be above 0"
+            for key in ("latency_s", "cost_s_per_byte"):
+                yield _not_negative(getattr(link, key), f"{name}.{key} must be 0 or more")
+    for number, block in enumerate(profile.blocks):
+        yield from _block_checks(profile, number, block)
+    names = [(block.name, block.tape) for block in profile.blocks]
+    yield names, len(set(names)) == len(names), "two blocks of one forward have the same name"
+    following: dict[int, int] = {}
+    for number, storage in enumerate(profile.storages):
+        yield from _storage_checks(profile, f"storages[{number}]", storage)
+        if storage.index is not None:
+            in_order = storage.index == following.get(storage.tape, 0)
+            yield (
+                storage.index,
+                in_order,
+                f"storages[{number}].index must count the places of its tape from 0, in order",
+            )
+            following[storage.tape] = storage.index + 1
+
+
+def _block_checks(profile: Profile, number: int, block: Block) -> Iterator[Check]:
+    where = f"blocks[{number}]"
+    yield block.name, isinstance(block.name, str) and bool(block.name), f"{where} needs a name"
+    for key in ("forward_s", "backward_s", "recompute_s"):
+        yield _not_negative(getattr(block, key), f"{where}.{key} must be a number of seconds, 0 or more")
+    size = block.input_bytes
+    yield size, _is_size(size), f"{where}.input_bytes must be a number of bytes, 0 or more"
+    if block.input is not None:
+        yield block.input, 0 <= block.input < len(profile.storages), f"{where}.input is no storage"
+        owner = profile.storages[block.input].block
+        yield block.input, owner in (None, number), f"{where}.input is saved by another block"
+
+
+def _storage_checks(profile: Profile, where: str, storage: Storage) -> Iterator[Check]:
+    birth_s, last_s = storage.birth_s, storage.last_need_s
+    need_s = birth_s if storage.need_s is None else storage.need_s
+    times = (birth_s, storage.need_s, last_s)
+    yield storage.nbytes, _is_size(storage.nbytes), f"{where}.nbytes must be a number of bytes, 0 or more"
+    yield times, all(map(_is_time, (birth_s, need_s, last_s))), f"{where} needs times of 0 s or more"
+    yield (
+        times,
+        birth_s <= need_s <= last_s,
+        f"{where} must be born before it is needed, the last time last",
+    )
+    end_s = profile.step_s * (1 + ROUNDING) + ROUNDING
+    yield last_s, last_s <= end_s, f"{where} is needed after the step's end at {profile.step_s} s"
+    block = storage.block
+    yield block, block is None or 0 <= block < len(profile.blocks), f"{where}.block is no block"
+
+
+def _not_negative(value: object, remedy: str) -> Check:
+    return value, _is_time(value), remedy
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

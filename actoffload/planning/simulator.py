@@ -1,0 +1,534 @@
+"""What a step would be like under a plan: its events in order, with transfers beside them. Pure, deterministic.
+
+The compute timeline is the profile's, delayed by what it has to wait for and by what is recomputed. Each link has a
+queue for each direction, first come first served. A storage that is offloaded is queued when it is saved; its device
+memory is free when the write to the first tier has ended. What backward needs is fetched in the order of need, as far
+ahead as the window and the budget allow; what has not left yet is taken where it is, and a write that has not begun is
+cancelled.
+
+Inside, a storage is known by its position in the workload (``p``), and times are seconds since the step began.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import ConfigError, StateError
+from .plan import Plan
+from .profile import Profile
+from .transfers import (
+    BACKWARD,
+    FETCH,
+    FORWARD,
+    FREED,
+    LOAD,
+    NEVER,
+    ON_DEVICE,
+    ON_DISK,
+    ON_HOST,
+    RECOMPUTING,
+    SPILL,
+    UNSAVED,
+    WRITE_QUEUED,
+    WRITING,
+    Clock,
+    Links,
+    StoppedError,
+    Transfers,
+)
+from .workload import ABSENT, BIRTH, DROPPED, HOST, KEEP, NEED, NVME, RECOMPUTE, Choice, Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """What a step runs under. Sizes in bytes; None is no limit.
+
+    Attributes:
+        device_budget: forward waits for room, and nothing is fetched ahead beyond it.
+        host_budget: most bytes of host memory.
+        nvme_budget: most bytes on disk.
+        pending_bytes: without a ``device_budget``, a storage that would make more than this wait to be written is kept.
+        prefetch_bytes: how far ahead of backward to read; None for the plan's window, else the profile's.
+        latest_safe: read no earlier than a read must begin so that nothing waits, instead of filling a window.
+    """
+
+    device_budget: int | None = None
+    host_budget: int | None = None
+    nvme_budget: int | None = None
+    pending_bytes: int | None = None
+    prefetch_bytes: int | None = None
+    latest_safe: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("device_budget", "host_budget", "nvme_budget", "pending_bytes", "prefetch_bytes"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or value < 0):
+                raise ConfigError(name, value, "give a number of bytes, 0 or more, or None")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """What was on the device when the most was.
+
+    Attributes:
+        time_s: when, on the timeline of the step as it ran.
+        phase: ``"forward"``, ``"backward"`` or ``"recompute"``.
+        bytes_by_kind: ``"kept"``, ``"on its way out"``, ``"brought back"`` and ``"recomputed"``, in bytes.
+        bytes_by_module: the modules with the most of it, in bytes, largest first.
+    """
+
+    time_s: float
+    phase: str
+    bytes_by_kind: dict[str, int]
+    bytes_by_module: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """A step as the simulator saw it. Times in seconds, sizes in bytes.
+
+    Attributes:
+        step_s: the whole step.
+        compute_s: the same without waits and recomputing.
+        forward_wait_s: what saving waited for, room above all.
+        backward_wait_s: what backward waited for.
+        recompute_s: what recomputing took.
+        cost_s: compute time that moving bytes took.
+        peak_bytes: the most on the device.
+        host_peak_bytes: the most in host memory.
+        disk_peak_bytes: the most on disk.
+        pending_peak_bytes: the most that was on its way out of the device at once.
+        host_written_bytes: device to host.
+        host_read_bytes: host to device.
+        disk_written_bytes: to disk.
+        disk_read_bytes: from disk.
+        forwarded_bytes: taken before they had left.
+        cancelled_bytes: of those, what no write was begun for.
+        pressed_bytes: kept although planned to go, as a limit would have been passed.
+        waits: ``(storage, seconds)`` for each wait in backward; storages by number, inputs of checkpoints beyond them.
+        pressed: the storages that were kept although planned to go.
+        stayed: those, and the ones that backward took before they had left.
+        timeline: bytes on the device from each time on; empty unless asked for.
+        peak: what was on the device at the peak; None unless asked for.
+    """
+
+    step_s: float
+    compute_s: float
+    forward_wait_s: float
+    backward_wait_s: float
+    recompute_s: float
+    cost_s: float
+    peak_bytes: int
+    host_peak_bytes: int
+    disk_peak_bytes: int
+    pending_peak_bytes: int
+    host_written_bytes: int
+    host_read_bytes: int
+    disk_written_bytes: int
+    disk_read_bytes: int
+    forwarded_bytes: int
+    cancelled_bytes: int
+    pressed_bytes: int
+    waits: tuple[tuple[int, float], ...] = ()
+    pressed: tuple[int, ...] = ()
+    stayed: tuple[int, ...] = ()
+    timeline: tuple[tuple[float, int], ...] = ()
+    peak: Peak | None = None
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes over any link, both ways: what the step costs in traffic."""
+        return self.host_written_bytes + self.host_read_bytes + self.disk_written_bytes + self.disk_read_bytes
+
+
+def simulate(
+    profile: Profile, plan: Plan | None = None, conditions: Conditions | None = None, *, detail: bool = True
+) -> Prediction:
+    """Predict one step of ``profile`` under ``plan``.
+
+    Args:
+        profile: the step and its links; `Profile.with_links` puts it on others.
+        plan: what is moved and recomputed; None keeps all.
+        conditions: budgets and windows; None for no limits.
+        detail: whether to say the timeline and what sets the peak.
+
+    Raises:
+        ConfigError: the plan recomputes a block that the profile does not have; names ``plan``.
+    """
+    workload = Workload(profile)
+    if plan is None:
+        return run(workload, workload.keep_all(), conditions or Conditions(), detail=detail)
+    unknown = set(plan.recompute) - {group.name for group in workload.groups}
+    if unknown:
+        raise ConfigError("plan", sorted(unknown), "these blocks cannot be recomputed; make the plan anew")
+    choice = workload.from_plan(plan)
+    return run(workload, choice, conditions or Conditions(), window=plan.prefetch_bytes, detail=detail)
+
+
+def run(
+    workload: Workload,
+    choice: Choice,
+    conditions: Conditions,
+    *,
+    window: int | None = None,
+    detail: bool = False,
+) -> Prediction:
+    """Predict one step of a prepared profile under a planner's choice; see `simulate`."""
+    step = _Step(workload, choice, conditions, window)
+    if not detail:
+        step.run()
+        return step.prediction()
+    log = step.device.log = []
+    step.run()
+    at_peak = _run_to(step.device.peak, workload, choice, conditions, window)
+    return step.prediction(tuple(log), at_peak.describe_device())
+
+
+def run_within(
+    workload: Workload,
+    choice: Choice,
+    conditions: Conditions,
+    *,
+    window: int | None,
+    most_bytes: float,
+    most_delay_s: float,
+) -> Prediction | None:
+    """`run`, given up with None as soon as the peak or the delay is above what is of interest."""
+    step = _Step(workload, choice, conditions, window)
+    step.device.stop_above_bytes = most_bytes
+    step.clock.stop_after_s = most_delay_s
+    return step.prediction() if step.run() else None
+
+
+def on_device_at_peak(
+    workload: Workload, choice: Choice, conditions: Conditions, *, window: int | None, peak_bytes: int
+) -> list[bool]:
+    """Return, by position, what is on the device when ``peak_bytes`` are, which `run` has found to be the most."""
+    return _run_to(peak_bytes, workload, choice, conditions, window).device.holds
+
+
+class _ReadAhead:
+    """What backward will need is fetched before it asks, in the order of need."""
+
+    def __init__(
+        self, workload: Workload, modes: Sequence[int], recomputed: frozenset[int], transfers: Transfers, window: int
+    ) -> None:
+        self.workload, self.modes, self.recomputed, self.transfers = workload, modes, recomputed, transfers
+        recorded = zip(workload.nbytes, modes, workload.recorded, strict=True)
+        self.largest = max((size for size, mode, record in recorded if record and KEEP <= mode <= NVME), default=0)
+        moved = (size for size, mode in zip(workload.nbytes, modes, strict=True) if HOST <= mode <= NVME)
+        self.window = max(window, 2 * max(moved, default=0)) if window else 0
+        self.reach = workload.reach_of(modes, recomputed) if recomputed else workload.reach
+        self.needs, self.starts = ([], []) if window else _latest_starts(workload, modes, recomputed, transfers.links)
+        """Without a window, by place: when backward asks, and when the read has to begin at the latest."""
+        self.place = self.cursor = 0
+        """The next place to fetch, and the one that backward has come to."""
+        self.ahead = 0
+        self.is_ahead = [False] * len(modes)
+        self.reserved = 0
+        """Bytes of the device that recomputing blocks will take."""
+        self._reserved_for: set[int] = set()
+
+    def arrive(self, p: int, now: float, place: int) -> None:
+        """Backward has come to ``place``, and has ``p``: go on fetching beyond it."""
+        self.forget(p)
+        if place >= self.cursor:
+            self.cursor = place + 1
+        if self.place >= len(self.workload.order):
+            return
+        # What has no record does not tell where in the order backward is.
+        if self.starts or (self.ahead < self.window and self.workload.recorded[p] and self.modes[p] != DROPPED):
+            self._fetch(now)
+
+    def forget(self, p: int) -> None:
+        """Count ``p`` as fetched ahead no longer."""
+        if self.is_ahead[p]:
+            self.is_ahead[p] = False
+            self.ahead -= self.workload.nbytes[p]
+
+    def _fetch(self, now: float) -> None:
+        order, starts, state = self.workload.order, self.starts, self.transfers.state
+        device, host, clock = self.transfers.device, self.transfers.host, self.transfers.clock
+        following_s = self._following_need(now) if starts else now
+        while self.place < len(order):
+            if self.ahead >= self.window and not (starts and starts[self.place] + clock.delay <= following_s):
+                return
+            p, block = order[self.place]
+            if p < 0:
+                if not self._reserve_ahead(block):
+                    return
+                p = self.workload.block_input[block] if block in self.recomputed else -1
+            where = state[p] if p >= 0 else ON_DEVICE
+            if where == ON_DEVICE:
+                self.place += 1
+                continue
+            if where == UNSAVED and self.modes[p] != DROPPED:
+                return  # a later forward's
+            nbytes = self.workload.nbytes[p]
+            if ON_HOST <= where <= ON_DISK:
+                if not starts and self.reach[self.place] - self.reach[self.cursor] >= self.window:
+                    return
+                if device.used + nbytes + self.largest + self.reserved > device.limit:
+                    return
+                if where == ON_DISK and self.transfers.has_host and not host.has_room(nbytes):
+                    return
+                self.is_ahead[p] = True
+                self.ahead += self.transfers.fetch(p, now)
+            elif where in (WRITE_QUEUED, WRITING):
+                if device.used + self.largest + self.reserved > device.limit:
+                    return  # what comes next may need the room that its write gives
+                self.transfers.fetch(p, now)
+            self.place += 1
+
+    def _following_need(self, now: float) -> float:
+        """When backward will next ask for something."""
+        delay = self.transfers.clock.delay
+        place = bisect_right(self.needs, now - delay)
+        return (self.needs[place] if place < len(self.needs) else NEVER) + delay
+
+    def _reserve_ahead(self, block: int) -> bool:
+        """Reserve what recomputing a block will need, before fetching beyond it; False when there is no room yet."""
+        if block not in self.recomputed or block in self._reserved_for:
+            return True
+        device, nbytes = self.transfers.device, self.workload.dropped_bytes[block]
+        if device.used + nbytes + self.largest + self.reserved > device.limit:
+            return False
+        self.reserve(block)
+        return True
+
+    def reserve(self, block: int) -> None:
+        """Reserve what recomputing a block will need, unless it is reserved: what is fetched must not take it."""
+        if block not in self._reserved_for:
+            self._reserved_for.add(block)
+            self.reserved += self.workload.dropped_bytes[block]
+
+
+class _Step:
+    """One step. Make it, `run` it, ask for its `prediction`."""
+
+    def __init__(self, workload: Workload, choice: Choice, conditions: Conditions, window: int | None) -> None:
+        self.workload = workload
+        self.modes = workload.modes(choice)
+        self.recomputed = frozenset(b for group in choice.recompute for b in workload.groups[group].blocks)
+        self.clock = Clock()
+        budgets = conditions.device_budget, conditions.host_budget, conditions.nvme_budget
+        self.transfers = Transfers(workload, self.clock, *budgets)
+        self.device = self.transfers.device
+        if conditions.prefetch_bytes is not None:
+            window = conditions.prefetch_bytes
+        window = 0 if conditions.latest_safe else window or workload.profile.prefetch_bytes
+        self.ahead = _ReadAhead(workload, self.modes, self.recomputed, self.transfers, window)
+        self.waits: list[tuple[int, float]] = []
+        self.refused: list[int] = []
+        """What was to leave, and stays as there is no room where it goes."""
+        self._has_budget = conditions.device_budget is not None
+        limit = None if self._has_budget else conditions.pending_bytes
+        self._most_pending = NEVER if limit is None else limit
+
+    def run(self) -> bool:
+        """Go through the step; whether it came to its end, rather than to where it was to be stopped."""
+        try:
+            self._run_events()
+        except StoppedError:
+            return False
+        while self.device.log is not None and self.transfers.links.next_end < NEVER:
+            self.transfers.complete_next()
+        return True
+
+    def _run_events(self) -> None:
+        modes, state, links, clock = self.modes, self.transfers.state, self.transfers.links, self.clock
+        device = self.device
+        for base, kind, p in self.workload.events:
+            if kind == RECOMPUTE:
+                if p in self.recomputed:
+                    self._recompute(p, base)
+                continue
+            mode = modes[p]
+            if mode == ABSENT or (mode == DROPPED and kind == BIRTH):
+                continue
+            now = base + clock.delay
+            if links.next_end <= now:
+                self.transfers.advance(now)
+            if kind == BIRTH:
+                self._save(p, mode, now)
+            elif kind == NEED:
+                self._need(p, now, self.workload.place[p])
+            elif mode == KEEP and state[p] == ON_DEVICE:  # most often; it was never anywhere else
+                device.remove(p, now)
+                state[p] = FREED
+            else:
+                self.transfers.free(p, now)
+                self.ahead.forget(p)
+
+    def _save(self, p: int, mode: int, now: float) -> None:
+        device = self.device
+        device.phase = "forward"
+        if device.used + self.workload.nbytes[p] > device.limit:
+            now = self._wait_for_room(self.workload.nbytes[p], now, FORWARD)
+        device.add(p, now)
+        self.transfers.state[p] = ON_DEVICE
+        if mode == KEEP:
+            return
+        now = self._admit(p, mode, now)
+        if now < 0:
+            self.refused.append(p)
+        else:
+            self.transfers.write(p, mode, now)
+
+    def _admit(self, p: int, mode: int, now: float) -> float:
+        """Take room where ``p`` is going; the time when there was some, or -1 when it has to stay."""
+        nbytes, transfers = self.workload.nbytes[p], self.transfers
+        if transfers.pending + nbytes > self._most_pending:
+            return -1.0
+        to_disk = mode == NVME and transfers.disk.has_room(nbytes)
+        if mode == NVME and not to_disk and not transfers.has_host:
+            return -1.0
+        if transfers.has_host:
+            since = now
+            while not transfers.host.has_room(nbytes):
+                waits = self._has_budget and (transfers.links.is_busy(SPILL) or transfers.pending)
+                if not waits or transfers.links.next_end == NEVER:
+                    return -1.0
+                now = max(now, transfers.complete_next())
+            self.clock.wait(now - since, FORWARD)
+            transfers.host.add(p)
+        if to_disk:
+            transfers.disk.add(p)
+        return now
+
+    def _need(self, p: int, now: float, place: int) -> None:
+        self.device.phase = "backward"
+        transfers = self.transfers
+        state, device = transfers.state, self.device
+        if state[p] != ON_DEVICE:
+            nbytes = self.workload.nbytes[p]
+            if ON_HOST <= state[p] <= ON_DISK and device.used + nbytes > device.limit:
+                now = self._wait_for_room(nbytes, now, BACKWARD)
+            transfers.fetch(p, now)
+            if state[p] != ON_DEVICE:
+                until = now
+                while state[p] != ON_DEVICE:
+                    if transfers.links.next_end == NEVER:
+                        raise StateError(f"the simulator waits for storage {p}, which is not on its way")
+                    until = max(until, transfers.complete_next())
+                self.clock.wait(until - now, BACKWARD)
+                if until > now:
+                    self.waits.append((p, until - now))
+                now = until
+        self.ahead.arrive(p, now, place)
+
+    def _recompute(self, block: int, base: float) -> None:
+        now = base + self.clock.delay
+        self.transfers.advance(now)
+        nbytes, state = self.workload.dropped_bytes[block], self.transfers.state
+        self.ahead.reserve(block)
+        source = self.workload.block_input[block]
+        if state[source] not in (UNSAVED, FREED):
+            self._need(source, now, self.workload.block_place[block])
+        now = base + self.clock.delay
+        self.ahead.reserved -= nbytes
+        self.device.phase = "recompute"
+        if self.device.used + nbytes > self.device.limit:
+            now = self._wait_for_room(nbytes, now, BACKWARD)
+        for p in self.workload.dropped[block]:
+            if state[p] != FREED:
+                state[p] = ON_DEVICE
+                self.device.add(p, now)
+        self.clock.wait(self.workload.profile.blocks[block].recompute_s, RECOMPUTING)
+
+    def _wait_for_room(self, nbytes: int, now: float, kind: int) -> float:
+        """Wait until ``nbytes`` fit the budget or nothing more will leave; the time then."""
+        until = now
+        while self.device.used + nbytes > self.device.limit and self.transfers.releasing > 0:
+            until = max(until, self.transfers.complete_next())
+        self.clock.wait(until - now, kind)
+        return until
+
+    def prediction(self, timeline: tuple[tuple[float, int], ...] = (), peak: Peak | None = None) -> Prediction:
+        """The step in numbers."""
+        transfers, clock, profile = self.transfers, self.clock, self.workload.profile
+        written, spilled, loaded, fetched = transfers.links.moved
+        return Prediction(
+            step_s=profile.step_s + clock.delay,
+            compute_s=profile.step_s,
+            forward_wait_s=clock.waited[FORWARD],
+            backward_wait_s=clock.waited[BACKWARD],
+            recompute_s=clock.waited[RECOMPUTING],
+            cost_s=clock.cost_s,
+            peak_bytes=self.device.peak,
+            host_peak_bytes=transfers.host.peak,
+            disk_peak_bytes=transfers.disk.peak,
+            pending_peak_bytes=transfers.pending_peak,
+            host_written_bytes=written if transfers.has_host else 0,
+            host_read_bytes=fetched if transfers.has_host else 0,
+            disk_written_bytes=spilled if transfers.has_host else written,
+            disk_read_bytes=loaded if transfers.has_host else fetched,
+            forwarded_bytes=transfers.forwarded,
+            cancelled_bytes=transfers.cancelled,
+            pressed_bytes=sum(self.workload.nbytes[p] for p in self.refused),
+            waits=tuple(self.waits),
+            pressed=tuple(self.refused),
+            stayed=tuple(p for p, mode in enumerate(self.modes) if HOST <= mode <= NVME and not transfers.left[p]),
+            timeline=timeline,
+            peak=peak,
+        )
+
+    def describe_device(self) -> Peak:
+        """What is on the device now."""
+        kinds = {"kept": 0, "on its way out": 0, "brought back": 0, "recomputed": 0}
+        modules: dict[str, int] = {}
+        refused = set(self.refused)
+        for p, nbytes in enumerate(self.workload.nbytes):
+            if not self.device.holds[p]:
+                continue
+            if self.transfers.state[p] in (WRITE_QUEUED, WRITING):
+                kind = "on its way out"
+            elif self.modes[p] == DROPPED:
+                kind = "recomputed"
+            elif self.modes[p] == KEEP or p in refused or not self.transfers.left[p]:
+                kind = "kept"
+            else:
+                kind = "brought back"
+            kinds[kind] += nbytes
+            name = self.workload.module_of(p) or ""
+            modules[name] = modules.get(name, 0) + nbytes
+        largest = sorted(modules.items(), key=lambda pair: (-pair[1], pair[0]))[:8]
+        device = self.device
+        return Peak(
+            time_s=device.peak_time, phase=device.peak_phase, bytes_by_kind=kinds, bytes_by_module=dict(largest)
+        )
+
+
+def _latest_starts(
+    workload: Workload, modes: Sequence[int], recomputed: frozenset[int], links: Links
+) -> tuple[list[float], list[float]]:
+    """By place in the order of need: the need, and when its read has to begin if reads follow each other."""
+    order = workload.order
+    times = (workload.need[p] if p >= 0 else workload.block_begin[block] for p, block in order)
+    needs = [NEVER if time is None else time for time in times]
+    starts = [NEVER] * len(order)
+    following = NEVER
+    for place in range(len(order) - 1, -1, -1):
+        p, block = order[place]
+        if p < 0 and block in recomputed:
+            p = workload.block_input[block]
+        mode = modes[p] if p >= 0 else KEEP
+        if HOST <= mode <= NVME:
+            hops = (LOAD, FETCH) if workload.profile.host is not None and mode == NVME else (FETCH,)
+            takes = [workload.nbytes[p] * links.seconds_per_byte[k] + links.latency[k] for k in hops]
+            following = min(needs[place] - sum(takes) + max(takes), following) - max(takes)
+        starts[place] = following
+    return needs, starts
+
+
+def _run_to(peak_bytes: int, workload: Workload, choice: Choice, conditions: Conditions, window: int | None) -> _Step:
+    """A step that was stopped when that many bytes were on the device for the first time."""
+    step = _Step(workload, choice, conditions, window)
+    step.device.stop_at_bytes = peak_bytes
+    step.run()
+    return step
+
+
+__all__ = ["Conditions", "Peak", "Prediction", "on_device_at_peak", "run", "run_within", "simulate"]

@@ -1,0 +1,316 @@
+"""The simulator's memory and links: what lies in each tier, four queues of transfers, and what a transfer's end does.
+
+A storage is known by its position in the workload (``p``). Times are seconds since the step began, sizes are bytes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from .profile import Link
+from .workload import HOST, NVME, Workload
+
+UNSAVED, ON_DEVICE, WRITE_QUEUED, WRITING = range(4)
+ON_HOST, SPILL_QUEUED, SPILLING, ON_DISK = range(4, 8)
+LOADING, FETCHING, FREED = range(8, 11)
+"""Where a storage is. Up to `WRITING` it is on the device; from `ON_HOST` to `ON_DISK` it is not, and nothing brings it
+back; `LOADING` is from disk to host memory, `FETCHING` is to the device."""
+
+WRITE, SPILL, LOAD, FETCH = range(4)
+"""The queues: device to host, host to disk, disk to host, host to device. Without a host link, `WRITE` and `FETCH` are
+between the device and the disk, and the others are unused. ``3 - queue`` is the other direction of the same link."""
+
+_QUEUED = (WRITE_QUEUED, SPILL_QUEUED, LOADING, FETCHING)
+_BEGUN = (WRITING, SPILLING, LOADING, FETCHING)
+FORWARD, BACKWARD, RECOMPUTING = range(3)
+"""What a step waits for: room or memory as it saves, what backward needs, and recomputing."""
+
+NEVER = float("inf")
+
+
+class StoppedError(Exception):
+    """The step has come to where it was to be stopped: at a peak, or beyond the bytes or the delay of interest."""
+
+
+class Clock:
+    """How late the step is against the profile's timeline, and why. Seconds."""
+
+    def __init__(self) -> None:
+        self.delay = self.cost_s = 0.0
+        self.waited = [0.0, 0.0, 0.0]
+        """In forward, in backward, and for recomputing."""
+        self.stop_after_s = NEVER
+
+    def wait(self, seconds: float, kind: int) -> None:
+        self.waited[kind] += seconds
+        self.delay += seconds
+        if self.delay > self.stop_after_s:
+            raise StoppedError
+
+    def charge(self, seconds: float) -> None:
+        """Add compute time that moving bytes takes."""
+        if seconds:
+            self.delay += seconds
+            self.cost_s += seconds
+
+
+class Tier:
+    """Host memory or disk: what lies there."""
+
+    def __init__(self, nbytes: Sequence[int], limit: int | None) -> None:
+        self.holds = [False] * len(nbytes)
+        self.used = self.peak = 0
+        self._nbytes = nbytes
+        self._limit = NEVER if limit is None else limit
+
+    def has_room(self, nbytes: int) -> bool:
+        return self.used + nbytes <= self._limit
+
+    def add(self, p: int) -> None:
+        self.holds[p] = True
+        self.used += self._nbytes[p]
+        if self.used > self.peak:
+            self.peak = self.used
+
+    def remove(self, p: int) -> None:
+        if self.holds[p]:
+            self.holds[p] = False
+            self.used -= self._nbytes[p]
+
+
+class Device:
+    """The device: what lies there, when the most did, and what is told of it."""
+
+    def __init__(self, nbytes: Sequence[int], limit: int | None) -> None:
+        self.holds = [False] * len(nbytes)
+        self.used = self.peak = 0
+        self.limit = NEVER if limit is None else limit
+        self.phase = self.peak_phase = "forward"
+        self.peak_time = 0.0
+        self.log: list[tuple[float, int]] | None = None
+        self.stop_at_bytes = -1
+        self.stop_above_bytes = NEVER
+        self._nbytes = nbytes
+
+    def add(self, p: int, now: float) -> None:
+        self.holds[p] = True
+        self.used += self._nbytes[p]
+        if self.used > self.peak:
+            self.peak, self.peak_time, self.peak_phase = self.used, now, self.phase
+            if self.used == self.stop_at_bytes or self.used > self.stop_above_bytes:
+                raise StoppedError
+        if self.log is not None:
+            self.log.append((now, self.used))
+
+    def remove(self, p: int, now: float) -> None:
+        self.holds[p] = False
+        self.used -= self._nbytes[p]
+        if self.log is not None:
+            self.log.append((now, self.used))
+
+
+class Links:
+    """The four queues. A queue does one transfer at a time; what is no longer to be moved is skipped."""
+
+    def __init__(self, workload: Workload, state: list[int]) -> None:
+        host, disk = workload.profile.host, workload.profile.disk
+        first = host or disk or Link(write_bytes_per_s=1.0, read_bytes_per_s=1.0)
+        second = disk or first
+        self.seconds_per_byte = (
+            1 / first.write_bytes_per_s,
+            1 / second.write_bytes_per_s,
+            1 / second.read_bytes_per_s,
+            1 / first.read_bytes_per_s,
+        )
+        self.latency = (first.latency_s, second.latency_s, second.latency_s, first.latency_s)
+        far = first.cost_s_per_byte + (second.cost_s_per_byte if host is not None else 0.0)
+        self.costs = (0.0, first.cost_s_per_byte, far)
+        """Compute time of a byte by the tier that it moves to or from."""
+        self.moved = [0] * 4
+        self.next_end = NEVER
+        self._duplex = (first.duplex, second.duplex, second.duplex, first.duplex)
+        self._nbytes = workload.nbytes
+        self._state = state
+        self._queues: list[deque[int]] = [deque() for _ in range(4)]
+        self._current = [-1] * 4
+        self._ends = [NEVER] * 4
+
+    def is_busy(self, queue: int) -> bool:
+        return bool(self._queues[queue]) or self._current[queue] >= 0
+
+    def enqueue(self, queue: int, p: int, now: float) -> None:
+        self._queues[queue].append(p)
+        if self._current[queue] < 0:
+            self._start(queue, now)
+            if self._ends[queue] < self.next_end:
+                self.next_end = self._ends[queue]
+
+    def _start(self, queue: int, now: float) -> None:
+        if self._current[queue] >= 0 or (not self._duplex[queue] and self._current[3 - queue] >= 0):
+            return
+        waiting, state, expected = self._queues[queue], self._state, _QUEUED[queue]
+        while waiting:
+            p = waiting.popleft()
+            if state[p] == expected:
+                state[p] = _BEGUN[queue]
+                nbytes = self._nbytes[p]
+                self.moved[queue] += nbytes
+                self._current[queue] = p
+                self._ends[queue] = now + nbytes * self.seconds_per_byte[queue] + self.latency[queue]
+                return
+
+    def finish(self, now: float) -> tuple[int, int]:
+        """End the transfer that ends at ``now``, which is `next_end`: its queue and its storage."""
+        queue = self._ends.index(now)
+        p = self._current[queue]
+        self._current[queue] = -1
+        self._ends[queue] = NEVER
+        return queue, p
+
+    def start_next(self, queue: int, now: float) -> None:
+        """Begin what follows a transfer that has ended; on a link that does one thing at a time, reads go first."""
+        if not self._duplex[queue]:
+            self._start(max(queue, 3 - queue), now)
+            queue = min(queue, 3 - queue)
+        if self._queues[queue]:
+            self._start(queue, now)
+        self.next_end = min(self._ends)
+
+
+class Transfers:
+    """Where each storage is, and what becomes of it when a transfer begins or ends.
+
+    Args:
+        workload: the prepared profile.
+        clock: charged with what moving bytes costs.
+        device: most bytes on the device; None for no limit.
+        host: most bytes in host memory.
+        disk: most bytes on disk.
+    """
+
+    def __init__(
+        self, workload: Workload, clock: Clock, device: int | None, host: int | None, disk: int | None
+    ) -> None:
+        self.nbytes = workload.nbytes
+        self.has_host = workload.profile.host is not None
+        self.state = [UNSAVED] * len(self.nbytes)
+        self.left = [False] * len(self.nbytes)
+        """Whether it has been away from the device."""
+        self.device = Device(self.nbytes, device)
+        self.host = Tier(self.nbytes, host)
+        self.disk = Tier(self.nbytes, disk)
+        self.links = Links(workload, self.state)
+        self.pending = self.pending_peak = 0
+        """Bytes whose write has not ended, whoever still wants it."""
+        self.releasing = 0
+        """Bytes of the device that writes under way will free."""
+        self.forwarded = self.cancelled = 0
+        self.clock = clock
+
+    def write(self, p: int, mode: int, now: float) -> None:
+        """Queue the write of what has just been saved; it has its room where it goes."""
+        nbytes = self.nbytes[p]
+        cost = self.links.costs[mode]
+        if cost:
+            self.clock.charge(nbytes * cost)
+        self.state[p] = WRITE_QUEUED
+        self.pending += nbytes
+        self.releasing += nbytes
+        if self.pending > self.pending_peak:
+            self.pending_peak = self.pending
+        self.links.enqueue(WRITE, p, now)
+
+    def fetch(self, p: int, now: float) -> int:
+        """Begin to bring ``p`` back, or take it where it is; the bytes that this brings to the device."""
+        nbytes, state = self.nbytes[p], self.state[p]
+        if state in (WRITE_QUEUED, WRITING):
+            self.forwarded += nbytes
+            self.releasing -= nbytes
+            self.state[p] = ON_DEVICE
+            if state == WRITE_QUEUED:
+                self.cancelled += nbytes
+                self.pending -= nbytes
+                self.host.remove(p)
+                self.disk.remove(p)
+            return 0
+        if state in (ON_HOST, SPILL_QUEUED, SPILLING):
+            if state != ON_HOST:
+                self.forwarded += nbytes
+            if state == SPILL_QUEUED:  # its bytes stay in host memory, and never go to disk
+                self.cancelled += nbytes
+                self.disk.remove(p)
+            self.clock.charge(nbytes * self.links.costs[HOST])
+            self._fetch_to_device(p, now)
+        elif state == ON_DISK:
+            self.clock.charge(nbytes * self.links.costs[NVME])
+            if self.has_host:
+                self.state[p] = LOADING
+                self.host.add(p)
+                self.links.enqueue(LOAD, p, now)
+            else:
+                self._fetch_to_device(p, now)
+        else:
+            return 0
+        return nbytes
+
+    def _fetch_to_device(self, p: int, now: float) -> None:
+        self.state[p] = FETCHING
+        self.device.add(p, now)
+        self.links.enqueue(FETCH, p, now)
+
+    def free(self, p: int, now: float) -> None:
+        """Let go of a storage that nobody needs any more, wherever it is."""
+        nbytes, state = self.nbytes[p], self.state[p]
+        if state == WRITE_QUEUED:
+            self.pending -= nbytes
+        if state in (WRITE_QUEUED, WRITING):
+            self.releasing -= nbytes
+        if self.device.holds[p]:
+            self.device.remove(p, now)
+        self.host.remove(p)
+        self.disk.remove(p)
+        self.state[p] = FREED
+
+    def advance(self, until: float) -> None:
+        """Let every transfer end that ends up to then."""
+        while self.links.next_end <= until:
+            self.complete_next()
+
+    def complete_next(self) -> float:
+        """Let the transfer that ends first end; the time then."""
+        links, state = self.links, self.state
+        now = links.next_end
+        queue, p = links.finish(now)
+        if queue == WRITE:
+            self._written(p, now)
+        elif queue == SPILL:
+            if state[p] == SPILLING:
+                state[p] = ON_DISK
+            if state[p] in (ON_DISK, ON_DEVICE):
+                self.host.remove(p)
+        elif queue == LOAD:
+            if state[p] == LOADING:
+                self._fetch_to_device(p, now)
+        elif state[p] == FETCHING:
+            state[p] = ON_DEVICE
+            if self.disk.holds[p]:
+                self.host.remove(p)
+        links.start_next(queue, now)
+        return now
+
+    def _written(self, p: int, now: float) -> None:
+        nbytes = self.nbytes[p]
+        self.pending -= nbytes
+        if self.state[p] != WRITING:  # backward has taken it, or it is dead
+            return
+        self.releasing -= nbytes
+        self.left[p] = True
+        self.device.remove(p, now)
+        if not self.has_host:
+            self.state[p] = ON_DISK
+        elif self.disk.holds[p]:
+            self.state[p] = SPILL_QUEUED
+            self.links.enqueue(SPILL, p, now)
+        else:
+            self.state[p] = ON_HOST

@@ -1,0 +1,100 @@
+"""Whether a storage that autograd saves may leave: module patterns, the policy, what backward wants back at once."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..config import OffloadConfig
+from ..planning.plan import Plan
+from ..policy import (
+    Decision,
+    KeepReason,
+    ModuleFilter,
+    Policy,
+    TensorFacts,
+)
+from ..tiers.record import Record
+from .pipeline import Phases
+from .tape import Tape, Window
+
+KEEP_LAST_SHARE = 16
+_KEEP = Decision.KEEP.value
+
+
+class OffloadDecision:
+    """Decide by the facts of one record and by what the last forward was like.
+
+    Args:
+        config: the options.
+        window: how far backward is prefetched; no more than that is kept at the end of a forward by default.
+        phases: what follows the forward that runs, and how much it will have saved.
+    """
+
+    def __init__(self, config: OffloadConfig, window: Window, phases: Phases[Tape[Record]]) -> None:
+        self._config = config
+        self._window = window
+        self._phases = phases
+        policy = config.policy
+        # A plan is followed entry by entry instead.
+        self._policy: Policy | None = None if isinstance(policy, str) or type(policy) is Plan else policy
+        self._planned = KeepReason.PLAN if isinstance(policy, str) else KeepReason.POLICY
+        self._filter = ModuleFilter(config.include, config.exclude)
+        self._keeps_last = config.policy in ("auto", "greedy")
+        self._plan: Plan | None = config.policy if isinstance(config.policy, Plan) else None
+        self.keep_all = False
+        """Move nothing for now."""
+        self.mismatched_bytes = 0
+        """Bytes that a plan knew nothing of at their places; whoever looks at it sets it back."""
+
+    def follow(self, plan: Plan | None) -> None:
+        """Do as a plan says; None: as before there was one."""
+        self._plan = plan
+
+    def why_keep(self, record: Record, tensor: Tensor, tape: Tape[Record]) -> KeepReason | None:
+        """Why a record that was just added to ``tape`` stays, or None.
+
+        Args:
+            record: the storage.
+            tensor: the view of it that was saved first.
+            tape: the forward that it is saved in.
+        """
+        if not self._filter.allows(record.module):
+            return KeepReason.EXCLUDED
+        if self._policy is not None and self._policy.decide(_facts(record, tensor)) is Decision.KEEP:
+            return KeepReason.POLICY
+        if self.keep_all:
+            return KeepReason.PLAN
+        entry = self._plan.entry(record.index, record.nbytes) if self._plan is not None else None
+        if entry is not None:
+            record.planned_tier = entry.tier
+            return self._planned if entry.action == _KEEP else None
+        if self._plan is not None:
+            self.mismatched_bytes += record.nbytes
+        return KeepReason.LAST if self._keeps_last and self._is_last(tape) else None
+
+    def following_bytes(self, record: Record) -> int | None:
+        """What the forward saves after this record, as far as a plan says; None: no plan knows."""
+        if self._plan is None or self._plan.entry(record.index, record.nbytes) is None:
+            return None
+        following = record.index + 1
+        return self._plan.entries[following].nbytes if following < len(self._plan.entries) else 0
+
+    def _is_last(self, tape: Tape[Record]) -> bool:
+        """Whether the newest record of a tape is among the last, and its backward follows at once."""
+        follows = self._phases.follows()
+        if follows is not None and follows != ("backward", tape):
+            return False  # in a pipeline: by the time of its backward others have run
+        last = self._phases.expected_bytes(tape)
+        tail = self._config.size("keep_last_bytes", min(last // KEEP_LAST_SHARE, self._window.nbytes))
+        return last - tail < tape.total_bytes <= last  # beyond it: a longer forward, which goes on
+
+
+def _facts(record: Record, tensor: Tensor) -> TensorFacts:
+    return TensorFacts(
+        nbytes=record.nbytes,
+        shape=tuple(tensor.shape),
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        device=str(tensor.device),
+        module=record.module,
+        index=record.index,
+    )

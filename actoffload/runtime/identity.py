@@ -1,0 +1,337 @@
+"""Which storage a tensor lives in, which bytes of it a view needs, and which storages never move.
+
+A storage is known by a weak reference to its ``StorageImpl``. While that reference lives, PyTorch cannot give the same
+address to another ``StorageImpl``, so a map keyed by the address and holding the reference never confuses a storage
+with a predecessor whose memory was reused (FIELD_NOTES 3).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..tiers.storage_ref import StorageRef
+
+R = TypeVar("R")
+
+SPAN_ALIGNMENT = 512
+"""Spans begin at multiples of this many bytes, so that a restored view has its old address modulo 512."""
+
+
+def byte_span(tensor: Tensor, storage_bytes: int) -> tuple[int, int]:
+    """The bytes ``[begin, end)`` of its storage that a strided view needs, widened to be worth one move.
+
+    A view that spans half of its storage or more stands for the whole storage, so that the other views (query, key and
+    value of a fused projection) share one copy; a smaller one stands for its own span, begun at a multiple of 512.
+
+    Args:
+        tensor: any strided tensor with at least one element.
+        storage_bytes: the size of its storage.
+    """
+    itemsize = tensor.element_size()
+    begin = int(tensor.storage_offset()) * itemsize
+    reach = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        reach += (int(size) - 1) * int(stride)
+    end = begin + reach * itemsize
+    if 2 * (end - begin) >= storage_bytes:
+        return 0, storage_bytes
+    begin -= begin % SPAN_ALIGNMENT
+    return begin, min(storage_bytes, -(-end // SPAN_ALIGNMENT) * SPAN_ALIGNMENT)
+
+
+class Counter(NamedTuple):
+    """The version counter of a wrapper subclass: a tensor without memory that shares it, and what it said."""
+
+    probe: Tensor
+    version: int
+
+    def same(self, other: Counter) -> bool:
+        """Whether both belong to one tensor (or to views of it) that was not changed in between."""
+        return self.version == other.version and same_counter(self.probe, other.probe)
+
+
+def own_counter(tensor: Tensor) -> tuple[Counter, ...]:
+    """A counter that nothing else has for what may be the local tensor of a DTensor, or a view of it; else none.
+
+    An in-place change of the DTensor counts on the DTensor alone, so two such tensors may look equal and not be. What
+    is taken out of a DTensor is a view of its local tensor, which has no history. (Never ask a tensor for its
+    ``grad_fn`` here: a graph whose nodes Python has seen is freed recursively, and a deep one ends the process.)
+    """
+    base = tensor._base
+    if base is None or "torch.distributed.tensor" not in sys.modules:
+        return ()
+    if not (dist.is_available() and dist.is_initialized()):
+        return ()
+    # A view that was made inside of a Function, as `to_local` makes it, says so.
+    autograd = torch._C._autograd
+    plain = base.requires_grad and autograd._get_creation_meta(tensor) == autograd.CreationMeta.DEFAULT
+    return () if plain else (Counter(torch.empty(0), 0),)
+
+
+class Entry(NamedTuple, Generic[R]):
+    """A live record, and how its bytes are known."""
+
+    ref: StorageRef
+    address: int
+    probe: Tensor
+    version: int
+    begin: int
+    end: int
+    thread: int
+    counters: tuple[Counter, ...]
+    record: R
+
+
+class IdentityMap(Generic[R]):
+    """The live records by (storage, version, span)."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, list[Entry[R]]] = {}
+        """By the storage's number."""
+
+    def find(
+        self,
+        storage: torch.UntypedStorage,
+        address: int,
+        tensor: Tensor,
+        begin: int,
+        end: int,
+        counters: tuple[Counter, ...] = (),
+    ) -> R | None:
+        """A record of the tensor's storage as it is in this version, whose span holds ``[begin, end)``.
+
+        ``counters`` belong to the wrapper subclasses around the tensor, outermost first: an in-place change of a
+        DTensor counts on the DTensor and not on the local tensor inside.
+        """
+        version = tensor._version
+        for known in self.entries.get(storage._cdata, ()):
+            if (
+                known.version == version
+                and known.begin <= begin
+                and end <= known.end
+                and known.address == address  # a storage that was resized has moved: other bytes
+                and known.thread == threading.get_ident()  # `same_counter` must not be seen by another thread
+                and same_counter(known.probe, tensor)
+                and len(known.counters) == len(counters)
+                and all(map(Counter.same, known.counters, counters))
+            ):
+                return known.record
+        return None
+
+    def add(
+        self,
+        storage: torch.UntypedStorage,
+        address: int,
+        tensor: Tensor,
+        begin: int,
+        end: int,
+        record: R,
+        counters: tuple[Counter, ...] = (),
+    ) -> StorageRef:
+        """Remember a record; returns the weak reference that pins the storage's identity.
+
+        ``tensor`` is held until `remove`: its handle makes it a `version_probe`, which holds no memory (nor do
+        ``counters``), unless the record stays, and holds that memory itself.
+        """
+        ref = StorageRef(storage)
+        entry = Entry(ref, address, tensor, tensor._version, begin, end, threading.get_ident(), counters, record)
+        known = self.entries.get(ref.cdata)
+        self.entries[ref.cdata] = [entry] if known is None else [*known, entry]
+        return ref
+
+    def remove(self, ref: StorageRef, record: R) -> None:
+        """Forget a record."""
+        entries = self.entries.get(ref.cdata, [])
+        kept = [entry for entry in entries if entry.record is not record]
+        if kept:
+            self.entries[ref.cdata] = kept
+        else:
+            self.entries.pop(ref.cdata, None)
+
+    def __len__(self) -> int:
+        return sum(len(entries) for entries in self.entries.values())
+
+
+def same_counter(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of the same version share their version counter.
+
+    Views and aliases do; the outputs of ``unsafe_chunk`` (which GRU cells change in place one by one) and of ``.data``
+    share a storage, but each counts its own changes, so that equal versions say nothing about the bytes.
+    """
+    version = one._version
+    if other._version != version:
+        return False
+    set_version = torch._C._autograd._unsafe_set_version_counter
+    set_version((one,), (version + 1,))
+    try:
+        return other._version != version
+    finally:
+        set_version((one,), (version,))
+
+
+class StorageSet:
+    """Storages with a note each, held weakly: parameters, buffers, inputs, tensors marked with ``keep``."""
+
+    def __init__(self) -> None:
+        self.by_number: dict[int, tuple[StorageRef, str]] = {}
+        """The notes by ``storage._cdata``, which no other storage gets as long as the reference lives."""
+        self._sweep_at = 1024
+
+    def add(self, tensor: Tensor, note: str) -> None:
+        """Note the storage of a tensor (of each inner tensor, for a wrapper subclass). Others are ignored."""
+        for storage in storages(tensor):
+            if storage._cdata not in self.by_number and storage.nbytes():
+                ref = StorageRef(storage)
+                self.by_number[ref.cdata] = (ref, note)
+        if len(self.by_number) > self._sweep_at:
+            self.sweep()
+
+    def get(self, storage: torch.UntypedStorage) -> str | None:
+        """The note of a storage, or None."""
+        entry = self.by_number.get(storage._cdata)
+        return None if entry is None else entry[1]
+
+    def sweep(self) -> None:
+        """Forget the storages that are gone."""
+        for cdata in [c for c, (ref, _) in list(self.by_number.items()) if ref.gone()]:
+            self.by_number.pop(cdata, None)
+        self._sweep_at = max(1024, 2 * len(self.by_number))
+
+    def __len__(self) -> int:
+        return len(self.by_number)
+
+
+def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The plain tensors inside a wrapper subclass (DTensor, NF4, jagged, ...), or the tensor itself."""
+    if type(tensor) in PLAIN_TYPES or not hasattr(tensor, "__tensor_flatten__"):
+        yield tensor
+        return
+    for name in inner_names(tensor):
+        yield from inner_tensors(getattr(tensor, name))
+
+
+def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    """The storages of a tensor: of each inner one, for a wrapper subclass; a sparse or meta tensor has none."""
+    for inner in inner_tensors(tensor):
+        with contextlib.suppress(NotImplementedError, RuntimeError):
+            yield inner.untyped_storage()
+
+
+def inner_names(tensor: Any) -> list[str]:
+    """The attributes of a wrapper subclass that are tensors; a DTensor names its mesh among its parts as well."""
+    return [name for name in tensor.__tensor_flatten__()[0] if isinstance(getattr(tensor, name), Tensor)]
+
+
+PLAIN_TYPES = frozenset({Tensor, nn.Parameter, nn.Buffer})
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Whether a saved tensor is a parameter, another leaf that wants a gradient, or a view of one.
+
+    A Linear saves ``weight.t()``: no ``Parameter``, but autograd remembers its base. The local tensor in a DTensor that
+    was made of an activation claims to be such a leaf, but its base is none.
+    """
+    base = tensor._base
+    wanted = tensor.requires_grad
+    if base is None:
+        return (wanted and tensor.is_leaf) or _says_parameter(tensor)
+    if base.is_leaf and (base.requires_grad or (wanted and tensor.is_leaf)):
+        return True
+    return _says_parameter(base)
+
+
+def _says_parameter(tensor: Tensor) -> bool:
+    """``isinstance(tensor, nn.Parameter)``, which is slow for what is plainly none."""
+    kind = type(tensor)
+    return kind is not Tensor and (kind is nn.Parameter or isinstance(tensor, nn.Parameter))
+
+
+class ModuleOwners:
+    """The modules whose parameters and buffers never move, known from ``model=`` or found among the live objects."""
+
+    def __init__(self) -> None:
+        self._owners: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._managed: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._sharded: weakref.WeakKeyDictionary[nn.Module, dict[str, int]] = weakref.WeakKeyDictionary()
+        self._gathered: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+        # Not the dictionary itself, whose `len` is a Python function: this is asked for every saved tensor.
+        self.sharded: dict[Any, Any] = self._sharded.data  # type: ignore[attr-defined]
+        """The modules with a sharded parameter that was never seen gathered: see `note_gathered`."""
+
+    def add(self, modules: Iterable[nn.Module]) -> int:
+        """Remember the modules that own something directly; returns how many were new."""
+        before = len(self._owners)
+        fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+        for module in modules:
+            if module._parameters or module._buffers:
+                self._owners.add(module)
+            if isinstance(module, fsdp) and module not in self._managed:
+                self._managed.update(module.modules())
+        return len(self._owners) - before
+
+    def note_storages(self, notes: StorageSet) -> None:
+        """Note every parameter and buffer as it is now (``.to()`` and resharding replace them)."""
+        for module in list(self._owners):
+            managed = module in self._managed
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    notes.add(parameter, "parameter")
+                    if managed:
+                        self._await_gathering(module, name, parameter)
+            for buffer in module._buffers.values():
+                if buffer is not None:
+                    notes.add(buffer, "buffer")
+
+    def note_gathered(self, notes: StorageSet) -> bool:
+        """Note the parameters that ``fully_shard`` has gathered for the first time; returns whether there were any.
+
+        A gathered parameter lies in a storage of its own, which appears in the middle of a forward and is freed and
+        filled again for the rest of training: whatever autograd saves of it has to see that, so it must never move.
+        """
+        found = False
+        for module, meshes in list(self._sharded.items()):
+            for name, dimensions in list(meshes.items()):
+                parameter = module._parameters.get(name)
+                if parameter is not None and _mesh_dimensions(parameter) < dimensions:
+                    notes.add(parameter, "parameter")
+                    self._gathered.setdefault(module, set()).add(name)
+                    meshes.pop(name, None)  # another thread may be here as well
+                    found = True
+            if not meshes:
+                self._sharded.pop(module, None)
+        return found
+
+    def _await_gathering(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        dimensions = _mesh_dimensions(parameter)
+        if dimensions and name not in self._gathered.get(module, ()):
+            self._sharded.setdefault(module, {})[name] = dimensions
+
+
+def _mesh_dimensions(parameter: Tensor) -> int:
+    """Over how many dimensions of a mesh a parameter is laid out; gathering takes those of ``fully_shard`` away."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return int(mesh.ndim) if mesh is not None else 0
+
+
+def live_modules() -> list[nn.Module]:
+    """Every ``nn.Module`` alive in the process: how buffers are known when no ``model=`` is given."""
+    import gc
+
+    kinds: set[type] = set()
+    waiting: list[type] = [nn.Module]
+    while waiting:
+        kind = waiting.pop()
+        if kind not in kinds:
+            kinds.add(kind)
+            waiting += type.__subclasses__(kind)
+    found: list[Any] = [o for o in gc.get_objects() if type(o) in kinds]  # hundreds of thousands are looked at
+    return found

@@ -1,0 +1,135 @@
+"""What is brought back before backward asks for it: along the tape that it follows, then along the next one's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from ..tiers.record import Record, State
+from ..tiers.shared import Shared
+from ..tiers.tier import Tier
+from .pipeline import Hint, Phases
+from .tape import (
+    FOR_EVER,
+    LearnedOrders,
+    Tape,
+    Window,
+)
+
+
+class Prefetch:
+    """Bring back what backward will ask for within the next so many bytes. The caller holds the store's lock.
+
+    Args:
+        shared: its budget bounds what is fetched ahead.
+        tiers: by device type.
+        window: how far ahead to fetch.
+        phases: which forward or backward comes next.
+    """
+
+    def __init__(self, shared: Shared, tiers: Mapping[str, Tier], window: Window, phases: Phases[Tape[Record]]) -> None:
+        self.window = window
+        self.phases = phases
+        self.orders = LearnedOrders()
+        self._shared = shared
+        self._tiers = tiers
+
+    def expect(self, hint: Hint) -> None:
+        """A phase is about to begin; the first bytes of a backward are fetched at once."""
+        tape = self.phases.hint(hint)
+        if tape is not None and not tape.in_backward:
+            self._fetch(tape, self._ahead(tape))
+
+    def reach(self, record: Record, round_: int) -> None:
+        """Backward has reached a record; ``round_`` is how often this handle was unpacked before."""
+        tape = record.tape
+        if tape is None:
+            return
+        if not tape.in_backward:
+            self.phases.begin_backward(tape)
+        if round_ > record.round:
+            tape.rewind()
+        tape.advance(record.index, self.orders)
+
+    def during_backward(self, tape: Tape[Record]) -> None:
+        """Fill the window along the tape that backward walks, and what is left of it along the next backward's."""
+        if not tape.exhausted:
+            tape.fetch_ahead(self._ahead(tape), self._bring)
+        if tape.exhausted and not tape.idle(self.phases.changes):
+            self._fetch_next(tape, tape.left_bytes)
+
+    def during_forward(self, tape: Tape[Record]) -> None:
+        """Near the end of a forward: fill the window along the tape whose backward comes next, if it is another."""
+        changes = self.phases.changes
+        if tape.idle(changes):
+            return
+        expected = self.phases.expected_bytes(tape)
+        most = max(self.window.nbytes, 2 * self._shared.largest_moved_bytes)
+        if not expected or tape.total_bytes + most < expected:
+            tape.idle_until(changes, expected - most if expected else FOR_EVER)
+            return
+        other = self._next_backward(tape)
+        if other is None:
+            tape.idle_until(changes, FOR_EVER)
+        elif tape.total_bytes + self._ahead(other) >= expected:
+            self._fetch(other, self._ahead(other))
+
+    def after_forward(self, tape: Tape[Record]) -> None:
+        """A forward has ended: fetch what the backward that comes next, of another one, will want first."""
+        self._fetch_next(tape)
+
+    def learn(self, tape: Tape[Record]) -> None:
+        """The last record of a tape was released: remember the order in which backward walked it."""
+        order = tape.learned() if tape.live == 0 else None
+        if order is not None:
+            self.orders.put(tape.signature, order)
+
+    def _ahead(self, tape: Tape[Record]) -> int:
+        return max(self.window.over(tape.total_bytes), 2 * self._shared.largest_moved_bytes)
+
+    def _fetch_next(self, tape: Tape[Record], left_bytes: int = 0) -> None:
+        """Fetch what the next backward, of another tape, wants first, less what is left of the one that runs."""
+        other = self._next_backward(tape)
+        if other is None:
+            tape.idle_until(self.phases.changes, FOR_EVER)
+        elif self._ahead(other) > left_bytes:
+            self._fetch(other, self._ahead(other) - left_bytes)
+
+    def _next_backward(self, tape: Tape[Record]) -> Tape[Record] | None:
+        """The tape that is walked next, if it is another one and not begun."""
+        follows = self.phases.follows()
+        if follows is None:
+            return None
+        direction, other = follows
+        return None if direction != "backward" or other is tape or other is None or other.in_backward else other
+
+    def _fetch(self, tape: Tape[Record], nbytes: int) -> None:
+        tape.prepare(self.orders)
+        tape.fetch_ahead(nbytes, self._bring)
+
+    def _bring(self, record: Record, early: bool) -> int | None:
+        """Begin to bring a record back; return the bytes that makes, or None when it is too early or there is no room.
+
+        Args:
+            record: what backward will ask for.
+            early: it is so far ahead that only what is on the device already is looked at.
+        """
+        shared, on_device = self._shared, record.on_device
+        limited = shared.budget.limit_bytes is not None
+        if on_device and record.stays and not limited:
+            return 0  # it takes nothing and gives nothing
+        if not on_device and (early or shared.stopped):
+            return None
+        if record.state is State.FETCHING and not limited:
+            record.wanted = True
+            return record.nbytes  # it comes with another
+        # What is still on its way out takes no more memory when it stays, but the room that it would have given.
+        if not shared.budget.has_room_early(0 if on_device else record.nbytes):
+            return None
+        try:
+            brought = self._tiers[record.kind].fetch(record, urgent=False)
+        except torch.OutOfMemoryError:
+            brought = False  # it is only early: what backward needs now is there
+        record.wanted = True  # after: the tier counts what it forwards when it is first wanted
+        return (0 if on_device else record.nbytes) if brought else None

@@ -1,0 +1,249 @@
+"""What a person reads: the report, the announcement after the first forward, and what was decided in the last one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from ..config import OffloadConfig, format_size
+from ..planning.plan import Plan, PlanEntry
+from ..statistics import Statistics
+from ..storage.endurance import Rating, render_wear
+
+if TYPE_CHECKING:
+    from .store import ActivationStore
+
+KEPT_MEANINGS = {
+    "parameter": "a parameter or a view of one",
+    "buffer": "a module's buffer or a view of one",
+    "input": "lives anyway: the caller holds it",
+    "below min_bytes": "too small to be worth moving",
+    "keep()": "you said so",
+    "no_offload()": "you said so",
+    "policy": "the policy said so",
+    "plan": "the planner found moving it would not pay, or not be needed",
+    "module excluded": "saved in a module that `exclude` names, or that `include` does not",
+    "last saved layer": "its backward follows at once",
+    "pressure": "could not have been moved in time",
+    "saved during backward": "by a recomputation; it is used at once",
+    "unknown tensor subclass": "how to take it apart is not known",
+    "not strided": "sparse, or another layout without plain memory",
+    "other device": "on a device that is not offloaded",
+    "resized": "its owner freed its memory while it was being moved, to fill it again later",
+    "graph capture": "a captured graph replays on fixed memory",
+    "degraded": "something below failed; see there",
+    "forked process": "a child of the process that owns the spool",
+}
+"""What a reason means; a reason that is not here is shown by its name."""
+STATIC_REASONS = ("parameter", "buffer", "input")
+"""What lives anyway and is no activation."""
+
+
+def render_report(
+    config: OffloadConfig,
+    statistics: Statistics,
+    spool_statistics: object | None = None,
+    notes: Sequence[str] = (),
+    elapsed_s: float = 0.0,
+) -> str:
+    """What was done and why, for a person.
+
+    Args:
+        config: the options of the offloader.
+        statistics: what it counted.
+        spool_statistics: a dataclass or a mapping about the spool, or None when there is none.
+        notes: further sentences, such as why the engine was chosen.
+        elapsed_s: seconds since the offloader began, by which the wear of the drives is told.
+
+    Returns:
+        Several lines: a paragraph to read first, then what moved, what was kept and why, and what went wrong.
+    """
+    sections = [
+        _headline(config, statistics),
+        _tiers(statistics, _as_mapping(spool_statistics)),
+        _kept(statistics),
+        _degraded(statistics),
+        _wear(config, statistics, elapsed_s),
+        [f"note: {note}" for note in notes],
+    ]
+    return "\n".join(line for section in sections for line in section)
+
+
+def render_announcement(config: OffloadConfig, s: Statistics, moving_bytes: int, spool: str = "") -> str:
+    """One line at the end of the first forward.
+
+    Args:
+        config: the options of the offloader.
+        s: what it counted until now.
+        moving_bytes: bytes of activations that left or are leaving the device.
+        spool: where on disk, and how; empty when there is no spool.
+    """
+    target = f"target {config.target}" + (f" ({spool})" if spool else "")
+    static = sum(s.kept_bytes.get(reason, 0) for reason in STATIC_REASONS)
+    stays = sorted(
+        ((nbytes, reason) for reason, nbytes in s.kept_bytes.items() if nbytes and reason not in STATIC_REASONS),
+        reverse=True,
+    )
+    why = ", ".join(f"{format_size(nbytes)} {reason}" for nbytes, reason in stays)
+    seen = f"the first forward saved {format_size(s.activation_bytes)} of activations in {s.packed_tensors} tensors"
+    if moving_bytes:
+        moves = f"{format_size(moving_bytes)} moves, {format_size(sum(n for n, _ in stays))} stays"
+        told = f"{moves} ({why})" if why else moves
+    else:
+        told = (
+            f"nothing moves ({why or 'no activation was saved'}): lower min_bytes, or check target, devices and policy"
+        )
+    never = f"; {format_size(static)} of parameters, buffers and inputs never moves" if static else ""
+    return f"actoffload: {target}: {seen}; {told}{never}"
+
+
+def _headline(config: OffloadConfig, s: Statistics) -> list[str]:
+    if s.packed_tensors == 0:
+        return [f"actoffload (target {config.target}): autograd saved nothing inside the context yet."]
+    steps = "1 step" if s.steps == 1 else f"{s.steps} steps"
+    return [
+        f"actoffload (target {config.target}): in {steps}, moved {format_size(s.moved_bytes)} of "
+        f"{format_size(s.activation_bytes)} saved activations ({s.moved_share:.0%}); resident peak "
+        f"{format_size(s.resident_peak_bytes)} of {format_size(s.baseline_peak_bytes)} ({s.resident_share:.0%}); "
+        f"waited {s.wait_s:.2f} s (forward {s.pack_wait_s:.2f}, backward {s.unpack_wait_s:.2f})."
+    ]
+
+
+def _tiers(s: Statistics, spool: Mapping[str, object]) -> list[str]:
+    rows = []
+    if s.host_written_bytes or s.host_peak_bytes:
+        rows.append(("host", s.host_written_bytes, s.host_read_bytes, s.host_peak_bytes))
+    if s.nvme_written_bytes or s.nvme_peak_bytes:
+        rows.append(("nvme", s.nvme_written_bytes, s.nvme_read_bytes, s.nvme_peak_bytes))
+    lines = [
+        f"  {name:<5} written {format_size(written):>10}   read {format_size(read):>10}   peak {format_size(peak):>10}"
+        for name, written, read, peak in rows
+    ]
+    if s.forwarded_bytes or s.cancelled_bytes:
+        lines.append(
+            f"  forwarded {format_size(s.forwarded_bytes)} from memory; {format_size(s.cancelled_bytes)} of writes "
+            "cancelled before they began"
+        )
+    if spool:
+        directness = "direct I/O" if spool.get("direct") else "buffered I/O"
+        lines.append(
+            f"  storage engine {spool.get('engine', '?')}, {directness}, alignment {spool.get('alignment', 1)} B"
+        )
+    return lines
+
+
+def _kept(s: Statistics) -> list[str]:
+    kept = sorted(((nbytes, reason) for reason, nbytes in s.kept_bytes.items() if nbytes), reverse=True)
+    if not kept:
+        return []
+    lines = ["kept where they were:"]
+    for nbytes, reason in kept:
+        meaning = KEPT_MEANINGS.get(reason, "")
+        lines.append(f"  {format_size(nbytes):>10}  {reason:<24} {meaning}".rstrip())
+    return lines
+
+
+def _degraded(s: Statistics) -> list[str]:
+    if not s.degraded:
+        return []
+    lines = ["degraded (the step went on; results are unharmed):"]
+    return lines + [f"  {count:>6} × {reason}" for reason, count in sorted(s.degraded.items())]
+
+
+def _wear(config: OffloadConfig, s: Statistics, elapsed_s: float) -> list[str]:
+    tbw = config.drive_tbw
+    rating = None if tbw is None else Rating(name="the drive", rated_written_bytes=config.size("drive_tbw", 0))
+    return render_wear(s.nvme_written_bytes, elapsed_s, rating, drives=len(config.paths))
+
+
+def _as_mapping(value: object | None) -> Mapping[str, object]:
+    if value is None:
+        return {}
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    if isinstance(value, Mapping):
+        return value
+    raise TypeError(f"spool statistics must be a dataclass or a mapping, not {type(value).__name__}")
+
+
+def explain(config: OffloadConfig, plan: Plan, statistics: Statistics) -> str:
+    """One line for each run of neighbouring storages of which the same was decided.
+
+    Args:
+        config: the options.
+        plan: what was decided in the last forward.
+        statistics: what was counted so far.
+    """
+    if not plan.entries:
+        return f"actoffload (target {config.target}): no forward has saved anything yet."
+    lines = [
+        f"last forward: {len(plan.entries)} storages saved, {format_size(plan.offloaded_bytes)} sent to "
+        f"{config.target}, {format_size(plan.kept_bytes)} kept"
+    ]
+    for (action, reason, module), run in groupby(plan.entries, key=_key):
+        entries = list(run)
+        first, last = entries[0].index, entries[-1].index
+        place = f"{first}" if first == last else f"{first}-{last}"
+        size = format_size(sum(entry.nbytes for entry in entries))
+        why = f" ({reason})" if reason else ""
+        where = f" in {module}" if module else ""
+        lines.append(f"  {place:>9}  {size:>10}  {action}{why}{where}")
+    waits = statistics.pack_wait_s + statistics.unpack_wait_s
+    lines.append(f"forward and backward waited {waits:.3f} s in {statistics.steps} steps")
+    return "\n".join(lines)
+
+
+def _key(entry: PlanEntry) -> tuple[str, str, str]:
+    return entry.action, entry.reason, entry.module or ""
+
+
+class Announcement:
+    """Speaks at the end of the first forward that saved something.
+
+    Args:
+        announce: to whom, as in the configuration.
+    """
+
+    def __init__(self, announce: str | Callable[[str], None]) -> None:
+        self._announce = announce
+        self._wanted = announce != "none"
+
+    def after_forward(self, store: ActivationStore) -> None:
+        """A forward of ``store`` has ended without an error."""
+        if not self._wanted or store.shared.accounts.packed_tensors == 0:
+            return
+        self._wanted = False
+        announce = self._announce
+        rank, world = _rank()
+        if announce == "first" and rank != 0:
+            return
+        line = _line(store) + (f" [rank {rank} of {world}]" if world > 1 else "")
+        if callable(announce):
+            announce(line)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+
+def _line(store: ActivationStore) -> str:
+    spool = store.tiers.spool
+    spool_text = ""
+    if spool is not None:
+        directness = "direct" if spool.statistics().direct else "buffered"
+        spool_text = f"{', '.join(store.shared.config.paths)}: {spool.engine_name} engine, {directness} I/O"
+    return render_announcement(store.shared.config, store.statistics(), store.shared.accounts.moved_bytes, spool_text)
+
+
+def _rank() -> tuple[int, int]:
+    """This process's global rank, and how many there are."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    try:
+        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError:
+        return 0, 1

@@ -1,0 +1,55 @@
+"""Whether one autograd node saves most of a forward at once, as a graph of ``torch.compile`` does. No torch here."""
+
+from __future__ import annotations
+
+from ..config import format_size
+
+MANY = 8
+"""PyTorch's own operations save fewer storages than this; a compiled graph saves all of its own in one node."""
+
+
+class SavedByNode:
+    """What the autograd nodes of one forward saved: none of what a node saves can be gone while that node runs.
+
+    Attributes:
+        node_bytes: what the node that saved last has saved so far.
+        largest_bytes: the most that one node with `MANY` storages or more has saved.
+        largest_count: its storages.
+    """
+
+    def __init__(self) -> None:
+        self.node_bytes = 0
+        self.largest_bytes = 0
+        self.largest_count = 0
+        self._node = -1
+        self._count = 0
+
+    def saved(self, node: int, nbytes: int) -> bool:
+        """Count a new storage; return whether its node has saved many and may save more.
+
+        Args:
+            node: a number that differs between nodes that save one after the other.
+            nbytes: bytes of the storage.
+        """
+        if node != self._node:
+            self._node, self._count, self.node_bytes = node, 0, 0
+        self._count += 1
+        self.node_bytes += nbytes
+        if self._count < MANY:
+            return False
+        if self.node_bytes > self.largest_bytes:
+            self.largest_bytes, self.largest_count = self.node_bytes, self._count
+        return True
+
+
+def advice(saved: SavedByNode, total_bytes: int) -> str | None:
+    """Return what to say when one node saved more than half of a forward's ``total_bytes``, else None."""
+    if 2 * saved.largest_bytes <= total_bytes or not saved.largest_bytes:
+        return None
+    return (
+        f"{format_size(saved.largest_bytes)} of the {format_size(total_bytes)} that this forward saved "
+        f"({saved.largest_bytes / total_bytes:.0%}, {saved.largest_count} tensors) were saved by one autograd node, "
+        "as a graph of torch.compile does for a whole model. All of it is in memory when that node's forward ends "
+        "and again when its backward begins, so the peak does not fall below it, and module names inside it are "
+        "not known. Compile block by block (for block in model.blocks: block.compile()), then the peak falls"
+    )

@@ -1,0 +1,478 @@
+"""What happens to each saved storage between pack and the death of its last handle. Knows no hooks and no views."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..config import OffloadConfig
+from ..errors import OffloaderClosedError
+from ..events import EventKind, now, open_sink
+from ..planning.plan import Plan, decided
+from ..policy import KeepReason
+from ..statistics import Statistics
+from ..tiers.accelerator import Accelerator
+from ..tiers.accounts import MANY_DEFERRED
+from ..tiers.cpu_tier import CpuTier
+from ..tiers.record import Record, State
+from ..tiers.shared import Shared
+from ..tiers.tier import Tier
+from ..tiers.tiers import Tiers
+from .decision import OffloadDecision
+from .identity import Counter, IdentityMap
+from .pipeline import Phases
+from .prefetch import Prefetch
+from .profiler import Profiler, SavedStorage
+from .report import render_report
+from .tape import Tape, Window
+
+CPU_MIN_BYTES = 128 << 10
+DEVICE_MIN_BYTES = 1 << 20
+CPU_PREFETCH_BYTES = 64 << 20
+DEVICE_PREFETCH_BYTES = 128 << 20
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _aborts_when_interrupted(method: Callable[Concatenate[ActivationStore, P], T]) -> Callable[..., T]:
+    """Abort the store when its method was interrupted; see the class."""
+
+    @functools.wraps(method)
+    def guarded(store: ActivationStore, *args: P.args, **options: P.kwargs) -> T:
+        try:
+            return method(store, *args, **options)
+        except Exception:
+            raise
+        except BaseException:
+            store.abort_interrupted()
+            raise
+
+    return guarded
+
+
+class ActivationStore:
+    """Take storages in, move them, and hand them back: the offloader without its hooks.
+
+    Handles own the records. A handle that dies calls `drop`, which may run anywhere, as a finalizer does: it notes the
+    death in a list, and whoever holds the lock, or finds it free, counts it.
+
+    An interrupt (Ctrl-C) inside of it may leave records and counts half changed. So whoever is interrupted calls
+    `abort_interrupted`: the store ends, what its handles still need is lost, and the offloader makes another store.
+
+    Args:
+        config: the options.
+        accelerator: drives the tensors' device; None picks by device type. Tests pass a simulated one.
+
+    Attributes:
+        shared: the lock, the counts, the budget and the reporter.
+        tiers: the spool, the host memory and a tier for each type of device.
+        prefetch: brings back what backward needs next.
+        decision: says what stays.
+        profiler: notes a step while one is recorded.
+        identities: the live records by storage.
+        closed: nothing more is taken; ``forked``: this process is a fork and has none of the threads.
+        interrupted: it was aborted by an interrupt.
+    """
+
+    def __init__(self, config: OffloadConfig, accelerator: Accelerator | None = None) -> None:
+        self.shared = Shared(config, open_sink(config.trace))
+        self.closed = self.forked = self.interrupted = False
+        self.identities: IdentityMap[Record] = IdentityMap()
+        self._began_s = now()
+        self._dropped: deque[tuple[Record, int]] = self.shared.lock.noted
+        self._decisions: list[tuple[int, KeepReason | None, str | None]] = []
+        self._following_bytes: int | None = None
+        self._swallowed: BaseException | None = None
+        self.shared.lock.after_release = weakref.WeakMethod(self._count_dropped_if_free)
+        self.tiers = Tiers(self.shared, accelerator)
+        self.profiler = Profiler(self.tiers.stopwatch())
+        on_cpu = isinstance(self.tiers.by_device.get("cpu"), CpuTier)
+        first = CPU_PREFETCH_BYTES if on_cpu else DEVICE_PREFETCH_BYTES
+        window = Window(config.size("prefetch_bytes", first), fixed=config.prefetch_bytes is not None)
+        if isinstance(config.policy, Plan):
+            if config.policy.prefetch_bytes is not None:
+                window.follow(config.policy.prefetch_bytes)
+            for tier in self.tiers.by_device.values():
+                tier.expect_pending(config.policy.pending_bytes)
+        phases: Phases[Tape[Record]] = Phases()
+        self.prefetch = Prefetch(self.shared, self.tiers.by_device, window, phases)
+        self.decision = OffloadDecision(config, window, phases)
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    @property
+    def min_bytes(self) -> dict[str, int]:
+        """The size of the smallest tensor that moves, by the types of device from which something moves."""
+        size = self.shared.config.size
+        least = {"cpu": CPU_MIN_BYTES}
+        return {
+            device: max(1, size("min_bytes", least.get(device, DEVICE_MIN_BYTES))) for device in self.tiers.by_device
+        }
+
+    @_aborts_when_interrupted
+    def admit(
+        self,
+        tensor: Tensor,
+        span: tuple[int, int],
+        storage: Any,
+        tape: Tape[Record],
+        module: str | None,
+        counters: tuple[Counter, ...] = (),
+    ) -> Record:
+        """Return a handle's record for a span of a storage: an earlier one that holds the same bytes, else a new one.
+
+        Args:
+            tensor: the tensor being saved, without conjugate and negative bits.
+            span: the bytes of the storage that it needs.
+            storage: its storage.
+            tape: the forward that it is saved in.
+            module: the name of the module that is running, if names are known.
+            counters: of the wrapper subclasses around the tensor, outermost first.
+        """
+        shared, accounts = self.shared, self.shared.accounts
+        self._speak()
+        address = storage.data_ptr()
+        begin, end = span
+        with shared.lock:
+            self._count_dropped()
+            tier = self.tiers.by_device[tensor.device.type]
+            tier.notice_resized()
+            accounts.packed_tensors += 1
+            accounts.packed_bytes += end - begin
+            record = self.identities.find(storage, address, tensor, begin, end, counters)
+            if record is not None:
+                accounts.deduplicated_bytes += end - begin
+                self.profiler.saved_again(record)
+                record.handles += 1
+                record.waiting += 1
+                return record
+            record = Record(storage, address, begin, end, tensor.device)
+            record.module = module
+            record.identity = self.identities.add(storage, address, tensor, begin, end, record, counters)
+            accounts.add_record(record.nbytes)
+            if not len(tape):
+                self.prefetch.phases.begin_forward(tape)
+            record.tape, record.index = tape, tape.append(record)
+            record.handles = record.waiting = 1  # before anything that may let go of the lock
+            try:
+                self._place(record, tensor, tape, tier)
+            except BaseException:  # a policy's error: no handle will own the record
+                self._dropped.append((record, record.round))
+                raise
+            if tape.by_node.saved(torch._C._autograd._get_sequence_nr(), record.nbytes):
+                accounts.resident_at_once(
+                    tape.by_node.node_bytes
+                )  # the node holds all that it saves until it saved the last
+        return record
+
+    def _place(self, record: Record, tensor: Tensor, tape: Tape[Record], tier: Tier) -> None:
+        """Decide what becomes of a new record, and begin it."""
+        shared = self.shared
+        tier.poll()
+        tier.count_resident(record)
+        shared.reporter.event(EventKind.PACK, record, record.module or "")
+        if self.forked:
+            reason: KeepReason | None = KeepReason.FORKED
+        elif self.closed or shared.stopped:
+            reason = KeepReason.DEGRADED
+        else:
+            reason = self.decision.why_keep(record, tensor, tape)
+        if reason is None:
+            reason = tier.offload(record)
+        budget = shared.budget
+        budget.largest_bytes = max(budget.largest_bytes, record.nbytes)
+        if budget.limit_bytes is not None:
+            # Whether this one stays or not, there must be room for the next: it exists before it is saved.
+            self._following_bytes = self.decision.following_bytes(record)
+            self._make_room(tier)
+        if reason is None:
+            shared.accounts.moved_bytes += record.nbytes
+            shared.largest_moved_bytes = max(shared.largest_moved_bytes, record.nbytes)
+        else:
+            record.stays = True
+            shared.accounts.kept_bytes[reason._value_] += record.nbytes
+            shared.reporter.event(EventKind.KEEP, record, reason._value_)
+        if self.profiler.running:
+            self.profiler.saved(record, reason)
+        self.prefetch.during_forward(tape)
+        tape.decisions.append((record.nbytes, reason, record.module))
+        self._decisions = tape.decisions
+
+    def _make_room(self, tier: Tier) -> None:
+        following = self.shared.budget.largest_bytes if self._following_bytes is None else self._following_bytes
+        self.shared.accounts.pack_wait_s += tier.make_room(following)
+
+    def keep_static(self, reason: KeepReason, nbytes: int) -> None:
+        """Count a tensor that stays and is no activation."""
+        deferred = self.shared.accounts.deferred
+        deferred.append((reason._value_, nbytes, False))
+        if len(deferred) >= MANY_DEFERRED:
+            self.count_deferred()
+
+    def count_deferred(self) -> None:
+        """Count what stays without a record."""
+        with self.shared.lock:
+            self._count_dropped()
+
+    def keep_activation(self, nbytes: int, reason: KeepReason, device: torch.device) -> SavedStorage | None:
+        """Make room for an activation that stays without a record; return what the profiler notes of it.
+
+        Its handle has appended it to ``Accounts.deferred``.
+        """
+        shared, limited = self.shared, self.shared.budget.limit_bytes is not None
+        if not limited and not self.profiler.running and len(shared.accounts.deferred) < MANY_DEFERRED:
+            return None
+        with shared.lock:
+            self._count_dropped()
+            tier = self.tiers.by_device.get(device.type)
+            if limited and reason is not KeepReason.IN_BACKWARD and tier is not None:
+                self._make_room(tier)
+            return self.profiler.kept(nbytes, reason)
+
+    def _speak(self) -> None:
+        """Say what is to be said, on a thread of the user's: warnings, or the interrupt that a finalizer swallowed."""
+        if self.shared.reporter.unsaid:
+            self.shared.reporter.warn()
+        if self._swallowed is not None:
+            error, self._swallowed = self._swallowed, None
+            raise error
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    @_aborts_when_interrupted
+    def obtain(self, record: Record, round_: int) -> tuple[torch.UntypedStorage, int, int]:
+        """Return the storage with a record's bytes, the byte of the original at which it begins, and the next round.
+
+        Blocks until the bytes are there.
+
+        Args:
+            record: what to bring back.
+            round_: how often this handle was unpacked before, as `obtain` said.
+
+        Raises:
+            StorageReadError: the only copy could not be read back.
+            OffloaderClosedError: the copy went with ``abort()``, or belongs to the parent of a forked process.
+        """
+        tier = self.tiers.by_device[record.kind]
+        self._speak()
+        with self.shared.lock:
+            self._reach(record, round_, tier)
+            first, on_device, since_s = record.state, record.on_device, now()
+            if not on_device and not record.counted:
+                tier.make_room(record.nbytes)
+            storage = self._fetch_now(record, tier)
+            if not on_device and first in (State.FETCHING, State.SPILLED):
+                self.shared.accounts.unpack_wait_s += now() - since_s
+                self.shared.reporter.event(EventKind.UNPACK_WAIT, record, since_s=since_s)
+                self.prefetch.window.waited()
+            begin = record.data_begin
+            next_round = self._pass(record, round_)
+            if record.waiting <= 0:
+                tier.evict(record)
+            return storage, begin, next_round
+
+    @_aborts_when_interrupted
+    def passed(self, record: Record, round_: int) -> int:
+        """Note that backward takes a record that stays; return the handle's next round, as `obtain` does."""
+        self._speak()
+        with self.shared.lock:
+            self._reach(record, round_, self.tiers.by_device[record.kind])
+            return self._pass(record, round_)
+
+    def _reach(self, record: Record, round_: int, tier: Tier) -> None:
+        """Backward has come to a record."""
+        self._count_dropped()
+        tier.notice_resized()
+        tier.poll()
+        if self.shared.accounts.recomputed_bytes:
+            self.shared.accounts.recomputed(0)  # backward is done with the block that it recomputed last
+        self.prefetch.reach(record, round_)
+
+    def _pass(self, record: Record, round_: int) -> int:
+        """Backward has the bytes, and goes on; return the handle's next round."""
+        if self.profiler.running:
+            self.profiler.needed(record)
+        if round_ <= record.round:
+            record.waiting -= 1
+        else:  # a second unpack of this handle: everybody may ask again
+            record.round = round_
+            record.waiting = record.handles - 1
+        self.prefetch.during_backward(record.tape)
+        return record.round + 1
+
+    def _fetch_now(self, record: Record, tier: Tier) -> torch.UntypedStorage:
+        record.error = None  # a prefetch that failed is tried once more
+        while True:
+            if not record.on_device and (self.forked or (self.shared.stopped and not tier.recover(record))):
+                where = "in a forked process" if self.forked else "after abort()"
+                raise OffloaderClosedError(f"a saved tensor of {record.nbytes} bytes was asked for {where}")
+            tier.fetch(record, urgent=True)
+            storage = tier.ready(record)
+            if storage is not None:
+                return storage
+            self.shared.changed.wait()
+            if record.error is not None:
+                error, record.error = record.error, None
+                # A copy: the engine's own is in a cycle with the engine's frames, which would hold the handle as well.
+                raise copy.copy(error) from error
+
+    # -- the end of a handle ------------------------------------------------------------------------------------------
+
+    def drop(self, record: Record, round_: int) -> None:
+        """Note that a handle died. It may be called anywhere, also with our own lock held: it never blocks."""
+        if self.interrupted:
+            return
+        try:
+            self._dropped.append((record, round_))
+            self._count_dropped_if_free()
+        except Exception:
+            raise
+        except BaseException as error:  # Python only prints what a finalizer raises
+            self.abort_interrupted()
+            self._swallowed = error
+
+    def drop_kept(self, nbytes: int, entry: SavedStorage | None) -> None:
+        """Note that a kept tensor without a record died. It may be called anywhere."""
+        if entry is not None:
+            self.profiler.kept_died(entry)
+        self.shared.accounts.deferred.append(nbytes)
+
+    def _count_dropped_if_free(self) -> None:
+        while self._dropped:
+            last = self.shared.lock.run_if_free(self._count_dropped_and_look)
+            if last is None:
+                return  # whoever releases the lock goes on
+            if last:  # closing joins threads, and this may be one of them
+                threading.Thread(target=self._shut, kwargs={"wait": True}, name="actoffload-close", daemon=True).start()
+
+    def _count_dropped_and_look(self) -> bool:
+        """Count the dead handles; return whether that was the last one after `close`, so that nothing more comes."""
+        self._count_dropped()
+        return self.closed and self.shared.accounts.live_records == 0 and not self.shared.stopped
+
+    def _count_dropped(self) -> None:
+        """Count the handles that died. The lock is held."""
+        accounts = self.shared.accounts
+        if accounts.deferred:
+            accounts.count_deferred()
+        while self._dropped:
+            record, round_ = self._dropped.popleft()
+            record.handles -= 1
+            if round_ <= record.round:
+                record.waiting -= 1
+            if record.handles == 0:
+                self._release(record)
+            elif record.waiting <= 0:
+                self.tiers.by_device[record.kind].evict(record)
+        if accounts.recomputed_bytes and not accounts.baseline_bytes:
+            accounts.recomputed(0)  # backward is over
+
+    def _release(self, record: Record) -> None:
+        self.tiers.by_device[record.kind].release(record)
+        if self.profiler.running:
+            self.profiler.died(record)
+        if record.identity is not None:
+            self.identities.remove(record.identity, record)
+        if record.tape is not None:
+            record.tape.forget(record.index)
+            self.prefetch.learn(record.tape)
+        self.shared.accounts.remove_record(record.nbytes)
+        self.shared.reporter.event(EventKind.RELEASE, record)
+        self.shared.changed.notify_all()
+
+    def nothing_is_alive(self) -> bool:
+        """Whether no record is, those of handles that died just now counted out."""
+        with self.shared.lock:
+            self._count_dropped()
+            return self.shared.accounts.live_records == 0
+
+    # -- the end of the store -----------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Wait until nothing is on its way out: every copy and write that was begun has ended."""
+        shared = self.shared
+        with shared.lock:
+            self._count_dropped()
+            self.tiers.flush()
+            while shared.pending_bytes > 0 and not shared.stopped:
+                shared.changed.wait()
+                self.tiers.flush()  # what came meanwhile may wait for others
+        shared.reporter.warn()
+
+    def close(self) -> None:
+        """Take no more work and wait for what is under way. Idempotent.
+
+        What is still alive stays usable: backward can still read it, and the disk space goes when its last handle dies.
+        """
+        if self.forked:
+            return
+        self.closed = True
+        self.synchronize()
+        if self.nothing_is_alive():
+            self._shut(wait=True)
+
+    def abort(self) -> None:
+        """Stop at once: cancel what is queued and give everything back; what is not in memory is lost. Idempotent."""
+        self.closed = True
+        if not self.forked:
+            self._shut(wait=False)
+
+    def abort_interrupted(self) -> None:
+        """Abort from whatever an interrupt has left, on the thread that was interrupted; see the class."""
+        self.interrupted = self.shared.interrupted = self.shared.stopped = True
+        self.shared.lock.abandon()
+        self._dropped.clear()
+        self.identities = IdentityMap()
+        self.abort()
+
+    def _shut(self, *, wait: bool) -> None:
+        with self.shared.lock:
+            self.shared.stopped = True
+            self.shared.changed.notify_all()
+        self.tiers.close(wait=wait)
+        closer = getattr(self.shared.reporter.sink, "close", None)
+        if closer is not None:
+            closer()
+
+    def after_fork_in_child(self) -> None:
+        """Keep what is saved in the child and give up what is not in memory: it has none of our threads."""
+        self.forked = True
+        self.profiler.active = False
+        self.shared.after_fork_in_child()
+        self.tiers.after_fork_in_child()
+
+    # -- what was done ------------------------------------------------------------------------------------------------
+
+    def statistics(self) -> Statistics:
+        """Return what was done since the store began."""
+        self.shared.reporter.warn()
+        self.tiers.count_waits()
+        elsewhere = self.tiers.counts()
+        with self.shared.lock:
+            self._count_dropped()
+            statistics = self.shared.accounts.freeze(**elsewhere)
+            last = self.closed and statistics.live_records == 0 and not self.shared.stopped
+        if last:
+            self._shut(wait=True)
+        return statistics
+
+    def report(self) -> str:
+        """Return what was done and why, for a person."""
+        spool = self.tiers.spool
+        notes = [*self.tiers.remarks, *self.shared.reporter.advice.values()]
+        spooled = spool.statistics() if spool else None
+        return render_report(self.shared.config, self.statistics(), spooled, notes, now() - self._began_s)
+
+    @property
+    def plan(self) -> Plan:
+        """What was decided in the last forward, as data; given as ``policy=``, it is followed."""
+        return decided(self._decisions)

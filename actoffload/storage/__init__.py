@@ -1,0 +1,1 @@
+"""Bytes on disk: the spool, its files and its engines."""

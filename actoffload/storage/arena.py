@@ -1,0 +1,290 @@
+"""The arenas of a spool: a file, an engine and an allocator for each path, and extents striped over them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import SpoolFullError, StorageError
+from ..memory.best_fit import ExtentAllocator
+from .engines import EngineFactory, choose_engine, create_engine
+from .engines.base import SpoolFile, StorageEngine
+from .spool_files import (
+    MAX_BLOCK_BYTES,
+    check_directory,
+    free_bytes,
+    grow_arena,
+    open_arena,
+)
+from .transfers import Segment
+
+_MIN_PIECE_BYTES = 1 << 20  # below this a piece is not worth its request, as long as there is room for larger ones
+_UNLIMITED_BYTES = 1 << 62
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpoolStatistics:
+    """What a spool is and has done so far; all sizes in bytes."""
+
+    engine: str
+    direct: bool
+    alignment: int
+    paths: tuple[str, ...]
+    capacity_bytes: int | None
+    """Limit for all arenas together; None: the free space of the file systems."""
+    arena_bytes: int
+    """Reserved on disk."""
+    allocated_bytes: int
+    peak_allocated_bytes: int
+    written_bytes: int
+    read_bytes: int
+    busy_extents: int
+    """Extents with a transfer in flight."""
+
+
+class PathArena:
+    """One path: its file, its engine, and which bytes of the file are in use. Not thread-safe, but for the engine.
+
+    Args:
+        file: The open arena, which `close_file` closes.
+        engine: Works on that file.
+
+    Attributes:
+        extents: Which bytes are in use; offsets and sizes are multiples of the block size.
+        grow_error: Why it could not grow last, if the file system said no.
+        share_bytes: Most bytes of the arena, where several processes share the disk.
+    """
+
+    def __init__(self, file: SpoolFile, engine: StorageEngine) -> None:
+        self.file = file
+        self.engine = engine
+        self.extents = ExtentAllocator(0, max(engine.capabilities.alignment, MAX_BLOCK_BYTES))
+        self.grow_error: StorageError | None = None
+        self.share_bytes = _UNLIMITED_BYTES
+        self._refused_free_bytes: int | None = None
+        self._closed = False
+        self._probe_bytes = (engine.written_bytes, engine.read_bytes)  # what trying the engine has moved is not counted
+
+    @property
+    def written_bytes(self) -> int:
+        """Bytes written to this path."""
+        return self.engine.written_bytes - self._probe_bytes[0]
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read from this path."""
+        return self.engine.read_bytes - self._probe_bytes[1]
+
+    def grow(self, wanted: int, step: int, limit: int) -> bool:
+        """Make the arena larger by ``step`` bytes or what there is up to ``limit``, never by less than ``wanted``."""
+        on_disk = self.engine.capabilities.needs_file
+        limit = min(limit, self.share_bytes - self.extents.capacity_bytes)
+        if on_disk:
+            room = free_bytes(self.file)
+            if self._refused_free_bytes is not None and room < self._refused_free_bytes + wanted:
+                return False  # the last attempt failed (a quota?) and nothing has changed since
+            limit = min(limit, room)
+        old = self.extents.capacity_bytes
+        new = self.extents.round_down(old + min(max(step, wanted), limit))
+        if new - old < wanted:
+            return False
+        if on_disk:
+            try:
+                grow_arena(self.file, old, new)
+            except StorageError as exc:
+                self.grow_error, self._refused_free_bytes = exc, room
+                return False
+        self._refused_free_bytes = None
+        self.extents.grow(new)
+        return True
+
+    def close_file(self) -> None:
+        """Close the descriptor, once; the file goes with it."""
+        if self.file.fd >= 0 and not self._closed:
+            self._closed = True
+            os.close(self.file.fd)
+
+
+class ArenaSet:
+    """The arenas of all paths of a spool. Not thread-safe, but for the engines.
+
+    Its arguments are those of ``Spool``; sizes in bytes.
+
+    Attributes:
+        capacity_bytes: Limit for all arenas together; None: what is free.
+        granularity: Extents are multiples of this many bytes.
+
+    Raises:
+        StorageError: One of the arenas cannot be made, or there is no room for its first step.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | os.PathLike[str]],
+        *,
+        engine: str | EngineFactory,
+        threads: int | None,
+        allow_any_filesystem: bool,
+        stripe_bytes: int,
+        grow_bytes: int,
+        capacity_bytes: int | None,
+        processes: int,
+    ) -> None:
+        self.arenas: list[PathArena] = []
+        self.allocated_bytes = 0
+        self.peak_allocated_bytes = 0
+        self.capacity_bytes = capacity_bytes
+        self._grow_bytes = grow_bytes
+        self._next = 0  # index of the arena that the next segment is taken from
+        reasons = []
+        try:
+            for path in paths:
+                arena, reason = _open_path(path, engine, threads, allow_any_filesystem)
+                self.arenas.append(arena)
+                reasons.append(reason)
+            capabilities = [arena.engine.capabilities for arena in self.arenas]
+            self.alignment = max(each.alignment for each in capabilities)
+            self.direct = all(each.direct for each in capabilities)
+            self.vectored = all(each.vectored for each in capabilities)
+            self.engine_name = "+".join(dict.fromkeys(each.name for each in capabilities))
+            self.engine_reason = "; ".join(dict.fromkeys(reasons))
+            self.granularity = max(self.alignment, MAX_BLOCK_BYTES)
+            self.stripe_bytes = self.round_up(stripe_bytes)
+            if capacity_bytes is None and processes > 1:
+                self._share(processes)
+            self._grow_first()
+        except BaseException:
+            for arena in self.arenas:
+                arena.engine.abort()
+            self.close_files()
+            raise
+
+    @property
+    def arena_bytes(self) -> int:
+        """Bytes reserved, all paths together."""
+        return sum(arena.extents.capacity_bytes for arena in self.arenas)
+
+    def round_up(self, nbytes: int) -> int:
+        """Return ``nbytes`` rounded up to the granularity."""
+        return -(-nbytes // self.granularity) * self.granularity
+
+    def take(self, nbytes: int) -> tuple[Segment, ...]:
+        """Take room in pieces of about the same size, none larger than a stripe, round robin over the paths.
+
+        Raises:
+            SpoolFullError: There is no room; nothing is taken.
+        """
+        remaining = self.round_up(nbytes)
+        pieces = -(-remaining // self.stripe_bytes)
+        wanted = self.round_up(-(-remaining // pieces))
+        segments: list[Segment] = []
+        try:
+            while remaining:
+                wanted = min(wanted, remaining)
+                segment = self._take_piece(wanted)
+                if segment is not None:
+                    segments.append(segment)
+                    remaining -= wanted
+                elif wanted > _MIN_PIECE_BYTES:
+                    wanted = self.round_up(wanted // 2)  # no hole is large enough, but smaller ones may be
+                else:
+                    raise self._full_error(nbytes)
+        except BaseException:
+            self.give_back(segments)
+            raise
+        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
+        return tuple(segments)
+
+    def give_back(self, segments: Sequence[Segment]) -> None:
+        """Make the room of these segments free for others."""
+        for segment in segments:
+            self.arenas[segment.arena].extents.free(segment.offset, segment.nbytes)
+            self.allocated_bytes -= segment.nbytes
+
+    def poison(self, segments: Sequence[Segment]) -> None:
+        """Overwrite what lies in these segments, past the engines: for debugging."""
+        for segment in segments:
+            file = self.arenas[segment.arena].file
+            if file.fd >= 0:
+                with contextlib.suppress(OSError), mmap.mmap(-1, segment.nbytes) as block:
+                    block[:] = b"\xff" * segment.nbytes
+                    os.pwrite(file.fd, block, segment.offset)
+
+    def close_files(self) -> None:
+        """Close every descriptor, once."""
+        for arena in self.arenas:
+            arena.close_file()
+
+    @property
+    def _limit_bytes(self) -> int:
+        return _UNLIMITED_BYTES if self.capacity_bytes is None else self.capacity_bytes
+
+    def _share(self, processes: int) -> None:
+        """Leave the other processes as much of each disk as this one may take; paths on one disk share that."""
+        on_disk = [arena for arena in self.arenas if arena.engine.capabilities.needs_file]
+        disks = [os.fstat(arena.file.fd).st_dev for arena in on_disk]
+        for arena, disk in zip(on_disk, disks, strict=True):
+            arena.share_bytes = free_bytes(arena.file) // (processes * disks.count(disk))
+        if on_disk:
+            self.capacity_bytes = sum(arena.share_bytes for arena in on_disk)
+
+    def _take_piece(self, nbytes: int) -> Segment | None:
+        count = len(self.arenas)
+        for turn in range(self._next, self._next + count):
+            index = turn % count
+            arena = self.arenas[index]
+            offset = arena.extents.allocate(nbytes)
+            if offset is None and arena.grow(nbytes, self._grow_bytes, self._limit_bytes - self.arena_bytes):
+                offset = arena.extents.allocate(nbytes)
+            if offset is not None:
+                self._next = (index + 1) % count
+                self.allocated_bytes += nbytes
+                return Segment(index, offset, nbytes)
+        return None
+
+    def _grow_first(self) -> None:
+        """Reserve a first step on every path, so that a full disk is found now and not in the middle of a step."""
+        share = min(self._grow_bytes, self._limit_bytes // len(self.arenas))
+        for arena in self.arenas:
+            arena.grow(self.granularity, share, share)
+        if not self.arena_bytes:
+            raise self._full_error(self.granularity)
+
+    def _full_error(self, nbytes: int) -> SpoolFullError:
+        cause = next((arena.grow_error for arena in self.arenas if arena.grow_error is not None), None)
+        where = ", ".join(arena.file.path for arena in self.arenas)
+        error = SpoolFullError(
+            (cause.errno if cause else None) or errno.ENOSPC,
+            f"no room for {nbytes} bytes: {self.allocated_bytes} of {self.arena_bytes} bytes of the arenas are in use,"
+            f" and they cannot grow ({cause or 'nvme_budget or the share of the free disk space is reached'}); "
+            f"free space in {where}, raise nvme_budget, or give another path",
+        )
+        error.__cause__ = cause
+        return error
+
+
+def _open_path(
+    path: str | os.PathLike[str], engine: str | EngineFactory, threads: int | None, allow_any_filesystem: bool
+) -> tuple[PathArena, str]:
+    """Open the arena in ``path`` and its engine; return it and why it has this engine."""
+    if engine == "memory":
+        file = SpoolFile(fd=-1, path=os.fspath(path), direct=False, alignment=1)
+    else:
+        file = open_arena(check_directory(path, allow_any_filesystem=allow_any_filesystem))
+    try:
+        if callable(engine):
+            made, reason = engine(file), "made by the factory that was given"
+        elif engine == "auto":
+            made, reason = choose_engine(file, threads=threads)
+        else:
+            made = create_engine(engine, file, threads=threads)
+            reason = f"asked for by name; {made.remark}" if made.remark else "asked for by name"
+    except BaseException:
+        if file.fd >= 0:
+            os.close(file.fd)
+        raise
+    return PathArena(file, made), reason

@@ -1,0 +1,89 @@
+"""Storage engines: how bytes get between memory and the spool file."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable
+from typing import Final
+
+from ...errors import ConfigError, EngineUnavailableError
+from .aiofiles import AiofilesEngine
+from .base import IoKind, IoRequest, SpoolFile, StorageEngine
+from .gds import GdsEngine
+from .memory import MemoryEngine
+from .posix import PosixEngine
+from .uring import UringEngine
+
+_CLASSES: Final[dict[str, type[StorageEngine]]] = {
+    cls.default_name: cls for cls in (PosixEngine, UringEngine, AiofilesEngine, GdsEngine, MemoryEngine)
+}
+ENGINES: Final[tuple[str, ...]] = tuple(_CLASSES)
+"""Names that ``create_engine`` knows."""
+
+AUTO_ORDER: Final[tuple[str, ...]] = ("posix", "uring", "aiofiles")
+"""What ``auto`` tries, best first."""
+
+EngineFactory = Callable[[SpoolFile], StorageEngine]
+
+_PROBE_BYTES = 64 << 10
+
+
+def create_engine(name: str, file: SpoolFile, *, threads: int | None = None) -> StorageEngine:
+    """Create the engine called ``name`` (one of ``ENGINES``) on ``file``.
+
+    Raises:
+        ConfigError: There is no such engine.
+        EngineUnavailableError: It cannot run here.
+    """
+    cls = _CLASSES.get(name)
+    if cls is None:
+        raise ConfigError("engine", name, f"choose one of {', '.join(('auto', *ENGINES))}")
+    return cls(file, threads=threads)
+
+
+def choose_engine(file: SpoolFile, *, threads: int | None = None) -> tuple[StorageEngine, str]:
+    """Return the first engine of ``AUTO_ORDER`` that moves bytes to the file and back, and the reason for it.
+
+    Overwrites the first bytes of the file: only for a file that holds nothing yet.
+
+    Raises:
+        EngineUnavailableError: None of them does; the message has every engine's error.
+    """
+    failures: list[str] = []
+    for name in AUTO_ORDER:
+        try:
+            engine = create_engine(name, file, threads=threads)
+        except EngineUnavailableError as exc:
+            failures.append(f"{name}: {exc}")
+            continue
+        problem = probe_engine(engine)
+        if problem is None:
+            how = "O_DIRECT" if engine.capabilities.direct else "through the page cache"
+            skipped = f"; not {'; not '.join(failures)}" if failures else ""
+            return engine, f"{name}: a write and a read of {_PROBE_BYTES} bytes came back equal, {how}{skipped}"
+        engine.abort()
+        failures.append(f"{name}: {problem}")
+    raise EngineUnavailableError(f"engine='auto': no engine works in {file.path}: {'; '.join(failures)}")
+
+
+def probe_engine(engine: StorageEngine) -> str | None:
+    """Write bytes at offset 0 and read them back; return what went wrong, or None."""
+    pattern = bytes(range(256)) * (_PROBE_BYTES // 256)
+    with mmap.mmap(-1, 2 * _PROBE_BYTES) as memory:  # page-aligned, as a direct transfer needs it
+        memory[:_PROBE_BYTES] = pattern
+        anchor = ctypes.c_char.from_buffer(memory)
+        address = ctypes.addressof(anchor)
+        del anchor  # else the mapping could not be closed
+        for request in (
+            IoRequest(IoKind.WRITE, address, _PROBE_BYTES, 0),
+            IoRequest(IoKind.READ, address + _PROBE_BYTES, _PROBE_BYTES, 0),
+        ):
+            engine.submit(request)
+            request.wait()
+            if request.error is not None:
+                return f"probe {request.kind.value} failed: {request.error}"
+        return None if memory[_PROBE_BYTES:] == pattern else "the probe read back other bytes than it wrote"
+
+
+__all__ = ["AUTO_ORDER", "ENGINES", "EngineFactory", "choose_engine", "create_engine", "probe_engine"]

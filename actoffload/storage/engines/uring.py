@@ -1,0 +1,277 @@
+"""io_uring: one thread keeps many transfers under way, and takes and gives as many as there are at each turn.
+
+What counts is how seldom that thread needs the interpreter's lock: while the training thread runs pure Python, each
+time costs it a switch interval (5 ms). Threads that call ``pwritev`` pay that once per transfer, this engine once for
+all transfers that ended meanwhile, and the kernel works on the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import time
+from collections import deque
+from typing import ClassVar
+
+from ...errors import EngineUnavailableError
+from .base import (
+    EngineCapabilities,
+    IoKind,
+    IoRequest,
+    SpoolFile,
+)
+from .queued import Cursor, QueuedEngine
+from .ring import Ring
+
+DEPTH = 256
+"""Transfers under way at once, at most."""
+WINDOW_BYTES = 64 << 20
+"""Bytes of them in one direction, where there is more than one: what is started cannot be taken back."""
+PREPARED_BYTES = 8 << 20
+"""Bytes of those that are started and still wait for their ``before``, likewise."""
+_BROKEN = frozenset({errno.EBADF, errno.EBADFD, errno.ENXIO, errno.EOPNOTSUPP})
+"""Errors of a ring that takes nothing any more."""
+_BROKEN_PAUSE_S = 0.001
+_WAKE = 0  # the tag of the read of the eventfd, which ends when there is work; transfers count from 1
+
+
+class UringEngine(QueuedEngine):
+    """Transfers by io_uring, in one thread, which sleeps in the kernel until a transfer ends or an eventfd is written.
+
+    The ``before`` of a request may wait for a device, so it runs in a second thread.
+
+    It has more attributes than usual: what the kernel has, what is started and not finished (in number and bytes, to
+    bound both), and the two queues to and from the second thread.
+
+    Args:
+        file: The file to work on; with ``O_DIRECT`` when ``file.direct``.
+        threads: Transfers at the same time; None: up to 256, and up to 64 MiB in each direction.
+
+    Raises:
+        EngineUnavailableError: This system has no io_uring, or does not let this process use it.
+    """
+
+    default_name: ClassVar[str] = "uring"
+
+    def __init__(self, file: SpoolFile, *, threads: int | None = None) -> None:
+        if threads is not None and threads < 1:
+            raise ValueError(f"threads={threads}: must be at least 1")
+        self._depth = DEPTH if threads is None else threads
+        super().__init__(
+            file,
+            EngineCapabilities(
+                self.default_name, direct=file.direct, alignment=file.alignment, threads=self._depth, vectored=True
+            ),
+        )
+        self._event_count = ctypes.c_uint64()  # where the ring's read of the eventfd puts its count
+        # Keeps the interpreter's lock for less than a microsecond; `os.eventfd_write` would let another thread have it.
+        self._write_eventfd = ctypes.PyDLL(None).eventfd_write
+        self._write_eventfd.argtypes = (ctypes.c_int, ctypes.c_uint64)
+        # Only for the ring's thread: what the kernel has, with the memory that it reads vectors from.
+        self._in_kernel: dict[int, tuple[IoRequest, Cursor, object]] = {}
+        self._last_tag = _WAKE
+        # Under the lock:
+        self._asleep = False  # the ring's thread waits in the kernel: who has work for it writes the eventfd
+        self._finished = False  # closed, and no request is left
+        self._started = 0  # requests that are started and not finished, and their bytes
+        self._started_bytes = {IoKind.READ: 0, IoKind.WRITE: 0}
+        self._waiting = self._waiting_bytes = 0  # those of them whose `before` has not ended
+        self._to_prepare: deque[IoRequest] = deque()
+        self._prepared: deque[IoRequest] = deque()
+        self._ring = Ring(file.fd, self._depth + 1)
+        self._eventfd = -1
+        try:
+            self._eventfd = _open_eventfd()
+            self.start_threads(1)
+            self._start_thread("actoffload-uring-before", self._prepare)
+        except BaseException:
+            self._free()
+            raise
+
+    def close(self) -> None:
+        """See ``StorageEngine``."""
+        super().close()
+        self._free()
+
+    def after_fork_in_child(self) -> None:
+        """See ``StorageEngine``."""
+        self._ring.forget()
+        eventfd, self._eventfd = self._eventfd, -1
+        if eventfd >= 0:
+            os.close(eventfd)
+
+    def _free(self) -> None:
+        with self._mutex:  # against a second close(), which may be about to write to the descriptor
+            self._ring.close()
+            eventfd, self._eventfd = self._eventfd, -1
+        if eventfd >= 0:
+            os.close(eventfd)
+
+    def _notify(self) -> None:
+        if self._asleep:
+            self._notify_all()
+
+    def _notify_all(self) -> None:
+        self._asleep = False
+        if self._eventfd >= 0:
+            self._write_eventfd(self._eventfd, 1)
+
+    # -- the ring's thread --------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        with self._mutex:
+            if self._eventfd < 0:
+                return  # the constructor has given up, and the ring is gone
+        ring = self._ring
+        with contextlib.suppress(EngineUnavailableError):  # then every request fails, as its `enter` does
+            ring.enable()
+        self._read_eventfd()
+        while self._start_some():
+            try:
+                ring.enter()
+            except OSError as exc:
+                self._enter_failed(exc)
+            self._asleep = False
+            for tag, result in ring.results():
+                if tag == _WAKE:
+                    self._read_eventfd()
+                else:
+                    self._completed(tag, result)
+
+    def _read_eventfd(self) -> None:
+        self._ring.read_other(
+            _WAKE, self._eventfd, ctypes.addressof(self._event_count), ctypes.sizeof(self._event_count)
+        )
+
+    def _start_some(self) -> bool:
+        """Give the kernel what there is room for; False: closed and nothing is left."""
+        with self._mutex:
+            ready = list(self._prepared)
+            self._prepared.clear()
+            while (request := self._pop()) is not None:
+                if request.before is None:
+                    ready.append(request)
+                else:
+                    self._waiting += 1
+                    self._waiting_bytes += request.length
+                    self._to_prepare.append(request)
+            finished = self._finished = self._closing and self._started == 0
+            if self._to_prepare or finished:
+                self._wake.notify()
+            self._asleep = True
+        for request in ready:
+            try:
+                self._submit_to_kernel(request, Cursor([request], self._file, self._capabilities.alignment))
+            except BaseException as exc:  # whatever it was, it belongs to the request and not to this thread
+                self._finish(request, exc)
+        return not finished
+
+    def _pop(self) -> IoRequest | None:
+        for queue in (self._reads, self._writes):
+            while queue and self._has_room_for(queue[0]):
+                request = queue.popleft()
+                if request.try_start():
+                    self._started += 1
+                    self._started_bytes[request.kind] += request.length
+                    return request
+        return None
+
+    def _has_room_for(self, request: IoRequest) -> bool:
+        if self._started >= self._depth:
+            return False
+        if request.before is not None and self._waiting:
+            crowded = 4 * self._waiting >= self._depth  # the rest of the depth is for what need not wait
+            if crowded or self._waiting_bytes + request.length > PREPARED_BYTES:
+                return False
+        started_bytes = self._started_bytes[request.kind]
+        return started_bytes == 0 or started_bytes + request.length <= WINDOW_BYTES
+
+    def _submit_to_kernel(self, request: IoRequest, cursor: Cursor) -> None:
+        self._last_tag = tag = self._last_tag + 1
+        reads, ranges, offset = request.kind is IoKind.READ, cursor.ranges, cursor.offset
+        vectors = Ring.vectors(ranges) if len(ranges) > 1 else None
+        self._in_kernel[tag] = request, cursor, vectors  # first: the memory must stay for as long as the kernel has it
+        try:
+            if vectors is not None:
+                (self._ring.read_ranges if reads else self._ring.write_ranges)(tag, vectors, offset)
+            else:
+                (self._ring.read if reads else self._ring.write)(tag, *ranges[0], offset)
+        except BaseException:
+            del self._in_kernel[tag]
+            raise
+
+    def _completed(self, tag: int, result: int) -> None:
+        entry = self._in_kernel.pop(tag, None)
+        if entry is None:
+            return  # it failed with the ring before
+        request, cursor, _ = entry
+        error: BaseException | None = None
+        try:
+            if result < 0:
+                cursor.fail(OSError(-result, os.strerror(-result)))
+            else:
+                cursor.advance(result)
+                self._count(request.kind, result)
+            if not cursor.finished:
+                self._submit_to_kernel(request, cursor)
+                return
+        except BaseException as exc:  # as in `_start_some`
+            error = exc
+        self._finish(request, error)
+
+    def _enter_failed(self, error: OSError) -> None:
+        """Fail every request if the ring itself is broken (somebody closed its descriptor), so that nothing hangs.
+
+        Any other error is one of the moment: what the kernel has may still touch the memory, so it is asked again.
+        """
+        if error.errno in _BROKEN:
+            for tag in tuple(self._in_kernel):
+                self._completed(tag, -(error.errno or errno.EIO))
+        time.sleep(_BROKEN_PAUSE_S)
+
+    def _finish(self, request: IoRequest, error: BaseException | None) -> None:
+        with self._mutex:
+            self._started -= 1
+            self._started_bytes[request.kind] -= request.length
+            self._notify()
+        request.finish(error)
+
+    # -- the thread that waits for devices ----------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        while (request := self._next_to_prepare()) is not None:
+            error: BaseException | None = None
+            try:
+                if request.before is not None:
+                    request.before()
+            except BaseException as exc:
+                error = exc
+            with self._mutex:
+                self._waiting -= 1
+                self._waiting_bytes -= request.length
+                if error is None:
+                    self._prepared.append(request)
+                    self._notify()
+            if error is not None:
+                self._finish(request, error)
+            del request, error  # an idle thread must not keep them alive
+
+    def _next_to_prepare(self) -> IoRequest | None:
+        with self._mutex:
+            while not self._to_prepare:
+                if self._finished:
+                    return None
+                self._wake.wait()
+            return self._to_prepare.popleft()
+
+    def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
+        raise NotImplementedError("this engine transfers on its ring")
+
+
+def _open_eventfd() -> int:
+    try:
+        return os.eventfd(0)
+    except OSError as exc:
+        raise EngineUnavailableError(f"engine='uring': no eventfd ({exc}); use 'posix'") from exc

@@ -1,0 +1,334 @@
+"""The spool: room on disk for saved activations, and transfers to and from it.
+
+An extent is striped over the paths. Freed room is only handed out again when nothing reads or writes it any more: reuse
+before completion would be silent corruption.
+
+One lock guards the allocators and the counts. ``free``, ``Transfer.cancel`` and the end of a transfer never wait for
+it, as a finalizer may run while its own thread holds the lock: they put the extent or the transfer into a queue, which
+whoever gets the lock works off.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from ..errors import ConfigError, StateError
+from ..events import now
+from ..locks import DrainingLock
+from .arena import ArenaSet, SpoolStatistics
+from .engines import EngineFactory
+from .engines.base import (
+    IoKind,
+    Range,
+    SpoolFile,
+    StorageEngine,
+)
+from .meters import LinkShare, RateMeter
+from .transfers import Extent, Transfer, closed_error
+
+
+class Spool:
+    """Room on disk for extents, and transfers between them and memory. Thread-safe.
+
+    Args:
+        paths: Directories; extents are striped over them.
+        engine: Name of an engine, ``"auto"``, or a factory that makes one for a file.
+        capacity_bytes: Most bytes on disk, all paths together; None: what the file systems have free, less a reserve.
+        processes: How many processes open a spool like this one on the machine: without ``capacity_bytes`` each takes
+            at most its share of what is free when it begins, so that none fills the disk of the others.
+        stripe_bytes: Largest segment of an extent, thus of a request.
+        grow_bytes: How much an arena is grown at a time; the first step is taken at once.
+        threads: Threads per engine; None: the engine's own choice.
+        verify: Keep a checksum of every write and check it after every read.
+        poison: For debugging: overwrite freed extents before they are used again.
+        allow_any_filesystem: Also take memory, network and FUSE file systems.
+
+    Raises:
+        ConfigError: An option has a value that cannot work.
+        SpoolPathError: A directory cannot hold a spool.
+        SpoolFullError: There is no room for the first step.
+        EngineUnavailableError: The engine cannot run here.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str | os.PathLike[str]],
+        *,
+        engine: str | EngineFactory = "auto",
+        capacity_bytes: int | None = None,
+        processes: int = 1,
+        stripe_bytes: int = 8 << 20,
+        grow_bytes: int = 256 << 20,
+        threads: int | None = None,
+        verify: bool = False,
+        poison: bool = False,
+        allow_any_filesystem: bool = False,
+    ) -> None:
+        _check_options(
+            paths,
+            capacity_bytes=capacity_bytes,
+            processes=processes,
+            stripe_bytes=stripe_bytes,
+            grow_bytes=grow_bytes,
+            threads=threads,
+        )
+        self._lock = DrainingLock()
+        self._closed = False
+        self._inert = False  # in a forked child, to which nothing here belongs
+        self._ended: deque[Extent | Transfer] = deque()  # what is freed or over, and not yet worked off
+        self._live: dict[Transfer, LinkShare] = {}
+        self.meters = {IoKind.WRITE: RateMeter(), IoKind.READ: RateMeter()}
+        self._verify = verify
+        self._arenas = ArenaSet(
+            paths,
+            engine=engine,
+            threads=threads,
+            allow_any_filesystem=allow_any_filesystem,
+            stripe_bytes=stripe_bytes,
+            grow_bytes=grow_bytes,
+            capacity_bytes=capacity_bytes,
+            processes=processes,
+        )
+        self._poison = poison
+        self.alignment = self._arenas.alignment
+        self.direct = self._arenas.direct
+        self.vectored = self._arenas.vectored
+        self.engine_name = self._arenas.engine_name
+        self.engine_reason = self._arenas.engine_reason
+
+    @property
+    def files(self) -> tuple[SpoolFile, ...]:
+        """The arena of each path: for diagnosis and tests."""
+        return tuple(arena.file for arena in self._arenas.arenas)
+
+    @property
+    def engines(self) -> tuple[StorageEngine, ...]:
+        """The engine of each path: for diagnosis and tests."""
+        return tuple(arena.engine for arena in self._arenas.arenas)
+
+    def allocate(self, nbytes: int) -> Extent:
+        """Return room for ``nbytes`` bytes; nothing may be read from it before something has been written.
+
+        Raises:
+            SpoolFullError: No path has room.
+            OffloaderClosedError: The spool is closed.
+        """
+        if nbytes < 1:
+            raise ValueError(f"nbytes={nbytes}: must be positive")
+        with self._lock:
+            if self._closed:
+                raise closed_error()
+            self._work_off()
+            return Extent(self._arenas.take(nbytes))
+
+    def write(
+        self,
+        extent: Extent,
+        address: int,
+        length: int,
+        *,
+        before: Callable[[], None] | None = None,
+        on_done: Callable[[Transfer], None] | None = None,
+        keepalive: object = None,
+    ) -> Transfer:
+        """Start to write ``length`` bytes of memory to an extent that nothing else reads or writes.
+
+        Args:
+            extent: Where to.
+            address: Where from, a multiple of ``alignment``; must stay valid until the transfer is done (see
+                ``keepalive``).
+            length: Bytes, a multiple of ``alignment``.
+            before: Runs once, in an engine's thread, before the first byte is read from memory.
+            on_done: Called at most once with the transfer, in an engine's thread, with no lock held.
+            keepalive: Kept alive until nothing touches the memory any more.
+
+        Raises:
+            OffloaderClosedError: The spool is closed.
+            StateError: The extent is freed, too small or in use, or something is not aligned.
+        """
+        return self.write_ranges(extent, ((address, length),), before=before, on_done=on_done, keepalive=keepalive)
+
+    def write_ranges(
+        self,
+        extent: Extent,
+        memory: Sequence[Range],
+        *,
+        before: Callable[[], None] | None = None,
+        on_done: Callable[[Transfer], None] | None = None,
+        keepalive: object = None,
+    ) -> Transfer:
+        """As ``write``, from several ranges of memory to one segment, one behind the other; only where ``vectored``."""
+        length = sum([nbytes for _, nbytes in memory])
+        transfer = Transfer(
+            IoKind.WRITE, extent, length, before=before, on_done=on_done, on_end=self._post, keepalive=keepalive
+        )
+        return self._start(transfer, memory)
+
+    def read(
+        self,
+        extent: Extent,
+        address: int,
+        length: int,
+        *,
+        on_done: Callable[[Transfer], None] | None = None,
+        keepalive: object = None,
+    ) -> Transfer:
+        """Start to read the first ``length`` bytes of what the last successful write left in an extent.
+
+        Arguments and errors as in ``write``; also a StateError when that write has not finished, has failed or was
+        shorter. With ``verify`` the length must be the one that was written.
+        """
+        return self.read_ranges(extent, ((address, length),), on_done=on_done, keepalive=keepalive)
+
+    def read_ranges(
+        self,
+        extent: Extent,
+        memory: Sequence[Range],
+        *,
+        skip: int = 0,
+        on_done: Callable[[Transfer], None] | None = None,
+        keepalive: object = None,
+    ) -> Transfer:
+        """As ``read``, behind ``skip`` bytes of the extent, into several ranges of memory; as ``write_ranges``."""
+        length = sum([nbytes for _, nbytes in memory])
+        transfer = Transfer(
+            IoKind.READ, extent, length, skip=skip, before=None, on_done=on_done, on_end=self._post, keepalive=keepalive
+        )
+        return self._start(transfer, memory)
+
+    def free(self, extent: Extent) -> None:
+        """Give an extent up; its room is used again once nothing is in flight on it.
+
+        Never blocks; does nothing after ``close``.
+
+        Raises:
+            StateError: It has been freed before.
+        """
+        if extent.freed:
+            raise StateError(f"{extent!r} is freed twice")
+        extent.freed = True
+        self._post(extent)
+
+    def close(self) -> None:
+        """Wait for all transfers, then give the disk space back. Idempotent; not from an engine's thread."""
+        self._closed = True
+        if self._inert:
+            return
+        for engine in self.engines:
+            engine.close()
+        self._arenas.close_files()
+
+    def abort(self) -> None:
+        """Cancel what has not started, wait only for what runs, then give the disk space back. Idempotent.
+
+        It works from any state in which an interrupt may have left this thread. A cancelled transfer wakes whoever
+        waits for it, with an ``OffloaderClosedError`` in its ``error`` and no ``on_done``.
+        """
+        self._closed = True
+        if self._inert:
+            return
+        with self._lock:
+            live = tuple(self._live)
+        for transfer in live:
+            transfer.fail(closed_error())
+        for engine in self.engines:
+            engine.abort()
+        self._arenas.close_files()
+
+    def after_fork_in_child(self) -> None:
+        """In a forked child: closes our descriptors; the spool is closed. Takes no lock, touches no thread."""
+        if self._inert:
+            return
+        self._closed = self._inert = True
+        self._lock = DrainingLock()  # the other one may be held by a thread that this process does not have
+        for engine in self.engines:
+            engine.after_fork_in_child()
+        self._arenas.close_files()
+        self._ended.clear()
+        for transfer in tuple(self._live):
+            transfer.abandon(closed_error())
+
+    def statistics(self) -> SpoolStatistics:
+        """Return what the spool is and has done so far."""
+        with self._lock:
+            self._work_off()
+            return SpoolStatistics(
+                engine=self.engine_name,
+                direct=self.direct,
+                alignment=self.alignment,
+                paths=tuple(file.path for file in self.files),
+                capacity_bytes=self._arenas.capacity_bytes,
+                arena_bytes=self._arenas.arena_bytes,
+                allocated_bytes=self._arenas.allocated_bytes,
+                peak_allocated_bytes=self._arenas.peak_allocated_bytes,
+                written_bytes=sum(arena.written_bytes for arena in self._arenas.arenas),
+                read_bytes=sum(arena.read_bytes for arena in self._arenas.arenas),
+                busy_extents=len({transfer.extent for transfer in self._live}),
+            )
+
+    def _start(self, transfer: Transfer, memory: Sequence[Range]) -> Transfer:
+        transfer.prepare(self._arenas.arenas, memory, alignment=self.alignment, verify=self._verify)
+        extent = transfer.extent
+        try:
+            with self._lock:
+                if self._closed:
+                    raise closed_error()
+                self._work_off()
+                if extent.freed:
+                    raise StateError(f"{transfer.kind.value}: {extent!r} is freed")
+                transfer.check_order(self._verify)
+                self._live[transfer] = self.meters[transfer.kind].began(now())
+                extent.transfers += 1
+                if transfer.kind is IoKind.WRITE:
+                    extent.writer, extent.valid_bytes = transfer, 0
+            transfer.start()
+        except BaseException as exc:  # such as an engine that is closed
+            if transfer in self._live:
+                transfer.fail(exc)
+            raise
+        return transfer
+
+    def _post(self, item: Extent | Transfer) -> None:
+        """Queue an extent that is freed or a transfer that is over, and work the queue off if nobody else does.
+
+        Never blocks. The end of a transfer may be posted twice; it counts once.
+        """
+        if self._inert:  # the fork may have caught the allocators in the middle of a change
+            return
+        self._ended.append(item)
+        while self._ended and self._lock.run_if_free(self._work_off) is not None:
+            pass
+
+    def _work_off(self) -> bool:
+        """Work off what is freed or over; True. The lock is held."""
+        while self._ended:
+            item = self._ended.popleft()
+            extent = item.extent if isinstance(item, Transfer) else item
+            if isinstance(item, Extent):
+                extent.release_due = True
+            elif (share := self._live.pop(item, None)) is not None:
+                moved = item.done and not item.cancelled and item.error is None
+                self.meters[item.kind].ended(item.length if moved else 0, now(), share)
+                extent.transfers -= 1
+            if extent.release_due and not extent.transfers:
+                self._release(extent)
+        return True
+
+    def _release(self, extent: Extent) -> None:
+        extent.release_due = False
+        if self._poison and not self._closed:
+            self._arenas.poison(extent.segments)
+        self._arenas.give_back(extent.segments)
+
+
+def _check_options(paths: object, **sizes: int | None) -> None:
+    if isinstance(paths, str | bytes | os.PathLike) or not paths:
+        raise ConfigError("paths", paths, "give a list with at least one directory")
+    for name, value in sizes.items():
+        if value is not None and value < 1:
+            raise ConfigError(name, value, "must be at least 1")
+
+
+__all__ = ["Extent", "Spool", "SpoolStatistics", "Transfer"]

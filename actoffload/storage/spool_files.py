@@ -1,0 +1,213 @@
+"""Directories and arena files: is this a place for a spool, and how is its file opened, aligned and grown.
+
+What only Linux has (``O_TMPFILE``, ``O_DIRECT``, ``statx``, ``/proc``) is used where it exists; elsewhere the file is
+buffered.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from ..errors import SpoolFullError, SpoolPathError, StorageError
+from .engines.base import SpoolFile
+
+MAX_BLOCK_BYTES = 4096
+RESERVE_BYTES = 256 << 20  # left free on the file system for everybody else
+
+_REFUSED = re.compile(r"tmpfs|ramfs|nfs\d*|cifs|smb.*|9p|fuse\..*")
+_BUFFERED_ONLY = frozenset({"overlay"})
+_MOUNTS_FILE = Path("/proc/self/mountinfo")
+_REMEDY_FS = "give a directory on a local disk, or set allow_any_filesystem=True"
+
+_AT_EMPTY_PATH = 0x1000
+_STATX_DIOALIGN = 0x2000
+_STATX_BYTES = 256
+_STX_DIO_MEM_ALIGN = 152  # offset in struct statx of a u32, the offset alignment is the next one
+
+
+def check_directory(path: str | os.PathLike[str], *, allow_any_filesystem: bool = False) -> str:
+    """Check that ``path`` can hold a spool and return it resolved.
+
+    Raises:
+        SpoolPathError: It is missing, not a directory, not writable, or on a file system that is memory, a network or a
+            FUSE daemon (unless ``allow_any_filesystem``).
+    """
+    value = os.fspath(path)
+    try:
+        mode = os.stat(value).st_mode
+    except OSError as exc:
+        raise _path_error(value, f"cannot be used ({exc.strerror}): create the directory first", exc.errno) from exc
+    if not stat.S_ISDIR(mode):
+        raise _path_error(value, "is not a directory: give the directory that the spool may use", errno.ENOTDIR)
+    if not os.access(value, os.W_OK | os.X_OK):
+        raise _path_error(value, "is not writable: give a directory that this user may write to", errno.EACCES)
+    resolved = os.path.realpath(value)
+    kind = filesystem_type(resolved)
+    if kind is not None and _REFUSED.fullmatch(kind) and not allow_any_filesystem:
+        raise _path_error(value, f"is on {kind}, which is not a local disk: {_REMEDY_FS}", errno.EINVAL)
+    return resolved
+
+
+def filesystem_type(path: str) -> str | None:
+    """Return the type of the file system that holds ``path`` (``"ext4"``), or None where that cannot be known."""
+    try:
+        lines = _MOUNTS_FILE.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:
+        return None
+    return _find_mount(lines, path)
+
+
+def _find_mount(lines: Iterable[str], path: str) -> str | None:
+    best, kind = -1, None
+    for line in lines:
+        left, _, right = line.partition(" - ")
+        fields = left.split(" ")
+        if len(fields) < 5 or not right:
+            continue
+        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
+        inside = path == point or path.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= best:  # a later mount on the same point hides the earlier one
+            best, kind = len(point), right.split(" ")[0]
+    return kind
+
+
+def _path_error(value: str, remedy: str, number: int | None) -> SpoolPathError:
+    return SpoolPathError(number or errno.EINVAL, f"path={value!r} {remedy}")
+
+
+def open_arena(directory: str) -> SpoolFile:
+    """Open an unlinked, empty file (mode 0600) in a checked directory, with ``O_DIRECT`` where that works.
+
+    Raises:
+        SpoolPathError: No file can be created there.
+    """
+    try:
+        fd = _open_unlinked(directory)
+    except OSError as exc:
+        raise _path_error(directory, f"refuses a new file ({exc.strerror}): give another directory", exc.errno) from exc
+    try:
+        buffered_only = filesystem_type(directory) in _BUFFERED_ONLY
+        alignment = None if buffered_only else _enable_direct(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    link = f"/proc/self/fd/{fd}"
+    return SpoolFile(
+        fd=fd,
+        path=directory,
+        direct=alignment is not None,
+        alignment=alignment or 1,
+        reopen_path=link if os.path.exists(link) else None,
+    )
+
+
+def _open_unlinked(directory: str) -> int:
+    if hasattr(os, "O_TMPFILE"):
+        try:  # it never has a name (O_EXCL: nor can it get one), so nothing is left whatever kills us
+            return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as exc:
+            if exc.errno not in {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}:
+                raise
+    fd, name = tempfile.mkstemp(prefix=".actoffload-", dir=directory)
+    os.unlink(name)
+    return fd
+
+
+def _enable_direct(fd: int) -> int | None:
+    """Turn ``O_DIRECT`` on and return the alignment it needs, or leave the file buffered and return None."""
+    if not hasattr(os, "O_DIRECT"):
+        return None
+    import fcntl  # POSIX only, as O_DIRECT is
+
+    said = direct_alignment(fd)
+    if said == 0:
+        return None
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+    except OSError:
+        return None
+    # Transfers of less than a block are legal on most file systems, but slow: ext4 takes the inode's lock alone for
+    # them.
+    block = min(os.fstatvfs(fd).f_bsize, MAX_BLOCK_BYTES)
+    alignment = max(said or MAX_BLOCK_BYTES, block)
+    if alignment <= MAX_BLOCK_BYTES and _direct_works(fd, alignment):  # slots of host memory are aligned to that much
+        return alignment
+    fcntl.fcntl(fd, fcntl.F_SETFL, flags)
+    return None
+
+
+def direct_alignment(fd: int) -> int | None:
+    """Ask the kernel for the alignment of direct transfers: bytes, 0 for "not possible", None for "does not say"."""
+    try:
+        statx = ctypes.CDLL(None, use_errno=True).statx
+    except (AttributeError, OSError):
+        return None
+    buffer = ctypes.create_string_buffer(_STATX_BYTES)
+    if statx(fd, b"", _AT_EMPTY_PATH, ctypes.c_uint(_STATX_DIOALIGN), buffer) != 0:
+        return None
+    if not ctypes.c_uint32.from_buffer(buffer).value & _STATX_DIOALIGN:  # stx_mask: what the kernel filled in
+        return None
+    memory, offset = (ctypes.c_uint32 * 2).from_buffer(buffer, _STX_DIO_MEM_ALIGN)
+    return max(int(memory), int(offset)) if memory and offset else 0
+
+
+def _direct_works(fd: int, alignment: int) -> bool:
+    """Write one block and read it back: some file systems take the flag and then refuse every transfer."""
+    size = max(alignment, mmap.PAGESIZE)
+    with mmap.mmap(-1, size) as block:
+        block[:] = b"\xa5" * size
+        try:
+            if os.pwritev(fd, [block], 0) != size:
+                return False
+            block[:] = bytes(size)
+            return os.preadv(fd, [block], 0) == size and block[:] == b"\xa5" * size
+        except OSError:
+            return False
+        finally:
+            os.ftruncate(fd, 0)
+
+
+def free_bytes(file: SpoolFile) -> int:
+    """Return how many bytes the arena may still grow: what is free on the file system, less a reserve for others."""
+    info = os.fstatvfs(file.fd)
+    return max(0, info.f_bavail * info.f_frsize - RESERVE_BYTES)
+
+
+def grow_arena(file: SpoolFile, old_bytes: int, new_bytes: int) -> None:
+    """Reserve ``[old_bytes, new_bytes)`` on the disk, so that a later write cannot find it full.
+
+    Raises:
+        SpoolFullError: There is no room (the file keeps its old size).
+        StorageError: The file system failed in another way.
+    """
+    try:
+        _reserve(file.fd, old_bytes, new_bytes)
+    except OSError as exc:
+        os.ftruncate(file.fd, old_bytes)  # a failed reservation may have taken a part: give it back
+        message = f"the arena cannot grow from {old_bytes} to {new_bytes} bytes: {exc.strerror}"
+        cls = SpoolFullError if exc.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG} else StorageError
+        raise cls(exc.errno or errno.EIO, message, file.path) from exc
+
+
+def _reserve(fd: int, old_bytes: int, new_bytes: int) -> None:
+    while hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(fd, old_bytes, new_bytes - old_bytes)
+        except OSError as exc:
+            if exc.errno == errno.EINTR:  # it is not restarted by itself: a large reservation can be interrupted
+                continue
+            # The C library emulates it by small writes, which a direct descriptor refuses.
+            if exc.errno not in {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENODEV}:
+                raise
+            break
+        return
+    os.ftruncate(fd, new_bytes)

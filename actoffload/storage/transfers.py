@@ -1,0 +1,376 @@
+"""Extents of the spool, and the transfers of one extent: several requests seen as one.
+
+Nothing in a ``Transfer`` takes a lock that a caller could hold: ``cancel`` may run in a finalizer, which may interrupt
+any thread anywhere. The first entry of a list, whose ``append`` is atomic, decides between "finished" and "cancelled".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from ..errors import ChecksumError, OffloaderClosedError, StateError
+from .engines.base import (
+    Completion,
+    IoKind,
+    IoRequest,
+    Range,
+    SpoolFile,
+    StorageEngine,
+    report_uncaught,
+)
+from .engines.queued import memory_view
+
+_CHUNK_BYTES = 1 << 20
+_MEMORY = "/proc/self/mem"
+
+
+class Segment(NamedTuple):
+    """A range of one arena."""
+
+    arena: int
+    """Index of the path it lies on."""
+    offset: int
+    """Where it starts in that arena, in bytes."""
+    nbytes: int
+    """Its size in bytes."""
+
+
+class Extent:
+    """Room on the spool for one storage, striped over segments; the spool makes and frees it.
+
+    Attributes:
+        nbytes: Its size, rounded up to the spool's granularity.
+        segments: Where it lies, in the order of its bytes.
+        valid_bytes: How much the last write left here; 0: nothing that may be read.
+        checksums: Of each segment, where the spool verifies.
+        transfers: How many are in flight; this and what follows is changed under the spool's lock only.
+        writer: The write that is in flight.
+        freed: The caller has given it up.
+        release_due: The spool is to release it when the last transfer has ended.
+    """
+
+    __slots__ = (
+        "checksums",
+        "freed",
+        "nbytes",
+        "release_due",
+        "segments",
+        "transfers",
+        "valid_bytes",
+        "writer",
+    )
+
+    def __init__(self, segments: tuple[Segment, ...]) -> None:
+        self.segments = segments
+        self.nbytes = sum(segment.nbytes for segment in segments)
+        self.valid_bytes = 0
+        self.checksums: list[int | None] = [None] * len(segments)
+        self.transfers = 0
+        self.writer: Transfer | None = None
+        self.freed = self.release_due = False
+
+    def __repr__(self) -> str:
+        return f"<Extent {self.nbytes} bytes in {len(self.segments)} segments>"
+
+
+_CANCELLED, _FAILED = object(), object()
+
+
+class Transfer:
+    """A write or a read of one extent.
+
+    ``wait`` returns once nothing of it touches memory or disk any more, finished or cancelled; ``on_done`` may run just
+    after.
+
+    It has more attributes than usual: the facts of the transfer, and the callbacks that it lets go of when it ends.
+
+    Attributes:
+        error: What went wrong, or None. After ``Spool.abort`` an ``OffloaderClosedError``.
+        done: Every segment has finished, or has been cancelled in time.
+        skip: Bytes of the extent before what is moved.
+    """
+
+    __slots__ = (
+        "_before",
+        "_before_error",
+        "_before_lock",
+        "_ended",
+        "_keepalive",
+        "_left",
+        "_on_done",
+        "_on_end",
+        "_outcomes",
+        "_requests",
+        "done",
+        "error",
+        "extent",
+        "kind",
+        "length",
+        "skip",
+    )
+
+    def __init__(
+        self,
+        kind: IoKind,
+        extent: Extent,
+        length: int,
+        *,
+        skip: int = 0,
+        before: Callable[[], None] | None,
+        on_done: Callable[[Transfer], None] | None,
+        on_end: Callable[[Transfer], None],
+        keepalive: object,
+    ) -> None:
+        self.kind = kind
+        self.extent = extent
+        self.length = length
+        self.skip = skip
+        self.error: BaseException | None = None
+        self.done = False
+        self._before = before
+        self._before_error: BaseException | None = None
+        self._before_lock = threading.Lock()
+        self._on_done = on_done
+        self._on_end = on_end
+        self._keepalive = keepalive
+        self._ended = Completion()
+        self._requests: Sequence[tuple[StorageEngine, IoRequest]] = ()
+        self._left: set[int] = set()  # indices of the requests that have not ended
+        self._outcomes: list[object] = []  # the first one stands: cancelled, failed or finished
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait at most ``timeout`` seconds until nothing of it runs any more, and return whether that is so."""
+        return self._ended.wait(timeout)
+
+    def cancel(self) -> bool:
+        """Take back what has not started. Never blocks; may be called again.
+
+        Returns:
+            True: ``on_done`` will not be called; what had started finishes by itself, and until then the extent stays
+            busy and ``keepalive`` alive. False: it has finished, ``on_done`` has been or will be called.
+        """
+        self._outcomes.append(_CANCELLED)
+        if self.cancelled:
+            self._cancel_queued()
+        return self.cancelled
+
+    @property
+    def cancelled(self) -> bool:
+        """``cancel`` came in time, so ``on_done`` is not called."""
+        return bool(self._outcomes) and self._outcomes[0] in (_CANCELLED, _FAILED)
+
+    def promote(self) -> None:
+        """Move what is still queued to the front of the queues."""
+        for engine, request in reversed(self._requests):
+            engine.promote(request)
+
+    def prepare(self, arenas: Sequence[Arena], memory: Sequence[Range], *, alignment: int, verify: bool) -> None:
+        """For the spool: make the requests, one for each segment that is touched.
+
+        Args:
+            arenas: The paths.
+            memory: One range of memory; or several, where the extent has one segment.
+            alignment: Addresses and lengths must be multiples of this many bytes.
+            verify: Keep a checksum of what is written, and check what is read.
+
+        Raises:
+            StateError: The extent is too small, or has too many segments, or something is not aligned.
+        """
+        extent, kind, left = self.extent, self.kind, self.length
+        self._check_place(memory, alignment)
+        requests = []
+        address = memory[0][0]
+        for index, segment in enumerate(extent.segments):
+            arena, length = arenas[segment.arena], min(segment.nbytes, left)
+            ranges = memory if len(memory) > 1 else ()
+            before = self._before_request(index, ranges or ((address, length),), verify)
+            on_done = partial(self._request_done, index, arena.file.path, verify)
+            offset = segment.offset + self.skip
+            request = IoRequest(kind, address, length, offset, ranges=ranges, before=before, on_done=on_done)
+            requests.append((arena.engine, request))
+            address += length
+            left -= length
+            if not left:
+                break
+        self._requests = requests
+        self._left = set(range(len(requests)))
+
+    def check_order(self, verify: bool) -> None:
+        """For the spool: refuses what would be silent corruption, as engines serve reads before writes.
+
+        Args:
+            verify: Checksums are looked at, which are of all that was written.
+
+        Raises:
+            StateError: What it reads is not written yet, or what it overwrites is in use.
+        """
+        extent = self.extent
+        if self.kind is IoKind.WRITE:
+            if extent.transfers:
+                raise StateError(f"write: {extent!r} is still being read or written")
+            return
+        valid = extent.valid_bytes
+        if self.skip + self.length > valid or (verify and self.length != valid):
+            state = "is being written" if extent.writer is not None else f"holds {valid} valid bytes"
+            raise StateError(f"read of {self.length} bytes: {extent!r} {state}")
+
+    def start(self) -> None:
+        """For the spool: submit the requests.
+
+        Raises:
+            OffloaderClosedError: An engine is closed; the caller is to `fail` the transfer.
+        """
+        for engine, request in self._requests:
+            engine.submit(request)
+
+    def fail(self, error: BaseException) -> None:
+        """For the spool: as ``cancel``, but whoever waits finds ``error``."""
+        self._outcomes.append(_FAILED)
+        if self._outcomes[0] is _FAILED:
+            self.error = error
+        if self.cancelled:
+            self._cancel_queued()
+
+    def abandon(self, error: BaseException) -> None:
+        """For a forked child, which has no engine threads: nothing will ever run, so wake whoever looks at it."""
+        self._outcomes.append(_FAILED)
+        if self._outcomes[0] is _FAILED:
+            self.error = error
+        self.extent.writer = None
+        self.done = True
+        self._ended.set()
+
+    def _check_place(self, memory: Sequence[Range], alignment: int) -> None:
+        extent, kind, skip = self.extent, self.kind.value, self.skip
+        if self.length < 1 or skip < 0 or skip + self.length > extent.nbytes:
+            raise StateError(f"{kind} of {self.length} bytes: {extent!r}")
+        for address, length in memory:
+            if address % alignment or length % alignment:
+                raise StateError(f"address {address:#x}, length {length}: not multiples of {alignment} bytes")
+        if (len(memory) > 1 or skip) and len(extent.segments) > 1:
+            raise StateError(f"{kind} of ranges of memory or of a part: {extent!r} has more than one segment")
+        if skip % alignment:
+            raise StateError(f"{kind} from byte {skip} of {extent!r}: not a multiple of {alignment} bytes")
+
+    def _before_request(self, index: int, memory: Sequence[Range], verify: bool) -> Callable[[], None] | None:
+        if self.kind is IoKind.READ:
+            return None
+        if not verify:
+            return None if self._before is None else self._run_before
+
+        def before() -> None:
+            self._run_before()
+            self.extent.checksums[index] = crc32(memory)
+
+        return before
+
+    def _run_before(self) -> None:
+        """Run ``before`` once, before the first segment; the others wait and share its failure."""
+        with self._before_lock:
+            before, self._before = self._before, None
+            if before is not None:
+                try:
+                    before()
+                except BaseException as exc:
+                    self._before_error = exc
+        if self._before_error is not None:
+            raise self._before_error
+
+    def _request_done(self, index: int, path: str, verify: bool, request: IoRequest) -> None:
+        error = request.error
+        if error is None and verify and self.kind is IoKind.READ:
+            error = self._check(request, index, path)
+        if error is not None and self.error is None:
+            self.error = error
+        self._left.discard(index)
+        self._end_if_last()
+
+    def _check(self, request: IoRequest, index: int, path: str) -> ChecksumError | None:
+        expected = self.extent.checksums[index]
+        found = 0
+        for address, length in request.memory:
+            found = zlib.crc32(memory_view(address, length), found)
+        if expected is None or found == expected:
+            return None
+        where = f"{request.length} bytes at offset {request.offset}"
+        return ChecksumError(errno.EBADMSG, f"{where} read back with crc32 {found:08x}, written {expected:08x}", path)
+
+    def _cancel_queued(self) -> None:
+        for index, (_, request) in enumerate(self._requests):
+            if request.cancel():
+                self._left.discard(index)
+        self._end_if_last()
+
+    def _end_if_last(self) -> None:
+        """End it when no request is left: once if finished; cancelled perhaps in two threads, which does no harm."""
+        if self._left:
+            return
+        finish = object()
+        self._outcomes.append(finish)
+        finished = self._outcomes[0] is finish
+        if finished or self.cancelled:  # else another thread finishes it
+            self._end(finished)
+
+    def _end(self, finished: bool) -> None:
+        if self.extent.writer is self:
+            self.extent.valid_bytes = self.length if finished and self.error is None else 0
+            self.extent.writer = None
+        on_done, keepalive = self._on_done, self._keepalive
+        self._on_done = self._before = self._keepalive = None
+        self.done = True
+        self._on_end(self)  # first: on_done may want to free the extent and find the room
+        self._ended.set()
+        if finished and on_done is not None:
+            try:
+                on_done(self)
+            except BaseException as exc:  # it must not end the engine's thread, and must not be lost
+                report_uncaught(exc)
+        del keepalive  # alive until here
+
+
+class Arena(Protocol):
+    """What a transfer has to know of a path."""
+
+    engine: StorageEngine
+    file: SpoolFile
+
+
+def crc32(ranges: Sequence[Range]) -> int:
+    """Return the CRC-32 of some ranges of this process's memory, one behind the other.
+
+    It reads through the kernel, which says so where the memory is gone; a load would end the process. Where there is no
+    ``/proc`` that may happen.
+
+    Raises:
+        OSError: The memory is not there (any more).
+    """
+    found = 0
+    try:
+        memory = os.open(_MEMORY, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        for address, length in ranges:
+            found = zlib.crc32((ctypes.c_char * length).from_address(address), found)
+        return found
+    buffer = memoryview(bytearray(min(max(length for _, length in ranges), _CHUNK_BYTES)))
+    try:
+        for address, length in ranges:
+            for start in range(address, address + length, _CHUNK_BYTES):
+                wanted = buffer[: min(address + length - start, _CHUNK_BYTES)]
+                if os.preadv(memory, [wanted], start) != len(wanted):
+                    raise OSError(errno.EFAULT, f"the memory at {start:#x} cannot be read")
+                found = zlib.crc32(wanted, found)
+    finally:
+        os.close(memory)
+    return found
+
+
+def closed_error() -> OffloaderClosedError:
+    """Return the error of a spool that is closed."""
+    return OffloaderClosedError("the spool is closed")

@@ -1,0 +1,249 @@
+"""Devices with streams, behind one small interface; what is CUDA-only is isolated here.
+
+`transfer.py` orders every copy with nothing but the operations of `Accelerator`, so the simulated device of
+``actoffload.testing.fakedevice`` can stand in for a real one and show each missing edge.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Stream = Any
+Event = Any
+
+
+class Accelerator(ABC):
+    """What the copies need of a device with streams. Streams and events are opaque to the caller."""
+
+    type: str
+
+    @abstractmethod
+    def current_index(self) -> int:
+        """The index of the device on which the calling thread computes, now."""
+
+    @abstractmethod
+    def current_stream(self, index: int) -> Stream:
+        """The stream on which the calling thread computes on device ``index``, now."""
+
+    @abstractmethod
+    def side_stream(self, index: int, role: str) -> Stream:
+        """The one side stream of device ``index`` for ``role`` (``"out"`` or ``"in"``)."""
+
+    @abstractmethod
+    def record(self, stream: Stream) -> Event:
+        """An event after all that ``stream`` has been given so far."""
+
+    @abstractmethod
+    def timestamp(self, stream: Stream) -> Event:
+        """As `record`, for `seconds_between`."""
+
+    @abstractmethod
+    def seconds_between(self, begin: Event, end: Event) -> float:
+        """Time from one timestamp to a later one, once both have happened."""
+
+    @abstractmethod
+    def wait(self, stream: Stream, event: Event) -> None:
+        """What ``stream`` is given from now on runs after ``event``. Does not block the host."""
+
+    @abstractmethod
+    def done(self, event: Event) -> bool:
+        """Whether ``event`` has happened. Does not block the host."""
+
+    @abstractmethod
+    def synchronize(self, event: Event) -> None:
+        """Block the calling thread until ``event`` has happened."""
+
+    @abstractmethod
+    def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
+        """Copy flat bytes on ``stream``; neither waits for anything by itself nor blocks the host."""
+
+    @abstractmethod
+    def empty(self, nbytes: int, index: int, stream: Stream) -> Tensor:
+        """Uninitialised bytes on device ``index``, owned by ``stream``: freed in its order."""
+
+    @abstractmethod
+    def same_stream(self, one: Stream, other: Stream) -> bool:
+        """Whether two handles name the same stream."""
+
+    @abstractmethod
+    def used_on(self, tensor: Tensor, stream: Stream) -> None:
+        """Tell the allocator that ``stream`` too uses this memory (``record_stream``)."""
+
+    @abstractmethod
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+
+    @abstractmethod
+    def pin(self, address: int, nbytes: int) -> bool:
+        """Page-lock host memory for this device; False when that cannot be had."""
+
+    @abstractmethod
+    def unpin(self, address: int) -> bool:
+        """Undo `pin`; False when the device may still use the pages that it was told of."""
+
+    def index_of(self, tensor: Tensor) -> int:
+        """The index of the device that a tensor is on."""
+        index = tensor.device.index
+        return 0 if index is None else index
+
+
+class TorchAccelerator(Accelerator):
+    """Any device that PyTorch drives through ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``."""
+
+    def __init__(self, device_type: str) -> None:
+        self.type = device_type
+        self._sides: dict[tuple[int, str], torch.Stream] = {}
+
+    def current_index(self) -> int:
+        return torch.accelerator.current_device_index()
+
+    def current_stream(self, index: int) -> Stream:
+        return torch.accelerator.current_stream(torch.device(self.type, index))
+
+    def side_stream(self, index: int, role: str) -> Stream:
+        stream = self._sides.get((index, role))
+        if stream is None:
+            stream = torch.Stream(torch.device(self.type, index))
+            self._sides[index, role] = stream
+        return stream
+
+    def record(self, stream: Stream) -> Event:
+        event = torch.Event(self.type)
+        event.record(stream)
+        return event
+
+    def timestamp(self, stream: Stream) -> Event:
+        event = torch.Event(self.type, enable_timing=True)
+        event.record(stream)
+        return event
+
+    def seconds_between(self, begin: Event, end: Event) -> float:
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def wait(self, stream: Stream, event: Event) -> None:
+        stream.wait_event(event)
+
+    def done(self, event: Event) -> bool:
+        return bool(event.query())
+
+    def synchronize(self, event: Event) -> None:
+        event.synchronize()
+
+    def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
+        with self._on(stream):
+            destination.copy_(source, non_blocking=True)
+
+    def empty(self, nbytes: int, index: int, stream: Stream) -> Tensor:
+        with self._on(stream):
+            return torch.empty(nbytes, dtype=torch.uint8, device=torch.device(self.type, index))
+
+    def same_stream(self, one: Stream, other: Stream) -> bool:
+        return bool(one == other)
+
+    def used_on(self, tensor: Tensor, stream: Stream) -> None:
+        tensor.record_stream(stream)
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def pin(self, address: int, nbytes: int) -> bool:
+        return False
+
+    def unpin(self, address: int) -> bool:
+        raise NotImplementedError(f"{self.type} pins nothing")
+
+    @contextlib.contextmanager
+    def _on(self, stream: Stream) -> Iterator[None]:
+        """Make ``stream`` current, and give back the device and the stream that were."""
+        previous_index = torch.accelerator.current_device_index()
+        index = stream.device_index if hasattr(stream, "device_index") else stream.device.index
+        torch.accelerator.set_device_index(index)
+        previous = torch.accelerator.current_stream(torch.device(self.type, index))
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(previous)
+            torch.accelerator.set_device_index(previous_index)
+
+
+class CudaAccelerator(TorchAccelerator):
+    """CUDA and ROCm: adds exact page-locking and graph-capture detection."""
+
+    def __init__(self) -> None:
+        super().__init__("cuda")
+
+    def current_stream(self, index: int) -> Stream:
+        return torch.cuda.current_stream(index)
+
+    def side_stream(self, index: int, role: str) -> Stream:
+        stream = self._sides.get((index, role))
+        if stream is None:
+            stream = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
+            self._sides[index, role] = stream
+        return stream
+
+    def record(self, stream: Stream) -> Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def timestamp(self, stream: Stream) -> Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def pin(self, address: int, nbytes: int) -> bool:
+        portable = 1  # cudaHostRegisterPortable: pinned for every device of the process
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if int(runtime.cudaHostRegister(address, nbytes, portable)) == 0:
+            return True
+        _clear_cuda_error()
+        return False
+
+    def unpin(self, address: int) -> bool:
+        not_registered = 713  # cudaErrorHostMemoryNotRegistered: an interrupt came before it was
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        result = int(runtime.cudaHostUnregister(address))
+        if result != 0:
+            _clear_cuda_error()
+        return result in {0, not_registered}
+
+    @contextlib.contextmanager
+    def _on(self, stream: Stream) -> Iterator[None]:
+        with torch.cuda.stream(stream):
+            yield
+
+
+def _clear_cuda_error() -> None:
+    """Read the last error, or the user's next kernel would report it."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+
+
+def accelerator_for(device_type: str) -> Accelerator | None:
+    """The accelerator that drives tensors of this device type, or None for ``"cpu"`` and types without streams."""
+    if device_type == "cuda" and torch.cuda.is_available():
+        return CudaAccelerator()
+    current = torch.accelerator.current_accelerator()
+    if current is not None and current.type == device_type:
+        return TorchAccelerator(device_type)
+    return None
+
+
+def default_device_types() -> tuple[str, ...]:
+    """The accelerator's type if one is usable, else ``("cpu",)``."""
+    if torch.accelerator.is_available():
+        current = torch.accelerator.current_accelerator()
+        if current is not None:
+            return (current.type,)
+    return ("cpu",)

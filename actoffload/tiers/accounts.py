@@ -1,0 +1,145 @@
+"""The running counts of an activation store, guarded by its lock, and the frozen `Statistics` made from them."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from ..statistics import Statistics
+
+MANY_DEFERRED = 4096
+"""So many deferred entries are counted at once, so that they do not pile up where nothing else takes the lock."""
+
+Deferred = int | tuple[str, int, bool]
+"""A tensor that stays without a record: the reason, its bytes, and whether it is an activation; or the bytes of such an
+activation that died."""
+
+
+class Accounts:
+    """Counts in bytes unless named otherwise. The caller holds the store's lock.
+
+    It has more than fifteen fields, as `Statistics` has. Tensors that stay without a record are only appended to
+    ``deferred`` by those who save or drop them: one atomic list operation, which needs no lock, also in a finalizer.
+    They are counted, in order, before any peak can be passed.
+
+    Attributes:
+        step_peak_bytes: as ``resident_peak_bytes``, since it was last set back.
+        recomputed_bytes: of the resident bytes, those that a recomputed block holds until its backward is over.
+    """
+
+    __slots__ = (
+        "baseline_bytes", "baseline_peak_bytes", "cancelled_bytes", "deduplicated_bytes", "deferred", "degraded",
+        "forwarded_bytes", "kept_bytes", "live_records", "moved_bytes", "pack_wait_s", "packed_bytes", "packed_tensors",
+        "recomputed_bytes", "resident_bytes", "resident_peak_bytes", "step_peak_bytes", "steps", "unpack_wait_s",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.deferred: deque[Deferred] = deque()
+        self.steps = 0
+        self.packed_tensors = 0
+        self.packed_bytes = 0
+        self.deduplicated_bytes = 0
+        self.moved_bytes = 0
+        self.kept_bytes: Counter[str] = Counter()
+        self.forwarded_bytes = 0
+        self.cancelled_bytes = 0
+        self.resident_bytes = 0
+        self.resident_peak_bytes = 0
+        self.step_peak_bytes = 0
+        self.recomputed_bytes = 0
+        self.baseline_bytes = 0
+        self.baseline_peak_bytes = 0
+        self.pack_wait_s = 0.0
+        self.unpack_wait_s = 0.0
+        self.live_records = 0
+        self.degraded: Counter[str] = Counter()
+
+    def add_record(self, nbytes: int) -> None:
+        """Count a storage that autograd saves: a run without offloading would hold it from now on."""
+        self.live_records += 1
+        if self.deferred:
+            self.count_deferred()
+        self.baseline_bytes += nbytes
+        if self.baseline_bytes > self.baseline_peak_bytes:
+            self.baseline_peak_bytes = self.baseline_bytes
+
+    def remove_record(self, nbytes: int) -> None:
+        """Count the death of the last handle on a storage."""
+        self.live_records -= 1
+        if self.deferred:
+            self.count_deferred()
+        self.baseline_bytes -= nbytes
+
+    def add_resident(self, nbytes: int) -> None:
+        """Count bytes that are on the device from now on."""
+        if self.deferred:
+            self.count_deferred()
+        resident = self.resident_bytes = self.resident_bytes + nbytes
+        if resident > self.resident_peak_bytes:
+            self.resident_peak_bytes = resident
+        if resident > self.step_peak_bytes:
+            self.step_peak_bytes = resident
+
+    def remove_resident(self, nbytes: int) -> None:
+        """Count bytes that are no longer held on the device."""
+        if self.deferred:
+            self.count_deferred()
+        self.resident_bytes -= nbytes
+
+    def resident_at_once(self, nbytes: int) -> None:
+        """Count bytes that are on the device at once, also those that this library has let go of."""
+        self.resident_peak_bytes = max(self.resident_peak_bytes, nbytes)
+
+    def recomputed(self, nbytes: int) -> None:
+        """Count what a recomputed block holds; those before it hold nothing any more."""
+        self.remove_resident(self.recomputed_bytes)
+        self.recomputed_bytes = nbytes
+        self.add_resident(nbytes)
+
+    def stays_after_all(self, nbytes: int, reason: str) -> None:
+        """Count bytes that were to move, and were counted so, as kept."""
+        self.moved_bytes -= nbytes
+        self.kept_bytes[reason] += nbytes
+
+    def count_deferred(self) -> None:
+        """Count the tensors that stay without a record, and those of them that died."""
+        deferred, by_reason = self.deferred, self.kept_bytes
+        saved = saved_peak = self.baseline_bytes
+        held = held_peak = self.resident_bytes
+        while deferred:
+            entry = deferred.popleft()
+            if isinstance(entry, int):
+                saved -= entry
+                held -= entry
+                continue
+            reason, nbytes, is_activation = entry
+            by_reason[reason] += nbytes
+            self.packed_tensors += 1
+            self.packed_bytes += nbytes
+            if is_activation:
+                saved += nbytes
+                held += nbytes
+                saved_peak = max(saved_peak, saved)
+                held_peak = max(held_peak, held)
+        self.baseline_bytes, self.resident_bytes = saved, held
+        self.baseline_peak_bytes = max(self.baseline_peak_bytes, saved_peak)
+        self.resident_peak_bytes = max(self.resident_peak_bytes, held_peak)
+        self.step_peak_bytes = max(self.step_peak_bytes, held_peak)
+
+    def freeze(self, **elsewhere: int) -> Statistics:
+        """Return the counts as `Statistics`; ``elsewhere``: those that pools, copies and engines count themselves."""
+        return Statistics(
+            steps=self.steps,
+            packed_tensors=self.packed_tensors,
+            packed_bytes=self.packed_bytes,
+            deduplicated_bytes=self.deduplicated_bytes,
+            kept_bytes=dict(self.kept_bytes),
+            forwarded_bytes=self.forwarded_bytes,
+            cancelled_bytes=self.cancelled_bytes,
+            resident_peak_bytes=self.resident_peak_bytes,
+            baseline_peak_bytes=self.baseline_peak_bytes,
+            pack_wait_s=self.pack_wait_s,
+            unpack_wait_s=self.unpack_wait_s,
+            live_records=self.live_records,
+            degraded=dict(self.degraded),
+            **elsewhere,
+        )

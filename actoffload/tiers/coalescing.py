@@ -1,0 +1,124 @@
+"""Several small records in one transfer: a batch shares one extent, one write, and reads of what is wanted together.
+
+A transfer costs as much for 128 KiB as for some MiB (room on the disk, a request, a turn at the interpreter's lock in
+an I/O thread), and a disk is fastest with large ones. Records that are saved one after the other are needed one after
+the other, so backward gets none of them much too early. A large record is a batch of one.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..errors import StateError
+from ..storage.transfers import Extent, Transfer
+from .direct_io import Layout
+from .record import Record, State
+
+Ranges = list[tuple[int, int]]
+"""Memory: address and bytes of each range."""
+
+
+class Batch:
+    """Records that share one extent; the body of each lies behind that of the one before.
+
+    Attributes:
+        records: in the order of their bytes; emptied when the last of them has given up its room.
+        starts: where each begins in memory that holds all of them and keeps their addresses modulo the alignment.
+        offsets: where the body of each begins in the extent.
+        io_bytes: the bytes of all bodies.
+        extent: the room on disk.
+        users: how many of the records still need it.
+        read_apart: a read of several has failed, so each is read alone and an error belongs to its record.
+    """
+
+    __slots__ = ("extent", "io_bytes", "offsets", "read_apart", "records", "starts", "users")
+
+    def __init__(self, records: list[Record], step: int) -> None:
+        """Lay the records out; ``step``: the addresses are kept modulo this many bytes."""
+        self.records = records
+        self.starts: list[int] = []
+        self.offsets: list[int] = []
+        self.io_bytes = 0
+        self.extent: Extent | None = None
+        self.users = 0
+        self.read_apart = False
+        end = 0
+        for record in records:
+            layout: Layout = record.layout
+            start = -(-end // step) * step + layout.pad
+            self.starts.append(start)
+            self.offsets.append(self.io_bytes)
+            self.io_bytes += layout.io_bytes
+            end = start + record.nbytes
+
+    def assign(self, extent: Extent) -> None:
+        """Give all records their room in ``extent``."""
+        self.extent = extent
+        self.users = len(self.records)
+        for record in self.records:
+            record.extent = self
+
+    def wanted_with(self, record: Record) -> list[int]:
+        """Return the places of a record and of those that are read with it: they are on disk, and somebody waits."""
+        return [
+            place
+            for place, one in enumerate(self.records)
+            if one is record or (not self.read_apart and one.waiting > 0 and one.state is State.SPILLED)
+        ]
+
+
+class BatchTransfer:
+    """One write or read of several records. Guarded by the store's lock.
+
+    Attributes:
+        records: those that it is for; a record that needs it no more leaves.
+        nbytes: their bytes.
+        transfer: None until it was begun.
+        places: of a write, each storage that is read where its owner holds it, with its address.
+        left_bytes: of records that left a write which was begun: it still holds their memory.
+    """
+
+    __slots__ = ("left_bytes", "nbytes", "places", "records", "resized", "transfer")
+
+    def __init__(self) -> None:
+        self.records: dict[Record, None] = {}
+        self.nbytes = 0
+        self.transfer: Transfer | None = None
+        self.places: list[tuple[torch.UntypedStorage, int]] = []
+        self.resized = False
+        self.left_bytes = 0
+
+    def add(self, record: Record) -> None:
+        """Transfer a record as well."""
+        self.records[record] = None
+        self.nbytes += record.nbytes
+        record.transfer = self
+
+    def leave(self, record: Record) -> None:
+        """Transfer a record no more."""
+        del self.records[record]
+        self.nbytes -= record.nbytes
+        record.transfer = None
+
+    def promote(self) -> None:
+        """Have it done before what was queued earlier."""
+        if self.transfer is not None:
+            self.transfer.promote()
+
+    def check_places(self) -> None:
+        """Look at the storages just before they are read, on an engine thread.
+
+        Raises:
+            StateError: an owner has freed or resized one.
+        """
+        self.resized = any(storage.data_ptr() != address for storage, address in self.places)
+        if self.resized:
+            raise StateError("a storage was freed or resized by its owner while it was to be written")
+
+    def found_resized(self) -> bool:
+        """Whether the owner of a storage that was written has freed or resized it meanwhile."""
+        return (
+            self.resized
+            or any(storage.data_ptr() != address for storage, address in self.places)
+            or any(record.was_resized for record in self.records)
+        )

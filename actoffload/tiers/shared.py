@@ -1,0 +1,136 @@
+"""What an activation store and its tiers share: one lock, the counts, the memory budget, and a voice."""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+
+from ..config import OffloadConfig
+from ..events import EventKind, EventSink, TraceEvent, now
+from ..locks import Changed, DrainingLock
+from .accounts import Accounts
+from .record import Record
+
+
+class DeviceBudget:
+    """The user's limit of saved bytes on the device, and what must fit beside what is fetched early.
+
+    Attributes:
+        limit_bytes: the limit; None when there is none.
+        largest_bytes: the largest record so far, which the next one may be like.
+        recompute_bytes: what backward needs at once where it recomputes a block.
+    """
+
+    def __init__(self, limit_bytes: int | None, accounts: Accounts) -> None:
+        self.limit_bytes = limit_bytes
+        self.largest_bytes = 0
+        self.recompute_bytes = 0
+        self._accounts = accounts
+
+    def exceeded_by(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` more would pass the limit."""
+        return self.limit_bytes is not None and self._accounts.resident_bytes + nbytes > self.limit_bytes
+
+    def has_room_early(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` that backward does not need yet fit, beside what it may need at once."""
+        if self.limit_bytes is None:
+            return True
+        at_once = max(self.largest_bytes, self.recompute_bytes - self._accounts.recomputed_bytes)
+        return self._accounts.resident_bytes + nbytes + at_once <= self.limit_bytes
+
+
+class Reporter:
+    """Traces events, counts what degraded, and keeps what is to be said until a thread of the user's comes by.
+
+    Attributes:
+        sink: takes the events; None when nobody traces.
+        advice: what was said once about how the library is used, by its key.
+    """
+
+    def __init__(self, sink: EventSink | None, accounts: Accounts) -> None:
+        self.sink = sink
+        self.advice: dict[str, str] = {}
+        self.unsaid: deque[str] = deque()
+        self._accounts = accounts
+        self._warned: set[str] = set()
+
+    def event(self, kind: EventKind, record: Record, detail: str = "", since_s: float | None = None) -> None:
+        """Report to the sink, if there is one. An error of the sink is advised once and harms nothing."""
+        if self.sink is None:
+            return
+        time_s = now()
+        begin_s = time_s if since_s is None else since_s
+        told = TraceEvent(
+            kind=kind,
+            time_s=begin_s,
+            record=record.number,
+            nbytes=record.nbytes,
+            duration_s=time_s - begin_s,
+            detail=detail,
+        )
+        try:
+            self.sink(told)
+        except Exception as error:  # the records change under the lock meanwhile, and must not stay half changed
+            self.advise("trace", f"the trace= callable raised {error!r}; training goes on, later events are told")
+
+    def degrade(self, reason: str, record: Record, error: BaseException) -> None:
+        """Count that something below failed and the step goes on; `warn` says so once for each reason."""
+        self._accounts.degraded[reason] += 1
+        self.event(EventKind.DEGRADED, record, reason)
+        if reason not in self._warned:
+            self._warned.add(reason)
+            self.unsaid.append(
+                f"actoffload: {reason}: {error}. The tensor stays in memory and the step goes on; "
+                "Statistics.degraded counts such tensors"
+            )
+
+    def advise(self, key: str, text: str) -> None:
+        """Have `warn` say something once for each ``key``; the report repeats it."""
+        if key not in self.advice:
+            self.advice[key] = text
+            self.unsaid.append(f"actoffload: {text}")
+
+    def warn(self) -> None:
+        """Say what is to be said, on a thread of the user's and without the lock: a filter may raise it as an error."""
+        while self.unsaid:
+            warnings.warn(self.unsaid.popleft(), RuntimeWarning, stacklevel=2)
+
+
+class Shared:
+    """What an activation store and its tiers share. The lock guards all of it.
+
+    Attributes:
+        config: the options.
+        lock: see `actoffload.locks`.
+        changed: the condition that records, room or errors have changed.
+        accounts: the running counts.
+        budget: the limit of bytes on the device.
+        reporter: events, warnings and advice.
+        pending_bytes: bytes of writes that were begun and have not ended.
+        largest_moved_bytes: the largest record that moved; prefetch looks at least twice as far.
+        stopped: nothing may be started any more: the store was aborted or shut, or this is a forked child.
+        interrupted: an interrupt has left records half changed, so that completions do nothing.
+    """
+
+    def __init__(self, config: OffloadConfig, sink: EventSink | None) -> None:
+        self.config = config
+        self.lock = DrainingLock()
+        self.changed = Changed(self.lock)
+        self.accounts = Accounts()
+        limit = None if config.device_budget is None else config.size("device_budget", 0)
+        self.budget = DeviceBudget(limit, self.accounts)
+        self.reporter = Reporter(sink, self.accounts)
+        self.pending_bytes = 0
+        self.largest_moved_bytes = 0
+        self.stopped = False
+        self.interrupted = False
+
+    def after_fork_in_child(self) -> None:
+        """Take a new lock, as the old one may have been held when the process forked, and start nothing any more."""
+        self.stopped = True
+        self.reporter.sink = None
+        self.reporter.unsaid.clear()
+        before = self.lock
+        self.lock = DrainingLock(before.noted)
+        self.lock.after_release = before.after_release
+        self.changed = Changed(self.lock)

@@ -1,0 +1,35 @@
+"""A weak reference to a storage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# What `torch.multiprocessing.reductions.StorageWeakRef` calls, past a method in Python each time.
+_BASE: Any = torch._C.StorageBase
+_free_weak_ref, _expired = _BASE._free_weak_ref, _BASE._expired
+
+
+class StorageRef:
+    """A weak reference to a storage: it dies with the storage, and pins only its identity."""
+
+    __slots__ = ("__weakref__", "_free", "cdata")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._free = _free_weak_ref  # the interpreter may clear this module before the last of these dies
+        self.cdata: Any = storage._weak_ref()
+
+    def __del__(self) -> None:
+        cdata = getattr(self, "cdata", None)
+        if cdata is not None:
+            self._free(cdata)
+
+    def gone(self) -> bool:
+        """Whether the storage has died."""
+        return bool(_expired(self.cdata))
+
+    def lock(self) -> torch.UntypedStorage | None:
+        """The storage, or None if it is gone."""
+        storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.cdata)
+        return storage

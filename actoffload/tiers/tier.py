@@ -1,0 +1,222 @@
+"""A tier takes the records of one type of device away and brings them back; `cpu_tier` and `device_tier` are the two.
+
+Every method of a `Tier` is called with the store's lock held, and none blocks except `wait_for_room`. Completions
+arrive on engine threads and take the lock themselves.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+
+import torch
+
+from ..errors import StateError, StorageError
+from ..events import EventKind, now
+from ..policy import KeepReason
+from ..storage.spool import Spool
+from ..storage.transfers import Extent, Transfer
+from .record import MOVING, Record, State
+from .shared import Shared
+from .storage_ref import StorageRef
+
+PENDING_MARGIN = 1.25
+"""What a plan expects to be on its way out at once may be exceeded by this factor: steps differ a little."""
+LOOK_AT = 16
+"""How many of the copies under way are looked at on each occasion, as that is on the training thread's way."""
+
+
+class Tier(ABC):
+    """What both kinds of tier are, and the steps that they share.
+
+    Args:
+        shared: the lock, the counts and the budget.
+        spool: the disk; None for host memory alone.
+    """
+
+    def __init__(self, shared: Shared, spool: Spool | None) -> None:
+        self.shared = shared
+        self.spool = spool
+        self._copied_in_place: deque[Record] = deque()
+        """Records that are being copied from where their owner holds them, and some that were; looked at in turn."""
+
+    # -- what a tier does ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def offload(self, record: Record) -> KeepReason | None:
+        """Begin to move a resident record away; return a reason when it has to stay."""
+
+    @abstractmethod
+    def fetch(self, record: Record, *, urgent: bool) -> bool:
+        """Begin to bring a record back, if it is neither here nor on its way; return False when there is no room now.
+
+        Args:
+            urgent: backward waits for it: make room whatever it takes.
+        """
+
+    @abstractmethod
+    def ready(self, record: Record) -> torch.UntypedStorage | None:
+        """Return the storage with the bytes, safe to use on the current stream; None while it is on its way."""
+
+    @abstractmethod
+    def cancel(self, record: Record) -> bool:
+        """Take the record out of its transfer; return False when that is ending just now."""
+
+    @abstractmethod
+    def free_extent(self, record: Record) -> None:
+        """Give the record's room on disk back; the spool waits for what is in flight on it."""
+
+    @abstractmethod
+    def order_reuse(self, record: Record) -> None:
+        """Order the reuse of a record's device memory after every copy that touches it, and forget the copies."""
+
+    @abstractmethod
+    def wait_for_room(self, nbytes: int, limit_bytes: int) -> None:
+        """Bring the resident bytes to at most ``limit_bytes - nbytes``, as far as what is on its way out allows."""
+
+    @abstractmethod
+    def expect_pending(self, nbytes: int | None) -> None:
+        """A plan expects so many bytes on their way out at once; None: no plan says. The user's own limit stays."""
+
+    def poll(self) -> None:  # noqa: B027 - a tier may have nothing to do here
+        """Make progress that only the training thread can make."""
+
+    def flush(self) -> None:  # noqa: B027
+        """Begin everything that waits for a later moment."""
+
+    def count_waits(self) -> None:  # noqa: B027
+        """Count what streams have waited for since the last time; the host does not see that."""
+
+    def after_fork_in_child(self) -> None:  # noqa: B027
+        """Ask the device nothing any more: it is the parent's."""
+
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph: nothing may move then."""
+        return False
+
+    def make_room(self, nbytes: int) -> float:
+        """Keep the ``device_budget`` before ``nbytes`` come; return the seconds that this thread waited."""
+        budget = self.shared.budget
+        if not budget.exceeded_by(nbytes) or self.shared.stopped or self.capturing():
+            return 0.0
+        assert budget.limit_bytes is not None, "only a limit is exceeded"
+        since_s = now()
+        self.wait_for_room(nbytes, budget.limit_bytes)
+        return now() - since_s
+
+    def evict(self, record: Record) -> None:
+        """Hold the device copy weakly, if a complete copy is elsewhere: no handle waits for the record."""
+        if record.state is not State.RESIDENT or record.data is None or (record.slot is None and not record.on_disk):
+            return
+        self.order_reuse(record)
+        record.weak_data = StorageRef(record.data)
+        record.to(State.HOSTED if record.slot is not None else State.SPILLED)
+        self.remove_resident(record)
+
+    def recover(self, record: Record) -> bool:
+        """Take the device copy that somebody still holds, if there is one."""
+        storage = record.weak_data.lock() if record.weak_data is not None else None
+        record.weak_data = None
+        if storage is None:
+            return False
+        self.add_resident(record, storage, record.data_begin)
+        record.to(State.RESIDENT)
+        return True
+
+    def release(self, record: Record) -> None:
+        """Give back everything, as the last handle died. I/O in flight keeps what it needs until it ends."""
+        if record.data is not None or record.incoming is not None:
+            self.order_reuse(record)
+        if record.transfer is not None:
+            self.cancel(record)
+        self.free_extent(record)
+        record.slot = None
+        record.weak_data = None
+        self.remove_resident(record)
+        record.to(State.RELEASED)
+
+    # -- steps that both share ----------------------------------------------------------------------------------------
+
+    def add_resident(self, record: Record, storage: torch.UntypedStorage, begin: int) -> None:
+        """Note that ``storage`` on the device has the bytes; ``begin``: the original's byte that is its first."""
+        record.data = storage
+        record.data_begin = begin
+        self.count_resident(record)
+
+    def count_resident(self, record: Record) -> None:
+        """Count the record's device memory from now on."""
+        if not record.counted:
+            record.counted = True
+            self.shared.accounts.add_resident(record.nbytes)
+
+    def remove_resident(self, record: Record) -> None:
+        """Drop our reference to the device copy."""
+        record.data = None
+        if record.counted:
+            record.counted = False
+            self.shared.accounts.remove_resident(record.nbytes)
+
+    def forwarded(self, record: Record) -> None:
+        """Count that backward takes the record from a copy nearer than the tier it was heading for."""
+        self.shared.accounts.forwarded_bytes += record.nbytes
+        self.shared.reporter.event(EventKind.FORWARD, record)
+
+    def write_cancelled(self, record: Record) -> None:
+        """Count a write that is not done."""
+        self.shared.pending_bytes -= record.nbytes
+        self.shared.accounts.cancelled_bytes += record.nbytes
+        self.shared.reporter.event(EventKind.CANCEL, record)
+        self.shared.changed.notify_all()
+
+    def write_ended(self, record: Record, transfer: Transfer) -> bool:
+        """Count the end of a write, on an engine thread; return whether the record is on disk now."""
+        self.shared.pending_bytes -= record.nbytes
+        record.transfer = None
+        if record.state is State.RELEASED:
+            return False
+        if transfer.error is not None:
+            self.free_extent(record)
+            self.shared.reporter.degrade("write failed", record, transfer.error)
+            return False
+        record.on_disk = True
+        return True
+
+    def allocate(self, record: Record, nbytes: int) -> Extent | None:
+        """Return room on disk for a record; None, and degraded, when there is none."""
+        if self.spool is None:
+            raise StateError("a tier without a spool was asked to write to disk")
+        try:
+            return self.spool.allocate(nbytes)
+        except StorageError as error:
+            self.shared.reporter.degrade("no room on disk", record, error)
+            return None
+
+    # -- storages that their owner frees or resizes while they are copied ---------------------------------------------
+
+    def resized(self, record: Record) -> bool:
+        """Whether the owner of the storage that is being moved has freed or resized it meanwhile (``resize_(0)``).
+
+        What was copied of it may be another's bytes then. Whoever does so fills it again before backward comes.
+        """
+        moving = record.state in MOVING and record.data is not None
+        return moving and (record.was_resized or record.lies_elsewhere)
+
+    def notice_resized(self) -> None:
+        """Look for such storages on every occasion: one that is filled again at its old address shows nothing later."""
+        turn = self._copied_in_place  # with many under way each is seen every few saves
+        for _ in range(min(LOOK_AT, len(turn))):
+            record = turn.popleft()
+            if record.data is not None and record.state in MOVING:
+                turn.append(record)
+                if record.lies_elsewhere:
+                    record.was_resized = True
+
+    def stay(self, record: Record) -> None:
+        """End the move of a storage that was `resized`: it is what backward will be given, as without offloading."""
+        if record.state is State.SPILLING:
+            self.shared.pending_bytes -= record.nbytes
+        record.transfer = None
+        record.slot = None
+        self.free_extent(record)
+        record.to(State.RESIDENT)
+        self.shared.accounts.stays_after_all(record.nbytes, KeepReason.RESIZED.value)

@@ -1,0 +1,221 @@
+"""The tiers that a configuration asks for: spool, host pools, and a tier for each type of device."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, suppress
+from functools import cached_property
+
+from ..errors import ConfigError
+from ..memory import cpu_allocator
+from ..memory.host_pool import NOT_PAGE_LOCKED, HostPool
+from ..memory.process_memory import available_bytes, fix_mmap_threshold
+from ..storage.spool import Spool
+from .accelerator import Accelerator, accelerator_for, default_device_types
+from .copy_streams import CopyStreams
+from .cpu_tier import CpuTier
+from .device_tier import DeviceTier
+from .processes import processes_here
+from .shared import Shared
+from .tier import Tier
+from .timers import DeviceStopwatch, HostStopwatch, Stopwatch
+
+STAGING_BYTES = 4 << 30
+CPU_SLAB_BYTES = 16 << 20
+PINNED_SLAB_BYTES = 256 << 20
+
+
+class Tiers:
+    """What a store opens when it is made and closes when it ends.
+
+    Args:
+        shared: see `Shared`.
+        accelerator: a device to drive instead of those the configuration names.
+
+    Attributes:
+        by_device: the tier of each type of device; tensors of other types stay.
+        spool: the disk, where one is used.
+        pools: the host memory.
+    """
+
+    def __init__(self, shared: Shared, accelerator: Accelerator | None = None) -> None:
+        self.shared = shared
+        self.spool: Spool | None = None
+        self.pools: list[HostPool] = []
+        self.by_device: dict[str, Tier] = {}
+        self._memory_remark = ""
+        self._cpu_memory: cpu_allocator.Use | None = None
+        self._open(accelerator)
+
+    def counts(self) -> dict[str, int]:
+        """Return what pools, copies and engines count themselves, by the names of `Statistics`."""
+        for pool in self.pools:
+            pool.reclaim()
+        spool = self.spool.statistics() if self.spool is not None else None
+        copies = [tier.copies for tier in self._device_tiers]
+        return {
+            "host_written_bytes": sum(one.written_bytes for one in copies),
+            "host_read_bytes": sum(one.read_bytes for one in copies),
+            "nvme_written_bytes": spool.written_bytes if spool else 0,
+            "nvme_read_bytes": spool.read_bytes if spool else 0,
+            "host_peak_bytes": sum(pool.peak_bytes for pool in self.pools),
+            "nvme_peak_bytes": spool.peak_allocated_bytes if spool else 0,
+        }
+
+    @property
+    def remarks(self) -> list[str]:
+        """What a person may want to know of how this was opened."""
+        found = []
+        if self.spool is not None:
+            name, reason = self.spool.engine_name, self.spool.engine_reason
+            remarks = dict.fromkeys(engine.remark for engine in self.spool.engines)
+            found = [f"{name} engine: {text}" for text in (reason, *(text for text in remarks if text not in reason))]
+        if any(pool.pin_failed for pool in self.pools):
+            found.append(NOT_PAGE_LOCKED)
+        return [*found, self._memory_remark] if self._memory_remark else found
+
+    def rates(self, *, full: bool = False) -> dict[tuple[str, str], float | None]:
+        """Return bytes per second of each link and direction since the last call; None where nothing went.
+
+        Args:
+            full: only of links that were full; the rate of another one is only a lower bound.
+        """
+        found: dict[tuple[str, str], float | None] = {}
+        meters = {("disk", kind.value): meter for kind, meter in self.spool.meters.items()} if self.spool else {}
+        for key, meter in meters.items():
+            found[key] = meter.full_bytes_per_s if full else meter.bytes_per_s
+            meter.restart()
+        for tier in self._device_tiers:
+            if tier.copies.stopwatch is not None:
+                found.update({("host", way): tier.copies.stopwatch.rate(way) for way in ("write", "read")})
+        return found
+
+    def stopwatch(self) -> Stopwatch:
+        """Return what tells the compute time of a step here."""
+        tiers = self._device_tiers
+        if not tiers:
+            return HostStopwatch(self.shared.accounts)
+        stopwatch = DeviceStopwatch(tiers[0].copies.device)
+        tiers[0].copies.stopwatch = stopwatch
+        return stopwatch
+
+    def begin_step(self) -> None:
+        """Give CPU memory that was idle for long back to the system, and count what streams waited for."""
+        cpu_allocator.next_epoch()
+        self.count_waits()
+
+    @property
+    def capturing(self) -> bool:
+        """Whether a stream is being captured into a graph: no device may be asked anything then."""
+        return any(tier.capturing() for tier in self.by_device.values())
+
+    def count_waits(self) -> None:
+        """Count what compute streams have waited for."""
+        for tier in self.by_device.values():
+            tier.count_waits()
+
+    def flush(self) -> None:
+        """Begin everything that waits for a later moment."""
+        for tier in () if self.shared.stopped else self.by_device.values():
+            tier.flush()
+
+    def close(self, *, wait: bool) -> None:
+        """Close the spool, unpin host memory, give idle memory back; without ``wait`` what is queued is cancelled."""
+        with ExitStack() as last_first:  # each of them, even if another raises
+            if self._cpu_memory is not None:
+                last_first.callback(self._cpu_memory.end)
+            for pool in self.pools:
+                last_first.callback(pool.close, wait=wait)
+            if self.spool is not None:
+                last_first.callback(self.spool.close if wait else self.spool.abort)
+
+    def after_fork_in_child(self) -> None:
+        """Give up what belongs to the parent."""
+        for pool in self.pools:
+            pool.after_fork_in_child()
+        for tier in self.by_device.values():
+            tier.after_fork_in_child()
+        if self.spool is not None:
+            self.spool.after_fork_in_child()
+
+    @property
+    def _device_tiers(self) -> list[DeviceTier]:
+        return [tier for tier in self.by_device.values() if isinstance(tier, DeviceTier)]
+
+    # -- opening ------------------------------------------------------------------------------------------------------
+
+    def _open(self, accelerator: Accelerator | None) -> None:
+        config = self.shared.config
+        types = [accelerator.type] if accelerator else list(config.devices or default_device_types())
+        for device_type in types:
+            device = accelerator or accelerator_for(device_type)
+            if device is not None:
+                self.by_device[device_type] = self._device_tier(device)
+            elif device_type != "cpu":
+                raise ConfigError("devices", device_type, "no such device here; leave it out to take what there is")
+            elif config.target != "host":
+                self.by_device[device_type] = self._cpu_tier()
+        if config.tune_malloc and isinstance(self.by_device.get("cpu"), CpuTier):
+            self._tune_malloc()  # last: nobody would end its use if something above failed
+
+    def _open_spool(self) -> Spool:
+        if self.spool is None:
+            config = self.shared.config
+            self.spool = Spool(
+                config.paths,
+                engine=config.engine,
+                capacity_bytes=None if config.nvme_budget is None else config.size("nvme_budget", 0),
+                processes=1 if config.nvme_budget is not None else self._processes,
+                threads=config.io_threads,
+                verify=config.verify,
+                poison=config.debug,
+                allow_any_filesystem=config.allow_any_filesystem,
+            )
+        return self.spool
+
+    def _cpu_tier(self) -> Tier:
+        debug = self.shared.config.debug
+        pool = HostPool(self._host_budget(staging=False), slab_bytes=CPU_SLAB_BYTES, poison=debug)
+        self.pools.append(pool)
+        return CpuTier(self.shared, self._open_spool(), pool)
+
+    def _tune_malloc(self) -> None:
+        refused = cpu_allocator.install()
+        self._cpu_memory = cpu_allocator.Use()
+        if refused:
+            fix_mmap_threshold()  # for want of better: what is freed goes back at once, and is paid for page by page
+            self._memory_remark = (
+                f"freed CPU memory goes back to the system block by block, which costs time: {refused}"
+            )
+
+    def _device_tier(self, device: Accelerator) -> Tier:
+        config = self.shared.config
+        spool: Spool | None = None
+        if config.target in ("nvme", "tiered"):
+            spool = self._open_spool()
+        elif config.target == "auto":
+            with suppress(OSError):  # no usable path: host memory only
+                spool = self._open_spool()
+        pool = HostPool(
+            self._host_budget(staging=config.target == "nvme"),
+            slab_bytes=PINNED_SLAB_BYTES,
+            pin=device.pin,
+            unpin=device.unpin,
+            is_done=device.done,
+            wait_for=device.synchronize,
+            poison=config.debug,
+        )
+        self.pools.append(pool)
+        spill = {"host": "never", "nvme": "always"}.get(config.target, "overflow")
+        window = None if config.pending_bytes is None else config.size("pending_bytes", 0)
+        return DeviceTier(self.shared, spool, pool, CopyStreams(device), spill, window)
+
+    def _host_budget(self, *, staging: bool) -> int:
+        config = self.shared.config
+        if config.host_budget is not None:
+            return config.size("host_budget", 0)
+        default = available_bytes() // 2 // self._processes
+        return min(STAGING_BYTES, default) if staging else default
+
+    @cached_property
+    def _processes(self) -> int:
+        return processes_here()  # asked only where a budget was left out: it may wait for the others

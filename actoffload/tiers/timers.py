@@ -1,0 +1,209 @@
+"""Time on a step's compute timeline, and what compute streams wait for our copies. Nothing here blocks the host."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections import deque
+from enum import Enum
+from itertools import accumulate
+from typing import Any
+
+from ..events import now
+from .accelerator import Accelerator, Event, Stream
+from .accounts import Accounts
+
+Stamp = Any
+"""A moment, taken by `Stopwatch.stamp`; opaque until `Stopwatch.seconds` can tell."""
+
+MOST_OPEN = 4096
+"""Waits that nobody has taken yet; what comes then is not timed."""
+
+
+class Stopwatch(ABC):
+    """Stamps moments of one step; what they mean in seconds is asked later."""
+
+    @abstractmethod
+    def begin(self) -> None:
+        """The step begins."""
+
+    @abstractmethod
+    def stamp(self) -> Stamp:
+        """This moment, as the work given to the device so far defines it."""
+
+    @abstractmethod
+    def end(self) -> bool:
+        """Whether every stamp so far can be told in seconds; if not, ask again later."""
+
+    @abstractmethod
+    def seconds(self, stamp: Stamp) -> float:
+        """Seconds from the beginning until a stamp, without what was spent waiting for us."""
+
+
+class HostStopwatch(Stopwatch):
+    """For CPU tensors: the host's clock, less the waits that were counted."""
+
+    def __init__(self, accounts: Accounts) -> None:
+        self._accounts = accounts
+        self._origin_s = 0.0
+
+    def begin(self) -> None:
+        self._origin_s = 0.0
+        self._origin_s = self._compute_s()
+
+    def stamp(self) -> Stamp:
+        return self._compute_s() - self._origin_s
+
+    def end(self) -> bool:
+        return True
+
+    def seconds(self, stamp: Stamp) -> float:
+        return float(stamp)
+
+    def _compute_s(self) -> float:
+        return now() - self._accounts.pack_wait_s - self._accounts.unpack_wait_s
+
+
+class DeviceStopwatch(Stopwatch):
+    """For an accelerator: timed events on the compute stream, less the waits of that stream that we caused.
+
+    A step is timed on the device on which it began; what other devices wait for does not count.
+
+    Args:
+        device: the accelerator.
+    """
+
+    def __init__(self, device: Accelerator) -> None:
+        self._device = device
+        self._index = 0
+        self._origin: Stamp = None
+        self._last: Stamp = None
+        self.running = False
+        """Whether a step is being timed: waits count then."""
+        self._waits: list[tuple[Stamp, Stamp]] = []
+        self._copies: dict[str, list[tuple[int, Stamp, Stamp]]] = {"write": [], "read": []}
+        self._lost: tuple[list[float], list[float]] | None = None
+
+    def begin(self) -> None:
+        self._waits, self._lost = [], None
+        self._copies = {"write": [], "read": []}
+        self.running = True
+        self._index = self._device.current_index()
+        self._last = None
+        self._origin = self.stamp()
+
+    def stamp(self) -> Stamp:
+        if self._last is not None and self._device.is_capturing():
+            return self._last  # no event may be added to a graph that is being captured
+        self._last = self._device.timestamp(self._device.current_stream(self._index))
+        return self._last
+
+    def moment(self, stream: Stream) -> Stamp:
+        """Just before a side stream is given a copy."""
+        return self._device.timestamp(stream)
+
+    def waited(self, begin: Stamp, end: Stamp, index: int) -> None:
+        """A compute stream of device ``index`` waited for a copy of ours."""
+        if index == self._index:
+            self._waits.append((begin, end))
+
+    def copied(self, way: str, nbytes: int, stream: Stream, before: Stamp) -> None:
+        """A side stream was given a copy, ``"write"`` or ``"read"``, since ``before``."""
+        self._copies[way].append((nbytes, before, self._device.timestamp(stream)))
+
+    def rate(self, way: str) -> float | None:
+        """Bytes per second of the copies of the step in one direction; None where there were none."""
+        copies = [copy for copy in self._copies[way] if self._device.done(copy[2])]
+        seconds = sum(self._device.seconds_between(begin, end) for _, begin, end in copies)
+        return sum(nbytes for nbytes, _, _ in copies) / seconds if seconds > 0 else None
+
+    def end(self) -> bool:
+        self.running = False
+        stamps = [self._last, *(end for _, end in self._waits)]
+        return all(stamp is None or self._device.done(stamp) for stamp in stamps)
+
+    def seconds(self, stamp: Stamp) -> float:
+        if self._lost is None:
+            spans = sorted((self._since(begin), self._since(end)) for begin, end in self._waits)
+            ends = [end for _, end in spans]
+            self._lost = ends, list(accumulate((end - begin for begin, end in spans), initial=0.0))
+        ends, lost = self._lost
+        elapsed_s = self._since(stamp)
+        return max(0.0, elapsed_s - lost[bisect_right(ends, elapsed_s)])
+
+    def _since(self, stamp: Stamp) -> float:
+        return self._device.seconds_between(self._origin, stamp)
+
+
+class WaitFor(Enum):
+    """Why a compute stream waits."""
+
+    ROOM = "room"  # memory that is being copied out is to be used again
+    DATA = "data"  # what is being copied in is needed
+
+
+class StreamWaits:
+    """Times the waits of compute streams by a pair of events around each. Nothing here blocks the host or fails.
+
+    Args:
+        device: the accelerator.
+    """
+
+    def __init__(self, device: Accelerator) -> None:
+        self._device = device
+        self._refused = False  # no timed events here, or a broken device
+        self._open: deque[tuple[WaitFor, int, Event, Event]] = deque()
+
+    def begin(self, stream: Stream, event: Event) -> Event | None:
+        """Just before ``stream`` is made to wait for ``event``; None when that is not timed."""
+        if self._refused or len(self._open) >= MOST_OPEN:
+            return None
+        try:
+            if self._device.is_capturing() or self._device.done(event):  # a captured graph takes no event of ours
+                return None
+            return self._device.timestamp(stream)
+        except RuntimeError:
+            self._refuse()
+            return None
+
+    def end(self, why: WaitFor, index: int, stream: Stream, begin: Event) -> Event | None:
+        """Just after, on a stream of device ``index``; the moment."""
+        try:
+            end = self._device.timestamp(stream)
+        except RuntimeError:
+            self._refuse()
+            return None
+        self._open.append((why, index, begin, end))
+        return end
+
+    def take(self) -> dict[WaitFor, float]:
+        """Seconds of the waits that are over and were not taken yet: those of the device that waited most.
+
+        Not for several threads at once.
+        """
+        found: dict[int, dict[WaitFor, float]] = {}
+        try:
+            if self._open and not self._refused and not self._device.is_capturing():  # nor may an event be asked then
+                self._take(found)
+        except RuntimeError:
+            self._refuse()
+        return max(found.values(), key=lambda waits: sum(waits.values()), default=dict.fromkeys(WaitFor, 0.0))
+
+    def _take(self, found: dict[int, dict[WaitFor, float]]) -> None:
+        later: set[int] = set()  # devices with a wait that is not over: those after it are looked at when it is
+        for _ in range(len(self._open)):
+            why, index, begin, end = wait = self._open.popleft()
+            if index in later or not self._device.done(end):
+                later.add(index)
+                self._open.append(wait)
+            else:
+                waits = found.setdefault(index, dict.fromkeys(WaitFor, 0.0))
+                waits[why] += max(0.0, self._device.seconds_between(begin, end))
+
+    def stop(self) -> None:
+        """Time nothing any more, and ask the device nothing: not even to destroy the events that are there."""
+        self._refused = True
+
+    def _refuse(self) -> None:
+        self.stop()
+        self._open.clear()

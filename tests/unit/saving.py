@@ -1,0 +1,130 @@
+"""Tensors that are saved one after the other, each in a graph of its own; and engines that tell what they did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from actoffload import Offloader
+from actoffload.storage.engines.base import IoKind, SpoolFile
+from actoffload.storage.engines.posix import PosixEngine
+from actoffload.testing.faults import GateEngine
+from tests.harness import same_bits
+
+KIB = 1 << 10
+NBYTES = 256 * KIB
+"""Of one tensor of most tests: four fill a batch of 1 MiB."""
+FULL = 4
+
+
+class Save(torch.autograd.Function):
+    """Saves one tensor; its backward asks for it and has `seen` look at it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, saved: Tensor, seen: Callable[[Tensor], None]) -> Tensor:
+        ctx.save_for_backward(saved)
+        ctx.seen = seen
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.seen(ctx.saved_tensors[0])
+        return grads[0], None, None
+
+
+class Saved:
+    """Tensors that were saved one after the other, and copies of what was in them."""
+
+    def __init__(self, offloader: Offloader, tensors: list[Tensor]) -> None:
+        self.expected: list[Tensor | None] = [t.clone() for t in tensors]
+        self.graphs: list[Tensor | None] = []
+        self.handed_out: list[Any] = []
+        with offloader:
+            for tensor in tensors:
+                x = torch.ones(1, requires_grad=True)
+                self.graphs.append(Save.apply(x, tensor, self.handed_out.append))
+
+    def check(self, index: int, *, again: bool = False) -> Tensor:
+        """Unpack one; it has the bits that it had."""
+        graph = self.graphs[index]
+        assert graph is not None
+        graph.backward(retain_graph=again)
+        found: Tensor = self.handed_out.pop()
+        expected = self.expected[index]
+        assert expected is not None
+        assert same_bits(found, expected), f"tensor {index}"
+        if not again:
+            self.drop(index)
+        return found
+
+    def check_rest(self) -> None:
+        """Unpack all that have not been yet, the last one first."""
+        for index in reversed(range(len(self.graphs))):
+            if self.graphs[index] is not None:
+                self.check(index)
+
+    def drop(self, index: int) -> None:
+        """Let one go without having asked for it."""
+        self.graphs[index] = self.expected[index] = None
+
+
+class ReadsTwice(torch.autograd.Function):
+    """A linear layer that in backward reads ``ctx.saved_tensors`` once for each tensor in it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient @ ctx.saved_tensors[1], gradient.t() @ ctx.saved_tensors[0]
+
+
+def weight(rows: int = 64) -> Tensor:
+    """A leaf of so many rows of 64."""
+    return torch.randn(rows, 64, generator=torch.Generator().manual_seed(3)).requires_grad_()
+
+
+def take_gradient(tensor: Tensor) -> Tensor:
+    """The gradient of a leaf, which is cleared."""
+    assert tensor.grad is not None
+    found, tensor.grad = tensor.grad, None
+    return found
+
+
+def activations(count: int, nbytes: int = NBYTES) -> list[Tensor]:
+    """Tensors of random numbers."""
+    generator = torch.Generator().manual_seed(count)
+    return [torch.randn(nbytes // 4, generator=generator) for _ in range(count)]
+
+
+class CountingEngine(PosixEngine):
+    """Notes the bytes of each request."""
+
+    def __init__(self, file: SpoolFile) -> None:
+        self.written: list[int] = []
+        self.read: list[int] = []
+        super().__init__(file)
+
+    def submit(self, request: Any) -> None:
+        (self.written if request.kind is IoKind.WRITE else self.read).append(request.length)
+        super().submit(request)
+
+
+class BufferedGateEngine(GateEngine):
+    """Its system calls go through the page cache, so memory is looked at before it is read."""
+
+    calls = 0
+
+    @property
+    def capabilities(self) -> Any:
+        return replace(super().capabilities, direct=False)
+
+    def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
+        self.calls += 1
+        return super()._transfer_once(kind, views, offset)

@@ -1,0 +1,516 @@
+"""Small CPU tensors go to disk, and come back, several in one transfer; each is dropped and fails for itself."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import random
+import tempfile
+import threading
+import time
+import warnings
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actoffload import OffloadConfig, Offloader
+from actoffload.errors import OffloaderClosedError, StorageReadError
+from actoffload.storage.engines.base import IoKind
+from actoffload.storage.engines.posix import PosixEngine
+from actoffload.testing.faults import FailingEngine, FullEngine, GateEngine
+from tests.harness import (
+    WAIT_S,
+    MakeOffloader,
+    accounts_of,
+    assert_empty,
+    forget_failed_backward,
+    only_engine,
+    pending_bytes,
+    same_bits,
+    spool_statistics,
+    states_of,
+    wait_until,
+)
+from tests.unit.saving import FULL, KIB, NBYTES, BufferedGateEngine, CountingEngine, Saved, activations
+
+ALONE = 512 * KIB
+"""A tensor of so many bytes goes alone."""
+BATCH = FULL * NBYTES
+
+
+@pytest.mark.parametrize("engine", ["memory", "posix", "uring", "aiofiles"])
+def test_all_come_back_as_they_were(engine: str, make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine=engine)
+    for count in (3 * FULL + 1, 1, FULL - 1):
+        saved = Saved(offloader, activations(count))
+        offloader.synchronize()
+        assert states_of(offloader) == ["spilled"] * count
+        saved.check_rest()
+    assert not offloader.statistics().degraded
+    assert_empty(offloader)
+
+
+def test_a_batch_is_one_request_each_way(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine=CountingEngine)
+    saved = Saved(offloader, activations(2 * FULL))
+    offloader.synchronize()
+    saved.check_rest()
+    engine, statistics = only_engine(offloader), offloader.statistics()
+    assert (len(engine.written), len(engine.read)) == (2, 2)
+    assert statistics.nvme_written_bytes == statistics.nvme_read_bytes == sum(engine.written)
+    edges = 2 * 4096  # before and after the aligned body of each
+    assert 2 * FULL * (NBYTES - edges) <= sum(engine.written) <= 2 * BATCH
+
+
+@settings(max_examples=20)
+@given(seed=st.integers(0, 1 << 20), engine=st.sampled_from(["memory", "posix"]))
+def test_any_sizes_in_any_order(seed: int, engine: Any) -> None:
+    chance = random.Random(seed)
+    offloader = Offloader(
+        OffloadConfig(
+            target="nvme", engine=engine, path=tempfile.gettempdir(), min_bytes=1, keep_last_bytes=0, policy="greedy"
+        )
+    )
+    try:
+        tensors = []
+        for _ in range(chance.randrange(1, 14)):
+            nbytes = chance.choice([4 * KIB, 64 * KIB, 100_000, NBYTES, ALONE - 4, ALONE, 900_000])
+            skipped = chance.randrange(0, 300) * 4
+            # A view that begins anywhere, and is less than half of its storage: its own span moves.
+            base = torch.randint(0, 256, (skipped + 2 * nbytes + 4096,), dtype=torch.uint8)
+            tensors.append(base[skipped : skipped + nbytes].view(torch.int32))
+        saved = Saved(offloader, tensors)
+        addresses = [tensor.data_ptr() % 512 for tensor in tensors]
+        del tensors
+        if chance.random() < 0.7:
+            offloader.synchronize()
+        order = list(reversed(range(len(addresses))))
+        if chance.random() < 0.5:
+            chance.shuffle(order)
+        held = []
+        for index in order:
+            what = chance.random()
+            if what < 0.2:
+                saved.drop(index)
+                continue
+            if what < 0.4:
+                saved.check(index, again=True)
+                if chance.random() < 0.5:
+                    offloader.synchronize()
+            found = saved.check(index)
+            assert found.data_ptr() % 512 == addresses[index]
+            if what > 0.8:
+                held.append((found, found.clone()))  # it outlives its record, and perhaps its batch
+            del found
+        assert all(same_bits(one, other) for one, other in held)
+        del held
+        assert not offloader.statistics().degraded
+        assert_empty(offloader)
+    finally:
+        offloader.abort()
+
+
+class OneRangeEngine(CountingEngine):
+    """As an engine of somebody else's that takes one range of memory for a request."""
+
+    @property
+    def capabilities(self) -> Any:
+        return replace(super().capabilities, vectored=False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device_budget": "8MiB"},
+        {"engine": OneRangeEngine},
+        {"verify": True},
+        {"pending_bytes": 2 * NBYTES},
+        {"prefetch_bytes": 2 * NBYTES},
+        {"host_budget": 4 * NBYTES},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_where_each_goes_alone(options: dict[str, Any], make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(**({"engine": CountingEngine} | options))
+    saved = Saved(offloader, activations(2 * FULL))
+    offloader.synchronize()
+    assert 0 < max(only_engine(offloader).written) <= NBYTES + 4096
+    saved.check_rest()
+    assert_empty(offloader)
+
+
+@pytest.mark.parametrize("option", ["prefetch_bytes", "pending_bytes"])
+def test_a_batch_is_no_larger_than_half_of_what_the_user_allows(option: str, make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine=CountingEngine, **{option: "3MiB"})
+    accounts_of(offloader).baseline_peak_bytes = 1 << 40  # as if so much had been saved at once
+    saved = Saved(offloader, activations(4 * FULL))
+    offloader.synchronize()
+    assert max(only_engine(offloader).written) <= 3 * BATCH // 2
+    saved.check_rest()
+    assert_empty(offloader)
+
+
+# -- on the way out ----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_wanted_before_its_batch_is_full_never_left(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine=GateEngine)
+    saved = Saved(offloader, activations(FULL - 1))
+    saved.check_rest()
+    statistics = offloader.statistics()
+    assert only_engine(offloader).started == []
+    assert statistics.nvme_written_bytes == 0
+    assert statistics.forwarded_bytes == statistics.cancelled_bytes == (FULL - 1) * NBYTES
+    assert pending_bytes(offloader) == 0
+    assert_empty(offloader)
+
+
+def test_who_waits_for_all_has_what_is_saved_meanwhile_written_too(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine=GateEngine)
+    first = Saved(offloader, activations(2))
+    waiting = threading.Thread(target=offloader.synchronize, daemon=True)
+    waiting.start()
+    wait_until(lambda: spool_statistics(offloader).busy_extents)
+    second = Saved(offloader, activations(1))  # nothing more comes that would fill its batch
+    only_engine(offloader).open()
+    waiting.join(WAIT_S)
+    assert not waiting.is_alive()
+    offloader.synchronize()
+    assert states_of(offloader) == ["spilled"] * 3
+    first.check_rest()
+    second.check_rest()
+    assert_empty(offloader)
+
+
+def test_waiting_for_all_ends_however_saves_fall_in_between(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine="memory")
+    tensors = activations(3, 64 * KIB)
+    done = threading.Event()
+
+    def wait_over_and_over() -> None:
+        for _ in range(150):
+            offloader.synchronize()
+        done.set()
+
+    waiting = threading.Thread(target=wait_over_and_over, daemon=True)
+    waiting.start()
+    ends_s = time.monotonic() + WAIT_S
+    while not done.is_set() and time.monotonic() < ends_s:
+        Saved(offloader, tensors[: random.randrange(1, 4)]).check_rest()
+    assert done.is_set()
+    waiting.join(WAIT_S)
+    assert_empty(offloader)
+
+
+def test_what_waits_in_a_batch_does_not_crowd_out_all_others(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine="memory", pending_bytes=4 * NBYTES)
+    saved = Saved(offloader, [*activations(1), *activations(1, 4 * NBYTES)])  # the second is too much beside the first
+    assert states_of(offloader)[1] == "resident"
+    wait_until(lambda: not pending_bytes(offloader))
+    assert states_of(offloader)[0] == "spilled"
+    more = Saved(offloader, activations(1, 4 * NBYTES))
+    offloader.synchronize()
+    assert states_of(offloader).count("spilled") == 2
+    more.check_rest()
+    saved.check_rest()
+    assert_empty(offloader)
+
+
+def test_one_that_is_wanted_while_its_batch_is_written_stays_and_the_others_go(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine=GateEngine)
+    saved = Saved(offloader, activations(FULL))
+    saved.check(0)
+    saved.drop(2)
+    assert states_of(offloader) == ["spilling"] * (FULL - 2)
+    only_engine(offloader).open()
+    offloader.synchronize()
+    assert states_of(offloader) == ["spilled"] * (FULL - 2)
+    assert len(only_engine(offloader).started) == 1
+    saved.check_rest()
+    assert_empty(offloader)
+
+
+def test_memory_that_a_batch_still_holds_counts_as_pending(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine=GateEngine)
+    saved = Saved(offloader, activations(FULL))
+    for index in range(FULL):
+        assert pending_bytes(offloader) == BATCH
+        assert offloader.statistics().cancelled_bytes == 0
+        saved.check(index) if index == 1 else saved.drop(index)
+    assert pending_bytes(offloader) == 0
+    assert offloader.statistics().cancelled_bytes == BATCH
+    only_engine(offloader).open()
+    assert_empty(offloader)
+    assert only_engine(offloader).started == [], "what nobody wants written is taken back"
+
+
+def test_room_on_disk_goes_with_the_last_of_a_batch(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine="memory")
+    saved = Saved(offloader, activations(FULL))
+    offloader.synchronize()
+    room = spool_statistics(offloader).allocated_bytes
+    assert room >= FULL * (NBYTES - 1024)
+    for index in (2, 0, 1):
+        saved.drop(index) if index else saved.check(index)
+        gc.collect()
+        assert spool_statistics(offloader).allocated_bytes == room
+    others = Saved(offloader, activations(2 * FULL))  # would lie there if it had been given back
+    offloader.synchronize()
+    saved.check_rest()
+    room = spool_statistics(offloader).allocated_bytes
+    assert 2 * FULL * (NBYTES - 1024) <= room <= 2 * FULL * (NBYTES + 4096)
+    others.check_rest()
+    assert_empty(offloader)
+
+
+# -- on the way back ---------------------------------------------------------------------------------------------------
+
+
+def test_what_came_with_another_is_in_memory(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine=CountingEngine)
+    saved = Saved(offloader, activations(2 * FULL))
+    offloader.synchronize()
+    saved.check(1)  # nothing is fetched ahead of the first ones
+    assert states_of(offloader)[: FULL - 1] == ["resident"] * (FULL - 1)
+    for index in (0, 2, 3):
+        saved.check(index)
+    assert len(only_engine(offloader).read) == 1
+    saved.check_rest()
+    assert_empty(offloader)
+
+
+def test_what_was_brought_with_others_can_be_asked_for_again(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine="posix")
+    saved = Saved(offloader, activations(FULL))
+    for _ in range(3):
+        offloader.synchronize()
+        before = offloader.statistics().nvme_read_bytes
+        for index in reversed(range(FULL)):
+            saved.check(index, again=True)
+        assert 0 < offloader.statistics().nvme_read_bytes - before <= BATCH, "nothing is read more than once"
+    saved.check_rest()
+    assert_empty(offloader)
+
+
+def test_what_somebody_still_holds_is_not_read_again(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine="posix")
+    saved = Saved(offloader, activations(FULL))
+    offloader.synchronize()
+    held = saved.check(0, again=True)
+    before = offloader.statistics().nvme_read_bytes
+    again = saved.check(0, again=True)
+    assert again.data_ptr() == held.data_ptr()
+    assert offloader.statistics().nvme_read_bytes == before
+    saved.check_rest()
+    del held, again
+    assert_empty(offloader)
+
+
+@pytest.mark.parametrize("wanted", [(1, 3), ()], ids=["by some", "by nobody"])
+def test_a_batch_that_is_still_wanted_while_it_is_read(make_offloader: MakeOffloader, wanted: tuple[int, ...]) -> None:
+    offloader = make_offloader(engine=partial(GateEngine, threads=1), prefetch_bytes=4 * BATCH)
+    gate = only_engine(offloader)
+    gate.open()
+    saved = Saved(offloader, activations(2 * FULL))
+    offloader.synchronize()
+    gate.shut()
+    gate.release()
+    saved.check(2 * FULL - 1)  # its own batch comes, and the one before it is fetched ahead
+    wait_until(lambda: "fetching" in states_of(offloader)[:FULL])
+    for index in {0, 1, 2, 3} - set(wanted):
+        saved.drop(index)
+    if not wanted:
+        for index in range(FULL, 2 * FULL - 1):
+            saved.drop(index)
+    gate.open()
+    saved.check_rest()
+    assert_empty(offloader)
+    assert (offloader.statistics().nvme_read_bytes <= BATCH) == (not wanted), "what nobody wants is not read"
+
+
+# -- owners that free memory, disks that fail or are full, sinks that raise --------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "nbytes"), [(FULL, NBYTES), (1, 4 * KIB * KIB)], ids=["a batch", "alone"])
+@pytest.mark.parametrize(
+    "options", [{}, {"verify": True}, {"engine": BufferedGateEngine}], ids=["", "verify", "buffered"]
+)
+@pytest.mark.parametrize("filled_again", [False, True])
+def test_what_its_owner_frees_while_it_is_written_stays(
+    filled_again: bool, options: dict[str, Any], count: int, nbytes: int, make_offloader: MakeOffloader
+) -> None:
+    """With all of its batch: what was written may be another's bytes. Freed memory of 4 MiB leaves the process."""
+    offloader = make_offloader(**({"engine": GateEngine} | options))
+    tensors = activations(count, nbytes)
+    saved = Saved(offloader, tensors)
+    storage, contents = tensors[0].untyped_storage(), tensors[0].clone()
+    storage.resize_(0)
+    if filled_again:
+        Saved(offloader, activations(1)).check_rest()  # any save is an occasion to see that
+        storage.resize_(nbytes)
+        tensors[0].data.copy_(contents)
+    only_engine(offloader).open()
+    offloader.synchronize()
+    assert "engine" not in options or filled_again or only_engine(offloader).calls == 0, "memory that is gone was read"
+    statistics = offloader.statistics()
+    assert statistics.kept_bytes["resized"] >= nbytes
+    assert statistics.degraded == {}
+    storage.resize_(nbytes)
+    tensors[0].data.copy_(contents)
+    saved.check_rest()
+    assert_empty(offloader)
+
+
+def test_of_many_that_move_each_is_looked_at_in_turn(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine=GateEngine)
+    tensors = activations(80, 64 * KIB)
+    saved = Saved(offloader, tensors)
+    storage, contents = tensors[40].untyped_storage(), tensors[40].clone()
+    storage.resize_(0)
+    for _ in range(20):  # each is an occasion to look at some
+        Saved(offloader, activations(1, 64 * KIB)).check_rest()
+    storage.resize_(64 * KIB)
+    tensors[40].data.copy_(contents)
+    only_engine(offloader).open()
+    offloader.synchronize()
+    assert offloader.statistics().kept_bytes["resized"] >= 64 * KIB
+    saved.check_rest()
+    assert_empty(offloader)
+
+
+def test_one_that_its_owner_frees_before_its_batch_is_begun_stays_alone(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine="posix")
+    tensors = activations(2)
+    saved = Saved(offloader, tensors)
+    storage, contents = tensors[0].untyped_storage(), tensors[0].clone()
+    storage.resize_(0)
+    offloader.synchronize()
+    assert states_of(offloader) == ["resident", "spilled"]
+    assert offloader.statistics().kept_bytes["resized"] == NBYTES
+    storage.resize_(NBYTES)
+    tensors[0].data.copy_(contents)
+    saved.check_rest()
+    assert_empty(offloader)
+
+
+def test_one_that_left_and_was_freed_then_spoils_no_bytes_of_the_others(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine=BufferedGateEngine)
+    tensors = activations(FULL)
+    saved = Saved(offloader, tensors)
+    saved.check(0)
+    tensors[0].untyped_storage().resize_(0)
+    only_engine(offloader).open()
+    offloader.synchronize()
+    assert not offloader.statistics().degraded
+    saved.check_rest()
+    assert_empty(offloader)
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [partial(FailingEngine, kind=IoKind.WRITE, count=1), partial(FullEngine, capacity_bytes=NBYTES + 8192)],
+    ids=["an error", "a full disk"],
+)
+def test_a_write_that_fails_leaves_its_batch_in_memory(engine: Any, make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine=engine)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        saved = Saved(offloader, activations(FULL))
+        offloader.synchronize()
+    assert ["write failed" in str(warning.message) for warning in caught] == [True]
+    assert offloader.statistics().degraded == {"write failed": FULL}
+    assert states_of(offloader) == ["resident"] * FULL
+    saved.check_rest()
+    assert_empty(offloader)
+
+
+@pytest.mark.parametrize("times", [1, None])
+def test_when_a_read_fails_each_is_tried_alone(times: int | None, make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine=partial(FailingEngine, kind=IoKind.READ, count=times))
+    saved = Saved(offloader, activations(FULL))
+    offloader.synchronize()
+    for index in reversed(range(FULL)):
+        if times is None:
+            with pytest.raises(StorageReadError):
+                saved.check(index, again=True)
+        else:
+            saved.check(index)
+    saved.graphs.clear()
+    forget_failed_backward()
+    assert_empty(offloader)
+
+
+class BadBlockEngine(PosixEngine):
+    """Cannot read what lies at a place."""
+
+    bad = -1
+
+    def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
+        if kind is IoKind.READ and offset <= self.bad < offset + sum(map(len, views)):
+            raise OSError(errno.EIO, "bad block")
+        return super()._transfer_once(kind, views, offset)
+
+
+def test_a_bad_block_is_an_error_of_the_tensor_that_it_belongs_to(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine=BadBlockEngine)
+    saved = Saved(offloader, activations(FULL))
+    offloader.synchronize()
+    only_engine(offloader).bad = 1 * NBYTES + 4096  # in the second
+    for index in (3, 2, 0):
+        saved.check(index)
+    with pytest.raises(StorageReadError, match="bad block"):
+        saved.check(1, again=True)
+    only_engine(offloader).bad = -1
+    saved.check(1)
+    forget_failed_backward()
+    assert_empty(offloader)
+
+
+def test_a_spool_without_room_for_a_batch_takes_what_fits(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine="memory", nvme_budget=2 * NBYTES)
+    with pytest.warns(RuntimeWarning, match="no room on disk"):
+        saved = Saved(offloader, activations(FULL))
+    offloader.synchronize()
+    assert states_of(offloader).count("spilled") == 2
+    assert offloader.statistics().kept_bytes == {"degraded": (FULL - 2) * NBYTES}
+    assert accounts_of(offloader).moved_bytes == 2 * NBYTES
+    saved.check_rest()
+    assert_empty(offloader)
+
+
+@pytest.mark.parametrize("kind", ["write", "read"])
+@pytest.mark.filterwarnings("ignore:actoffload:RuntimeWarning")
+def test_a_sink_that_raises_harms_no_record(kind: str, make_offloader: MakeOffloader) -> None:
+    raised: list[Any] = []
+
+    def sink(event: Any) -> None:
+        if event.kind.value == kind and not raised:
+            raised.append(event)
+            raise RuntimeError("the sink is full")
+
+    offloader = make_offloader(engine="memory", trace=sink)
+    saved = Saved(offloader, activations(FULL))
+    offloader.synchronize()
+    saved.check_rest()
+    assert len(raised) == 1
+    assert "the sink is full" in offloader.report()
+    assert_empty(offloader)
+
+
+@pytest.mark.parametrize("nbytes", [NBYTES, 2 * ALONE])
+def test_what_is_in_memory_is_handed_out_after_abort(nbytes: int, make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine="memory", prefetch_bytes=nbytes)
+    saved = Saved(offloader, activations(4 * FULL, nbytes))
+    offloader.synchronize()
+    held = saved.check(4 * FULL - 1, again=True)
+    offloader.abort()
+    assert saved.check(4 * FULL - 1).data_ptr() == held.data_ptr()  # it would fetch what comes next
+    with pytest.raises(OffloaderClosedError):
+        saved.check(0, again=True)
+    saved.graphs.clear()
+    forget_failed_backward()

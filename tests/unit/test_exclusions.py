@@ -1,0 +1,414 @@
+"""What moves and what never does: parameters, buffers, inputs, ``keep()``, regions, patterns, policies, sizes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import actoffload
+from actoffload import Offloader, Plan
+from actoffload.errors import ConfigError
+from actoffload.policy import (
+    Decision,
+    ModuleFilter,
+    TensorFacts,
+)
+from tests.harness import (
+    Chain,
+    MakeOffloader,
+    assert_empty,
+    assert_same_gradients,
+    batch,
+    gradients,
+    records_of,
+    same_bits,
+    train_step,
+)
+from tests.unit.saving import ReadsTwice, take_gradient, weight
+
+KIB = 1 << 10
+WIDTH = 64
+TENSOR_BYTES = 128 * WIDTH * 4
+
+
+class Seen:
+    """The storages of which an offloader has had records, told by their addresses."""
+
+    def __init__(self, offloader: Offloader) -> None:
+        self.offloader = offloader
+        self.addresses: set[int] = set()
+
+    def look(self) -> None:
+        """Note those that live now, and wait until what moves is away."""
+        self.addresses |= {record.address for record in records_of(self.offloader)}
+        self.offloader.synchronize()
+
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self.addresses
+
+
+class Mixed(nn.Module):
+    """Parameters, frozen ones, buffers, tied and detached weights, and views of all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.tied = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.tied.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.packed = nn.Parameter(torch.randn(3, WIDTH, WIDTH))
+        self.register_buffer("scale", torch.rand(128, WIDTH))
+        self.register_buffer("table", torch.rand(512, WIDTH))
+        self.scale: Tensor
+        self.table: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.tied(torch.tanh(self.first(x))))
+        x = self.frozen(x) * self.scale + x * self.table[128:256]
+        for factor in self.packed:
+            x = x @ factor
+        x = x @ self.first.weight.detach()
+        return x @ self.packed.view(-1, WIDTH)[:WIDTH].t()
+
+    def owned(self) -> Iterator[Tensor]:
+        """Everything that must stay."""
+        yield from self.parameters()
+        yield from self.buffers()
+
+
+@pytest.mark.parametrize("with_model", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_parameters_buffers_and_their_views_never_move(
+    make_offloader: MakeOffloader, with_model: bool, autocast: bool
+) -> None:
+    offloader = make_offloader()
+    seen = Seen(offloader)
+    model, x = Mixed(), batch()
+    if with_model:
+        offloader.use(model)
+    for step in range(4):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            found = train_step(model, x, offloader if step else None, between=seen.look)
+        if not step:
+            expected = found
+        assert_same_gradients(found, expected)
+    assert len(seen.addresses) >= 4
+    assert not any(map(seen.holds, model.owned()))
+    statistics = offloader.statistics()
+    assert statistics.kept_bytes["parameter"] > 0
+    assert statistics.kept_bytes["buffer"] >= 3 * 2 * TENSOR_BYTES
+    assert statistics.nvme_read_bytes > 0
+    if with_model:
+        assert not seen.holds(x)
+        assert autocast or statistics.kept_bytes["input"] >= 3 * TENSOR_BYTES
+
+
+def test_buffers_replaced_and_modules_made_later_are_known_too(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader()
+    model = Mixed()
+    train_step(model, batch(), offloader)
+    model.scale = torch.rand(128, WIDTH)
+    model.first.weight.data = torch.rand(WIDTH, WIDTH)
+    seen = Seen(offloader)
+    train_step(model, batch(), offloader, between=seen.look)
+    assert seen.addresses
+    assert not any(map(seen.holds, model.owned()))
+
+
+def test_inputs_of_a_known_model_in_any_nesting(make_offloader: MakeOffloader) -> None:
+    class Taking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: dict[str, Any], *, mask: Tensor) -> Tensor:
+            return torch.as_tensor(self.linear(x["rows"][0]) * mask * x["rows"][1][:, :WIDTH])
+
+    offloader, model = make_offloader(), Taking()
+    offloader.use(model)
+    seen = Seen(offloader)
+    inputs = [batch(seed=1), batch(seed=2, width=2 * WIDTH), batch(seed=3)]
+    with offloader:
+        y = model({"rows": (inputs[0], inputs[1])}, mask=inputs[2])
+        loss = (y * y).sum()
+    seen.look()
+    assert seen.holds(y)
+    assert not any(map(seen.holds, inputs))
+    loss.backward()
+
+
+def test_keep_marks_a_tensor_and_its_views(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader()
+    seen = Seen(offloader)
+    x = batch().requires_grad_()
+    with offloader:
+        y = x * 2
+        assert actoffload.keep(y) is y
+        z = y.sin()
+        loss = (y[:64].exp() * y[64:] * z[:64]).sum()
+    seen.look()
+    assert (seen.holds(y), seen.holds(z)) == (False, True)
+    assert offloader.statistics().kept_bytes["keep()"] >= TENSOR_BYTES
+    loss.backward()
+
+
+def test_no_offload_regions_nest_and_end(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader()
+    x = batch().requires_grad_()
+
+    def kept() -> int:
+        return offloader.statistics().kept_bytes.get("no_offload()", 0)
+
+    @actoffload.no_offload()
+    def left_alone(value: Tensor) -> Tensor:
+        """Documented."""
+        return value.cos()
+
+    assert left_alone.__name__ == "left_alone"
+    assert left_alone.__doc__ == "Documented."
+    with offloader:
+        y = x * 2
+        with actoffload.no_offload():
+            with actoffload.no_offload():
+                a = y.sin()
+            b = y.sin()
+        assert kept() == 2 * TENSOR_BYTES
+        c = y.sin()
+        assert kept() == 2 * TENSOR_BYTES
+        d = left_alone(y)
+        assert kept() == 3 * TENSOR_BYTES
+        with pytest.raises(ValueError, match="out"), actoffload.no_offload():
+            raise ValueError("out")
+        e = y.sin()
+        assert kept() == 3 * TENSOR_BYTES
+    assert offloader.statistics().live_records == 1
+    (a + b + c + d + e).sum().backward()
+    assert_empty(offloader)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "moved", "kept"),
+    [
+        ({"include": "layers.1"}, {"layers.1"}, {None, "layers.0", "layers.2"}),
+        ({"include": ["layers.[02]"]}, {"layers.0", "layers.2"}, {None, "layers.1"}),
+        ({"exclude": "layers.*"}, {None}, {"layers.0", "layers.1", "layers.2"}),
+        ({"include": "layers.*", "exclude": ["layers.2"]}, {"layers.0", "layers.1"}, {None, "layers.2"}),
+    ],
+    ids=["include", "include a glob", "exclude", "both"],
+)
+def test_include_and_exclude_choose_by_module_name(
+    make_offloader: MakeOffloader, patterns: dict[str, Any], moved: set[str | None], kept: set[str | None]
+) -> None:
+    class Squared(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x)
+            return y * y
+
+    model, x = Chain(depth=3), batch()
+    model.layers = nn.ModuleList(Squared(WIDTH, WIDTH) for _ in range(3))
+    expected = train_step(model, x)
+    offloader = make_offloader(**patterns)
+    offloader.use(model)
+    assert_same_gradients(train_step(model, x, offloader, between=offloader.synchronize), expected)
+    found = {"offload": set(), "keep": set()}  # type: dict[str, set[str | None]]
+    with offloader:
+        loss = model(x).sum()
+    for entry in offloader.plan.entries:
+        found[entry.action].add(entry.module)
+    assert found == {"offload": moved, "keep": kept}
+    assert offloader.statistics().kept_bytes["module excluded"] > 0
+    assert offloader.statistics().nvme_read_bytes > 0
+    loss.backward()
+    gradients(model)
+    assert_empty(offloader)
+    offloader.close()
+    assert all(not m._forward_pre_hooks and not m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("field", ["include", "exclude"])
+def test_patterns_need_a_model(make_offloader: MakeOffloader, field: str) -> None:
+    offloader = make_offloader(**{field: "layers.*"})
+    with pytest.raises(ConfigError, match=rf"{field}=\('layers\.\*',\): needs model="):
+        offloader.__enter__()
+    assert offloader.statistics().steps == 0
+
+
+def test_a_policy_object_sees_the_facts_and_decides(make_offloader: MakeOffloader) -> None:
+    seen: list[TensorFacts] = []
+
+    class EverySecond:
+        def decide(self, facts: TensorFacts) -> Decision:
+            seen.append(facts)
+            return Decision.KEEP if facts.index % 2 else Decision.OFFLOAD
+
+    offloader = make_offloader(policy=EverySecond())
+    model, x = Chain(depth=2), batch()
+    offloader.use(model)
+    expected = train_step(model, x)
+    assert_same_gradients(train_step(model, x, offloader, between=offloader.synchronize), expected)
+    assert [facts.index for facts in seen] == list(range(len(seen)))
+    assert {facts.nbytes for facts in seen} == {TENSOR_BYTES}
+    assert {facts.shape for facts in seen} == {(128, WIDTH)}
+    assert {(facts.dtype, facts.device) for facts in seen} == {("float32", "cpu")}
+    assert {facts.module for facts in seen} <= {None, "layers.0", "layers.1"}
+    assert offloader.statistics().kept_bytes["policy"] == len(seen) // 2 * TENSOR_BYTES
+
+
+def test_a_plan_is_recorded_saved_loaded_and_followed(make_offloader: MakeOffloader) -> None:
+    class KeepTwo:
+        def decide(self, facts: TensorFacts) -> Decision:
+            return Decision.KEEP if facts.index in (1, 4) else Decision.OFFLOAD
+
+    model, x = Chain(depth=2), batch()
+    expected = train_step(model, x)
+    first = make_offloader(policy=KeepTwo())
+    with first:
+        loss = model(x).sum()
+    plan = Plan.from_json(first.plan.to_json())
+    del loss
+    assert [entry.index for entry in plan.entries if entry.action == "keep"] == [1, 4]
+    second = make_offloader(policy=plan)
+    assert_same_gradients(train_step(model, x, second, between=second.synchronize), expected)
+    with second:
+        loss = model(x).sum()
+    assert plan.difference(second.plan) == ()
+    assert second.statistics().kept_bytes["policy"] == 4 * TENSOR_BYTES
+    del loss
+
+
+def _kept_last(offloader: Offloader, model: nn.Module, x: Tensor, inside: bool = False) -> int:
+    before = offloader.statistics().kept_bytes.get("last saved layer", 0)
+    train_step(model, x, offloader, between=offloader.synchronize, inside=inside)
+    return offloader.statistics().kept_bytes.get("last saved layer", 0) - before
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_the_last_bytes_are_kept_from_the_second_step_on(make_offloader: MakeOffloader, inside: bool) -> None:
+    model, x = Chain(), batch()
+    for options, expected in (
+        ({"keep_last_bytes": 2 * TENSOR_BYTES}, [0, 2 * TENSOR_BYTES, 2 * TENSOR_BYTES]),
+        ({"keep_last_bytes": 0}, [0, 0, 0]),
+        ({"keep_last_bytes": "1GiB", "policy": "all"}, [0, 0, 0]),
+    ):
+        offloader = make_offloader(**options)
+        assert [_kept_last(offloader, model, x, inside) for _ in range(3)] == expected
+
+
+def test_a_longer_forward_does_not_stay_because_the_one_before_was_short(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(keep_last_bytes=2 * TENSOR_BYTES)
+    model = Chain()
+    for _ in range(2):
+        _kept_last(offloader, model, batch(rows=8))
+    assert _kept_last(offloader, model, batch(rows=128)) <= 3 * TENSOR_BYTES
+
+
+def test_min_bytes_is_128_kib_where_nothing_is_said(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(min_bytes=None)
+    with offloader:
+        big = torch.randn(32 * KIB, requires_grad=True).exp()
+        small = torch.randn(32 * KIB - 1, requires_grad=True).exp()
+    statistics = offloader.statistics()
+    assert (statistics.live_records, statistics.kept_bytes["below min_bytes"]) == (1, 128 * KIB - 4)
+    del big, small
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "module", "allowed"),
+    [
+        ((), (), None, True),
+        ((), (), "layers.0", True),
+        (("layers.*",), (), "layers.0", True),
+        (("layers.*",), (), "layers.0.attention.query", True),
+        (("layers.0",), (), "layers.0.attention", True),
+        (("layers.0",), (), "layers.01", False),
+        (("layers.0",), (), "layers", False),
+        (("layers.*",), (), "head", False),
+        (("layers.*",), (), None, False),
+        ((), ("head",), "head", False),
+        ((), ("head",), "head.linear", False),
+        ((), ("head",), "header", True),
+        ((), ("head",), None, True),
+        ((), ("*.attention",), "layers.3.attention.query", False),
+        (("layers.*",), ("layers.3",), "layers.3.mlp", False),
+        (("layers.*",), ("layers.3",), "layers.4.mlp", True),
+        (("layers.[01]",), (), "layers.1", True),
+        (("layers.[01]",), (), "layers.2", False),
+        (("a", "b"), (), "b.c", True),
+        (("*",), ("*",), "a", False),
+        (("LAYERS.*",), (), "layers.0", False),
+    ],
+)
+def test_patterns_match_modules_and_what_is_inside_of_them(
+    include: tuple[str, ...], exclude: tuple[str, ...], module: str | None, allowed: bool
+) -> None:
+    assert ModuleFilter(include, exclude).allows(module) is allowed
+
+
+# -- targets and devices -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{"target": t} for t in ("nvme", "tiered", "auto")] + [{"devices": ["cpu"]}], ids=str
+)
+def test_cpu_tensors_go_to_disk_whatever_the_target(make_offloader: MakeOffloader, options: dict[str, Any]) -> None:
+    offloader = make_offloader(**options)
+    model, x = Chain(), batch()
+    assert_same_gradients(train_step(model, x, offloader, between=offloader.synchronize), train_step(model, x))
+    assert offloader.statistics().nvme_read_bytes > 0
+
+
+def test_cpu_tensors_are_in_host_memory_already(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(target="host")
+    model, x = Chain(), batch()
+    assert_same_gradients(train_step(model, x, offloader, between=offloader.synchronize), train_step(model, x))
+    statistics = offloader.statistics()
+    assert statistics.kept_bytes["other device"] > 0
+    assert (statistics.nvme_peak_bytes, statistics.nvme_written_bytes, statistics.host_written_bytes) == (0, 0, 0)
+
+
+def test_a_parameters_data_may_be_swapped_between_forward_and_backward(make_offloader: MakeOffloader) -> None:
+    """As FSDP does: what is kept of it holds no memory, and backward sees the new contents."""
+
+    def run(offloader: Offloader | None) -> tuple[bool, Tensor]:
+        full, x = weight().detach(), weight(512)
+        p = nn.Parameter(torch.empty(0))
+        p.data = full.clone()
+        gathered = StorageWeakRef(p.untyped_storage())
+        with offloader or contextlib.nullcontext():
+            loss = ReadsTwice.apply(x * 1.0, p).sum()
+        p.data = torch.empty(0)
+        gone = gathered.expired()
+        p.data = full * 2
+        if offloader is not None:
+            offloader.synchronize()
+        loss.backward()
+        return gone, take_gradient(x)
+
+    offloader = make_offloader()
+    gone, found = run(offloader)
+    assert gone
+    assert same_bits(found, run(None)[1])
+    assert offloader.statistics().nvme_read_bytes > 0
+
+
+def test_small_tensors_are_counted_as_kept_and_their_peaks_do_not_grow(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(min_bytes="1KiB")
+    for step in range(1, 4):
+        with offloader:
+            h = torch.ones(16, requires_grad=True).clone()
+            for _ in range(3000):  # so many that what was noted of them is counted meanwhile
+                h = h.sin()
+        h.sum().backward()
+        statistics = offloader.statistics()
+        assert statistics.packed_tensors == step * 3000
+        assert statistics.kept_bytes == {"below min_bytes": step * 3000 * 64}
+        assert statistics.resident_peak_bytes == statistics.baseline_peak_bytes == 3000 * 64
+        assert_empty(offloader)

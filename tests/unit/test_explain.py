@@ -1,0 +1,170 @@
+"""A plan explained: what each block does and why, what sets the peak, what more memory would buy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from actoffload.errors import BudgetError, ConfigError
+from actoffload.planning.explain import MOST_ROWS, OUTSIDE, Alternative, BlockRow, analyse, one_more, render_plan
+from actoffload.planning.plan import Plan
+from actoffload.planning.planners import Limits, Observed, make_planner
+from actoffload.planning.profile import Block, Link, Profile, Storage
+from actoffload.planning.simulator import simulate
+from tests.profiles import Accelerator, link, random_profile, transformer_profile
+
+GIB = 1 << 30
+
+
+def transformer(layers: int = 6, write_gb_s: float = 5.0) -> Profile:
+    accelerator = Accelerator(name="paper", flops=300e12, host=None, disk=link(write_gb_s, 6))
+    return transformer_profile(4096, layers, 4, accelerator=accelerator)
+
+
+def small() -> Profile:
+    """Two blocks of 1000 bytes each, 10 bytes/s out and back, and a parameter-like storage outside."""
+    storages = (
+        Storage(index=0, nbytes=1000, birth_s=0.0, need_s=900.0, last_need_s=1000.0, block=0, module="a"),
+        Storage(index=1, nbytes=1000, birth_s=100.0, need_s=200.0, last_need_s=300.0, block=1, module="b"),
+        Storage(index=None, nbytes=5, birth_s=100.0, need_s=None, last_need_s=900.0, kept="keep()"),
+    )
+    blocks = tuple(
+        Block(name=name, forward_s=100.0, backward_s=400.0, recompute_s=50.0, input_bytes=10) for name in ("a", "b")
+    )
+    disk = Link(write_bytes_per_s=10.0, read_bytes_per_s=10.0)
+    return Profile(storages=storages, blocks=blocks, disk=disk, forward_s=200.0, backward_s=800.0)
+
+
+def make(profile: Profile, limits: Limits) -> Plan:
+    return make_planner("auto").plan(profile, limits)
+
+
+def rows_of(profile: Profile, plan: Plan, limits: Limits | None = None) -> dict[str, BlockRow]:
+    return {row.name: row for row in analyse(profile, plan, limits).rows}
+
+
+@pytest.mark.parametrize("share", [None, 0.4, 0.7])
+@pytest.mark.parametrize("seed", range(12))
+def test_the_rows_add_up_to_the_step(seed: int, share: float | None) -> None:
+    profile = random_profile(seed)
+    budget = None if share is None else int(share * profile.baseline_peak_bytes)
+    limits = Limits(device_budget=budget)
+    try:
+        plan = make(profile, limits)
+    except BudgetError as error:
+        limits = Limits(device_budget=error.floor_bytes)
+        plan = make(profile, limits)
+    analysis = analyse(profile, plan, limits)
+    rows, seen = analysis.rows, analysis.prediction
+    assert seen == simulate(profile, plan, limits.conditions())
+    assert sum(row.saved_bytes for row in rows) == profile.saved_bytes
+    assert sum(row.peak_bytes for row in rows) == seen.peak_bytes
+    assert sum(row.recompute_s for row in rows) == pytest.approx(seen.recompute_s)
+    assert sum(row.wait_s for row in rows) == pytest.approx(sum(s for _, s in seen.waits))
+    assert sum(row.disk_bytes + row.host_bytes for row in rows) >= plan.offloaded_bytes - seen.pressed_bytes
+    assert {row.name for row in rows} <= {block.name for block in profile.blocks} | {OUTSIDE}
+    assert all(row.why for row in rows)
+    render_plan(profile, plan, limits, analysis=analysis)
+
+
+def test_blocks_say_what_and_why() -> None:
+    profile, limits = small(), Limits(device_budget=1500)
+    rows = rows_of(profile, make(profile, limits), limits)
+    assert rows["a"].what in ("recompute", "offload")
+    assert (rows["b"].what, rows["b"].why) == ("keep", "needed again before it could be back")
+    assert (rows[OUTSIDE].what, rows[OUTSIDE].why) == ("keep", "must stay: keep()")
+    forced = rows_of(profile, replace(make(profile, Limits()), entries=(), recompute=("b",), declined=""))
+    assert rows.keys() == forced.keys()
+    assert forced["b"].what == "recompute"
+    assert forced["b"].why == "50 s frees 1000 B, moving takes 200 s; its input leaves"
+    assert (forced["b"].recomputed_bytes, forced["b"].recompute_s, forced["b"].disk_bytes) == (1000, 50.0, 10)
+    assert (forced["a"].what, forced["a"].why) == ("offload", "idle 900 s, moved in 200 s")
+
+
+def test_blocks_show_how_long_they_really_took() -> None:
+    profile = small()
+    plan = make(profile, Limits())
+    looked = Observed(step_s=1.0, blocks=(("a", 0.25), ("nobody", 7.0)))
+    text = render_plan(profile, plan, seen=looked)
+    table = {line.split()[0]: line for line in text[: text.index("\nwhy\n")].splitlines() if line.startswith("  ")}
+    end = table["block"].index("seen") + len("seen")
+    assert table["a"][:end].endswith(" 250 ms")
+    assert table["b"][:end].endswith(" -")
+    assert "7 s" not in text
+    assert "250 ms" not in render_plan(profile, plan, seen=replace(looked, blocks=()))
+
+
+def test_the_text_names_everything() -> None:
+    profile, limits, planner = transformer(), Limits(device_budget=GIB), make_planner("auto")
+    plan = planner.plan(profile, limits)
+    seen = Observed(step_s=0.15, forward_wait_s=0.002, backward_wait_s=0.0, peak_bytes=GIB - 5)
+    analysis = analyse(profile, plan, limits, more=one_more(profile, plan, limits, planner))
+    text = render_plan(profile, plan, limits, analysis=analysis, seen=seen)
+    for part in (
+        "plan of auto on cuda, device budget 1.0 GiB; disk 5 GB/s out, 6 back",
+        "blocks recomputed",
+        "predicted",
+        "nothing moved",
+        "layers.5",
+        "(outside blocks)",
+        "frees 480.0 MiB, moving takes 185 ms",
+        "the peak, ",
+        "most of it: ",
+        "1.0 GiB more of budget would buy ",
+    ):
+        assert part in text, part
+    step = next(line.split() for line in text.splitlines() if line.startswith("  step"))
+    assert step[3:] == ["150", "ms", "118", "ms"], "seen, and nothing moved"
+    assert max(map(len, text.splitlines())) <= 120
+    assert "seen" not in render_plan(profile, plan, limits), "nobody has looked"
+
+
+def test_a_declined_plan_says_so() -> None:
+    profile = transformer(write_gb_s=0.05)
+    text = render_plan(profile, make(profile, Limits()))
+    assert "declined: moving lowers the peak by less than 1%" in text
+    assert "  layers.0 … (outside blocks): the plan declines to move" in text, "equal reasons share a line"
+    assert "more of budget" not in text
+    assert "no budget" in text
+
+
+def test_more_memory_is_priced() -> None:
+    profile, limits, planner = transformer(), Limits(device_budget=GIB), make_planner("auto")
+    plan = planner.plan(profile, limits)
+    more = one_more(profile, plan, limits, planner)
+    assert more is not None
+    assert more.device_budget == 2 * GIB
+    assert (more.step_s or 0.0) < (plan.predicted_step_s or 0.0)
+    assert one_more(profile, plan, Limits(), planner) is None
+    huge = Limits(device_budget=100 * GIB)
+    fits = planner.plan(profile, huge)
+    same = analyse(profile, fits, huge, more=one_more(profile, fits, huge, planner))
+    assert "1.0 GiB more of budget would buy no time" in render_plan(profile, fits, huge, analysis=same)
+    none = Alternative(device_budget=2 * GIB, step_s=None, peak_bytes=None)
+    text = render_plan(profile, plan, limits, analysis=analyse(profile, plan, limits, more=none))
+    assert "still no plan keeps it" in text
+    tight = Limits(device_budget=1)
+    assert one_more(profile, plan, tight, planner, 1) == Alternative(device_budget=2, step_s=None, peak_bytes=None)
+
+
+def test_many_blocks_share_lines() -> None:
+    profile = transformer(layers=60)
+    plan = make(profile, Limits(device_budget=profile.baseline_peak_bytes // 2))
+    text = render_plan(profile, plan)
+    table = text[text.index("  block ") : text.index("\nwhy\n")].splitlines()[1:-1]
+    assert len(table) <= MOST_ROWS
+    assert " … layers." in table[0]
+    assert table[-1].startswith(f"  {OUTSIDE}")
+
+
+def test_a_step_that_saves_nothing() -> None:
+    profile = Profile(storages=(), forward_s=1.0)
+    text = render_plan(profile, make(profile, Limits()), Limits())
+    assert "nothing is saved" in text
+    assert "no link was measured" in text
+
+
+def test_a_plan_for_another_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="these blocks cannot be recomputed"):
+        render_plan(small(), Plan((), recompute=("c",)))

@@ -1,0 +1,321 @@
+"""Host memory: exact sizes, and every slot back in the pool exactly when nobody can touch it any more."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from actoffload.memory.host_pool import ALIGNMENT, HostPool, Slot
+from tests.harness import WAIT_S, no_garbage_collection
+
+KIB = 1 << 10
+SLAB = 256 * KIB
+
+
+def _pool(slabs: int = 1, **options: Any) -> HostPool:
+    return HostPool(slabs * SLAB, slab_bytes=SLAB, **options)
+
+
+def _acquire(pool: HostPool, nbytes: int, **options: Any) -> Slot:
+    slot = pool.acquire(nbytes, **options)
+    assert slot is not None
+    return slot
+
+
+def _in_use(pool: HostPool) -> int:
+    pool.reclaim()
+    return pool.allocated_bytes
+
+
+@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 4097, 100_000, SLAB])
+def test_sizes_are_exact_to_a_page(nbytes: int) -> None:
+    pool = _pool()
+    slot = _acquire(pool, nbytes)
+    assert slot.address % ALIGNMENT == 0
+    assert nbytes <= slot.nbytes < nbytes + ALIGNMENT
+    assert pool.allocated_bytes == slot.nbytes
+    assert pool.tensor(slot, 0, nbytes).untyped_storage().nbytes() == nbytes
+    del slot
+    assert _in_use(pool) == 0
+    assert pool.peak_bytes == -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def test_the_capacity_holds_unless_forced() -> None:
+    pool = _pool()
+    first = _acquire(pool, SLAB)
+    assert pool.acquire(1) is None
+    forced = _acquire(pool, 5000, force=True)
+    assert pool.mapped_bytes == SLAB + 8192
+    del first
+    assert _acquire(pool, SLAB // 2).nbytes == SLAB // 2  # in what came back
+    del forced
+    assert _in_use(pool) == 0
+    small = HostPool(10_000, slab_bytes=SLAB)
+    assert _acquire(small, 8000) is not None
+    assert small.mapped_bytes == 8192
+
+
+def test_a_slot_returns_when_the_last_tensor_on_it_dies() -> None:
+    pool = _pool()
+    with no_garbage_collection():
+        slot = _acquire(pool, 1000)
+        whole = pool.tensor(slot, 24, 960, owning=True)
+        view = whole.view(torch.float32)[10:20]
+        storage = view.untyped_storage()
+        del slot
+        assert _in_use(pool) == 4096
+        del whole
+        assert _in_use(pool) == 4096
+        del view
+        assert _in_use(pool) == 4096
+        del storage
+        assert _in_use(pool) == 0
+
+
+def test_a_tensor_that_does_not_own_its_slot_does_not_hold_it() -> None:
+    pool = _pool()
+    slot = _acquire(pool, 1000)
+    tensor = pool.tensor(slot, 0, 1000)
+    del slot
+    assert _in_use(pool) == 0
+    assert tensor.numel() == 1000
+
+
+def test_a_slot_is_used_again_when_every_event_is_done() -> None:
+    done: set[object] = {"done"}
+    pool = _pool(is_done=done.__contains__)
+    slot, other = _acquire(pool, SLAB // 2), _acquire(pool, SLAB // 2)
+    slot.events += ["copy out", "copy in"]
+    other.events.append("done")
+    del slot, other
+    assert _in_use(pool) == SLAB // 2, "one does not hold up another"
+    assert pool.acquire(SLAB) is None
+    done.add("copy in")
+    assert pool.acquire(SLAB) is None
+    assert _in_use(pool) == SLAB // 2
+    done.add("copy out")
+    assert _acquire(pool, SLAB) is not None
+
+
+def test_freed_slots_are_poisoned_and_only_then() -> None:
+    done: set[object] = set()
+    pool = _pool(is_done=done.__contains__, poison=True)
+    slot = _acquire(pool, 8192)
+    bytes_seen = pool.tensor(slot, 0, 8192).fill_(1)
+    slot.events.append("copy")
+    del slot
+    pool.reclaim()
+    assert bool((bytes_seen == 1).all())
+    done.add("copy")
+    pool.reclaim()
+    assert bool((bytes_seen == 0xFF).all())
+    assert bool(bytes_seen.view(torch.float32).isnan().all())
+
+
+class _Pins:
+    """What is page-locked now, by address, and what was unlocked, in order; as CUDA it refuses what is locked already.
+
+    Attributes:
+        fails: Raised by the next `pin`, when the memory is locked.
+        holds: Whether `unpin` is refused.
+    """
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+        self.unlocked: list[int] = []
+        self.fails: BaseException | None = None
+        self.holds = False
+
+    def pin(self, address: int, nbytes: int) -> bool:
+        ends = {other: other + length for other, length in self.locked.items()}
+        assert not any(address < end and other < address + nbytes for other, end in ends.items()), "unmapped and locked"
+        self.locked[address] = nbytes
+        error, self.fails = self.fails, None
+        if error is not None:
+            raise error
+        return True
+
+    def unpin(self, address: int) -> bool:
+        if self.holds:
+            return False
+        if self.locked.pop(address, None) is not None:
+            self.unlocked.append(address)
+        return True
+
+
+def test_pinning_is_asked_for_once_per_slab_and_undone() -> None:
+    pins = _Pins()
+    pool = _pool(slabs=2, pin=pins.pin, unpin=pins.unpin)
+    slots = [_acquire(pool, SLAB // 2) for _ in range(4)]
+    assert list(pins.locked.values()) == [SLAB, SLAB]
+    assert not pool.pin_failed
+    memory = pool.tensor(slots[0], 0, 100)
+    pool.close()
+    assert len(pins.locked) == 2  # a copy may still use what is held
+    slots.clear()
+    pool.close()
+    pool.close()
+    assert pins.locked == {}
+    assert pool.mapped_bytes == 0
+    assert bool((memory.fill_(3) == 3).all())  # a mapping lives as long as a view of it
+
+
+def test_memory_that_may_be_locked_is_not_unmapped_after_an_error() -> None:
+    """What is mapped at its address later would be copied from and to where it lay before."""
+    pins = _Pins()
+    pool = _pool(slabs=2, pin=pins.pin, unpin=pins.unpin)
+    pins.fails = MemoryError("in this test")
+    with pytest.raises(MemoryError):
+        pool.acquire(SLAB)
+    (address,) = pins.locked
+    assert pool.mapped_bytes == SLAB
+    assert _acquire(pool, SLAB).address == address
+    big = _acquire(pool, 2 * SLAB)
+    assert pins.unlocked == [address]
+    assert pins.locked == {big.address: 2 * SLAB}
+
+
+def test_memory_that_the_device_does_not_let_go_stays_and_is_used_again() -> None:
+    pins = _Pins()
+    pool = _pool(slabs=2, pin=pins.pin, unpin=pins.unpin)
+    address = _acquire(pool, SLAB).address
+    pins.holds = True
+    assert pool.acquire(2 * SLAB) is None
+    assert _acquire(pool, SLAB).address == address
+    pool.close()
+    assert pins.locked == {address: SLAB}
+    del pool
+    pins.holds = False
+    assert _acquire(_pool(), 1) is not None  # whoever maps memory takes what was left of closed pools
+    assert pins.locked == {}
+
+
+def test_what_a_copy_may_use_stays_locked_and_mapped_when_the_pool_is_closed_and_dropped() -> None:
+    pins = _Pins()
+    done: set[object] = set()
+    options: dict[str, Any] = {"pin": pins.pin, "unpin": pins.unpin, "is_done": done.__contains__}
+    pool = _pool(**options)
+    slot = _acquire(pool, SLAB)
+    address, bytes_held = slot.address, (ctypes.c_char * SLAB).from_address(slot.address)
+    slot.events.append("copy")
+    del slot
+    pool.close()
+    del pool
+    second = _pool(**options)
+    assert _acquire(second, SLAB).address != address
+    assert address in pins.locked
+    bytes_held[0] = b"x"  # would crash the process if it were not mapped
+    done.add("copy")
+    assert _acquire(second, SLAB).address != address
+    assert address in pins.locked, "it is looked at when somebody maps memory, not before"
+    assert _acquire(_pool(), SLAB) is not None
+    assert address not in pins.locked
+
+
+def test_closing_waits_for_copies_if_it_shall() -> None:
+    pins = _Pins()
+    done: set[object] = set()
+    pool = _pool(pin=pins.pin, unpin=pins.unpin, is_done=done.__contains__, wait_for=done.add)
+    slot = _acquire(pool, SLAB)
+    slot.events += ["out", "in"]
+    held = _acquire(pool, SLAB, force=True)
+    held.events.append("of what somebody holds")
+    del slot
+    pool.close(wait=True)
+    assert done == {"out", "in"}
+    assert pins.locked == {held.address: SLAB}
+
+
+def test_a_broken_device_of_a_closed_pool_is_not_the_trouble_of_others() -> None:
+    def broken(event: object) -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    pins = _Pins()
+    events_done: list[Any] = [lambda event: False]
+    pool = _pool(pin=pins.pin, unpin=pins.unpin, is_done=lambda event: events_done[-1](event))
+    slot = _acquire(pool, SLAB)
+    slot.events.append("copy")
+    del slot
+    pool.close()
+    events_done.append(broken)
+    assert _acquire(_pool(), SLAB) is not None
+    assert len(pins.locked) == 1
+    events_done.append(lambda event: True)
+    assert _acquire(_pool(), SLAB) is not None
+    assert pins.locked == {}
+
+
+def test_a_forked_child_leaves_the_device_alone() -> None:
+    pins = _Pins()
+    pool = _pool(pin=pins.pin, unpin=pins.unpin, is_done=lambda event: pytest.fail("the device was asked"))
+    held, other = _acquire(pool, SLAB // 2), _acquire(pool, SLAB // 2)
+    other.events.append("copy")
+    pool.after_fork_in_child()  # as if this were the child
+    del other
+    assert _acquire(pool, SLAB, force=True) is not None
+    pool.close(wait=True)
+    assert (len(pins.locked), pins.unlocked) == (1, [])
+    del held
+    pool._unpin, pool._is_done = pins.unpin, None  # so that this process has nothing left
+    pool.close()
+    assert pins.locked == {}
+
+
+def test_failed_pinning_is_said_once_and_the_memory_works() -> None:
+    pool = _pool(slabs=2, pin=lambda address, nbytes: False, unpin=lambda address: pytest.fail("nothing was pinned"))
+    with pytest.warns(RuntimeWarning, match="could not be page-locked") as caught:
+        slots = [_acquire(pool, SLAB) for _ in range(2)]
+    assert len(caught) == 1
+    assert pool.pin_failed
+    assert bool((pool.tensor(slots[1], 0, 100).fill_(3) == 3).all())
+    pool.close()
+
+
+def test_a_finalizer_may_run_while_the_pool_is_locked() -> None:
+    """The garbage collector runs finalizers anywhere, also inside ``acquire`` of the same thread."""
+    pool = _pool()
+    tensors = [pool.tensor(_acquire(pool, SLAB), 0, SLAB, owning=True)]
+    with pool._lock:
+        dying = threading.Thread(target=tensors.clear)
+        dying.start()
+        dying.join(WAIT_S)
+        assert not dying.is_alive(), "it waits for the lock"
+    assert _in_use(pool) == 0
+
+
+def test_closing_works_where_an_interrupt_left_the_lock_held() -> None:
+    pins = _Pins()
+    pool = _pool(pin=pins.pin, unpin=pins.unpin)
+    assert _acquire(pool, SLAB) is not None
+    assert pool._lock.acquire()
+    pool.close()
+    assert pins.locked == {}
+
+
+def test_tensors_that_die_in_many_threads_all_come_back() -> None:
+    pool = _pool(slabs=4)
+    wrong: list[int] = []
+
+    def use(value: int) -> None:
+        for _ in range(200):
+            slot = pool.acquire(10_000)
+            if slot is None:
+                continue
+            tensor = pool.tensor(slot, 0, 10_000, owning=True)
+            del slot
+            tensor.fill_(value)
+            if not bool((tensor == value).all()):
+                wrong.append(value)
+
+    threads = [threading.Thread(target=use, args=(value,)) for value in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert wrong == []
+    assert _in_use(pool) == 0

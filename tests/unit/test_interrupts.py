@@ -1,0 +1,142 @@
+"""Ctrl-C anywhere inside of our code: the step fails with it, all is given back, and the next context starts afresh.
+
+An interrupt is raised at the n-th place, for many n, at which Python may raise one: where one of our functions on the
+training thread is entered, and where a function in C that it called returns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import actoffload
+from actoffload import OffloadConfig, Offloader
+from actoffload.testing.fakedevice import FakeDevice
+from tests.harness import (
+    WAIT_S,
+    assert_same_gradients,
+    forget_failed_backward,
+    gradients,
+    held_bytes,
+    wait_until,
+)
+
+OURS = str(Path(actoffload.__file__).parent)
+SIMULATION = str(Path(OURS) / "testing")
+POINTS = 40
+"""So many for each of the devices."""
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt once, at the n-th place in our code where Python may; counts the places."""
+
+    def __init__(self, at: int) -> None:
+        self.at, self.seen = at, 0
+
+    def __call__(self, frame: Any, event: str, _: Any) -> None:
+        name = frame.f_code.co_filename
+        if event in ("call", "c_return") and name.startswith(OURS) and not name.startswith(SIMULATION):
+            self.seen += 1
+            if self.seen == self.at:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    @contextlib.contextmanager
+    def armed(self) -> Iterator[None]:
+        sys.setprofile(self)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+
+def _model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(4) for layer in (torch.nn.Linear(64, 64), torch.nn.Tanh())]
+    return torch.nn.Sequential(*layers)
+
+
+X = torch.linspace(-1, 1, 64 * 256).view(256, 64)
+
+
+def _step(model: torch.nn.Module, offloader: Offloader | None, device: FakeDevice | None) -> None:
+    with device or contextlib.nullcontext():
+        with offloader or contextlib.nullcontext():
+            loss = model(X).square().sum()
+        if offloader is not None:
+            offloader.synchronize()
+        loss.backward()
+
+
+def _in_time(work: Any, what: str) -> None:
+    """Run ``work`` in another thread; fail if it hangs."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(WAIT_S)
+    assert not thread.is_alive(), f"{what} hangs"
+    assert failed == [], what
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where it comes in a finalizer
+@pytest.mark.parametrize("simulated_device", [False, True], ids=["cpu", "simulated device"])
+def test_an_interrupt_aborts_the_step_and_the_next_context_starts_afresh(
+    tmp_path: Path, simulated_device: bool
+) -> None:
+    model = _model()
+    _step(model, None, None)
+    expected = gradients(model)
+    device = FakeDevice("lazy") if simulated_device else None
+    config = OffloadConfig(
+        target="nvme", path=tmp_path, engine="posix", min_bytes=0, keep_last_bytes=0, policy="all", host_budget="4MiB"
+    )
+    offloader = Offloader(config, accelerator=device).use(model)
+    counting = Interrupt(at=-1)
+    with counting.armed():
+        _step(model, offloader, device)
+    assert counting.seen > 10 * POINTS
+    gradients(model)
+    interrupted = 0
+    for at in sorted(random.Random(simulated_device).sample(range(1, counting.seen), POINTS)):
+        interrupt = Interrupt(at)
+        try:
+            with interrupt.armed():
+                _step(model, offloader, device)
+        except KeyboardInterrupt as error:
+            interrupted += 1
+            error.__traceback__ = None
+        model.zero_grad(set_to_none=True)
+        forget_failed_backward()
+        gc.collect()
+        _in_time(offloader.statistics, f"after an interrupt at {at}, statistics()")
+        if device is not None:
+            device.finish()
+        wait_until(lambda: not held_bytes(offloader), f"memory is lent or disk is taken after an interrupt at {at}")
+        found: list[dict[str, Tensor]] = []
+
+        def step_again() -> None:
+            _step(model, offloader, device)
+            found.append(gradients(model))  # noqa: B023 - it is over before the next
+
+        _in_time(step_again, f"the step after an interrupt at {at}")
+        assert_same_gradients(found[0], expected)
+        assert device is None or device.violations == []
+    assert interrupted > POINTS // 2, "an interrupt in a finalizer is told, not raised; most are elsewhere"
+    _in_time(offloader.close, "close()")

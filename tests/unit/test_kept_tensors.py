@@ -1,0 +1,264 @@
+"""Saved tensors that stay on the device: handed out as they are, checked, and never spoiled by whoever is given one.
+
+Autograd itself hands out the very tensor that was saved, where it is an input, and then finds what was made of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from actoffload import Offloader, Plan
+from actoffload.errors import SavedTensorModifiedError
+from actoffload.planning.plan import PlanEntry
+from actoffload.testing.fakedevice import Adversary, FakeDevice
+from tests.harness import (
+    MakeOffloader,
+    assert_empty,
+    no_garbage_collection,
+    same_bits,
+    simulated,
+)
+
+ELEMENTS = 4096
+NBYTES = 4 * ELEMENTS
+COUNT = 8
+Use = Callable[[Any, Tensor], Tensor]
+KINDS = pytest.mark.parametrize("kind", ["below min_bytes", "policy"])
+
+
+def _plan(*moving: int, count: int = COUNT, prefetch_bytes: int | None = None) -> Plan:
+    """All of ``count`` storages stay but those of these numbers."""
+    entries = [PlanEntry(index=n, nbytes=NBYTES, action="offload" if n in moving else "keep") for n in range(count)]
+    return Plan(entries=tuple(entries), prefetch_bytes=prefetch_bytes)
+
+
+def _keeping(make_offloader: MakeOffloader, kind: str) -> Offloader:
+    """An offloader that keeps what these tests save, for this reason."""
+    return make_offloader(policy=_plan(), min_bytes=1 if kind == "policy" else NBYTES + 1, engine="memory")
+
+
+def activation(number: int) -> Tensor:
+    return (torch.arange(ELEMENTS, dtype=torch.float32) + number).requires_grad_() * 1.0
+
+
+def product(use: Use) -> Any:
+    """A function that saves what it multiplies with, and whose backward treats that as ``use`` does."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
+            # Without a history: of any other tensor autograd hands out a copy, whatever a hook gives it.
+            ctx.save_for_backward(other.detach())
+            return x * other
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return use(ctx, grads[0]), None
+
+    return Product
+
+
+def read_once(ctx: Any, gradient: Tensor) -> Tensor:
+    result: Tensor = gradient * ctx.saved_tensors[0]
+    return result
+
+
+def emptied(ctx: Any, gradient: Tensor) -> Tensor:
+    """As Transformer Engine does, to have the memory back at once."""
+    (saved,) = ctx.saved_tensors
+    result: Tensor = gradient * saved
+    saved.data = torch.empty(0)
+    return result
+
+
+def replaced(ctx: Any, gradient: Tensor) -> Tensor:
+    (saved,) = ctx.saved_tensors
+    result: Tensor = gradient * saved
+    saved.data = torch.zeros_like(saved)
+    saved.requires_grad_()
+    return result
+
+
+def read_twice(ctx: Any, gradient: Tensor) -> Tensor:
+    result: Tensor = gradient * ctx.saved_tensors[0] * ctx.saved_tensors[0]
+    return result
+
+
+def replaced_between_reads(ctx: Any, gradient: Tensor) -> Tensor:
+    ctx.saved_tensors[0].data = torch.zeros(ELEMENTS)
+    result: Tensor = gradient * ctx.saved_tensors[0]
+    return result
+
+
+def changed_in_place(ctx: Any, gradient: Tensor) -> Tensor:
+    result: Tensor = gradient * ctx.saved_tensors[0]
+    ctx.saved_tensors[0].mul_(2)
+    return result
+
+
+def run(kind: str, use: Use, retains: tuple[bool, ...], make_offloader: MakeOffloader | None) -> list[Any]:
+    """The gradients of several backwards, or what they raise."""
+    x = torch.linspace(1, 2, ELEMENTS).requires_grad_()
+    offloader = None if make_offloader is None else _keeping(make_offloader, kind)
+    with offloader or contextlib.nullcontext():
+        out: Tensor = product(use).apply((x * 1.0).sin(), activation(3)).sum()
+    found: list[Any] = []
+    for retain in retains:
+        try:
+            found.append(torch.autograd.grad(out, x, retain_graph=retain)[0])
+        except RuntimeError as error:
+            found.append(error.with_traceback(None))  # whose frames hold the graph
+    del out
+    if offloader is not None:
+        assert kind in offloader.statistics().kept_bytes
+        assert_empty(offloader)
+    return found
+
+
+@KINDS
+@pytest.mark.parametrize("use", [emptied, replaced, read_once, read_twice])
+@pytest.mark.parametrize("retains", [(False,), (True, True, False)])
+def test_each_backward_gets_what_was_saved(
+    kind: str, use: Use, retains: tuple[bool, ...], make_offloader: MakeOffloader
+) -> None:
+    (expected,) = run(kind, read_twice if use is read_twice else read_once, (False,), None)
+    found = run(kind, use, retains, make_offloader)
+    assert [same_bits(one, expected) for one in found] == [True] * len(retains)
+
+
+@KINDS
+@pytest.mark.parametrize("retains", [(False,), (True, False)])
+def test_a_node_that_replaces_what_it_reads_and_reads_it_again_gets_the_same_or_an_error(
+    kind: str, retains: tuple[bool, ...], make_offloader: MakeOffloader
+) -> None:
+    (expected,) = run(kind, read_once, (False,), None)
+    for one in run(kind, replaced_between_reads, retains, make_offloader):
+        if isinstance(one, RuntimeError):
+            assert isinstance(one, SavedTensorModifiedError)
+            assert "read ctx.saved_tensors once" in str(one)
+        else:
+            assert same_bits(one, expected)
+
+
+@KINDS
+def test_what_is_changed_in_place_is_an_error_the_next_time(kind: str, make_offloader: MakeOffloader) -> None:
+    for maker in (None, make_offloader):
+        first, second = run(kind, changed_in_place, (True, False), maker)
+        assert isinstance(first, Tensor)
+        assert isinstance(second, RuntimeError)
+        assert "modified by an inplace operation" in str(second)
+
+
+@KINDS
+def test_outside_of_backward_each_is_given_its_own(kind: str, make_offloader: MakeOffloader) -> None:
+    offloader = _keeping(make_offloader, kind)
+    with offloader:
+        h = activation(1).sin()
+        out = h.sin()
+    for _ in range(3):
+        saved = out.grad_fn._saved_self  # type: ignore[union-attr]
+        assert saved.data_ptr() == h.data_ptr(), "it is handed out as it lies"
+        assert same_bits(saved, h)
+        saved.data = torch.zeros(0)
+    del h, out, saved
+    assert_empty(offloader)
+
+
+# -- under a plan ------------------------------------------------------------------------------------------------------
+
+
+def _input() -> Tensor:
+    return torch.linspace(0, 1, ELEMENTS, requires_grad=True)
+
+
+def _sines(x: Tensor) -> Tensor:
+    """A chain that saves `COUNT` storages."""
+    h = x * 1.0
+    for _ in range(COUNT):
+        h = h.sin()
+    return h
+
+
+def test_views_and_conjugates_of_what_stays_come_back_as_they_were(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy=_plan(1, count=3), engine="memory")
+    with offloader:
+        first, second = _input() * 1.0, _input() * 2.0
+        turned = torch.view_as_complex((_input() * 3.0).view(-1, 2)).conj()
+        saved = [first, first.view(2, -1), second, turned]
+        graphs = [one.sin() for one in saved]
+    offloader.synchronize()
+    for graph, expected in zip(graphs, saved, strict=True):
+        found = graph.grad_fn._saved_self  # type: ignore[union-attr]
+        assert same_bits(found, expected)
+        assert found.is_conj() == expected.is_conj()
+        assert (found.data_ptr() == expected.data_ptr()) == (expected is not second)
+    statistics = offloader.statistics()
+    assert statistics.kept_bytes == {"policy": 2 * NBYTES}
+    assert statistics.nvme_read_bytes > 0
+    del first, second, turned, saved, graphs, graph, expected, found
+    assert_empty(offloader)
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_its_memory_goes_with_the_last_graph(first_out: int, make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy=_plan(count=1))
+    with offloader, no_garbage_collection():
+        saved = _input() * 1.0
+        graphs = [saved.sin(), saved.cos()]
+        memory = StorageWeakRef(saved.untyped_storage())
+        del saved
+        del graphs[first_out]
+        assert not memory.expired()
+        graphs.clear()
+        assert memory.expired()
+    assert_empty(offloader)
+
+
+@pytest.mark.parametrize("budget", [None, (COUNT + 2) * NBYTES], ids=["no budget", "budget"])
+@pytest.mark.parametrize("moving", [(), (0,), (0, 3, 4), tuple(range(COUNT))])
+def test_a_second_backward_under_a_plan_finds_all_again(
+    moving: tuple[int, ...], budget: int | None, make_offloader: MakeOffloader
+) -> None:
+    x = _input()
+    (expected,) = torch.autograd.grad(_sines(x).sum(), x)
+    plan = _plan(*moving, prefetch_bytes=2 * NBYTES)
+    offloader = make_offloader(policy=plan, engine="memory", device_budget=budget)
+    for _ in range(2):
+        with offloader:
+            out = _sines(x)
+        offloader.synchronize()
+        for retain in (True, False):
+            (gradient,) = torch.autograd.grad(out.sum(), x, retain_graph=retain)
+            assert same_bits(gradient, expected)
+        del out
+        assert_empty(offloader)
+    assert (offloader.statistics().nvme_read_bytes > 0) == bool(moving)
+
+
+@pytest.mark.parametrize("adversary", ["lazy", "eager", "random"])
+def test_tensors_stay_and_move_side_by_side_on_a_device(adversary: Adversary) -> None:
+    """No copy touches what stays, nor memory that has a new owner."""
+    x = _input()
+    (expected,) = torch.autograd.grad(_sines(x).sum(), x)
+    device = FakeDevice(adversary, seed=0)
+    with simulated(device, policy=_plan(0, 2, 5), debug=True) as offloader:
+        for _ in range(3):
+            with device:
+                with offloader:
+                    out = _sines(x)
+                (gradient,) = torch.autograd.grad(out.sum(), x)
+            del out
+            assert same_bits(gradient, expected)
+        device.finish()
+        assert not device.violations
+        statistics = offloader.statistics()
+        assert statistics.kept_bytes == {"policy": 3 * 5 * NBYTES}
+        assert statistics.host_written_bytes > 0
+        assert statistics.live_records == 0

@@ -1,0 +1,109 @@
+"""How the hooks in C++ are built and loaded, and where they are refused: the reason is said, and Python does it."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from actoffload.autograd import native
+from actoffload.memory import native_build
+
+pytestmark = pytest.mark.skipif(
+    not sys.platform.startswith("linux") or shutil.which("c++") is None, reason="Linux and a C++ compiler"
+)
+
+
+class Elsewhere(Tensor):
+    """A tensor that says that it lies elsewhere than it does."""
+
+    _cdata = 16
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing was loaded or refused yet, and nothing is in the cache; the cache's place."""
+    monkeypatch.setattr(native._Process, "module", None)
+    monkeypatch.setattr(native._Process, "reason", None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(native_build.SWITCH, raising=False)
+    return tmp_path / "cache" / "actoffload"
+
+
+def test_a_child_does_not_wait_for_who_was_building_when_it_was_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, lock = native.load(), native._Process.lock
+    with lock:
+        native._after_fork_in_child()
+        assert native.load() is module
+    monkeypatch.setattr(native._Process, "lock", lock)
+
+
+@pytest.mark.parametrize(
+    ("why", "told"),
+    [
+        ("switch", "ACTOFFLOAD_NATIVE=0 is set"),
+        ("headers", "Python.h"),
+        ("platform", "only on Linux"),
+        ("free-threaded", "only for CPython with its global lock"),
+        ("release", "not tested with PyTorch 9.1 (2.9 to 2.13; ACTOFFLOAD_NATIVE=1 has it tried)"),
+        ("broken", "the C++ compiler failed: hooks.cpp"),
+        ("library", "could not be loaded"),
+        ("layout", "TypeError: this release of PyTorch lays out its objects otherwise"),
+    ],
+)
+def test_where_they_cannot_be_had_the_reason_is_said(
+    why: str, told: str, fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if why == "switch":
+        monkeypatch.setenv(native_build.SWITCH, "0")
+    elif why == "headers":
+        monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    elif why == "platform":
+        monkeypatch.setattr(sys, "platform", "darwin")
+    elif why == "free-threaded":
+        monkeypatch.setattr(sysconfig, "get_config_var", lambda name: 1)
+    elif why == "release":
+        monkeypatch.setattr(torch, "__version__", "9.1.0+cpu")
+    elif why == "layout":
+        monkeypatch.setenv("XDG_CACHE_HOME", str(Path.home() / ".cache"))
+        monkeypatch.setattr(native, "_samples", lambda: (torch.ones(1).as_subclass(Elsewhere),))
+    else:
+        bad = tmp_path / "hooks.cpp"
+        bad.write_text("no program" if why == "broken" else "int nothing;")
+        monkeypatch.setattr(native, "SOURCE", bad)
+    assert native.load() is None
+    assert told in native.refusal().replace(str(tmp_path) + "/", "")
+    assert native.load() is None
+
+
+@pytest.mark.parametrize("switch", ["1", "hooks", ""])
+def test_another_release_is_tried_where_that_was_asked_for(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "9.1.0+cpu")
+    monkeypatch.setenv(native_build.SWITCH, switch)
+    if switch:
+        assert native.build().exists()
+    else:
+        with pytest.raises(native_build.Refused, match="not tested"):
+            native.build()
+
+
+@pytest.mark.slow
+def test_a_damaged_module_is_made_anew(fresh: Path) -> None:
+    library = native.build()
+    library.write_bytes(b"")
+    assert native.load() is not None, native.refusal()
+    assert library.stat().st_size > 0
+
+
+@pytest.mark.parametrize("samples", [(torch.ones(1), 7), 7])
+def test_what_is_no_tensor_is_not_looked_into(samples: Any) -> None:
+    module: Any = native.load()
+    told = {"tensor": Tensor, "parameter": nn.Parameter, "regions": [], "reasons": {}, "small": "small"}
+    with pytest.raises(TypeError, match="tuple"):
+        module.setup(**told, changed=print, unpack=print, samples=samples)

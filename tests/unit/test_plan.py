@@ -1,0 +1,69 @@
+"""Plans are plain data: decided by, saved, loaded, compared."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from actoffload.errors import ConfigError
+from actoffload.planning.plan import Plan, PlanEntry
+from actoffload.policy import Decision, TensorFacts
+
+PLAN = Plan(
+    (
+        PlanEntry(index=0, nbytes=100, action="offload"),
+        PlanEntry(index=1, nbytes=200, action="keep", reason="policy", module="head"),
+        PlanEntry(index=2, nbytes=300, action="offload", module="layers.0"),
+    )
+)
+
+
+def _facts(index: int, nbytes: int) -> TensorFacts:
+    return TensorFacts(nbytes=nbytes, shape=(nbytes,), dtype="uint8", device="cpu", module=None, index=index)
+
+
+def test_a_plan_is_followed_by_place_and_size() -> None:
+    assert PLAN.decide(_facts(0, 100)) is Decision.OFFLOAD
+    assert PLAN.decide(_facts(1, 200)) is Decision.KEEP
+    assert PLAN.decide(_facts(1, 201)) is Decision.OFFLOAD  # not what was planned for
+    assert PLAN.decide(_facts(9, 200)) is Decision.OFFLOAD  # beyond the plan
+    assert (PLAN.offloaded_bytes, PLAN.kept_bytes) == (400, 200)
+
+
+def test_json_there_and_back() -> None:
+    text = PLAN.to_json()
+    assert Plan.from_json(text) == PLAN
+    assert json.loads(text)["version"] == 1
+    assert Plan.from_json(Plan(()).to_json()) == Plan(())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", "7", "null", "{}", '{"version": 1}', '{"entries": []}'),
+        *('{"version": 2, "entries": []}', '{"version": 1, "entries": 5}', '{"version": 1, "entries": [5]}'),
+        '{"version": 1, "entries": [{"index": 0}]}',
+        '{"version": 1, "entries": [{"index": 0, "nbytes": 1, "action": "burn"}]}',
+        '{"version": 1, "entries": [{"index": 0, "nbytes": 1, "action": "offload", "tier": "tape"}]}',
+        '{"version": 1, "entries": [{"index": 0, "nbytes": 1, "action": "keep", "colour": "red"}]}',
+    ],
+)
+def test_what_is_no_plan_is_refused_with_field_value_and_remedy(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Plan.from_json(text)
+    assert (caught.value.field, caught.value.value) == ("policy", text[:80])
+    assert "plan" in caught.value.remedy
+
+
+def test_difference() -> None:
+    assert PLAN.difference(PLAN) == ()
+    other = Plan((PLAN.entries[0], PlanEntry(index=1, nbytes=200, action="offload"), PLAN.entries[2]))
+    assert PLAN.difference(other) == (1,)
+    assert PLAN.difference(Plan((PlanEntry(index=0, nbytes=1, action="offload"), *PLAN.entries[1:]))) == (0,)
+    assert PLAN.difference(Plan(PLAN.entries[:1])) == Plan(PLAN.entries[:1]).difference(PLAN) == (1, 2)
+    renamed = Plan((*PLAN.entries[:2], PlanEntry(index=2, nbytes=300, action="offload", reason="x", module="y")))
+    assert PLAN.difference(renamed) == ()  # the same is done
+    host, disk = (Plan((PlanEntry(index=0, nbytes=100, action="offload", tier=tier),)) for tier in ("host", "nvme"))
+    assert host.difference(disk) == (0,)
+    assert host.difference(Plan(PLAN.entries[:1])) == (), "a plan without tiers is still a plan"

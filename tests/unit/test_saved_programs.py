@@ -1,0 +1,441 @@
+"""Programs of saves, changes, unpacks and deaths: what comes back is what was saved, or autograd's error.
+
+Each once gave wrong gradients, lost memory, or ended the process, in some version of the hooks.
+"""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from actoffload import OffloadConfig, Offloader
+from actoffload.errors import SavedTensorModifiedError
+from actoffload.storage.engines.base import IoKind
+from actoffload.testing.faults import FailingEngine
+from actoffload.tiers.storage_ref import StorageRef
+from tests.harness import WAIT_S, MakeOffloader, assert_empty, same_bits
+from tests.unit.saved_tensors import BYTES, ELEMENTS, Saved, activation, in_python, plan_of
+
+ALL = {"policy": "all", "min_bytes": 1, "engine": "memory"}
+KEEPS = {"policy": plan_of([True] * 8), "min_bytes": 1, "engine": "memory"}
+POLICIES = pytest.mark.parametrize("options", [ALL, KEEPS], ids=["moves", "stays"])
+KIB = 1 << 10
+
+# -- random programs --------------------------------------------------------------------------------------------------
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "whole": lambda x: x,
+    "shaped": lambda x: x.view(2, -1),
+    "half": lambda x: x[: len(x) // 2],
+    "piece": lambda x: x[130:140],
+    "turned": lambda x: x.view(2, -1).t(),
+    "detached": lambda x: x.detach(),
+    "other counter": lambda x: x.data,
+    "conjugate": lambda x: x.view(torch.complex64).conj(),
+    "negative": lambda x: x.view(torch.complex64).conj().imag,
+}
+numbers = st.integers(0, 2)
+commands = st.one_of(
+    st.tuples(st.just("save"), numbers, st.sampled_from(sorted(VIEWS))),
+    st.tuples(st.just("save"), numbers, st.just("whole")),
+    st.tuples(st.just("unpack"), st.integers(0, 5)),
+    st.tuples(st.just("drop"), st.integers(0, 5)),
+    st.tuples(st.just("change"), numbers),
+    st.tuples(st.just("renew"), numbers),
+    st.tuples(st.just("rest"), st.just(0)),
+    st.tuples(st.just("next"), st.just(0)),
+)
+
+
+@dataclass
+class _Tensor:
+    tensor: Tensor
+    changes: list[None] = field(default_factory=list)
+
+
+@dataclass
+class _Saved:
+    saved: Saved
+    expected: Tensor
+    changes: list[None]
+    version: int
+
+
+def follow(options: dict[str, Any], elements: list[int], program: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """Run a program; each unpack gives the bits that were saved, or an error where they were changed in place."""
+    offloader = Offloader(OffloadConfig(target="nvme", path="/tmp", devices="cpu", **options)).use(torch.nn.Identity())
+    tensors = [_Tensor(activation(number, size)) for number, size in enumerate(elements)]
+    saved: list[_Saved] = []
+    offloader.__enter__()
+    for name, number, *view in program:
+        if name == "save":
+            owner = tensors[number]
+            with torch.no_grad():
+                tensor = VIEWS[view[0]](owner.tensor)
+            changes = owner.changes if view[0] != "other counter" else []
+            saved.append(_Saved(Saved(tensor), tensor.detach().clone(), changes, len(changes)))
+        elif name == "unpack" and number < len(saved):
+            one = saved[number]
+            if len(one.changes) == one.version:
+                assert same_bits(one.saved.unpack(), one.expected)
+            else:
+                with pytest.raises(SavedTensorModifiedError):
+                    one.saved.unpack()
+        elif name == "drop" and number < len(saved):
+            del saved[number]
+        elif name == "change":
+            with torch.no_grad():
+                tensors[number].tensor.add_(0)
+            tensors[number].changes.append(None)
+        elif name == "renew":
+            tensors[number] = _Tensor(activation(number, elements[number]))
+        elif name == "rest":
+            offloader.synchronize()
+        elif name == "next":
+            offloader.__exit__(None, None, None)
+            offloader.__enter__()
+        one = None  # type: ignore[assignment]
+    offloader.__exit__(None, None, None)
+    saved.clear()
+    assert_empty(offloader)
+    found = offloader.statistics()
+    offloader.close()
+    return found.packed_tensors, found.packed_bytes, found.deduplicated_bytes, found.kept_bytes
+
+
+def saves(*more: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    return [("save", 2, "whole"), ("save", 0, "whole"), *more]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    least=st.sampled_from([1, BYTES + 1, 1 << 20]),
+    policy=st.one_of(st.just("all"), st.lists(st.booleans(), min_size=6, max_size=6).map(plan_of)),
+    elements=st.lists(st.sampled_from([ELEMENTS, 2 * ELEMENTS, 16 * ELEMENTS]), min_size=3, max_size=3),
+    program=st.lists(commands, max_size=30),
+)
+@example(1, "all", [ELEMENTS] * 3, saves(("change", 0), ("save", 0, "whole"), ("unpack", 1), ("unpack", 2)))
+@example(1, "all", [ELEMENTS] * 3, saves(("save", 0, "piece"), ("save", 0, "half"), ("drop", 1), ("unpack", 1)))
+@example(1, "all", [ELEMENTS] * 3, saves(("save", 0, "other counter"), ("save", 0, "shaped"), ("unpack", 3)))
+@example(1, "all", [ELEMENTS] * 3, saves(("change", 0), ("save", 0, "other counter"), ("unpack", 2), ("unpack", 1)))
+@example(1, "all", [ELEMENTS] * 3, saves(("unpack", 1), ("unpack", 1), ("unpack", 0), ("unpack", 1), ("drop", 0)))
+@example(1, "all", [ELEMENTS] * 3, saves(("renew", 0), ("save", 0, "whole"), ("unpack", 2), ("unpack", 1)))
+def test_what_was_saved_comes_back(least: int, policy: Any, elements: list[int], program: list[Any]) -> None:
+    options = {"min_bytes": least, "policy": policy, "engine": "memory"}
+    found = follow(options, elements, program)
+    with in_python():
+        assert follow(options, elements, program) == found
+
+
+# -- one storage, several tensors -------------------------------------------------------------------------------------
+
+
+@POLICIES
+def test_a_view_of_less_does_not_stand_for_the_whole(options: dict[str, Any], make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(**options)
+    tensor = activation(2, 4 * ELEMENTS)
+    views = tensor[:ELEMENTS], tensor[3 * ELEMENTS :], tensor[130:140], tensor
+    with offloader:
+        saved = [Saved(view) for view in views]
+    offloader.synchronize()
+    for one, view in zip(saved, views, strict=True):
+        assert same_bits(one.unpack(), view)
+    assert offloader.statistics().live_records == 3, "the piece lies in the first one"
+    assert offloader.statistics().deduplicated_bytes == 512
+    saved.clear()
+    del one
+    assert_empty(offloader)
+
+
+@POLICIES
+def test_memory_that_was_freed_and_filled_again_is_another_storage(
+    options: dict[str, Any], make_offloader: MakeOffloader
+) -> None:
+    offloader = make_offloader(**options)
+    tensor = activation(1).detach()
+    storage = tensor.untyped_storage()
+    with offloader:
+        before = Saved(tensor)
+        offloader.synchronize()
+        address, held = storage.data_ptr(), []
+        while storage.data_ptr() == address:
+            storage.resize_(0)
+            held.append(torch.empty(ELEMENTS))  # takes the place, where it is given away at once
+            storage.resize_(BYTES)
+        storage.copy_(torch.full((ELEMENTS,), 7.0).untyped_storage())
+        after = Saved(tensor)
+    assert offloader.statistics().deduplicated_bytes == 0
+    assert same_bits(after.unpack(), torch.full((ELEMENTS,), 7.0))
+    if options is ALL:  # what stays is its owner's, as without offloading
+        assert same_bits(before.unpack(), activation(1))
+    del before, after
+    assert_empty(offloader)
+
+
+def test_memory_that_its_owner_has_made_smaller_is_not_read_past_its_end(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(**ALL)
+    tensor = activation(1).detach()
+    with offloader:
+        saved = Saved(tensor)
+        tensor.untyped_storage().resize_(8)
+        back = saved.unpack()
+        assert back.shape == (ELEMENTS,)
+        assert back.untyped_storage().nbytes() >= back.nbytes
+    del saved, back
+    assert_empty(offloader)
+
+
+@POLICIES
+def test_another_thread_s_tensor_shares_no_record(options: dict[str, Any], make_offloader: MakeOffloader) -> None:
+    """What tells two counters apart is set for a moment, which another thread must not see."""
+    offloader = make_offloader(**options)
+    tensor = activation(1)
+    theirs: list[Saved] = []
+
+    def save() -> None:
+        with offloader:
+            theirs.extend([Saved(activation(3)), Saved(tensor)])
+
+    with offloader:
+        ours = Saved(tensor)
+    thread = threading.Thread(target=save)
+    thread.start()
+    thread.join(WAIT_S)
+    assert offloader.statistics().deduplicated_bytes == 0
+    assert same_bits(theirs[1].unpack(), ours.unpack())
+    theirs.clear()
+    del ours
+    assert_empty(offloader)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_view_that_may_be_inside_of_a_dtensor_shares_no_record(
+    begun: bool, make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An in-place change of the DTensor counts on the DTensor alone."""
+    offloader = make_offloader(**ALL)
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", sys.modules.get("torch.distributed.tensor", sys))
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: begun)
+    with torch.no_grad():
+        local = torch.ones(ELEMENTS).view(2, -1)  # as `to_local` gives it: a view without a history
+    with offloader:
+        first = torch.ones(2, ELEMENTS // 2, requires_grad=True)
+        out = (first * local) * local  # saves it twice
+    assert offloader.statistics().deduplicated_bytes == (0 if begun else BYTES)
+    out.sum().backward()
+    assert first.grad is not None
+    assert same_bits(first.grad, local)
+    del out
+    assert_empty(offloader)
+
+
+def test_a_lazy_clone_has_its_memory_from_when_it_is_saved(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(**ALL)
+    clone = torch._lazy_clone(torch.ones(1 << 15))  # large enough to wait for others
+    with offloader:
+        saved = [Saved(activation(0)), Saved(clone)]
+        clone.untyped_storage().data_ptr()  # as an operation that may write asks
+        saved.append(Saved(activation(1)))
+    offloader.synchronize()
+    assert offloader.statistics().kept_bytes == {}
+    assert same_bits(saved[1].unpack(), torch.ones(1 << 15))
+    saved.clear()
+    assert_empty(offloader)
+
+
+@POLICIES
+def test_who_empties_what_was_handed_out_takes_nothing_from_others(
+    options: dict[str, Any], make_offloader: MakeOffloader
+) -> None:
+    offloader = make_offloader(**options)
+    with torch.no_grad():
+        z = torch.view_as_complex(torch.randn(16, 16, 2)) * 1.0
+    expected = [view.clone() for view in (z, z.conj().mT)]
+    with offloader:
+        saved = [Saved(z), Saved(z.conj().mT)]
+    offloader.synchronize()
+    del z
+    saved[0].unpack().data = torch.zeros(0, dtype=torch.complex64)
+    reuses = [torch.full((16, 16), 7.0, dtype=torch.complex64) for _ in range(8)]
+    assert [same_bits(one.unpack(), other) for one, other in zip(saved, expected, strict=True)] == [True, True]
+    saved.clear()
+    del reuses
+    assert_empty(offloader)
+
+
+# -- what runs in between ---------------------------------------------------------------------------------------------
+
+
+@POLICIES
+def test_a_mode_saves_and_drops_while_a_tensor_is_saved(options: dict[str, Any], make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(**options)
+    tensors = [activation(number) for number in range(4)]
+    held: list[Saved] = []
+
+    class Mode(TorchFunctionMode):
+        done = False
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is Tensor.detach and not self.done:
+                self.done = True
+                held.clear()
+                with torch.enable_grad():
+                    held.append(Saved(tensors[3]))
+            return func(*args, **(kwargs or {}))
+
+    with offloader:
+        held += [Saved(tensors[0]), Saved(tensors[1])]
+        with Mode():
+            saved = Saved(tensors[2])
+    offloader.synchronize()
+    assert same_bits(saved.unpack(), tensors[2])
+    assert same_bits(held[0].unpack(), tensors[3])
+    held.clear()
+    del saved
+    assert_empty(offloader)
+
+
+@POLICIES
+@pytest.mark.parametrize("more", range(0, 60, 5))
+def test_the_collector_lets_go_of_the_record_that_is_looked_at(
+    more: int, options: dict[str, Any], make_offloader: MakeOffloader
+) -> None:
+    offloader = make_offloader(**options)
+    tensors = [activation(number) for number in range(2)]
+    thresholds = gc.get_threshold()
+    with offloader:
+        first = Saved(tensors[0])
+        gc.collect()
+        gc.disable()
+        try:
+            cycle: Any = Saved(tensors[1])
+            cycle.itself = cycle
+            del cycle
+            gc.set_threshold(gc.get_count()[0] + more, 10**9, 10**9)
+            gc.enable()
+            again = Saved(tensors[1])
+        finally:
+            gc.enable()
+            gc.set_threshold(*thresholds)
+    offloader.synchronize()
+    assert same_bits(again.unpack(), tensors[1])
+    del first, again
+    gc.collect()
+    assert_empty(offloader)
+
+
+def test_a_mode_that_makes_another_kind_of_tensor_ends_nothing() -> None:
+    program = """
+        import torch
+        from torch.utils._python_dispatch import TorchDispatchMode
+        from actoffload import OffloadConfig, Offloader
+
+        class Sub(torch.Tensor):
+            pass
+
+        class Mode(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                out = func(*args, **(kwargs or {}))
+                return out.as_subclass(Sub) if "empty" in str(func) else out
+
+        x = torch.linspace(0, 1, 1024).requires_grad_()
+        config = OffloadConfig(target="nvme", engine="memory", devices="cpu", min_bytes=256, policy="all")
+        with Mode(), Offloader(config) as offloader:
+            out = (x * 1.0).sin().cos().exp().sum()
+        out.backward()
+        expected, = torch.autograd.grad((x * 1.0).sin().cos().exp().sum(), x)
+        assert torch.equal(x.grad, expected)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+# -- who holds what ---------------------------------------------------------------------------------------------------
+
+
+def test_what_has_left_is_not_held(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(**ALL)
+    tensors = [activation(number, 64 * KIB) for number in range(3)]
+    memory = [StorageRef(tensor.untyped_storage()) for tensor in tensors]
+    with offloader:
+        saved = [Saved(tensor) for tensor in tensors]
+    del tensors
+    offloader.synchronize()
+    assert [one.gone() for one in memory] == [True] * 3
+    saved.clear()
+    assert_empty(offloader)
+
+
+@POLICIES
+@pytest.mark.parametrize("least", [1, 1 << 20], ids=["records", "small"])
+def test_what_outlives_the_offloader_can_be_read_and_is_counted_out(
+    least: int, options: dict[str, Any], make_offloader: MakeOffloader
+) -> None:
+    offloader = make_offloader(**options | {"min_bytes": least})
+    with offloader:
+        saved = [Saved(activation(number)) for number in range(3)]
+    offloader.close()
+    for number in (2, 0, 1):
+        assert same_bits(saved[number].unpack(), activation(number))
+    assert offloader.statistics().live_records == (3 if least == 1 else 0)
+    saved.clear()
+    assert offloader.statistics().live_records == 0
+
+
+@pytest.mark.parametrize("least", [1, 1 << 20], ids=["records", "small"])
+def test_what_was_saved_outlives_the_offloader_and_holds_it_no_longer(least: int) -> None:
+    config = OffloadConfig(target="nvme", engine="memory", path="/tmp", devices="cpu", min_bytes=least, policy="all")
+    offloader = Offloader(config)
+    with offloader:
+        saved = Saved(activation(1))
+    offloader.synchronize()
+    gone = weakref.ref(offloader)
+    del offloader
+    gc.collect()
+    assert same_bits(saved.unpack(), activation(1))
+    del saved
+    gc.collect()
+    assert gone() is None
+
+
+def test_backward_begins_with_what_could_not_leave(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(**ALL | {"engine": partial(FailingEngine, kind=IoKind.WRITE, count=9)})
+    tensors = [activation(number, 64 * KIB) for number in range(3)]
+    with offloader:
+        saved = [Saved(tensor) for tensor in tensors]
+    with pytest.warns(RuntimeWarning, match="write failed"):
+        offloader.synchronize()
+    for one, tensor in zip(reversed(saved), reversed(tensors), strict=True):
+        assert same_bits(one.unpack(), tensor)
+    saved.clear()
+    del one
+    assert_empty(offloader)
+
+
+def test_the_plan_is_of_the_forward_that_saved_last(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(**KEEPS)
+    assert offloader.plan.entries == ()
+    with offloader:
+        outer = [Saved(activation(number)) for number in range(3)]
+        with offloader:
+            inner = [Saved(activation(number)) for number in range(2)]
+            assert len(offloader.plan.entries) == 2
+        outer.append(Saved(activation(5)))
+    assert len(offloader.plan.entries) == 4
+    del outer, inner
+    assert_empty(offloader)

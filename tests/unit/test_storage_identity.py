@@ -1,0 +1,202 @@
+"""One record for each storage and version: what shares one, and what only looks as if it might."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from actoffload import Offloader
+from actoffload.errors import SavedTensorModifiedError
+from actoffload.testing.faults import GateEngine
+from tests.harness import WAIT_S, MakeOffloader, only_engine, same_bits, wait_until
+from tests.unit.saving import take_gradient, weight
+
+BIG = (256, 128)  # 128 KiB
+KIB = 1 << 10
+
+
+def _leaf(*shape: int, seed: int = 3) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def test_versions_are_part_of_the_identity(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader()
+    x = _leaf(*BIG)
+    with offloader:
+        y = x * 2
+        first = y.cos()
+        same = y.sin()
+        assert offloader.statistics().live_records == 1
+        y.add_(1)
+        second = y.cos()
+        assert offloader.statistics().live_records == 2
+    assert offloader.statistics().deduplicated_bytes == 128 * KIB
+    offloader.synchronize()
+    second.sum().backward(retain_graph=True)  # the later version alone is right ...
+    assert x.grad is not None
+    plain = _leaf(*BIG)
+    (plain * 2).add(1).cos().sum().backward()
+    assert same_bits(x.grad, plain.grad)
+    for stale in (first, same):  # ... and the earlier one is known to be gone
+        with pytest.raises(SavedTensorModifiedError):
+            stale.sum().backward()
+
+
+def test_a_reused_address_is_another_storage(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader()
+    x = _leaf(*BIG)
+    graphs: list[Tensor] = []
+    addresses: list[int] = []
+    with offloader:
+        for factor in range(1, 513):
+            y = x * factor
+            addresses.append(y.data_ptr())
+            graphs.append(y.exp().sum() if factor % 2 else (y * y).sum())
+            del y
+            offloader.synchronize()
+            if factor >= 32 and len(set(addresses)) < factor:
+                break
+    count = len(graphs)
+    assert len(set(addresses)) < count  # the allocator did use an address again
+    assert offloader.statistics().live_records == count
+    assert offloader.statistics().deduplicated_bytes <= count * 128 * KIB  # y * y saves one storage twice
+    for factor, graph in enumerate(graphs, start=1):
+        plain = _leaf(*BIG)
+        z = plain * factor
+        (z.exp().sum() if factor % 2 else (z * z).sum()).backward()
+        x.grad = None
+        graph.backward()
+        assert same_bits(x.grad, plain.grad)
+
+
+RECORD_BYTES = 64 * 64 * 4
+
+
+def _scope(offloader: Offloader | None) -> contextlib.AbstractContextManager[object]:
+    return offloader if offloader is not None else contextlib.nullcontext()
+
+
+def test_equal_versions_of_two_counters_do_not_share_a_record_after_a_change(make_offloader: MakeOffloader) -> None:
+    """A record whose own counter had moved on was taken for `.data`, which counts anew from the same number."""
+
+    def run(offloader: Offloader | None) -> Tensor:
+        x, v = weight().detach(), torch.ones(64, 64, requires_grad=True)
+        with _scope(offloader):
+            h = x * 2 * torch.ones(64, 64, requires_grad=True)
+            alive = h.sin()  # saves h at version 0; its graph stays alive and never runs
+            if offloader is not None:
+                offloader.synchronize()
+            with torch.no_grad():
+                h.add_(1)
+            y = h.data  # the same storage, a counter of its own: version 0 again
+            loss = (y * v).sum()
+        if offloader is not None:
+            offloader.synchronize()
+        loss.backward()
+        assert alive.requires_grad
+        return take_gradient(v)
+
+    offloader = make_offloader()
+    assert same_bits(run(offloader), run(None))
+    assert offloader.statistics().nvme_read_bytes >= RECORD_BYTES
+
+
+@pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed")
+def test_the_result_of_a_collective_is_waited_for_before_it_is_saved(
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collective writes raw memory when it ends: what moves before that holds the bytes from before it."""
+    import torch.distributed._functional_collectives as collectives
+
+    def run(offloader: Offloader | None) -> Tensor:
+        w, received, wire = weight(), torch.zeros(512, 64), weight(512).detach()
+
+        def wait(tensor: Tensor) -> Tensor:  # as NCCL's output: no version changes
+            if offloader is not None:
+                offloader.synchronize()  # the disk is faster than the wire
+            ctypes.memmove(received.data_ptr(), wire.data_ptr(), wire.nbytes)
+            return tensor
+
+        monkeypatch.setattr(collectives, "wait_tensor", wait)
+        with _scope(offloader):
+            loss = torch.mm(collectives.AsyncCollectiveTensor(received), w).sum()
+        if offloader is not None:
+            offloader.synchronize()
+        loss.backward()
+        return take_gradient(w)
+
+    offloader = make_offloader()
+    assert same_bits(run(offloader), run(None))
+    assert offloader.statistics().nvme_read_bytes > 0
+
+
+def test_local_tensors_around_a_change_of_their_dtensor_share_nothing(
+    make_offloader: MakeOffloader, tmp_path: Path
+) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate
+
+    def gradient(offloader: Offloader | None) -> Tensor | None:
+        import contextlib
+
+        torch.manual_seed(0)
+        x = torch.randn(128, 128, requires_grad=True)
+        with offloader or contextlib.nullcontext():
+            d: Any = DTensor.from_local(x * 1.0, mesh, [Replicate()], run_check=False) * 1.5
+            held = d.to_local().sin()  # alive, and with it what it saved
+            d.mul_(3.0)
+            y: Tensor = d.to_local().sin()
+        if offloader is not None:
+            offloader.synchronize()
+        y.sum().backward()
+        assert held.grad_fn is not None
+        return x.grad
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        assert same_bits(gradient(make_offloader()), gradient(None))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_threads_save_one_storage_under_a_budget(make_offloader: MakeOffloader) -> None:
+    """A thread that waits for room owns its record already: another finds it, drops it, and it lives on."""
+    offloader = make_offloader(engine=GateEngine, device_budget=2 * RECORD_BYTES)
+    gate = only_engine(offloader)
+    w = weight()
+    h = w * 1.0
+    h.sin().sum().backward(retain_graph=True)
+    expected = take_gradient(w)
+    blocked: list[Tensor] = []
+
+    def save_and_run() -> None:
+        with offloader:
+            blocked.append((w.detach().requires_grad_() * 2.0).sin())
+            loss = h.sin().sum()  # waits for room while the gate is shut
+        loss.backward(retain_graph=True)
+
+    def save_and_drop() -> None:
+        with offloader:
+            assert h.cos().sum().requires_grad
+
+    threads = [threading.Thread(target=work, daemon=True) for work in (save_and_run, save_and_drop)]
+    threads[0].start()
+    wait_until(lambda: offloader.statistics().packed_tensors == 2)
+    threads[1].start()
+    time.sleep(0.05)
+    gate.open()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive()
+    assert same_bits(take_gradient(w), expected)
+    blocked.clear()
