@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
@@ -12,7 +13,7 @@ from .plan import Plan
 from .planners.base import Limits, Planner
 from .planners.feedback import Observed
 from .profile import Link, Profile
-from .simulator import Conditions, Prediction, on_device_at_peak, simulate
+from .simulator import Prediction, simulate
 from .workload import ABSENT, DROPPED, HOST, KEEP, NVME, Workload
 
 GIB = 1 << 30
@@ -24,22 +25,10 @@ MOST_ROWS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRow:
-    """One block of a plan, all its runs in the step together. Sizes in bytes, times in seconds.
+    """One block of a plan (or `OUTSIDE`), all its runs in the step together. Sizes in bytes, times in seconds.
 
-    Attributes:
-        name: the block's name, or `OUTSIDE` for what no block saves.
-        saved_bytes: what it saves when nothing is recomputed.
-        kept_bytes: what of it stays.
-        host_bytes: what goes to host memory.
-        disk_bytes: what goes to disk.
-        recomputed_bytes: what is dropped and made again.
-        forward_s: its forward; 0 outside blocks.
-        backward_s: its backward without recomputing; 0 outside blocks.
-        recompute_s: what recomputing it adds.
-        wait_s: what backward waits for its storages.
-        peak_bytes: what of it is on the device when the most is.
-        why: the reason, in words.
-        seen_s: what its forward and backward really took under the plan, without waits; 0 where nobody looked.
+    ``saved_bytes`` is what it saves when nothing is recomputed; ``peak_bytes`` is on the device when the most is.
+    ``seen_s`` is what its forward and backward really took under the plan, without waits; 0 where nobody looked.
     """
 
     name: str
@@ -70,13 +59,7 @@ class BlockRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alternative:
-    """The same step planned with another budget. Bytes and seconds; None where no plan keeps that budget.
-
-    Attributes:
-        device_budget: the other budget.
-        step_s: the step with it.
-        peak_bytes: its peak.
-    """
+    """The same step planned with another budget; None where no plan keeps that budget. Bytes and seconds."""
 
     device_budget: int
     step_s: float | None
@@ -100,31 +83,29 @@ class Analysis:
     more: Alternative | None = None
 
     def as_dict(self) -> dict[str, object]:
-        """Everything but the timelines, ready for JSON."""
-        without = {"timeline", "waits", "pressed", "stayed"}
+        """Everything but the lists of storages and times, ready for JSON."""
+
+        def numbers(seen: Prediction) -> dict[str, object]:
+            without = {"timeline", "waits", "pressed", "stayed", "at_peak"}
+            return {name: value for name, value in asdict(seen).items() if name not in without}
+
         return {
             "blocks": [asdict(row) | {"what": row.what} for row in self.rows],
-            "prediction": {k: v for k, v in asdict(self.prediction).items() if k not in without},
-            "keep": {k: v for k, v in asdict(self.keep).items() if k not in without},
+            "prediction": numbers(self.prediction),
+            "keep": numbers(self.keep),
             "more": None if self.more is None else asdict(self.more),
         }
 
 
 def analyse(profile: Profile, plan: Plan, limits: Limits | None = None, *, more: Alternative | None = None) -> Analysis:
-    """Work out the numbers of a plan.
-
-    Args:
-        profile: what it was made from.
-        plan: the plan.
-        limits: what it was made under; None for no limits.
-        more: what `one_more` says.
+    """Work out the numbers of a plan that was made for a profile under limits; ``more`` is what `one_more` says.
 
     Raises:
         ConfigError: the plan is for another profile.
     """
-    limits = limits or Limits()
-    prediction = simulate(profile, plan, limits.conditions())
-    rows = _Blocks(profile, plan, limits.conditions(), prediction).rows()
+    prediction = simulate(profile, plan, limits)
+    has_budget = limits is not None and limits.device_budget is not None
+    rows = _Blocks(profile, plan, prediction, has_budget).rows()
     return Analysis(rows=rows, prediction=prediction, keep=simulate(profile), more=more)
 
 
@@ -146,10 +127,9 @@ def one_more(profile: Profile, plan: Plan, limits: Limits, planner: Planner, nby
 class _Blocks:
     """Makes the rows of one plan."""
 
-    def __init__(self, profile: Profile, plan: Plan, conditions: Conditions, prediction: Prediction) -> None:
-        self.profile, self.plan = profile, plan
+    def __init__(self, profile: Profile, plan: Plan, prediction: Prediction, has_budget: bool) -> None:
+        self.profile, self.plan, self.has_budget = profile, plan, has_budget
         self.workload = Workload(profile)
-        self.has_budget = conditions.device_budget is not None
         choice = self.workload.from_plan(plan)
         self.modes = self.workload.modes(choice)
         for position in prediction.pressed:
@@ -158,9 +138,7 @@ class _Blocks:
         self.waited: dict[int, float] = {}
         for position, seconds in prediction.waits:
             self.waited[position] = self.waited.get(position, 0.0) + seconds
-        self.at_peak = on_device_at_peak(
-            self.workload, choice, conditions, window=plan.prefetch_bytes, peak_bytes=prediction.peak_bytes
-        )
+        self.at_peak = set(prediction.at_peak)
 
     def rows(self) -> tuple[BlockRow, ...]:
         blocks: dict[str, list[int]] = {}
@@ -190,18 +168,16 @@ class _Blocks:
             backward_s=sum(block.backward_s for block in parts),
             recompute_s=sum(self.profile.blocks[b].recompute_s for b in again),
             wait_s=sum(self.waited.get(p, 0.0) for p in everything),
-            peak_bytes=sum(nbytes[p] for p in everything if self.at_peak[p]),
+            peak_bytes=sum(nbytes[p] for p in everything if p in self.at_peak),
             why=self._why_recomputed(again) if again else self._why(members),
         )
 
     def _why_recomputed(self, blocks: list[int]) -> str:
-        workload = self.workload
-        freed = sum(workload.dropped_bytes[b] for b in blocks)
+        freed = sum(self.workload.dropped_bytes[b] for b in blocks)
         text = f"{_time(sum(self.profile.blocks[b].recompute_s for b in blocks))} frees {format_size(freed)}"
-        seconds = self._move_s(freed)
-        if seconds is not None:
-            text += f", moving takes {_time(seconds)}"
-        leaves = any(self.modes[workload.block_input[b]] in (HOST, NVME) for b in blocks)
+        if self.link is not None:
+            text += f", moving takes {_time(self._move_s(freed))}"
+        leaves = any(self.modes[self.workload.block_input[b]] in (HOST, NVME) for b in blocks)
         return f"{text}; its input leaves" if leaves else text
 
     def _why(self, members: list[int]) -> str:
@@ -210,27 +186,22 @@ class _Blocks:
         why_kept = self._why_kept(kept) if kept else ""
         if not moved:
             return why_kept or "saves nothing"
-        idle = [self._idle_s(p) for p in moved]
-        low, high = min(idle), max(idle)
-        text = "idle " + (_time(high) if high - low < 0.1 * high else f"{1e3 * low:.3g} ms to {_time(high)}")
-        seconds = self._move_s(sum(self.workload.nbytes[p] for p in moved))
-        if seconds is not None:
-            text += f", moved in {_time(seconds)}"
+        shortest, longest = (_time(extreme(map(self._idle_s, moved))) for extreme in (min, max))
+        text = f"idle {longest}" if shortest == longest else f"idle {shortest} to {longest}"
+        text += f", moved in {_time(self._move_s(sum(self.workload.nbytes[p] for p in moved)))}"
         return f"{text}; rest: {why_kept}" if why_kept else text
 
     def _why_kept(self, positions: list[int]) -> str:
         storages = self.profile.storages
-        fixed: dict[str, int] = {}
+        fixed: Counter[str] = Counter()
         for p in positions:
             if not storages[p].movable:
-                reason = storages[p].kept or "not recorded"
-                fixed[reason] = fixed.get(reason, 0) + storages[p].nbytes
-        if 2 * sum(fixed.values()) >= sum(storages[p].nbytes for p in positions):
-            return f"must stay: {max(fixed, key=lambda reason: fixed[reason])}"
+                fixed[storages[p].kept or "not recorded"] += storages[p].nbytes
+        if 2 * fixed.total() >= sum(storages[p].nbytes for p in positions):
+            return f"must stay: {fixed.most_common(1)[0][0]}"
         if self.plan.declined:
             return "the plan declines to move"
-        free = [p for p in positions if storages[p].movable]
-        if all((self._move_s(storages[p].nbytes) or 0.0) > self._idle_s(p) for p in free):
+        if all(self._move_s(storages[p].nbytes) > self._idle_s(p) for p in positions if storages[p].movable):
             return "needed again before it could be back"
         return "the budget has room" if self.has_budget else "no time left on the link"
 
@@ -238,10 +209,15 @@ class _Blocks:
         storage = self.profile.storages[position]
         return (storage.last_need_s if storage.need_s is None else storage.need_s) - storage.birth_s
 
-    def _move_s(self, nbytes: int) -> float | None:
-        """How long the first link takes there and back."""
-        link = self.profile.host or self.profile.disk
-        return None if link is None else nbytes / link.write_bytes_per_s + nbytes / link.read_bytes_per_s
+    @property
+    def link(self) -> Link | None:
+        """The first link on the way out."""
+        return self.profile.host or self.profile.disk
+
+    def _move_s(self, nbytes: int) -> float:
+        """How long that link takes there and back."""
+        link = self.link
+        return 0.0 if link is None else nbytes / link.write_bytes_per_s + nbytes / link.read_bytes_per_s
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
@@ -281,7 +257,7 @@ def render_plan(
             *_table([_COLUMNS, *map(_cells, rows)], left=2),
             "  (added: by recomputing and by waiting)",
             "why",
-            *_reasons(rows),
+            *(f"  {_span(*run)}: {why}" for why, run in groupby(rows, key=lambda row: row.why)),
             "",
             *_peak(analysis),
             *_more(analysis, limits),
@@ -309,7 +285,11 @@ def _headline(profile: Profile, plan: Plan, limits: Limits) -> list[str]:
         bounds.append(f"device budget {format_size(limits.device_budget)}")
     if limits.max_slowdown is not None:
         bounds.append(f"at most {limits.max_slowdown:.1%} slower")
-    links = [f"{name} {_rate(link)}" for name, link in (("host", profile.host), ("disk", profile.disk)) if link]
+    links = [
+        f"{name} {link.write_bytes_per_s / 1e9:.3g} GB/s out, {link.read_bytes_per_s / 1e9:.3g} back"
+        for name, link in (("host", profile.host), ("disk", profile.disk))
+        if link
+    ]
     first = (
         f"plan of {plan.planner or 'unknown'} on {profile.device}, {', '.join(bounds) or 'no budget'}; "
         f"{'; '.join(links) or 'no link was measured'}"
@@ -357,11 +337,6 @@ def _merged(rows: Sequence[BlockRow]) -> list[BlockRow]:
     return merged
 
 
-def _reasons(rows: Sequence[BlockRow]) -> list[str]:
-    """One line for each run of neighbours that share a reason."""
-    return [f"  {_span(*run)}: {why}" for why, run in groupby(rows, key=lambda row: row.why)]
-
-
 def _span(first: BlockRow, *others: BlockRow) -> str:
     return f"{first.name} … {others[-1].name}" if others else first.name
 
@@ -391,10 +366,6 @@ def _more(analysis: Analysis, limits: Limits) -> list[str]:
     if gain <= 1e-4 * now_s:
         return [f"{extra} more of budget would buy no time"]
     return [f"{extra} more of budget would buy {_time(gain)} a step ({gain / now_s:.1%}): {_time(more.step_s)}"]
-
-
-def _rate(link: Link) -> str:
-    return f"{link.write_bytes_per_s / 1e9:.3g} GB/s out, {link.read_bytes_per_s / 1e9:.3g} back"
 
 
 def _time(seconds: float) -> str:

@@ -11,7 +11,6 @@ Inside, a storage is known by its position in the workload (``p``), and times ar
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,10 +19,8 @@ from .plan import Plan
 from .profile import Profile
 from .transfers import (
     BACKWARD,
-    FETCH,
     FORWARD,
     FREED,
-    LOAD,
     NEVER,
     ON_DEVICE,
     ON_DISK,
@@ -34,7 +31,6 @@ from .transfers import (
     WRITE_QUEUED,
     WRITING,
     Clock,
-    Links,
     StoppedError,
     Transfers,
 )
@@ -49,22 +45,16 @@ class Conditions:
         device_budget: forward waits for room, and nothing is fetched ahead beyond it.
         host_budget: most bytes of host memory.
         nvme_budget: most bytes on disk.
-        pending_bytes: without a ``device_budget``, a storage that would make more than this wait to be written is kept.
-        prefetch_bytes: how far ahead of backward to read; None for the plan's window, else the profile's.
-        latest_safe: read no earlier than a read must begin so that nothing waits, instead of filling a window.
     """
 
     device_budget: int | None = None
     host_budget: int | None = None
     nvme_budget: int | None = None
-    pending_bytes: int | None = None
-    prefetch_bytes: int | None = None
-    latest_safe: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("device_budget", "host_budget", "nvme_budget", "pending_bytes", "prefetch_bytes"):
+        for name in ("device_budget", "host_budget", "nvme_budget"):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value < 0):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
                 raise ConfigError(name, value, "give a number of bytes, 0 or more, or None")
 
 
@@ -104,14 +94,13 @@ class Prediction:
         host_read_bytes: host to device.
         disk_written_bytes: to disk.
         disk_read_bytes: from disk.
-        forwarded_bytes: taken before they had left.
-        cancelled_bytes: of those, what no write was begun for.
-        pressed_bytes: kept although planned to go, as a limit would have been passed.
+        cancelled_bytes: taken before a write was begun.
         waits: ``(storage, seconds)`` for each wait in backward; storages by number, inputs of checkpoints beyond them.
-        pressed: the storages that were kept although planned to go.
+        pressed: the storages that were kept although planned to go, as a limit would have been passed.
         stayed: those, and the ones that backward took before they had left.
         timeline: bytes on the device from each time on; empty unless asked for.
         peak: what was on the device at the peak; None unless asked for.
+        at_peak: the storages that were; empty unless asked for.
     """
 
     step_s: float
@@ -128,14 +117,13 @@ class Prediction:
     host_read_bytes: int
     disk_written_bytes: int
     disk_read_bytes: int
-    forwarded_bytes: int
     cancelled_bytes: int
-    pressed_bytes: int
     waits: tuple[tuple[int, float], ...] = ()
     pressed: tuple[int, ...] = ()
     stayed: tuple[int, ...] = ()
     timeline: tuple[tuple[float, int], ...] = ()
     peak: Peak | None = None
+    at_peak: tuple[int, ...] = ()
 
     @property
     def moved_bytes(self) -> int:
@@ -176,14 +164,9 @@ def run(
     detail: bool = False,
 ) -> Prediction:
     """Predict one step of a prepared profile under a planner's choice; see `simulate`."""
-    step = _Step(workload, choice, conditions, window)
-    if not detail:
-        step.run()
-        return step.prediction()
-    log = step.device.log = []
+    step = _Step(workload, choice, conditions, window, detail=detail)
     step.run()
-    at_peak = _run_to(step.device.peak, workload, choice, conditions, window)
-    return step.prediction(tuple(log), at_peak.describe_device())
+    return step.prediction()
 
 
 def run_within(
@@ -199,14 +182,11 @@ def run_within(
     step = _Step(workload, choice, conditions, window)
     step.device.stop_above_bytes = most_bytes
     step.clock.stop_after_s = most_delay_s
-    return step.prediction() if step.run() else None
-
-
-def on_device_at_peak(
-    workload: Workload, choice: Choice, conditions: Conditions, *, window: int | None, peak_bytes: int
-) -> list[bool]:
-    """Return, by position, what is on the device when ``peak_bytes`` are, which `run` has found to be the most."""
-    return _run_to(peak_bytes, workload, choice, conditions, window).device.holds
+    try:
+        step.run()
+    except StoppedError:
+        return None
+    return step.prediction()
 
 
 class _ReadAhead:
@@ -219,10 +199,8 @@ class _ReadAhead:
         recorded = zip(workload.nbytes, modes, workload.recorded, strict=True)
         self.largest = max((size for size, mode, record in recorded if record and KEEP <= mode <= NVME), default=0)
         moved = (size for size, mode in zip(workload.nbytes, modes, strict=True) if HOST <= mode <= NVME)
-        self.window = max(window, 2 * max(moved, default=0)) if window else 0
+        self.window = max(window, 2 * max(moved, default=0))
         self.reach = workload.reach_of(modes, recomputed) if recomputed else workload.reach
-        self.needs, self.starts = ([], []) if window else _latest_starts(workload, modes, recomputed, transfers.links)
-        """Without a window, by place: when backward asks, and when the read has to begin at the latest."""
         self.place = self.cursor = 0
         """The next place to fetch, and the one that backward has come to."""
         self.ahead = 0
@@ -236,10 +214,8 @@ class _ReadAhead:
         self.forget(p)
         if place >= self.cursor:
             self.cursor = place + 1
-        if self.place >= len(self.workload.order):
-            return
         # What has no record does not tell where in the order backward is.
-        if self.starts or (self.ahead < self.window and self.workload.recorded[p] and self.modes[p] != DROPPED):
+        if self.ahead < self.window and self.workload.recorded[p] and self.modes[p] != DROPPED:
             self._fetch(now)
 
     def forget(self, p: int) -> None:
@@ -249,12 +225,9 @@ class _ReadAhead:
             self.ahead -= self.workload.nbytes[p]
 
     def _fetch(self, now: float) -> None:
-        order, starts, state = self.workload.order, self.starts, self.transfers.state
-        device, host, clock = self.transfers.device, self.transfers.host, self.transfers.clock
-        following_s = self._following_need(now) if starts else now
-        while self.place < len(order):
-            if self.ahead >= self.window and not (starts and starts[self.place] + clock.delay <= following_s):
-                return
+        order, state = self.workload.order, self.transfers.state
+        device, host = self.transfers.device, self.transfers.host
+        while self.place < len(order) and self.ahead < self.window:
             p, block = order[self.place]
             if p < 0:
                 if not self._reserve_ahead(block):
@@ -268,7 +241,7 @@ class _ReadAhead:
                 return  # a later forward's
             nbytes = self.workload.nbytes[p]
             if ON_HOST <= where <= ON_DISK:
-                if not starts and self.reach[self.place] - self.reach[self.cursor] >= self.window:
+                if self.reach[self.place] - self.reach[self.cursor] >= self.window:
                     return
                 if device.used + nbytes + self.largest + self.reserved > device.limit:
                     return
@@ -281,12 +254,6 @@ class _ReadAhead:
                     return  # what comes next may need the room that its write gives
                 self.transfers.fetch(p, now)
             self.place += 1
-
-    def _following_need(self, now: float) -> float:
-        """When backward will next ask for something."""
-        delay = self.transfers.clock.delay
-        place = bisect_right(self.needs, now - delay)
-        return (self.needs[place] if place < len(self.needs) else NEVER) + delay
 
     def _reserve_ahead(self, block: int) -> bool:
         """Reserve what recomputing a block will need, before fetching beyond it; False when there is no room yet."""
@@ -308,7 +275,15 @@ class _ReadAhead:
 class _Step:
     """One step. Make it, `run` it, ask for its `prediction`."""
 
-    def __init__(self, workload: Workload, choice: Choice, conditions: Conditions, window: int | None) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        choice: Choice,
+        conditions: Conditions,
+        window: int | None,
+        *,
+        detail: bool = False,
+    ) -> None:
         self.workload = workload
         self.modes = workload.modes(choice)
         self.recomputed = frozenset(b for group in choice.recompute for b in workload.groups[group].blocks)
@@ -316,28 +291,19 @@ class _Step:
         budgets = conditions.device_budget, conditions.host_budget, conditions.nvme_budget
         self.transfers = Transfers(workload, self.clock, *budgets)
         self.device = self.transfers.device
-        if conditions.prefetch_bytes is not None:
-            window = conditions.prefetch_bytes
-        window = 0 if conditions.latest_safe else window or workload.profile.prefetch_bytes
+        if detail:
+            self.device.log = []
+            self.device.on_peak = self._note_peak
+        window = window or workload.profile.prefetch_bytes
         self.ahead = _ReadAhead(workload, self.modes, self.recomputed, self.transfers, window)
         self.waits: list[tuple[int, float]] = []
         self.refused: list[int] = []
         """What was to leave, and stays as there is no room where it goes."""
         self._has_budget = conditions.device_budget is not None
-        limit = None if self._has_budget else conditions.pending_bytes
-        self._most_pending = NEVER if limit is None else limit
+        self._at_peak: tuple[list[bool], list[int], list[bool]] | None = None
 
-    def run(self) -> bool:
-        """Go through the step; whether it came to its end, rather than to where it was to be stopped."""
-        try:
-            self._run_events()
-        except StoppedError:
-            return False
-        while self.device.log is not None and self.transfers.links.next_end < NEVER:
-            self.transfers.complete_next()
-        return True
-
-    def _run_events(self) -> None:
+    def run(self) -> None:
+        """Go through the step."""
         modes, state, links, clock = self.modes, self.transfers.state, self.transfers.links, self.clock
         device = self.device
         for base, kind, p in self.workload.events:
@@ -361,6 +327,8 @@ class _Step:
             else:
                 self.transfers.free(p, now)
                 self.ahead.forget(p)
+        while device.log is not None and links.next_end < NEVER:
+            self.transfers.complete_next()
 
     def _save(self, p: int, mode: int, now: float) -> None:
         device = self.device
@@ -380,8 +348,6 @@ class _Step:
     def _admit(self, p: int, mode: int, now: float) -> float:
         """Take room where ``p`` is going; the time when there was some, or -1 when it has to stay."""
         nbytes, transfers = self.workload.nbytes[p], self.transfers
-        if transfers.pending + nbytes > self._most_pending:
-            return -1.0
         to_disk = mode == NVME and transfers.disk.has_room(nbytes)
         if mode == NVME and not to_disk and not transfers.has_host:
             return -1.0
@@ -446,7 +412,7 @@ class _Step:
         self.clock.wait(until - now, kind)
         return until
 
-    def prediction(self, timeline: tuple[tuple[float, int], ...] = (), peak: Peak | None = None) -> Prediction:
+    def prediction(self) -> Prediction:
         """The step in numbers."""
         transfers, clock, profile = self.transfers, self.clock, self.workload.profile
         written, spilled, loaded, fetched = transfers.links.moved
@@ -465,32 +431,34 @@ class _Step:
             host_read_bytes=fetched if transfers.has_host else 0,
             disk_written_bytes=spilled if transfers.has_host else written,
             disk_read_bytes=loaded if transfers.has_host else fetched,
-            forwarded_bytes=transfers.forwarded,
             cancelled_bytes=transfers.cancelled,
-            pressed_bytes=sum(self.workload.nbytes[p] for p in self.refused),
             waits=tuple(self.waits),
             pressed=tuple(self.refused),
             stayed=tuple(p for p, mode in enumerate(self.modes) if HOST <= mode <= NVME and not transfers.left[p]),
-            timeline=timeline,
-            peak=peak,
+            timeline=tuple(self.device.log or ()),
+            peak=self._describe_peak(),
+            at_peak=() if self._at_peak is None else tuple(p for p, there in enumerate(self._at_peak[0]) if there),
         )
 
-    def describe_device(self) -> Peak:
-        """What is on the device now."""
+    def _note_peak(self) -> None:
+        self._at_peak = self.device.holds[:], self.transfers.state[:], self.transfers.left[:]
+
+    def _describe_peak(self) -> Peak | None:
+        """What was on the device when the most was."""
+        if self._at_peak is None:
+            return None
         kinds = {"kept": 0, "on its way out": 0, "brought back": 0, "recomputed": 0}
         modules: dict[str, int] = {}
-        refused = set(self.refused)
-        for p, nbytes in enumerate(self.workload.nbytes):
-            if not self.device.holds[p]:
+        for p, (there, state, left) in enumerate(zip(*self._at_peak, strict=True)):
+            if not there:
                 continue
-            if self.transfers.state[p] in (WRITE_QUEUED, WRITING):
+            nbytes = self.workload.nbytes[p]
+            if state in (WRITE_QUEUED, WRITING):
                 kind = "on its way out"
             elif self.modes[p] == DROPPED:
                 kind = "recomputed"
-            elif self.modes[p] == KEEP or p in refused or not self.transfers.left[p]:
-                kind = "kept"
             else:
-                kind = "brought back"
+                kind = "brought back" if left else "kept"
             kinds[kind] += nbytes
             name = self.workload.module_of(p) or ""
             modules[name] = modules.get(name, 0) + nbytes
@@ -501,34 +469,4 @@ class _Step:
         )
 
 
-def _latest_starts(
-    workload: Workload, modes: Sequence[int], recomputed: frozenset[int], links: Links
-) -> tuple[list[float], list[float]]:
-    """By place in the order of need: the need, and when its read has to begin if reads follow each other."""
-    order = workload.order
-    times = (workload.need[p] if p >= 0 else workload.block_begin[block] for p, block in order)
-    needs = [NEVER if time is None else time for time in times]
-    starts = [NEVER] * len(order)
-    following = NEVER
-    for place in range(len(order) - 1, -1, -1):
-        p, block = order[place]
-        if p < 0 and block in recomputed:
-            p = workload.block_input[block]
-        mode = modes[p] if p >= 0 else KEEP
-        if HOST <= mode <= NVME:
-            hops = (LOAD, FETCH) if workload.profile.host is not None and mode == NVME else (FETCH,)
-            takes = [workload.nbytes[p] * links.seconds_per_byte[k] + links.latency[k] for k in hops]
-            following = min(needs[place] - sum(takes) + max(takes), following) - max(takes)
-        starts[place] = following
-    return needs, starts
-
-
-def _run_to(peak_bytes: int, workload: Workload, choice: Choice, conditions: Conditions, window: int | None) -> _Step:
-    """A step that was stopped when that many bytes were on the device for the first time."""
-    step = _Step(workload, choice, conditions, window)
-    step.device.stop_at_bytes = peak_bytes
-    step.run()
-    return step
-
-
-__all__ = ["Conditions", "Peak", "Prediction", "on_device_at_peak", "run", "run_within", "simulate"]
+__all__ = ["Conditions", "Peak", "Prediction", "run", "run_within", "simulate"]

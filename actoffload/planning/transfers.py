@@ -6,7 +6,7 @@ A storage is known by its position in the workload (``p``). Times are seconds si
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from .profile import Link
 from .workload import HOST, NVME, Workload
@@ -30,7 +30,7 @@ NEVER = float("inf")
 
 
 class StoppedError(Exception):
-    """The step has come to where it was to be stopped: at a peak, or beyond the bytes or the delay of interest."""
+    """The step has more bytes on the device, or is later, than is of interest."""
 
 
 class Clock:
@@ -89,7 +89,7 @@ class Device:
         self.phase = self.peak_phase = "forward"
         self.peak_time = 0.0
         self.log: list[tuple[float, int]] | None = None
-        self.stop_at_bytes = -1
+        self.on_peak: Callable[[], None] | None = None
         self.stop_above_bytes = NEVER
         self._nbytes = nbytes
 
@@ -98,8 +98,10 @@ class Device:
         self.used += self._nbytes[p]
         if self.used > self.peak:
             self.peak, self.peak_time, self.peak_phase = self.used, now, self.phase
-            if self.used == self.stop_at_bytes or self.used > self.stop_above_bytes:
+            if self.used > self.stop_above_bytes:
                 raise StoppedError
+            if self.on_peak is not None:
+                self.on_peak()
         if self.log is not None:
             self.log.append((now, self.used))
 
@@ -205,7 +207,8 @@ class Transfers:
         """Bytes whose write has not ended, whoever still wants it."""
         self.releasing = 0
         """Bytes of the device that writes under way will free."""
-        self.forwarded = self.cancelled = 0
+        self.cancelled = 0
+        """Bytes that backward took before their write had begun."""
         self.clock = clock
 
     def write(self, p: int, mode: int, now: float) -> None:
@@ -225,7 +228,6 @@ class Transfers:
         """Begin to bring ``p`` back, or take it where it is; the bytes that this brings to the device."""
         nbytes, state = self.nbytes[p], self.state[p]
         if state in (WRITE_QUEUED, WRITING):
-            self.forwarded += nbytes
             self.releasing -= nbytes
             self.state[p] = ON_DEVICE
             if state == WRITE_QUEUED:
@@ -235,8 +237,6 @@ class Transfers:
                 self.disk.remove(p)
             return 0
         if state in (ON_HOST, SPILL_QUEUED, SPILLING):
-            if state != ON_HOST:
-                self.forwarded += nbytes
             if state == SPILL_QUEUED:  # its bytes stay in host memory, and never go to disk
                 self.cancelled += nbytes
                 self.disk.remove(p)

@@ -264,7 +264,7 @@ def test_a_link_that_changed_makes_a_new_plan(make_offloader: MakeOffloader, mon
     pilot = _with(offloader, planner)
     _steps(offloader, WARM_UP + 2)
     pilot.profile = replace(planner.profiles[0], disk=Link(write_bytes_per_s=1e9, read_bytes_per_s=2e9))
-    monkeypatch.setattr(offloader.tiers, "rates", lambda full: {("disk", "write"): 0.5e9, ("disk", "read"): None})
+    monkeypatch.setattr(offloader.store.tiers, "rates", lambda full: {("disk", "write"): 0.5e9, ("disk", "read"): None})
     _review(pilot, REVIEW_STEPS)
     assert planner.profiles[1].disk == Link(write_bytes_per_s=0.75e9, read_bytes_per_s=2e9)
     assert "write bandwidth" in pilot.history[-1]

@@ -130,7 +130,7 @@ def _best_window(bench: Bench, choices: Sequence[Choice], windows: Sequence[int]
 def _why_declined(bench: Bench) -> str:
     choices = bench.offload_all(), bench.offload_all(bench.all_groups)
     lowest = min(bench.predict(choice).peak_bytes for choice in choices)
-    peak = run(bench.workload, bench.keep, bench.conditions, detail=True).peak
+    peak = run(bench.workload, bench.keep, bench.limits, detail=True).peak
     where = next(iter(peak.bytes_by_module), "") if peak is not None else ""
     sets = f"; most of the peak of {format_size(bench.kept.peak_bytes)} is {where or 'outside any module'}"
     if lowest > (1 - MIN_GAIN) * bench.kept.peak_bytes:

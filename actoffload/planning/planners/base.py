@@ -31,40 +31,27 @@ FLOOR_TRIES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What a plan has to respect. Sizes in bytes; None is no limit.
+class Limits(Conditions):
+    """What a plan has to respect: the budgets of `Conditions`, and more.
 
     Attributes:
-        device_budget: most bytes of saved activations on the device.
-        host_budget: most bytes of host memory for them.
-        nvme_budget: most bytes of them on disk.
         max_slowdown: how much slower than keeping all a step may be, as a share; None for no loss (`NO_LOSS`), or for
             whatever a ``device_budget`` costs.
         tiers: where storages may go: ``"host"``, ``"nvme"``.
         recompute: whether blocks may be recomputed, where a step may be slower at all.
     """
 
-    device_budget: int | None = None
-    host_budget: int | None = None
-    nvme_budget: int | None = None
     max_slowdown: float | None = None
     tiers: tuple[str, ...] = ("host", "nvme")
     recompute: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("device_budget", "host_budget", "nvme_budget"):
-            value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise ConfigError(name, value, "give a number of bytes, 0 or more, or None")
+        Conditions.__post_init__(self)  # super() does not work in a dataclass with slots
         slowdown = self.max_slowdown
         if slowdown is not None and (not isinstance(slowdown, (int, float)) or not 0 <= slowdown < float("inf")):
             raise ConfigError("max_slowdown", slowdown, "give a share of the step time, for example 0.02, or None")
         if not set(self.tiers) <= {"host", "nvme"}:
             raise ConfigError("tiers", self.tiers, 'name "host", "nvme" or both')
-
-    def conditions(self) -> Conditions:
-        """What a step runs under that is planned with these limits."""
-        return Conditions(device_budget=self.device_budget, host_budget=self.host_budget, nvme_budget=self.nvme_budget)
 
 
 @runtime_checkable
@@ -113,7 +100,6 @@ class Bench:
         costs_allowed = limits.device_budget is not None or bool(limits.max_slowdown)
         groups = range(len(self.workload.groups)) if limits.recompute and costs_allowed else ()
         self.all_groups = frozenset(groups)
-        self.conditions = limits.conditions()
         self.window = WIDE * profile.prefetch_bytes if limits.device_budget is not None else None
         self.spent = 0
         self._cost = len(self.workload.items) + 40
@@ -133,7 +119,7 @@ class Bench:
         key = (choice, window, budget)
         found = self._known.get(key)
         if found is None:
-            conditions = self.conditions if budget is None else replace(self.conditions, device_budget=budget)
+            conditions = self.limits if budget is None else replace(self.limits, device_budget=budget)
             found = run(self.workload, choice, conditions, window=window)
             self._known[key] = found
             self.spent += self._cost
@@ -173,7 +159,7 @@ class Bench:
         if seen is None:
             delay_s = most_s - self.workload.profile.step_s + ROUNDING * most_s  # what counts is the sum, below
             limits = {"most_bytes": most_bytes, "most_delay_s": delay_s}
-            seen = run_within(self.workload, choice, self.conditions, window=window, **limits)
+            seen = run_within(self.workload, choice, self.limits, window=window, **limits)
             cut_short = seen is None and self.limits.device_budget is not None  # most often still in forward
             self.spent += self._cost // (2 if cut_short else 1)
             if seen is None:

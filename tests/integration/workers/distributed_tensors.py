@@ -326,12 +326,12 @@ def shares() -> dict[str, Any]:
             os.environ.pop(variable, None)
         os.environ.update(variables)
         core = offloader()
-        spool = core.tiers.spool
+        spool = core.store.tiers.spool
         assert spool is not None
         dist.barrier()
         (lane,) = spool.files
         disk = spool.statistics().capacity_bytes or free_bytes(lane) + spool.statistics().arena_bytes
-        found[name] = {"processes": processes_here(), "host": core.tiers.pools[0].capacity_bytes, "disk": disk}
+        found[name] = {"processes": processes_here(), "host": core.store.tiers.pools[0].capacity_bytes, "disk": disk}
         core.close()
         dist.barrier()
     return found
