@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from statistics import median
+from typing import Any
 
 from benchmarks import harness, turns, whole_steps
 from benchmarks.harness import Bound, Samples
@@ -46,7 +47,7 @@ def groups(options: argparse.Namespace) -> list[turns.Group]:
 
 def judge(samples: Samples) -> whole_steps.Verdict:
     """A row for each switch, beside the reference of its case."""
-    summary = {}
+    summary: dict[str, dict[str, Any]] = {}
     for name, taken in samples.items():
         case = name.split("/")[0]
         reference = samples[f"{case}/{REFERENCE}"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -46,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     summary = summarise(samples)
     columns: dict[str, Callable[[Row], object]] = {
-        name: lambda row, name=name: f"{row[name]:.3f}" for name in ("median s", "slowest kind s", "longest s")
+        "median s": lambda row: f"{row['median s']:.3f}",
+        "slowest kind s": lambda row: f"{row['slowest kind s']:.3f}",
+        "longest s": lambda row: f"{row['longest s']:.3f}",
     }
     largest = max(sample["storages"] for sample in samples)
     slowest_s = summary[f"{largest}, auto"]["slowest kind s"]
@@ -85,7 +88,7 @@ def measure(profile: Profile, links: str) -> list[Sample]:
 
     samples = [sample("(one simulated step)", "none", simulated)]
     for kind, limits in kinds.items():
-        samples += [sample(name, kind, lambda name=name, limits=limits: planned(name, limits)) for name in PLANNERS]
+        samples += [sample(name, kind, partial(planned, name, limits)) for name in PLANNERS]
     return samples
 
 
