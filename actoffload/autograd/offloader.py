@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..autotune.agreement import agree
-from ..autotune.autopilot import Autopilot
+from ..autotune.autopilot import Autopilot, agree
 from ..autotune.blocks import BlockWatch
 from ..autotune.recompute import RecomputeMeter
 from ..config import OffloadConfig

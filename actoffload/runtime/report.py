@@ -9,8 +9,9 @@ from itertools import groupby
 
 import torch.distributed as dist
 
-from ..config import OffloadConfig, format_size
+from ..config import OffloadConfig
 from ..planning.plan import Plan, PlanEntry
+from ..sizes import format_size
 from ..statistics import Statistics
 from ..storage.arena import SpoolStatistics
 from ..storage.endurance import Rating, render_wear
