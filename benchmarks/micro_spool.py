@@ -62,11 +62,15 @@ def against_fio(
                             if mode == engine:
                                 yield about | {"bytes_per_s": rig.measure(direction, seconds).bytes_per_s}
                             else:
-                                fio_engine = mode.removeprefix("fio ")
                                 yield about | measure_fio(
-                                    rig.file, direction, engine=fio_engine, region=used, block=block, depth=depth,
+                                    rig.file,
+                                    direction,
+                                    engine=mode.removeprefix("fio "),
+                                    region=used,
+                                    block=block,
+                                    depth=depth,
                                     seconds=seconds,
-                                )  # fmt: skip
+                                )
 
 
 def main_thread_in_python(path: str, *, region: int, seconds: float, rounds: int) -> Iterator[Sample]:

@@ -12,10 +12,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from statistics import median
-from typing import Any
 
 from benchmarks import harness, turns, whole_steps
-from benchmarks.harness import Bound, Samples
+from benchmarks.harness import Bound, Row, Samples
 
 REFERENCE = "keep, same memory"
 SWITCHES = {"native": "1", "allocator only": "cpu_allocator", "nothing native": "0"}
@@ -47,7 +46,7 @@ def groups(options: argparse.Namespace) -> list[turns.Group]:
 
 def judge(samples: Samples) -> whole_steps.Verdict:
     """A row for each switch, beside the reference of its case."""
-    summary: dict[str, dict[str, Any]] = {}
+    summary: dict[str, Row] = {}
     for name, taken in samples.items():
         case = name.split("/")[0]
         reference = samples[f"{case}/{REFERENCE}"]

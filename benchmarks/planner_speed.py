@@ -46,15 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for sample in measure(profile, links)
     ]
     summary = summarise(samples)
-    columns: dict[str, Callable[[Row], object]] = {
-        "median s": lambda row: f"{row['median s']:.3f}",
-        "slowest kind s": lambda row: f"{row['slowest kind s']:.3f}",
-        "longest s": lambda row: f"{row['longest s']:.3f}",
-    }
+    columns = ("median s", "slowest kind s", "longest s")
+    rows = [(name, *(f"{row[column]:.3f}" for column in columns)) for name, row in summary.items()]
     largest = max(sample["storages"] for sample in samples)
     slowest_s = summary[f"{largest}, auto"]["slowest kind s"]
     bound = Bound(what=f"auto, {largest} storages: slowest kind", measured=slowest_s, bound=LIMIT_S, unit=" s")
-    table = harness.table_of("storages, planner", summary, columns)
+    table = harness.markdown_table(("storages, planner", *columns), rows)
     return 0 if results.finish(table, [bound], samples=samples) else 1
 
 

@@ -214,7 +214,12 @@ def test_the_planner_benchmark_compares_steps_of_the_same_turn() -> None:
         return {**trace, **facts, **more}
 
     counted = {"baseline_peak_bytes": 100, "resident_peak_bytes": 41}
-    moved = {"statistics": counted, "written_bytes_per_step": 80.0, "wait_s_per_step": 0.0, "bandwidth": None}
+    moved: dict[str, Any] = {
+        "statistics": counted,
+        "written_bytes_per_step": 80.0,
+        "wait_s_per_step": 0.0,
+        "bandwidth": None,
+    }
     samples = {
         "keep": [sample(2.0, 4.0)],
         "recompute": [sample(3.0, 6.0)],
