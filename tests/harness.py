@@ -210,11 +210,6 @@ def pool_bytes(offloader: Offloader) -> int:
     return sum(pool.allocated_bytes for pool in pools_of(offloader))
 
 
-def held_bytes(offloader: Offloader) -> int:
-    """What an offloader holds of host memory and disk, whether or not it was aborted."""
-    return spool_statistics(offloader).allocated_bytes + pool_bytes(offloader)
-
-
 def assert_empty(offloader: Offloader) -> None:
     """Nothing that an offloader gave out is still held: records, resident bytes, extents, transfers, slots, names."""
     offloader.synchronize()

@@ -256,9 +256,7 @@ class Offloader:
             stack = self._forwards.stack
             if stack and len(stack[-1].tape):
                 stack[-1].tape = Tape()
-        self.store.count_deferred()
-        with self.store.shared.lock:
-            self.store.prefetch.expect(Hint(microbatch, direction, next))
+        self.store.expect(Hint(microbatch, direction, next))
 
     def agree(self, group: Any = None) -> bool:
         """Have all ranks of a group follow one plan, so that blocks can be recomputed where ranks communicate.

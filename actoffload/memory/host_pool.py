@@ -193,7 +193,9 @@ class HostPool:
             self._reclaim()
 
     def close(self, *, wait: bool = False) -> None:
-        """Give back what is free; memory that a copy may still use goes when another pool needs memory. Idempotent.
+        """Give back what is free, and the rest with its slots. Idempotent.
+
+        Page-locked memory that a copy may still use goes when another pool needs memory.
 
         Args:
             wait: First wait until the copies into and out of what nobody holds any more are done.
@@ -206,7 +208,7 @@ class HostPool:
                     self._wait_for(event)
             self._reclaim()
             for slab in tuple(self._slabs):
-                if slab.extents.allocated_bytes == 0:
+                if slab.extents.allocated_bytes == 0 or not slab.locked:  # a slot keeps the mapping that it lies in
                     self._unmap(slab)
             if not any(slab.locked for slab in self._slabs):
                 _CLOSED.discard(self)

@@ -28,7 +28,7 @@ from ..tiers.tier import Tier
 from ..tiers.tiers import Tiers
 from .decision import OffloadDecision
 from .identity import Counter, IdentityMap
-from .pipeline import Phases
+from .pipeline import Hint, Phases
 from .prefetch import Prefetch
 from .profiler import Profiler, SavedStorage
 from .report import render_report
@@ -218,6 +218,7 @@ class ActivationStore:
         if len(deferred) >= MANY_DEFERRED:
             self.count_deferred()
 
+    @_aborts_when_interrupted
     def count_deferred(self) -> None:
         """Count what stays without a record."""
         with self.shared.lock:
@@ -325,6 +326,13 @@ class ActivationStore:
                 # A copy: the engine's own is in a cycle with the engine's frames, which would hold the handle as well.
                 raise copy.copy(error) from error
 
+    @_aborts_when_interrupted
+    def expect(self, hint: Hint) -> None:
+        """A schedule says that a forward or a backward is about to begin."""
+        with self.shared.lock:
+            self._count_dropped()
+            self.prefetch.expect(hint)
+
     # -- the end of a handle ------------------------------------------------------------------------------------------
 
     def drop(self, record: Record, round_: int) -> None:
@@ -389,6 +397,7 @@ class ActivationStore:
         self.shared.reporter.event(EventKind.RELEASE, record)
         self.shared.changed.notify_all()
 
+    @_aborts_when_interrupted
     def nothing_is_alive(self) -> bool:
         """Whether no record is, those of handles that died just now counted out."""
         with self.shared.lock:
@@ -397,6 +406,7 @@ class ActivationStore:
 
     # -- the end of the store -----------------------------------------------------------------------------------------
 
+    @_aborts_when_interrupted
     def synchronize(self) -> None:
         """Wait until nothing is on its way out: every copy and write that was begun has ended."""
         shared = self.shared
@@ -408,6 +418,7 @@ class ActivationStore:
                 self.tiers.flush()  # what came meanwhile may wait for others
         shared.reporter.warn()
 
+    @_aborts_when_interrupted
     def close(self) -> None:
         """Take no more work and wait for what is under way. Idempotent.
 
@@ -452,6 +463,7 @@ class ActivationStore:
 
     # -- what was done ------------------------------------------------------------------------------------------------
 
+    @_aborts_when_interrupted
     def statistics(self) -> Statistics:
         """Return what was done since the store began."""
         self.shared.reporter.warn()
