@@ -47,7 +47,8 @@ class Slot:
 
     def __del__(self) -> None:
         # It may run anywhere, also inside the pool's own lock: only an atomic operation.
-        self._dropped.append(_Dropped(self.address, self.nbytes, self.slab, self.offset, self.events))
+        if hasattr(self, "_dropped"):
+            self._dropped.append(_Dropped(self.address, self.nbytes, self.slab, self.offset, self.events))
 
 
 class _Dropped(NamedTuple):
