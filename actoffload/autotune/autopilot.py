@@ -15,8 +15,7 @@ from ..planning.explain import render_plan
 from ..planning.plan import Plan
 from ..planning.planners.auto import Auto
 from ..planning.planners.base import Limits, Planner
-from ..planning.planners.feedback import Observed, correct, needs_replan
-from ..planning.planners.hiding import correct_hiding
+from ..planning.planners.feedback import Observed, correct, correct_hiding
 from ..planning.profile import Profile
 from ..planning.simulator import Conditions
 from ..runtime.decision import OffloadDecision
@@ -285,7 +284,8 @@ class Autopilot:
             return
         assert self.seen is not None, "the steps were looked at"
         if self._bounded:
-            profile, reason = self._judged(self.profile, self.plan, self.seen)
+            conditions = Conditions(device_budget=self._limits.device_budget)
+            profile, reason = correct(self.profile, self.plan, self.seen, conditions)
         else:
             profile, reason = correct_hiding(self.profile, self.seen, self._recording.step_s)
         if reason:
@@ -296,12 +296,6 @@ class Autopilot:
     def _mismatched(self) -> bool:
         saved_bytes = 0 if self.profile is None else self.profile.saved_bytes
         return self._following.placement.mismatched_bytes > SHAPES_CHANGED * max(1, saved_bytes)
-
-    def _judged(self, profile: Profile, plan: Plan, seen: Observed) -> tuple[Profile, str]:
-        """Where the user has set a bound: the step as a whole counts, and what moving costs the compute."""
-        conditions = Conditions(device_budget=self._limits.device_budget)
-        corrected = correct(profile, plan, seen, conditions)
-        return corrected, needs_replan(profile, plan, seen, corrected, conditions)
 
     # -- plans --------------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,6 @@ from .transfers import (
     WRITE_QUEUED,
     WRITING,
     Clock,
-    StoppedError,
     Transfers,
 )
 from .workload import ABSENT, BIRTH, DROPPED, HOST, KEEP, NEED, NVME, RECOMPUTE, Choice, Workload
@@ -166,26 +165,6 @@ def run(
     """Predict one step of a prepared profile under a planner's choice; see `simulate`."""
     step = _Step(workload, choice, conditions, window, detail=detail)
     step.run()
-    return step.prediction()
-
-
-def run_within(
-    workload: Workload,
-    choice: Choice,
-    conditions: Conditions,
-    *,
-    window: int | None,
-    most_bytes: float,
-    most_delay_s: float,
-) -> Prediction | None:
-    """`run`, given up with None as soon as the peak or the delay is above what is of interest."""
-    step = _Step(workload, choice, conditions, window)
-    step.device.stop_above_bytes = most_bytes
-    step.clock.stop_after_s = most_delay_s
-    try:
-        step.run()
-    except StoppedError:
-        return None
     return step.prediction()
 
 
@@ -469,4 +448,4 @@ class _Step:
         )
 
 
-__all__ = ["Conditions", "Peak", "Prediction", "run", "run_within", "simulate"]
+__all__ = ["Conditions", "Peak", "Prediction", "run", "simulate"]

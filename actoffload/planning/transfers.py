@@ -29,10 +29,6 @@ FORWARD, BACKWARD, RECOMPUTING = range(3)
 NEVER = float("inf")
 
 
-class StoppedError(Exception):
-    """The step has more bytes on the device, or is later, than is of interest."""
-
-
 class Clock:
     """How late the step is against the profile's timeline, and why. Seconds."""
 
@@ -40,13 +36,10 @@ class Clock:
         self.delay = self.cost_s = 0.0
         self.waited = [0.0, 0.0, 0.0]
         """In forward, in backward, and for recomputing."""
-        self.stop_after_s = NEVER
 
     def wait(self, seconds: float, kind: int) -> None:
         self.waited[kind] += seconds
         self.delay += seconds
-        if self.delay > self.stop_after_s:
-            raise StoppedError
 
     def charge(self, seconds: float) -> None:
         """Add compute time that moving bytes takes."""
@@ -90,7 +83,6 @@ class Device:
         self.peak_time = 0.0
         self.log: list[tuple[float, int]] | None = None
         self.on_peak: Callable[[], None] | None = None
-        self.stop_above_bytes = NEVER
         self._nbytes = nbytes
 
     def add(self, p: int, now: float) -> None:
@@ -98,8 +90,6 @@ class Device:
         self.used += self._nbytes[p]
         if self.used > self.peak:
             self.peak, self.peak_time, self.peak_phase = self.used, now, self.phase
-            if self.used > self.stop_above_bytes:
-                raise StoppedError
             if self.on_peak is not None:
                 self.on_peak()
         if self.log is not None:

@@ -96,9 +96,9 @@ def test_the_step_after_the_warm_up_is_planned_from_and_the_plan_is_followed(mak
 
 
 def test_blocks_are_timed_once_under_each_plan(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actoffload.planning.planners.hiding.WAIT_SHARE", float("inf"))
-    monkeypatch.setattr("actoffload.planning.planners.hiding.BANDWIDTH_CHANGE", float("inf"))
-    monkeypatch.setattr("actoffload.planning.planners.hiding.STEP_CHANGE", float("inf"))
+    monkeypatch.setattr("actoffload.planning.planners.feedback.WAIT_SHARE", float("inf"))
+    monkeypatch.setattr("actoffload.planning.planners.feedback.BANDWIDTH_CHANGE", float("inf"))
+    monkeypatch.setattr("actoffload.planning.planners.feedback.COMPUTE_CHANGE", float("inf"))
     torch.manual_seed(0)
     model = GPT(GPTConfig(width=64, layers=3, head_width=32, seq=32))
 

@@ -62,7 +62,9 @@ def test_the_rows_add_up_to_the_step(seed: int, share: float | None) -> None:
     assert sum(row.peak_bytes for row in rows) == seen.peak_bytes
     assert sum(row.recompute_s for row in rows) == pytest.approx(seen.recompute_s)
     assert sum(row.wait_s for row in rows) == pytest.approx(sum(s for _, s in seen.waits))
-    assert sum(row.disk_bytes + row.host_bytes for row in rows) >= plan.offloaded_bytes - sum(profile.storages[p].nbytes for p in seen.pressed)
+    assert sum(row.disk_bytes + row.host_bytes for row in rows) >= plan.offloaded_bytes - sum(
+        profile.storages[p].nbytes for p in seen.pressed
+    )
     assert {row.name for row in rows} <= {block.name for block in profile.blocks} | {OUTSIDE}
     assert all(row.why for row in rows)
     render_plan(profile, plan, limits, analysis=analysis)

@@ -18,7 +18,6 @@ from actoffload.planning.planners import (
 )
 from actoffload.planning.planners.base import Bench
 from actoffload.planning.planners.joint import ranking
-from actoffload.planning.planners.lifetime import BINS, Channel
 from actoffload.planning.planners.search import every_choice, neighbours
 from actoffload.planning.profile import Link, Profile, Storage
 from actoffload.planning.simulator import Conditions, simulate
@@ -130,36 +129,6 @@ def test_ssdtrain_cuts_by_reads_too() -> None:
     fast = make_planner("ssdtrain").plan(transformer_profile(8192, 4, 16, accelerator=_a100(6.0, 12.0)), Limits())
     slow = make_planner("ssdtrain").plan(transformer_profile(8192, 4, 16, accelerator=_a100(6.0, 1.0)), Limits())
     assert slow.offloaded_bytes < fast.offloaded_bytes
-
-
-def test_bring_back_keeps_the_largest() -> None:
-    profile = slow_profile()
-    budget = int(0.7 * profile.baseline_peak_bytes)
-    plan = make_planner("bring_back").plan(profile, Limits(device_budget=budget))
-    assert plan.predicted_peak_bytes is not None
-    assert plan.predicted_peak_bytes <= budget
-    kept = [entry.nbytes for entry in plan.entries if entry.action == "keep"]
-    assert max(entry.nbytes for entry in plan.entries) in kept
-
-
-def test_lifetime_moves_what_lies_idle_longest() -> None:
-    def storage(index: int, birth_s: float, need_s: float) -> Storage:
-        return Storage(index=index, nbytes=100, birth_s=birth_s, need_s=need_s, last_need_s=need_s)
-
-    storages = (storage(0, 0.0, 10.0), storage(1, 0.1, 2.5), storage(2, 0.2, 9.0), storage(3, 4.0, 4.5))
-    disk = Link(write_bytes_per_s=100.0, read_bytes_per_s=100.0)
-    profile = Profile(storages=storages, forward_s=5.0, backward_s=5.0, disk=disk)
-    plan = make_planner("lifetime").plan(profile, Limits())
-    assert [entry.action for entry in plan.entries] == ["offload", "keep", "offload", "keep"]
-
-
-def test_a_channel_is_booked_once() -> None:
-    channel = Channel(bin_s=1.0, bytes_per_s=10.0, latency_s=0.5)
-    assert float(channel.free_before()[-1]) == BINS
-    channel.book(2, 5, 2.5, latest=False)
-    assert channel.free[1:6].tolist() == [1.0, 0.0, 0.0, 0.5, 1.0]
-    channel.book(2, 5, 1.25, latest=True)
-    assert channel.free[1:6].tolist() == [1.0, 0.0, 0.0, 0.25, 0.0]
 
 
 def test_joint_recomputes_what_is_cheapest_by_the_byte() -> None:

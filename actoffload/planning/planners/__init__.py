@@ -1,6 +1,6 @@
 """Planners: pure functions from a `Profile` and `Limits` to a `Plan`.
 
-from actoffload.planners import Limits, make_planner
+from actoffload.planning.planners import Limits, make_planner
 
 plan = make_planner("auto").plan(profile, Limits(device_budget=8 << 30))
 """
@@ -12,17 +12,13 @@ from collections.abc import Callable
 from ...errors import ConfigError
 from .auto import Auto
 from .base import NO_LOSS, Limits, Planner
-from .bring_back import BringBack
-from .feedback import Observed, correct, needs_replan
+from .feedback import Observed, correct
 from .joint import Joint
-from .lifetime import Lifetime
 from .ssdtrain import SSDTrain
 
 PLANNERS: dict[str, Callable[[], Planner]] = {
     "auto": Auto,
-    "bring_back": BringBack,
     "joint": Joint,
-    "lifetime": Lifetime,
     "ssdtrain": SSDTrain,
 }
 """Every planner by its name."""
@@ -43,14 +39,11 @@ __all__ = [
     "NO_LOSS",
     "PLANNERS",
     "Auto",
-    "BringBack",
     "Joint",
-    "Lifetime",
     "Limits",
     "Observed",
     "Planner",
     "SSDTrain",
     "correct",
     "make_planner",
-    "needs_replan",
 ]

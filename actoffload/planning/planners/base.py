@@ -10,7 +10,7 @@ from ...config import format_size
 from ...errors import BudgetError, ConfigError
 from ..plan import Plan
 from ..profile import Profile
-from ..simulator import Conditions, Prediction, run, run_within
+from ..simulator import Conditions, Prediction, run
 from ..workload import HOST, KEEP, NVME, Choice, Workload
 
 NO_LOSS = 0.01
@@ -22,8 +22,6 @@ HOST_SHARE = 0.75
 
 WIDE = 8
 """Under a budget, planners let backward read so many times the profile's window ahead."""
-ROUNDING = 1e-9
-"""A step is given up only where the step is longer than it may be by more than this share."""
 CUTS = 256
 """A cut through a long list of items is found to within one part of so many."""
 FLOOR_TRIES = 12
@@ -137,43 +135,11 @@ class Bench:
 
     def fits(self, choice: Choice, window: int | None = None) -> bool:
         """Whether a choice respects the budget, or, without one, the allowed slow-down."""
-        budget = self.limits.device_budget
-        most_bytes = float("inf") if budget is None else float(budget)
-        most_s = self.allowed_s if budget is None else float("inf")
-        return self._within(choice, window, most_bytes, most_s) and self.score(choice, window)[0] <= 0.0
-
-    def beats(self, choice: Choice, score: Score, window: int | None = None) -> bool:
-        """Whether a choice scores better than ``score``."""
-        if score[0] > 0:
-            return self.score(choice, window) < score
-        budget = self.limits.device_budget
-        most_bytes = score[1] if budget is None else float(budget)
-        most_s = self.allowed_s if budget is None else (score[1] + 1e-8) * self.kept.step_s
-        return self._within(choice, window, most_bytes, most_s) and self.score(choice, window) < score
-
-    def _within(self, choice: Choice, window: int | None, most_bytes: float, most_s: float) -> bool:
-        """Whether a step stays within a peak and a time, simulated no further than it takes to know."""
-        window = self.window if window is None else window
-        key = (choice, window, None)
-        seen = self._known.get(key)
-        if seen is None:
-            delay_s = most_s - self.workload.profile.step_s + ROUNDING * most_s  # what counts is the sum, below
-            limits = {"most_bytes": most_bytes, "most_delay_s": delay_s}
-            seen = run_within(self.workload, choice, self.limits, window=window, **limits)
-            cut_short = seen is None and self.limits.device_budget is not None  # most often still in forward
-            self.spent += self._cost // (2 if cut_short else 1)
-            if seen is None:
-                return False
-            self._known[key] = seen
-        return seen.peak_bytes <= most_bytes and seen.step_s <= most_s
+        return self.score(choice, window)[0] <= 0.0
 
     def best(self, choices: Sequence[Choice]) -> Choice:
         """The best choice; the first of equals."""
-        best = choices[0]
-        for choice in choices[1:]:
-            if self.beats(choice, self.score(best)):
-                best = choice
-        return best
+        return min(choices, key=self.score)
 
     def lowest_tier(self) -> int:
         """Where an item goes unless something else is said: host memory before disk."""
