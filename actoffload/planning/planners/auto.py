@@ -89,13 +89,13 @@ def _many(bench: Bench) -> bool:
 
 def first_cut(bench: Bench) -> Choice:
     """The first leave, the last stay: SSDTrain's cut, placed by the simulator."""
-    return bench.search_cut(bench.movable())[1]
+    return bench.search_cut(bench.movable())
 
 
 def smallest_cut(bench: Bench) -> Choice:
     """The smallest leave, the largest stay: as DeepSpeed's DeepCompile pass brings back what there is headroom for."""
     items = bench.workload.items
-    return bench.search_cut(sorted(bench.movable(), key=lambda n: (items[n].nbytes, items[n].birth_s)))[1]
+    return bench.search_cut(sorted(bench.movable(), key=lambda n: (items[n].nbytes, items[n].birth_s)))
 
 
 def _windows(bench: Bench) -> list[int]:

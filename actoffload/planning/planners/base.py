@@ -181,31 +181,17 @@ class Bench:
         """All that may move leaves."""
         return self.offload(self.movable(recompute), recompute)
 
-    def search_cut(
-        self,
-        order: Sequence[int],
-        recompute: frozenset[int] = frozenset(),
-        *,
-        tries: int = 12,
-        within: tuple[int, int] | None = None,
-    ) -> tuple[int, Choice]:
-        """How many items of ``order`` should leave: as few as the budget demands, or as many as cost no time.
+    def search_cut(self, order: Sequence[int], recompute: frozenset[int] = frozenset(), *, tries: int = 12) -> Choice:
+        """The first of ``order`` leave: as few as the budget demands, or as many as cost no time.
 
-        Args:
-            order: the items in the order in which they should leave.
-            recompute: the groups that are recomputed.
-            tries: how often to halve what is open.
-            within: counts between which the answer is expected. It is found to within one 256th of what they enclose.
-
-        Returns:
-            The count and the choice. Where no count fits, the one that comes nearest.
+        Where no number of them fits, the one that comes nearest. ``tries`` is how often what is open is halved.
         """
-        few, many = (0, len(order)) if within is None else within
-        close = max(1, (many - few) // CUTS)
+        few, many = 0, len(order)
+        close = max(1, many // CUTS)
         want_few = self.limits.device_budget is not None
-        good = few if want_few else many
-        if self.fits(self.offload(order[:good], recompute)):
-            return good, self.offload(order[:good], recompute)
+        good = self.offload(() if want_few else order, recompute)
+        if self.fits(good):
+            return good
         for _ in range(tries):
             if many - few <= close:
                 break
@@ -214,8 +200,7 @@ class Bench:
                 many = middle
             else:
                 few = middle
-        edge = many if want_few else few
-        return edge, self.offload(order[:edge], recompute)
+        return self.offload(order[: many if want_few else few], recompute)
 
     # -- plans --------------------------------------------------------------------------------------------------------
 
