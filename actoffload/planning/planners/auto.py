@@ -14,7 +14,7 @@ from ..plan import Plan
 from ..profile import Profile
 from ..simulator import run
 from ..workload import Choice
-from .base import SAFETY, Bench, Limits
+from .base import SAFETY, Bench, Limits, Score
 from .joint import joint
 from .search import every_choice, refine
 
@@ -56,10 +56,10 @@ class Auto:
                 return bench.finish(bench.keep, self.name)
             return self._decline(bench, "no saved storage may move, and no block can be recomputed")
         choice = self._search(bench)
-        window = _best_window(bench, (choice,), _windows(bench)[1::2] if _many(bench) else _windows(bench))
-        if budget is None and bench.predict(choice, window).peak_bytes > (1 - MIN_GAIN) * bench.kept.peak_bytes:
+        _choose_window(bench, (choice,), _windows(bench)[1::2] if _many(bench) else _windows(bench))
+        if budget is None and bench.predict(choice).peak_bytes > (1 - MIN_GAIN) * bench.kept.peak_bytes:
             return self._decline(bench, _why_declined(bench))
-        return bench.finish(choice, self.name, partial(_reason, bench), window=window)
+        return bench.finish(choice, self.name, partial(_reason, bench))
 
     def _decline(self, bench: Bench, reason: str) -> Plan:
         return bench.finish(bench.keep, self.name, declined=reason)
@@ -74,7 +74,7 @@ class Auto:
         if _many(bench):
             windows = windows[-2:-1] or windows
         others = [*choices[1:], *_under(bench, windows)]
-        bench.window = _best_window(bench, (best, *others), windows)
+        _choose_window(bench, (best, *others), windows)
         best = bench.best([best, *others])
         if not bench.fits(best):
             best = bench.best([best, bench.floor()[1]])
@@ -117,9 +117,14 @@ def _under(bench: Bench, windows: Sequence[int]) -> list[Choice]:
     return found
 
 
-def _best_window(bench: Bench, choices: Sequence[Choice], windows: Sequence[int]) -> int | None:
-    """How far ahead to read: the bench's window, unless another one is better for one of the choices."""
-    return min((bench.window, *windows), key=lambda window: min(bench.score(choice, window) for choice in choices))
+def _choose_window(bench: Bench, choices: Sequence[Choice], windows: Sequence[int]) -> None:
+    """Let backward read as far ahead as is best for one of the choices."""
+
+    def score(window: int | None) -> Score:
+        bench.window = window
+        return min(map(bench.score, choices))
+
+    bench.window = min((bench.window, *windows), key=score)
 
 
 def _why_declined(bench: Bench) -> str:

@@ -85,8 +85,8 @@ class Bench:
         all_groups: the groups of blocks that may be recomputed: none without a budget or a slow-down to pay it with.
         to_host: whether items may go to host memory.
         to_disk: whether they may go to disk.
-        window: how far ahead to read unless told otherwise; None for the profile's window. Under a budget it is wide:
-            nothing is fetched beyond the budget anyway.
+        window: how far ahead to read; None for the profile's window. Under a budget it is wide: nothing is fetched
+            beyond the budget anyway.
         spent: items simulated so far, as a measure of time without a clock.
     """
 
@@ -111,21 +111,20 @@ class Bench:
 
     # -- trying -------------------------------------------------------------------------------------------------------
 
-    def predict(self, choice: Choice, window: int | None = None, budget: int | None = None) -> Prediction:
+    def predict(self, choice: Choice, budget: int | None = None) -> Prediction:
         """The step under a choice; ``budget`` replaces the ``device_budget``."""
-        window = self.window if window is None else window
-        key = (choice, window, budget)
+        key = (choice, self.window, budget)
         found = self._known.get(key)
         if found is None:
             conditions = self.limits if budget is None else replace(self.limits, device_budget=budget)
-            found = run(self.workload, choice, conditions, window=window)
+            found = run(self.workload, choice, conditions, window=self.window)
             self._known[key] = found
             self.spent += self._cost
         return found
 
-    def score(self, choice: Choice, window: int | None = None) -> Score:
+    def score(self, choice: Choice) -> Score:
         """Less is better: first the limits, then what is asked for (time or memory), then the rest."""
-        seen = self.predict(choice, window)
+        seen = self.predict(choice)
         budget = self.limits.device_budget
         late = max(0.0, seen.step_s - self.allowed_s)
         if budget is None:
@@ -133,9 +132,9 @@ class Bench:
         over = float(max(0, seen.peak_bytes - budget))
         return (over, round(seen.step_s / self.kept.step_s, 9) if self.kept.step_s else 0.0, 0.0, seen.moved_bytes)
 
-    def fits(self, choice: Choice, window: int | None = None) -> bool:
+    def fits(self, choice: Choice) -> bool:
         """Whether a choice respects the budget, or, without one, the allowed slow-down."""
-        return self.score(choice, window)[0] <= 0.0
+        return self.score(choice)[0] <= 0.0
 
     def best(self, choices: Sequence[Choice]) -> Choice:
         """The best choice; the first of equals."""
@@ -225,7 +224,6 @@ class Bench:
         planner: str,
         why: Callable[[int], str] = lambda number: "",
         *,
-        window: int | None = None,
         declined: str = "",
     ) -> Plan:
         """The plan of a choice.
@@ -234,28 +232,27 @@ class Bench:
             choice: what is decided.
             planner: who decides.
             why: the reason for an item, by its number.
-            window: how far ahead to read; None for the bench's window.
             declined: why nothing is moved.
 
         Raises:
             BudgetError: the choice does not meet the budget.
         """
-        seen = self.predict(choice, window)
+        seen = self.predict(choice)
         budget = self.limits.device_budget
         if budget is not None and seen.peak_bytes > budget:
             floor = self.floor()[0]
             floor = floor if budget < floor < seen.peak_bytes else seen.peak_bytes
             detail = f"{format_size(floor)}; {planner} reaches {format_size(seen.peak_bytes)}"
             raise BudgetError(budget, floor, detail)
-        choice = self.relieved(choice, window)
-        seen = self.predict(choice, window)
+        choice = self.relieved(choice)
+        seen = self.predict(choice)
         reasons = [why(number) if choice.tiers[number] != KEEP else "" for number in range(len(choice.tiers))]
         return Plan(
             self.workload.to_entries(choice, reasons),
             planner=planner,
             recompute=tuple(sorted(self.workload.groups[n].name for n in choice.recompute)),
             declined=declined,
-            prefetch_bytes=window or self.window or self.workload.profile.prefetch_bytes,
+            prefetch_bytes=self.window or self.workload.profile.prefetch_bytes,
             pending_bytes=seen.pending_peak_bytes,
             predicted_step_s=seen.step_s,
             predicted_peak_bytes=seen.peak_bytes,
@@ -263,9 +260,9 @@ class Bench:
             baseline_peak_bytes=self.kept.peak_bytes,
         )
 
-    def relieved(self, choice: Choice, window: int | None = None) -> Choice:
+    def relieved(self, choice: Choice) -> Choice:
         """The choice, with what would never leave kept from the start, where that is no worse: it is in others' way."""
-        stayed = set(self.predict(choice, window).stayed)
+        stayed = set(self.predict(choice).stayed)
         if not stayed:
             return choice
         tiers = list(choice.tiers)
@@ -273,4 +270,4 @@ class Bench:
             if stayed.issuperset(item.positions):
                 tiers[number] = KEEP
         other = Choice(tuple(tiers), choice.recompute)
-        return other if self.score(other, window)[:2] <= self.score(choice, window)[:2] else choice
+        return other if self.score(other)[:2] <= self.score(choice)[:2] else choice
