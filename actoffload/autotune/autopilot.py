@@ -40,16 +40,7 @@ ROOM_TO_KEEP = 1.5
 
 
 class Following:
-    """Makes an offloader do as a plan says.
-
-    Args:
-        shared: holds what backward may need at once.
-        tiers: told how many bytes are expected on their way out.
-        placement: decides what moves.
-        prefetch: reads as far ahead as the plan says.
-        blocks: the blocks of the models by name, as they are known at any time.
-        meter: counts what recomputed blocks hold.
-    """
+    """Makes an offloader do as a plan says: what moves, how far ahead is read, which blocks are recomputed."""
 
     def __init__(
         self,
@@ -58,7 +49,7 @@ class Following:
         placement: OffloadDecision,
         prefetch: Prefetch,
         blocks: Mapping[str, nn.Module],
-        meter: RecomputeMeter | None,
+        meter: RecomputeMeter,
     ) -> None:
         self.placement = placement
         self.blocks = blocks
@@ -67,25 +58,20 @@ class Following:
         self._tiers = tiers
         self._prefetch = prefetch
 
-    def follow(self, profile: Profile, plan: Plan) -> None:
-        """Do as a plan for this profile says from the next forward on."""
-        self._shared.budget.recompute_bytes = _largest_recomputation(profile, plan)
+    def follow(self, profile: Profile | None, plan: Plan | None) -> None:
+        """Do as a plan for this profile says from the next forward on; None: as before the first plan."""
         self._shared.largest_moved_bytes = 0  # what moved before there was this plan says nothing of what it moves
         self.placement.follow(plan)
-        # A plan that names no window was made for the profile's.
-        self._prefetch.window.follow(plan.prefetch_bytes or profile.prefetch_bytes)
+        if plan is None or profile is None:
+            self._shared.budget.recompute_bytes = 0
+            self._prefetch.window.start_over()
+        else:
+            self._shared.budget.recompute_bytes = _largest_recomputation(profile, plan)
+            # A plan that names no window was made for the profile's.
+            self._prefetch.window.follow(plan.prefetch_bytes or profile.prefetch_bytes)
         for tier in self._tiers.by_device.values():
-            tier.expect_pending(plan.pending_bytes)
-        self.recompute.follow(self.blocks, plan.recompute)
-
-    def start_over(self) -> None:
-        """Do as before the first plan."""
-        self.placement.follow(None)
-        self._prefetch.window.start_over()
-        self._shared.budget.recompute_bytes = self._shared.largest_moved_bytes = 0
-        for tier in self._tiers.by_device.values():
-            tier.expect_pending(None)
-        self.recompute.undo()
+            tier.expect_pending(None if plan is None else plan.pending_bytes)
+        self.recompute.follow(self.blocks, () if plan is None else plan.recompute)
 
 
 class Autopilot:
@@ -99,7 +85,6 @@ class Autopilot:
         profiler: makes profiles.
         blocks: the blocks of the models by name, as they are known at any time.
         meter: counts what recomputed blocks hold.
-        planner: how to plan.
 
     Attributes:
         profile: what the plan was made from.
@@ -116,13 +101,12 @@ class Autopilot:
         prefetch: Prefetch,
         profiler: Profiler,
         blocks: Mapping[str, nn.Module],
-        meter: RecomputeMeter | None = None,
-        planner: Planner | None = None,
+        meter: RecomputeMeter,
     ) -> None:
         self.profile: Profile | None = None
         self.plan: Plan | None = None
         self.history: list[str] = []
-        self.planner: Planner = planner or Auto()
+        self.planner: Planner = Auto()
         self._shared = shared
         self._tiers = tiers
         self._following = Following(shared, tiers, placement, prefetch, blocks, meter)
@@ -326,7 +310,7 @@ class Autopilot:
         self.plan = None
         self._recording.forget()
         self._steps.start_over()
-        self._following.start_over()
+        self._following.follow(None, None)
 
     @property
     def _bounded(self) -> bool:
