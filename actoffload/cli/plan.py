@@ -56,7 +56,7 @@ def command(
     if as_json:
         print_json(as_dict(step, plan, analysis))
     else:
-        typer.echo(render_plan(step, plan, analysis.prediction, limits=limits, more=analysis.more))
+        typer.echo(render_plan(step, plan, limits, analysis=analysis))
 
 
 def load(path: Path, rates: dict[str, tuple[float | None, float | None]]) -> Profile:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -115,16 +114,6 @@ def test_a_drive_that_reads_slowly_is_asked_early_enough() -> None:
     assert plan.predicted_peak_bytes <= 0.9 * profile.baseline_peak_bytes
 
 
-def test_wider_models_need_less_bandwidth() -> None:
-    """SSDTrain, table III: the bandwidth that hides everything falls as the width grows."""
-    shares = []
-    for width, layers in SHAPES:
-        plan = make_planner("ssdtrain").plan(_ssdtrain_profile(width, layers, 3.0), Limits())
-        shares.append(plan.offloaded_bytes / (plan.offloaded_bytes + plan.kept_bytes))
-    assert shares == sorted(shares)
-    assert shares[0] < shares[-1]
-
-
 def test_ssdtrain_cuts_by_reads_too() -> None:
     fast = make_planner("ssdtrain").plan(transformer_profile(8192, 4, 16, accelerator=_a100(6.0, 12.0)), Limits())
     slow = make_planner("ssdtrain").plan(transformer_profile(8192, 4, 16, accelerator=_a100(6.0, 1.0)), Limits())
@@ -155,6 +144,7 @@ def test_joint_mixes_all_three_under_a_tight_budget() -> None:
     assert plan.recompute
     assert plan.offloaded_bytes > 0
     assert plan.kept_bytes > 0
+    assert make_planner("auto").plan(profile, Limits()).recompute == (), "nobody allowed what recomputing costs"
     only = make_planner("auto").plan(profile, Limits(device_budget=budget, recompute=False))
     assert plan.predicted_step_s is not None
     assert only.predicted_step_s is not None
@@ -188,18 +178,11 @@ def test_tiers_are_chosen() -> None:
     for tier in ("host", "nvme"):
         only = make_planner("auto").plan(profile, Limits(tiers=(tier,)))
         assert {entry.tier for entry in only.entries if entry.action == "offload"} == {tier}
-    none = make_planner("auto").plan(profile, Limits(tiers=()))
-    assert none.offloaded_bytes == 0
-    assert none.declined
-
-
-def test_a_disk_that_is_small_is_not_overfilled() -> None:
-    profile = slow_profile()
-    room = profile.saved_bytes // 3
-    plan = make_planner("auto").plan(profile, Limits(nvme_budget=room))
-    seen = simulate(profile, plan, Conditions(nvme_budget=room))
-    assert 0 < seen.disk_peak_bytes <= room
-    assert plan.offloaded_bytes <= room
+    assert make_planner("auto").plan(profile, Limits(tiers=())).declined
+    direct = replace(profile, host=None)
+    full = make_planner("auto").plan(direct, Limits(nvme_budget=host))
+    assert 0 < simulate(direct, full, Conditions(nvme_budget=host)).disk_peak_bytes <= host
+    assert full.offloaded_bytes <= host
 
 
 # -- budgets and verdicts ---------------------------------------------------------------------------------------------
@@ -214,8 +197,6 @@ def test_a_budget_that_cannot_be_met_names_the_floor(name: str) -> None:
     assert error.budget_bytes == 1 << 20
     assert 1 << 20 < error.floor_bytes < profile.baseline_peak_bytes
     assert f"the floor is {error.floor_bytes} bytes" in str(error)
-    again = pickle.loads(pickle.dumps(error))
-    assert (again.budget_bytes, again.floor_bytes) == (error.budget_bytes, error.floor_bytes)
     if name == "auto":
         plan = make_planner(name).plan(profile, Limits(device_budget=error.floor_bytes))
         assert plan.predicted_peak_bytes is not None
@@ -241,19 +222,12 @@ def test_declined_says_why() -> None:
     slow = transformer_profile(1024, 12, 4, sequence=512, accelerator=accelerator, vocabulary=1000)
     assert "slows the step by more than 1.0%" in auto.plan(slow, Limits()).declined
     brief = Storage(index=0, nbytes=100, birth_s=0.0, need_s=0.1, last_need_s=0.1, module="loss")
-    once = Profile(
-        storages=(brief,), forward_s=1.0, backward_s=1.0, disk=Link(write_bytes_per_s=1e9, read_bytes_per_s=1)
-    )
-    assert "lowers the peak by less than 1%" in auto.plan(once, Limits()).declined
-    assert "loss" in auto.plan(once, Limits()).declined
-    for plan in (
-        fits,
-        auto.plan(still, Limits()),
-        auto.plan(slow, Limits()),
-        auto.plan(Profile(storages=()), Limits()),
-    ):
-        assert plan.offloaded_bytes == 0
-        assert plan.recompute == ()
+    disk = Link(write_bytes_per_s=1e9, read_bytes_per_s=1)
+    once = auto.plan(Profile(storages=(brief,), forward_s=1.0, backward_s=1.0, disk=disk), Limits())
+    assert "lowers the peak by less than 1%" in once.declined
+    assert "loss" in once.declined
+    for plan in (fits, once, auto.plan(still, Limits()), auto.plan(Profile(storages=()), Limits())):
+        assert (plan.offloaded_bytes, plan.recompute) == (0, ())
         assert plan.declined
 
 
@@ -267,12 +241,6 @@ def test_more_slow_down_frees_more() -> None:
         peaks.append(plan.predicted_peak_bytes or 0)
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[-1] < 0.8 * peaks[0]
-
-
-def test_no_block_is_recomputed_without_a_cost_that_was_allowed() -> None:
-    profile = transformer_profile(8192, 8, 8, accelerator=_a100(3.0))
-    assert make_planner("auto").plan(profile, Limits()).recompute == ()
-    assert make_planner("auto").plan(profile, Limits(max_slowdown=0.3)).recompute
 
 
 @pytest.mark.parametrize(
