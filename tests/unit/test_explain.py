@@ -84,23 +84,11 @@ def test_blocks_say_what_and_why() -> None:
     assert (forced["a"].what, forced["a"].why) == ("offload", "idle 900 s, moved in 200 s")
 
 
-def test_blocks_show_how_long_they_really_took() -> None:
-    profile = small()
-    plan = make(profile, Limits())
-    looked = Observed(step_s=1.0, blocks=(("a", 0.25), ("nobody", 7.0)))
-    text = render_plan(profile, plan, seen=looked)
-    table = {line.split()[0]: line for line in text[: text.index("\nwhy\n")].splitlines() if line.startswith("  ")}
-    end = table["block"].index("seen") + len("seen")
-    assert table["a"][:end].endswith(" 250 ms")
-    assert table["b"][:end].endswith(" -")
-    assert "7 s" not in text
-    assert "250 ms" not in render_plan(profile, plan, seen=replace(looked, blocks=()))
-
-
 def test_the_text_names_everything() -> None:
     profile, limits, planner = transformer(), Limits(device_budget=GIB), make_planner("auto")
     plan = planner.plan(profile, limits)
-    seen = Observed(step_s=0.15, forward_wait_s=0.002, backward_wait_s=0.0, peak_bytes=GIB - 5)
+    blocks = (("layers.5", 0.77), ("nobody", 7.0))
+    seen = Observed(step_s=0.15, forward_wait_s=0.002, backward_wait_s=0.0, peak_bytes=GIB - 5, blocks=blocks)
     analysis = analyse(profile, plan, limits, more=one_more(profile, plan, limits, planner))
     text = render_plan(profile, plan, limits, analysis=analysis, seen=seen)
     for part in (
@@ -118,6 +106,8 @@ def test_the_text_names_everything() -> None:
         assert part in text, part
     step = next(line.split() for line in text.splitlines() if line.startswith("  step"))
     assert step[3:] == ["150", "ms", "118", "ms"], "seen, and nothing moved"
+    assert " 770 ms " in next(line for line in text.splitlines() if line.startswith("  layers.5"))
+    assert "7 s" not in text
     assert max(map(len, text.splitlines())) <= 120
     assert "seen" not in render_plan(profile, plan, limits), "nobody has looked"
 

@@ -17,7 +17,6 @@ from actoffload.planning.planners import (
 )
 from actoffload.planning.planners.base import Bench
 from actoffload.planning.planners.joint import ranking
-from actoffload.planning.planners.search import every_choice, neighbours
 from actoffload.planning.profile import Link, Profile, Storage
 from actoffload.planning.simulator import Conditions, simulate
 from actoffload.policy import Decision, TensorFacts
@@ -258,13 +257,3 @@ def test_limits_are_checked(values: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Limits(**values)
     assert caught.value.field == field
-
-
-def test_every_choice_is_listed_only_where_there_are_few() -> None:
-    small = Bench(random_profile(0, storages=4, blocks=0), Limits())
-    listed = every_choice(small)
-    assert listed is not None
-    choices = list(listed)
-    assert len(set(choices)) == len(choices) >= 2
-    assert every_choice(small, at_most=1) is None
-    assert all(other != small.keep for other in neighbours(small, small.keep, 1))

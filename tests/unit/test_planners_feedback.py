@@ -115,14 +115,6 @@ def test_steps_that_are_shorter_than_the_recorded_one_leave_less_time_to_hide_in
     assert (new.step_s, new.peak_bytes) <= (old.step_s, old.peak_bytes), "the first plan is too much for such steps"
 
 
-def test_a_step_is_taken_to_be_longer_again_but_never_than_the_recorded_one() -> None:
-    recorded = slow_profile()
-    profile, _ = correct_hiding(recorded, _seen(recorded, 0.5), recorded.step_s)
-    after, reason = correct_hiding(profile, _seen(recorded, 1.7), recorded.step_s)
-    assert reason
-    assert after.step_s == pytest.approx(recorded.step_s)
-
-
 def test_what_was_waited_is_not_computed() -> None:
     profile = slow_profile()
     after, reason = correct_hiding(profile, _seen(profile, waited=0.5), profile.step_s)
