@@ -239,7 +239,7 @@ class Autopilot:
         placement = self._following.placement
         if placement.keep_all:
             placement.keep_all = False
-            self._make_plan(replace(profile, keep_step_s=observed.step_s), observed, "first plan")
+            self._make_plan(profile, observed, "first plan")
         elif self._recording.steps > WARM_UP and not self._try_keeping(profile):
             self._make_plan(profile, observed, "first plan")
 

@@ -89,14 +89,12 @@ class Link:
         read_bytes_per_s: back towards it.
         latency_s: what each transfer takes on top, where nothing hides it.
         cost_s_per_byte: compute time that is lost for each byte moved either way (on a CPU, copies take its time).
-        duplex: whether reads and writes run at their full speed at the same time.
     """
 
     write_bytes_per_s: float
     read_bytes_per_s: float
     latency_s: float = 0.0
     cost_s_per_byte: float = 0.0
-    duplex: bool = True
 
     def scaled(self, factor: float) -> Link:
         """The same link with ``factor`` times its bandwidth."""
@@ -117,7 +115,6 @@ class Profile:
         backward_s: compute time of all backwards.
         other_s: the rest of the step (the optimizer, the data).
         device: ``"cpu"``, ``"cuda"``, ...
-        keep_step_s: a whole step as it was measured with nothing moved, if it was.
         prefetch_bytes: how far ahead of backward the offloader reads unless a plan says otherwise.
     """
 
@@ -129,7 +126,6 @@ class Profile:
     backward_s: float = 0.0
     other_s: float = 0.0
     device: str = "cpu"
-    keep_step_s: float | None = None
     prefetch_bytes: int = PREFETCH_BYTES
 
     def __post_init__(self) -> None:
@@ -240,7 +236,7 @@ def _check_numbers(part: Profile | Storage | Block | Link, where: str) -> None:
     """Check a part's seconds, bytes and rates, which its fields are by their names."""
     for field in fields(part):
         value, name = getattr(part, field.name), field.name
-        if value is None and name in ("need_s", "keep_step_s"):
+        if value is None and name == "need_s":
             continue
         if name.endswith("bytes"):
             _require(_is_size(value), value, f"{where}{name} must be a number of bytes, 0 or more")

@@ -93,7 +93,6 @@ BLOCK = Block(name="b", forward_s=1.0, backward_s=2.0, recompute_s=1.0, input_by
     [
         ({"forward_s": -1.0}, "forward_s must be"),
         ({"other_s": float("nan")}, "other_s must be"),
-        ({"keep_step_s": -1.0}, "keep_step_s"),
         ({"prefetch_bytes": 0}, "prefetch_bytes"),
         ({"disk": replace(LINK, write_bytes_per_s=0.0)}, "disk.write_bytes_per_s"),
         ({"host": replace(LINK, latency_s=-1.0)}, "host.latency_s"),

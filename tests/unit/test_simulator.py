@@ -163,18 +163,6 @@ def test_host_memory_that_is_full_keeps_or_waits() -> None:
     assert waiting.forward_wait_s == pytest.approx(0.9)  # until 0 is on disk at 1.5
 
 
-def test_a_link_that_does_one_thing_at_a_time() -> None:
-    storages = (_storage(0, 0.0, 4.0), _storage(1, 1.9, 5.0), _storage(2, 2.0, 2.5))
-    assert _seen(_profile(*storages), "ddk").backward_wait_s == 0.0
-    half = _profile(*storages, disk=replace(LINK, duplex=False))
-    # 1 is written until 2.9, then 0 is read until 3.9 - and 1 until 4.9.
-    seen = _seen(half, "ddk")
-    early = [pair for pair in seen.timeline if pair[0] < 2.9]
-    assert early == [(0.0, 100), (1.0, 0), (1.9, 100), (2.0, 200), (2.5, 300), (2.5, 200)]
-    assert (2.9, 100) not in seen.timeline  # 1 is taken where it is, as backward wants it after 0
-    assert seen.step_s == pytest.approx(6.0)
-
-
 BLOCK = Block(name="b", forward_s=1.0, backward_s=2.0, recompute_s=1.5, input_bytes=30)
 
 
@@ -264,7 +252,7 @@ def test_faster_reads_never_slow_a_step(seed: int) -> None:
     steps = []
     for factor in (0.25, 0.5, 1.0, 2.0, 4.0):
         links = {
-            name: replace(link, duplex=True, read_bytes_per_s=link.read_bytes_per_s * factor)
+            name: replace(link, read_bytes_per_s=link.read_bytes_per_s * factor)
             for name, link in (("host", profile.host), ("disk", profile.disk))
             if link is not None
         }

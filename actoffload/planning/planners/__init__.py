@@ -11,16 +11,12 @@ from collections.abc import Callable
 
 from ...errors import ConfigError
 from .auto import Auto
-from .base import NO_LOSS, Limits, Planner
+from .base import Limits, Planner
 from .feedback import Observed, correct
 from .joint import Joint
 from .ssdtrain import SSDTrain
 
-PLANNERS: dict[str, Callable[[], Planner]] = {
-    "auto": Auto,
-    "joint": Joint,
-    "ssdtrain": SSDTrain,
-}
+PLANNERS: dict[str, Callable[[], Planner]] = {"auto": Auto, "joint": Joint, "ssdtrain": SSDTrain}
 """Every planner by its name."""
 
 
@@ -35,15 +31,4 @@ def make_planner(name: str = "auto") -> Planner:
     return PLANNERS[name]()
 
 
-__all__ = [
-    "NO_LOSS",
-    "PLANNERS",
-    "Auto",
-    "Joint",
-    "Limits",
-    "Observed",
-    "Planner",
-    "SSDTrain",
-    "correct",
-    "make_planner",
-]
+__all__ = ["PLANNERS", "Auto", "Joint", "Limits", "Observed", "Planner", "SSDTrain", "correct", "make_planner"]

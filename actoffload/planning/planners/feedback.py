@@ -89,7 +89,7 @@ def correct(
     step_s = observed.step_s - (seen.step_s - seen.compute_s)
     if profile.step_s <= 0 or step_s <= 0:
         return changed, reason
-    return replace(rescaled(changed, _towards(profile.step_s, step_s) / profile.step_s), keep_step_s=step_s), reason
+    return rescaled(changed, _towards(profile.step_s, step_s) / profile.step_s), reason
 
 
 def correct_hiding(profile: Profile, observed: Observed, longest_s: float) -> tuple[Profile, str]:
@@ -177,5 +177,5 @@ def rescaled(profile: Profile, factor: float) -> Profile:
         profile,
         storages=tuple(replace(s, **scaled(s, "birth_s", "need_s", "last_need_s")) for s in profile.storages),
         blocks=tuple(replace(b, **scaled(b, "forward_s", "backward_s", "recompute_s")) for b in profile.blocks),
-        **scaled(profile, "forward_s", "backward_s", "other_s", "keep_step_s"),
+        **scaled(profile, "forward_s", "backward_s", "other_s"),
     )
