@@ -29,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # all of them exist. In order: floors and sizes, CONTRIBUTING, config errors, the simulated device, graphs (twice, in
 # parts, dropped, changed in place), whole steps, faults of engines, engines, plans.
 QUICK := tests/unit/test_architecture.py tests/unit/test_contributing.py tests/unit/test_readme.py \
-  tests/unit/test_bad_input.py tests/unit/test_ordering.py::test_gradients_survive_every_adversary \
+  tests/unit/test_config.py tests/unit/test_ordering.py::test_gradients_survive_every_adversary \
   tests/parity/test_graphs.py tests/parity/test_training.py::test_loop \
   tests/faults/test_offloader_faults.py::test_writes_that_fail \
   tests/faults/test_offloader_faults.py::test_a_failed_read_of_the_only_copy_fails_the_step_and_no_other \

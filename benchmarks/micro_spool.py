@@ -49,7 +49,7 @@ def against_fio(
         yield from (*problems, *references)
         fio = [sample["mode"] for sample in references if "error" not in sample]
         for block in blocks:
-            transfers = {"region": region // block * block, "block": block, "depth": depth, "seconds": seconds}
+            used = region // block * block
             for rig in rigs.values():
                 rig.prepare(block)
             for turn in range(rounds):
@@ -63,7 +63,13 @@ def against_fio(
                                 yield about | {"bytes_per_s": rig.measure(direction, seconds).bytes_per_s}
                             else:
                                 yield about | measure_fio(
-                                    rig.file, direction, engine=mode.removeprefix("fio "), **transfers
+                                    rig.file,
+                                    direction,
+                                    engine=mode.removeprefix("fio "),
+                                    region=used,
+                                    block=block,
+                                    depth=depth,
+                                    seconds=seconds,
                                 )
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from benchmarks import harness, turns, whole_steps
-from benchmarks.harness import Bound, Samples
+from benchmarks.harness import Bound, Row, Samples
 
 REFERENCE = "keep, same memory"
 SWITCHES = {"native": "1", "allocator only": "cpu_allocator", "nothing native": "0"}
@@ -46,7 +46,7 @@ def groups(options: argparse.Namespace) -> list[turns.Group]:
 
 def judge(samples: Samples) -> whole_steps.Verdict:
     """A row for each switch, beside the reference of its case."""
-    summary = {}
+    summary: dict[str, Row] = {}
     for name, taken in samples.items():
         case = name.split("/")[0]
         reference = samples[f"{case}/{REFERENCE}"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -45,13 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for sample in measure(profile, links)
     ]
     summary = summarise(samples)
-    columns: dict[str, Callable[[Row], object]] = {
-        name: lambda row, name=name: f"{row[name]:.3f}" for name in ("median s", "slowest kind s", "longest s")
-    }
+    columns = ("median s", "slowest kind s", "longest s")
+    rows = [(name, *(f"{row[column]:.3f}" for column in columns)) for name, row in summary.items()]
     largest = max(sample["storages"] for sample in samples)
     slowest_s = summary[f"{largest}, auto"]["slowest kind s"]
     bound = Bound(what=f"auto, {largest} storages: slowest kind", measured=slowest_s, bound=LIMIT_S, unit=" s")
-    table = harness.table_of("storages, planner", summary, columns)
+    table = harness.markdown_table(("storages, planner", *columns), rows)
     return 0 if results.finish(table, [bound], samples=samples) else 1
 
 
@@ -85,7 +85,7 @@ def measure(profile: Profile, links: str) -> list[Sample]:
 
     samples = [sample("(one simulated step)", "none", simulated)]
     for kind, limits in kinds.items():
-        samples += [sample(name, kind, lambda name=name, limits=limits: planned(name, limits)) for name in PLANNERS]
+        samples += [sample(name, kind, partial(planned, name, limits)) for name in PLANNERS]
     return samples
 
 

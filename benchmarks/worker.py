@@ -244,7 +244,7 @@ def reset_peak_rss() -> bool:
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """All steps of one sample. Bytes and seconds."""
     run = Run(spec)
-    result = {name: spec.get(name) for name in ("mode", "options", "bandwidth")}
+    result: dict[str, Any] = {name: spec.get(name) for name in ("mode", "options", "bandwidth")}
     run.open()  # a peer's library is static memory, too
     run.make_static()
     result["static_bytes" if run.on_device else "static_rss_bytes"] = run.static_bytes

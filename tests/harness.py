@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from actoffload import OffloadConfig, Offloader
+from actoffload.runtime.profiler import Profiler
 from actoffload.storage.spool import Spool, SpoolStatistics
 from actoffload.testing.fakedevice import FakeDevice
 
@@ -144,7 +145,7 @@ def tier_of(offloader: Offloader) -> Any:
     return tier
 
 
-def recorder_of(offloader: Offloader) -> Any:
+def recorder_of(offloader: Offloader) -> Profiler:
     """What records a step for the planner."""
     return offloader.store.profiler
 

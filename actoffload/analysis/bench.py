@@ -20,9 +20,9 @@ from itertools import count, islice
 from statistics import median
 from typing import Any, Literal, get_args
 
-from ..config import format_size
 from ..errors import ActOffloadError, ChecksumError, ConfigError, SpoolFullError, SpoolPathError
 from ..memory.process_memory import map_private
+from ..sizes import format_size
 from ..storage.engines import ENGINES
 from ..storage.engines.base import EngineCapabilities
 from ..storage.spool import Extent, Spool, Transfer

@@ -199,8 +199,8 @@ def _point(case: Case, variant: Variant, samples: Sequence[Sample], reference: S
     budget = next((s["device_budget"] for s in samples if s.get("device_budget") is not None), None)
     point = Point(case=case, variant=variant, device_budget=budget, samples=len(samples))
     if bad:  # a point that fails now and then is a failed one
-        said = {name: any(s.get(name) for s in bad) for name in ("oom", "below_floor")}
-        return replace(point, **said, error=bad[0]["error"])
+        oom, below_floor = any(s.get("oom") for s in bad), any(s.get("below_floor") for s in bad)
+        return replace(point, oom=oom, below_floor=below_floor, error=bad[0]["error"])
     step_s = median(s for sample in samples for s in sample["step_s"])
     rounds = {int(sample["repeat"]): median(sample["step_s"]) for sample in samples}
     times = list(rounds.values()) if len(rounds) > 1 else samples[0]["step_s"]

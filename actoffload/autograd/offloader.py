@@ -14,8 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..autotune.agreement import agree
-from ..autotune.autopilot import Autopilot
+from ..autotune.autopilot import Autopilot, agree
 from ..autotune.blocks import BlockWatch
 from ..autotune.recompute import RecomputeMeter
 from ..config import OffloadConfig
@@ -225,7 +224,7 @@ class Offloader:
         if entry.tape.live and not entry.tape.in_backward:
             with store.shared.lock:
                 store.prefetch.after_forward(entry.tape)
-        self._announcement.after_forward(store)
+        self._announcement.after_forward(store.shared, store.tiers.spool, store.statistics)
         if self.config.strict:
             entry.moved.check(store.shared.accounts, with_gradients=torch.is_grad_enabled())
 

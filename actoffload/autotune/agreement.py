@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
 from ..errors import StateError
 from ..planning.plan import Plan
-
-if TYPE_CHECKING:
-    from .autopilot import Autopilot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,25 +65,3 @@ def exchange(mine: Proposal, group: Any = None) -> list[Proposal]:
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
     return found
-
-
-def agree(pilot: Autopilot | None, group: Any, problem: str) -> bool:
-    """`Offloader.agree`: every rank takes part in the collective, also one that can agree on nothing now.
-
-    Args:
-        pilot: this rank's, if it plans.
-        group: the ranks; None for all.
-        problem: why this rank can agree on nothing now, or "".
-
-    Raises:
-        StateError: a rank has a problem, or does not plan; on all of them.
-    """
-    if not several_ranks(group):
-        return pilot is not None and pilot.plan is not None
-    if pilot is None:
-        problem = problem or "its policy is not 'auto'"
-    mine = pilot.proposal() if pilot is not None and not problem else Proposal(problem=problem)
-    plan, told = choose(exchange(mine, group))
-    assert pilot is not None, "a rank without a planner has a problem, which raises on all ranks"
-    pilot.agreed(plan, told)
-    return plan is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -23,7 +24,7 @@ from ..runtime.prefetch import Prefetch
 from ..runtime.profiler import Profiler
 from ..tiers.shared import Shared
 from ..tiers.tiers import Tiers
-from .agreement import Proposal, several_ranks
+from .agreement import Proposal, choose, exchange, several_ranks
 from .observations import REVIEW_GROWTH, Recording, StepsUnderPlan
 from .recompute import Recompute, RecomputeMeter
 
@@ -340,3 +341,25 @@ def _largest_recomputation(profile: Profile, plan: Plan) -> int:
         if storage.block in held:
             held[storage.block] += storage.nbytes
     return max(held.values(), default=0)
+
+
+def agree(pilot: Autopilot | None, group: Any, problem: str) -> bool:
+    """`Offloader.agree`: every rank takes part in the collective, also one that can agree on nothing now.
+
+    Args:
+        pilot: this rank's, if it plans.
+        group: the ranks; None for all.
+        problem: why this rank can agree on nothing now, or "".
+
+    Raises:
+        StateError: a rank has a problem, or does not plan; on all of them.
+    """
+    if not several_ranks(group):
+        return pilot is not None and pilot.plan is not None
+    if pilot is None:
+        problem = problem or "its policy is not 'auto'"
+    mine = pilot.proposal() if pilot is not None and not problem else Proposal(problem=problem)
+    plan, told = choose(exchange(mine, group))
+    assert pilot is not None, "a rank without a planner has a problem, which raises on all ranks"
+    pilot.agreed(plan, told)
+    return plan is not None

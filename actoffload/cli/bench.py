@@ -26,8 +26,9 @@ from ..analysis.bench import (
     training_facts,
 )
 from ..analysis.environment import write_json
-from ..config import default_path, format_size, parse_size
+from ..config import default_path
 from ..errors import ConfigError
+from ..sizes import format_size, parse_size
 from ..storage.engines import ENGINES
 from .console import explained_errors, print_json, progress_bar, strings
 

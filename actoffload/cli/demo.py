@@ -13,7 +13,7 @@ from rich.table import Table
 
 from ..analysis.environment import find_device
 from ..analysis.workers import stream_worker
-from ..config import format_size
+from ..sizes import format_size
 from ..testing.gpt import GPTConfig
 from .console import progress_bar
 

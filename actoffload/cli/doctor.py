@@ -14,10 +14,11 @@ import psutil
 
 from ..analysis.bench import Rig
 from ..autograd import native
-from ..config import default_path, format_size
+from ..config import default_path
 from ..errors import ActOffloadError
 from ..memory import cpu_allocator
 from ..memory.process_memory import cgroup_limit_bytes
+from ..sizes import format_size
 from ..storage.engines.gds import why_compat
 from ..storage.spool import Spool
 from ..storage.spool_files import filesystem_type

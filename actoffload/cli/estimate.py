@@ -14,8 +14,8 @@ from rich.table import Table
 from ..analysis.estimate import Estimate, Hardware, estimate
 from ..analysis.estimate_presets import DRIVES, GPUS, LINK_SOURCE, MODELS, TB, preset
 from ..analysis.transformer_shapes import ModelShape, Parallelism
-from ..config import format_size
 from ..errors import ConfigError
+from ..sizes import format_size
 from ..storage.endurance import Credits, Drive, format_decimal, format_duration
 from .console import JsonOption, explained_errors, print_facts, print_json
 

@@ -10,12 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from ..analysis.plots import PlanPicture, draw_plan
-from ..config import parse_size
 from ..errors import ConfigError
 from ..planning.explain import GIB, Analysis, analyse, one_more, render_plan
 from ..planning.plan import Plan
 from ..planning.planners import Limits, make_planner
 from ..planning.profile import Link, Profile
+from ..sizes import parse_size
 from .console import JsonOption, explained_errors, fail, print_json
 
 TARGETS = {"host": ("host",), "nvme": ("nvme",), "tiered": ("host", "nvme"), "auto": ("host", "nvme")}

@@ -19,8 +19,8 @@ from ..analysis.environment import describe_environment
 from ..analysis.plots import draw_rok
 from ..analysis.rok import PRESETS, SERIES, Point, Preset, Verdict, points_of, verdicts
 from ..analysis.rok_run import RokRun, load_results, write_csv
-from ..config import format_size, parse_size
 from ..errors import ConfigError
+from ..sizes import format_size, parse_size
 from .console import JsonOption, PathOption, explained_errors, print_json, progress_bar, strings
 
 _SELECT = "Select from the preset; repeat for several"

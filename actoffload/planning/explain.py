@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 
-from ..config import format_size
 from ..errors import BudgetError
+from ..sizes import format_size
 from .plan import Plan
 from .planners.base import Limits, Planner
 from .planners.feedback import Observed

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from ..config import OffloadConfig, format_size
+from ..config import OffloadConfig
 from ..planning.plan import Plan, PlanEntry
+from ..sizes import format_size
 from ..statistics import Statistics
+from ..storage.arena import SpoolStatistics
 from ..storage.endurance import Rating, render_wear
-
-if TYPE_CHECKING:
-    from .store import ActivationStore
+from ..storage.spool import Spool
+from ..tiers.shared import Shared
 
 KEPT_MEANINGS = {
     "parameter": "a parameter or a view of one",
@@ -48,7 +47,7 @@ STATIC_REASONS = ("parameter", "buffer", "input")
 def render_report(
     config: OffloadConfig,
     statistics: Statistics,
-    spool_statistics: object | None = None,
+    spool: SpoolStatistics | None = None,
     notes: Sequence[str] = (),
     elapsed_s: float = 0.0,
 ) -> str:
@@ -57,7 +56,7 @@ def render_report(
     Args:
         config: the options of the offloader.
         statistics: what it counted.
-        spool_statistics: a dataclass or a mapping about the spool, or None when there is none.
+        spool: what the spool is, or None when there is none.
         notes: further sentences, such as why the engine was chosen.
         elapsed_s: seconds since the offloader began, by which the wear of the drives is told.
 
@@ -66,7 +65,7 @@ def render_report(
     """
     sections = [
         _headline(config, statistics),
-        _tiers(statistics, _as_mapping(spool_statistics)),
+        _tiers(statistics, spool),
         _kept(statistics),
         _degraded(statistics),
         _wear(config, statistics, elapsed_s),
@@ -115,7 +114,7 @@ def _headline(config: OffloadConfig, s: Statistics) -> list[str]:
     ]
 
 
-def _tiers(s: Statistics, spool: Mapping[str, object]) -> list[str]:
+def _tiers(s: Statistics, spool: SpoolStatistics | None) -> list[str]:
     rows = []
     if s.host_written_bytes or s.host_peak_bytes:
         rows.append(("host", s.host_written_bytes, s.host_read_bytes, s.host_peak_bytes))
@@ -130,11 +129,9 @@ def _tiers(s: Statistics, spool: Mapping[str, object]) -> list[str]:
             f"  forwarded {format_size(s.forwarded_bytes)} from memory; {format_size(s.cancelled_bytes)} of writes "
             "cancelled before they began"
         )
-    if spool:
-        directness = "direct I/O" if spool.get("direct") else "buffered I/O"
-        lines.append(
-            f"  storage engine {spool.get('engine', '?')}, {directness}, alignment {spool.get('alignment', 1)} B"
-        )
+    if spool is not None:
+        directness = "direct I/O" if spool.direct else "buffered I/O"
+        lines.append(f"  storage engine {spool.engine}, {directness}, alignment {spool.alignment} B")
     return lines
 
 
@@ -160,16 +157,6 @@ def _wear(config: OffloadConfig, s: Statistics, elapsed_s: float) -> list[str]:
     tbw = config.drive_tbw
     rating = None if tbw is None else Rating(name="the drive", rated_written_bytes=config.size("drive_tbw", 0))
     return render_wear(s.nvme_written_bytes, elapsed_s, rating, drives=len(config.paths))
-
-
-def _as_mapping(value: object | None) -> Mapping[str, object]:
-    if value is None:
-        return {}
-    if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
-    if isinstance(value, Mapping):
-        return value
-    raise TypeError(f"spool statistics must be a dataclass or a mapping, not {type(value).__name__}")
 
 
 def explain(config: OffloadConfig, plan: Plan, statistics: Statistics) -> str:
@@ -214,29 +201,31 @@ class Announcement:
         self._announce = announce
         self._wanted = announce != "none"
 
-    def after_forward(self, store: ActivationStore) -> None:
-        """A forward of ``store`` has ended without an error."""
-        if not self._wanted or store.shared.accounts.packed_tensors == 0:
+    def after_forward(self, shared: Shared, spool: Spool | None, statistics: Callable[[], Statistics]) -> None:
+        """A forward has ended without an error.
+
+        Args:
+            shared: of the store; ``spool``: its disk, if it has one.
+            statistics: returns what was counted until now; asked once.
+        """
+        if not self._wanted or shared.accounts.packed_tensors == 0:
             return
         self._wanted = False
         announce = self._announce
         rank, world = _rank()
         if announce == "first" and rank != 0:
             return
-        line = _line(store) + (f" [rank {rank} of {world}]" if world > 1 else "")
+        where = ""
+        if spool is not None:
+            directness = "direct" if spool.statistics().direct else "buffered"
+            where = f"{', '.join(shared.config.paths)}: {spool.engine_name} engine, {directness} I/O"
+        line = render_announcement(shared.config, statistics(), shared.accounts.moved_bytes, where)
+        if world > 1:
+            line += f" [rank {rank} of {world}]"
         if callable(announce):
             announce(line)
         else:
             print(line, file=sys.stderr, flush=True)
-
-
-def _line(store: ActivationStore) -> str:
-    spool = store.tiers.spool
-    spool_text = ""
-    if spool is not None:
-        directness = "direct" if spool.statistics().direct else "buffered"
-        spool_text = f"{', '.join(store.shared.config.paths)}: {spool.engine_name} engine, {directness} I/O"
-    return render_announcement(store.shared.config, store.statistics(), store.shared.accounts.moved_bytes, spool_text)
 
 
 def _rank() -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..config import format_size
+from ..sizes import format_size
 
 MANY = 8
 """PyTorch's own operations save fewer storages than this; a compiled graph saves all of its own in one node."""

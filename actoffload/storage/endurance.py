@@ -144,8 +144,6 @@ def render_wear(
     drive: Rating | None,
     *,
     drives: int = 1,
-    credits: Credits = RATED,
-    already_written_bytes: int = 0,
 ) -> list[str]:
     """The lines of a report on a measured run: bytes a day, and the projected days to rated TBW.
 
@@ -154,8 +152,6 @@ def render_wear(
         elapsed_s: seconds of the run, idle time included, as the drive counts that too.
         drive: one of the drives written to, or None when it is not known.
         drives: how many of them the writes are spread over.
-        credits: shown on a line of their own, after the rated days.
-        already_written_bytes: written to the drives before this run (their SMART counter), all drives together.
 
     Returns:
         No line when nothing was written or no time has passed.
@@ -169,18 +165,12 @@ def render_wear(
     ]
     if drive is None:
         return [lines[0] + "; set drive_tbw= to the drive's rated TBW to see the days that it lasts"]
-    rated = endurance_bytes(drive, drives) - already_written_bytes
+    rated = endurance_bytes(drive, drives)
     count = f"{drives} × " if drives > 1 else ""
     lines[0] += (
         f"; {format_duration(max(0.0, rated) / per_day * DAY_S)} of writing at this rate to the rated "
         f"{format_decimal(drive.rated_written_bytes * drives)} of {count}{drive.name}"
     )
-    if credits.factor != 1.0:
-        credited = endurance_bytes(drive, drives, credits) - already_written_bytes
-        lines.append(
-            f"  with your credits (× {credits.factor:.3g}): {format_duration(max(0.0, credited) / per_day * DAY_S)}; "
-            "a warranty follows the rated number"
-        )
     return lines
 
 

@@ -9,11 +9,10 @@ import errno
 import os
 import threading
 import time
-from typing import ClassVar
+from collections.abc import Iterable
 
 from ..storage.engines.base import IoKind, IoRequest, SpoolFile
 from ..storage.engines.posix import PosixEngine
-from ..storage.engines.queued import first_bytes
 
 
 class SlowEngine(PosixEngine):
@@ -67,7 +66,7 @@ class ShortEngine(PosixEngine):
 
     def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
         self.calls += 1
-        return super()._transfer_once(kind, first_bytes(views, self._most_bytes), offset)
+        return super()._transfer_once(kind, _first_bytes(views, self._most_bytes), offset)
 
 
 class FailingEngine(PosixEngine):
@@ -80,8 +79,6 @@ class FailingEngine(PosixEngine):
         count: How many calls in a row fail; None: every later one too.
         error_number: The ``errno`` of the failure.
     """
-
-    gathered_bytes: ClassVar[int] = 0  # each request goes alone, so that which one is hit does not depend on timing
 
     def __init__(
         self,
@@ -119,8 +116,6 @@ class FullEngine(PosixEngine):
         capacity_bytes: Bytes that can be written, all writes together.
     """
 
-    gathered_bytes: ClassVar[int] = 0  # each request goes alone, so that which one is hit does not depend on timing
-
     def __init__(self, file: SpoolFile, *, threads: int | None = None, capacity_bytes: int = 0) -> None:
         self._left_bytes = capacity_bytes
         self._left_lock = threading.Lock()
@@ -133,7 +128,7 @@ class FullEngine(PosixEngine):
                 self._left_bytes -= room
             if room == 0:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            views = first_bytes(views, room)
+            views = _first_bytes(views, room)
         return super()._transfer_once(kind, views, offset)
 
 
@@ -145,8 +140,6 @@ class GateEngine(PosixEngine):
     Attributes:
         started: The requests in the order in which they were started.
     """
-
-    gathered_bytes: ClassVar[int] = 0
 
     def __init__(self, file: SpoolFile, *, threads: int | None = None) -> None:
         self._permits = 0
@@ -184,3 +177,13 @@ class GateEngine(PosixEngine):
 
 
 __all__ = ["FailingEngine", "FullEngine", "GateEngine", "ShortEngine", "SlowEngine"]
+
+
+def _first_bytes(views: Iterable[memoryview], nbytes: int) -> list[memoryview]:
+    """Return views of the first ``nbytes`` bytes."""
+    found = []
+    for view in views:
+        if nbytes > 0:
+            found.append(view[:nbytes])
+        nbytes -= len(view)
+    return found

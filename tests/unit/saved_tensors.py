@@ -54,7 +54,7 @@ class Saved:
     def unpack(self) -> Tensor:
         """What autograd's unpack hook gives for it."""
         (tensor,) = self._node.saved_tensors
-        return tensor
+        return tensor  # type: ignore[no-any-return]
 
 
 @contextmanager

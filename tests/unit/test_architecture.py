@@ -1,14 +1,13 @@
-"""The house of DESIGN.md, section 3, checked on the source text: floors, cycles, who may import what, and sizes.
+"""The rooms of docs/design.md, checked on the source text: floors, cycles, who may import what, and sizes.
 
-Each check is a function from source text to a list of problems, and is also tried on a small bad sample, so that it can
-fail. To add a module, give it a floor in `FLOORS`.
+Each check is a function from source text to a list of problems. To add a room, give it a floor in `FLOORS`.
 """
 
 from __future__ import annotations
 
 import ast
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import quantiles
@@ -18,24 +17,24 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 FLOORS = {
-    0: "errors config events locks policy statistics version memory.native_*",
+    0: "errors events locks policy sizes statistics version memory.native_*",
     1: "memory memory.*",
     2: "storage storage.*",
     3: "planning planning.*",
-    4: "tiers tiers.* runtime.untraced",
-    5: "runtime runtime.*",
-    6: "autotune autotune.*",
-    7: "autograd autograd.*",
-    8: "api",
-    9: "__init__ analysis analysis.* cli cli.* testing testing.* integrations integrations.*",
+    4: "config",
+    5: "tiers tiers.* runtime.untraced",
+    6: "runtime runtime.*",
+    7: "autotune autotune.*",
+    8: "autograd autograd.*",
+    9: "api",
+    10: "__init__ analysis analysis.* cli cli.* testing testing.* integrations integrations.*",
 }
 """Rooms by floor: what is in a room imports its own room and lower floors, and no module imports in a circle."""
 
 TORCH_FREE = (
-    "errors config events locks policy statistics version memory.best_fit memory.native_build storage storage.* "
-    "planning planning.* analysis.transformer_shapes analysis.estimate analysis.estimate_presets "
-    "analysis.estimate_published analysis.rok analysis.rok_html analysis.rok_plot analysis.plan_picture "
-    "analysis.bench analysis.bench_run analysis.bench_stream cli.plan"
+    "errors config events locks policy sizes statistics version memory.best_fit memory.native_build storage storage.* "
+    "planning planning.* analysis.transformer_shapes analysis.estimate analysis.estimate_* analysis.rok "
+    "analysis.bench cli.plan"
 )
 """Modules that never import torch, directly or through another module of the package."""
 
@@ -43,8 +42,8 @@ OPTIONAL = {
     "aiofiles": "storage.engines.aiofiles",
     "cupy": "storage.engines.gds",
     "deepspeed": "integrations.deepspeed benchmarks.peer_aio",
-    "kvikio": "storage.engines.gds cli.probes",
-    "matplotlib": "analysis.plots analysis.plan_picture analysis.rok_plot",
+    "kvikio": "storage.engines.gds cli.doctor",
+    "matplotlib": "analysis.plots",
     "megatron": "integrations.megatron integrations.megatron.* benchmarks.peers",
     "rich": "cli.*",
     "transformers": "integrations.hf cli.rok_models benchmarks.workloads",
@@ -58,20 +57,7 @@ PUBLIC_MODULES = (
 )
 """What integrations and benchmarks may import; from the package itself only what ``__all__`` names."""
 
-PURE_CALLS = {
-    "isinstance",
-    "issubclass",
-    "len",
-    "all",
-    "any",
-    "callable",
-    "hasattr",
-    "type",
-    "min",
-    "max",
-    "sum",
-    "set",
-}
+PURE_CALLS = "isinstance issubclass len all any callable hasattr type min max sum set"
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_P90_FUNCTION_LINES = 35
@@ -243,22 +229,6 @@ def size_problems(sources: Sources) -> list[str]:
     return problems
 
 
-def annotation_problems(sources: Sources) -> list[str]:
-    """Functions with an argument or a result that has no type."""
-    problems = []
-    for module, text in sources.items():
-        for function in functions(text):
-            spec = function.args
-            named = [*spec.posonlyargs, *spec.args, *spec.kwonlyargs]
-            starred = [a for a in (spec.vararg, spec.kwarg) if a is not None]
-            bare = [a.arg for a in [*named, *starred] if a.annotation is None and a.arg not in ("self", "cls")]
-            if bare or function.returns is None:
-                problems.append(
-                    f"{module}.{function.name} (line {function.lineno}): no type for {bare or 'its result'}"
-                )
-    return problems
-
-
 def assert_problems(sources: Sources) -> list[str]:
     """Calls inside ``assert``, which ``python -O`` drops; only calls that surely change nothing may stand there."""
     return [
@@ -268,7 +238,7 @@ def assert_problems(sources: Sources) -> list[str]:
         for node in ast.walk(ast.parse(text))
         if isinstance(node, ast.Assert)
         for call in ast.walk(node.test)
-        if isinstance(call, ast.Call) and ast.unparse(call.func) not in PURE_CALLS
+        if isinstance(call, ast.Call) and ast.unparse(call.func) not in PURE_CALLS.split()
     ]
 
 
@@ -299,10 +269,6 @@ def test_sizes() -> None:
     assert size_problems(package() | read_sources("benchmarks", "benchmarks")) == []
 
 
-def test_everything_is_annotated() -> None:
-    assert annotation_problems(package() | read_sources("benchmarks", "benchmarks")) == []
-
-
 def test_no_work_inside_asserts() -> None:
     assert assert_problems(package()) == []
 
@@ -318,76 +284,21 @@ def test_every_package_is_installed() -> None:
     assert set(settings["packages"]) == names
 
 
-SAMPLE_EDGES = {
-    "actoffload.errors": "",
-    "actoffload.spool": "from . import errors\nfrom .engines import base",
-    "actoffload.engines": "",
-    "actoffload.engines.base": "from ..errors import StateError",
-}
-
-
-def test_imports_are_resolved() -> None:
-    assert graph(SAMPLE_EDGES)["actoffload.spool"] == {"actoffload.errors", "actoffload.engines.base"}
-    assert graph(SAMPLE_EDGES)["actoffload.engines.base"] == {"actoffload.errors"}
-    relative_in_package = {
-        "actoffload.engines": "from .base import X\nfrom .. import errors",
-        **{k: v for k, v in SAMPLE_EDGES.items() if k != "actoffload.engines"},
-    }
-    assert graph(relative_in_package)["actoffload.engines"] == {
-        "actoffload.engines.base",
-        "actoffload.errors",
-    }
-    typed = {**SAMPLE_EDGES, "actoffload.errors": "if TYPE_CHECKING:\n    from .spool import Spool"}
-    assert graph(typed)["actoffload.errors"] == set()
-    inner = {**SAMPLE_EDGES, "actoffload.errors": "def f() -> None:\n    import actoffload.spool"}
-    assert graph(inner)["actoffload.errors"] == {"actoffload.spool"}
-
-
 @pytest.mark.parametrize(
     ("check", "bad", "expected"),
     [
         (floor_problems, {"actoffload.errors": "from . import storage", "actoffload.storage": ""}, "(floor 2)"),
-        (floor_problems, {"actoffload.novelty": ""}, "has no floor"),
         (
             cycle_problems,
             {"actoffload.api": "from .config import C", "actoffload.config": "from . import api"},
             "cycle",
         ),
-        (torch_problems, {"actoffload.planning.plan": "import torch"}, "must not import torch"),
         (torch_problems, {"actoffload.storage": "from . import memory", "actoffload.memory": "import torch"}, "memory"),
-        (
-            optional_problems,
-            {"actoffload.spool": "def f() -> None:\n    import aiofiles.os"},
-            "engines.aiofiles",
-        ),
-        (optional_problems, {"actoffload.spool": "importlib.import_module('aiofiles.os')"}, "storage.engines.aiofiles"),
         (optional_problems, {"benchmarks.gpu": "from matplotlib import pyplot"}, "analysis.plots"),
-        (size_problems, {"actoffload.errors": "\n" * 601}, "601 lines"),
         (size_problems, {"actoffload.errors": "def f() -> None:\n" + "    x = 1\n" * 60}, "61 lines"),
-        (size_problems, {"actoffload.errors": ("def f() -> None:\n" + "    x = 1\n" * 39) * 4}, "percentile"),
-        (annotation_problems, {"actoffload.errors": "def f(x) -> None: ..."}, "['x']"),
-        (annotation_problems, {"actoffload.errors": "class A:\n    def f(self): ..."}, "its result"),
         (assert_problems, {"actoffload.spool": "assert os.pwrite(fd, data, 0) == len(data)"}, "os.pwrite()"),
     ],
 )
-def test_each_check_fails_on_a_bad_sample(check: object, bad: Sources, expected: str) -> None:
-    assert callable(check)
-    problems = check(bad)
-    assert len(problems) == 1, problems
-    assert expected in problems[0]
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        "from actoffload.runtime.store import Offloader",
-        "from actoffload import _private",
-        "import actoffload\nactoffload.secret()",
-        "import actoffload.tiers.tier",
-    ],
-)
-def test_the_check_of_public_names_fails_on_a_bad_sample(bad: str) -> None:
-    sources = {"actoffload": "", "actoffload.runtime.store": "", "actoffload.tiers.tier": ""}
-    assert public_problems({"benchmarks.gpu": bad}, sources, {"Offloader"})
-    good = "import actoffload\nfrom actoffload.testing.gpt import GPT\nactoffload.Offloader()"
-    assert public_problems({"benchmarks.gpu": good}, sources, {"Offloader"}) == []
+def test_each_check_can_fail(check: Callable[[Sources], list[str]], bad: Sources, expected: str) -> None:
+    (problem,) = check(bad)
+    assert expected in problem

@@ -194,7 +194,7 @@ def test_the_summary_and_the_bounds_of_e2e() -> None:
     table = e2e_cpu.render({"gpt": row})
     assert "| gpt | 1.050 (1.05 to 1.05) | 1.200 (1.20 to 1.20) | 2.00 | 0.20 | 0.17 | 0.21 | 20,000 |" in table
     bounds = e2e_cpu.bounds({"gpt": row, "gpt, layers × 2": row | {"ratio": 0.9, "moving": 1.22}})
-    assert {bound.what: (pytest.approx(bound.measured), bound.holds) for bound in bounds} == {
+    assert {bound.what: (round(bound.measured or 0, 6), bound.holds) for bound in bounds} == {
         "gpt: saved bytes gone from peak RSS": (0.7, True),
         "gpt: step time / keep's": (1.05, True),
         "gpt, layers × 2: change of the step time / keep's": (0.15, False),  # smaller is a change as well
@@ -213,10 +213,7 @@ def test_the_bounds_of_the_compiled_code() -> None:
         "gpt 4x128/default/native": [_sample(2.2, last_parameters="x")],
     }
     verdict = native_cpu.judge(samples)
-    assert [(bound.measured, bound.bound) for bound in verdict.bounds] == [
-        (pytest.approx(1.1), 1.05),
-        (pytest.approx(1.1), 1.10),
-    ]
+    assert [(round(bound.measured or 0, 6), bound.bound) for bound in verdict.bounds] == [(1.1, 1.05), (1.1, 1.10)]
     assert not verdict.right
     assert "| gpt 8x512/default/nothing native | 3.000 | 1.500 | yes |" in verdict.table
 
@@ -317,7 +314,7 @@ def test_the_summary_of_peers() -> None:
     assert bound.measured == pytest.approx(2.0)
     assert bound.holds
     table = peers_cpu.render(summary)
-    assert "| aio_handle (no headers) | - |" in table
+    assert "Not measured: aio_handle: no headers" in table
     assert "| torch.save | 2.100 |" in table
 
 

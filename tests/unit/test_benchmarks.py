@@ -208,13 +208,18 @@ def test_micro_without_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
 
 
 def test_the_planner_benchmark_compares_steps_of_the_same_turn() -> None:
-    def sample(*step_s: float, rss: int = 100, **more: Any) -> dict[str, Any]:
+    def sample(*step_s: float, rss: Any = 100, **more: Any) -> dict[str, Any]:
         trace = {"losses": ["a"], "first_gradients": "b", "last_parameters": "c"}
         facts = {"step_s": list(step_s), "median_step_s": step_s[-1], "steady_peak_rss_bytes": rss, "options": {}}
         return {**trace, **facts, **more}
 
     counted = {"baseline_peak_bytes": 100, "resident_peak_bytes": 41}
-    moved = {"statistics": counted, "written_bytes_per_step": 80.0, "wait_s_per_step": 0.0, "bandwidth": None}
+    moved: dict[str, Any] = {
+        "statistics": counted,
+        "written_bytes_per_step": 80.0,
+        "wait_s_per_step": 0.0,
+        "bandwidth": None,
+    }
     samples = {
         "keep": [sample(2.0, 4.0)],
         "recompute": [sample(3.0, 6.0)],

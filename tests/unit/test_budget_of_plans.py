@@ -118,9 +118,9 @@ def test_a_write_goes_on_where_its_room_is_needed(
     offloader = make_offloader(device_budget="1MiB", engine=GateEngine)  # no write begins
     x = torch.ones(1024, requires_grad=True)
     with offloader:
-        tape = offloader._tape()
+        tape = offloader._forwards.tape
         loss: Any = ((x * 1.0).sin() * 1.0).sin().cos()
-    offloader.store.shared.reserved_bytes = reserved
+    offloader.store.shared.budget.recompute_bytes = reserved
     _needed = loss.grad_fn._saved_self
     *others, last = [record for record in tape.records if record is not None]
     assert last.state is State.RESIDENT
@@ -162,7 +162,9 @@ def test_what_a_recomputed_block_holds_counts_as_resident(make_offloader: MakeOf
     expected = _step(model, make_offloader(policy=_KeepAll()))
     for counted in (False, True):
         offloader = make_offloader(policy=_KeepAll())
-        recompute = Recompute(RecomputeMeter(offloader.core, (), offloader.exclusions.static) if counted else None)
+        recompute = Recompute(
+            RecomputeMeter(offloader.store.shared, (), offloader.exclusions.static) if counted else None
+        )
         recompute.follow(blocks, blocks)
         assert_same_gradients(_step(model, offloader), expected)
         recompute.undo()
@@ -175,12 +177,14 @@ def test_what_a_recomputed_block_holds_counts_as_resident(make_offloader: MakeOf
 
 def test_what_was_recomputed_is_let_go_of(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(device_budget="1GiB")
-    meter = RecomputeMeter(offloader.core, offloader.store.tiers.by_device.values(), offloader.exclusions.static)
+    meter = RecomputeMeter(
+        offloader.store.shared, offloader.store.tiers.by_device.values(), offloader.exclusions.static
+    )
     accounts = offloader.store.shared.accounts
     meter.recomputed(100)
     meter.recomputed(50)
     assert (accounts.resident_bytes, accounts.resident_peak_bytes) == (50, 100)
-    assert offloader.store.shared.reserved_bytes == 100
+    assert offloader.store.shared.budget.recompute_bytes == 100
     meter.recomputing()
     assert accounts.resident_bytes == 0
     meter.recomputed(70)
@@ -193,7 +197,7 @@ def test_what_was_recomputed_is_let_go_of(make_offloader: MakeOffloader) -> None
 
 def test_parameters_and_inputs_are_not_counted(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader()
-    meter = RecomputeMeter(offloader.core, (), offloader.exclusions.static)
+    meter = RecomputeMeter(offloader.store.shared, (), offloader.exclusions.static)
     weight = nn.Parameter(torch.ones(4, 4))
     noted = torch.ones(4)
     offloader.exclusions.static.add(noted, "input")
@@ -208,17 +212,17 @@ def test_no_room_is_made_where_nothing_may_be_ordered(
 ) -> None:
     """During graph capture and after abort()."""
     offloader = make_offloader(device_budget=1000)
-    (mover,) = offloader.store.tiers.by_device.values()
+    (tier,) = offloader.store.tiers.by_device.values()
     asked: list[int] = []
-    monkeypatch.setattr(mover, "wait_for_room", lambda nbytes, limit: asked.append(nbytes))
-    mover.make_room(2000)
+    monkeypatch.setattr(tier, "wait_for_room", lambda nbytes, limit: asked.append(nbytes))
+    tier.make_room(2000)
     assert asked == [2000]
     with monkeypatch.context() as capture:
-        capture.setattr(mover, "capturing", lambda: True)
-        mover.make_room(2000)
-    offloader.store.shared.inert = True
-    mover.make_room(2000)
-    offloader.store.shared.inert = False
+        capture.setattr(tier, "capturing", lambda: True)
+        tier.make_room(2000)
+    offloader.store.shared.stopped = True
+    tier.make_room(2000)
+    offloader.store.shared.stopped = False
     assert asked == [2000]
 
 
@@ -227,7 +231,7 @@ def test_a_read_under_way_is_not_counted_twice(make_offloader: MakeOffloader, mo
     offloader = make_offloader(device_budget="1MiB", engine=GateEngine)
     x = torch.ones(1024, requires_grad=True)
     with offloader:
-        tape = offloader._tape()
+        tape = offloader._forwards.tape
         y: Any = (x * 1.0).sin()
     gate = only_engine(offloader)
     gate.open()
@@ -236,7 +240,7 @@ def test_a_read_under_way_is_not_counted_twice(make_offloader: MakeOffloader, mo
     (record,) = tape.records
     assert record is not None
     with offloader.store.shared.lock:
-        offloader.store.tiers.by_device["cpu"].bring(record, urgent=False)
+        offloader.store.tiers.by_device["cpu"].fetch(record, urgent=False)
     assert (record.state, record.counted) == (State.FETCHING, True)
     asked: list[int] = []
 

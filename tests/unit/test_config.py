@@ -13,17 +13,14 @@ import torch
 
 import actoffload
 from actoffload import OffloadConfig, Offloader, offload_activations
-from actoffload.config import (
-    format_size,
-    make_config,
-    parse_size,
-)
+from actoffload.config import make_config
 from actoffload.errors import (
     ConfigError,
     OffloaderClosedError,
     SpoolFullError,
     SpoolPathError,
 )
+from actoffload.sizes import format_size, parse_size
 from actoffload.storage.engines.base import SpoolFile
 from tests.harness import descriptors
 

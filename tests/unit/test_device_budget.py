@@ -99,12 +99,12 @@ def test_without_the_check_backward_exceeds_the_budget(
 
 def test_what_has_arrived_from_disk_needs_the_check_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A read takes no device memory: there was room when it began, and there may be none when it has ended."""
-    plain = DeviceTier.pump
+    plain = DeviceTier.poll
 
     def hasty(self: DeviceTier) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(DeviceBudget, "has_room_early", lambda budget, nbytes: True)
             plain(self)
 
-    monkeypatch.setattr(DeviceTier, "pump", hasty)
+    monkeypatch.setattr(DeviceTier, "poll", hasty)
     assert _peaks(tmp_path, "nvme", settled=True)[1] > 2 * BUDGET_BYTES

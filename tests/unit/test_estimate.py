@@ -357,8 +357,3 @@ def test_wear_of_a_measured_run() -> None:
     assert "50.0 days" in render_wear(10**12, 3600, drive, drives=2)[0]
     assert "1.2 PB of 2 × D" in render_wear(10**12, 3600, drive, drives=2)[0]
     assert "set drive_tbw=" in render_wear(10**12, 3600, None)[0]
-    assert "12.5 days" in render_wear(10**12, 3600, drive, already_written_bytes=300 * 10**12)[0]
-    assert "0 s of writing" in render_wear(10**12, 3600, drive, already_written_bytes=10**18)[0]
-    credited = render_wear(10**12, 3600, drive, credits=Credits(retention_credit=2))
-    assert "25.0 days" in credited[0]
-    assert "50.0 days; a warranty follows the rated number" in credited[1]

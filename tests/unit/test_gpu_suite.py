@@ -103,7 +103,7 @@ class Processes:
 @pytest.fixture
 def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> gpu.Suite:
     monkeypatch.setenv("OUT", str(tmp_path))
-    return gpu.Suite(gpu._parse(["--tiny", "--skip-tests"]), [])
+    return gpu.Suite(gpu.parse(["--tiny", "--skip-tests"]), [])
 
 
 def _run(suite: gpu.Suite, monkeypatch: pytest.MonkeyPatch, processes: Processes) -> dict[str, dict[str, Any]]:
@@ -111,7 +111,7 @@ def _run(suite: gpu.Suite, monkeypatch: pytest.MonkeyPatch, processes: Processes
     spec = {"model": "gpt2", "batch": 1, "dtype": "float32", "sizes": {}}
     suite.run_case(GpuCase(name="c", spec=spec, modes=("host", "TRL", "nvme")))
     assert processes.said == []
-    return {point["mode"]: point["result"] for point in suite.payload["points"]}
+    return {point["mode"]: point["result"] for point in suite.points}
 
 
 def test_after_a_failure_the_next_process_takes_the_rest(suite: gpu.Suite, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_gradients_that_differ_fail_the_suite(suite: gpu.Suite, monkeypatch: pyt
     said[2]["identical"] = False
     _run(suite, monkeypatch, Processes(said))
     assert suite.finish() == 0, "those of a peer are its own affair, and are in the table"
-    suite.payload["points"][1]["result"]["identical"] = False
+    suite.points[1]["result"]["identical"] = False
     assert suite.finish() == 1
 
 
@@ -151,7 +151,7 @@ def test_what_was_not_page_locked_is_named(suite: gpu.Suite, monkeypatch: pytest
     said[1]["page_locked"], said[3]["page_locked"] = False, True
     _run(suite, monkeypatch, Processes(said))
     suite.finish()
-    text = suite.file.with_suffix(".md").read_text(encoding="utf-8")
+    text = suite.results.file.with_suffix(".md").read_text(encoding="utf-8")
     assert "could not be page-locked, so that copies block: c / host.\n" in text
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
 
 from actoffload import OffloadConfig, Offloader
 from actoffload.errors import SpoolFullError
@@ -25,15 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MIB = 1 << 20
 
 
-LAUNCHERS = (
-    *ranks._LOCAL_SIZES,
-    "LOCAL_SIZE",
-    "LOCAL_RANK",
-    "SLURM_STEP_TASKS_PER_NODE",
-    "SLURM_NODEID",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-)
+LAUNCHERS = (*ranks._LOCAL_SIZES, "WORLD_SIZE")
 
 
 @pytest.fixture
@@ -43,82 +34,30 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "expected"),
+    ("variables", "group", "expected"),
     [
-        ({}, None),
-        ({"LOCAL_WORLD_SIZE": ""}, None),
-        ({"LOCAL_WORLD_SIZE": "8"}, 8),
-        ({"LOCAL_WORLD_SIZE": "0"}, 1),
-        ({"LOCAL_WORLD_SIZE": "many"}, None),
-        ({"LOCAL_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 2),
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4),
-        ({"LOCAL_SIZE": "4"}, None),  # anybody's variable
-        ({"LOCAL_SIZE": "4", "LOCAL_RANK": "0"}, 4),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4"}, 4),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "1"}, 4),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2"}, 3),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "9"}, 3),
-        ({"SLURM_STEP_TASKS_PER_NODE": "four"}, None),
-        ({"WORLD_SIZE": "16"}, None),  # over how many machines?
-        ({"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1"}, 3),
-        ({"WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}, 3),
+        ({}, None, 1),
+        ({}, 4, 4),  # started by hand
+        ({"LOCAL_WORLD_SIZE": ""}, None, 1),
+        ({"LOCAL_WORLD_SIZE": "many"}, None, 1),
+        ({"LOCAL_WORLD_SIZE": "8"}, None, 8),
+        ({"LOCAL_WORLD_SIZE": "1"}, 4, 1),  # torchrun has the last word
+        ({"LOCAL_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 8, 2),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 8, 4),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, 4, 4),
+        ({"SLURM_STEP_TASKS_PER_NODE": "3,4(x2)"}, 11, 4),
+        ({"WORLD_SIZE": "16"}, None, 1),  # over how many machines?
     ],
 )
 @pytest.mark.usefixtures("no_launcher")
-def test_what_a_launcher_says_of_local_ranks(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: int | None
+def test_how_many_processes_share_the_machine(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], group: int | None, expected: int
 ) -> None:
     for name, text in variables.items():
         monkeypatch.setenv(name, text)
-    assert ranks.local_ranks() == expected
-
-
-@pytest.mark.usefixtures("no_launcher")
-@pytest.mark.parametrize(("launcher", "group", "found"), [("1", 4, 4), ("2", 4, 2), (None, 4, 4), (None, 1, 1)])
-def test_the_group_is_asked_where_a_launcher_names_no_others(
-    monkeypatch: pytest.MonkeyPatch, launcher: str | None, group: int, found: int
-) -> None:
-    if launcher is not None:
-        monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", launcher)
-    monkeypatch.setattr("actoffload.tiers.processes.dist.is_initialized", lambda: True)
-    monkeypatch.setattr("actoffload.tiers.processes.dist.get_rank", lambda: 0)
+    monkeypatch.setattr("actoffload.tiers.processes.dist.is_initialized", lambda: group is not None)
     monkeypatch.setattr("actoffload.tiers.processes.dist.get_world_size", lambda: group)
-    monkeypatch.setattr("actoffload.tiers.processes._members_here", lambda rank, world: world)
-    assert ranks.processes_here() == found
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    assert ranks.processes_here() == 1
-
-
-@pytest.mark.parametrize("others", ["here", "elsewhere", "silent", "half"])
-def test_members_of_a_group_tell_each_other_where_they_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, others: str
-) -> None:
-    store = FileStore(str(tmp_path / "store"), 3)
-    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: PrefixStore("default", store))
-    monkeypatch.setattr("actoffload.tiers.processes.ANSWER_WITHIN_S", 0.05)
-    prefixed = PrefixStore("default", store)
-    for rank in (0, 2):
-        machine = ranks._machine() if others == "here" or (others == "half" and rank == 0) else "another"
-        if others != "silent":
-            prefixed.set(f"actoffload/host/{rank}", machine)
-    assert ranks._members_here(1, 3) == {"here": 3, "elsewhere": 1, "silent": 3, "half": 2}[others]
-
-
-def test_a_store_on_the_loopback_address_needs_no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = TCPStore("127.0.0.1", 0, 3, is_master=True, wait_for_workers=False)
-    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: PrefixStore("default", store))
-    monkeypatch.setattr("actoffload.tiers.processes._ask", lambda *_: pytest.fail("asked"))
-    assert ranks._members_here(0, 3) == 3
-
-
-def test_a_store_that_fails_counts_every_member_as_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> None:
-        raise RuntimeError("the server has gone")
-
-    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", fails)
-    assert ranks._members_here(0, 5) == 5
-    assert ranks._members_here(0, 1) == 1
-    assert ranks._members_here(-1, 5) == 1  # not a member
+    assert ranks.processes_here() == expected
 
 
 # -- what the number of processes divides ------------------------------------------------------------------------------

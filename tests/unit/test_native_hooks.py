@@ -613,11 +613,14 @@ def test_what_a_compiled_function_saves(compiled: str, make_offloader: MakeOfflo
     offloader = make_offloader(min_bytes=LEAST_BYTES)
     x, weight = torch.linspace(0, 1, 8).requires_grad_(), torch.linspace(1, 2, 8).requires_grad_()
 
-    def step() -> None:
-        out = function(x * 1.0).sum()
-        out.backward()
+    def compute(h: Tensor) -> Tensor:
+        return (h * weight).sin() * h
 
-    function = torch.compile(lambda h: (h * weight).sin() * h, backend="eager")
+    compiled_compute: Any = torch.compile(compute, backend="eager")
+
+    def step() -> None:
+        compiled_compute(x * 1.0).sum().backward()
+
     expected = torch.autograd.grad(((x * weight).sin() * x).sum(), x)
     with offloader:
         (torch.compile(step, backend="eager") if compiled == "both" else step)()

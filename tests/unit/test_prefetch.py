@@ -112,9 +112,10 @@ def test_a_record_behind_others_that_are_near(
     else:
         offloader = make_offloader(policy=Plan(entries, prefetch_bytes=window))
     away: list[int] = []
+    records: list[Any] = []
     with offloader:
         h = _sines(COUNT, lambda _: away.append(_away(records)))
-        records = tape_records(offloader)[:1]
+        records += tape_records(offloader)[:1]
     offloader.synchronize()
     assert _away(records) == 1
     h.sum().backward()
@@ -126,9 +127,10 @@ def test_a_record_behind_others_that_are_near(
 def test_what_a_small_forward_saved_does_not_come_back_all_at_once(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(policy="all", min_bytes=1)
     away: list[int] = []
+    records: list[Any] = []
     with offloader:
         h = _sines(COUNT, lambda _: away.append(_away(records)))
-        records = tape_records(offloader)
+        records += tape_records(offloader)
     offloader.synchronize()
     h.sum().backward()
     assert away[0] == COUNT

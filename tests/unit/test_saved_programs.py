@@ -109,7 +109,7 @@ def follow(options: dict[str, Any], elements: list[int], program: list[tuple[Any
         elif name == "next":
             offloader.__exit__(None, None, None)
             offloader.__enter__()
-        one = None  # type: ignore[assignment]
+        one = None
     offloader.__exit__(None, None, None)
     saved.clear()
     assert_empty(offloader)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from ...config import format_size
+from ...sizes import format_size
 from ..plan import Plan
 from ..profile import Profile
 from ..simulator import run

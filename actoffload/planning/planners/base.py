@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
-from ...config import format_size
 from ...errors import BudgetError, ConfigError
+from ...sizes import format_size
 from ..plan import Plan
 from ..profile import Profile
 from ..simulator import Conditions, Prediction, run

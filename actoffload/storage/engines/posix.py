@@ -6,7 +6,7 @@ import os
 from typing import ClassVar
 
 from .base import EngineCapabilities, IoKind, SpoolFile
-from .queued import GATHERED_BYTES, QueuedEngine, default_threads
+from .queued import QueuedEngine, default_threads
 
 _HAS_VECTORED = hasattr(os, "preadv") and hasattr(os, "pwritev")
 
@@ -14,15 +14,12 @@ _HAS_VECTORED = hasattr(os, "preadv") and hasattr(os, "pwritev")
 class PosixEngine(QueuedEngine):
     """Positional reads and writes in worker threads; the interpreter's lock is not held during the system call.
 
-    Small requests that wait and lie beside each other go in one call.
-
     Args:
         file: The file to work on; with ``O_DIRECT`` when ``file.direct``.
         threads: Worker threads; None: up to 4.
     """
 
     default_name: ClassVar[str] = "posix"
-    gathered_bytes: ClassVar[int] = GATHERED_BYTES
 
     def __init__(self, file: SpoolFile, *, threads: int | None = None) -> None:
         count = default_threads(threads)

@@ -1,8 +1,4 @@
-"""What all engines with a queue in Python share: the two queues, the worker threads, care about every result.
-
-Small requests that lie one behind the other in the file and wait anyway are carried out together: one system call, and
-one turn at the interpreter's lock, for all of them.
-"""
+"""What all engines with a queue in Python share: the two queues, the worker threads, care about every result."""
 
 from __future__ import annotations
 
@@ -14,8 +10,7 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from typing import ClassVar
+from collections.abc import Callable
 
 from ...errors import (
     OffloaderClosedError,
@@ -35,9 +30,6 @@ from .base import (
 _RETRY_ERRNOS = frozenset({errno.EINTR, errno.EAGAIN, errno.EWOULDBLOCK})
 _MAX_STALLS = 1000  # attempts in a row that moved nothing; with the pause below, about a second
 _STALL_PAUSE_S = 0.001
-GATHERED_BYTES = 1 << 20
-"""Requests are gathered up to this size: a larger call is hardly any faster, and the first of them waits for all."""
-_MOST_GATHERED = 64  # requests; the system takes at least so many ranges of memory in one call
 _AllMemory = ctypes.c_char * (1 << 46)  # one type for all lengths: ctypes would make a new one for each
 
 
@@ -47,10 +39,10 @@ def memory_view(address: int, length: int) -> memoryview:
 
 
 class Cursor:
-    """How far some requests have come that are carried out together; judges the result of every system call.
+    """How far a request has come; judges the result of every system call.
 
     Args:
-        requests: Of one kind, each beginning in the file where the one before it ends.
+        request: The transfer.
         file: For messages.
         alignment: A transfer may only be continued at a multiple of this many bytes.
 
@@ -58,12 +50,9 @@ class Cursor:
         done: How many bytes have been moved.
     """
 
-    def __init__(self, requests: Sequence[IoRequest], file: SpoolFile, alignment: int) -> None:
+    def __init__(self, request: IoRequest, file: SpoolFile, alignment: int) -> None:
         self.done = 0
-        self._requests = requests
-        self._kind = requests[0].kind
-        self._offset = requests[0].offset
-        self._length = sum(request.length for request in requests)
+        self._request = request
         self._file = file
         self._alignment = alignment
         self._stalls = 0
@@ -71,17 +60,16 @@ class Cursor:
     @property
     def finished(self) -> bool:
         """Every byte has been moved."""
-        return self.done == self._length
+        return self.done == self._request.length
 
     @property
     def ranges(self) -> list[Range]:
         """The memory that is still to be moved."""
         done, found = self.done, []
-        for request in self._requests:
-            for address, length in request.memory:
-                if done < length:
-                    found.append((address + done, length - done))
-                done = max(0, done - length)
+        for address, length in self._request.memory:
+            if done < length:
+                found.append((address + done, length - done))
+            done = max(0, done - length)
         return found
 
     @property
@@ -92,7 +80,7 @@ class Cursor:
     @property
     def offset(self) -> int:
         """Where in the file that belongs."""
-        return self._offset + self.done
+        return self._request.offset + self.done
 
     def advance(self, moved: int) -> None:
         """Take the byte count of one call; a short one continues after it.
@@ -101,11 +89,12 @@ class Cursor:
             StorageReadError: The file ends before the range does.
             StorageWriteError: Nothing was written, again and again.
         """
-        if moved == 0 and self._kind is IoKind.READ:
+        length = self._request.length
+        if moved == 0 and self._request.kind is IoKind.READ:
             raise self._error(errno.EIO, f"the file ends after {self.done} bytes of it")
-        if not 0 <= moved <= self._length - self.done:
+        if not 0 <= moved <= length - self.done:
             raise self._error(errno.EIO, f"the system reports {moved} bytes moved")
-        if self.done + moved < self._length:
+        if self.done + moved < length:
             moved -= moved % self._alignment  # a direct transfer may only continue on a boundary
         self.done += moved
         if moved:
@@ -132,8 +121,9 @@ class Cursor:
             time.sleep(_STALL_PAUSE_S)
 
     def _error(self, number: int, reason: str) -> StorageReadError | StorageWriteError:
-        cls = StorageReadError if self._kind is IoKind.READ else StorageWriteError
-        what = f"{self._kind.value} of {self._length} bytes at offset {self._offset} failed: {reason}"
+        request = self._request
+        cls = StorageReadError if request.kind is IoKind.READ else StorageWriteError
+        what = f"{request.kind.value} of {request.length} bytes at offset {request.offset} failed: {reason}"
         return cls(number, f"{what} ({errno.errorcode.get(number, 'unknown')})", self._file.path)
 
 
@@ -146,9 +136,6 @@ class QueuedEngine(StorageEngine):
         file: The file to work on.
         capabilities: What the subclass can do.
     """
-
-    gathered_bytes: ClassVar[int] = 0
-    """Requests up to so many bytes together are given to one call; 0: each goes alone."""
 
     def __init__(self, file: SpoolFile, capabilities: EngineCapabilities) -> None:
         self._file = file
@@ -247,22 +234,22 @@ class QueuedEngine(StorageEngine):
             raise
 
     def _work(self) -> None:
-        while requests := self._next():
-            self._carry_out(requests)
-            del requests  # an idle thread must not keep the last request alive
+        while (request := self._next()) is not None:
+            request.finish(self._carry_out(request))
+            del request  # an idle thread must not keep the last request alive
 
-    def _next(self) -> list[IoRequest]:
-        """Wait for a request and start it, with those that are to go along; empty: closed and nothing is left."""
+    def _next(self) -> IoRequest | None:
+        """Wait for a request and start it; None: closed and nothing is left."""
         with self._mutex:
             while (request := self._pop()) is None:
                 if self._closing:
-                    return []
+                    return None
                 self._idle_workers += 1
                 try:
                     self._wake.wait()
                 finally:
                     self._idle_workers -= 1
-            return [request, *self._gather(request)] if self.gathered_bytes else [request]
+            return request
 
     def _pop(self) -> IoRequest | None:
         """Start the next request that was not cancelled. The lock is held."""
@@ -272,57 +259,23 @@ class QueuedEngine(StorageEngine):
                 return request
         return None
 
-    def _gather(self, first: IoRequest) -> list[IoRequest]:
-        """Start what waits behind ``first`` and lies beside it, but no work of threads that wait. The lock is held.
-
-        A request with a ``before`` goes alone: the others would wait for that as well.
-        """
-        queue = self._queue(first)
-        begin, end = first.offset, first.offset + first.length
-        most = min(_MOST_GATHERED, (len(queue) + 1) // (self._idle_workers + 1)) - 1
-        found: list[IoRequest] = []
-        while first.before is None and len(found) < most and queue and queue is (self._reads or self._writes):
-            head = queue[0]
-            beside = head.offset == end or head.offset + head.length == begin
-            if not beside or head.before is not None or end - begin + head.length > self.gathered_bytes:
-                break
-            queue.popleft()
-            if head.try_start():
-                found.append(head)
-                begin, end = min(begin, head.offset), max(end, head.offset + head.length)
-        return found
-
-    def _carry_out(self, requests: Sequence[IoRequest]) -> None:
-        """Carry out one request, or several that lie side by side, of which each gets its own error."""
-        if len(requests) == 1:
-            requests[0].finish(self._move(requests)[1])
-            return
-        in_order = sorted(requests, key=lambda request: request.offset)
-        done, error = self._move(in_order)
-        end = in_order[0].offset + done
-        for request in requests:  # the first is the one that was waited for longest
-            moved = error is None or request.offset + request.length <= end
-            request.finish(None if moved else self._move([request])[1])
-
-    def _move(self, requests: Sequence[IoRequest]) -> tuple[int, BaseException | None]:
-        """Move the bytes of some requests that lie in order; return how many bytes were moved and what went wrong."""
-        done, kind = 0, requests[0].kind
+    def _carry_out(self, request: IoRequest) -> BaseException | None:
+        """Move the bytes of a request; return what went wrong."""
         try:
-            cursor = Cursor(requests, self._file, self._capabilities.alignment)
-            if requests[0].before is not None:
-                requests[0].before()
+            cursor = Cursor(request, self._file, self._capabilities.alignment)
+            if request.before is not None:
+                request.before()
             while not cursor.finished:
                 try:
-                    moved = self._transfer_once(kind, cursor.views, cursor.offset)
+                    moved = self._transfer_once(request.kind, cursor.views, cursor.offset)
                 except OSError as exc:
                     cursor.fail(exc)
                     continue
                 cursor.advance(moved)
-                done = cursor.done
-                self._count(kind, moved)
+                self._count(request.kind, moved)
         except BaseException as exc:  # whatever it was, it belongs to the request and not to this thread
-            return done, exc
-        return done, None
+            return exc
+        return None
 
     def _count(self, kind: IoKind, moved: int) -> None:
         with self._counter_lock:
@@ -342,16 +295,6 @@ class QueuedEngine(StorageEngine):
     def _notify_all(self) -> None:
         """Tell every worker that the engine closes. The lock is held."""
         self._wake.notify_all()
-
-
-def first_bytes(views: Iterable[memoryview], nbytes: int) -> list[memoryview]:
-    """Return views of the first ``nbytes`` bytes."""
-    found = []
-    for view in views:
-        if nbytes > 0:
-            found.append(view[:nbytes])
-        nbytes -= len(view)
-    return found
 
 
 def default_threads(threads: int | None) -> int:

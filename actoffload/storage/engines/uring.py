@@ -163,7 +163,7 @@ class UringEngine(QueuedEngine):
             self._asleep = True
         for request in ready:
             try:
-                self._submit_to_kernel(request, Cursor([request], self._file, self._capabilities.alignment))
+                self._submit_to_kernel(request, Cursor(request, self._file, self._capabilities.alignment))
             except BaseException as exc:  # whatever it was, it belongs to the request and not to this thread
                 self._finish(request, exc)
         return not finished

@@ -1,0 +1,54 @@
+"""Sizes in bytes, as people write and read them."""
+
+from __future__ import annotations
+
+import re
+
+from .errors import ConfigError
+
+Size = int | str
+
+_UNITS = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgtp", start=1):
+    _UNITS[f"{_letter}b"] = 1000**_power
+    _UNITS[f"{_letter}ib"] = 1024**_power
+    _UNITS[_letter] = 1024**_power
+
+
+def parse_size(field: str, value: Size) -> int:
+    """Bytes from an int or from text such as ``"8GiB"``, ``"512 MB"`` or ``"1.5g"``.
+
+    Units: kB/MB/GB/TB are powers of 1000; KiB/MiB/GiB/TiB, and the bare letters, powers of 1024.
+
+    Raises:
+        ConfigError: not a size, or negative; names ``field``.
+
+    >>> parse_size("host_budget", "1.5KiB")
+    1536
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ConfigError(field, value, 'give a size in bytes (an int) or text such as "8GiB"')
+    if isinstance(value, int):
+        nbytes = value
+    else:
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", value, re.IGNORECASE)
+        if match is None or match[2].lower() not in _UNITS:
+            raise ConfigError(field, value, 'not a size; give bytes (an int) or text such as "8GiB" or "512MB"')
+        nbytes = int(float(match[1]) * _UNITS[match[2].lower()])
+    if nbytes < 0:
+        raise ConfigError(field, value, "a size cannot be negative")
+    return nbytes
+
+
+def format_size(nbytes: float) -> str:
+    """Bytes for a person: ``"1.5 GiB"``.
+
+    >>> format_size(1536)
+    '1.5 KiB'
+    """
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError("unreachable")
