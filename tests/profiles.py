@@ -222,5 +222,4 @@ def _random_link(rng: random.Random, bandwidth: float) -> Link:
         write_bytes_per_s=bandwidth,
         read_bytes_per_s=bandwidth * rng.uniform(0.8, 2.0),
         latency_s=rng.choice((0.0, 20e-6, 100e-6)),
-        duplex=rng.random() < 0.7,
     )

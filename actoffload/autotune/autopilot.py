@@ -16,8 +16,7 @@ from ..planning.explain import render_plan
 from ..planning.plan import Plan
 from ..planning.planners.auto import Auto
 from ..planning.planners.base import Limits, Planner
-from ..planning.planners.feedback import Observed, correct, needs_replan
-from ..planning.planners.hiding import correct_hiding
+from ..planning.planners.feedback import Observed, correct, correct_hiding
 from ..planning.profile import Profile
 from ..planning.simulator import Conditions
 from ..runtime.decision import OffloadDecision
@@ -42,16 +41,7 @@ ROOM_TO_KEEP = 1.5
 
 
 class Following:
-    """Makes an offloader do as a plan says.
-
-    Args:
-        shared: holds what backward may need at once.
-        tiers: told how many bytes are expected on their way out.
-        placement: decides what moves.
-        prefetch: reads as far ahead as the plan says.
-        blocks: the blocks of the models by name, as they are known at any time.
-        meter: counts what recomputed blocks hold.
-    """
+    """Makes an offloader do as a plan says: what moves, how far ahead is read, which blocks are recomputed."""
 
     def __init__(
         self,
@@ -60,7 +50,7 @@ class Following:
         placement: OffloadDecision,
         prefetch: Prefetch,
         blocks: Mapping[str, nn.Module],
-        meter: RecomputeMeter | None,
+        meter: RecomputeMeter,
     ) -> None:
         self.placement = placement
         self.blocks = blocks
@@ -69,25 +59,20 @@ class Following:
         self._tiers = tiers
         self._prefetch = prefetch
 
-    def follow(self, profile: Profile, plan: Plan) -> None:
-        """Do as a plan for this profile says from the next forward on."""
-        self._shared.budget.recompute_bytes = _largest_recomputation(profile, plan)
+    def follow(self, profile: Profile | None, plan: Plan | None) -> None:
+        """Do as a plan for this profile says from the next forward on; None: as before the first plan."""
         self._shared.largest_moved_bytes = 0  # what moved before there was this plan says nothing of what it moves
         self.placement.follow(plan)
-        # A plan that names no window was made for the profile's.
-        self._prefetch.window.follow(plan.prefetch_bytes or profile.prefetch_bytes)
+        if plan is None or profile is None:
+            self._shared.budget.recompute_bytes = 0
+            self._prefetch.window.start_over()
+        else:
+            self._shared.budget.recompute_bytes = _largest_recomputation(profile, plan)
+            # A plan that names no window was made for the profile's.
+            self._prefetch.window.follow(plan.prefetch_bytes or profile.prefetch_bytes)
         for tier in self._tiers.by_device.values():
-            tier.expect_pending(plan.pending_bytes)
-        self.recompute.follow(self.blocks, plan.recompute)
-
-    def start_over(self) -> None:
-        """Do as before the first plan."""
-        self.placement.follow(None)
-        self._prefetch.window.start_over()
-        self._shared.budget.recompute_bytes = self._shared.largest_moved_bytes = 0
-        for tier in self._tiers.by_device.values():
-            tier.expect_pending(None)
-        self.recompute.undo()
+            tier.expect_pending(None if plan is None else plan.pending_bytes)
+        self.recompute.follow(self.blocks, () if plan is None else plan.recompute)
 
 
 class Autopilot:
@@ -101,7 +86,6 @@ class Autopilot:
         profiler: makes profiles.
         blocks: the blocks of the models by name, as they are known at any time.
         meter: counts what recomputed blocks hold.
-        planner: how to plan.
 
     Attributes:
         profile: what the plan was made from.
@@ -118,13 +102,12 @@ class Autopilot:
         prefetch: Prefetch,
         profiler: Profiler,
         blocks: Mapping[str, nn.Module],
-        meter: RecomputeMeter | None = None,
-        planner: Planner | None = None,
+        meter: RecomputeMeter,
     ) -> None:
         self.profile: Profile | None = None
         self.plan: Plan | None = None
         self.history: list[str] = []
-        self.planner: Planner = planner or Auto()
+        self.planner: Planner = Auto()
         self._shared = shared
         self._tiers = tiers
         self._following = Following(shared, tiers, placement, prefetch, blocks, meter)
@@ -257,7 +240,7 @@ class Autopilot:
         placement = self._following.placement
         if placement.keep_all:
             placement.keep_all = False
-            self._make_plan(replace(profile, keep_step_s=observed.step_s), observed, "first plan")
+            self._make_plan(profile, observed, "first plan")
         elif self._recording.steps > WARM_UP and not self._try_keeping(profile):
             self._make_plan(profile, observed, "first plan")
 
@@ -286,7 +269,8 @@ class Autopilot:
             return
         assert self.seen is not None, "the steps were looked at"
         if self._bounded:
-            profile, reason = self._judged(self.profile, self.plan, self.seen)
+            conditions = Conditions(device_budget=self._limits.device_budget)
+            profile, reason = correct(self.profile, self.plan, self.seen, conditions)
         else:
             profile, reason = correct_hiding(self.profile, self.seen, self._recording.step_s)
         if reason:
@@ -297,12 +281,6 @@ class Autopilot:
     def _mismatched(self) -> bool:
         saved_bytes = 0 if self.profile is None else self.profile.saved_bytes
         return self._following.placement.mismatched_bytes > SHAPES_CHANGED * max(1, saved_bytes)
-
-    def _judged(self, profile: Profile, plan: Plan, seen: Observed) -> tuple[Profile, str]:
-        """Where the user has set a bound: the step as a whole counts, and what moving costs the compute."""
-        conditions = Conditions(device_budget=self._limits.device_budget)
-        corrected = correct(profile, plan, seen, conditions)
-        return corrected, needs_replan(profile, plan, seen, corrected, conditions)
 
     # -- plans --------------------------------------------------------------------------------------------------------
 
@@ -333,7 +311,7 @@ class Autopilot:
         self.plan = None
         self._recording.forget()
         self._steps.start_over()
-        self._following.start_over()
+        self._following.follow(None, None)
 
     @property
     def _bounded(self) -> bool:

@@ -21,13 +21,7 @@ LOOK_AT_STEP = 3
 
 
 class Recording:
-    """Profiles of recorded steps, on the links as they are known by then.
-
-    Args:
-        profiler: records steps.
-        tiers: knows the rates of the links.
-        prefetch: knows how far ahead backward reads.
-    """
+    """Profiles of recorded steps, on the links as they are known by then."""
 
     def __init__(self, profiler: Profiler, tiers: Tiers, prefetch: Prefetch) -> None:
         self.steps = 0

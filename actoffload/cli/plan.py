@@ -32,7 +32,7 @@ def command(
     host_budget: Bytes = None,
     nvme_budget: Bytes = None,
     max_slowdown: Annotated[float | None, typer.Option(help="As a share: 0.02 is 2 %.")] = None,
-    planner: Annotated[str, typer.Option(help="auto, ssdtrain, bring_back, lifetime or joint.")] = "auto",
+    planner: Annotated[str, typer.Option(help="auto, ssdtrain or joint.")] = "auto",
     target: Annotated[str, typer.Option(help="Where bytes may go: host, nvme, tiered or auto.")] = "auto",
     recompute: Annotated[bool, typer.Option(help="Let blocks be recomputed.")] = True,
     more: Annotated[str, typer.Option(help="How much more budget to price.")] = "1GiB",

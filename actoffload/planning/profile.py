@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
@@ -88,22 +89,17 @@ class Link:
         read_bytes_per_s: back towards it.
         latency_s: what each transfer takes on top, where nothing hides it.
         cost_s_per_byte: compute time that is lost for each byte moved either way (on a CPU, copies take its time).
-        duplex: whether reads and writes run at their full speed at the same time.
     """
 
     write_bytes_per_s: float
     read_bytes_per_s: float
     latency_s: float = 0.0
     cost_s_per_byte: float = 0.0
-    duplex: bool = True
 
     def scaled(self, factor: float) -> Link:
         """The same link with ``factor`` times its bandwidth."""
-        return replace(
-            self,
-            write_bytes_per_s=self.write_bytes_per_s * factor,
-            read_bytes_per_s=self.read_bytes_per_s * factor,
-        )
+        write, read = self.write_bytes_per_s * factor, self.read_bytes_per_s * factor
+        return replace(self, write_bytes_per_s=write, read_bytes_per_s=read)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +115,6 @@ class Profile:
         backward_s: compute time of all backwards.
         other_s: the rest of the step (the optimizer, the data).
         device: ``"cpu"``, ``"cuda"``, ...
-        keep_step_s: a whole step as it was measured with nothing moved, if it was.
         prefetch_bytes: how far ahead of backward the offloader reads unless a plan says otherwise.
     """
 
@@ -131,13 +126,26 @@ class Profile:
     backward_s: float = 0.0
     other_s: float = 0.0
     device: str = "cpu"
-    keep_step_s: float | None = None
     prefetch_bytes: int = PREFETCH_BYTES
 
     def __post_init__(self) -> None:
-        for value, valid, remedy in _checks(self):
-            if not valid:
-                raise ConfigError("profile", value, remedy)
+        _check_numbers(self, "")
+        _require(self.prefetch_bytes > 0, self.prefetch_bytes, "prefetch_bytes must be above 0")
+        for name, link in (("host", self.host), ("disk", self.disk)):
+            if link is not None:
+                _check_numbers(link, f"{name}.")
+        for number, block in enumerate(self.blocks):
+            _check_block(self, number, block)
+        names = [(block.name, block.tape) for block in self.blocks]
+        _require(len(set(names)) == len(names), names, "two blocks of one forward have the same name")
+        places: Counter[int] = Counter()
+        for number, storage in enumerate(self.storages):
+            where = f"storages[{number}]"
+            _check_storage(self, where, storage)
+            if storage.index is not None:
+                in_order = storage.index == places[storage.tape]
+                _require(in_order, storage.index, f"{where}.index must count the places of its tape from 0, in order")
+                places[storage.tape] += 1
 
     @property
     def step_s(self) -> float:
@@ -153,10 +161,6 @@ class Profile:
     def movable_bytes(self) -> int:
         """What of it may move."""
         return sum(storage.nbytes for storage in self.storages if storage.movable)
-
-    def storages_of(self, block: int) -> tuple[int, ...]:
-        """The numbers of the storages that block number ``block`` saves."""
-        return tuple(number for number, storage in enumerate(self.storages) if storage.block == block)
 
     @property
     def baseline_peak_bytes(self) -> int:
@@ -228,72 +232,44 @@ def _build(cls: type[T], values: Mapping[str, Any]) -> T:
     return cls(**values)
 
 
-Check = tuple[object, bool, str]
-"""A value, whether it is one that can be, and what to do about it if not."""
+def _check_numbers(part: Profile | Storage | Block | Link, where: str) -> None:
+    """Check a part's seconds, bytes and rates, which its fields are by their names."""
+    for field in fields(part):
+        value, name = getattr(part, field.name), field.name
+        if value is None and name == "need_s":
+            continue
+        if name.endswith("bytes"):
+            _require(_is_size(value), value, f"{where}{name} must be a number of bytes, 0 or more")
+        elif name.endswith("_bytes_per_s"):
+            _require(_is_time(value) and value > 0, value, f"{where}{name} must be above 0")
+        elif name.endswith(("_s", "_per_byte")):
+            _require(_is_time(value), value, f"{where}{name} must be a number of 0 or more")
 
 
-def _checks(profile: Profile) -> Iterator[Check]:
-    for name in ("forward_s", "backward_s", "other_s"):
-        yield _not_negative(getattr(profile, name), f"{name} must be a number of seconds, 0 or more")
-    keep_s, window = profile.keep_step_s, profile.prefetch_bytes
-    yield _not_negative(0.0 if keep_s is None else keep_s, "keep_step_s must be a number of seconds, or None")
-    yield window, _is_size(window) and window > 0, "prefetch_bytes must be a number of bytes above 0"
-    for name, link in (("host", profile.host), ("disk", profile.disk)):
-        if link is not None:
-            for key in ("write_bytes_per_s", "read_bytes_per_s"):
-                value = getattr(link, key)
-                yield value, _is_time(value) and value > 0, f"{name}.{key} must be above 0"
-            for key in ("latency_s", "cost_s_per_byte"):
-                yield _not_negative(getattr(link, key), f"{name}.{key} must be 0 or more")
-    for number, block in enumerate(profile.blocks):
-        yield from _block_checks(profile, number, block)
-    names = [(block.name, block.tape) for block in profile.blocks]
-    yield names, len(set(names)) == len(names), "two blocks of one forward have the same name"
-    following: dict[int, int] = {}
-    for number, storage in enumerate(profile.storages):
-        yield from _storage_checks(profile, f"storages[{number}]", storage)
-        if storage.index is not None:
-            in_order = storage.index == following.get(storage.tape, 0)
-            yield (
-                storage.index,
-                in_order,
-                f"storages[{number}].index must count the places of its tape from 0, in order",
-            )
-            following[storage.tape] = storage.index + 1
-
-
-def _block_checks(profile: Profile, number: int, block: Block) -> Iterator[Check]:
+def _check_block(profile: Profile, number: int, block: Block) -> None:
     where = f"blocks[{number}]"
-    yield block.name, isinstance(block.name, str) and bool(block.name), f"{where} needs a name"
-    for key in ("forward_s", "backward_s", "recompute_s"):
-        yield _not_negative(getattr(block, key), f"{where}.{key} must be a number of seconds, 0 or more")
-    size = block.input_bytes
-    yield size, _is_size(size), f"{where}.input_bytes must be a number of bytes, 0 or more"
+    _check_numbers(block, f"{where}.")
+    _require(isinstance(block.name, str) and bool(block.name), block.name, f"{where} needs a name")
     if block.input is not None:
-        yield block.input, 0 <= block.input < len(profile.storages), f"{where}.input is no storage"
+        _require(0 <= block.input < len(profile.storages), block.input, f"{where}.input is no storage")
         owner = profile.storages[block.input].block
-        yield block.input, owner in (None, number), f"{where}.input is saved by another block"
+        _require(owner in (None, number), block.input, f"{where}.input is saved by another block")
 
 
-def _storage_checks(profile: Profile, where: str, storage: Storage) -> Iterator[Check]:
-    birth_s, last_s = storage.birth_s, storage.last_need_s
+def _check_storage(profile: Profile, where: str, storage: Storage) -> None:
+    _check_numbers(storage, f"{where}.")
+    birth_s, last_s, block = storage.birth_s, storage.last_need_s, storage.block
     need_s = birth_s if storage.need_s is None else storage.need_s
     times = (birth_s, storage.need_s, last_s)
-    yield storage.nbytes, _is_size(storage.nbytes), f"{where}.nbytes must be a number of bytes, 0 or more"
-    yield times, all(map(_is_time, (birth_s, need_s, last_s))), f"{where} needs times of 0 s or more"
-    yield (
-        times,
-        birth_s <= need_s <= last_s,
-        f"{where} must be born before it is needed, the last time last",
-    )
+    _require(birth_s <= need_s <= last_s, times, f"{where} must be born before it is needed, the last time last")
     end_s = profile.step_s * (1 + ROUNDING) + ROUNDING
-    yield last_s, last_s <= end_s, f"{where} is needed after the step's end at {profile.step_s} s"
-    block = storage.block
-    yield block, block is None or 0 <= block < len(profile.blocks), f"{where}.block is no block"
+    _require(last_s <= end_s, last_s, f"{where} is needed after the step's end at {profile.step_s} s")
+    _require(block is None or 0 <= block < len(profile.blocks), block, f"{where}.block is no block")
 
 
-def _not_negative(value: object, remedy: str) -> Check:
-    return value, _is_time(value), remedy
+def _require(valid: bool, value: object, remedy: str) -> None:
+    if not valid:
+        raise ConfigError("profile", value, remedy)
 
 
 def _is_time(value: object) -> bool:

@@ -31,7 +31,6 @@ from .transfers import (
     WRITE_QUEUED,
     WRITING,
     Clock,
-    StoppedError,
     Transfers,
 )
 from .workload import ABSENT, BIRTH, DROPPED, HOST, KEEP, NEED, NVME, RECOMPUTE, Choice, Workload
@@ -77,30 +76,20 @@ class Peak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A step as the simulator saw it. Times in seconds, sizes in bytes.
+    """A step as the simulator saw it. Seconds and bytes; storages by number, inputs of checkpoints beyond them.
 
     Attributes:
-        step_s: the whole step.
-        compute_s: the same without waits and recomputing.
+        compute_s: the step without waits and recomputing.
         forward_wait_s: what saving waited for, room above all.
-        backward_wait_s: what backward waited for.
-        recompute_s: what recomputing took.
         cost_s: compute time that moving bytes took.
-        peak_bytes: the most on the device.
-        host_peak_bytes: the most in host memory.
-        disk_peak_bytes: the most on disk.
         pending_peak_bytes: the most that was on its way out of the device at once.
-        host_written_bytes: device to host.
-        host_read_bytes: host to device.
-        disk_written_bytes: to disk.
-        disk_read_bytes: from disk.
-        cancelled_bytes: taken before a write was begun.
-        waits: ``(storage, seconds)`` for each wait in backward; storages by number, inputs of checkpoints beyond them.
+        cancelled_bytes: what backward took before a write was begun.
+        waits: ``(storage, seconds)`` for each wait in backward.
         pressed: the storages that were kept although planned to go, as a limit would have been passed.
         stayed: those, and the ones that backward took before they had left.
-        timeline: bytes on the device from each time on; empty unless asked for.
-        peak: what was on the device at the peak; None unless asked for.
-        at_peak: the storages that were; empty unless asked for.
+        timeline: bytes on the device from each time on; empty unless asked for, as what follows.
+        peak: what was on the device at the peak.
+        at_peak: the storages that were.
     """
 
     step_s: float
@@ -166,26 +155,6 @@ def run(
     """Predict one step of a prepared profile under a planner's choice; see `simulate`."""
     step = _Step(workload, choice, conditions, window, detail=detail)
     step.run()
-    return step.prediction()
-
-
-def run_within(
-    workload: Workload,
-    choice: Choice,
-    conditions: Conditions,
-    *,
-    window: int | None,
-    most_bytes: float,
-    most_delay_s: float,
-) -> Prediction | None:
-    """`run`, given up with None as soon as the peak or the delay is above what is of interest."""
-    step = _Step(workload, choice, conditions, window)
-    step.device.stop_above_bytes = most_bytes
-    step.clock.stop_after_s = most_delay_s
-    try:
-        step.run()
-    except StoppedError:
-        return None
     return step.prediction()
 
 
@@ -467,6 +436,3 @@ class _Step:
         return Peak(
             time_s=device.peak_time, phase=device.peak_phase, bytes_by_kind=kinds, bytes_by_module=dict(largest)
         )
-
-
-__all__ = ["Conditions", "Peak", "Prediction", "run", "run_within", "simulate"]

@@ -19,7 +19,7 @@ back; `LOADING` is from disk to host memory, `FETCHING` is to the device."""
 
 WRITE, SPILL, LOAD, FETCH = range(4)
 """The queues: device to host, host to disk, disk to host, host to device. Without a host link, `WRITE` and `FETCH` are
-between the device and the disk, and the others are unused. ``3 - queue`` is the other direction of the same link."""
+between the device and the disk, and the others are unused. Reads and writes do not slow each other."""
 
 _QUEUED = (WRITE_QUEUED, SPILL_QUEUED, LOADING, FETCHING)
 _BEGUN = (WRITING, SPILLING, LOADING, FETCHING)
@@ -29,10 +29,6 @@ FORWARD, BACKWARD, RECOMPUTING = range(3)
 NEVER = float("inf")
 
 
-class StoppedError(Exception):
-    """The step has more bytes on the device, or is later, than is of interest."""
-
-
 class Clock:
     """How late the step is against the profile's timeline, and why. Seconds."""
 
@@ -40,13 +36,10 @@ class Clock:
         self.delay = self.cost_s = 0.0
         self.waited = [0.0, 0.0, 0.0]
         """In forward, in backward, and for recomputing."""
-        self.stop_after_s = NEVER
 
     def wait(self, seconds: float, kind: int) -> None:
         self.waited[kind] += seconds
         self.delay += seconds
-        if self.delay > self.stop_after_s:
-            raise StoppedError
 
     def charge(self, seconds: float) -> None:
         """Add compute time that moving bytes takes."""
@@ -90,7 +83,6 @@ class Device:
         self.peak_time = 0.0
         self.log: list[tuple[float, int]] | None = None
         self.on_peak: Callable[[], None] | None = None
-        self.stop_above_bytes = NEVER
         self._nbytes = nbytes
 
     def add(self, p: int, now: float) -> None:
@@ -98,8 +90,6 @@ class Device:
         self.used += self._nbytes[p]
         if self.used > self.peak:
             self.peak, self.peak_time, self.peak_phase = self.used, now, self.phase
-            if self.used > self.stop_above_bytes:
-                raise StoppedError
             if self.on_peak is not None:
                 self.on_peak()
         if self.log is not None:
@@ -131,7 +121,6 @@ class Links:
         """Compute time of a byte by the tier that it moves to or from."""
         self.moved = [0] * 4
         self.next_end = NEVER
-        self._duplex = (first.duplex, second.duplex, second.duplex, first.duplex)
         self._nbytes = workload.nbytes
         self._state = state
         self._queues: list[deque[int]] = [deque() for _ in range(4)]
@@ -149,8 +138,6 @@ class Links:
                 self.next_end = self._ends[queue]
 
     def _start(self, queue: int, now: float) -> None:
-        if self._current[queue] >= 0 or (not self._duplex[queue] and self._current[3 - queue] >= 0):
-            return
         waiting, state, expected = self._queues[queue], self._state, _QUEUED[queue]
         while waiting:
             p = waiting.popleft()
@@ -171,10 +158,7 @@ class Links:
         return queue, p
 
     def start_next(self, queue: int, now: float) -> None:
-        """Begin what follows a transfer that has ended; on a link that does one thing at a time, reads go first."""
-        if not self._duplex[queue]:
-            self._start(max(queue, 3 - queue), now)
-            queue = min(queue, 3 - queue)
+        """Begin what follows a transfer that has ended."""
         if self._queues[queue]:
             self._start(queue, now)
         self.next_end = min(self._ends)

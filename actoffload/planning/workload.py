@@ -51,14 +51,10 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The blocks of one name, recomputed together: one block of each forward.
+    """The blocks of one name, recomputed together: one block of each forward, by its number in `Profile.blocks`.
 
-    Attributes:
-        name: the name.
-        blocks: numbers in `Profile.blocks`.
-        freed_bytes: what need not be saved when they are recomputed.
-        recompute_s: what that adds to the step.
-        birth_s: when the first of what it saves is saved.
+    ``freed_bytes`` need not be saved then, which adds ``recompute_s`` to the step; the first of it is saved at
+    ``birth_s``.
     """
 
     name: str
@@ -264,16 +260,10 @@ class Workload:
         )
 
     def _made_item(self, made: tuple[int, ...], number: int, group: Group) -> Item:
-        begin = self.block_begin[group.blocks[0]]
-        return Item(
-            positions=made,
-            nbytes=sum(self.nbytes[p] for p in made),
-            movable=True,
-            birth_s=group.birth_s,
-            need_s=begin if begin is not None else self.profile.step_s,
-            owner=number,
-            made=True,
-        )
+        begin_s = self.block_begin[group.blocks[0]]
+        assert begin_s is not None, "a group has what can be recomputed"
+        nbytes = sum(self.nbytes[p] for p in made)
+        return Item(made, nbytes, movable=True, birth_s=group.birth_s, need_s=begin_s, owner=number, made=True)
 
     def _make_events(self) -> list[tuple[float, int, int]]:
         events = []

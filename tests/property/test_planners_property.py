@@ -23,7 +23,7 @@ CHUNK = 16
 EXHAUSTIVE = 48
 SPEND = 20_000
 RECORDED = sorted((Path(__file__).resolve().parents[1] / "recorded").glob("*.json"))
-PEERS = ("ssdtrain", "bring_back", "lifetime")
+PEERS = ("ssdtrain", "joint")
 
 
 def _step_s(plan: Plan) -> float:

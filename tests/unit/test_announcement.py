@@ -125,23 +125,19 @@ def bursts(*nodes: tuple[int, int]) -> SavedByNode:
         ([(20, 100), (1, 1900)], True),
         ([(20, 100), (1, 2000)], False),  # half, not more
         ([(20, 100)] * 2, False),
-        ([(20, 100)] * 12, False),
         ([(MANY - 1, 100)], False),
         ([(MANY, 100)], True),
-        ([(1, 100)] * 50, False),
         ([], False),
     ],
 )
 def test_only_a_burst_of_more_than_half_is_told(nodes: list[tuple[int, int]], told: bool) -> None:
     total_bytes = sum(count * nbytes for count, nbytes in nodes)
-    assert (advice(bursts(*nodes), total_bytes) is not None) == told
-
-
-def test_the_advice_has_the_numbers() -> None:
-    text = advice(bursts((16, 1024), (1, 4096)), 20480)
-    assert text is not None
-    assert "16.0 KiB of the 20.0 KiB" in text
-    assert "(80%, 16 tensors)" in text
+    text = advice(bursts(*nodes), total_bytes)
+    assert (text is not None) == told
+    if nodes == [(20, 100), (1, 1900)]:
+        assert text is not None
+        assert "2.0 KiB of the 3.8 KiB" in text
+        assert "(51%, 20 tensors)" in text
 
 
 # -- strict=True: nothing moved is an error that says why --------------------------------------------------------------

@@ -84,6 +84,7 @@ def test_the_step_after_the_warm_up_is_planned_from_and_the_plan_is_followed(mak
     _steps(offloader, WARM_UP + 1)
     assert planner.profiles == []
     assert "plan" not in offloader.statistics().kept_bytes
+    assert offloader.explain().startswith("no plan yet: it is made from what the first 2 steps show\n")
     _steps(offloader, 1)
     (profile,) = planner.profiles
     assert profile.disk is not None
@@ -92,13 +93,15 @@ def test_the_step_after_the_warm_up_is_planned_from_and_the_plan_is_followed(mak
     assert pilot.plan is not None
     assert [e.action for e in offloader.plan.entries] == [e.action for e in pilot.plan.entries]
     assert {e.reason for e in offloader.plan.entries if e.action == "keep"} == {"plan"}
+    text = offloader.explain()
+    assert all(part in text for part in ("scripted", "plan 1: first plan", "keep (plan)"))
     assert_empty(offloader)
 
 
 def test_blocks_are_timed_once_under_each_plan(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actoffload.planning.planners.hiding.WAIT_SHARE", float("inf"))
-    monkeypatch.setattr("actoffload.planning.planners.hiding.BANDWIDTH_CHANGE", float("inf"))
-    monkeypatch.setattr("actoffload.planning.planners.hiding.STEP_CHANGE", float("inf"))
+    monkeypatch.setattr("actoffload.planning.planners.feedback.WAIT_SHARE", float("inf"))
+    monkeypatch.setattr("actoffload.planning.planners.feedback.BANDWIDTH_CHANGE", float("inf"))
+    monkeypatch.setattr("actoffload.planning.planners.feedback.COMPUTE_CHANGE", float("inf"))
     torch.manual_seed(0)
     model = GPT(GPTConfig(width=64, layers=3, head_width=32, seq=32))
 
@@ -130,18 +133,6 @@ def test_blocks_are_timed_once_under_each_plan(make_offloader: MakeOffloader, mo
     block = next(line for line in offloader.explain().splitlines() if line.startswith("  stack.blocks.1"))
     assert block.split()[-3] in ("ms", "s")  # before the bytes at the peak: "seen"
     assert_empty(offloader)
-
-
-def test_explain_says_what_is_planned_and_why(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="auto")
-    _with(offloader, _Scripted(lambda index, nbytes: index % 2 == 0))
-    _steps(offloader, 1)
-    assert offloader.explain().startswith("no plan yet: it is made from what the first 2 steps show\n")
-    _steps(offloader, WARM_UP + 2)
-    text = offloader.explain()
-    assert "scripted" in text
-    assert "plan 1: first plan" in text
-    assert "keep (plan)" in text
 
 
 def test_limits_are_those_of_the_options(make_offloader: MakeOffloader) -> None:
@@ -235,16 +226,21 @@ def test_a_planner_that_is_too_strict_is_not_believed(make_offloader: MakeOffloa
     assert pilot.history[0].startswith("no plan: device_budget=")
 
 
+def _planned(make_offloader: MakeOffloader) -> tuple[Offloader, _Scripted, Autopilot]:
+    """An offloader that follows its first plan."""
+    offloader, planner = make_offloader(policy="auto"), _Scripted(lambda *_: False)
+    pilot = _with(offloader, planner)
+    _steps(offloader, WARM_UP + 2)
+    return offloader, planner, pilot
+
+
 def _review(pilot: Autopilot, steps: int = 1, **seen: Any) -> None:
     for _ in range(steps):
         pilot.review(replace(Observed(step_s=1.0, peak_bytes=0), **seen))
 
 
 def test_waits_make_the_next_plan_trust_the_links_less(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="auto")
-    planner = _Scripted(lambda *_: False)
-    pilot = _with(offloader, planner)
-    _steps(offloader, WARM_UP + 2)
+    _, planner, pilot = _planned(make_offloader)
     pilot.profile = replace(planner.profiles[0], disk=Link(write_bytes_per_s=1e9, read_bytes_per_s=2e9))
     _review(pilot, REVIEW_STEPS - 1, backward_wait_s=0.1)
     assert len(planner.profiles) == 1, "single steps are noisy"
@@ -259,10 +255,7 @@ def test_waits_make_the_next_plan_trust_the_links_less(make_offloader: MakeOfflo
 
 
 def test_a_link_that_changed_makes_a_new_plan(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    offloader = make_offloader(policy="auto")
-    planner = _Scripted(lambda *_: False)
-    pilot = _with(offloader, planner)
-    _steps(offloader, WARM_UP + 2)
+    offloader, planner, pilot = _planned(make_offloader)
     pilot.profile = replace(planner.profiles[0], disk=Link(write_bytes_per_s=1e9, read_bytes_per_s=2e9))
     monkeypatch.setattr(offloader.store.tiers, "rates", lambda full: {("disk", "write"): 0.5e9, ("disk", "read"): None})
     _review(pilot, REVIEW_STEPS)
@@ -271,10 +264,7 @@ def test_a_link_that_changed_makes_a_new_plan(make_offloader: MakeOffloader, mon
 
 
 def test_steps_that_are_faster_than_the_recorded_one_are_planned_for(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="auto")
-    planner = _Scripted(lambda *_: False)
-    pilot = _with(offloader, planner)
-    _steps(offloader, WARM_UP + 2)
+    _, planner, pilot = _planned(make_offloader)
     recorded_s = planner.profiles[0].step_s
     _review(pilot, REVIEW_STEPS, step_s=recorded_s / 2)
     assert planner.profiles[1].step_s == pytest.approx(recorded_s / 2)

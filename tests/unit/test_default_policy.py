@@ -86,6 +86,7 @@ def test_a_budget_is_kept_from_the_first_planned_step_on(
     model = _model()
     keep = make_offloader(policy="greedy", min_bytes="1GiB").use(model)
     baseline = max(_run(keep, model))
+    assert keep.profile is None, "nothing plans"
     budget = baseline // 2
     engine = "auto" if bandwidth is None else partial(SlowEngine, bandwidth_bytes_per_s=bandwidth)
     offloader = make_offloader(policy="auto", device_budget=budget, engine=engine).use(model)
@@ -100,17 +101,6 @@ def test_other_lengths_are_planned_anew(make_offloader: MakeOffloader) -> None:
         assert_same_gradients(_step(model, step, offloader, seq), _step(model, step, seq=seq))
     assert "the forward saved other sizes than the plan was made for" in offloader.explain()
     assert_empty(offloader)
-
-
-def test_a_profile_is_there_after_the_recorded_steps_and_only_with_a_planner(make_offloader: MakeOffloader) -> None:
-    model = _model()
-    offloader, greedy = make_offloader(policy="auto"), make_offloader(policy="greedy")
-    assert offloader.profile is None
-    for step in range(3):
-        _step(model, step, offloader)
-        _step(model, step, greedy)
-    assert isinstance(offloader.profile, Profile)
-    assert greedy.profile is None
 
 
 def _net() -> nn.Sequential:

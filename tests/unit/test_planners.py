@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +17,6 @@ from actoffload.planning.planners import (
 )
 from actoffload.planning.planners.base import Bench
 from actoffload.planning.planners.joint import ranking
-from actoffload.planning.planners.lifetime import BINS, Channel
-from actoffload.planning.planners.search import every_choice, neighbours
 from actoffload.planning.profile import Link, Profile, Storage
 from actoffload.planning.simulator import Conditions, simulate
 from actoffload.policy import Decision, TensorFacts
@@ -116,50 +113,10 @@ def test_a_drive_that_reads_slowly_is_asked_early_enough() -> None:
     assert plan.predicted_peak_bytes <= 0.9 * profile.baseline_peak_bytes
 
 
-def test_wider_models_need_less_bandwidth() -> None:
-    """SSDTrain, table III: the bandwidth that hides everything falls as the width grows."""
-    shares = []
-    for width, layers in SHAPES:
-        plan = make_planner("ssdtrain").plan(_ssdtrain_profile(width, layers, 3.0), Limits())
-        shares.append(plan.offloaded_bytes / (plan.offloaded_bytes + plan.kept_bytes))
-    assert shares == sorted(shares)
-    assert shares[0] < shares[-1]
-
-
 def test_ssdtrain_cuts_by_reads_too() -> None:
     fast = make_planner("ssdtrain").plan(transformer_profile(8192, 4, 16, accelerator=_a100(6.0, 12.0)), Limits())
     slow = make_planner("ssdtrain").plan(transformer_profile(8192, 4, 16, accelerator=_a100(6.0, 1.0)), Limits())
     assert slow.offloaded_bytes < fast.offloaded_bytes
-
-
-def test_bring_back_keeps_the_largest() -> None:
-    profile = slow_profile()
-    budget = int(0.7 * profile.baseline_peak_bytes)
-    plan = make_planner("bring_back").plan(profile, Limits(device_budget=budget))
-    assert plan.predicted_peak_bytes is not None
-    assert plan.predicted_peak_bytes <= budget
-    kept = [entry.nbytes for entry in plan.entries if entry.action == "keep"]
-    assert max(entry.nbytes for entry in plan.entries) in kept
-
-
-def test_lifetime_moves_what_lies_idle_longest() -> None:
-    def storage(index: int, birth_s: float, need_s: float) -> Storage:
-        return Storage(index=index, nbytes=100, birth_s=birth_s, need_s=need_s, last_need_s=need_s)
-
-    storages = (storage(0, 0.0, 10.0), storage(1, 0.1, 2.5), storage(2, 0.2, 9.0), storage(3, 4.0, 4.5))
-    disk = Link(write_bytes_per_s=100.0, read_bytes_per_s=100.0)
-    profile = Profile(storages=storages, forward_s=5.0, backward_s=5.0, disk=disk)
-    plan = make_planner("lifetime").plan(profile, Limits())
-    assert [entry.action for entry in plan.entries] == ["offload", "keep", "offload", "keep"]
-
-
-def test_a_channel_is_booked_once() -> None:
-    channel = Channel(bin_s=1.0, bytes_per_s=10.0, latency_s=0.5)
-    assert float(channel.free_before()[-1]) == BINS
-    channel.book(2, 5, 2.5, latest=False)
-    assert channel.free[1:6].tolist() == [1.0, 0.0, 0.0, 0.5, 1.0]
-    channel.book(2, 5, 1.25, latest=True)
-    assert channel.free[1:6].tolist() == [1.0, 0.0, 0.0, 0.25, 0.0]
 
 
 def test_joint_recomputes_what_is_cheapest_by_the_byte() -> None:
@@ -186,6 +143,7 @@ def test_joint_mixes_all_three_under_a_tight_budget() -> None:
     assert plan.recompute
     assert plan.offloaded_bytes > 0
     assert plan.kept_bytes > 0
+    assert make_planner("auto").plan(profile, Limits()).recompute == (), "nobody allowed what recomputing costs"
     only = make_planner("auto").plan(profile, Limits(device_budget=budget, recompute=False))
     assert plan.predicted_step_s is not None
     assert only.predicted_step_s is not None
@@ -219,18 +177,11 @@ def test_tiers_are_chosen() -> None:
     for tier in ("host", "nvme"):
         only = make_planner("auto").plan(profile, Limits(tiers=(tier,)))
         assert {entry.tier for entry in only.entries if entry.action == "offload"} == {tier}
-    none = make_planner("auto").plan(profile, Limits(tiers=()))
-    assert none.offloaded_bytes == 0
-    assert none.declined
-
-
-def test_a_disk_that_is_small_is_not_overfilled() -> None:
-    profile = slow_profile()
-    room = profile.saved_bytes // 3
-    plan = make_planner("auto").plan(profile, Limits(nvme_budget=room))
-    seen = simulate(profile, plan, Conditions(nvme_budget=room))
-    assert 0 < seen.disk_peak_bytes <= room
-    assert plan.offloaded_bytes <= room
+    assert make_planner("auto").plan(profile, Limits(tiers=())).declined
+    direct = replace(profile, host=None)
+    full = make_planner("auto").plan(direct, Limits(nvme_budget=host))
+    assert 0 < simulate(direct, full, Conditions(nvme_budget=host)).disk_peak_bytes <= host
+    assert full.offloaded_bytes <= host
 
 
 # -- budgets and verdicts ---------------------------------------------------------------------------------------------
@@ -245,8 +196,6 @@ def test_a_budget_that_cannot_be_met_names_the_floor(name: str) -> None:
     assert error.budget_bytes == 1 << 20
     assert 1 << 20 < error.floor_bytes < profile.baseline_peak_bytes
     assert f"the floor is {error.floor_bytes} bytes" in str(error)
-    again = pickle.loads(pickle.dumps(error))
-    assert (again.budget_bytes, again.floor_bytes) == (error.budget_bytes, error.floor_bytes)
     if name == "auto":
         plan = make_planner(name).plan(profile, Limits(device_budget=error.floor_bytes))
         assert plan.predicted_peak_bytes is not None
@@ -272,19 +221,12 @@ def test_declined_says_why() -> None:
     slow = transformer_profile(1024, 12, 4, sequence=512, accelerator=accelerator, vocabulary=1000)
     assert "slows the step by more than 1.0%" in auto.plan(slow, Limits()).declined
     brief = Storage(index=0, nbytes=100, birth_s=0.0, need_s=0.1, last_need_s=0.1, module="loss")
-    once = Profile(
-        storages=(brief,), forward_s=1.0, backward_s=1.0, disk=Link(write_bytes_per_s=1e9, read_bytes_per_s=1)
-    )
-    assert "lowers the peak by less than 1%" in auto.plan(once, Limits()).declined
-    assert "loss" in auto.plan(once, Limits()).declined
-    for plan in (
-        fits,
-        auto.plan(still, Limits()),
-        auto.plan(slow, Limits()),
-        auto.plan(Profile(storages=()), Limits()),
-    ):
-        assert plan.offloaded_bytes == 0
-        assert plan.recompute == ()
+    disk = Link(write_bytes_per_s=1e9, read_bytes_per_s=1)
+    once = auto.plan(Profile(storages=(brief,), forward_s=1.0, backward_s=1.0, disk=disk), Limits())
+    assert "lowers the peak by less than 1%" in once.declined
+    assert "loss" in once.declined
+    for plan in (fits, once, auto.plan(still, Limits()), auto.plan(Profile(storages=()), Limits())):
+        assert (plan.offloaded_bytes, plan.recompute) == (0, ())
         assert plan.declined
 
 
@@ -298,12 +240,6 @@ def test_more_slow_down_frees_more() -> None:
         peaks.append(plan.predicted_peak_bytes or 0)
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[-1] < 0.8 * peaks[0]
-
-
-def test_no_block_is_recomputed_without_a_cost_that_was_allowed() -> None:
-    profile = transformer_profile(8192, 8, 8, accelerator=_a100(3.0))
-    assert make_planner("auto").plan(profile, Limits()).recompute == ()
-    assert make_planner("auto").plan(profile, Limits(max_slowdown=0.3)).recompute
 
 
 @pytest.mark.parametrize(
@@ -321,13 +257,3 @@ def test_limits_are_checked(values: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Limits(**values)
     assert caught.value.field == field
-
-
-def test_every_choice_is_listed_only_where_there_are_few() -> None:
-    small = Bench(random_profile(0, storages=4, blocks=0), Limits())
-    listed = every_choice(small)
-    assert listed is not None
-    choices = list(listed)
-    assert len(set(choices)) == len(choices) >= 2
-    assert every_choice(small, at_most=1) is None
-    assert all(other != small.keep for other in neighbours(small, small.keep, 1))

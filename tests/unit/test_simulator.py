@@ -130,21 +130,14 @@ def test_forward_waits_for_room_under_a_budget() -> None:
     assert seen.backward_wait_s == pytest.approx(1.0)
     assert _seen(profile, "dk").peak_bytes == 200
     assert _seen(profile, "kk", Conditions(device_budget=150)).peak_bytes == 200  # nothing to wait for
+    full = _seen(profile, "dd", Conditions(nvme_budget=100))
+    assert (full.pressed, full.disk_written_bytes) == ((1,), 100), "a disk that is full"
 
 
-def test_a_disk_that_is_full_keeps() -> None:
-    profile = _profile(_storage(0, 0.0, 5.0), _storage(1, 0.5, 3.0))
-    seen = _seen(profile, "dd", Conditions(nvme_budget=100))
-    assert (seen.pressed, seen.disk_written_bytes) == ((1,), 100)
-
-
-def test_latency_comes_on_top_of_each_transfer() -> None:
+def test_bytes_that_cost_compute_time_and_transfers_that_begin_late() -> None:
     slow = replace(LINK, latency_s=0.25)
     seen = _seen(_profile(_storage(0, 0.0, 3.0), disk=slow), "d")
     assert seen.timeline == ((0.0, 100), (1.25, 0), (3.0, 100), (4.25, 0))
-
-
-def test_bytes_that_cost_compute_time() -> None:
     costly = replace(LINK, cost_s_per_byte=0.001)
     seen = _seen(_profile(_storage(0, 0.0, 5.0), _storage(1, 1.5, 2.0), disk=costly), "dk")
     assert seen.cost_s == pytest.approx(0.2)
@@ -168,18 +161,6 @@ def test_host_memory_that_is_full_keeps_or_waits() -> None:
     waiting = _seen(profile, "dd", Conditions(host_budget=100, device_budget=1000))
     assert waiting.pressed == ()
     assert waiting.forward_wait_s == pytest.approx(0.9)  # until 0 is on disk at 1.5
-
-
-def test_a_link_that_does_one_thing_at_a_time() -> None:
-    storages = (_storage(0, 0.0, 4.0), _storage(1, 1.9, 5.0), _storage(2, 2.0, 2.5))
-    assert _seen(_profile(*storages), "ddk").backward_wait_s == 0.0
-    half = _profile(*storages, disk=replace(LINK, duplex=False))
-    # 1 is written until 2.9, then 0 is read until 3.9 - and 1 until 4.9.
-    seen = _seen(half, "ddk")
-    early = [pair for pair in seen.timeline if pair[0] < 2.9]
-    assert early == [(0.0, 100), (1.0, 0), (1.9, 100), (2.0, 200), (2.5, 300), (2.5, 200)]
-    assert (2.9, 100) not in seen.timeline  # 1 is taken where it is, as backward wants it after 0
-    assert seen.step_s == pytest.approx(6.0)
 
 
 BLOCK = Block(name="b", forward_s=1.0, backward_s=2.0, recompute_s=1.5, input_bytes=30)
@@ -222,14 +203,6 @@ def test_a_block_that_is_not_there_is_refused() -> None:
     assert caught.value.value == ["c"]
 
 
-@pytest.mark.parametrize("name", ["device_budget", "host_budget", "nvme_budget"])
-def test_conditions_are_checked(name: str) -> None:
-    values: dict[str, Any] = {name: -1}
-    with pytest.raises(ConfigError) as caught:
-        Conditions(**values)
-    assert caught.value.field == name
-
-
 def test_a_plan_means_the_same_for_every_tape() -> None:
     storages = (_storage(0, 0.0, 1.0), _storage(0, 3.0, 5.0, tape=1), _storage(1, 3.5, 4.5, tape=1, nbytes=50))
     profile = _profile(*storages)
@@ -246,7 +219,7 @@ def _everything(workload: Workload) -> Choice:
     return Choice(tuple(tier if item.movable else KEEP for item in workload.items))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_what_holds_for_every_step(seed: int) -> None:
     profile = random_profile(seed)
     workload = Workload(profile)
@@ -273,13 +246,13 @@ def test_what_holds_for_every_step(seed: int) -> None:
         assert run(workload, choice, Conditions()).step_s == seen.step_s  # the same without detail, and again
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_faster_reads_never_slow_a_step(seed: int) -> None:
     profile = random_profile(seed)
     steps = []
     for factor in (0.25, 0.5, 1.0, 2.0, 4.0):
         links = {
-            name: replace(link, duplex=True, read_bytes_per_s=link.read_bytes_per_s * factor)
+            name: replace(link, read_bytes_per_s=link.read_bytes_per_s * factor)
             for name, link in (("host", profile.host), ("disk", profile.disk))
             if link is not None
         }

@@ -1,6 +1,6 @@
 """Planners: pure functions from a `Profile` and `Limits` to a `Plan`.
 
-from actoffload.planners import Limits, make_planner
+from actoffload.planning.planners import Limits, make_planner
 
 plan = make_planner("auto").plan(profile, Limits(device_budget=8 << 30))
 """
@@ -11,20 +11,12 @@ from collections.abc import Callable
 
 from ...errors import ConfigError
 from .auto import Auto
-from .base import NO_LOSS, Limits, Planner
-from .bring_back import BringBack
-from .feedback import Observed, correct, needs_replan
+from .base import Limits, Planner
+from .feedback import Observed, correct
 from .joint import Joint
-from .lifetime import Lifetime
 from .ssdtrain import SSDTrain
 
-PLANNERS: dict[str, Callable[[], Planner]] = {
-    "auto": Auto,
-    "bring_back": BringBack,
-    "joint": Joint,
-    "lifetime": Lifetime,
-    "ssdtrain": SSDTrain,
-}
+PLANNERS: dict[str, Callable[[], Planner]] = {"auto": Auto, "joint": Joint, "ssdtrain": SSDTrain}
 """Every planner by its name."""
 
 
@@ -39,18 +31,4 @@ def make_planner(name: str = "auto") -> Planner:
     return PLANNERS[name]()
 
 
-__all__ = [
-    "NO_LOSS",
-    "PLANNERS",
-    "Auto",
-    "BringBack",
-    "Joint",
-    "Lifetime",
-    "Limits",
-    "Observed",
-    "Planner",
-    "SSDTrain",
-    "correct",
-    "make_planner",
-    "needs_replan",
-]
+__all__ = ["PLANNERS", "Auto", "Joint", "Limits", "Observed", "Planner", "SSDTrain", "correct", "make_planner"]

@@ -1,4 +1,4 @@
-"""The default: every planner's choice and more on one simulator, the best of them, made better by local search.
+"""The default: cuts and joint choices, the best of them on the simulator, made better by local search.
 
 Without a budget it frees the most memory that costs no time (or no more than ``max_slowdown``); under a
 ``device_budget`` it finds the fastest step that keeps it. Where nothing is gained it moves nothing and says why.
@@ -14,12 +14,9 @@ from ..plan import Plan
 from ..profile import Profile
 from ..simulator import run
 from ..workload import Choice
-from .base import SAFETY, Bench, Limits
-from .bring_back import bring_back
+from .base import SAFETY, Bench, Limits, Score
 from .joint import joint
-from .lifetime import lifetime
 from .search import every_choice, refine
-from .ssdtrain import cut
 
 MIN_GAIN = 0.01
 """A peak that is lower by less than this share is not worth moving anything."""
@@ -59,10 +56,10 @@ class Auto:
                 return bench.finish(bench.keep, self.name)
             return self._decline(bench, "no saved storage may move, and no block can be recomputed")
         choice = self._search(bench)
-        window = _best_window(bench, (choice,), _windows(bench)[1::2] if _many(bench) else _windows(bench))
-        if budget is None and bench.predict(choice, window).peak_bytes > (1 - MIN_GAIN) * bench.kept.peak_bytes:
+        _choose_window(bench, (choice,), _windows(bench)[1::2] if _many(bench) else _windows(bench))
+        if budget is None and bench.predict(choice).peak_bytes > (1 - MIN_GAIN) * bench.kept.peak_bytes:
             return self._decline(bench, _why_declined(bench))
-        return bench.finish(choice, self.name, partial(_reason, bench), window=window)
+        return bench.finish(choice, self.name, partial(_reason, bench))
 
     def _decline(self, bench: Bench, reason: str) -> Plan:
         return bench.finish(bench.keep, self.name, declined=reason)
@@ -71,13 +68,13 @@ class Auto:
         everything = every_choice(bench)
         if everything is not None:
             return min(everything, key=bench.score)
-        choices = candidates(bench)
-        best = bench.best(choices)
+        choices = [bench.keep, bench.offload_all(), first_cut(bench), smallest_cut(bench)]
+        best = bench.best([*choices, *map(bench.relieved, choices[1:])])
         windows = _windows(bench)
         if _many(bench):
             windows = windows[-2:-1] or windows
-        others = [*choices[1:4], *_under(bench, windows)]
-        bench.window = _best_window(bench, (best, *others), windows)
+        others = [*choices[1:], *_under(bench, windows)]
+        _choose_window(bench, (best, *others), windows)
         best = bench.best([best, *others])
         if not bench.fits(best):
             best = bench.best([best, bench.floor()[1]])
@@ -90,12 +87,15 @@ def _many(bench: Bench) -> bool:
     return len(bench.workload.items) > MANY_ITEMS
 
 
-def candidates(bench: Bench) -> list[Choice]:
-    """What each planner would choose, from nothing to everything."""
-    order = bench.movable()
-    choices = [bench.keep, bench.offload_all(), bench.offload(order[: cut(bench, order)]), lifetime(bench)]
-    choices += [bench.search_cut(order)[1], bring_back(bench)]
-    return choices + [other for other in map(bench.relieved, choices[2:]) if other not in choices]
+def first_cut(bench: Bench) -> Choice:
+    """The first leave, the last stay: SSDTrain's cut, placed by the simulator."""
+    return bench.search_cut(bench.movable())
+
+
+def smallest_cut(bench: Bench) -> Choice:
+    """The smallest leave, the largest stay: as DeepSpeed's DeepCompile pass brings back what there is headroom for."""
+    items = bench.workload.items
+    return bench.search_cut(sorted(bench.movable(), key=lambda n: (items[n].nbytes, items[n].birth_s)))
 
 
 def _windows(bench: Bench) -> list[int]:
@@ -112,19 +112,19 @@ def _under(bench: Bench, windows: Sequence[int]) -> list[Choice]:
     found = []
     for window in windows:
         bench.window = window
-        found.append(bring_back(bench))
+        found.append(smallest_cut(bench))
     bench.window = usual
     return found
 
 
-def _best_window(bench: Bench, choices: Sequence[Choice], windows: Sequence[int]) -> int | None:
-    """How far ahead to read: the bench's window, unless another one is better for one of the choices."""
-    best, score = bench.window, min(map(bench.score, choices))
-    for window in windows:
-        for choice in choices:
-            if bench.beats(choice, score, window):
-                best, score = window, bench.score(choice, window)
-    return best
+def _choose_window(bench: Bench, choices: Sequence[Choice], windows: Sequence[int]) -> None:
+    """Let backward read as far ahead as is best for one of the choices."""
+
+    def score(window: int | None) -> Score:
+        bench.window = window
+        return min(map(bench.score, choices))
+
+    bench.window = min((bench.window, *windows), key=score)
 
 
 def _why_declined(bench: Bench) -> str:

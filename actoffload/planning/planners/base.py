@@ -10,7 +10,7 @@ from ...errors import BudgetError, ConfigError
 from ...sizes import format_size
 from ..plan import Plan
 from ..profile import Profile
-from ..simulator import Conditions, Prediction, run, run_within
+from ..simulator import Conditions, Prediction, run
 from ..workload import HOST, KEEP, NVME, Choice, Workload
 
 NO_LOSS = 0.01
@@ -22,8 +22,6 @@ HOST_SHARE = 0.75
 
 WIDE = 8
 """Under a budget, planners let backward read so many times the profile's window ahead."""
-ROUNDING = 1e-9
-"""A step is given up only where the step is longer than it may be by more than this share."""
 CUTS = 256
 """A cut through a long list of items is found to within one part of so many."""
 FLOOR_TRIES = 12
@@ -87,8 +85,8 @@ class Bench:
         all_groups: the groups of blocks that may be recomputed: none without a budget or a slow-down to pay it with.
         to_host: whether items may go to host memory.
         to_disk: whether they may go to disk.
-        window: how far ahead to read unless told otherwise; None for the profile's window. Under a budget it is wide:
-            nothing is fetched beyond the budget anyway.
+        window: how far ahead to read; None for the profile's window. Under a budget it is wide: nothing is fetched
+            beyond the budget anyway.
         spent: items simulated so far, as a measure of time without a clock.
     """
 
@@ -113,21 +111,20 @@ class Bench:
 
     # -- trying -------------------------------------------------------------------------------------------------------
 
-    def predict(self, choice: Choice, window: int | None = None, budget: int | None = None) -> Prediction:
+    def predict(self, choice: Choice, budget: int | None = None) -> Prediction:
         """The step under a choice; ``budget`` replaces the ``device_budget``."""
-        window = self.window if window is None else window
-        key = (choice, window, budget)
+        key = (choice, self.window, budget)
         found = self._known.get(key)
         if found is None:
             conditions = self.limits if budget is None else replace(self.limits, device_budget=budget)
-            found = run(self.workload, choice, conditions, window=window)
+            found = run(self.workload, choice, conditions, window=self.window)
             self._known[key] = found
             self.spent += self._cost
         return found
 
-    def score(self, choice: Choice, window: int | None = None) -> Score:
+    def score(self, choice: Choice) -> Score:
         """Less is better: first the limits, then what is asked for (time or memory), then the rest."""
-        seen = self.predict(choice, window)
+        seen = self.predict(choice)
         budget = self.limits.device_budget
         late = max(0.0, seen.step_s - self.allowed_s)
         if budget is None:
@@ -135,45 +132,13 @@ class Bench:
         over = float(max(0, seen.peak_bytes - budget))
         return (over, round(seen.step_s / self.kept.step_s, 9) if self.kept.step_s else 0.0, 0.0, seen.moved_bytes)
 
-    def fits(self, choice: Choice, window: int | None = None) -> bool:
+    def fits(self, choice: Choice) -> bool:
         """Whether a choice respects the budget, or, without one, the allowed slow-down."""
-        budget = self.limits.device_budget
-        most_bytes = float("inf") if budget is None else float(budget)
-        most_s = self.allowed_s if budget is None else float("inf")
-        return self._within(choice, window, most_bytes, most_s) and self.score(choice, window)[0] <= 0.0
-
-    def beats(self, choice: Choice, score: Score, window: int | None = None) -> bool:
-        """Whether a choice scores better than ``score``."""
-        if score[0] > 0:
-            return self.score(choice, window) < score
-        budget = self.limits.device_budget
-        most_bytes = score[1] if budget is None else float(budget)
-        most_s = self.allowed_s if budget is None else (score[1] + 1e-8) * self.kept.step_s
-        return self._within(choice, window, most_bytes, most_s) and self.score(choice, window) < score
-
-    def _within(self, choice: Choice, window: int | None, most_bytes: float, most_s: float) -> bool:
-        """Whether a step stays within a peak and a time, simulated no further than it takes to know."""
-        window = self.window if window is None else window
-        key = (choice, window, None)
-        seen = self._known.get(key)
-        if seen is None:
-            delay_s = most_s - self.workload.profile.step_s + ROUNDING * most_s  # what counts is the sum, below
-            limits = {"most_bytes": most_bytes, "most_delay_s": delay_s}
-            seen = run_within(self.workload, choice, self.limits, window=window, **limits)
-            cut_short = seen is None and self.limits.device_budget is not None  # most often still in forward
-            self.spent += self._cost // (2 if cut_short else 1)
-            if seen is None:
-                return False
-            self._known[key] = seen
-        return seen.peak_bytes <= most_bytes and seen.step_s <= most_s
+        return self.score(choice)[0] <= 0.0
 
     def best(self, choices: Sequence[Choice]) -> Choice:
         """The best choice; the first of equals."""
-        best = choices[0]
-        for choice in choices[1:]:
-            if self.beats(choice, self.score(best)):
-                best = choice
-        return best
+        return min(choices, key=self.score)
 
     def lowest_tier(self) -> int:
         """Where an item goes unless something else is said: host memory before disk."""
@@ -215,31 +180,17 @@ class Bench:
         """All that may move leaves."""
         return self.offload(self.movable(recompute), recompute)
 
-    def search_cut(
-        self,
-        order: Sequence[int],
-        recompute: frozenset[int] = frozenset(),
-        *,
-        tries: int = 12,
-        within: tuple[int, int] | None = None,
-    ) -> tuple[int, Choice]:
-        """How many items of ``order`` should leave: as few as the budget demands, or as many as cost no time.
+    def search_cut(self, order: Sequence[int], recompute: frozenset[int] = frozenset(), *, tries: int = 12) -> Choice:
+        """The first of ``order`` leave: as few as the budget demands, or as many as cost no time.
 
-        Args:
-            order: the items in the order in which they should leave.
-            recompute: the groups that are recomputed.
-            tries: how often to halve what is open.
-            within: counts between which the answer is expected. It is found to within one 256th of what they enclose.
-
-        Returns:
-            The count and the choice. Where no count fits, the one that comes nearest.
+        Where no number of them fits, the one that comes nearest. ``tries`` is how often what is open is halved.
         """
-        few, many = (0, len(order)) if within is None else within
-        close = max(1, (many - few) // CUTS)
+        few, many = 0, len(order)
+        close = max(1, many // CUTS)
         want_few = self.limits.device_budget is not None
-        good = few if want_few else many
-        if self.fits(self.offload(order[:good], recompute)):
-            return good, self.offload(order[:good], recompute)
+        good = self.offload(() if want_few else order, recompute)
+        if self.fits(good):
+            return good
         for _ in range(tries):
             if many - few <= close:
                 break
@@ -248,8 +199,7 @@ class Bench:
                 many = middle
             else:
                 few = middle
-        edge = many if want_few else few
-        return edge, self.offload(order[:edge], recompute)
+        return self.offload(order[: many if want_few else few], recompute)
 
     # -- plans --------------------------------------------------------------------------------------------------------
 
@@ -274,7 +224,6 @@ class Bench:
         planner: str,
         why: Callable[[int], str] = lambda number: "",
         *,
-        window: int | None = None,
         declined: str = "",
     ) -> Plan:
         """The plan of a choice.
@@ -283,28 +232,27 @@ class Bench:
             choice: what is decided.
             planner: who decides.
             why: the reason for an item, by its number.
-            window: how far ahead to read; None for the bench's window.
             declined: why nothing is moved.
 
         Raises:
             BudgetError: the choice does not meet the budget.
         """
-        seen = self.predict(choice, window)
+        seen = self.predict(choice)
         budget = self.limits.device_budget
         if budget is not None and seen.peak_bytes > budget:
             floor = self.floor()[0]
             floor = floor if budget < floor < seen.peak_bytes else seen.peak_bytes
             detail = f"{format_size(floor)}; {planner} reaches {format_size(seen.peak_bytes)}"
             raise BudgetError(budget, floor, detail)
-        choice = self.relieved(choice, window)
-        seen = self.predict(choice, window)
+        choice = self.relieved(choice)
+        seen = self.predict(choice)
         reasons = [why(number) if choice.tiers[number] != KEEP else "" for number in range(len(choice.tiers))]
         return Plan(
             self.workload.to_entries(choice, reasons),
             planner=planner,
             recompute=tuple(sorted(self.workload.groups[n].name for n in choice.recompute)),
             declined=declined,
-            prefetch_bytes=window or self.window or self.workload.profile.prefetch_bytes,
+            prefetch_bytes=self.window or self.workload.profile.prefetch_bytes,
             pending_bytes=seen.pending_peak_bytes,
             predicted_step_s=seen.step_s,
             predicted_peak_bytes=seen.peak_bytes,
@@ -312,9 +260,9 @@ class Bench:
             baseline_peak_bytes=self.kept.peak_bytes,
         )
 
-    def relieved(self, choice: Choice, window: int | None = None) -> Choice:
+    def relieved(self, choice: Choice) -> Choice:
         """The choice, with what would never leave kept from the start, where that is no worse: it is in others' way."""
-        stayed = set(self.predict(choice, window).stayed)
+        stayed = set(self.predict(choice).stayed)
         if not stayed:
             return choice
         tiers = list(choice.tiers)
@@ -322,4 +270,4 @@ class Bench:
             if stayed.issuperset(item.positions):
                 tiers[number] = KEEP
         other = Choice(tuple(tiers), choice.recompute)
-        return other if self.score(other, window)[:2] <= self.score(choice, window)[:2] else choice
+        return other if self.score(other)[:2] <= self.score(choice)[:2] else choice

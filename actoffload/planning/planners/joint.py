@@ -7,8 +7,6 @@ no time. The step is close to convex in that number, so a few numbers are tried 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-
 from ..plan import Plan
 from ..profile import Profile
 from ..workload import Choice
@@ -34,10 +32,10 @@ class Joint:
         return bench.finish(choice, self.name, lambda _: "saved before what is kept; cheaper to move than to recompute")
 
 
-def joint(bench: Bench, *, spend: int = SPEND) -> Choice:
-    """The best mix found while fewer than ``spend`` items are simulated."""
-    until = bench.spent + spend
-    _, best = bench.search_cut(bench.movable())
+def joint(bench: Bench) -> Choice:
+    """The best mix found while fewer than `SPEND` items are simulated."""
+    until = bench.spent + SPEND
+    best = bench.search_cut(bench.movable())
     for earliest_first in (True, False):
         ranked = ranking(bench, earliest_first=earliest_first)
         if ranked:
@@ -73,35 +71,18 @@ def ranking(bench: Bench, *, earliest_first: bool) -> list[int]:
 
 
 def _close_in(bench: Bench, ranked: list[int], until: int) -> Choice:
-    tried: dict[int, tuple[float, Choice]] = {}
+    tried: dict[int, Choice] = {}
     low, high = 0, len(ranked)
     while True:
         counts = {low + (high - low) * k // (SPREAD - 1) for k in range(SPREAD)}
         for count in sorted(counts, key=lambda count: (count not in (low, high), count)):
             if count not in tried and (bench.spent < until or not tried):
-                tried[count] = _cut(bench, frozenset(ranked[:count]), _between(tried, count))
-        best = min(tried, key=lambda count: bench.score(tried[count][1]))
+                recompute = frozenset(ranked[:count])
+                tried[count] = bench.search_cut(bench.movable(recompute), recompute, tries=8)
+        best = min(tried, key=lambda count: bench.score(tried[count]))
         if bench.spent >= until or high - low < SPREAD:
-            return tried[best][1]
+            return tried[best]
         around = sorted(tried)
         place = around.index(best)
         low = around[max(0, place - 1)]
         high = around[min(len(around) - 1, place + 1)]
-
-
-def _between(tried: dict[int, tuple[float, Choice]], count: int) -> tuple[float, float]:
-    """The birth times between which the cut should lie, by the cuts for fewer and for more recomputed blocks."""
-    later = [tried[other][0] for other in tried if other < count]
-    earlier = [tried[other][0] for other in tried if other > count]
-    return min(earlier, default=0.0), max(later, default=float("inf"))
-
-
-def _cut(bench: Bench, recompute: frozenset[int], between: tuple[float, float]) -> tuple[float, Choice]:
-    """The best cut with these groups recomputed, near where it is expected: its birth time and the choice."""
-    order = bench.movable(recompute)
-    births = [bench.workload.items[n].birth_s for n in order]
-    few, many = bisect_left(births, between[0]), bisect_right(births, between[1])
-    count, choice = bench.search_cut(order, recompute, tries=8, within=(max(0, few - 1), many))
-    if not bench.fits(choice) and (few, many) != (0, len(order)):
-        count, choice = bench.search_cut(order, recompute, tries=8)
-    return births[count - 1] if count else 0.0, choice

@@ -45,7 +45,7 @@ def refine(bench: Bench, choice: Choice, spend: int) -> Choice:
         for other in neighbours(bench, choice, length):
             if bench.spent >= until:
                 return choice
-            if bench.beats(other, score):
+            if bench.score(other) < score:
                 choice, score, improved = other, bench.score(other), True
                 break
         if not improved:

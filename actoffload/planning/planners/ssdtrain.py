@@ -22,11 +22,10 @@ class SSDTrain:
         """The published cut; moved towards the end as far as a budget demands."""
         bench = Bench(profile, limits)
         order = bench.movable()
-        count = cut(bench, order)
-        choice = bench.offload(order[:count])
+        choice = bench.offload(order[: cut(bench, order)])
         if limits.device_budget is not None and not bench.fits(choice):
-            count, choice = bench.search_cut(order)
-        return bench.finish(choice, self.name, lambda _: f"before the cut at place {count}")
+            choice = bench.search_cut(order)
+        return bench.finish(choice, self.name, lambda _: "before the cut")
 
 
 def cut(bench: Bench, order: list[int]) -> int:
