@@ -229,6 +229,7 @@ class Spool:
         self._closed = True
         if self._inert:
             return
+        self._lock.abandon()
         with self._lock:
             live = tuple(self._live)
         for transfer in live:
