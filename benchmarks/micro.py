@@ -1,6 +1,6 @@
 """Hook cost, per-tensor scaling, and the spool against fio; each figure with its bound and whether it holds.
 
-    python -m benchmarks.micro [--parts hooks scaling spool busy] [--path DIR] [--rounds N] [--blocks BYTES ...]
+    python -m benchmarks.micro [--parts hooks scaling spool] [--path DIR] [--rounds N] [--blocks BYTES ...]
 
 Prints and records what a saved tensor costs the training thread above hooks that do nothing (processor time of that
 thread; wall-clock time, waits included, beside it, and what an empty Python call took meanwhile: the machine's speed
@@ -18,12 +18,11 @@ from statistics import median
 from benchmarks import harness, micro_hooks, micro_spool
 from benchmarks.harness import Bound, Sample, Samples
 
-PARTS = ("hooks", "scaling", "spool", "busy")
+PARTS = ("hooks", "scaling", "spool")
 HOOK_BOUNDS_US = {"parameter": 3.0, "small": 3.0, "policy": 10.0}
 """By kind of tensor. One that moves has no bound: on the CPU what it costs is reported, and whole steps are judged."""
 FLAT = 1.3
 OF_FIO = 0.9
-BUSY_URING = 2.0
 MOVED_BYTES, SMALL_BYTES = 128 << 10, 512
 SCALED = ("small", "policy", "moves")
 BLOCKS = (1 << 20, 4 << 20, 8 << 20)
@@ -43,8 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     disk = {"region": options.region << 20, "seconds": options.seconds, "rounds": options.rounds}
     if "spool" in options.parts:
         samples["spool"] = list(micro_spool.against_fio(path, options.blocks, depth=options.depth, **disk))
-    if "busy" in options.parts:
-        samples["busy"] = list(micro_spool.main_thread_in_python(path, **disk))
     return 0 if results.finish(render(samples), judge(samples), samples=samples) else 1
 
 
@@ -113,7 +110,7 @@ def judge(samples: Samples) -> list[Bound]:
             bounds.append(Bound(what=what, measured=above_bare_us(mine, "thread_s"), bound=limit, unit=" µs"))
     for kind in SCALED if "scaling" in samples else ():
         bounds.append(_flatness(kind, [sample for sample in samples["scaling"] if sample["kind"] == kind]))
-    return bounds + judge_spool(samples.get("spool", [])) + judge_busy(samples.get("busy", []))
+    return bounds + judge_spool(samples.get("spool", []))
 
 
 def _flatness(kind: str, samples: list[Sample]) -> Bound:
@@ -139,18 +136,6 @@ def judge_spool(samples: list[Sample]) -> list[Bound]:
     return bounds
 
 
-def judge_busy(samples: list[Sample]) -> list[Bound]:
-    """``uring`` against ``posix`` with the main thread in pure Python."""
-    bounds = []
-    for direction in micro_spool.WAYS:
-        rates = rates_of(samples, micro_spool.BUSY_BLOCK, direction)
-        if {"uring", "posix"} <= set(rates):
-            what = f"spool: uring {direction}, {micro_spool.BUSY_BLOCK >> 10} KiB, main thread in Python, of posix"
-            ratio = rates["uring"] / rates["posix"]
-            bounds.append(Bound(what=what, measured=ratio, bound=BUSY_URING, at_most=False, unit=" ×"))
-    return bounds
-
-
 def rates_of(samples: Sequence[Sample], block: int, direction: str) -> dict[str, float]:
     """Median bytes per second by mode."""
     rates: dict[str, list[float]] = {}
@@ -169,9 +154,9 @@ def render(samples: Samples) -> str:
     if hooks:
         costs = ("a saved tensor, µs above bare hooks", "bytes", "alive", "training thread", "wall clock", "a call, ns")
         parts.append(harness.markdown_table(costs, _hook_rows(hooks)))
-    rates = _spool_rows(samples.get("spool", ())) + _spool_rows(samples.get("busy", ()))
+    rates = _spool_rows(samples.get("spool", ()))
     if rates:
-        columns = ("GB/s", "block KiB", "at once", "main thread", "write", "read")
+        columns = ("GB/s", "block KiB", "at once", "write", "read")
         parts.append(harness.markdown_table(columns, rates))
     return "\n".join(parts)
 
@@ -196,7 +181,7 @@ def _spool_rows(samples: Sequence[Sample]) -> list[tuple[object, ...]]:
         rates = (rates_of(mine, block, way).get(mode) for way in micro_spool.WAYS)
         numbers = (None if rate is None else f"{rate / 1e9:.2f}" for rate in rates)
         name = f"{mode}, on the file of {file}" if file and file != mode else mode
-        rows.append((name, block >> 10, mine[0]["depth"], "Python" if mine[0]["busy"] else "waits", *numbers))
+        rows.append((name, block >> 10, mine[0]["depth"], *numbers))
     return rows
 
 

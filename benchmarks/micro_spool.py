@@ -14,7 +14,6 @@ from actoffload.errors import ActOffloadError
 from benchmarks.harness import Sample
 
 ENGINES = ("posix", "uring")
-BUSY_BLOCK = 256 << 10
 WAYS: tuple[Direction, ...] = tuple(way for way in DIRECTIONS if way != "mixed")
 
 FIO_ENGINES = ("io_uring", "libaio")
@@ -49,7 +48,7 @@ def against_fio(
         yield from (*problems, *references)
         fio = [sample["mode"] for sample in references if "error" not in sample]
         for block in blocks:
-            used = region // block * block
+            setting = {"region": region // block * block, "block": block, "depth": depth}
             for rig in rigs.values():
                 rig.prepare(block)
             for turn in range(rounds):
@@ -58,31 +57,13 @@ def against_fio(
                         modes = [engine, *fio]
                         first = turn % len(modes)
                         for mode in modes[first:] + modes[:first]:
-                            about = _about(mode, rig, block, direction, file_of=engine)
+                            about = {"mode": mode, "file_of": engine, "direction": direction} | setting
                             if mode == engine:
                                 yield about | {"bytes_per_s": rig.measure(direction, seconds).bytes_per_s}
                             else:
-                                yield about | measure_fio(
-                                    rig.file,
-                                    direction,
-                                    engine=mode.removeprefix("fio "),
-                                    region=used,
-                                    block=block,
-                                    depth=depth,
-                                    seconds=seconds,
-                                )
-
-
-def main_thread_in_python(path: str, *, region: int, seconds: float, rounds: int) -> Iterator[Sample]:
-    """Every engine at its own depth while the main thread runs pure Python; arguments as for `against_fio`."""
-    with ExitStack() as stack:
-        rigs, problems = _open(stack, path, None, BUSY_BLOCK, region)
-        yield from problems
-        for _ in range(rounds):
-            for direction in WAYS:
-                for engine, rig in rigs.items():
-                    rate = rig.measure(direction, seconds, busy=True).bytes_per_s
-                    yield _about(engine, rig, BUSY_BLOCK, direction, busy=True) | {"bytes_per_s": rate}
+                                fio_engine = mode.removeprefix("fio ")
+                                rate = measure_fio(rig.file, direction, fio_engine, seconds=seconds, **setting)
+                                yield about | rate
 
 
 def _open(
@@ -99,19 +80,12 @@ def _open(
     return rigs, problems
 
 
-def _about(
-    mode: str, rig: Rig, block: int, direction: str, *, busy: bool = False, file_of: str | None = None
-) -> Sample:
-    about = {"mode": mode, "block": block, "direction": direction, "busy": busy, "depth": rig.capabilities.threads}
-    return about if file_of is None else about | {"file_of": file_of}
-
-
 def _references(rig: Rig) -> list[Sample]:
     """A sample for each of fio's engines, with fio's version, or with why it does not work here."""
     found: list[Sample] = []
     for engine in FIO_ENGINES:
         about: Sample = {"mode": f"fio {engine}"}
-        tried = measure_fio(rig.file, "read", engine=engine, region=1 << 20, block=1 << 18, depth=1, seconds=0.1)
+        tried = measure_fio(rig.file, "read", engine, region=1 << 20, block=1 << 18, depth=1, seconds=0.1)
         if "error" in tried:
             found.append(about | tried)
         else:
@@ -121,7 +95,7 @@ def _references(rig: Rig) -> list[Sample]:
 
 
 def measure_fio(
-    file: str, direction: str, *, engine: str, region: int, block: int, depth: int, seconds: float
+    file: str, direction: str, engine: str, *, region: int, block: int, depth: int, seconds: float
 ) -> Sample:
     """Let fio do sequential direct transfers in an existing file.
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import e2e_cpu, harness, native_cpu, peer_aio, peers_cpu, turns
+from benchmarks import e2e_cpu, harness, peer_aio, peers_cpu, turns
 from benchmarks.peers import Unavailable
 from benchmarks.worker import Run
 
@@ -204,20 +204,6 @@ def test_the_summary_and_the_bounds_of_e2e() -> None:
     assert e2e_cpu.bounds({"bert": row}) == []
 
 
-def test_the_bounds_of_the_compiled_code() -> None:
-    samples = {
-        "gpt 8x512/keep, same memory": [_sample(2.0)],
-        "gpt 8x512/default/native": [_sample(2.2)],
-        "gpt 8x512/default/nothing native": [_sample(3.0)],
-        "gpt 4x128/keep, same memory": [_sample(2.0)],
-        "gpt 4x128/default/native": [_sample(2.2, last_parameters="x")],
-    }
-    verdict = native_cpu.judge(samples)
-    assert [(round(bound.measured or 0, 6), bound.bound) for bound in verdict.bounds] == [(1.1, 1.05), (1.1, 1.10)]
-    assert not verdict.right
-    assert "| gpt 8x512/default/nothing native | 3.000 | 1.500 | yes |" in verdict.table
-
-
 def test_a_ratio_is_taken_within_each_turn() -> None:
     # The machine becomes three times slower after the first turn: medians of all steps would give 1.2 and 1.5.
     keep = [_sample(0.0, step_s=[2.0, 6.0, 6.0])]
@@ -269,7 +255,7 @@ def test_a_run_that_is_killed_leaves_the_rounds_that_it_has_done(
     monkeypatch.setattr(turns, "take_turns", take_turns)
     monkeypatch.setenv("OUT", str(tmp_path))
     with pytest.raises(KeyboardInterrupt):
-        native_cpu.main(["--tiny", "--rounds", "2"])
+        e2e_cpu.main(["--tiny", "--rounds", "2", "--cases", "gpt", "bert"])
     (file,) = tmp_path.iterdir()
     samples = json.loads(file.read_text(encoding="utf-8"))["samples"]
     assert [found for found in samples.values()][-1] == [{"error": "n 2"}]

@@ -123,10 +123,8 @@ def test_scaling_compares_many_with_few() -> None:
     assert "1000 alive over 10" in bounds[0].what
 
 
-def _rate(mode: str, direction: str, rate: float, *, busy: bool = False) -> harness.Sample:
-    block = micro_spool.BUSY_BLOCK if busy else 1 << 20
-    head = {"mode": mode, "block": block, "direction": direction, "busy": busy, "depth": 4}
-    return {**head, "bytes_per_s": rate}
+def _rate(mode: str, direction: str, rate: float) -> harness.Sample:
+    return {"mode": mode, "block": 1 << 20, "direction": direction, "depth": 4, "bytes_per_s": rate}
 
 
 def test_the_spool_is_judged_by_the_faster_fio_on_the_same_file() -> None:
@@ -141,17 +139,10 @@ def test_the_spool_is_judged_by_the_faster_fio_on_the_same_file() -> None:
     assert holds["spool: posix write, 1024 KiB, of fio"] is True
     assert holds["spool: uring read, 1024 KiB, of fio"] is False
     text = micro.render({"spool": samples})
-    assert "| fio libaio, on the file of uring | 1024 | 4 | waits | 2.00 | 2.00 |" in text
-    assert "| posix | 1024 | 4 | waits | 0.91 | 0.91 |" in text
+    assert "| fio libaio, on the file of uring | 1024 | 4 | 2.00 | 2.00 |" in text
+    assert "| posix | 1024 | 4 | 0.91 | 0.91 |" in text
     assert micro.judge({"spool": without}) == []
     assert "Not measured: fio libaio: fio is not installed" in micro.render({"spool": without})
-
-
-def test_uring_is_compared_with_posix_while_python_runs() -> None:
-    samples = [_rate("posix", "write", 1.0, busy=True), _rate("uring", "write", 2.0, busy=True)]
-    (write,) = micro.judge({"busy": samples})
-    assert (write.measured, write.holds) == (2.0, True)
-    assert micro.judge({"busy": samples[:1]}) == []
 
 
 @pytest.mark.parametrize("kind", sorted(micro_hooks.KINDS))
@@ -179,12 +170,12 @@ case "$*" in *libaio*) exit 1;; esac
 def test_fio_is_asked_and_its_failures_are_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: dict[str, Any] = {"region": 1 << 20, "block": 4096, "depth": 1, "seconds": 0.1}
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "not installed" in micro_spool.measure_fio("x", "write", engine="io_uring", **options)["error"]
+    assert "not installed" in micro_spool.measure_fio("x", "write", "io_uring", **options)["error"]
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     (tmp_path / "fio").write_text(FAKE_FIO, encoding="utf-8")
     (tmp_path / "fio").chmod(0o700)
-    assert micro_spool.measure_fio("x", "read", engine="io_uring", **options) == {"bytes_per_s": 7.0}
-    assert "status 1" in micro_spool.measure_fio("x", "read", engine="libaio", **options)["error"]
+    assert micro_spool.measure_fio("x", "read", "io_uring", **options) == {"bytes_per_s": 7.0}
+    assert "status 1" in micro_spool.measure_fio("x", "read", "libaio", **options)["error"]
 
 
 @pytest.mark.slow
@@ -202,8 +193,7 @@ def test_micro_without_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     facts = json.loads(text)
     assert set(facts["samples"]) == set(micro.PARTS)
     assert str(tmp_path) not in text
-    ran = {sample["mode"] for sample in facts["samples"]["busy"] if "error" not in sample}
-    assert len(facts["bounds"]) == 1 + 1 + (2 if "uring" in ran else 0)
+    assert len(facts["bounds"]) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
 

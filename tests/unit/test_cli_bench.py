@@ -30,7 +30,6 @@ from actoffload.analysis.bench import (
 )
 from actoffload.cli.app import app
 from actoffload.cli.bench import DEPTHS, SIZES, advice, settings_of
-from actoffload.errors import ConfigError
 from actoffload.storage import engines
 from actoffload.storage.engines.base import IoKind
 from actoffload.storage.engines.posix import PosixEngine
@@ -49,7 +48,7 @@ def rates(write: float | None, read: float | None, mixed: float | None, **settin
 
 def sample(direction: bench.Direction, rate: float, **setting: Any) -> Sample:
     chosen = Setting(**{"engine": "posix", "block_bytes": MIB, "depth": 4, **setting})
-    return Sample(setting=chosen, direction=direction, bytes_per_s=rate, seconds=1.0, processor_s=0.1, direct=True)
+    return Sample(setting=chosen, direction=direction, bytes_per_s=rate, direct=True)
 
 
 # -- what is made of the samples --------------------------------------------------------------------------------------
@@ -117,19 +116,10 @@ def test_both_at_once_moves_as_much_each_way(engine: str, tmp_path: Path) -> Non
     assert abs(written - read) <= 4 * 64 * KIB  # a slot each is at most one ahead
 
 
-def test_reading_goes_over_what_was_written_and_only_that(tmp_path: Path) -> None:
-    with Rig([str(tmp_path)], "posix", 2, 64 * KIB, 2 * MIB) as rig:
-        rig.prepare(64 * KIB)
-        with pytest.raises(ConfigError, match="direction='read'"):
-            rig.measure("read", 0.01)
-        rig.measure("write", 0.001)
-        assert rig.measure("read", 0.01).bytes_per_s > 0
-
-
 def test_rounds_take_turns(tmp_path: Path) -> None:
     settings = [Setting(engine=engine, block_bytes=64 * KIB, depth=1) for engine in ("posix", "memory")]
-    found = list(measure_all([str(tmp_path)], settings, ["write"], region_bytes=MIB, seconds=0.001, rounds=2))
-    assert [one.setting.engine for one in found] == ["posix", "memory", "posix", "memory"]
+    found = list(measure_all([str(tmp_path)], settings, region_bytes=MIB, seconds=0.001, rounds=2))
+    assert [one.setting.engine for one in found[:: len(DIRECTIONS)]] == ["posix", "memory", "posix", "memory"]
 
 
 def test_a_disk_that_fails_ends_the_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,9 +209,7 @@ def test_an_engine_that_cannot_run_says_why(tmp_path: Path, monkeypatch: pytest.
         (["--size", "1000"], "size=1000: give a multiple of 4096"),
         (["--size", "lots"], "size='lots'"),
         (["--size", "16MiB", "--region", "8MiB"], "size=16777216: is larger than the 8.0 MiB"),
-        (["--region", "0"], "region=0"),
-        (["--step-time", "-1"], "step_time=-1.0"),
-        (["--saved-bytes", "0"], "saved_bytes=0"),
+        (["--step-time", "-1"], "--step-time"),
         (["--depth", "0"], "depth"),
         (["--path", "/no/such/folder"], "/no/such/folder"),
     ],
