@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 
 from actoffload.analysis.bench import DIRECTIONS, Direction, Rig
 from actoffload.errors import ActOffloadError
@@ -26,10 +25,7 @@ HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 def against_fio(
     path: str, blocks: Sequence[int], *, depth: int, region: int, seconds: float, rounds: int
 ) -> Iterator[Sample]:
-    """Every engine and fio in turns, with the main thread waiting.
-
-    All of a turn use the same file, as two files of one disk may differ by a factor of two; who begins changes from
-    round to round.
+    """Every engine and the faster of fio's in turns on the same file, as two files of one disk may differ by a factor.
 
     Args:
         path: a directory on the disk.
@@ -40,58 +36,26 @@ def against_fio(
         rounds: samples of each kind.
 
     Yields:
-        Each sample; one that failed has ``error``.
+        Each sample, with ``fio_bytes_per_s`` where fio runs; ``error`` where the engine, or ``fio_error`` where fio
+        does not.
     """
-    with ExitStack() as stack:
-        rigs, problems = _open(stack, path, depth, max(blocks), region)
-        references = _references(next(iter(rigs.values()))) if rigs else []
-        yield from (*problems, *references)
-        fio = [sample["mode"] for sample in references if "error" not in sample]
-        for block in blocks:
-            setting = {"region": region // block * block, "block": block, "depth": depth}
-            for rig in rigs.values():
-                rig.prepare(block)
-            for turn in range(rounds):
-                for direction in WAYS:
-                    for engine, rig in rigs.items():
-                        modes = [engine, *fio]
-                        first = turn % len(modes)
-                        for mode in modes[first:] + modes[:first]:
-                            about = {"mode": mode, "file_of": engine, "direction": direction} | setting
-                            if mode == engine:
-                                yield about | {"bytes_per_s": rig.measure(direction, seconds).bytes_per_s}
-                            else:
-                                fio_engine = mode.removeprefix("fio ")
-                                rate = measure_fio(rig.file, direction, fio_engine, seconds=seconds, **setting)
-                                yield about | rate
-
-
-def _open(
-    stack: ExitStack, path: str, depth: int | None, block: int, region: int
-) -> tuple[dict[str, Rig], list[Sample]]:
-    """A rig for each engine that runs here, and why the others do not."""
-    rigs: dict[str, Rig] = {}
-    problems: list[Sample] = []
     for engine in ENGINES:
         try:
-            rigs[engine] = stack.enter_context(Rig([path], engine, depth, block, region))
+            rig = Rig([path], engine, depth, max(blocks), region)
         except (ActOffloadError, OSError) as error:
-            problems.append({"mode": engine, "error": str(error).replace(path, "PATH")})
-    return rigs, problems
-
-
-def _references(rig: Rig) -> list[Sample]:
-    """A sample for each of fio's engines, with fio's version, or with why it does not work here."""
-    found: list[Sample] = []
-    for engine in FIO_ENGINES:
-        about: Sample = {"mode": f"fio {engine}"}
-        tried = measure_fio(rig.file, "read", engine, region=1 << 20, block=1 << 18, depth=1, seconds=0.1)
-        if "error" in tried:
-            found.append(about | tried)
-        else:
-            version = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True).stdout.strip()
-            found.append(about | {"version": version})
-    return found
+            yield {"mode": engine, "error": str(error).replace(path, "PATH")}
+            continue
+        with rig:
+            for block in blocks:
+                rig.prepare(block)
+                for _ in range(rounds):
+                    for way in WAYS:
+                        setting = {"region": region // block * block, "block": block, "depth": depth}
+                        fio = [measure_fio(rig.file, way, name, seconds=seconds, **setting) for name in FIO_ENGINES]
+                        rates = [found["bytes_per_s"] for found in fio if "error" not in found]
+                        reference = {"fio_bytes_per_s": max(rates)} if rates else {"fio_error": fio[0]["error"]}
+                        own = {"bytes_per_s": rig.measure(way, seconds).bytes_per_s}
+                        yield {"mode": engine, "direction": way} | setting | own | reference
 
 
 def measure_fio(

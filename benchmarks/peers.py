@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-
-MakeContext = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
 class Unavailable(Exception):
@@ -99,45 +95,25 @@ class SelfDeletingFile:
 
 
 class Trl(Peer):
-    """``OffloadActivations`` of TRL or torchtune by its own factory, with its defaults.
+    """TRL's ``OffloadActivations`` by its own factory, with its defaults: pinned memory, streams, all but the head."""
 
-    That is: pinned memory, streams, all layers but the head.
-    """
+    backward_inside = True
 
-    def __init__(
-        self, model: nn.Module, device: torch.device, make: MakeContext, *, backward_inside: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
         if device.type == "cpu":
             raise Unavailable("needs an accelerator")
-        self.backward_inside = backward_inside
+        try:
+            from trl.models.activation_offloading import get_act_offloading_ctx_manager
+        except ImportError as error:
+            raise Unavailable(f"trl does not import: {error}") from error
         self._undo = restore_module_hooks(model)
-        self._context = make(model)
+        self._context: AbstractContextManager[Any] = get_act_offloading_ctx_manager(model)
 
     def context(self) -> AbstractContextManager[Any]:
         return self._context
 
     def close(self) -> None:
         self._undo()
-
-
-def trl_context(model: nn.Module) -> AbstractContextManager[Any]:
-    """The context of TRL for a model; `Unavailable` where it is not installed."""
-    try:
-        from trl.models.activation_offloading import get_act_offloading_ctx_manager
-    except ImportError as error:
-        raise Unavailable(f"trl does not import: {error}") from error
-    context: AbstractContextManager[Any] = get_act_offloading_ctx_manager(model)
-    return context
-
-
-def torchtune_context(model: nn.Module) -> AbstractContextManager[Any]:
-    """The context of torchtune for a model; `Unavailable` where it is not installed."""
-    try:
-        training = importlib.import_module("torchtune.training")
-    except ImportError as error:
-        raise Unavailable(f"torchtune does not import: {error}") from error
-    context: AbstractContextManager[Any] = training.get_act_offloading_ctx_manager(model, True)
-    return context
 
 
 def restore_module_hooks(model: nn.Module) -> Callable[[], None]:
@@ -151,56 +127,6 @@ def restore_module_hooks(model: nn.Module) -> Callable[[], None]:
             hooks.update(kept)
 
     return undo
-
-
-class Megatron(Peer):
-    """Megatron-core's fine-grained offloading, a group for each block, as its own transformer layers use it."""
-
-    def __init__(self, model: nn.Module, blocks: tuple[str, ...], device: torch.device) -> None:
-        if device.type != "cuda":
-            raise Unavailable("needs CUDA")
-        try:
-            from megatron.core.extensions import transformer_engine
-            from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
-        except ImportError as error:
-            raise Unavailable(f"megatron-core does not import: {error}") from error
-        if getattr(transformer_engine, "cpu_offload", None) is None:
-            # TransformerEngine is missing: Megatron sets one flag there, which only TransformerEngine's modules read.
-            transformer_engine.cpu_offload = SimpleNamespace(CPUOffloadEnabled=False)
-        self.interface: Any = offload.FineGrainedActivationOffloadingInterface
-        self.interface.reset_instance()
-        self.manager: Any = offload.PipelineOffloadManager.get_instance()
-        self.weights = storages_of_parameters(model)
-        self._save = self.manager.on_save_for_backward
-        self.manager.on_save_for_backward = self._leave_weights
-        self.modules = [model.get_submodule(name) for name in blocks]
-        for module in self.modules:
-            object.__setattr__(module, "forward", self._grouped(module.forward))
-
-    def _leave_weights(self, tensor: Tensor) -> Any:
-        # A Linear saves a view of its weight, which Megatron's own mark on the parameter does not reach.
-        if tensor.untyped_storage().data_ptr() in self.weights:
-            self.interface.mark_not_offloadable(tensor)
-        return self._save(tensor)
-
-    def _grouped(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def run(hidden: Tensor, *args: Any, **options: Any) -> Any:
-            with self.interface(True, hidden, "block") as started:
-                out = forward(started, *args, **options)
-            return self.interface.group_commit(out, name="block")
-
-        return run
-
-    @contextmanager
-    def context(self) -> Iterator[None]:
-        self.interface.reset()
-        self.interface.init_chunk_handler(1, None, 1 << 20)
-        yield
-
-    def close(self) -> None:
-        for module in self.modules:
-            object.__delattr__(module, "forward")
-        self.interface.reset_instance()
 
 
 def storages_of_parameters(model: nn.Module) -> set[int]:

@@ -1,4 +1,4 @@
-"""The recompute-offload-keep curve in numbers: what is measured, points from samples, and which points dominate. Pure.
+"""The recompute-offload-keep curve in numbers: what is measured, and points from samples. Pure.
 
 x is the peak of saved activations in bytes, y the throughput in algorithmic TFLOP/s (recomputing is not counted).
 """
@@ -141,7 +141,7 @@ class Point:
         oom: whether it ran out of memory.
         below_floor: whether its budget is below what any plan reaches.
         error: what went wrong; empty when nothing did.
-        dominated_by: labels of the points of its panel that have no more memory and no less throughput.
+        efficient: whether no point of its panel has less memory and more throughput.
     """
 
     case: Case
@@ -157,7 +157,7 @@ class Point:
     oom: bool = False
     below_floor: bool = False
     error: str = ""
-    dominated_by: tuple[str, ...] = field(default=())
+    efficient: bool = False
 
     @property
     def measured(self) -> bool:
@@ -173,18 +173,17 @@ class Point:
         """Return one flat row."""
         row = asdict(self)
         case, variant, _ = row.pop("case"), row.pop("variant"), row.pop("rounds")
-        row["dominated_by"] = "; ".join(self.dominated_by)
-        return {**case, **variant, **row, "efficient": self.measured and not self.dominated_by}
+        return {**case, **variant, **row}
 
 
 def points_of(samples: Sequence[Sample]) -> list[Point]:
-    """Return points from the samples of a results file, with what dominates what."""
+    """Return points from the samples of a results file."""
     groups: dict[tuple[Case, Variant], list[Sample]] = {}
     for sample in samples:
         key = Case(**sample["case"]), Variant(series=sample["series"], level=sample["level"])
         groups.setdefault(key, []).append(sample)
     points = [_point(case, variant, mine, _reference(case, groups)) for (case, variant), mine in groups.items()]
-    return [replace(point, dominated_by=tuple(other.label for other in dominating(point, points))) for point in points]
+    return [replace(point, efficient=_is_efficient(point, points)) for point in points]
 
 
 def _reference(case: Case, groups: Mapping[tuple[Case, Variant], Sequence[Sample]]) -> list[str] | None:
@@ -215,18 +214,14 @@ def _point(case: Case, variant: Variant, samples: Sequence[Sample], reference: S
     )
 
 
-def dominating(point: Point, points: Iterable[Point]) -> list[Point]:
-    """Return the points of the same panel that are no worse either way and better in one, the fastest first."""
-    if point.peak_bytes is None or point.tflops is None:
-        return []
-    found = []
-    for other in points:
-        if other.case.panel != point.case.panel or other.peak_bytes is None or other.tflops is None:
-            continue
-        no_worse = other.peak_bytes <= point.peak_bytes and other.tflops >= point.tflops
-        if no_worse and (other.peak_bytes, other.tflops) != (point.peak_bytes, point.tflops):
-            found.append(other)
-    return sorted(found, key=lambda other: -(other.tflops or 0.0))
+def _is_efficient(point: Point, points: Iterable[Point]) -> bool:
+    """Return whether no point of its panel is as good both ways and better in one."""
+    if not point.measured:
+        return False
+    mine = (-(point.peak_bytes or 0), point.tflops or 0.0)
+    panel = [p for p in points if p.measured and p.case.panel == point.case.panel]
+    others = [(-(p.peak_bytes or 0), p.tflops or 0.0) for p in panel]
+    return not any(other != mine and other[0] >= mine[0] and other[1] >= mine[1] for other in others)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -171,12 +171,6 @@ def test_modes_are_keep_host_with_an_accelerator_and_the_target(monkeypatch: pyt
     assert ran == [["keep", "host", "nvme"], ["keep", "host"]]
 
 
-def test_what_a_mode_is_judged_by() -> None:
-    assert mode("keep", (1.0,)).median_step_s == 3.0  # the first step warms up
-    assert mode("keep", (1.0,), peak_device_bytes=5).peak_bytes == 5
-    assert mode("keep", (1.0,)).peak_bytes == 1 << 30
-
-
 def test_a_worker_tells_a_bad_option_from_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
     assert demo_worker.main(json.dumps(SPEC | {"mode": "tape"})) == 2
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["kind"] == "option"

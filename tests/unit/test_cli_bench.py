@@ -25,12 +25,10 @@ from actoffload.analysis.bench import (
     Setting,
     best_of,
     measure_all,
-    rates_of,
     training_facts,
 )
 from actoffload.cli.app import app
-from actoffload.cli.bench import DEPTHS, SIZES, advice, settings_of
-from actoffload.storage import engines
+from actoffload.cli.bench import advice
 from actoffload.storage.engines.base import IoKind
 from actoffload.storage.engines.posix import PosixEngine
 
@@ -59,13 +57,6 @@ def test_what_counts_is_the_slowest_way() -> None:
     assert rates(1.0, 2.0, 3.0).sustained == 1.0
     assert rates(3.0, 2.0, None).sustained == 2.0
     assert rates(3.0, None, 1.0).sustained is None
-
-
-def test_medians_by_setting() -> None:
-    samples = [sample("write", rate) for rate in (1.0, 9.0, 2.0)] + [sample("write", 7.0, depth=1)]
-    first, second = rates_of(samples)
-    assert (first.write, first.read, first.setting.depth) == (2.0, None, 4)
-    assert (second.write, second.setting.depth) == (7.0, 1)
 
 
 def test_the_best_setting_hides_most_with_the_least_in_flight() -> None:
@@ -181,13 +172,6 @@ def test_for_a_person_and_into_a_file(tmp_path: Path) -> None:
         assert text in result.output
     assert json.loads(file.read_text(encoding="utf-8"))["best"]["setting"]["engine"] == "posix"
     assert open_files(spool) == []
-
-
-def test_every_disk_engine_is_the_default() -> None:
-    settings = settings_of(None, None, None)
-    assert {one.engine for one in settings} == set(engines.ENGINES) - {"memory"}
-    assert len(settings) == (len(engines.ENGINES) - 1) * len(SIZES) * len(DEPTHS)
-    assert len(settings_of(["posix", "posix"], ["1MiB"], [2])) == 1
 
 
 def test_an_engine_that_cannot_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
