@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import actoffload
+from actoffload.cli.rok_worker import KeepAll
 from benchmarks.peer_aio import AioHandle
 from benchmarks.peers import Peer, SaveOnCpu, TorchSave, Trl
 from benchmarks.workloads import Workload
@@ -42,14 +43,6 @@ class Mode:
 
 def _ours(recompute: bool = False, **options: Any) -> Mode:
     return Mode(peer="actoffload", recompute=recompute, options=options)
-
-
-class KeepAll:
-    """A policy under which nothing moves."""
-
-    def decide(self, facts: actoffload.TensorFacts) -> actoffload.Decision:
-        """Keep it."""
-        return actoffload.Decision.KEEP
 
 
 MODES = {

@@ -6,16 +6,13 @@ x is the peak of saved activations in bytes, y the throughput in algorithmic TFL
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
 SERIES = ("keep", "recompute", "offload", "hybrid")
 BACKWARD_FACTOR = 3
 """FLOPs of a step over those of its forward."""
-LEAST_NOISE, MOST_NOISE = 0.01, 0.05
-"""Throughputs that differ by less than the first share are never called different; spreads excuse up to the second."""
-SAME_PEAK = 1.001
 
 Sample = Mapping[str, Any]
 
@@ -136,7 +133,6 @@ class Point:
         tflops: throughput at ``step_s``, 10¹² FLOP/s.
         spread: how far the samples' medians lie apart, of one sample its steps, as a share of ``step_s``.
         samples: how many there are.
-        rounds: the median step of each round that was measured, in seconds.
         identical: whether all losses are those of ``keep``, bit for bit; None where there is nothing to compare.
         oom: whether it ran out of memory.
         below_floor: whether its budget is below what any plan reaches.
@@ -152,7 +148,6 @@ class Point:
     tflops: float | None = None
     spread: float = 0.0
     samples: int = 0
-    rounds: Mapping[int, float] = field(default_factory=dict, compare=False)
     identical: bool | None = None
     oom: bool = False
     below_floor: bool = False
@@ -172,8 +167,7 @@ class Point:
     def as_dict(self) -> dict[str, Any]:
         """Return one flat row."""
         row = asdict(self)
-        case, variant, _ = row.pop("case"), row.pop("variant"), row.pop("rounds")
-        return {**case, **variant, **row}
+        return {**row.pop("case"), **row.pop("variant"), **row}
 
 
 def points_of(samples: Sequence[Sample]) -> list[Point]:
@@ -201,15 +195,13 @@ def _point(case: Case, variant: Variant, samples: Sequence[Sample], reference: S
         oom, below_floor = any(s.get("oom") for s in bad), any(s.get("below_floor") for s in bad)
         return replace(point, oom=oom, below_floor=below_floor, error=bad[0]["error"])
     step_s = median(s for sample in samples for s in sample["step_s"])
-    rounds = {int(sample["repeat"]): median(sample["step_s"]) for sample in samples}
-    times = list(rounds.values()) if len(rounds) > 1 else samples[0]["step_s"]
+    times = [median(sample["step_s"]) for sample in samples] if len(samples) > 1 else samples[0]["step_s"]
     return replace(
         point,
         peak_bytes=max(sample["activation_peak_bytes"] for sample in samples),
         step_s=step_s,
         tflops=samples[0]["flops"] / step_s / 1e12,
         spread=(max(times) - min(times)) / step_s,
-        rounds=rounds,
         identical=None if reference is None else all(list(s["losses_hex"]) == list(reference) for s in samples),
     )
 
@@ -222,50 +214,3 @@ def _is_efficient(point: Point, points: Iterable[Point]) -> bool:
     panel = [p for p in points if p.measured and p.case.panel == point.case.panel]
     others = [(-(p.peak_bytes or 0), p.tflops or 0.0) for p in panel]
     return not any(other != mine and other[0] >= mine[0] and other[1] >= mine[1] for other in others)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """The hybrid against another point of the same case, at no more memory than that point takes.
-
-    Attributes:
-        other: the point.
-        hybrid: the fastest hybrid with no higher peak; None when every hybrid has a higher one.
-        ratio: its throughput over the other's, the median of the rounds, as a machine's speed drifts; None without one.
-        noise: by how much they may differ and be the same, as a share: how far the rounds' ratios (of one round, the
-            steps) lie apart, within limits.
-    """
-
-    other: Point
-    hybrid: Point | None = None
-    ratio: float | None = None
-    noise: float = LEAST_NOISE
-
-    @property
-    def holds(self) -> bool | None:
-        """Whether the hybrid is at least as fast within the noise; None when there is none to compare."""
-        return None if self.ratio is None else self.ratio >= 1 - self.noise
-
-
-def verdicts(points: Sequence[Point]) -> list[Verdict]:
-    """Say at every memory level that keep, recompute or offload reach whether the hybrid is at least as fast."""
-    found = []
-    hybrids = [p for p in points if p.variant.series == "hybrid" and p.measured]
-    for other in points:
-        if other.variant.series == "hybrid" or other.peak_bytes is None or other.tflops is None:
-            continue
-        limit = SAME_PEAK * other.peak_bytes
-        mine = [p for p in hybrids if p.case == other.case and (p.peak_bytes or 0) <= limit]
-        compared = [_compared(other, hybrid) for hybrid in mine]
-        found.append(max(compared, key=lambda verdict: verdict.ratio or 0.0, default=Verdict(other=other)))
-    return found
-
-
-def _compared(other: Point, hybrid: Point) -> Verdict:
-    """Compare round by round, where both have the same ones."""
-    ratios = [other.rounds[n] / hybrid.rounds[n] for n in other.rounds if n in hybrid.rounds]
-    if not ratios:
-        ratios = [(other.step_s or 0.0) / (hybrid.step_s or 1.0)]
-    ratio = median(ratios)
-    spread = (max(ratios) - min(ratios)) / ratio if len(ratios) > 1 else max(other.spread, hybrid.spread)
-    return Verdict(other=other, hybrid=hybrid, ratio=ratio, noise=min(MOST_NOISE, max(LEAST_NOISE, spread)))

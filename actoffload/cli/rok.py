@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,7 +17,7 @@ from rich.table import Table
 
 from ..analysis.environment import describe_environment
 from ..analysis.plots import draw_rok
-from ..analysis.rok import PRESETS, SERIES, Point, Preset, Verdict, points_of, verdicts
+from ..analysis.rok import PRESETS, SERIES, Point, Preset, points_of
 from ..analysis.rok_run import RokRun, load_results
 from ..config import format_size, parse_size
 from ..errors import ConfigError
@@ -126,43 +126,20 @@ def finish(payload: dict[str, Any], file: Path, as_json: bool) -> int:
     title = f"Recompute, offload, keep: {machine.get('gpu') or machine.get('cpu')}, torch {machine.get('torch')}"
     picture = file.with_suffix(".png")
     drawn = draw_rok(points, picture, title)
-    found = verdicts(points)
     if as_json:
-        print_json(as_dict(points, found))
+        print_json({"points": [point.as_dict() for point in points]})
     else:
-        show(points, found)
+        show(points)
         typer.echo(f"written beside {file.name}: {picture.name}" if drawn else "a picture needs matplotlib")
     failed = [p for p in points if p.error and not p.oom and not p.below_floor]
     return 1 if failed or any(p.identical is False for p in points) else 0
 
 
-def as_dict(points: Sequence[Point], found: Sequence[Verdict]) -> dict[str, Any]:
-    """Return everything, ready for JSON."""
-    return {
-        "points": [point.as_dict() for point in points],
-        "hybrid_against": [
-            {
-                **asdict(verdict.other.case),
-                "other": verdict.other.variant.label,
-                "peak_bytes": verdict.other.peak_bytes,
-                "hybrid": None if verdict.hybrid is None else verdict.hybrid.variant.label,
-                "hybrid_peak_bytes": None if verdict.hybrid is None else verdict.hybrid.peak_bytes,
-                "throughput_ratio": verdict.ratio,
-                "noise": verdict.noise,
-                "holds": verdict.holds,
-            }
-            for verdict in found
-        ],
-    }
-
-
-def show(points: Sequence[Point], found: Sequence[Verdict]) -> None:
-    """Print the points, which of them are efficient, and how the hybrid does at each memory level."""
+def show(points: Sequence[Point]) -> None:
+    """Print the points, and which of them are efficient."""
     console = Console()
     for panel in dict.fromkeys(point.case.panel for point in points):
         console.print(_point_table(panel, [point for point in points if point.case.panel == panel]))
-    if found:
-        console.print(_verdict_table(found))
     different = [point.label for point in points if point.identical is False]
     if different:
         console.print(f"LOSSES DIFFER: {'; '.join(different)}", style="bold red", markup=False)
@@ -196,24 +173,3 @@ def _cells(point: Point) -> tuple[str, ...]:
         {True: "yes", False: "NO", None: "-"}[point.identical],
         "",
     )
-
-
-def _verdict_table(found: Sequence[Verdict]) -> Table:
-    table = Table(title="the hybrid with no more memory than another series", title_justify="left")
-    for name in ("workload", "against"):
-        table.add_column(name)
-    for name in ("memory", "hybrid", "throughput", "noise"):
-        table.add_column(name, justify="right")
-    table.add_column("at least as fast")
-    for verdict in found:
-        case = verdict.other.case
-        table.add_row(
-            f"{case.model} {case.hidden} × {case.layers} b{case.batch}",
-            verdict.other.variant.label,
-            format_size(verdict.other.peak_bytes or 0),
-            "-" if verdict.hybrid is None else verdict.hybrid.variant.label,
-            "-" if verdict.ratio is None else f"× {verdict.ratio:.3f}",
-            f"{verdict.noise:.1%}",
-            {True: "yes", False: "NO", None: "no hybrid so small"}[verdict.holds],
-        )
-    return table

@@ -179,15 +179,10 @@ def test_redraw_prints_what_dominates_and_draws(tmp_path: Path) -> None:
     text = invoke("--redraw", str(file))
     assert "out of memory" in text
     assert "hybrid 60%" in text
-    assert "× 1.364" in text
-    assert "no hybrid so small" in text
     assert "Losses are equal bit for bit" in text
     assert (tmp_path / "r.png").exists() == has_matplotlib()
     data = json.loads(invoke("--redraw", str(file), "--json"))
     assert [row["efficient"] for row in data["points"]] == [True, True, False, True, False]
-    against = {row["other"]: row for row in data["hybrid_against"]}
-    assert against["offload"]["holds"] is True
-    assert against["recompute"]["holds"] is None
 
 
 def test_redraw_fails_when_losses_differ_or_a_point_failed(tmp_path: Path) -> None:

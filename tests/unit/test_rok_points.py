@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from actoffload.analysis.plots import draw_rok
-from actoffload.analysis.rok import PRESETS, points_of, verdicts
+from actoffload.analysis.rok import PRESETS, points_of
 from tests.rok_samples import CASE, all_points, failed, sample
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
@@ -49,24 +49,6 @@ def test_what_is_efficient() -> None:
     ]
     assert not points[-1].measured
     assert all(p.efficient for p in points_of([sample("keep"), sample("offload")])), "equal points"
-
-
-def test_the_hybrid_is_compared_at_no_more_memory() -> None:
-    samples = [
-        sample("keep", 100, 1.0),
-        sample("recompute", 40, 1.4),
-        sample("offload", 20, 1.5),
-        sample("hybrid", 100, 1.02),
-        sample("hybrid", 40, 1.5, level="0.4"),
-    ]
-    found = {v.other.variant.series: v for v in verdicts(points_of(samples))}
-    assert found["keep"].holds is False
-    assert found["recompute"].holds is False
-    assert found["offload"].holds is None
-    assert found["keep"].ratio == pytest.approx(1 / 1.02)
-    noisy = [*samples, sample("keep", 100, 1.2, repeat=1)]
-    keep = next(v for v in verdicts(points_of(noisy)) if v.other.variant.series == "keep")
-    assert (keep.noise, keep.holds) == (0.05, True)
 
 
 def test_presets_hold_the_shapes_of_the_paper() -> None:
