@@ -213,27 +213,6 @@ def test_workers_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert "not here: no headers" in capfd.readouterr().out
 
 
-def test_a_run_that_is_killed_leaves_the_rounds_that_it_has_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken = 0
-
-    def take_turns(group: dict[str, Any], *, limit_s: float) -> dict[str, harness.Sample]:
-        nonlocal taken
-        taken += 1
-        if taken == 3:
-            raise KeyboardInterrupt
-        return {name: {"error": f"n {taken}"} for name in group}
-
-    monkeypatch.setattr(turns, "take_turns", take_turns)
-    monkeypatch.setenv("OUT", str(tmp_path))
-    with pytest.raises(KeyboardInterrupt):
-        e2e_cpu.main(["--tiny", "--rounds", "2", "--cases", "gpt", "bert"])
-    (file,) = tmp_path.iterdir()
-    samples = json.loads(file.read_text(encoding="utf-8"))["samples"]
-    assert [found for found in samples.values()][-1] == [{"error": "n 2"}]
-
-
 def test_workers_end_with_who_asked_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "turning.py").write_text(TURNING, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(harness.ROOT)]))

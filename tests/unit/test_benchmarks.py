@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-from actoffload.analysis.plots import Point, step_time_against_memory
 from benchmarks import gpu, harness, micro, micro_hooks, micro_spool, planner_cpu, worker
 
 
@@ -55,18 +54,6 @@ def test_results_name_no_host_and_no_path(tmp_path: Path, monkeypatch: pytest.Mo
     assert not any(folder in text for folder in (str(harness.ROOT), str(Path.home()) + "/", "/mnt"))
     assert "| x | 2.000 × | ≤ 1 × | NO |" in results.file.with_suffix(".md").read_text(encoding="utf-8")
     assert sorted(file.suffix for file in tmp_path.iterdir()) == [".json", ".md"]
-
-
-def test_pictures(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    file = tmp_path / "x.png"
-    points = [
-        Point(group="a", label="keep", step_s=1.0, peak_gib=2.0),
-        Point(group="a", label="oom", step_s=None, peak_gib=None),
-    ]
-    assert step_time_against_memory(points, file, "title")
-    assert file.read_bytes().startswith(b"\x89PNG")
-    assert not step_time_against_memory([], tmp_path / "none.png", "title")
 
 
 def test_the_suite_refuses_a_machine_without_an_accelerator(capsys: pytest.CaptureFixture[str]) -> None:

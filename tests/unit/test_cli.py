@@ -64,13 +64,6 @@ def test_doctor_prints_json_and_nothing_else(tmp_path: Path) -> None:
     assert findings["paths"][0]["engine_reason"]
 
 
-def test_doctor_for_a_person(tmp_path: Path) -> None:
-    result = runner.invoke(app, ["doctor", "--path", str(tmp_path)], env={"COLUMNS": "200"})
-    assert result.exit_code == 0, result.output
-    for heading in ("device", "cgroup limit", "io_uring", "GPUDirect Storage", "direct I/O", "engine", "write", "read"):
-        assert heading in result.output
-
-
 def test_doctor_really_writes_and_reads_a_path(tmp_path: Path) -> None:
     before = block_io()
     facts = doctor.examine_path(str(tmp_path))
@@ -162,13 +155,6 @@ def test_one_bit_of_difference_fails_the_demo(monkeypatch: pytest.MonkeyPatch) -
     assert json.loads(result.output)["identical"] is False
     results["nvme"] = mode("nvme", (3.0, 2.0))
     assert runner.invoke(app, ["demo", "--json"]).exit_code == 0
-
-
-def test_modes_are_keep_host_with_an_accelerator_and_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "_run_mode", lambda name, *_: mode(name, (1.0,)))
-    monkeypatch.setattr(demo, "find_device", lambda: "cuda")
-    ran = [[m.mode for m in demo.run_demo(SPEC, target, quiet=True)] for target in ("nvme", "host")]
-    assert ran == [["keep", "host", "nvme"], ["keep", "host"]]
 
 
 def test_a_worker_tells_a_bad_option_from_a_failure(capsys: pytest.CaptureFixture[str]) -> None:

@@ -71,11 +71,6 @@ def test_options_go_over_the_presets() -> None:
     assert not any("line rate" in note for note in result["notes"])
 
 
-def test_a_measured_step_and_another_gpu_replace_what_was_published() -> None:
-    assert answer("--step-s", "2.5")["estimate"]["step_s"] == 2.5
-    assert answer("--model", "gpt3-175b", "--gpu", "h200-sxm")["hardware"]["utilisation"] == 0.4
-
-
 def test_presets_are_listed() -> None:
     listed = answer("--presets")
     assert {"--model", "--gpu", "--drive"} == {entry["option"] for entry in listed}

@@ -106,7 +106,7 @@ def test_a_stream_with_a_limit_for_each_object_may_take_longer_as_a_whole(
     stream = stream_worker(name, {}, limit_s=5, stdin=reading, each=True)
     try:
         assert next(stream) == {"a": 1}
-        time.sleep(6)
+        time.sleep(3)
         os.write(writing, b"\n")
         assert next(stream) == {"b": 2}
         assert next(stream) == {"error": "stopped after 5 s", "oom": False}
@@ -114,15 +114,6 @@ def test_a_stream_with_a_limit_for_each_object_may_take_longer_as_a_whole(
         stream.close()
         os.close(reading)
         os.close(writing)
-
-
-def test_who_stops_listening_stops_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = _worker(tmp_path, monkeypatch, "print('{\"a\": 1}', flush=True)\ntime.sleep(600)")
-    stream = stream_worker(name, {}, limit_s=600)
-    assert next(stream) == {"a": 1}
-    begin_s = time.monotonic()
-    stream.close()
-    assert time.monotonic() - begin_s < 300
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -121,12 +121,6 @@ def test_without_its_reference_a_case_is_left_out(suite: gpu.Suite, monkeypatch:
     assert results["nvme"]["left_out"] == "keep was not measured"
 
 
-def test_a_process_that_says_nothing_ends_its_case(suite: gpu.Suite, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = _run(suite, monkeypatch, Processes([]))
-    assert results["keep"]["error"] == "the process said nothing"
-    assert suite.finish() == 1
-
-
 def test_gradients_that_differ_fail_the_suite(suite: gpu.Suite, monkeypatch: pytest.MonkeyPatch) -> None:
     said = [{"mode": mode, **_result(1.0, 1)} for mode in ("keep", "host", "TRL", "nvme")]
     said[2]["identical"] = False

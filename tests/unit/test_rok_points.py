@@ -14,12 +14,6 @@ from tests.rok_samples import CASE, all_points, failed, sample
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def test_throughput_counts_the_algorithm_over_the_median_step() -> None:
-    (point,) = points_of([sample("keep", step_s=2.0, repeat=0) | {"step_s": [1.0, 2.0, 50.0]}])
-    assert (point.tflops, point.step_s, point.peak_bytes, point.identical) == (0.5, 2.0, 100, True)
-    assert point.spread == pytest.approx(24.5)
-
-
 def test_repeats_are_one_point_with_the_highest_peak_and_the_spread_of_their_medians() -> None:
     samples = [sample("keep", 100, 1.0), sample("keep", 120, 1.1, repeat=1)]
     (point,) = points_of(samples)
