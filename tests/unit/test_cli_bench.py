@@ -24,6 +24,7 @@ from actoffload.analysis.bench import (
     Sample,
     Setting,
     best_of,
+    rates_of,
     training_facts,
 )
 from actoffload.cli.app import app
