@@ -7,7 +7,7 @@ from typing import Any
 
 VOCAB = {"gpt2": 50304, "bert": 30592, "t5": 32128}
 CORE = ("recompute", "host", "default", "TRL")
-MORE = ("nvme", "save_on_cpu", "budget 35 %", "host, all", "tiered", "torchtune", "Megatron", "recompute + save_on_cpu")
+MORE = ("nvme", "save_on_cpu", "budget 35 %", "host, all", "tiered", "Megatron", "recompute + save_on_cpu")
 EVERYTHING = (*CORE, *MORE)
 CHECKPOINTED = ("recompute + host", "recompute + save_on_cpu", "recompute + nvme")
 TINY = ("recompute", "default", "nvme, all", "tiered", "budget 35 %", "save_on_cpu", "TRL")

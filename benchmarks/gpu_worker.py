@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import torch
 
+from actoffload import Offloader
 from actoffload.analysis.process_usage import rss_bytes
 from actoffload.errors import ActOffloadError
 from benchmarks.modes import MODES, WARM_UP
@@ -128,9 +129,9 @@ class Series:
                 empty_host_cache()
 
 
-def planned(offloader: Any) -> dict[str, Any]:
+def planned(offloader: Offloader) -> dict[str, Any]:
     """What the planner expects of a step, where there is a plan."""
-    plan = getattr(getattr(offloader, "_autopilot", None), "plan", None)
+    plan = None if offloader.autopilot is None else offloader.autopilot.plan
     if plan is None:
         return {}
     return {"predicted_step_s": plan.predicted_step_s, "predicted_peak_bytes": plan.predicted_peak_bytes}

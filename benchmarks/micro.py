@@ -1,11 +1,11 @@
 """Hook cost, per-tensor scaling, and the spool against fio; each figure with its bound and whether it holds.
 
-    python -m benchmarks.micro [--parts hooks scaling spool busy] [--path DIR] [--rounds N] [--blocks BYTES ...]
+    python -m benchmarks.micro [--parts hooks scaling spool] [--path DIR] [--rounds N] [--blocks BYTES ...]
 
 Prints and records what a saved tensor costs the training thread above hooks that do nothing (processor time of that
-thread; wall-clock time, waits included, beside it, and what an empty Python call took meanwhile: the machine's speed
-changes from hour to hour), how that changes with 100,000 tensors alive, and how much of what fio reaches the spool
-reaches. Where fio or an engine is missing it says so and leaves those rows out. Status 1 when a bound does not hold.
+thread; wall-clock time, waits included, beside it), how that changes with 100,000 tensors alive, and how much of what
+fio reaches the spool reaches. Where fio or an engine is missing it says so and leaves those rows out. Status 1 when a
+bound does not hold.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from collections.abc import Sequence
 from statistics import median
 
 from benchmarks import harness, micro_hooks, micro_spool
-from benchmarks.harness import Bound, Sample, Samples
+from benchmarks.harness import Bound, Sample, Samples, middle
 
-PARTS = ("hooks", "scaling", "spool", "busy")
+PARTS = ("hooks", "scaling", "spool")
 HOOK_BOUNDS_US = {"parameter": 3.0, "small": 3.0, "policy": 10.0}
 """By kind of tensor. One that moves has no bound: on the CPU what it costs is reported, and whole steps are judged."""
 FLAT = 1.3
 OF_FIO = 0.9
-BUSY_URING = 2.0
 MOVED_BYTES, SMALL_BYTES = 128 << 10, 512
 SCALED = ("small", "policy", "moves")
 BLOCKS = (1 << 20, 4 << 20, 8 << 20)
@@ -43,8 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     disk = {"region": options.region << 20, "seconds": options.seconds, "rounds": options.rounds}
     if "spool" in options.parts:
         samples["spool"] = list(micro_spool.against_fio(path, options.blocks, depth=options.depth, **disk))
-    if "busy" in options.parts:
-        samples["busy"] = list(micro_spool.main_thread_in_python(path, **disk))
     return 0 if results.finish(render(samples), judge(samples), samples=samples) else 1
 
 
@@ -113,7 +110,7 @@ def judge(samples: Samples) -> list[Bound]:
             bounds.append(Bound(what=what, measured=above_bare_us(mine, "thread_s"), bound=limit, unit=" µs"))
     for kind in SCALED if "scaling" in samples else ():
         bounds.append(_flatness(kind, [sample for sample in samples["scaling"] if sample["kind"] == kind]))
-    return bounds + judge_spool(samples.get("spool", [])) + judge_busy(samples.get("busy", []))
+    return bounds + judge_spool(samples.get("spool", []))
 
 
 def _flatness(kind: str, samples: list[Sample]) -> Bound:
@@ -125,54 +122,40 @@ def _flatness(kind: str, samples: list[Sample]) -> Bound:
 
 
 def judge_spool(samples: list[Sample]) -> list[Bound]:
-    """Each engine against the faster of fio's on its file; without fio, or without an engine, its rows are left out."""
-    bounds = []
-    for block in sorted({s["block"] for s in samples if "block" in s}):
-        for direction in micro_spool.WAYS:
-            for engine in micro_spool.ENGINES:
-                rates = rates_of([s for s in samples if s.get("file_of") == engine], block, direction)
-                own = rates.pop(engine, None)
-                if own is not None and rates:
-                    what = f"spool: {engine} {direction}, {block >> 10} KiB, of fio"
-                    share = own / max(rates.values())
-                    bounds.append(Bound(what=what, measured=share, bound=OF_FIO, at_most=False, unit=" ×"))
-    return bounds
+    """What each engine reaches of the faster of fio's; without fio, or without an engine, its rows are left out."""
+    return [
+        Bound(what=f"spool: {name}, of fio", measured=own / fio, bound=OF_FIO, at_most=False, unit=" ×")
+        for name, own, fio in rates_of(samples)
+        if fio is not None
+    ]
 
 
-def judge_busy(samples: list[Sample]) -> list[Bound]:
-    """``uring`` against ``posix`` with the main thread in pure Python."""
-    bounds = []
-    for direction in micro_spool.WAYS:
-        rates = rates_of(samples, micro_spool.BUSY_BLOCK, direction)
-        if {"uring", "posix"} <= set(rates):
-            what = f"spool: uring {direction}, {micro_spool.BUSY_BLOCK >> 10} KiB, main thread in Python, of posix"
-            ratio = rates["uring"] / rates["posix"]
-            bounds.append(Bound(what=what, measured=ratio, bound=BUSY_URING, at_most=False, unit=" ×"))
-    return bounds
-
-
-def rates_of(samples: Sequence[Sample], block: int, direction: str) -> dict[str, float]:
-    """Median bytes per second by mode."""
-    rates: dict[str, list[float]] = {}
-    for sample in samples:
-        if (sample.get("block"), sample.get("direction")) == (block, direction) and "error" not in sample:
-            rates.setdefault(sample["mode"], []).append(sample["bytes_per_s"])
-    return {mode: median(found) for mode, found in rates.items()}
+def rates_of(samples: Sequence[Sample]) -> list[tuple[str, float, float | None]]:
+    """Median bytes per second by engine, direction and block, ours and fio's."""
+    found = []
+    timed = [sample for sample in samples if "bytes_per_s" in sample]
+    for key in dict.fromkeys((s["mode"], s["direction"], s["block"]) for s in timed):
+        mine = [s for s in timed if (s["mode"], s["direction"], s["block"]) == key]
+        fio = [s["fio_bytes_per_s"] for s in mine if "fio_bytes_per_s" in s]
+        name = f"{key[0]} {key[1]}, {key[2] >> 10} KiB"
+        found.append((name, middle(mine, "bytes_per_s"), median(fio) if fio else None))
+    return found
 
 
 def render(samples: Samples) -> str:
     """What the bounds were made from, and what is missing."""
     failed = [sample for part in samples.values() for sample in part if "error" in sample]
     missing = dict.fromkeys(f"{s.get('mode') or s.get('kind')}: {s['error']}" for s in failed)
+    missing |= dict.fromkeys(f"fio: {s['fio_error']}" for s in samples.get("spool", ()) if "fio_error" in s)
     parts = [f"Not measured: {line}\n" for line in missing]
     hooks = [*samples.get("hooks", ()), *samples.get("scaling", ())]
     if hooks:
-        costs = ("a saved tensor, µs above bare hooks", "bytes", "alive", "training thread", "wall clock", "a call, ns")
+        costs = ("a saved tensor, µs above bare hooks", "bytes", "alive", "training thread", "wall clock")
         parts.append(harness.markdown_table(costs, _hook_rows(hooks)))
-    rates = _spool_rows(samples.get("spool", ())) + _spool_rows(samples.get("busy", ()))
+    rates = rates_of(samples.get("spool", ()))
     if rates:
-        columns = ("GB/s", "block KiB", "at once", "main thread", "write", "read")
-        parts.append(harness.markdown_table(columns, rates))
+        gigabytes = [(name, *(None if rate is None else f"{rate / 1e9:.2f}" for rate in both)) for name, *both in rates]
+        parts.append(harness.markdown_table(("GB/s", "spool", "fio"), gigabytes))
     return "\n".join(parts)
 
 
@@ -180,23 +163,10 @@ def _hook_rows(samples: list[Sample]) -> list[tuple[object, ...]]:
     rows = []
     for kind, alive, nbytes in dict.fromkeys((s["kind"], s["alive"], s["nbytes"]) for s in samples):
         mine = [s for s in samples if (s["kind"], s["alive"], s["nbytes"]) == (kind, alive, nbytes)]
-        calls = [pair["empty_call_s"] for sample in mine for pair in sample.get("pairs", ())]
-        if calls:
+        if any("pairs" in sample for sample in mine):
             costs = (f"{above_bare_us(mine, clock):.2f}" for clock in ("thread_s", "wall_s"))
             size = nbytes if kind == "moves" else None
-            rows.append((micro_hooks.KINDS[kind], size, alive, *costs, f"{median(calls) * 1e9:.0f}"))
-    return rows
-
-
-def _spool_rows(samples: Sequence[Sample]) -> list[tuple[object, ...]]:
-    rows = []
-    timed = [s for s in samples if "bytes_per_s" in s]
-    for block, mode, file in dict.fromkeys((s["block"], s["mode"], s.get("file_of", "")) for s in timed):
-        mine = [s for s in timed if (s["block"], s["mode"], s.get("file_of", "")) == (block, mode, file)]
-        rates = (rates_of(mine, block, way).get(mode) for way in micro_spool.WAYS)
-        numbers = (None if rate is None else f"{rate / 1e9:.2f}" for rate in rates)
-        name = f"{mode}, on the file of {file}" if file and file != mode else mode
-        rows.append((name, block >> 10, mine[0]["depth"], "Python" if mine[0]["busy"] else "waits", *numbers))
+            rows.append((micro_hooks.KINDS[kind], size, alive, *costs))
     return rows
 
 

@@ -32,7 +32,6 @@ REASONS = {"parameter": "parameter", "small": "below min_bytes", "policy": "poli
 """Why each kind stays, in ``Statistics.kept_bytes``."""
 ELEMENTS = 4
 PARAMETERS = 64
-CALLS = 100_000
 PLENTY = "64GiB"
 """No limit: nothing may stay for want of room."""
 
@@ -121,18 +120,6 @@ def timed(seconds: dict[str, float]) -> Iterator[None]:
     seconds["thread_s"] += time.thread_time() - thread_s
 
 
-def empty_call_s() -> float:
-    """Processor seconds of a call of a function that does nothing: how fast this machine is at the moment."""
-
-    def nothing() -> None:
-        pass
-
-    since_s = time.thread_time()
-    for _ in range(CALLS):
-        nothing()
-    return (time.thread_time() - since_s) / CALLS
-
-
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """All pairs of one sample, after one of each that is not counted."""
     torch.set_num_threads(1)
@@ -143,7 +130,6 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         {
             "bare": once(forward, lambda: saved_tensors_hooks(_same, _same), lambda: None, chains),
             "ours": once(forward, lambda: offloader, offloader.synchronize, chains),
-            "empty_call_s": empty_call_s(),
         }
         for _ in range(spec["pairs"] + 1)
     ]

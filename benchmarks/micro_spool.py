@@ -7,14 +7,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 
 from actoffload.analysis.bench import DIRECTIONS, Direction, Rig
 from actoffload.errors import ActOffloadError
 from benchmarks.harness import Sample
 
 ENGINES = ("posix", "uring")
-BUSY_BLOCK = 256 << 10
 WAYS: tuple[Direction, ...] = tuple(way for way in DIRECTIONS if way != "mixed")
 
 FIO_ENGINES = ("io_uring", "libaio")
@@ -27,10 +25,7 @@ HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 def against_fio(
     path: str, blocks: Sequence[int], *, depth: int, region: int, seconds: float, rounds: int
 ) -> Iterator[Sample]:
-    """Every engine and fio in turns, with the main thread waiting.
-
-    All of a turn use the same file, as two files of one disk may differ by a factor of two; who begins changes from
-    round to round.
+    """Every engine and the faster of fio's in turns on the same file, as two files of one disk may differ by a factor.
 
     Args:
         path: a directory on the disk.
@@ -41,87 +36,30 @@ def against_fio(
         rounds: samples of each kind.
 
     Yields:
-        Each sample; one that failed has ``error``.
+        Each sample, with ``fio_bytes_per_s`` where fio runs; ``error`` where the engine, or ``fio_error`` where fio
+        does not.
     """
-    with ExitStack() as stack:
-        rigs, problems = _open(stack, path, depth, max(blocks), region)
-        references = _references(next(iter(rigs.values()))) if rigs else []
-        yield from (*problems, *references)
-        fio = [sample["mode"] for sample in references if "error" not in sample]
-        for block in blocks:
-            used = region // block * block
-            for rig in rigs.values():
-                rig.prepare(block)
-            for turn in range(rounds):
-                for direction in WAYS:
-                    for engine, rig in rigs.items():
-                        modes = [engine, *fio]
-                        first = turn % len(modes)
-                        for mode in modes[first:] + modes[:first]:
-                            about = _about(mode, rig, block, direction, file_of=engine)
-                            if mode == engine:
-                                yield about | {"bytes_per_s": rig.measure(direction, seconds).bytes_per_s}
-                            else:
-                                yield about | measure_fio(
-                                    rig.file,
-                                    direction,
-                                    engine=mode.removeprefix("fio "),
-                                    region=used,
-                                    block=block,
-                                    depth=depth,
-                                    seconds=seconds,
-                                )
-
-
-def main_thread_in_python(path: str, *, region: int, seconds: float, rounds: int) -> Iterator[Sample]:
-    """Every engine at its own depth while the main thread runs pure Python; arguments as for `against_fio`."""
-    with ExitStack() as stack:
-        rigs, problems = _open(stack, path, None, BUSY_BLOCK, region)
-        yield from problems
-        for _ in range(rounds):
-            for direction in WAYS:
-                for engine, rig in rigs.items():
-                    rate = rig.measure(direction, seconds, busy=True).bytes_per_s
-                    yield _about(engine, rig, BUSY_BLOCK, direction, busy=True) | {"bytes_per_s": rate}
-
-
-def _open(
-    stack: ExitStack, path: str, depth: int | None, block: int, region: int
-) -> tuple[dict[str, Rig], list[Sample]]:
-    """A rig for each engine that runs here, and why the others do not."""
-    rigs: dict[str, Rig] = {}
-    problems: list[Sample] = []
     for engine in ENGINES:
         try:
-            rigs[engine] = stack.enter_context(Rig([path], engine, depth, block, region))
+            rig = Rig([path], engine, depth, max(blocks), region)
         except (ActOffloadError, OSError) as error:
-            problems.append({"mode": engine, "error": str(error).replace(path, "PATH")})
-    return rigs, problems
-
-
-def _about(
-    mode: str, rig: Rig, block: int, direction: str, *, busy: bool = False, file_of: str | None = None
-) -> Sample:
-    about = {"mode": mode, "block": block, "direction": direction, "busy": busy, "depth": rig.capabilities.threads}
-    return about if file_of is None else about | {"file_of": file_of}
-
-
-def _references(rig: Rig) -> list[Sample]:
-    """A sample for each of fio's engines, with fio's version, or with why it does not work here."""
-    found: list[Sample] = []
-    for engine in FIO_ENGINES:
-        about: Sample = {"mode": f"fio {engine}"}
-        tried = measure_fio(rig.file, "read", engine=engine, region=1 << 20, block=1 << 18, depth=1, seconds=0.1)
-        if "error" in tried:
-            found.append(about | tried)
-        else:
-            version = subprocess.run(["fio", "--version"], capture_output=True, text=True, check=True).stdout.strip()
-            found.append(about | {"version": version})
-    return found
+            yield {"mode": engine, "error": str(error).replace(path, "PATH")}
+            continue
+        with rig:
+            for block in blocks:
+                rig.prepare(block)
+                for _ in range(rounds):
+                    for way in WAYS:
+                        setting = {"region": region // block * block, "block": block, "depth": depth}
+                        fio = [measure_fio(rig.file, way, name, seconds=seconds, **setting) for name in FIO_ENGINES]
+                        rates = [found["bytes_per_s"] for found in fio if "error" not in found]
+                        reference = {"fio_bytes_per_s": max(rates)} if rates else {"fio_error": fio[0]["error"]}
+                        own = {"bytes_per_s": rig.measure(way, seconds).bytes_per_s}
+                        yield {"mode": engine, "direction": way} | setting | own | reference
 
 
 def measure_fio(
-    file: str, direction: str, *, engine: str, region: int, block: int, depth: int, seconds: float
+    file: str, direction: str, engine: str, *, region: int, block: int, depth: int, seconds: float
 ) -> Sample:
     """Let fio do sequential direct transfers in an existing file.
 

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import actoffload
+from actoffload.cli.rok_worker import KeepAll
 from benchmarks.peer_aio import AioHandle
-from benchmarks.peers import Megatron, Peer, SaveOnCpu, TorchSave, Trl, torchtune_context, trl_context
+from benchmarks.peers import Megatron, Peer, SaveOnCpu, TorchSave, Trl
 from benchmarks.workloads import Workload
 
 WARM_UP = 4
@@ -27,7 +28,7 @@ class Mode:
         peer: whose hooks; "" for none, ``"actoffload"`` for the library.
         recompute: every block under ``torch.utils.checkpoint``.
         options: for `offload_activations`. A ``device_budget`` from 0 to 1 is a share of what saved tensors take when
-            all are kept. ``planned``: from the second step on, the first one's decisions are the policy.
+            all are kept.
     """
 
     peer: str = ""
@@ -44,18 +45,9 @@ def _ours(recompute: bool = False, **options: Any) -> Mode:
     return Mode(peer="actoffload", recompute=recompute, options=options)
 
 
-class KeepAll:
-    """A policy under which nothing moves."""
-
-    def decide(self, facts: actoffload.TensorFacts) -> actoffload.Decision:
-        """Keep it."""
-        return actoffload.Decision.KEEP
-
-
 MODES = {
     "keep": Mode(),
     "keep, same memory": _ours(policy=KeepAll()),  # tensors come from the library's allocator, but nothing moves
-    "plan that keeps": _ours(policy=KeepAll(), planned=True),
     "recompute": Mode(recompute=True),
     "host": _ours(target="host"),
     "nvme": _ours(target="nvme"),
@@ -72,7 +64,6 @@ MODES = {
     "torch.save": Mode(peer="torch.save"),
     "aio_handle": Mode(peer="aio_handle"),
     "TRL": Mode(peer="trl"),
-    "torchtune": Mode(peer="torchtune"),
     "Megatron": Mode(peer="megatron"),
 }
 
@@ -82,14 +73,9 @@ class Library(Peer):
 
     def __init__(self, model: nn.Module, path: str | None, options: Mapping[str, Any]) -> None:
         self.options = {"model": model, "path": path, **options}
-        self._planned = bool(self.options.pop("planned", False))
         self.offloader: actoffload.Offloader | None = None
 
     def context(self) -> AbstractContextManager[Any]:
-        if self._planned and self.offloader is not None:
-            self._planned = False
-            self.options["policy"] = self.offloader.plan
-            self.offloader.close()
         manager = actoffload.offload_activations(**self.options)
         self.offloader = manager.offloader
         return manager
@@ -118,8 +104,7 @@ def open_peer(mode: Mode, work: Workload, device: torch.device, path: str | None
         "save_on_cpu": lambda: SaveOnCpu(device),
         "torch.save": lambda: TorchSave(path),
         "aio_handle": lambda: AioHandle(work.model, device, path),
-        "trl": lambda: Trl(work.model, device, trl_context, backward_inside=True),
-        "torchtune": lambda: Trl(work.model, device, torchtune_context),
+        "trl": lambda: Trl(work.model, device),
         "megatron": lambda: Megatron(work.model, work.blocks, device),
     }
     return makers[mode.peer]()

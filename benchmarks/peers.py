@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import tempfile
 import uuid
@@ -15,8 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-
-MakeContext = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
 class Unavailable(Exception):
@@ -99,45 +96,25 @@ class SelfDeletingFile:
 
 
 class Trl(Peer):
-    """``OffloadActivations`` of TRL or torchtune by its own factory, with its defaults.
+    """TRL's ``OffloadActivations`` by its own factory, with its defaults: pinned memory, streams, all but the head."""
 
-    That is: pinned memory, streams, all layers but the head.
-    """
+    backward_inside = True
 
-    def __init__(
-        self, model: nn.Module, device: torch.device, make: MakeContext, *, backward_inside: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
         if device.type == "cpu":
             raise Unavailable("needs an accelerator")
-        self.backward_inside = backward_inside
+        try:
+            from trl.models.activation_offloading import get_act_offloading_ctx_manager
+        except ImportError as error:
+            raise Unavailable(f"trl does not import: {error}") from error
         self._undo = restore_module_hooks(model)
-        self._context = make(model)
+        self._context: AbstractContextManager[Any] = get_act_offloading_ctx_manager(model)
 
     def context(self) -> AbstractContextManager[Any]:
         return self._context
 
     def close(self) -> None:
         self._undo()
-
-
-def trl_context(model: nn.Module) -> AbstractContextManager[Any]:
-    """The context of TRL for a model; `Unavailable` where it is not installed."""
-    try:
-        from trl.models.activation_offloading import get_act_offloading_ctx_manager
-    except ImportError as error:
-        raise Unavailable(f"trl does not import: {error}") from error
-    context: AbstractContextManager[Any] = get_act_offloading_ctx_manager(model)
-    return context
-
-
-def torchtune_context(model: nn.Module) -> AbstractContextManager[Any]:
-    """The context of torchtune for a model; `Unavailable` where it is not installed."""
-    try:
-        training = importlib.import_module("torchtune.training")
-    except ImportError as error:
-        raise Unavailable(f"torchtune does not import: {error}") from error
-    context: AbstractContextManager[Any] = training.get_act_offloading_ctx_manager(model, True)
-    return context
 
 
 def restore_module_hooks(model: nn.Module) -> Callable[[], None]:

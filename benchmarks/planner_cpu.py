@@ -2,9 +2,8 @@
 
     python -m benchmarks.planner_cpu [--rounds N] [--steps N] [--speeds SPEED ...] [--path DIR] [--tiny]
 
-The disk's speed is measured first, then a fault engine slows it to a half, a quarter and a tenth of that. What the
-simulator calls ideal is the plan for the recorded step, as long as the timed steps computed, and the disk's true speed.
-All samples take their steps in turns with keeping everything.
+The disk's speed is measured first, then a fault engine slows it to a half, a quarter and a tenth of that. All samples
+take their steps in turns with keeping everything.
 """
 
 from __future__ import annotations
@@ -13,15 +12,10 @@ import argparse
 import tempfile
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from functools import partial
 from statistics import median
 from typing import Any
 
 from actoffload.analysis.bench import Rig
-from actoffload.planning.planners import Limits, make_planner
-from actoffload.planning.planners.feedback import rescaled
-from actoffload.planning.profile import Link, Profile
-from actoffload.planning.simulator import simulate
 from benchmarks import harness, turns, whole_steps
 from benchmarks.harness import Row, Sample, Samples, mib, middle
 
@@ -50,7 +44,7 @@ def groups(options: argparse.Namespace) -> list[turns.Group]:
     group = {KEEP: case | {"mode": KEEP}, RECOMPUTE: case | {"mode": RECOMPUTE}}
     for name in options.speeds:
         bandwidth = None if SPEEDS[name] == 1 else float(SPEEDS[name]) * bytes_per_s
-        planned = case | {"mode": "default", "warm_up": WARM_UP, "bandwidth": bandwidth, "profile": True}
+        planned = case | {"mode": "default", "warm_up": WARM_UP, "bandwidth": bandwidth}
         group[f"default, disk × {name}"] = planned
         if name in WITH_BUDGET:
             group[f"budget {BUDGET:.0%}, disk × {name}"] = planned | {"options": {"device_budget": budget}}
@@ -96,7 +90,6 @@ def summarise(taken: list[Sample], keep: list[Sample], recompute: list[Sample]) 
         "identical": whole_steps.identical(taken, keep),
         "written_bytes": None,
         "gone_share": None,
-        "of_ideal": None,
         "within_budget": None,
     }
     if "statistics" in taken[0]:
@@ -105,43 +98,20 @@ def summarise(taken: list[Sample], keep: list[Sample], recompute: list[Sample]) 
             for one, other in zip(taken, keep, strict=True)
         ]
         row |= {"written_bytes": middle(taken, "written_bytes_per_step"), "gone_share": median(gone)}
-    ideals = [ideal_bytes(one) for one in taken]
-    if all(ideals):
-        row["of_ideal"] = row["written_bytes"] / median(filter(None, ideals))
     budget = (taken[0].get("options") or {}).get("device_budget")
     if budget is not None:
         row["within_budget"] = all(one["statistics"]["resident_peak_bytes"] <= budget for one in taken)
     return row
 
 
-def ideal_bytes(sample: Sample) -> float | None:
-    """What the simulator writes at the disk's true speed in steps as long as the timed ones; None if that is unknown.
-
-    The planner has recorded one step, the second, which takes longer than the later ones.
-    """
-    if "profile" not in sample or sample["bandwidth"] is None or (sample["options"] or {}).get("device_budget"):
-        return None
-    profile = Profile.from_json(sample["profile"])
-    link = Link(write_bytes_per_s=sample["bandwidth"], read_bytes_per_s=sample["bandwidth"])
-    computed_s = sample["median_step_s"] - sample["wait_s_per_step"]
-    true = rescaled(profile.with_links(disk=link), computed_s / profile.step_s)
-    plan = make_planner("auto").plan(true, Limits(tiers=("nvme",)))
-    return float(simulate(true, plan).disk_written_bytes)
-
-
 def render(summary: dict[str, Row]) -> str:
     """The summary as a Markdown table."""
-
-    def share(key: str, row: Row) -> str | None:
-        return None if row[key] is None else f"{row[key]:.0%}"
-
     columns: dict[str, Callable[[Row], object]] = {
         "step": lambda row: f"{row['step_s']:.3f} s",
         "× keep": lambda row: f"{row['ratio_to_keep']:.2f}",
         "× recompute": lambda row: f"{row['ratio_to_recompute']:.2f}",
-        "gone from peak RSS": partial(share, "gone_share"),
+        "gone from peak RSS": lambda row: None if row["gone_share"] is None else f"{row['gone_share']:.0%}",
         "written": lambda row: mib(row["written_bytes"]),
-        "of ideal": partial(share, "of_ideal"),
         "bits equal": lambda row: harness.yes(row["identical"]),
     }
     return harness.table_of("GPT 6 × 512, batch 4 × 512", summary, columns)

@@ -15,7 +15,7 @@ from benchmarks import harness
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure what is missing; 1 when losses differ or the hybrid is slower than another series."""
+    """Measure what is missing; 1 when losses differ or a point failed."""
     parser = harness.make_parser(__doc__)
     parser.add_argument("--preset", default="cpu")
     options, others = parser.parse_known_args(arguments)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any, Self
 
-from actoffload.analysis.workers import Processors, stream_worker
+from actoffload.analysis.workers import OthersShare, stream_worker
 from benchmarks.harness import ROOT, Sample, Samples, mib
 
 WORKER = "benchmarks.worker"
@@ -92,7 +92,7 @@ def take_turns(group: Group, *, limit_s: float) -> dict[str, Sample]:
         By name, what it measured: ``step_s`` in order, so that those of the same place were taken one after the other.
         ``others_cpu_share`` is that of the whole run. A failure is ``{"error": ...}``; the rest goes on without it.
     """
-    before = Processors.now()
+    others = OthersShare()
     steps = next(iter(group.values()))["steps"]
     with contextlib.ExitStack() as stack:
         workers = {name: stack.enter_context(Worker(spec, limit_s=limit_s)) for name, spec in group.items()}
@@ -102,7 +102,7 @@ def take_turns(group: Group, *, limit_s: float) -> dict[str, Sample]:
                 worker.step()
             order.reverse()  # so that what a mode leaves to the system to do does not always fall on the same other one
         found = {name: worker.result() for name, worker in workers.items()}
-    share = round(Processors.now().others_since(before), 3)
+    share = others.share()
     return {
         name: result if "error" in result else {**result, "others_cpu_share": share} for name, result in found.items()
     }

@@ -4,7 +4,7 @@ The options come as one JSON argument: those of `benchmarks.workloads.build`, an
 `benchmarks.modes`), ``steps`` (timed), ``warm_up`` (steps before them), ``path``, ``threads``, ``optimizer`` (bool),
 ``options`` (more of them for `offload_activations`), ``environment`` (variables by name), ``in_turns`` (bool: a timed
 step is taken for every line that is read, and said; see `benchmarks.turns`), ``compile`` ("blocks" or "whole") with
-``backend``, ``bandwidth`` (bytes per second of a throttled disk) and ``profile`` (bool: the recorded one is a result).
+``backend``, and ``bandwidth`` (bytes per second of a throttled disk).
 """
 
 from __future__ import annotations
@@ -264,8 +264,6 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     result["last_parameters"] = checksum(parameter.detach() for parameter in run.model.parameters())
     if run.offloader is not None:
         result |= {"statistics": run.offloader.statistics().as_dict(), "report": run.offloader.report()}
-        if spec.get("profile") and run.offloader.profile is not None:
-            result["profile"] = run.offloader.profile.to_json()
     run.close()
     return result
 

@@ -1,4 +1,4 @@
-"""Profiles on paper: transformers by their shape, and random ones by a seed. For tests and `planner_speed`."""
+"""Profiles on paper: transformers by their shape, and random ones by a seed. For tests."""
 
 from __future__ import annotations
 

@@ -11,12 +11,11 @@ import ctypes
 import errno
 import mmap
 import os
-import threading
+import queue
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, islice
 from statistics import median
 from typing import Any, Literal, get_args
 
@@ -34,8 +33,6 @@ DISK_ENGINES = tuple(name for name in ENGINES if name != "memory")
 """The engines that work on a disk, in the order of ``ENGINES``."""
 NEARLY = 0.97
 """A setting that reaches this share of the best one does as well."""
-_QUEUE_BYTES = 128 << 20
-"""Most bytes of the transfers that are kept under way where the depth is the engine's own choice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -49,26 +46,16 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One timed run of one direction.
-
-    Attributes:
-        setting: how the disk was used.
-        direction: which way.
-        bytes_per_s: for mixed, written and read together.
-        seconds: how long it took.
-        processor_s: processor time of the whole process, engine threads included.
-        direct: whether the transfers bypassed the page cache.
-    """
+    """One timed run of one direction; of ``"mixed"``, bytes written and read together."""
 
     setting: Setting
     direction: Direction
     bytes_per_s: float
-    seconds: float
-    processor_s: float
     direct: bool
+    """Whether the transfers bypassed the page cache."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Failure:
     """A setting that could not be measured."""
 
@@ -148,20 +135,13 @@ def training_facts(best: Rates | None, step_s: float | None, saved_bytes: int | 
 
 
 def measure_all(
-    paths: Sequence[str],
-    settings: Sequence[Setting],
-    directions: Sequence[Direction],
-    *,
-    region_bytes: int,
-    seconds: float,
-    rounds: int = 1,
+    paths: Sequence[str], settings: Sequence[Setting], *, region_bytes: int, seconds: float, rounds: int = 1
 ) -> Iterator[Sample | Failure]:
-    """Measure every setting, in turns (A B A B) where there are several rounds.
+    """Measure every setting in every direction, in turns (A B A B) where there are several rounds.
 
     Args:
         paths: directories; blocks go to them in turns.
         settings: what to measure.
-        directions: which ways; reading and mixed need ``"write"`` first.
         region_bytes: how much disk is used, in all directories together.
         seconds: of each sample.
         rounds: samples of each setting and direction.
@@ -175,27 +155,28 @@ def measure_all(
         SpoolFullError: the disk has too little room.
         StorageError: the disk failed.
     """
-    failed: set[Setting] = set()
-    for _ in range(rounds):
-        for engine, depth in dict.fromkeys((each.engine, each.depth) for each in settings):
-            mine = [each for each in settings if (each.engine, each.depth) == (engine, depth) and each not in failed]
-            if not mine:
-                continue
+    blocks: dict[tuple[str, int], list[int]] = {}
+    for each in settings:
+        blocks.setdefault((each.engine, each.depth), []).append(each.block_bytes)
+    for number in range(rounds):
+        for (engine, depth), sizes in list(blocks.items()):
             try:
-                rig = Rig(paths, engine, depth, max(each.block_bytes for each in mine), region_bytes)
+                rig = Rig(paths, engine, depth, max(sizes), region_bytes)
             except SpoolFullError as error:
                 problem = f"too little room for {format_size(region_bytes)}; use a smaller region or another path"
                 raise SpoolFullError(errno.ENOSPC, f"{problem} ({error})") from error
             except (ConfigError, SpoolPathError):
                 raise
             except (ActOffloadError, OSError) as error:
-                failed.update(mine)
-                yield from (Failure(setting=each, problem=str(error)) for each in mine)
+                if number:
+                    raise
+                del blocks[engine, depth]
+                yield from (Failure(Setting(engine=engine, block_bytes=n, depth=depth), str(error)) for n in sizes)
                 continue
             with rig:
-                for setting in mine:
-                    rig.prepare(setting.block_bytes)
-                    for direction in directions:
+                for size in sizes:
+                    rig.prepare(size)
+                    for direction in DIRECTIONS:
                         yield rig.measure(direction, seconds)
 
 
@@ -223,7 +204,6 @@ class Rig:
     ) -> None:
         _check_block(largest_block_bytes, region_bytes // len(paths))
         self._region_bytes = region_bytes
-        self._queue_bytes = _QUEUE_BYTES if depth is None else region_bytes
         self._slots: list[_Slot] = []
         self._memory: mmap.mmap | None = None
         self.spool = Spool(
@@ -253,10 +233,9 @@ class Rig:
         return f"/proc/{os.getpid()}/fd/{self.spool.files[0].fd}"
 
     def prepare(self, block_bytes: int) -> None:
-        """Measure blocks of this size from now on.
+        """Measure blocks of this size from now on. They cover the whole region and are dealt out to slots in turns.
 
-        The blocks cover the whole region and are dealt out to the slots in turns. There are twice as many slots as
-        transfers that run, so that an engine always finds the next one waiting.
+        There are twice as many slots as transfers that run, so that an engine always finds the next one waiting.
 
         Raises:
             ConfigError: the size cannot work.
@@ -267,10 +246,8 @@ class Rig:
         for slot in self._slots:
             for extent in slot.extents:
                 self.spool.free(extent)
-        self._slots = []
         extents = [self.spool.allocate(block_bytes) for _ in range(per_lane // block_bytes * lanes)]
-        wanted = min(2 * self.capabilities.threads, max(2, self._queue_bytes // block_bytes))
-        slots = min(wanted * lanes, len(extents))
+        slots = min(2 * self.capabilities.threads * lanes, len(extents))
         self._close_memory()
         self._memory = map_private(slots * block_bytes)  # as the host pool's
         piece = os.urandom(min(block_bytes, 1 << 20))
@@ -280,30 +257,21 @@ class Rig:
         anchor = ctypes.c_char.from_buffer(self._memory)
         address = ctypes.addressof(anchor)
         del anchor  # else the mapping could not be closed
-        self._slots = [_Slot(address + i * block_bytes, extents[i::slots]) for i in range(slots)]
+        self._slots = [_Slot(address + i * block_bytes, extents[i::slots], i % 2) for i in range(slots)]
 
-    def measure(self, direction: Direction, seconds: float, *, busy: bool = False) -> Sample:
-        """Time one direction. Reading and mixed go over what was written since `prepare`.
+    def measure(self, direction: Direction, seconds: float) -> Sample:
+        """Time one direction; reading and mixed go over what was written since `prepare`.
 
-        With ``busy`` the main thread runs pure Python meanwhile. An engine that works through the page cache makes one
-        pass at most; what it wrote is forced to the disk within the time, and what it reads is dropped from the cache
-        before.
+        An engine that works through the page cache makes one pass at most; what it wrote is forced to the disk within
+        the time, and what it reads is dropped from the cache before.
 
         Raises:
-            ConfigError: nothing was written yet.
             StorageError: a transfer failed.
         """
-        processor_s = time.process_time()
-        moved, elapsed_s = self._run(direction, seconds, busy=busy)
+        moved, elapsed_s = self._run(direction, seconds)
         about = self.capabilities
-        return Sample(
-            setting=Setting(engine=about.name, block_bytes=len(self._pattern), depth=about.threads),
-            direction=direction,
-            bytes_per_s=moved / elapsed_s,
-            seconds=elapsed_s,
-            processor_s=time.process_time() - processor_s,
-            direct=about.direct,
-        )
+        setting = Setting(engine=about.name, block_bytes=len(self._pattern), depth=about.threads)
+        return Sample(setting=setting, direction=direction, bytes_per_s=moved / elapsed_s, direct=about.direct)
 
     def close(self) -> None:
         """Stop, and give the disk space back. Idempotent."""
@@ -321,26 +289,49 @@ class Rig:
             self._memory.close()
             self._memory = None
 
-    def _run(self, direction: Direction, seconds: float | None, *, busy: bool = False) -> tuple[int, float]:
+    def _run(self, direction: Direction, seconds: float | None) -> tuple[int, float]:
         """Move blocks for so many seconds, None: for one pass; return the bytes that moved and the seconds."""
-        slots = [slot for slot in self._slots if slot.written or direction == "write"]
-        if not slots:
-            raise ConfigError("direction", direction, "nothing was written yet: measure 'write' first")
         cached = self.capabilities.needs_file and not self.capabilities.direct
         if cached and direction != "write":
             for file in self.spool.files:
                 os.fdatasync(file.fd)  # what is dirty cannot be dropped
                 if hasattr(os, "posix_fadvise"):
                     os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        stream = _Stream(self.spool, slots, direction, len(self._pattern))
-        one_pass = cached or seconds is None
-        elapsed_s = stream.run(seconds, compute_until if busy else threading.Event.wait, one_pass=one_pass)
+        begin_s = time.perf_counter()
+        deadline_s = None if seconds is None else begin_s + seconds
+        blocks = self._move(direction, deadline_s, one_pass=cached or seconds is None)
         if cached and direction != "read":
-            begin_s = time.perf_counter()
             for file in self.spool.files:
                 os.fdatasync(file.fd)
-            elapsed_s += time.perf_counter() - begin_s
-        return stream.moved_bytes, elapsed_s
+        return blocks * len(self._pattern), time.perf_counter() - begin_s
+
+    def _move(self, direction: Direction, deadline_s: float | None, *, one_pass: bool) -> int:
+        """Keep every slot under way until the deadline, or for one pass over its extents; return the blocks moved."""
+        free: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
+        errors: list[BaseException] = []
+
+        def done(slot: _Slot, transfer: Transfer) -> None:
+            if transfer.error is not None:
+                errors.append(transfer.error)
+            free.put(slot)
+
+        for slot in self._slots:
+            slot.turn = 0
+            free.put(slot)
+        moved, active = 0, len(self._slots)
+        while active:
+            slot = free.get()
+            late = deadline_s is not None and time.perf_counter() >= deadline_s
+            if errors or late or (slot.turn == slot.length(direction) and (one_pass or not slot.turn)):
+                active -= 1
+                continue
+            extent, writes = slot.next(direction)
+            start = self.spool.write if writes else self.spool.read
+            start(extent, slot.address, len(self._pattern), on_done=partial(done, slot))
+            moved += 1
+        if errors:
+            raise errors[0]
+        return moved
 
     def _check_content(self) -> None:
         """Read a block of each slot back: an engine that is fast because it moves nothing must not win."""
@@ -351,111 +342,36 @@ class Rig:
             transfer.wait()
             if transfer.error is not None:
                 raise transfer.error
-        if any(self._memory[i * block : (i + 1) * block] != self._pattern for i in range(len(self._slots))):
+        if any(self._memory[i : i + block] != self._pattern for i in range(0, len(self._memory), block)):
             where = self.spool.files[0].path
             raise ChecksumError(errno.EBADMSG, "what was read back is not what was written", where)
 
 
 class _Slot:
-    """A transfer that is kept under way: its memory, and the extents that it goes through in turns.
+    """Memory of one block, and the extents that it goes through one after the other."""
 
-    Attributes:
-        written: how many of its extents, from the first on, hold something to read.
-        done: transfers of this run that have ended.
-    """
+    def __init__(self, address: int, extents: list[Extent], parity: int) -> None:
+        self.address, self.extents, self.parity = address, extents, parity
+        self.turn = 0
+        self.written = 0
+        """How many of its extents, from the first on, hold something to read."""
 
-    def __init__(self, address: int, extents: list[Extent]) -> None:
-        self.address, self.extents = address, extents
-        self.written = self.done = 0
+    def length(self, direction: Direction) -> int:
+        """Return how many extents there are to go through."""
+        return len(self.extents) if direction == "write" else self.written
 
-    def turns(self, direction: Direction, parity: int) -> Iterator[tuple[bool, Extent]]:
-        """Yield what to do next, without end: whether to write, and where."""
-        for step in count():
-            if direction == "write":
-                yield True, self.extents[step % len(self.extents)]
-            elif direction == "read":
-                yield False, self.extents[step % self.written]
-            elif (step + parity) % 2:  # what is read was written a while ago
-                yield False, self.extents[(step // 2 + self.written // 2) % self.written]
-            else:
-                yield True, self.extents[step // 2 % self.written]
-
-
-class _Stream:
-    """Keeps slots busy in one direction until a moment, or for one pass over their extents.
-
-    An engine's own thread starts the next transfer of a slot when one ends, so that the rate does not depend on what
-    the main thread does meanwhile, but for the interpreter's lock.
-    """
-
-    def __init__(self, spool: Spool, slots: list[_Slot], direction: Direction, block: int) -> None:
-        self._spool, self._slots, self._direction, self._block = spool, slots, direction, block
-        self._deadline_s = float("inf")
-        self._lock = threading.Lock()
-        self._running = len(slots)
-        self._error: BaseException | None = None
-        self._ended_s = 0.0
-        self._over = threading.Event()
-        self.moved_bytes = 0
-
-    def run(self, seconds: float | None, wait: Callable[[threading.Event], object], *, one_pass: bool) -> float:
-        """Begin, wait with ``wait``, and return the seconds that it took.
-
-        Raises:
-            StorageError: a transfer failed.
-        """
-        begin_s = time.perf_counter()
-        if seconds is not None:
-            self._deadline_s = begin_s + seconds
-        for index, slot in enumerate(self._slots):
-            slot.done = 0
-            length = len(slot.extents) if self._direction == "write" else slot.written
-            self._start(slot, islice(slot.turns(self._direction, index % 2), length if one_pass else None))
-        wait(self._over)  # interrupted, the spool's end ends the rest
-        if self._error is not None:
-            raise self._error
-        return self._ended_s - begin_s
-
-    def _start(self, slot: _Slot, turns: Iterator[tuple[bool, Extent]]) -> None:
-        turn = next(turns, None)
-        if turn is None:
-            self._leave()
-            return
-        writes, extent = turn
-        start = self._spool.write if writes else self._spool.read
-        try:
-            start(extent, slot.address, self._block, on_done=partial(self._done, slot, turns))
-        except ActOffloadError as error:  # closed meanwhile
-            self._error = self._error or error
-            self._leave()
-
-    def _done(self, slot: _Slot, turns: Iterator[tuple[bool, Extent]], transfer: Transfer) -> None:
-        slot.done += 1
-        with self._lock:
-            self._error = self._error or transfer.error
-            self.moved_bytes += transfer.length
-        if self._direction == "write":
-            slot.written = max(slot.written, min(slot.done, len(slot.extents)))
-        if self._error is not None or time.perf_counter() >= self._deadline_s:
-            self._leave()
-        else:
-            self._start(slot, turns)
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._running -= 1
-            last = self._running == 0
-        if last:
-            self._ended_s = time.perf_counter()
-            self._over.set()
-
-
-def compute_until(over: threading.Event) -> None:
-    """Hold the interpreter's lock as pure Python does: given up only when another thread asks for it."""
-    total = 0
-    while not over.is_set():
-        for number in range(10_000):
-            total += number * number
+    def next(self, direction: Direction) -> tuple[Extent, bool]:
+        """Return the next extent, and whether to write it."""
+        turn, length = self.turn, self.length(direction)
+        self.turn += 1
+        if direction == "write":
+            self.written = max(self.written, turn % length + 1)
+            return self.extents[turn % length], True
+        if direction == "read":
+            return self.extents[turn % length], False
+        if (turn + self.parity) % 2:  # what is read was written a while ago
+            return self.extents[(turn // 2 + length // 2) % length], False
+        return self.extents[turn // 2 % length], True
 
 
 def _check_block(block: int, region: int) -> None:

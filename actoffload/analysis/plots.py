@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ..planning.simulator import Prediction
 from . import rok
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -21,7 +22,6 @@ KEEP_COLOUR, PLAN_COLOUR, BUDGET_COLOUR = "#8c8c8c", "#0b6fa4", "#c23b22"
 
 Item = TypeVar("Item")
 Key = TypeVar("Key")
-Timeline = Sequence[tuple[float, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +47,16 @@ def step_time_against_memory(points: Sequence[Point], path: Path, title: str) ->
         return False
     with _panels(groups, path, title) as axes:
         for (group, mine), axis in zip(groups.items(), axes, strict=True):
-            drawn = [(p.peak_gib, p.step_s, p.label) for p in mine if p.step_s is not None and p.peak_gib is not None]
-            for peak_gib, step_s, label in drawn:
-                axis.scatter(peak_gib, step_s, label=label, alpha=0.8)
+            for point in mine:
+                if point.step_s is not None:
+                    axis.scatter(point.peak_gib, point.step_s, label=point.label, alpha=0.8)
             failed = [point.label for point in mine if point.step_s is None]
             if failed:
                 axis.text(0.02, 0.02, f"no peak measured: {', '.join(failed)}", transform=axis.transAxes)
             if len(failed) < len(mine):
                 axis.legend(loc="best")
             axis.set(title=group, xlabel="activation peak (GiB)", ylabel="step time (s)")
-            _from_zero(axis, [x for x, _, _ in drawn], [y for _, y, _ in drawn])
+            _from_zero(axis)
     return True
 
 
@@ -88,7 +88,7 @@ def _draw_rok_panel(axis: Any, name: str, points: Sequence[rok.Point]) -> None:
         for point, x, y in list(zip(line, xs, ys, strict=True))[first_named:]:
             text = f"b{point.case.batch}"
             axis.annotate(text, (x, y), textcoords="offset points", xytext=(5, 5), fontsize=7, color=colour)
-    _from_zero(axis, [(p.peak_bytes or 0) / unit for p in drawn], [p.tflops or 0.0 for p in drawn])
+    _from_zero(axis)
     axis.set_title(name, fontsize="small")
     axis.set(xlabel=f"activation peak ({unit_name})", ylabel="model throughput (TFLOP/s)")
     axis.grid(alpha=0.25)
@@ -100,31 +100,18 @@ def _draw_rok_panel(axis: Any, name: str, points: Sequence[rok.Point]) -> None:
     axis.text(0.02, 0.02, "\n".join(texts), transform=axis.transAxes, fontsize=6.5, wrap=True)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PlanPicture:
-    """What the picture of a plan shows: times in seconds, sizes in bytes.
-
-    Attributes:
-        title: what is shown.
-        keep: bytes on the device from each time on, with nothing moved.
-        plan: the same under the plan.
-        keep_step_s: length of the step with nothing moved.
-        plan_step_s: length of the step under the plan.
-        forward_s: when backward begins, with nothing moved.
-        device_budget: the budget; None for none.
-    """
-
-    title: str
-    keep: Timeline
-    plan: Timeline
-    keep_step_s: float
-    plan_step_s: float
-    forward_s: float
-    device_budget: int | None = None
-
-
-def draw_plan(picture: PlanPicture, path: Path) -> bool:
+def draw_plan(
+    keep: Prediction, plan: Prediction, path: Path, title: str, *, forward_s: float, device_budget: int | None = None
+) -> bool:
     """Draw bytes on the device over the step.
+
+    Args:
+        keep: the step with nothing moved.
+        plan: the step under the plan.
+        path: the file to write.
+        title: what is shown.
+        forward_s: when backward begins, with nothing moved.
+        device_budget: bytes; None for none.
 
     Raises:
         OSError: the file cannot be written.
@@ -132,22 +119,20 @@ def draw_plan(picture: PlanPicture, path: Path) -> bool:
     """
     if not has_matplotlib():
         return False
-    top = max((nbytes for _, nbytes in (*picture.keep, *picture.plan)), default=1)
+    top = max((nbytes for _, nbytes in (*keep.timeline, *plan.timeline)), default=1)
     unit, name = _unit_of([top])
-    with _panels([picture.title], path, picture.title, width=9.0) as (axis,):
-        for timeline, step_s, colour, label in (
-            (picture.keep, picture.keep_step_s, KEEP_COLOUR, "nothing moved"),
-            (picture.plan, picture.plan_step_s, PLAN_COLOUR, "the plan"),
-        ):
+    with _panels([title], path, title, width=9.0) as (axis,):
+        for step, colour, label in ((keep, KEEP_COLOUR, "nothing moved"), (plan, PLAN_COLOUR, "the plan")):
+            timeline, step_s = step.timeline, step.step_s
             times = [0.0, *(t for t, _ in timeline), max(step_s, timeline[-1][0] if timeline else 0.0)]
             sizes = [0.0, *(nbytes / unit for _, nbytes in timeline), 0.0]
             text = f"{label}: {step_s:.3g} s, peak {max(sizes):.3g} {name}"
             axis.fill_between(times, sizes, step="post", color=colour, alpha=0.18, linewidth=0)
             axis.step(times, sizes, where="post", color=colour, label=text, linewidth=1.4)
-        if picture.device_budget is not None:
-            budget = picture.device_budget / unit
+        if device_budget is not None:
+            budget = device_budget / unit
             axis.axhline(budget, color=BUDGET_COLOUR, linestyle="--", label=f"budget: {budget:.3g} {name}")
-        axis.axvline(picture.forward_s, color="black", linestyle=":", label="backward begins (nothing moved)")
+        axis.axvline(forward_s, color="black", linestyle=":", label="backward begins (nothing moved)")
         axis.set(xlabel="time in the step (s)", ylabel=f"saved activations on the device ({name})")
         axis.set(xlim=(0, None), ylim=(0, 1.12 * top / unit))
         axis.legend(loc="upper right", framealpha=0.9, fontsize="small")
@@ -187,9 +172,9 @@ def _panels(names: Iterable[str], path: Path, title: str, *, width: float = 5.8)
         pyplot.close(figure)
 
 
-def _from_zero(axis: Any, xs: Sequence[float], ys: Sequence[float]) -> None:
-    """Let both axes begin at zero, with room for labels beyond the last point."""
-    axis.set(xlim=(0, 1.2 * max(xs, default=0.0) or 1.0), ylim=(0, 1.2 * max(ys, default=0.0) or 1.0))
+def _from_zero(axis: Any) -> None:
+    """Let both axes begin at zero, with room for labels beyond the last point; call it after drawing."""
+    axis.set(xlim=(0, 1.1 * axis.get_xlim()[1]), ylim=(0, 1.1 * axis.get_ylim()[1]))
 
 
 def _grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:

@@ -1,4 +1,4 @@
-"""The recompute-offload-keep curve in numbers: what is measured, points from samples, and which points dominate. Pure.
+"""The recompute-offload-keep curve in numbers: what is measured, and points from samples. Pure.
 
 x is the peak of saved activations in bytes, y the throughput in algorithmic TFLOP/s (recomputing is not counted).
 """
@@ -6,16 +6,13 @@ x is the peak of saved activations in bytes, y the throughput in algorithmic TFL
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
 SERIES = ("keep", "recompute", "offload", "hybrid")
 BACKWARD_FACTOR = 3
 """FLOPs of a step over those of its forward."""
-LEAST_NOISE, MOST_NOISE = 0.01, 0.05
-"""Throughputs that differ by less than the first share are never called different; spreads excuse up to the second."""
-SAME_PEAK = 1.001
 
 Sample = Mapping[str, Any]
 
@@ -136,12 +133,11 @@ class Point:
         tflops: throughput at ``step_s``, 10¹² FLOP/s.
         spread: how far the samples' medians lie apart, of one sample its steps, as a share of ``step_s``.
         samples: how many there are.
-        rounds: the median step of each round that was measured, in seconds.
         identical: whether all losses are those of ``keep``, bit for bit; None where there is nothing to compare.
         oom: whether it ran out of memory.
         below_floor: whether its budget is below what any plan reaches.
         error: what went wrong; empty when nothing did.
-        dominated_by: labels of the points of its panel that have no more memory and no less throughput.
+        efficient: whether no point of its panel has less memory and more throughput.
     """
 
     case: Case
@@ -152,12 +148,11 @@ class Point:
     tflops: float | None = None
     spread: float = 0.0
     samples: int = 0
-    rounds: Mapping[int, float] = field(default_factory=dict, compare=False)
     identical: bool | None = None
     oom: bool = False
     below_floor: bool = False
     error: str = ""
-    dominated_by: tuple[str, ...] = field(default=())
+    efficient: bool = False
 
     @property
     def measured(self) -> bool:
@@ -172,19 +167,17 @@ class Point:
     def as_dict(self) -> dict[str, Any]:
         """Return one flat row."""
         row = asdict(self)
-        case, variant, _ = row.pop("case"), row.pop("variant"), row.pop("rounds")
-        row["dominated_by"] = "; ".join(self.dominated_by)
-        return {**case, **variant, **row, "efficient": self.measured and not self.dominated_by}
+        return {**row.pop("case"), **row.pop("variant"), **row}
 
 
 def points_of(samples: Sequence[Sample]) -> list[Point]:
-    """Return points from the samples of a results file, with what dominates what."""
+    """Return points from the samples of a results file."""
     groups: dict[tuple[Case, Variant], list[Sample]] = {}
     for sample in samples:
         key = Case(**sample["case"]), Variant(series=sample["series"], level=sample["level"])
         groups.setdefault(key, []).append(sample)
     points = [_point(case, variant, mine, _reference(case, groups)) for (case, variant), mine in groups.items()]
-    return [replace(point, dominated_by=tuple(other.label for other in dominating(point, points))) for point in points]
+    return [replace(point, efficient=_is_efficient(point, points)) for point in points]
 
 
 def _reference(case: Case, groups: Mapping[tuple[Case, Variant], Sequence[Sample]]) -> list[str] | None:
@@ -202,75 +195,22 @@ def _point(case: Case, variant: Variant, samples: Sequence[Sample], reference: S
         oom, below_floor = any(s.get("oom") for s in bad), any(s.get("below_floor") for s in bad)
         return replace(point, oom=oom, below_floor=below_floor, error=bad[0]["error"])
     step_s = median(s for sample in samples for s in sample["step_s"])
-    rounds = {int(sample["repeat"]): median(sample["step_s"]) for sample in samples}
-    times = list(rounds.values()) if len(rounds) > 1 else samples[0]["step_s"]
+    times = [median(sample["step_s"]) for sample in samples] if len(samples) > 1 else samples[0]["step_s"]
     return replace(
         point,
         peak_bytes=max(sample["activation_peak_bytes"] for sample in samples),
         step_s=step_s,
         tflops=samples[0]["flops"] / step_s / 1e12,
         spread=(max(times) - min(times)) / step_s,
-        rounds=rounds,
         identical=None if reference is None else all(list(s["losses_hex"]) == list(reference) for s in samples),
     )
 
 
-def dominating(point: Point, points: Iterable[Point]) -> list[Point]:
-    """Return the points of the same panel that are no worse either way and better in one, the fastest first."""
-    if point.peak_bytes is None or point.tflops is None:
-        return []
-    found = []
-    for other in points:
-        if other.case.panel != point.case.panel or other.peak_bytes is None or other.tflops is None:
-            continue
-        no_worse = other.peak_bytes <= point.peak_bytes and other.tflops >= point.tflops
-        if no_worse and (other.peak_bytes, other.tflops) != (point.peak_bytes, point.tflops):
-            found.append(other)
-    return sorted(found, key=lambda other: -(other.tflops or 0.0))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """The hybrid against another point of the same case, at no more memory than that point takes.
-
-    Attributes:
-        other: the point.
-        hybrid: the fastest hybrid with no higher peak; None when every hybrid has a higher one.
-        ratio: its throughput over the other's, the median of the rounds, as a machine's speed drifts; None without one.
-        noise: by how much they may differ and be the same, as a share: how far the rounds' ratios (of one round, the
-            steps) lie apart, within limits.
-    """
-
-    other: Point
-    hybrid: Point | None = None
-    ratio: float | None = None
-    noise: float = LEAST_NOISE
-
-    @property
-    def holds(self) -> bool | None:
-        """Whether the hybrid is at least as fast within the noise; None when there is none to compare."""
-        return None if self.ratio is None else self.ratio >= 1 - self.noise
-
-
-def verdicts(points: Sequence[Point]) -> list[Verdict]:
-    """Say at every memory level that keep, recompute or offload reach whether the hybrid is at least as fast."""
-    found = []
-    hybrids = [p for p in points if p.variant.series == "hybrid" and p.measured]
-    for other in points:
-        if other.variant.series == "hybrid" or other.peak_bytes is None or other.tflops is None:
-            continue
-        limit = SAME_PEAK * other.peak_bytes
-        mine = [p for p in hybrids if p.case == other.case and (p.peak_bytes or 0) <= limit]
-        compared = [_compared(other, hybrid) for hybrid in mine]
-        found.append(max(compared, key=lambda verdict: verdict.ratio or 0.0, default=Verdict(other=other)))
-    return found
-
-
-def _compared(other: Point, hybrid: Point) -> Verdict:
-    """Compare round by round, where both have the same ones."""
-    ratios = [other.rounds[n] / hybrid.rounds[n] for n in other.rounds if n in hybrid.rounds]
-    if not ratios:
-        ratios = [(other.step_s or 0.0) / (hybrid.step_s or 1.0)]
-    ratio = median(ratios)
-    spread = (max(ratios) - min(ratios)) / ratio if len(ratios) > 1 else max(other.spread, hybrid.spread)
-    return Verdict(other=other, hybrid=hybrid, ratio=ratio, noise=min(MOST_NOISE, max(LEAST_NOISE, spread)))
+def _is_efficient(point: Point, points: Iterable[Point]) -> bool:
+    """Return whether no point of its panel is as good both ways and better in one."""
+    if not point.measured:
+        return False
+    mine = (-(point.peak_bytes or 0), point.tflops or 0.0)
+    panel = [p for p in points if p.measured and p.case.panel == point.case.panel]
+    others = [(-(p.peak_bytes or 0), p.tflops or 0.0) for p in panel]
+    return not any(other != mine and other[0] >= mine[0] and other[1] >= mine[1] for other in others)

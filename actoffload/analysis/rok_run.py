@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -12,13 +11,16 @@ from typing import Any
 
 from ..errors import ConfigError
 from .environment import find_device, write_json
-from .rok import SERIES, Case, Point, Preset, Variant
+from .rok import SERIES, Case, Preset, Variant
 from .workers import run_worker
 
 WORKER = "actoffload.cli.rok_worker"
 VERSION = 1
 
-Launch = Callable[[dict[str, Any], float], dict[str, Any]]
+LIMIT_S = 1800.0
+"""The longest that one sample may take."""
+
+Launch = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,6 @@ class RokRun:
         path: directories of the spool; not written to the results.
         memory_limit: most bytes of each process (CPU) or of its device; None for no limit.
         retry: take samples that failed again.
-        limit_s: the longest that a sample may take.
         launch: takes a sample; tests give their own.
 
     Raises:
@@ -68,14 +69,12 @@ class RokRun:
         path: Sequence[str] | None = None,
         memory_limit: int | None = None,
         retry: bool = False,
-        limit_s: float = 1800.0,
         launch: Launch | None = None,
     ) -> None:
         self.file = file
         self._preset = preset
         self._series = series
         self._path = None if path is None else list(path)
-        self._limit_s = limit_s
         self._launch = launch or launch_worker
         self._commit = environment.get("commit")
         self.payload: dict[str, Any] = {
@@ -147,7 +146,7 @@ class RokRun:
             "device_budget": head["device_budget"],
             "path": self._path,
         }
-        return head | self._launch(spec, self._limit_s) | head  # what it is a sample of is not the worker's to say
+        return head | self._launch(spec) | head  # what it is a sample of is not the worker's to say
 
     def _budget(self, case: Case, level: str) -> int | None:
         """Return the bytes of a level, by what earlier samples counted: saved bytes, as a budget is about those."""
@@ -165,9 +164,9 @@ def _job(sample: dict[str, Any]) -> Job:
     return Job(case=Case(**sample["case"]), variant=variant, repeat=int(sample["repeat"]))
 
 
-def launch_worker(spec: dict[str, Any], limit_s: float) -> dict[str, Any]:
+def launch_worker(spec: dict[str, Any]) -> dict[str, Any]:
     """Take one sample in a process of its own; a failure, also by running out of memory or time, is a result."""
-    return run_worker(WORKER, spec, limit_s=limit_s)
+    return run_worker(WORKER, spec, limit_s=LIMIT_S)
 
 
 def load_results(file: Path) -> dict[str, Any]:
@@ -186,16 +185,3 @@ def load_results(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError("results", str(file), f"no results of `actoffload rok` ({error})") from error
     return dict(data)
-
-
-def write_csv(points: Sequence[Point], file: Path) -> None:
-    """Write one row for each point.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    rows = [point.as_dict() for point in points]
-    with file.open("w", newline="", encoding="utf-8") as out:
-        writer = csv.DictWriter(out, fieldnames=list(rows[0]) if rows else [])
-        writer.writeheader()
-        writer.writerows(rows)

@@ -46,10 +46,6 @@ class ModelShape:
     """``hidden / heads`` unless given."""
     ffn: int | None = None
     """Width of the MLP; 4 × ``hidden`` unless given, and to be given where it is gated."""
-    gated: bool | None = None
-    """Two projections up, multiplied (SwiGLU). Default: only for ``llama``."""
-    decoder_layers: int | None = None
-    """Layers of ``layers`` with cross-attention. Default: for T5 half, rounded down (SSDTrain's way), else none."""
     dtype_bytes: int = 2
     """Bytes of an activation's element."""
     logit_bytes: int = FP32_BYTES
@@ -73,8 +69,6 @@ class ModelShape:
             raise ConfigError("kv_heads", self.kv_heads, f"must divide heads={self.heads}")
         if self.ffn is None and self.is_gated:
             raise ConfigError("ffn", None, "a gated MLP has no customary width; give it")
-        if self.decoder_layers is not None and not 0 <= self.decoder_layers <= self.layers:
-            raise ConfigError("decoder_layers", self.decoder_layers, f"must be 0 to layers={self.layers}")
 
     @property
     def key_value_heads(self) -> int:
@@ -88,8 +82,8 @@ class ModelShape:
 
     @property
     def is_gated(self) -> bool:
-        """Whether the MLP has two projections up."""
-        return self.family == "llama" if self.gated is None else self.gated
+        """Whether the MLP has two projections up, multiplied (SwiGLU)."""
+        return self.family == "llama"
 
     @property
     def ffn_width(self) -> int:
@@ -98,9 +92,7 @@ class ModelShape:
 
     @property
     def cross_layers(self) -> int:
-        """Layers that also attend to the encoder."""
-        if self.decoder_layers is not None:
-            return self.decoder_layers
+        """Layers that also attend to the encoder; of T5 half of them, rounded down, as in SSDTrain."""
         return self.layers // 2 if self.family == "t5" else 0
 
 

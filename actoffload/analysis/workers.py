@@ -11,7 +11,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Generator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +35,11 @@ def run_worker(module: str, spec: dict[str, Any], *, limit_s: float, cwd: Path |
         The object, or that of a failure as in `stream_worker`, with ``others_cpu_share``: the share of all cores that
         other processes (and a hypervisor's other guests) took meanwhile, 0 to 1.
     """
-    before = Processors.now()
+    others = OthersShare()
     result: dict[str, Any] = {"error": "status 0: no output", "oom": False}
     for printed in stream_worker(module, spec, limit_s=limit_s, cwd=cwd):
         result = printed
-    return {**result, "others_cpu_share": round(Processors.now().others_since(before), 3)}
+    return {**result, "others_cpu_share": others.share()}
 
 
 def stream_worker(
@@ -113,38 +112,22 @@ def _failure(status: int, errors: str) -> dict[str, Any]:
     return {"error": f"out of memory: {text}" if memory else text, "oom": memory}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Processors:
-    """Processor time so far.
+class OthersShare:
+    """Measures, from when it is made, what share of the processors works for others than this process's children."""
 
-    Attributes:
-        busy_s: seconds that the cores together did not idle.
-        children_s: seconds of this process's finished children.
-        clock_s: when that was.
-        cores: how many there are.
-    """
+    def __init__(self) -> None:
+        self._begin = self._now()
 
-    busy_s: float
-    children_s: float
-    clock_s: float
-    cores: int
+    @staticmethod
+    def _now() -> tuple[float, float]:
+        """Return the seconds that the cores together worked for others, and the clock."""
+        times, children = psutil.cpu_times(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        # Guests' time is part of user and nice time, too.
+        idle_s = sum(getattr(times, name, 0.0) for name in ("idle", "iowait", "guest", "guest_nice"))
+        return sum(times) - idle_s - children.ru_utime - children.ru_stime, time.monotonic()
 
-    @classmethod
-    def now(cls) -> Processors:
-        """Read the system's counters."""
-        times = psutil.cpu_times()
-        waiting_s = times.idle + getattr(times, "iowait", 0.0)
-        guests_s = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # part of user and nice, too
-        children = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return cls(
-            busy_s=sum(times) - waiting_s - guests_s,
-            children_s=children.ru_utime + children.ru_stime,
-            clock_s=time.monotonic(),
-            cores=psutil.cpu_count(logical=True) or 1,
-        )
-
-    def others_since(self, before: Processors) -> float:
-        """Return the share of all cores that neither idled nor worked for this process's children, 0 to 1."""
-        others_s = (self.busy_s - before.busy_s) - (self.children_s - before.children_s)
-        passed_s = max(1e-9, self.clock_s - before.clock_s)
-        return min(1.0, max(0.0, others_s / (self.cores * passed_s)))
+    def share(self) -> float:
+        """Return the share so far, 0 to 1, of all cores; children that still run count as others."""
+        (begin_s, begin_clock_s), (end_s, end_clock_s) = self._begin, self._now()
+        passed_s = max(1e-9, end_clock_s - begin_clock_s) * (psutil.cpu_count(logical=True) or 1)
+        return round(min(1.0, max(0.0, (end_s - begin_s) / passed_s)), 3)

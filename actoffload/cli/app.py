@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ..config import OffloadConfig
+from ..testing.gpt import GPTConfig
 from ..version import __version__
 from . import bench, estimate, plan, rok
 from . import demo as demo_module
@@ -47,25 +48,17 @@ def demo(
 ) -> None:
     """Train a byte-level GPT on Python's own source text, with and without offloading, and compare."""
     _check(path, target)
-    spec = demo_module.DemoSpec(
-        steps=steps,
-        layers=layers,
-        width=width,
-        batch=batch,
-        seq=seq,
-        seed=seed,
-        threads=threads,
-        paths=None if path is None else tuple(map(str, path)),
-    )
+    spec: dict[str, Any] = {"steps": steps, "layers": layers, "width": width, "batch": batch, "seq": seq, "seed": seed}
+    spec |= {"threads": threads, "paths": strings(path)}
     try:
-        spec.gpt()
-        result = demo_module.run_demo(spec, target, quiet=as_json)
+        GPTConfig(layers=layers, width=width, seq=seq)  # refuses sizes that do not fit together
+        modes = demo_module.run_demo(spec, target, quiet=as_json)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except demo_module.WorkerError as error:
         fail(str(error), error)
-    print_json(result.as_dict()) if as_json else demo_module.show(result)
-    raise typer.Exit(0 if result.identical else 1)
+    print_json(demo_module.as_dict(spec, modes)) if as_json else demo_module.show(spec, modes)
+    raise typer.Exit(0 if demo_module.identical(modes) else 1)
 
 
 @app.command()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -32,8 +32,6 @@ from ..sizes import format_size, parse_size
 from ..storage.engines import ENGINES
 from .console import explained_errors, print_json, progress_bar, strings
 
-Number = TypeVar("Number", int, float)
-
 SIZES = ("256KiB", "1MiB", "8MiB")
 DEPTHS = (1, 4, 16)
 
@@ -57,7 +55,7 @@ def command(
     seconds: Annotated[float, typer.Option(min=0.01, help="Of each sample.")] = 0.3,
     rounds: Annotated[int, typer.Option(min=1, help="Samples of each kind, taken in turns; medians count.")] = 2,
     region: Annotated[str, typer.Option(help="How much of the disk to use meanwhile.")] = "512MiB",
-    step_time: Annotated[float | None, typer.Option(help="Seconds of your training step.")] = None,
+    step_time: Annotated[float | None, typer.Option(min=1e-6, help="Seconds of your training step.")] = None,
     saved_bytes: Annotated[str | None, typer.Option(help='What your step saves for backward: "8GiB".')] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write JSON here; - prints it and nothing else.")
@@ -69,14 +67,12 @@ def command(
     """
     quiet = json_file is not None and str(json_file) == "-"
     with explained_errors():
-        saved = None if saved_bytes is None else _positive("saved_bytes", parse_size("saved_bytes", saved_bytes))
-        if step_time is not None:
-            _positive("step_time", step_time)
+        saved = None if saved_bytes is None else parse_size("saved_bytes", saved_bytes)
         results = run(
             strings(path) or [default_path()],
             settings_of(engine, size, depth),
             quiet=quiet,
-            region_bytes=_positive("region", parse_size("region", region)),
+            region_bytes=parse_size("region", region),
             seconds=seconds,
             rounds=rounds,
         )
@@ -88,8 +84,8 @@ def command(
             payload = {
                 "samples": [asdict(one) for one in results if isinstance(one, Sample)],
                 "failures": [asdict(one) for one in failures],
-                "rates": [_as_dict(one) for one in rates],
-                "best": None if best is None else _as_dict(best),
+                "rates": [asdict(one) | {"sustained": one.sustained} for one in rates],
+                "best": None if best is None else asdict(best) | {"sustained": best.sustained},
                 "training": training,
             }
             print_json(payload) if quiet else write_json(json_file, payload)
@@ -109,7 +105,7 @@ def settings_of(
     for name in engines or ():
         if name not in ENGINES:
             raise ConfigError("engine", name, f"choose one of {', '.join(ENGINES)}")
-    blocks = [_positive("size", parse_size("size", text)) for text in sizes or SIZES]
+    blocks = [parse_size("size", text) for text in sizes or SIZES]
     combinations = product(engines or DISK_ENGINES, depths or DEPTHS, blocks)
     return list(dict.fromkeys(Setting(engine=e, block_bytes=b, depth=d) for e, d, b in combinations))
 
@@ -121,7 +117,7 @@ def run(
     results: list[Sample | Failure] = []
     with progress_bar(quiet=quiet) as progress:
         bar = progress.add_task("opening", total=len(settings) * len(DIRECTIONS) * rounds)
-        for one in measure_all(paths, settings, DIRECTIONS, rounds=rounds, **options):
+        for one in measure_all(paths, settings, rounds=rounds, **options):
             results.append(one)
             steps = 1 if isinstance(one, Sample) else len(DIRECTIONS) * rounds
             name = f"{one.setting.engine} {format_size(one.setting.block_bytes)}"
@@ -170,16 +166,6 @@ def advice(best: Rates, training: dict[str, Any]) -> list[str]:
     if not best.direct:
         lines.append("No engine went past the page cache here: these rates are also those of memory.")
     return lines
-
-
-def _as_dict(rates: Rates) -> dict[str, Any]:
-    return asdict(rates) | {"sustained": rates.sustained}
-
-
-def _positive(field: str, value: Number) -> Number:
-    if not value > 0:
-        raise ConfigError(field, value, "must be above 0")
-    return value
 
 
 def _gb(rate: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -14,7 +14,6 @@ from rich.table import Table
 from ..analysis.environment import find_device
 from ..analysis.workers import stream_worker
 from ..sizes import format_size
-from ..testing.gpt import GPTConfig
 from .console import progress_bar
 
 STEP_LIMIT_S = 3600.0
@@ -23,24 +22,6 @@ STEP_LIMIT_S = 3600.0
 
 class WorkerError(RuntimeError):
     """A mode's process failed; the message is what it said."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DemoSpec:
-    """Options of the demo. ``seq`` in bytes of text, ``batch`` in sequences."""
-
-    steps: int
-    layers: int
-    width: int
-    batch: int
-    seq: int
-    seed: int
-    threads: int | None
-    paths: tuple[str, ...] | None
-
-    def gpt(self) -> GPTConfig:
-        """Return the model's sizes; raise `ValueError` for those that do not fit together."""
-        return GPTConfig(layers=self.layers, width=self.width, seq=self.seq)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,36 +51,28 @@ class ModeResult:
         return None if statistics is None else int(statistics[name])
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoResult:
-    """All modes; the first is ``keep``, which the others are compared with."""
-
-    spec: DemoSpec
-    modes: tuple[ModeResult, ...]
-
-    @property
-    def identical(self) -> bool:
-        """Whether every mode had the same loss in every step, bit for bit."""
-        return len({tuple(loss.hex() for loss in mode.losses) for mode in self.modes}) == 1
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return everything, ready for JSON."""
-        keep = self.modes[0]
-        rows = [
-            asdict(mode)
-            | {
-                "median_step_s": mode.median_step_s,
-                "ratio_to_keep": mode.median_step_s / keep.median_step_s,
-                "losses_hex": [loss.hex() for loss in mode.losses],
-            }
-            for mode in self.modes
-        ]
-        falls = all(mode.losses[-1] < mode.losses[0] for mode in self.modes)
-        return {"spec": asdict(self.spec), "identical": self.identical, "loss_falls": falls, "modes": rows}
+def identical(modes: Sequence[ModeResult]) -> bool:
+    """Return whether every mode had the same loss in every step, bit for bit."""
+    return len({tuple(loss.hex() for loss in mode.losses) for mode in modes}) == 1
 
 
-def run_demo(spec: DemoSpec, target: str, *, quiet: bool) -> DemoResult:
-    """Run every mode, one after the other, behind a progress bar.
+def as_dict(spec: dict[str, Any], modes: Sequence[ModeResult]) -> dict[str, Any]:
+    """Return everything, ready for JSON; the first mode is what the others are compared with."""
+    rows = [
+        asdict(mode)
+        | {
+            "median_step_s": mode.median_step_s,
+            "ratio_to_keep": mode.median_step_s / modes[0].median_step_s,
+            "losses_hex": [loss.hex() for loss in mode.losses],
+        }
+        for mode in modes
+    ]
+    falls = all(mode.losses[-1] < mode.losses[0] for mode in modes)
+    return {"spec": spec, "identical": identical(modes), "loss_falls": falls, "modes": rows}
+
+
+def run_demo(spec: dict[str, Any], target: str, *, quiet: bool) -> list[ModeResult]:
+    """Run every mode, one after the other, behind a progress bar; ``keep`` first.
 
     Raises:
         ValueError: an option that only the worker could refuse, such as a directory on tmpfs.
@@ -107,53 +80,46 @@ def run_demo(spec: DemoSpec, target: str, *, quiet: bool) -> DemoResult:
     """
     modes = list(dict.fromkeys(["keep", *(["host"] if find_device() != "cpu" else []), target]))
     with progress_bar(TextColumn("{task.fields[loss]}"), quiet=quiet) as progress:
-        bars = {mode: progress.add_task(mode, total=spec.steps, loss="") for mode in modes}
+        bars = {mode: progress.add_task(mode, total=spec["steps"], loss="") for mode in modes}
 
         def on_step(mode: str, loss: float) -> None:
             progress.update(bars[mode], advance=1, loss=f"loss {loss:.3f}")
 
-        return DemoResult(spec=spec, modes=tuple(_run_mode(mode, spec, on_step) for mode in modes))
+        return [_run_mode(mode, spec, on_step) for mode in modes]
 
 
-def _run_mode(mode: str, spec: DemoSpec, on_step: Callable[[str, float], None]) -> ModeResult:
-    options = asdict(spec) | {"mode": mode, "gpt": asdict(spec.gpt())}
-    seen: dict[str, list[dict[str, Any]]] = {"begin": [], "step": [], "done": []}
-    for event in stream_worker("actoffload.cli.demo_worker", options, limit_s=STEP_LIMIT_S, each=True):
-        if event.get("event") in seen:
-            seen[event["event"]].append(event)
+def _run_mode(mode: str, spec: dict[str, Any], on_step: Callable[[str, float], None]) -> ModeResult:
+    device, losses, times_s = "", [], []
+    for event in stream_worker("actoffload.cli.demo_worker", spec | {"mode": mode}, limit_s=STEP_LIMIT_S, each=True):
+        if event.get("event") == "begin":
+            device = event["device"]
+        elif event.get("event") == "step":
+            losses.append(float(event["loss"]))
+            times_s.append(event["step_s"])
+            on_step(mode, event["loss"])
+        elif event.get("event") == "done":
+            return ModeResult(mode=mode, device=device, losses=tuple(losses), step_s=tuple(times_s), end=event)
         elif event.get("kind") == "option":
             raise ValueError(event["message"])
         else:
-            raise WorkerError(
-                f"mode {mode}: {event.get('kind', 'its process')}: {event.get('message') or event['error']}"
-            )
-        if event["event"] == "step":
-            on_step(mode, event["loss"])
-    if not seen["done"]:
-        raise WorkerError(f"mode {mode}: its process ended without a result")
-    return ModeResult(
-        mode=mode,
-        device=seen["begin"][0]["device"],
-        losses=tuple(float(step["loss"]) for step in seen["step"]),
-        step_s=tuple(step["step_s"] for step in seen["step"]),
-        end=seen["done"][0],
-    )
+            what = event.get("message") or event["error"]
+            raise WorkerError(f"mode {mode}: {event.get('kind', 'its process')}: {what}")
+    raise WorkerError(f"mode {mode}: its process ended without a result")
 
 
-def show(result: DemoResult) -> None:
+def show(spec: dict[str, Any], modes: Sequence[ModeResult]) -> None:
     """Print the table and what it means."""
     console = Console()
-    spec = result.spec
     console.print(
-        f"GPT of {spec.layers} layers, width {spec.width}, on {spec.batch} × {spec.seq} bytes of Python's standard "
-        f"library, {spec.steps} steps on {result.modes[0].device}"
+        f"GPT of {spec['layers']} layers, width {spec['width']}, on {spec['batch']} × {spec['seq']} bytes of Python's "
+        f"standard library, {spec['steps']} steps on {modes[0].device}"
     )
-    console.print(_table(result))
-    for mode in result.modes:
+    console.print(_table(modes))
+    for mode in modes:
         if "report" in mode.end:
             console.print(f"\n{mode.mode}: {mode.end['report']}", markup=False, highlight=False)
     console.print()
-    if result.identical:
+    if identical(modes):
         console.print("Losses are equal bit for bit in every step of every mode.", style="green")
     else:
         console.print("LOSSES DIFFER between the modes: this is a bug; please report it.", style="bold red")
@@ -164,10 +130,10 @@ def show(result: DemoResult) -> None:
     )
 
 
-def _table(result: DemoResult) -> Table:
+def _table(modes: Sequence[ModeResult]) -> Table:
     """Give each mode a column, so that it fits a terminal of 80 columns."""
-    keep = result.modes[0]
-    baseline = next((b for mode in result.modes if (b := mode.statistic("baseline_peak_bytes"))), None)
+    keep = modes[0]
+    baseline = next((b for mode in modes if (b := mode.statistic("baseline_peak_bytes"))), None)
     rows: dict[str, Callable[[ModeResult], str]] = {
         "loss, first → last step": lambda m: f"{m.losses[0]:.4f} → {m.losses[-1]:.4f}",
         "step time (median)": lambda m: f"{m.median_step_s:.2f} s",
@@ -184,10 +150,10 @@ def _table(result: DemoResult) -> Table:
     }
     table = Table()
     table.add_column("")
-    for mode in result.modes:
+    for mode in modes:
         table.add_column(mode.mode, justify="right")
     for name, cell in rows.items():
-        table.add_row(name, *(cell(mode) for mode in result.modes))
+        table.add_row(name, *(cell(mode) for mode in modes))
     return table
 
 

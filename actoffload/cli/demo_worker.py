@@ -5,7 +5,6 @@ The parent gives the options as one JSON argument; each line of standard output 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 import sysconfig
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from .. import OffloadConfig, Offloader, errors
 from ..analysis.environment import find_device
-from ..analysis.process_usage import block_io, peak_rss_bytes, rss_bytes
+from ..analysis.process_usage import block_io, peak_rss_bytes
 from ..testing.gpt import GPT, GPTConfig
 from .training import prepare_process, say, train_step
 
@@ -47,10 +46,10 @@ def events(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
     device = find_device()
     prepare_process(device, spec["threads"], spec["seed"])
     text = torch.frombuffer(bytearray(stdlib_text()), dtype=torch.uint8)
-    model = GPT(GPTConfig(**spec["gpt"])).to(device)
+    model = GPT(GPTConfig(layers=spec["layers"], width=spec["width"], seq=spec["seq"])).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     choice = torch.Generator().manual_seed(spec["seed"])
-    length = spec["gpt"]["seq"] + 1
+    length = spec["seq"] + 1
     offloader = None
     if spec["mode"] != "keep":
         offloader = Offloader(OffloadConfig(target=spec["mode"], path=spec["paths"])).use(model)
@@ -61,19 +60,13 @@ def events(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
         loss: Tensor = model(tokens[:, :-1], tokens[:, 1:])
         return loss
 
-    io_before, rss_before = block_io(), rss_bytes()
-    yield {
-        "event": "begin",
-        "device": device,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "text_sha256": hashlib.sha256(text.numpy().tobytes()).hexdigest(),
-    }
-    for step in range(spec["steps"]):
+    io_before = block_io()
+    yield {"event": "begin", "device": device}
+    for _ in range(spec["steps"]):
         loss, step_s = train_step(offloader or nullcontext(), forward, optimizer, device)
-        yield {"event": "step", "step": step, "loss": loss, "loss_hex": loss.hex(), "step_s": step_s}
+        yield {"event": "step", "loss": loss, "step_s": step_s}
     end: dict[str, Any] = {
         "event": "done",
-        "rss_before_bytes": rss_before,
         "peak_rss_bytes": peak_rss_bytes(),
         "peak_device_bytes": None if device == "cpu" else int(torch.accelerator.max_memory_allocated()),
     }

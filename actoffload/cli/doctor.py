@@ -40,7 +40,7 @@ def examine(paths: Sequence[str] | None) -> dict[str, Any]:
         "cpu_allocator": _unless(cpu_allocator.refusal(), "memory of large CPU tensors is kept and used again"),
         "native_hooks": _unless(native.refusal(), "what stays is packed in C"),
         "io_uring": _unless(_why_engine_fails("uring"), "the engine starts"),
-        "gds": _unless(_why_no_gds(), "the engine starts, and reads and writes past host memory"),
+        "gds": _unless(_why_engine_fails("gds") or why_compat(), "the engine reads and writes past host memory"),
         "paths": [examine_path(path) for path in paths or [default_path()]],
     }
 
@@ -56,22 +56,12 @@ def _unless(refusal: str, reason: str) -> dict[str, Any]:
 
 def _why_engine_fails(engine: str) -> str:
     """Return why a storage engine does not start on this machine; empty when it does."""
-    size = 1 << 20
+    size, folder = 1 << 20, tempfile.gettempdir()
     try:
-        Spool(
-            [tempfile.gettempdir()],
-            engine=engine,
-            capacity_bytes=size,
-            grow_bytes=size,
-            allow_any_filesystem=True,
-        ).close()
+        Spool([folder], engine=engine, capacity_bytes=size, grow_bytes=size, allow_any_filesystem=True).close()
     except ActOffloadError as error:
         return str(error)
     return ""
-
-
-def _why_no_gds() -> str:
-    return _why_engine_fails("gds") or why_compat()
 
 
 def examine_path(path: str) -> dict[str, Any]:
@@ -170,13 +160,8 @@ def _machine_rows(findings: dict[str, Any]) -> list[tuple[str, str]]:
     for name in ("memlock", "cgroup"):
         limit = memory[f"{name}_limit_bytes"]
         rows.append((f"{name} limit", "none" if limit is None else format_size(limit)))
-    names = {
-        "cpu_allocator": "CPU allocator",
-        "native_hooks": "hooks in C",
-        "io_uring": "io_uring",
-        "gds": "GPUDirect Storage",
-    }
-    for key, name in names.items():
+    keys = ("cpu_allocator", "native_hooks", "io_uring", "gds")
+    for key, name in zip(keys, ("CPU allocator", "hooks in C", "io_uring", "GPUDirect Storage"), strict=True):
         rows.append((name, f"{'yes' if findings[key]['available'] else 'no'}: {findings[key]['reason']}"))
     return rows
 

@@ -22,16 +22,11 @@ from .console import JsonOption, explained_errors, print_facts, print_json
 Count = Annotated[int | None, typer.Option(min=1, rich_help_panel="Model and its split; default: the preset's")]
 Text = Annotated[str | None, typer.Option(rich_help_panel="Model and its split; default: the preset's")]
 Flag = Annotated[bool | None, typer.Option(rich_help_panel="Model and its split; default: the preset's")]
+LEAST = 1e-6
 _MACHINE = "Machine, per GPU; default: the preset's"
-Rate = Annotated[float | None, typer.Option(help="GB/s, as measured.", min=0, rich_help_panel=_MACHINE)]
-Dollars = Annotated[float | None, typer.Option(help="US dollars.", min=0, rich_help_panel=_MACHINE)]
+Rate = Annotated[float | None, typer.Option(help="GB/s, as measured.", min=LEAST, rich_help_panel=_MACHINE)]
+Dollars = Annotated[float | None, typer.Option(help="US dollars.", min=LEAST, rich_help_panel=_MACHINE)]
 Multiplier = Annotated[float, typer.Option(rich_help_panel="Credits on the rated TBW; 1.0 is none")]
-
-_ABOVE_ZERO = (
-    *("peak_tflops", "device_to_host", "host_to_device", "ssd_write", "ssd_read"),
-    *("tbw", "drive_price", "gpu_price"),
-)
-"""Options whose numbers the library knows by other names."""
 
 
 def command(
@@ -63,14 +58,14 @@ def command(
     data: Count = None,
     micro_batches: Count = None,
     in_flight: Annotated[float | None, typer.Option(help="Micro-batches at once. Default: 1F1B's.")] = None,
-    peak_tflops: Annotated[float | None, typer.Option(min=0, rich_help_panel=_MACHINE)] = None,
+    peak_tflops: Annotated[float | None, typer.Option(min=LEAST, rich_help_panel=_MACHINE)] = None,
     utilisation: Annotated[float | None, typer.Option(help="MFU, 0 to 1.", rich_help_panel=_MACHINE)] = None,
     device_to_host: Rate = None,
     host_to_device: Rate = None,
     ssd_write: Rate = None,
     ssd_read: Rate = None,
     drives: Annotated[int, typer.Option(min=1, help="SSDs per GPU.", rich_help_panel=_MACHINE)] = 4,
-    tbw: Annotated[float | None, typer.Option(help="Of one SSD, TB.", min=0, rich_help_panel=_MACHINE)] = None,
+    tbw: Annotated[float | None, typer.Option(help="Of one SSD, TB.", min=LEAST, rich_help_panel=_MACHINE)] = None,
     drive_price: Dollars = None,
     gpu_price: Dollars = None,
     write_amplification_rated: Multiplier = 1.0,
@@ -103,9 +98,6 @@ def ask(options: Mapping[str, Any]) -> dict[str, Any]:
         raise ConfigError("recompute", options["recompute"], "choose one of 'none', 'selective', 'full'")
     start = preset("model", options["model"], MODELS)
     given = {name: value for name, value in options.items() if value is not None}
-    for name in _ABOVE_ZERO:
-        if given.get(name) == 0:
-            raise ConfigError(name, given[name], "must be above 0; leave it out for the preset's")
     return {
         "shape": replace(start.shape, **{name: given[name] for name in _names(ModelShape) if name in given}),
         "split": replace(start.split, **{name: given[name] for name in _names(Parallelism) if name in given}),

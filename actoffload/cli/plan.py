@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..analysis.plots import PlanPicture, draw_plan
+from ..analysis.plots import draw_plan
 from ..errors import ConfigError
 from ..planning.explain import GIB, Analysis, analyse, one_more, render_plan
 from ..planning.plan import Plan
@@ -48,7 +48,16 @@ def command(
     with explained_errors():
         step = load(profile, {"host": (host_write, host_read), "disk": (disk_write, disk_read)})
         chosen = make_planner(planner)
-        limits = make_limits(step, device_budget, host_budget, nvme_budget, max_slowdown, target, recompute)
+        if target not in TARGETS:
+            raise ConfigError("target", target, f"choose one of {', '.join(map(repr, TARGETS))}")
+        limits = Limits(
+            device_budget=_budget(step, device_budget),
+            host_budget=None if host_budget is None else parse_size("host_budget", host_budget),
+            nvme_budget=None if nvme_budget is None else parse_size("nvme_budget", nvme_budget),
+            max_slowdown=max_slowdown,
+            tiers=TARGETS[target],
+            recompute=recompute,
+        )
         extra = parse_size("more", more)
         plan = chosen.plan(step, limits)
         analysis = analyse(step, plan, limits, more=one_more(step, plan, limits, chosen, extra or GIB))
@@ -86,32 +95,6 @@ def load(path: Path, rates: dict[str, tuple[float | None, float | None]]) -> Pro
     return profile.with_links(**changed)
 
 
-def make_limits(
-    profile: Profile,
-    device_budget: str | None,
-    host_budget: str | None,
-    nvme_budget: str | None,
-    max_slowdown: float | None,
-    target: str,
-    recompute: bool,
-) -> Limits:
-    """Return the limits that the options mean.
-
-    Raises:
-        ConfigError: an option cannot work; it is named.
-    """
-    if target not in TARGETS:
-        raise ConfigError("target", target, f"choose one of {', '.join(map(repr, TARGETS))}")
-    return Limits(
-        device_budget=_budget(profile, device_budget),
-        host_budget=None if host_budget is None else parse_size("host_budget", host_budget),
-        nvme_budget=None if nvme_budget is None else parse_size("nvme_budget", nvme_budget),
-        max_slowdown=max_slowdown,
-        tiers=TARGETS[target],
-        recompute=recompute,
-    )
-
-
 def _budget(profile: Profile, text: str | None) -> int | None:
     if text is None:
         return None
@@ -132,16 +115,9 @@ def _write(
     try:
         if plan_out is not None:
             plan_out.write_text(plan.to_json() + "\n", encoding="utf-8")
-        shown = PlanPicture(
-            title=f"plan of {plan.planner} on {profile.device}" + (" (declined)" if plan.declined else ""),
-            keep=analysis.keep.timeline,
-            plan=analysis.prediction.timeline,
-            keep_step_s=analysis.keep.step_s,
-            plan_step_s=analysis.prediction.step_s,
-            forward_s=profile.forward_s,
-            device_budget=limits.device_budget,
-        )
-        drawn = picture is None or draw_plan(shown, picture)
+        title = f"plan of {plan.planner} on {profile.device}" + (" (declined)" if plan.declined else "")
+        times: dict[str, Any] = {"forward_s": profile.forward_s, "device_budget": limits.device_budget}
+        drawn = picture is None or draw_plan(analysis.keep, analysis.prediction, picture, title, **times)
     except (OSError, ValueError) as error:
         fail(f"nothing could be written: {error}", error)
     if not drawn:

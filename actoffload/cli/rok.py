@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,8 +17,8 @@ from rich.table import Table
 
 from ..analysis.environment import describe_environment
 from ..analysis.plots import draw_rok
-from ..analysis.rok import PRESETS, SERIES, Point, Preset, Verdict, points_of, verdicts
-from ..analysis.rok_run import RokRun, load_results, write_csv
+from ..analysis.rok import PRESETS, SERIES, Point, Preset, points_of
+from ..analysis.rok_run import RokRun, load_results
 from ..errors import ConfigError
 from ..sizes import format_size, parse_size
 from .console import JsonOption, PathOption, explained_errors, print_json, progress_bar, strings
@@ -39,13 +39,6 @@ def command(
     hidden: Numbers = None,
     batch: Numbers = None,
     series: Annotated[list[str] | None, typer.Option(help=", ".join(SERIES), rich_help_panel=_SELECT)] = None,
-    level: Annotated[
-        list[str] | None,
-        typer.Option(help='Budgets of the hybrid: "40%" of keep\'s peak, or the peak of "offload" or "recompute".'),
-    ] = None,
-    layers: Count = None,
-    seq: Count = None,
-    warm_up: Count = None,
     steps: Count = None,
     repeats: Count = None,
     threads: Count = None,
@@ -54,18 +47,17 @@ def command(
     path: PathOption = None,
     memory_limit: Annotated[str | None, typer.Option(help='Most of a process or of its device, as "40GiB".')] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Take samples that failed again.")] = False,
-    limit_s: Annotated[float, typer.Option(min=1, help="Longest that one sample may take, seconds.")] = 1800.0,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the recompute-offload-keep curve: each sample a process of its own, results kept after each one."""
     with explained_errors():
         if redraw is not None:
             raise typer.Exit(finish(load_results(redraw), redraw, as_json))
-        counts = {"warm_up": warm_up, "steps": steps, "repeats": repeats, "threads": threads, "device": device}
+        counts = {"steps": steps, "repeats": repeats, "threads": threads, "device": device}
         given: dict[str, Any] = {name: value for name, value in counts.items() if value is not None}
         _known("preset", [preset], PRESETS)
         run = RokRun(
-            replace(select(PRESETS[preset], model, hidden, batch, level, layers, seq), **given),
+            replace(select(PRESETS[preset], model, hidden, batch), **given),
             out or Path(f"rok_{preset}.json"),
             environment=describe_environment(),
             command=shlex.join(["actoffload", *without_folders(sys.argv[1:])]),
@@ -74,7 +66,6 @@ def command(
             path=strings(path),
             memory_limit=None if memory_limit is None else parse_size("memory_limit", memory_limit),
             retry=retry,
-            limit_s=limit_s,
         )
         measure(run, quiet=as_json)
         raise typer.Exit(finish(run.payload, run.file, as_json))
@@ -98,36 +89,16 @@ def select(
     models: Sequence[str] | None = None,
     hidden: Sequence[int] | None = None,
     batches: Sequence[int] | None = None,
-    levels: Sequence[str] | None = None,
-    layers: int | None = None,
-    seq: int | None = None,
 ) -> Preset:
-    """Return a preset with every combination of the models and sizes that are named, and other levels.
-
-    Raises:
-        ConfigError: a level is no share and no series.
-    """
+    """Return a preset with every combination of the models and sizes that are named."""
     cases = (
-        replace(case, model=name, hidden=width, batch=size, layers=layers or case.layers, seq=seq or case.seq)
+        replace(case, model=name, hidden=width, batch=size)
         for case in preset.cases
         for name in models or [case.model]
         for width in hidden or [case.hidden]
         for size in batches or [case.batch]
     )
-    chosen = tuple(_level(text) for text in levels) if levels else preset.levels
-    return replace(preset, cases=tuple(dict.fromkeys(cases)), levels=chosen)
-
-
-def _level(text: str) -> str:
-    if text in ("offload", "recompute"):
-        return text
-    try:
-        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-    except ValueError:
-        share = -1.0
-    if not 0 < share < float("inf"):
-        raise ConfigError("level", text, 'give a share such as "40%" or 0.4, or "offload" or "recompute"')
-    return f"{share:g}"
+    return replace(preset, cases=tuple(dict.fromkeys(cases)))
 
 
 def measure(run: RokRun, *, quiet: bool) -> None:
@@ -146,54 +117,29 @@ def measure(run: RokRun, *, quiet: bool) -> None:
 
 
 def finish(payload: dict[str, Any], file: Path, as_json: bool) -> int:
-    """Draw, write the CSV beside the results, and compare; 1 when losses differ or a point failed.
+    """Draw and compare; 1 when losses differ or a point failed.
 
     Running out of memory and a budget below the floor are no failures.
     """
     points = points_of(payload["samples"])
     machine = payload["environment"]
     title = f"Recompute, offload, keep: {machine.get('gpu') or machine.get('cpu')}, torch {machine.get('torch')}"
-    table, picture = file.with_suffix(".csv"), file.with_suffix(".png")
-    write_csv(points, table)
+    picture = file.with_suffix(".png")
     drawn = draw_rok(points, picture, title)
-    found = verdicts(points)
     if as_json:
-        print_json(as_dict(points, found))
+        print_json({"points": [point.as_dict() for point in points]})
     else:
-        show(points, found)
-        about = f", {picture.name}" if drawn else " (a picture needs matplotlib)"
-        typer.echo(f"written beside {file.name}: {table.name}{about}")
+        show(points)
+        typer.echo(f"written beside {file.name}: {picture.name}" if drawn else "a picture needs matplotlib")
     failed = [p for p in points if p.error and not p.oom and not p.below_floor]
     return 1 if failed or any(p.identical is False for p in points) else 0
 
 
-def as_dict(points: Sequence[Point], found: Sequence[Verdict]) -> dict[str, Any]:
-    """Return everything, ready for JSON."""
-    return {
-        "points": [point.as_dict() for point in points],
-        "hybrid_against": [
-            {
-                **asdict(verdict.other.case),
-                "other": verdict.other.variant.label,
-                "peak_bytes": verdict.other.peak_bytes,
-                "hybrid": None if verdict.hybrid is None else verdict.hybrid.variant.label,
-                "hybrid_peak_bytes": None if verdict.hybrid is None else verdict.hybrid.peak_bytes,
-                "throughput_ratio": verdict.ratio,
-                "noise": verdict.noise,
-                "holds": verdict.holds,
-            }
-            for verdict in found
-        ],
-    }
-
-
-def show(points: Sequence[Point], found: Sequence[Verdict]) -> None:
-    """Print the points, which of them dominate, and how the hybrid does at each memory level."""
+def show(points: Sequence[Point]) -> None:
+    """Print the points, and which of them are efficient."""
     console = Console()
     for panel in dict.fromkeys(point.case.panel for point in points):
         console.print(_point_table(panel, [point for point in points if point.case.panel == panel]))
-    if found:
-        console.print(_verdict_table(found))
     different = [point.label for point in points if point.identical is False]
     if different:
         console.print(f"LOSSES DIFFER: {'; '.join(different)}", style="bold red", markup=False)
@@ -208,15 +154,15 @@ def _point_table(panel: str, points: Sequence[Point]) -> Table:
         table.add_column(name)
     for name in ("peak", "TFLOP/s", "step s", "spread", "identical"):
         table.add_column(name, justify="right")
-    table.add_column("dominated by")
+    table.add_column("problem")
     for point in sorted(points, key=lambda p: (p.case.batch, SERIES.index(p.variant.series), p.peak_bytes or 0)):
-        star = "★" if point.measured and not point.dominated_by else ""
-        table.add_row(star, str(point.case.batch), point.variant.label, *map(escape, _cells(point)))
+        head = "★" if point.efficient else "", str(point.case.batch), point.variant.label
+        table.add_row(*head, *map(escape, _cells(point)))
     return table
 
 
 def _cells(point: Point) -> tuple[str, ...]:
-    """Return a point's numbers as text: peak, TFLOP/s, step, spread, bit-identical, what dominates it."""
+    """Return a point's numbers as text: peak, TFLOP/s, step, spread, bit-identical, why there are none."""
     if not point.measured:
         return ("-", "-", "-", "-", "-", "out of memory" if point.oom else point.error)
     return (
@@ -225,26 +171,5 @@ def _cells(point: Point) -> tuple[str, ...]:
         f"{point.step_s or 0.0:.4g}",
         f"{point.spread:.1%}",
         {True: "yes", False: "NO", None: "-"}[point.identical],
-        point.dominated_by[0] if point.dominated_by else "none",
+        "",
     )
-
-
-def _verdict_table(found: Sequence[Verdict]) -> Table:
-    table = Table(title="the hybrid with no more memory than another series", title_justify="left")
-    for name in ("workload", "against"):
-        table.add_column(name)
-    for name in ("memory", "hybrid", "throughput", "noise"):
-        table.add_column(name, justify="right")
-    table.add_column("at least as fast")
-    for verdict in found:
-        case = verdict.other.case
-        table.add_row(
-            f"{case.model} {case.hidden} × {case.layers} b{case.batch}",
-            verdict.other.variant.label,
-            format_size(verdict.other.peak_bytes or 0),
-            "-" if verdict.hybrid is None else verdict.hybrid.variant.label,
-            "-" if verdict.ratio is None else f"× {verdict.ratio:.3f}",
-            f"{verdict.noise:.1%}",
-            {True: "yes", False: "NO", None: "no hybrid so small"}[verdict.holds],
-        )
-    return table

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import e2e_cpu, harness, native_cpu, peer_aio, peers_cpu, turns
+from benchmarks import e2e_cpu, harness, peer_aio, peers_cpu, turns
 from benchmarks.peers import Unavailable
 from benchmarks.worker import Run
 
@@ -90,27 +90,6 @@ def test_each_mode_gives_the_same_gradients(name: str, tmp_path: Path, aio: None
     assert run.first_step() == expected
 
 
-def test_a_mode_ends_when_the_next_one_begins() -> None:
-    run = Run(SPEC)
-    for _ in range(2):
-        run.open("recompute")
-    assert all("forward" in vars(run.model.get_submodule(name)) for name in run.work.blocks)
-    run.open("keep")
-    assert not any("forward" in vars(module) for module in run.model.modules())
-
-
-def test_files_of_torch_save_go_with_the_graph(tmp_path: Path) -> None:
-    run = Run({**SPEC, "path": str(tmp_path)})
-    peer = run.open("torch.save")
-    with peer.context():
-        loss, _ = run.work.forward()
-    (folder,) = tmp_path.iterdir()
-    assert len(list(folder.iterdir())) > 10
-    del loss
-    assert list(folder.iterdir()) == []
-    run.close()
-
-
 def test_handles_read_each_tensor_once_and_use_memory_again(tmp_path: Path, aio: None) -> None:
     run = Run({**SPEC, "path": str(tmp_path)})
     peer: Any = run.open("aio_handle")
@@ -122,15 +101,10 @@ def test_handles_read_each_tensor_once_and_use_memory_again(tmp_path: Path, aio:
     run.close()
 
 
-@pytest.mark.parametrize("name", ["TRL", "torchtune", "Megatron"])
+@pytest.mark.parametrize("name", ["TRL", "Megatron"])
 def test_peers_that_need_an_accelerator_say_so(name: str) -> None:
     with pytest.raises(Unavailable, match="needs"):
         Run(SPEC).open(name)
-
-
-def test_unknown_models_are_refused() -> None:
-    with pytest.raises(ValueError, match="'abacus': choose one of"):
-        Run({**SPEC, "model": "abacus"})
 
 
 @pytest.mark.parametrize("name", sorted(e2e_cpu.cases(True)))
@@ -204,20 +178,6 @@ def test_the_summary_and_the_bounds_of_e2e() -> None:
     assert e2e_cpu.bounds({"bert": row}) == []
 
 
-def test_the_bounds_of_the_compiled_code() -> None:
-    samples = {
-        "gpt 8x512/keep, same memory": [_sample(2.0)],
-        "gpt 8x512/default/native": [_sample(2.2)],
-        "gpt 8x512/default/nothing native": [_sample(3.0)],
-        "gpt 4x128/keep, same memory": [_sample(2.0)],
-        "gpt 4x128/default/native": [_sample(2.2, last_parameters="x")],
-    }
-    verdict = native_cpu.judge(samples)
-    assert [(round(bound.measured or 0, 6), bound.bound) for bound in verdict.bounds] == [(1.1, 1.05), (1.1, 1.10)]
-    assert not verdict.right
-    assert "| gpt 8x512/default/nothing native | 3.000 | 1.500 | yes |" in verdict.table
-
-
 def test_a_ratio_is_taken_within_each_turn() -> None:
     # The machine becomes three times slower after the first turn: medians of all steps would give 1.2 and 1.5.
     keep = [_sample(0.0, step_s=[2.0, 6.0, 6.0])]
@@ -252,27 +212,6 @@ def test_workers_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert samples["b"][0]["step_s"] == [1.0, 2.0]
     assert seen == [list(names)]
     assert "not here: no headers" in capfd.readouterr().out
-
-
-def test_a_run_that_is_killed_leaves_the_rounds_that_it_has_done(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken = 0
-
-    def take_turns(group: dict[str, Any], *, limit_s: float) -> dict[str, harness.Sample]:
-        nonlocal taken
-        taken += 1
-        if taken == 3:
-            raise KeyboardInterrupt
-        return {name: {"error": f"n {taken}"} for name in group}
-
-    monkeypatch.setattr(turns, "take_turns", take_turns)
-    monkeypatch.setenv("OUT", str(tmp_path))
-    with pytest.raises(KeyboardInterrupt):
-        native_cpu.main(["--tiny", "--rounds", "2"])
-    (file,) = tmp_path.iterdir()
-    samples = json.loads(file.read_text(encoding="utf-8"))["samples"]
-    assert [found for found in samples.values()][-1] == [{"error": "n 2"}]
 
 
 def test_workers_end_with_who_asked_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,11 +71,6 @@ def test_options_go_over_the_presets() -> None:
     assert not any("line rate" in note for note in result["notes"])
 
 
-def test_a_measured_step_and_another_gpu_replace_what_was_published() -> None:
-    assert answer("--step-s", "2.5")["estimate"]["step_s"] == 2.5
-    assert answer("--model", "gpt3-175b", "--gpu", "h200-sxm")["hardware"]["utilisation"] == 0.4
-
-
 def test_presets_are_listed() -> None:
     listed = answer("--presets")
     assert {"--model", "--gpu", "--drive"} == {entry["option"] for entry in listed}
@@ -93,10 +88,7 @@ def test_presets_are_listed() -> None:
         (["--tensor", "3"], "tensor=3: must divide heads=32"),
         (["--layers", "0"], "--layers"),
         (["--utilisation", "40"], "utilisation=40.0: is a share"),
-        (["--ssd-write", "0"], "ssd_write=0.0: must be above 0; leave it out"),
-        (["--tbw", "0"], "tbw=0.0: must be above 0"),
-        (["--peak-tflops", "0"], "peak_tflops=0.0: must be above 0"),
-        (["--gpu-price", "0"], "gpu_price=0.0: must be above 0"),
+        (["--ssd-write", "0"], "--ssd-write"),
         (["--step-s", "-1"], "step_s=-1.0"),
         (["--retention-credit", "0"], "retention_credit=0.0: must be a number above 0"),
         (["--drive", "p5800x-1.6tb", "--retention-credit", "86"], "retention_credit=86.0: Intel Optane"),

@@ -11,7 +11,6 @@ import torch
 from typer.testing import CliRunner
 
 from actoffload import OffloadConfig, Offloader, Plan
-from actoffload.analysis.plots import PlanPicture, draw_plan
 from actoffload.cli.app import app
 from actoffload.planning.profile import Profile
 from actoffload.testing.gpt import GPT, GPTConfig
@@ -117,12 +116,9 @@ def test_the_picture(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     pytest.importorskip("matplotlib")
     invoke(str(file), "--device-budget", "1GiB", "--picture", str(tmp_path / "plan.png"))
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    empty = PlanPicture(title="nothing", keep=(), plan=(), keep_step_s=0.0, plan_step_s=0.0, forward_s=0.0)
-    assert draw_plan(empty, tmp_path / "empty.png")
     assert "nothing could be written" in invoke(str(file), "--picture", str(tmp_path / "plan.doc"), status=1)
     assert "nothing could be written" in invoke(str(file), "--plan-out", str(tmp_path / "no" / "plan"), status=1)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    assert not draw_plan(empty, tmp_path / "none.png")
     assert "pip install actoffload[plots]" in invoke(str(file), "--picture", str(tmp_path / "x.png"), status=1)
 
 

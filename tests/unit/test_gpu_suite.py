@@ -67,16 +67,6 @@ def test_the_goals() -> None:
     assert gpu_report.goals(_points(**results)) == []
 
 
-def test_what_is_drawn() -> None:
-    points = _points(
-        keep={"error": "out of memory", "oom": True},
-        host=_result(1.0, GIB),
-        TRL={"unavailable": "x"},
-        nvme={"error": "y"},
-    )
-    assert [(point.label, point.peak_gib) for point in gpu_report.drawn(points)] == [("keep", None), ("host", 1.0)]
-
-
 @pytest.mark.parametrize("tiny", [True, False])
 def test_every_case_names_modes_that_there_are(tiny: bool) -> None:
     found = cases(tiny)
@@ -131,12 +121,6 @@ def test_without_its_reference_a_case_is_left_out(suite: gpu.Suite, monkeypatch:
     assert results["nvme"]["left_out"] == "keep was not measured"
 
 
-def test_a_process_that_says_nothing_ends_its_case(suite: gpu.Suite, monkeypatch: pytest.MonkeyPatch) -> None:
-    results = _run(suite, monkeypatch, Processes([]))
-    assert results["keep"]["error"] == "the process said nothing"
-    assert suite.finish() == 1
-
-
 def test_gradients_that_differ_fail_the_suite(suite: gpu.Suite, monkeypatch: pytest.MonkeyPatch) -> None:
     said = [{"mode": mode, **_result(1.0, 1)} for mode in ("keep", "host", "TRL", "nvme")]
     said[2]["identical"] = False
@@ -144,15 +128,6 @@ def test_gradients_that_differ_fail_the_suite(suite: gpu.Suite, monkeypatch: pyt
     assert suite.finish() == 0, "those of a peer are its own affair, and are in the table"
     suite.points[1]["result"]["identical"] = False
     assert suite.finish() == 1
-
-
-def test_what_was_not_page_locked_is_named(suite: gpu.Suite, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = [{"mode": mode, **_result(1.0, 1)} for mode in ("keep", "host", "TRL", "nvme")]
-    said[1]["page_locked"], said[3]["page_locked"] = False, True
-    _run(suite, monkeypatch, Processes(said))
-    suite.finish()
-    text = suite.results.file.with_suffix(".md").read_text(encoding="utf-8")
-    assert "could not be page-locked, so that copies block: c / host.\n" in text
 
 
 def test_one_bit_in_a_later_step_makes_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from actoffload import Offloader, Profile, keep
 from actoffload.autotune.blocks import BlockWatch
+from actoffload.planning.profile import Storage
 from actoffload.testing.fakedevice import FakeDevice
 from actoffload.testing.faults import SlowEngine
 from actoffload.testing.gpt import GPT, GPTConfig
@@ -81,18 +82,22 @@ def test_the_profile_holds_what_the_plan_holds(make_offloader: MakeOffloader) ->
     assert Profile.from_json(profile.to_json()) == profile
 
 
+def _saved_by(profile: Profile, block: int) -> list[Storage]:
+    return [storage for storage in profile.storages if storage.block == block]
+
+
 def test_blocks_have_their_storages_their_input_and_their_times(make_offloader: MakeOffloader) -> None:
     model = GPT(GPTConfig(layers=3, width=32, seq=32))
     profile = _recorded(make_offloader(), model, TOKENS, TOKENS)
     assert [block.name for block in profile.blocks] == [f"stack.blocks.{n}" for n in range(3)]
-    sizes = [sorted(profile.storages[n].nbytes for n in profile.storages_of(b)) for b in range(3)]
+    sizes = [sorted(storage.nbytes for storage in _saved_by(profile, b)) for b in range(3)]
     assert sizes[0] == sizes[1] == sizes[2]
     for number, block in enumerate(profile.blocks):
         assert block.input is not None
         entry = profile.storages[block.input]
         assert entry.nbytes == block.input_bytes == 2 * 32 * 32 * 4
         assert entry.block == number
-        assert entry.birth_s == min(profile.storages[n].birth_s for n in profile.storages_of(number))
+        assert entry.birth_s == min(storage.birth_s for storage in _saved_by(profile, number))
         assert block.forward_s > 0
         assert block.backward_s > 0
         assert block.recompute_s == block.forward_s

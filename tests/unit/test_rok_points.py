@@ -1,4 +1,4 @@
-"""Points from samples, what dominates what, and the picture of both."""
+"""Points from samples, which of them are efficient, and the picture of both."""
 
 from __future__ import annotations
 
@@ -8,16 +8,10 @@ from pathlib import Path
 import pytest
 
 from actoffload.analysis.plots import draw_rok
-from actoffload.analysis.rok import PRESETS, Variant, dominating, points_of, verdicts
+from actoffload.analysis.rok import PRESETS, points_of
 from tests.rok_samples import CASE, all_points, failed, sample
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
-
-
-def test_throughput_counts_the_algorithm_over_the_median_step() -> None:
-    (point,) = points_of([sample("keep", step_s=2.0, repeat=0) | {"step_s": [1.0, 2.0, 50.0]}])
-    assert (point.tflops, point.step_s, point.peak_bytes, point.identical) == (0.5, 2.0, 100, True)
-    assert point.spread == pytest.approx(24.5)
 
 
 def test_repeats_are_one_point_with_the_highest_peak_and_the_spread_of_their_medians() -> None:
@@ -33,7 +27,7 @@ def test_one_bit_of_difference_is_found() -> None:
     assert {p.variant.series: p.identical for p in points} == {"offload": False, "keep": True}
 
 
-def test_what_dominates_what() -> None:
+def test_what_is_efficient() -> None:
     samples = [
         sample("keep", 100, 1.0),
         sample("recompute", 40, 1.4),
@@ -43,41 +37,12 @@ def test_what_dominates_what() -> None:
         failed("hybrid", "boom", case=replace(CASE, batch=4)),
     ]
     points = points_of(samples)
-    by_name = {p.label: p.dominated_by for p in points if p.case.hidden == 128}
-    assert by_name["offload, batch 2"] == ("hybrid, batch 2", "recompute, batch 2")
-    assert by_name["keep, batch 2"] == by_name["recompute, batch 2"] == by_name["hybrid, batch 2"] == ()
-    assert points[-1].dominated_by == ()
-    assert dominating(points[-1], points) == []
-    assert not points[-1].measured
-
-
-def test_equal_points_do_not_dominate_each_other() -> None:
-    points = points_of([sample("keep"), sample("offload")])
-    assert [p.dominated_by for p in points] == [(), ()]
-
-
-def test_the_hybrid_is_compared_at_no_more_memory() -> None:
-    samples = [
-        sample("keep", 100, 1.0),
-        sample("recompute", 40, 1.4),
-        sample("offload", 20, 1.5),
-        sample("hybrid", 100, 1.02),
-        sample("hybrid", 40, 1.5, level="0.4"),
+    assert [p.label for p in points if p.efficient] == [
+        *("keep, batch 2", "recompute, batch 2", "hybrid, batch 2"),
+        "keep, batch 2",  # of the other panel
     ]
-    found = {v.other.variant.series: v for v in verdicts(points_of(samples))}
-    assert found["keep"].holds is False
-    assert found["recompute"].holds is False
-    assert found["offload"].holds is None
-    assert found["keep"].ratio == pytest.approx(1 / 1.02)
-    noisy = [*samples, sample("keep", 100, 1.2, repeat=1)]
-    keep = next(v for v in verdicts(points_of(noisy)) if v.other.variant.series == "keep")
-    assert (keep.noise, keep.holds) == (0.05, True)
-
-
-def test_labels() -> None:
-    assert Variant(series="hybrid", level="0.4").label == "hybrid 40%"
-    assert Variant(series="hybrid", level="recompute").label == "hybrid = recompute"
-    assert Variant(series="keep").label == "keep"
+    assert not points[-1].measured
+    assert all(p.efficient for p in points_of([sample("keep"), sample("offload")])), "equal points"
 
 
 def test_presets_hold_the_shapes_of_the_paper() -> None:
