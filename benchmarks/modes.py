@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import actoffload
-from actoffload.cli.rok_worker import KeepAll
 from benchmarks.peer_aio import AioHandle
 from benchmarks.peers import Megatron, Peer, SaveOnCpu, TorchSave, Trl
 from benchmarks.workloads import Workload
@@ -43,6 +42,14 @@ class Mode:
 
 def _ours(recompute: bool = False, **options: Any) -> Mode:
     return Mode(peer="actoffload", recompute=recompute, options=options)
+
+
+class KeepAll:
+    """A policy under which nothing moves."""
+
+    def decide(self, facts: actoffload.TensorFacts) -> actoffload.Decision:
+        """Keep it."""
+        return actoffload.Decision.KEEP
 
 
 MODES = {
