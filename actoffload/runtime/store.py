@@ -443,6 +443,7 @@ class ActivationStore:
         self.shared.lock.abandon()
         self._dropped.clear()
         self.identities = IdentityMap()
+        self.tiers.abandon()
         self.abort()
 
     def _shut(self, *, wait: bool) -> None:

@@ -115,6 +115,14 @@ class CopyStreams:
         if not incoming.awaited_by and not self._inert:
             self._order_reuse_after_fill(incoming)
 
+    def order_all_reuse(self) -> None:
+        """Before memory of unknown copies is dropped, after an interrupt: every compute stream waits for all of them."""
+        for index, streams in () if self._inert else self._compute_streams.items():
+            for role in ("out", "in"):
+                event = self.device.record(self.device.side_stream(index, role))
+                for stream in streams:
+                    self.device.wait(stream, event)
+
     def after_fork_in_child(self) -> None:
         """The device is the parent's: it is asked nothing any more, and orders nothing."""
         self._inert = True
@@ -206,6 +214,11 @@ class ReleaseWindow:
         if out is not None:
             self.held_bytes -= out.nbytes
         return out
+
+    def forget(self) -> None:
+        """Drop all copies; `CopyStreams.order_all_reuse` goes before."""
+        self._held.clear()
+        self.held_bytes = 0
 
     def advance(self, limit_bytes: int | None = None) -> None:
         """Release what is complete, then the oldest until at most ``limit_bytes`` are held."""

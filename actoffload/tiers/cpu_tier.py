@@ -275,6 +275,10 @@ class CpuTier(Tier):
                 batch.records.clear()
                 self._disk.free(batch.extent)
 
+    def abandon(self) -> None:
+        super().abandon()
+        self._filling = BatchTransfer()
+
     def expect_pending(self, nbytes: int | None) -> None:
         if self.shared.config.pending_bytes is None:
             self._pending_limit_bytes = max(PENDING_BYTES, int((nbytes or 0) * PENDING_MARGIN))

@@ -287,6 +287,13 @@ class DeviceTier(Tier):
         self._hosted.pop(record, None)
         super().release(record)
 
+    def abandon(self) -> None:
+        super().abandon()
+        self.copies.order_all_reuse()
+        self.window.forget()
+        self._hosted.clear()
+        self._arrived.clear()
+
     def count_waits(self) -> None:
         with self.shared.lock:
             waited = self.copies.waits.take()

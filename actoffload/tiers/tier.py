@@ -84,6 +84,10 @@ class Tier(ABC):
     def flush(self) -> None:  # noqa: B027
         """Begin everything that waits for a later moment."""
 
+    def abandon(self) -> None:
+        """Forget every record after an interrupt; what their copies touch is used again only after these."""
+        self._copied_in_place.clear()
+
     def count_waits(self) -> None:  # noqa: B027
         """Count what streams have waited for since the last time; the host does not see that."""
 

@@ -118,6 +118,11 @@ class Tiers:
         for tier in () if self.shared.stopped else self.by_device.values():
             tier.flush()
 
+    def abandon(self) -> None:
+        """Forget every record after an interrupt, so that what nobody else holds goes."""
+        for tier in self.by_device.values():
+            tier.abandon()
+
     def close(self, *, wait: bool) -> None:
         """Close the spool, unpin host memory, give idle memory back; without ``wait`` what is queued is cancelled."""
         with ExitStack() as last_first:  # each of them, even if another raises
