@@ -116,7 +116,7 @@ class CopyStreams:
             self._order_reuse_after_fill(incoming)
 
     def order_all_reuse(self) -> None:
-        """Before memory of unknown copies is dropped, after an interrupt: every compute stream waits for all of them."""
+        """Before memory is dropped after an interrupt: every compute stream waits for all copies."""
         for index, streams in () if self._inert else self._compute_streams.items():
             for role in ("out", "in"):
                 event = self.device.record(self.device.side_stream(index, role))

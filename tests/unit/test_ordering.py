@@ -302,10 +302,24 @@ def _unused_reload_is_dropped_safely(monkeypatch: pytest.MonkeyPatch, edge: str 
     return not device.violations
 
 
+def _copies_that_an_interrupt_left_are_dropped_safely(monkeypatch: pytest.MonkeyPatch, edge: str | None) -> bool:
+    device = FakeDevice("lazy")
+    transfers = CopyStreams(device)
+    host = _filled(7)
+    incoming = transfers.begin_in(host, 0)
+    with _without(monkeypatch, edge):
+        transfers.order_all_reuse()
+    del incoming
+    device.before_kernel()  # the memory gets its next owner here
+    device.finish()
+    return not device.violations
+
+
 SINGLE: list[tuple[str, Callable[[pytest.MonkeyPatch, str | None], bool]]] = [
     ("_order_after_producer", _copy_out_waits_for_the_producer),
     ("_order_after_host_bytes", _copy_in_waits_for_the_host_bytes),
     ("_order_reuse_after_fill", _unused_reload_is_dropped_safely),
+    ("order_all_reuse", _copies_that_an_interrupt_left_are_dropped_safely),
 ]
 
 
