@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from actoffload import OffloadConfig, Offloader
+from actoffload.errors import OffloaderClosedError
 from tests.harness import (
+    WAIT_S,
     Chain,
     MakeOffloader,
     assert_empty,
@@ -76,6 +81,28 @@ def test_a_child_forked_in_mid_step(make_offloader: MakeOffloader, settle: bool)
     assert_empty(offloader)
     assert_same_gradients(train_step(model, x, offloader, between=offloader.synchronize), expected)
     assert offloader.statistics().nvme_read_bytes > 0
+
+
+def test_a_child_forked_while_only_a_graph_holds_what_was_saved(tmp_path: Path) -> None:
+    torch.set_num_threads(1)
+    offloader = Offloader(OffloadConfig(target="nvme", path=tmp_path, min_bytes=0, policy="all", engine="posix"))
+    x = batch().requires_grad_()
+    with offloader:
+        loss = (x * 1.0).sin().sum()
+    offloader.synchronize()
+    gone = weakref.ref(offloader)
+    del offloader
+    gc.collect()
+    assert gone() is None
+
+    def child() -> None:
+        signal.alarm(int(WAIT_S))  # ends it, should it hang
+        with pytest.raises(OffloaderClosedError, match="in a forked process"):
+            loss.backward()
+
+    assert _in_child(child) == 0
+    loss.backward()
+    assert same_bits(x.grad, x.detach().cos())
 
 
 class _Rows(Dataset[torch.Tensor]):
