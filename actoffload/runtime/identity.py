@@ -333,5 +333,7 @@ def live_modules() -> list[nn.Module]:
         if kind not in kinds:
             kinds.add(kind)
             waiting += type.__subclasses__(kind)
-    found: list[Any] = [o for o in gc.get_objects() if type(o) in kinds]  # hundreds of thousands are looked at
+    # Hundreds of thousands of objects are looked at. A module that another thread begins to make, or that the cyclic
+    # collector has cleared, has no buffers' dictionary and owns nothing.
+    found: list[Any] = [o for o in gc.get_objects() if type(o) in kinds and "_buffers" in o.__dict__]
     return found

@@ -123,6 +123,13 @@ def test_buffers_replaced_and_modules_made_later_are_known_too(make_offloader: M
     assert not any(map(seen.holds, model.owned()))
 
 
+def test_a_module_in_the_making_owns_nothing(make_offloader: MakeOffloader) -> None:
+    unfinished = nn.Linear.__new__(nn.Linear)  # as another thread leaves one, or the cyclic collector
+    model = Mixed()
+    train_step(model, batch(), make_offloader())
+    assert not vars(unfinished)
+
+
 def test_inputs_of_a_known_model_in_any_nesting(make_offloader: MakeOffloader) -> None:
     class Taking(nn.Module):
         def __init__(self) -> None:
