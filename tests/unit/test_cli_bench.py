@@ -213,13 +213,16 @@ def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     arguments = ["--path", str(spool), "--engine", "posix", "--size", "64KiB", "--region", "8MiB", "--seconds", "100"]
     command = [sys.executable, "-m", "actoffload.cli", "bench", "--json", str(file), *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 120
-        while not open_files(spool, process.pid):
-            assert time.monotonic() < deadline, "it never opened its file"
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        _out, err = process.communicate(timeout=60)
+        try:
+            deadline = time.monotonic() + 60
+            while not open_files(spool, process.pid):
+                assert time.monotonic() < deadline, "it never opened its file"
+                assert process.poll() is None, process.communicate()
+                time.sleep(0.05)
+            process.send_signal(signal.SIGINT)
+            _out, err = process.communicate(timeout=45)
+        finally:
+            process.kill()
     assert process.returncode != 0
     assert "Traceback" not in err
     assert list(spool.iterdir()) == []
