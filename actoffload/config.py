@@ -31,7 +31,10 @@ def default_path() -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """Options of an offloader, in the order in which a user needs them. Sizes: bytes, or text such as ``"8GiB"``."""
+    """Options of an offloader, in the order in which a user needs them. Sizes: bytes, or text such as ``"8GiB"``.
+
+    Each attribute is one option, so there are more than fifteen.
+    """
 
     target: Target = "auto"
     """Where saved tensors go: ``"host"`` (pinned memory), ``"nvme"``, ``"tiered"`` (host, then NVMe), ``"auto"``."""

@@ -84,6 +84,8 @@ class Hardware:
 class Estimate:
     """The answer, per GPU. Bytes, seconds, bytes a second and US dollars; None where a price is not known.
 
+    Each attribute is one figure of the answer, so there are more than fifteen.
+
     Attributes:
         activation_bytes_per_microbatch: what the layers of a pipeline stage save.
         activation_bytes_per_step: the same over all micro-batches of a step: S, what is written where all moves.

@@ -78,6 +78,8 @@ class Peak:
 class Prediction:
     """A step as the simulator saw it. Seconds and bytes; storages by number, inputs of checkpoints beyond them.
 
+    It has more than fifteen attributes: planners compare plans by some of them, and reports print the others.
+
     Attributes:
         compute_s: the step without waits and recomputing.
         forward_wait_s: what saving waited for, room above all.

@@ -91,6 +91,8 @@ class _Block:
 class FakeDevice(Accelerator):
     """A device of one index whose streams are simulated.
 
+    It has more than fifteen attributes: its state, and what tests read of what happened on it.
+
     Args:
         adversary: how far side streams run by themselves.
         bytes_per_s: bandwidth of each side stream on the manual clock.

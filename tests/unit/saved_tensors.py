@@ -45,7 +45,7 @@ class _Save(torch.autograd.Function):
         return grads[0], None
 
 
-class Saved:
+class SavedTensor:
     """One tensor that autograd has saved; gone when this goes."""
 
     def __init__(self, tensor: Tensor) -> None:

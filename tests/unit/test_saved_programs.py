@@ -29,7 +29,7 @@ from actoffload.storage.engines.base import IoKind
 from actoffload.testing.faults import FailingEngine
 from actoffload.tiers.storage_ref import StorageRef
 from tests.harness import WAIT_S, MakeOffloader, assert_empty, same_bits
-from tests.unit.saved_tensors import BYTES, ELEMENTS, Saved, activation, in_python, plan_of
+from tests.unit.saved_tensors import BYTES, ELEMENTS, SavedTensor, activation, in_python, plan_of
 
 ALL = {"policy": "all", "min_bytes": 1, "engine": "memory"}
 KEEPS = {"policy": plan_of([True] * 8), "min_bytes": 1, "engine": "memory"}
@@ -70,7 +70,7 @@ class _Tensor:
 
 @dataclass
 class _Saved:
-    saved: Saved
+    saved: SavedTensor
     expected: Tensor
     changes: list[None]
     version: int
@@ -88,7 +88,7 @@ def follow(options: dict[str, Any], elements: list[int], program: list[tuple[Any
             with torch.no_grad():
                 tensor = VIEWS[view[0]](owner.tensor)
             changes = owner.changes if view[0] != "other counter" else []
-            saved.append(_Saved(Saved(tensor), tensor.detach().clone(), changes, len(changes)))
+            saved.append(_Saved(SavedTensor(tensor), tensor.detach().clone(), changes, len(changes)))
         elif name == "unpack" and number < len(saved):
             one = saved[number]
             if len(one.changes) == one.version:
@@ -151,7 +151,7 @@ def test_a_view_of_less_does_not_stand_for_the_whole(options: dict[str, Any], ma
     tensor = activation(2, 4 * ELEMENTS)
     views = tensor[:ELEMENTS], tensor[3 * ELEMENTS :], tensor[130:140], tensor
     with offloader:
-        saved = [Saved(view) for view in views]
+        saved = [SavedTensor(view) for view in views]
     offloader.synchronize()
     for one, view in zip(saved, views, strict=True):
         assert same_bits(one.unpack(), view)
@@ -170,7 +170,7 @@ def test_memory_that_was_freed_and_filled_again_is_another_storage(
     tensor = activation(1).detach()
     storage = tensor.untyped_storage()
     with offloader:
-        before = Saved(tensor)
+        before = SavedTensor(tensor)
         offloader.synchronize()
         address, held = storage.data_ptr(), []
         while storage.data_ptr() == address:
@@ -178,7 +178,7 @@ def test_memory_that_was_freed_and_filled_again_is_another_storage(
             held.append(torch.empty(ELEMENTS))  # takes the place, where it is given away at once
             storage.resize_(BYTES)
         storage.copy_(torch.full((ELEMENTS,), 7.0).untyped_storage())
-        after = Saved(tensor)
+        after = SavedTensor(tensor)
     assert offloader.statistics().deduplicated_bytes == 0
     assert same_bits(after.unpack(), torch.full((ELEMENTS,), 7.0))
     if options is ALL:  # what stays is its owner's, as without offloading
@@ -191,7 +191,7 @@ def test_memory_that_its_owner_has_made_smaller_is_not_read_past_its_end(make_of
     offloader = make_offloader(**ALL)
     tensor = activation(1).detach()
     with offloader:
-        saved = Saved(tensor)
+        saved = SavedTensor(tensor)
         tensor.untyped_storage().resize_(8)
         back = saved.unpack()
         assert back.shape == (ELEMENTS,)
@@ -205,14 +205,14 @@ def test_another_thread_s_tensor_shares_no_record(options: dict[str, Any], make_
     """What tells two counters apart is set for a moment, which another thread must not see."""
     offloader = make_offloader(**options)
     tensor = activation(1)
-    theirs: list[Saved] = []
+    theirs: list[SavedTensor] = []
 
     def save() -> None:
         with offloader:
-            theirs.extend([Saved(activation(3)), Saved(tensor)])
+            theirs.extend([SavedTensor(activation(3)), SavedTensor(tensor)])
 
     with offloader:
-        ours = Saved(tensor)
+        ours = SavedTensor(tensor)
     thread = threading.Thread(target=save)
     thread.start()
     thread.join(WAIT_S)
@@ -248,9 +248,9 @@ def test_a_lazy_clone_has_its_memory_from_when_it_is_saved(make_offloader: MakeO
     offloader = make_offloader(**ALL)
     clone = torch._lazy_clone(torch.ones(1 << 15))  # large enough to wait for others
     with offloader:
-        saved = [Saved(activation(0)), Saved(clone)]
+        saved = [SavedTensor(activation(0)), SavedTensor(clone)]
         clone.untyped_storage().data_ptr()  # as an operation that may write asks
-        saved.append(Saved(activation(1)))
+        saved.append(SavedTensor(activation(1)))
     offloader.synchronize()
     assert offloader.statistics().kept_bytes == {}
     assert same_bits(saved[1].unpack(), torch.ones(1 << 15))
@@ -267,7 +267,7 @@ def test_who_empties_what_was_handed_out_takes_nothing_from_others(
         z = torch.view_as_complex(torch.randn(16, 16, 2)) * 1.0
     expected = [view.clone() for view in (z, z.conj().mT)]
     with offloader:
-        saved = [Saved(z), Saved(z.conj().mT)]
+        saved = [SavedTensor(z), SavedTensor(z.conj().mT)]
     offloader.synchronize()
     del z
     saved[0].unpack().data = torch.zeros(0, dtype=torch.complex64)
@@ -285,7 +285,7 @@ def test_who_empties_what_was_handed_out_takes_nothing_from_others(
 def test_a_mode_saves_and_drops_while_a_tensor_is_saved(options: dict[str, Any], make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(**options)
     tensors = [activation(number) for number in range(4)]
-    held: list[Saved] = []
+    held: list[SavedTensor] = []
 
     class Mode(TorchFunctionMode):
         done = False
@@ -295,13 +295,13 @@ def test_a_mode_saves_and_drops_while_a_tensor_is_saved(options: dict[str, Any],
                 self.done = True
                 held.clear()
                 with torch.enable_grad():
-                    held.append(Saved(tensors[3]))
+                    held.append(SavedTensor(tensors[3]))
             return func(*args, **(kwargs or {}))
 
     with offloader:
-        held += [Saved(tensors[0]), Saved(tensors[1])]
+        held += [SavedTensor(tensors[0]), SavedTensor(tensors[1])]
         with Mode():
-            saved = Saved(tensors[2])
+            saved = SavedTensor(tensors[2])
     offloader.synchronize()
     assert same_bits(saved.unpack(), tensors[2])
     assert same_bits(held[0].unpack(), tensors[3])
@@ -319,16 +319,16 @@ def test_the_collector_lets_go_of_the_record_that_is_looked_at(
     tensors = [activation(number) for number in range(2)]
     thresholds = gc.get_threshold()
     with offloader:
-        first = Saved(tensors[0])
+        first = SavedTensor(tensors[0])
         gc.collect()
         gc.disable()
         try:
-            cycle: Any = Saved(tensors[1])
+            cycle: Any = SavedTensor(tensors[1])
             cycle.itself = cycle
             del cycle
             gc.set_threshold(gc.get_count()[0] + more, 10**9, 10**9)
             gc.enable()
-            again = Saved(tensors[1])
+            again = SavedTensor(tensors[1])
         finally:
             gc.enable()
             gc.set_threshold(*thresholds)
@@ -373,7 +373,7 @@ def test_what_has_left_is_not_held(make_offloader: MakeOffloader) -> None:
     tensors = [activation(number, 64 * KIB) for number in range(3)]
     memory = [StorageRef(tensor.untyped_storage()) for tensor in tensors]
     with offloader:
-        saved = [Saved(tensor) for tensor in tensors]
+        saved = [SavedTensor(tensor) for tensor in tensors]
     del tensors
     offloader.synchronize()
     assert [one.gone() for one in memory] == [True] * 3
@@ -388,7 +388,7 @@ def test_what_outlives_the_offloader_can_be_read_and_is_counted_out(
 ) -> None:
     offloader = make_offloader(**options | {"min_bytes": least})
     with offloader:
-        saved = [Saved(activation(number)) for number in range(3)]
+        saved = [SavedTensor(activation(number)) for number in range(3)]
     offloader.close()
     for number in (2, 0, 1):
         assert same_bits(saved[number].unpack(), activation(number))
@@ -402,7 +402,7 @@ def test_what_was_saved_outlives_the_offloader_and_holds_it_no_longer(least: int
     config = OffloadConfig(target="nvme", engine="memory", path="/tmp", devices="cpu", min_bytes=least, policy="all")
     offloader = Offloader(config)
     with offloader:
-        saved = Saved(activation(1))
+        saved = SavedTensor(activation(1))
     offloader.synchronize()
     gone = weakref.ref(offloader)
     del offloader
@@ -417,7 +417,7 @@ def test_backward_begins_with_what_could_not_leave(make_offloader: MakeOffloader
     offloader = make_offloader(**ALL | {"engine": partial(FailingEngine, kind=IoKind.WRITE, count=9)})
     tensors = [activation(number, 64 * KIB) for number in range(3)]
     with offloader:
-        saved = [Saved(tensor) for tensor in tensors]
+        saved = [SavedTensor(tensor) for tensor in tensors]
     with pytest.warns(RuntimeWarning, match="write failed"):
         offloader.synchronize()
     for one, tensor in zip(reversed(saved), reversed(tensors), strict=True):
@@ -431,11 +431,11 @@ def test_the_plan_is_of_the_forward_that_saved_last(make_offloader: MakeOffloade
     offloader = make_offloader(**KEEPS)
     assert offloader.plan.entries == ()
     with offloader:
-        outer = [Saved(activation(number)) for number in range(3)]
+        outer = [SavedTensor(activation(number)) for number in range(3)]
         with offloader:
-            inner = [Saved(activation(number)) for number in range(2)]
+            inner = [SavedTensor(activation(number)) for number in range(2)]
             assert len(offloader.plan.entries) == 2
-        outer.append(Saved(activation(5)))
+        outer.append(SavedTensor(activation(5)))
     assert len(offloader.plan.entries) == 4
     del outer, inner
     assert_empty(offloader)
