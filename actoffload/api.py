@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 import sys
 import threading
 import weakref
@@ -22,6 +23,15 @@ from .runtime.untraced import Hooking, untraced, untraced_frame
 
 _offloaders: dict[Any, Offloader] = {}
 _lock = threading.Lock()
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = threading.Lock()  # the other one may be held by a thread that this process does not have
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 @untraced

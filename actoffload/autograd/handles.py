@@ -6,6 +6,7 @@ and an alias of it where it stays.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,17 @@ if TYPE_CHECKING:
 NOTHING: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 """What `empty` gives each time."""
 _filling = threading.RLock()
+"""Held while a wrapper's alias has its inner tensors."""
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def _after_fork_in_child() -> None:
+    global _filling
+    _filling = threading.RLock()  # the other one may be held by a thread that this process does not have
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def version_probe(alias: Tensor) -> Tensor:

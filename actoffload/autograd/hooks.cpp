@@ -294,6 +294,49 @@ PyObject* pack_self(PyObject* self, void*) {
 PyGetSetDef pack_getters[] = {{"__self__", pack_self, nullptr, "Whose hook it is: as of the fallback.", nullptr},
                               {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
+// -- finalizers ------------------------------------------------------------------------------------------------------
+
+// An interrupt (Ctrl-C) that came while a kernel ran is raised where Python runs next, which is often the finalizer of a
+// tensor that autograd let go of after that kernel. Python prints what a finalizer raises, and goes on.
+PyObject* interrupt = nullptr;           // a tuple: type and value of one that is still to be raised
+thread_local int running_finalizers = 0;  // in this thread
+
+int raise_interrupt(void*) {
+  if (running_finalizers == 0 && interrupt != nullptr) {
+    const Ref raised(std::exchange(interrupt, nullptr));
+    PyErr_SetObject(PyTuple_GET_ITEM(raised.get(), 0), PyTuple_GET_ITEM(raised.get(), 1));
+    return -1;
+  }
+  return 0;
+}
+
+// Takes an interrupt that is waiting, so that `function` runs whole, and has it raised after that, outside of finalizers.
+PyObject* finalize(PyObject* function, PyObject* object) {
+  if (PyErr_CheckSignals() < 0) {
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyErr_NormalizeException(&type, &value, &trace);
+    const Ref owned_type(type), owned_value(value), owned_trace(trace);
+    if (interrupt == nullptr) {
+      interrupt = PyTuple_Pack(2, type, value);
+    }
+  }
+  ++running_finalizers;
+  PyObject* const result = PyObject_CallOneArg(function, object);
+  --running_finalizers;
+  if (interrupt != nullptr) {
+    Py_AddPendingCall(raise_interrupt, nullptr);
+  }
+  return result;
+}
+
+PyMethodDef finalize_method = {"__del__", finalize, METH_O, "Runs whole: an interrupt is raised after it."};
+
+PyObject* finalizer(PyObject*, PyObject* function) {
+  const Ref bound(PyCFunction_New(&finalize_method, function));
+  return bound ? PyInstanceMethod_New(bound.get()) : nullptr;
+}
+
 // -- the module ------------------------------------------------------------------------------------------------------
 
 // Finds where tensors lie in samples of PyTorch's tensors, each made in another way; false with an error.
@@ -334,6 +377,7 @@ PyObject* setup(PyObject*, PyObject* arguments, PyObject* names) {
 PyMethodDef functions[] = {
     {"setup", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(setup)), METH_VARARGS | METH_KEYWORDS,
      "Tell the module of PyTorch's types and of the package. Once, before all else."},
+    {"finalizer", finalizer, METH_O, "A `__del__` that runs a function whole, and lets no interrupt be lost in it."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "actoffload_hooks", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};

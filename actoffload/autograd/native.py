@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from ..memory import native_build
+from ..memory.host_pool import Slot
 from ..memory.native_build import SWITCH, Refused, told
 from ..policy import KeepReason
+from ..tiers.storage_ref import StorageRef
 from .exclusions import OPEN_REGIONS
-from .handles import check_version, unpack
+from .handles import Handle, KeptActivation, Stayed, check_version, unpack
 
 NAME = "actoffload_hooks"
 SOURCE = native_build.PACKAGE / "autograd" / "hooks.cpp"
@@ -34,6 +36,9 @@ STATIC_REASONS = {
     "input": KeepReason.INPUT.value,
 }
 """Why a storage stays, by its note in a `StorageSet`."""
+
+FINALIZED: tuple[Any, ...] = (Handle, Stayed, KeptActivation, Slot, StorageRef)
+"""What dies as autograd frees a graph, between kernels: no interrupt may be lost in these finalizers."""
 
 
 class _Process:
@@ -105,6 +110,8 @@ def _load() -> Any:
         unpack=unpack,
         samples=_samples(),
     )
+    for owner in FINALIZED:
+        owner.__del__ = module.finalizer(owner.__del__)
     return module
 
 

@@ -55,6 +55,12 @@ class _Entry:
         self.tape: Tape[Record] = Tape()
         self.moved = MovedSince(offloader.store.shared.accounts)
 
+    def remove_hooks(self) -> None:
+        """Take the hooks from autograd's stack if they are on top of it: after an interrupt nobody knows."""
+        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        if top is not None and top[0] is self.hooks.pack_hook:
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+
 
 class Offloader:
     """Enter ``with offloader:`` around each forward, and call ``close()`` at the end.
@@ -160,7 +166,9 @@ class Offloader:
         if self.closed:
             raise OffloaderClosedError("this offloader was closed; make another one")
         if self.store.interrupted:
+            ended = self.store
             self._open_anew()
+            ended.speak()
         if (self.config.include or self.config.exclude) and not len(self._models):
             field = "include" if self.config.include else "exclude"
             raise ConfigError(field, getattr(self.config, field), "needs model= to know the modules' names")
@@ -169,14 +177,15 @@ class Offloader:
         try:
             self._begin_step()
             entry = _Entry(self)
-            entry.hooks.__enter__()
             stack.append(entry)
+            entry.hooks.__enter__()
         except Exception:
+            del stack[depth:]
             raise
         except BaseException:
             store.abort_interrupted()
             for left in stack[depth:]:
-                left.hooks.__exit__(None, None, None)
+                left.remove_hooks()
             del stack[depth:]
             raise
         return self
@@ -200,15 +209,17 @@ class Offloader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         entry: _Entry = self._forwards.stack.pop()
-        entry.hooks.__exit__(kind, error, trace)
-        if self.store.interrupted:
-            return
         try:
-            self._end_forward(entry, failed=kind is not None)
+            entry.hooks.__exit__(kind, error, trace)
+            if self.store.interrupted:
+                self.store.speak()
+            else:
+                self._end_forward(entry, failed=kind is not None)
         except Exception:
             raise
         except BaseException:
             self.store.abort_interrupted()
+            entry.remove_hooks()
             raise
 
     def _end_forward(self, entry: _Entry, *, failed: bool) -> None:

@@ -107,6 +107,8 @@ class Packer:
             raise
 
     def _pack(self, tensor: Tensor, counters: tuple[Counter, ...]) -> Any:
+        if self._store.interrupted:  # a context that was entered before the interrupt and is still open
+            return Kept(tensor.detach())
         if type(tensor) not in PLAIN_TYPES:
             return self._pack_subclass(tensor, counters)
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:

@@ -139,7 +139,7 @@ class ActivationStore:
             counters: of the wrapper subclasses around the tensor, outermost first.
         """
         shared, accounts = self.shared, self.shared.accounts
-        self._speak()
+        self.speak()
         address = storage.data_ptr()
         begin, end = span
         with shared.lock:
@@ -239,7 +239,7 @@ class ActivationStore:
                 self._make_room(tier)
             return self.profiler.kept(nbytes, reason)
 
-    def _speak(self) -> None:
+    def speak(self) -> None:
         """Say what is to be said, on a thread of the user's: warnings, or the interrupt that a finalizer swallowed."""
         if self.shared.reporter.unsaid:
             self.shared.reporter.warn()
@@ -264,7 +264,7 @@ class ActivationStore:
             OffloaderClosedError: the copy went with ``abort()``, or belongs to the parent of a forked process.
         """
         tier = self.tiers.by_device[record.kind]
-        self._speak()
+        self.speak()
         with self.shared.lock:
             self._reach(record, round_, tier)
             first, on_device, since_s = record.state, record.on_device, now()
@@ -284,7 +284,7 @@ class ActivationStore:
     @_aborts_when_interrupted
     def passed(self, record: Record, round_: int) -> int:
         """Note that backward takes a record that stays; return the handle's next round, as `obtain` does."""
-        self._speak()
+        self.speak()
         with self.shared.lock:
             self._reach(record, round_, self.tiers.by_device[record.kind])
             return self._pass(record, round_)
@@ -320,6 +320,8 @@ class ActivationStore:
             storage = tier.ready(record)
             if storage is not None:
                 return storage
+            if self.forked:  # the engine thread that was bringing it back is the parent's
+                raise OffloaderClosedError(f"a saved tensor of {record.nbytes} bytes was asked for in a forked process")
             self.shared.changed.wait()
             if record.error is not None:
                 error, record.error = record.error, None
@@ -441,10 +443,13 @@ class ActivationStore:
         """Abort from whatever an interrupt has left, on the thread that was interrupted; see the class."""
         self.interrupted = self.shared.interrupted = self.shared.stopped = True
         self.shared.lock.abandon()
-        self._dropped.clear()
-        self.identities = IdentityMap()
-        self.tiers.abandon()
-        self.abort()
+        try:
+            with self.shared.lock:
+                self._dropped.clear()
+                self.identities = IdentityMap()
+                self.tiers.abandon()
+        finally:
+            self.abort()
 
     def _shut(self, *, wait: bool) -> None:
         with self.shared.lock:

@@ -6,6 +6,7 @@ can take it away and see the simulated device show the corruption. No method blo
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -119,9 +120,10 @@ class CopyStreams:
         """Before memory is dropped after an interrupt: every compute stream waits for all copies."""
         for index, streams in () if self._inert else self._compute_streams.items():
             for role in ("out", "in"):
-                event = self.device.record(self.device.side_stream(index, role))
-                for stream in streams:
-                    self.device.wait(stream, event)
+                with contextlib.suppress(RuntimeError):  # a device that refuses must not keep the rest from ending
+                    event = self.device.record(self.device.side_stream(index, role))
+                    for stream in streams:
+                        self.device.wait(stream, event)
 
     def after_fork_in_child(self) -> None:
         """The device is the parent's: it is asked nothing any more, and orders nothing."""

@@ -17,7 +17,7 @@ from ..memory.host_pool import HostPool
 from ..policy import KeepReason
 from ..storage.spool import Spool
 from ..storage.transfers import Transfer
-from .copy_streams import CopyStreams, ReleaseWindow
+from .copy_streams import CopyStreams, Incoming, Outgoing, ReleaseWindow
 from .record import Record, State
 from .shared import Shared
 from .tier import PENDING_MARGIN, Tier
@@ -56,6 +56,8 @@ class DeviceTier(Tier):
         self._hosted: dict[Record, None] = {}
         self._arrived: deque[Record] = deque()
         """Records that were read from disk and wait for a thread that may begin their copy to the device."""
+        self._unordered: list[tuple[Outgoing | None, Incoming | None]] = []
+        """Copies of records that died while a graph was captured; their device memory is held until it was."""
         self._in_child = False
 
     # -- device → host ------------------------------------------------------------------------------------------------
@@ -111,6 +113,7 @@ class DeviceTier(Tier):
             self.window.advance(max(0, self.window.held_bytes - excess))
 
     def flush(self) -> None:
+        self._order_what_died_in_capture()
         self.window.advance(0)
 
     def expect_pending(self, nbytes: int | None) -> None:
@@ -186,6 +189,8 @@ class DeviceTier(Tier):
         if record.state is State.STAGING:
             self.window.take(record)
             self.forwarded(record)
+            # The host's copy is given up: nobody watches any more whether the owner resizes what it is made from.
+            record.slot = None
             record.to(State.RESIDENT)
         elif record.state is State.SPILLED and not self.recover(record):
             return self._read(record, urgent)
@@ -214,6 +219,8 @@ class DeviceTier(Tier):
             if self.shared.interrupted or record.transfer is not transfer:
                 return
             record.transfer = None
+            if record.state is State.RELEASED:  # its last handle died as the read ended
+                return
             if transfer.error is not None:
                 record.error = transfer.error
                 record.slot = None
@@ -226,6 +233,7 @@ class DeviceTier(Tier):
 
     def poll(self) -> None:
         """Begin the copies to the device of what was read from disk and is wanted."""
+        self._order_what_died_in_capture()
         while self._arrived and not self.shared.stopped:
             record = self._arrived[0]
             early = record.state is State.HOSTED and record.wanted
@@ -275,13 +283,23 @@ class DeviceTier(Tier):
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def order_reuse(self, record: Record) -> None:
-        if record.outgoing is not None:
+        outgoing, incoming = record.outgoing, record.incoming
+        record.outgoing = record.incoming = None
+        if outgoing is not None:
             self.window.take(record)
-            self.copies.release_source(record.outgoing)
-            record.outgoing = None
-        if record.incoming is not None:
-            self.copies.drop_unused(record.incoming)
-            record.incoming = None
+        if outgoing is not None or incoming is not None:
+            self._unordered.append((outgoing, incoming))
+            self._order_what_died_in_capture()
+
+    def _order_what_died_in_capture(self) -> None:
+        if not self._unordered or self.capturing():
+            return
+        for outgoing, incoming in self._unordered:
+            if outgoing is not None:
+                self.copies.release_source(outgoing)
+            if incoming is not None:
+                self.copies.drop_unused(incoming)
+        self._unordered.clear()
 
     def release(self, record: Record) -> None:
         self._hosted.pop(record, None)
@@ -290,6 +308,7 @@ class DeviceTier(Tier):
     def abandon(self) -> None:
         super().abandon()
         self.copies.order_all_reuse()
+        self._unordered.clear()
         self.window.forget()
         self._hosted.clear()
         self._arrived.clear()
