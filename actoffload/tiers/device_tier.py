@@ -314,6 +314,8 @@ class DeviceTier(Tier):
         self._arrived.clear()
 
     def count_waits(self) -> None:
+        if self.capturing():
+            return
         with self.shared.lock:
             waited = self.copies.waits.take()
             self.shared.accounts.pack_wait_s += waited[WaitFor.ROOM]

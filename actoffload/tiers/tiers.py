@@ -48,7 +48,7 @@ class Tiers:
 
     def counts(self) -> dict[str, int]:
         """Return what pools, copies and engines count themselves, by the names of `Statistics`."""
-        for pool in self.pools:
+        for pool in () if self.capturing else self.pools:
             pool.reclaim()
         spool = self.spool.statistics() if self.spool is not None else None
         copies = [tier.copies for tier in self._device_tiers]

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import warnings
 import weakref
 from pathlib import Path
@@ -16,8 +17,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from actoffload import OffloadConfig, Offloader
+from actoffload import OffloadConfig, Offloader, api, offload_activations
 from actoffload.errors import OffloaderClosedError
+from actoffload.tiers.record import Record, State
 from tests.harness import (
     WAIT_S,
     Chain,
@@ -26,8 +28,11 @@ from tests.harness import (
     assert_same_gradients,
     batch,
     gradients,
+    lock_of,
+    records_of,
     same_bits,
     spool_statistics,
+    tier_of,
     train_step,
 )
 
@@ -103,6 +108,68 @@ def test_a_child_forked_while_only_a_graph_holds_what_was_saved(tmp_path: Path) 
     assert _in_child(child) == 0
     loss.backward()
     assert same_bits(x.grad, x.detach().cos())
+
+
+def test_a_child_forked_while_a_tensor_is_on_its_way_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's thread, which the child does not have, has given the bytes to the record and not yet its state."""
+    torch.set_num_threads(1)
+    offloader = Offloader(OffloadConfig(target="nvme", path=tmp_path, min_bytes=0, policy="all", engine="posix"))
+    x = batch().requires_grad_()
+    with offloader:
+        loss = (x * 1.0).sin().sum()
+    offloader.synchronize()
+    arrived, forked, to = threading.Event(), threading.Event(), Record.to
+
+    def slowly(record: Record, state: State) -> None:
+        if state is State.RESIDENT and threading.current_thread() is not threading.main_thread():
+            arrived.set()
+            forked.wait(WAIT_S)
+        to(record, state)
+
+    monkeypatch.setattr(Record, "to", slowly)
+    (record,) = [record for record in records_of(offloader) if record.state is State.SPILLED]
+    with lock_of(offloader):
+        tier_of(offloader).fetch(record, urgent=False)
+    assert arrived.wait(WAIT_S)
+
+    def child() -> None:
+        signal.alarm(int(WAIT_S))  # ends it, should it hang
+        with pytest.raises(OffloaderClosedError, match="in a forked process"):
+            loss.backward()
+
+    try:
+        assert _in_child(child) == 0
+    finally:
+        forked.set()
+    loss.backward()
+    assert same_bits(x.grad, x.detach().cos())
+
+
+def test_a_child_forked_while_another_thread_makes_an_offloader(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inside, forked = threading.Event(), threading.Event()
+
+    def slowly(config: OffloadConfig) -> Offloader:
+        inside.set()
+        forked.wait(WAIT_S)
+        return Offloader(config)
+
+    def child() -> None:
+        signal.alarm(int(WAIT_S))  # ends it, should it hang
+        monkeypatch.undo()
+        with offload_activations(target="host") as offloader:
+            assert offloader.statistics().steps == 1
+
+    monkeypatch.setattr(api, "Offloader", slowly)
+    thread = threading.Thread(target=lambda: offload_activations(target="nvme", path=tmp_path))
+    thread.start()
+    try:
+        assert inside.wait(WAIT_S)
+        assert _in_child(child) == 0
+    finally:
+        forked.set()
+        thread.join()
 
 
 class _Rows(Dataset[torch.Tensor]):

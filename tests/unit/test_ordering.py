@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,19 @@ from actoffload.memory.host_pool import HostPool
 from actoffload.testing.fakedevice import Adversary, FakeDevice, FakeStream
 from actoffload.tiers.copy_streams import CopyStreams, Outgoing
 from actoffload.tiers.device_tier import DeviceTier
-from tests.harness import forget_failed_backward, gradients, pool_bytes, pools_of, same_bits, simulated
+from actoffload.tiers.record import State
+from tests.harness import (
+    forget_failed_backward,
+    gradients,
+    lock_of,
+    pool_bytes,
+    pools_of,
+    records_of,
+    same_bits,
+    simulated,
+    tier_of,
+    wait_until,
+)
 
 ADVERSARIES: tuple[Adversary, ...] = ("lazy", "eager", "random")
 SIZE = 64
@@ -434,3 +447,95 @@ def test_tensors_stay_during_graph_capture(tmp_path: Path) -> None:
     offloader.close()
     assert statistics.host_written_bytes == 0
     assert statistics.kept_bytes["graph capture"] > 0
+
+
+def test_a_graph_that_dies_during_capture_asks_the_device_nothing_until_it_is_over() -> None:
+    """Rule 7: an event that is queried or awaited would end the user's capture."""
+
+    class Watched(FakeDevice):
+        asked: list[str]
+
+        def done(self, event: Any) -> bool:
+            self.asked.append("done")
+            return super().done(event)
+
+        def wait(self, stream: Any, event: Any) -> None:
+            self.asked.append("wait")
+            super().wait(stream, event)
+
+    device = Watched("lazy")
+    device.asked = []
+    with device, simulated(device, policy="all") as offloader:
+        with offloader:
+            loss = _loss(_model()[0], torch.randn(SIZE, SIZE))
+        device.capturing = True
+        device.asked.clear()
+        del loss
+        gc.collect()
+        assert offloader.statistics().live_records == 0
+        assert device.asked == []
+        device.capturing = False
+        with offloader:
+            torch.randn(SIZE, SIZE, requires_grad=True).exp()
+        assert "wait" in device.asked
+        device.finish()
+    assert device.violations == []
+
+
+class _ReadsTwice(torch.autograd.Function):
+    """Its backward unpacks what it saved twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        (first,) = ctx.saved_tensors
+        scale = first.amax()
+        (second,) = ctx.saved_tensors
+        return grads[0] * second / scale
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["read twice", "second backward"])
+def test_what_its_owner_fills_again_while_its_copy_out_is_queued_is_the_owners(again: bool) -> None:
+    """The copy out runs late: it has the bytes of whoever had the memory in between."""
+    device = FakeDevice("lazy")
+    weight = torch.ones(SIZE, SIZE, requires_grad=True)
+    with device, simulated(device, policy="all") as offloader:
+        with offloader:
+            hidden = weight * 3.0
+            loss = _ReadsTwice.apply(hidden)
+        storage, nbytes = hidden.untyped_storage(), hidden.nbytes
+        storage.resize_(0)
+        others = [torch.full((SIZE, SIZE), 7.0) for _ in range(3)]
+        storage.resize_(nbytes)
+        storage.copy_(torch.full((SIZE, SIZE), 3.0).untyped_storage())
+        if again:
+            loss.backward(retain_graph=True)
+            weight.grad = None
+        del hidden, storage
+        device.finish()
+        loss.backward()
+    assert same_bits(weight.grad, torch.full((SIZE, SIZE), 3.0)), len(others)
+    assert device.violations == []
+
+
+def test_a_read_that_ends_as_its_last_handle_dies_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raised: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    device = FakeDevice("eager")
+    options = {"target": "nvme", "path": tmp_path, "engine": "posix", "policy": "all"}
+    with device, simulated(device, **options) as offloader:
+        with offloader:
+            loss = (torch.randn(256, 1024, requires_grad=True) * 1).sin().sum()
+        offloader.synchronize()
+        (record,) = [record for record in records_of(offloader) if record.state is State.SPILLED]
+        with lock_of(offloader):
+            tier_of(offloader).fetch(record, urgent=False)
+            wait_until(lambda: record.transfer.done)
+            del loss
+            assert offloader.statistics().live_records == 0
+        offloader.close()  # joins the engine's threads
+    assert raised == []
