@@ -495,7 +495,8 @@ class _ReadsTwice(torch.autograd.Function):
         (first,) = ctx.saved_tensors
         scale = first.amax()
         (second,) = ctx.saved_tensors
-        return grads[0] * second / scale
+        gradient: Tensor = grads[0] * second / scale
+        return gradient
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["read twice", "second backward"])
@@ -515,8 +516,8 @@ def test_what_its_owner_fills_again_while_its_copy_out_is_queued_is_the_owners(a
         if again:
             loss.backward(retain_graph=True)
             weight.grad = None
+            device.finish()
         del hidden, storage
-        device.finish()
         loss.backward()
     assert same_bits(weight.grad, torch.full((SIZE, SIZE), 3.0)), len(others)
     assert device.violations == []
