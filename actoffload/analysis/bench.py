@@ -12,6 +12,7 @@ import errno
 import mmap
 import os
 import queue
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -196,13 +197,14 @@ class Rig:
     Raises:
         ConfigError: an argument cannot work.
         EngineUnavailableError: the engine cannot run here.
-        StorageError: the spool cannot be made, or does not give back what was written.
+        StorageError: the spool cannot be made, has too little room, or does not give back what was written.
     """
 
     def __init__(
         self, paths: Sequence[str], engine: str, depth: int | None, largest_block_bytes: int, region_bytes: int
     ) -> None:
         _check_block(largest_block_bytes, region_bytes // len(paths))
+        _check_room(paths, region_bytes // len(paths))
         self._region_bytes = region_bytes
         self._slots: list[_Slot] = []
         self._memory: mmap.mmap | None = None
@@ -372,6 +374,14 @@ class _Slot:
         if (turn + self.parity) % 2:  # what is read was written a while ago
             return self.extents[(turn // 2 + length // 2) % length], False
         return self.extents[turn // 2 % length], True
+
+
+def _check_room(paths: Sequence[str], nbytes: int) -> None:
+    """Refuse a region that the disk cannot hold: trying to reserve it would fill the disk for a moment."""
+    for path in paths:
+        free = shutil.disk_usage(path).free if os.path.isdir(path) else nbytes  # the spool refuses what is no directory
+        if free < nbytes:
+            raise SpoolFullError(errno.ENOSPC, f"{path} has {format_size(free)} free of {format_size(nbytes)} needed")
 
 
 def _check_block(block: int, region: int) -> None:

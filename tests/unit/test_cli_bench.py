@@ -199,12 +199,15 @@ def test_bad_options_end_with_2_and_say_why(arguments: list[str], message: str, 
     assert message in result.output
 
 
-def test_too_little_room_is_refused(tmp_path: Path) -> None:
+def test_too_little_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved: list[int] = []
+    monkeypatch.setattr(os, "posix_fallocate", lambda fd, offset, nbytes: reserved.append(nbytes))
     result = runner.invoke(app, ["bench", "--path", str(tmp_path), *TINY, "--region", "100000TiB"], env=WIDE)
     assert result.exit_code == 1
     assert "too little room for 100000.0 TiB" in result.output
     assert str(tmp_path) in result.output
     assert open_files(tmp_path) == []
+    assert reserved == []  # nor was the disk filled for a moment, which others on it would have seen
 
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
