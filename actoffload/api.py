@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -14,12 +13,13 @@ from dataclasses import fields
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
 from .autograd.offloader import Offloader
 from .config import make_config
 from .errors import ConfigError
-from .runtime.untraced import Hooking, untraced, untraced_frame
+from .runtime.untraced import Hooking, skipped, untraced, untraced_frame
 
 _offloaders: dict[Any, Offloader] = {}
 _lock = threading.Lock()
@@ -113,98 +113,100 @@ class Attachment(Hooking):
     def __init__(self, module: nn.Module, offloader: Offloader) -> None:
         self.module = module
         self.offloader = offloader
-        self._handles = [
-            module.register_forward_pre_hook(self._enter, prepend=True),
-            module.register_forward_hook(self._exit, always_call=True),
-        ]
-        self._depth = threading.local()
-        self._step: _Step | None = None
+        self._entered = threading.local()
         inner = getattr(module, "_orig_mod", module)  # of what torch.compile made
+        self._methods = [_Method(self, module, "forward")]
         if callable(getattr(inner, STEP, None)):
-            self._step = _Step(self, inner, inner.__dict__.get(STEP))
-            setattr(inner, STEP, self._step)
+            self._methods.append(_Method(self, inner, STEP))
 
     def detach(self) -> None:
-        """Leave the module as it was. What was saved so far stays usable. Idempotent."""
-        if not self._handles:
-            return
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
-        self.offloader.forget(self.module)
-        if self._step is not None:
-            self._step.remove()
-            self._step = None
+        """Leave the module as it was, from its next call on. What was saved so far stays usable. Idempotent."""
+        for method in self._methods:
+            method.remove()
+        if self._methods:
+            self.offloader.forget(self.module)
+        self._methods = []
 
     @untraced
-    def _enter(self, module: nn.Module, args: object) -> None:
-        self._depth.value = getattr(self._depth, "value", 0) + 1
-        if self._depth.value == 1:
-            self._depth.outer = sys.exc_info()[1]  # of an `except` block that the forward runs in: not its own
-            try:
-                self.offloader.use(self.module)  # another attachment to it may have been taken away
-                self.offloader.__enter__()
-            except BaseException:
-                self._depth.value = 0
-                raise
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.offloader.use(self.module)  # another attachment to it may have been taken away
+        self.offloader.note_inputs(args, kwargs)
 
-    @untraced
-    def _exit(self, module: nn.Module, args: object, output: object) -> None:
-        depth = getattr(self._depth, "value", 0)
-        if depth == 0:
-            return  # the forward failed before it was entered
-        self._depth.value = depth - 1
-        if depth == 1:
-            kind, error, trace = sys.exc_info()  # an exception of the forward, if it failed
-            failed = error is not None and error is not self._depth.outer
-            self._depth.outer = None
-            self.offloader.__exit__(*((kind, error, trace) if failed else (None, None, None)))
+    @untraced_frame
+    def run(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of the module inside the context, which it leaves however it ends."""
+        if getattr(self._entered, "value", False):  # the module calls itself, or its training step calls it
+            return method(*args, **kwargs)
+        self._entered.value = True
+        try:
+            self._prepare(args, kwargs)
+            with self.offloader:
+                return method(*args, **kwargs)
+        finally:
+            self._entered.value = False
 
 
 STEP = "training_step"
+_OF_FUNCTIONS = ("__closure__", "__code__", "__defaults__", "__globals__", "__kwdefaults__", "__name__", "__qualname__")
+"""What torch.export reads of a module's forward: as of the method itself."""
 
 
-class _Step:
-    """Stands for the ``training_step`` of a module and runs it inside an attachment."""
+class _Method:
+    """Stands for a method of a module and runs it inside an attachment.
 
-    def __init__(self, attachment: Attachment, module: nn.Module, own: Callable[..., Any] | None) -> None:
+    Not hooks: PyTorch runs a module's hooks after an `Exception` alone, and Ctrl-C in a forward is none.
+    """
+
+    def __init__(self, attachment: Attachment, module: nn.Module, name: str) -> None:
         self._attachment: Attachment | None = attachment
         self._module = module
-        self._own = own
+        self._name = name
+        self._own: Callable[..., Any] | None = module.__dict__.get(name)
         """What the module had under this name beside its class's method: another attachment's, or a compiled one."""
+        setattr(module, name, self)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        method: Callable[..., Any] = self._own or getattr(type(self._module), STEP).__get__(self._module)
+        method: Callable[..., Any] = self._own or getattr(type(self._module), self._name).__get__(self._module)
         return method
 
-    @untraced_frame
+    def __getattr__(self, name: str) -> Any:
+        if name == "__globals__" and not torch.compiler.is_exporting():  # then torch.jit.script reads it
+            raise ConfigError("module", type(self._module).__name__, "detach() it before torch.jit.script compiles it")
+        if name in _OF_FUNCTIONS:
+            return getattr(self.__wrapped__, name)
+        raise AttributeError(name)
+
+    @skipped
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is self._module:  # Accelerate binds what it unwraps to the module once more
+            args = args[1:]
         attachment = self._attachment
-        if attachment is None:
+        if attachment is None or torch.compiler.is_exporting():
             return self.__wrapped__(*args, **kwargs)
-        attachment._enter(self._module, args)
-        try:
-            attachment.offloader.note_inputs(args, kwargs)
-            return self.__wrapped__(*args, **kwargs)
-        finally:
-            attachment._exit(self._module, args, None)
+        return attachment.run(self.__wrapped__, args, kwargs)
 
     def remove(self) -> None:
         """Step aside; where another one was put on top, from now on only hand the call on."""
         self._attachment = None
-        if self._module.__dict__.get(STEP) is self:
-            delattr(self._module, STEP)
+        if self._module.__dict__.get(self._name) is self:
+            delattr(self._module, self._name)
             if self._own is not None:
-                setattr(self._module, STEP, self._own)
+                setattr(self._module, self._name, self._own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        module = memo.get(id(self._module), self._module)
-        own = copy.deepcopy(self._own, memo)
-        return self.__wrapped__ if self._attachment is None else _Step(self._attachment, module, own)
+        copied = copy.copy(self)
+        copied._module = memo.get(id(self._module), self._module)
+        copied._own = copy.deepcopy(self._own, memo)
+        return copied.__wrapped__ if self._attachment is None else copied
+
+    def __copy__(self) -> _Method:
+        copied = object.__new__(_Method)
+        copied.__dict__.update(self.__dict__)
+        return copied
 
     def __reduce__(self) -> Any:
-        return functools.partial, (getattr(type(self._module), STEP), self._module)
+        return functools.partial, (getattr(type(self._module), self._name), self._module)
 
 
 def attach(module: nn.Module, **options: Any) -> Attachment:

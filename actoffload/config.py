@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -27,6 +28,10 @@ PATH_VARIABLE = "ACTOFFLOAD_PATH"
 def default_path() -> str:
     """Where the spool goes when no path is given: ``$ACTOFFLOAD_PATH``, else the system's temporary directory."""
     return os.environ.get(PATH_VARIABLE) or tempfile.gettempdir()
+
+
+MOST_THREADS = 256
+"""No disk is faster with more threads than this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +92,8 @@ class OffloadConfig:
     """How far ahead of backward to read, in bytes. Default: chosen from what backward is seen to need, at most a
     quarter of what the forward saved, or twice its largest tensor, unless a plan says how far."""
     pending_bytes: Size | None = None
-    """Most bytes on their way out at once; beyond it tensors are kept (or, with ``device_budget``, waited for).
+    """Most bytes on their way out at once; beyond it tensors are kept (or, with ``device_budget``, waited for). One
+    tensor that is larger goes while at most half of it is on its way.
     Default: 256 MiB on CPU; on an accelerator twice the largest tensor, at least 64 MiB."""
     keep_last_bytes: Size | None = None
     """From the second step on, the last so many bytes saved in a forward stay, as their backward follows at once.
@@ -109,6 +115,7 @@ class OffloadConfig:
             _check_choice("engine", self.engine, get_args(EngineName))
         elif not callable(self.engine):
             raise ConfigError("engine", self.engine, "give the name of an engine or a factory that takes a SpoolFile")
+        _check_takes_one("engine", self.engine, "a SpoolFile")
         for name in _SIZES:
             value = getattr(self, name)
             if value is not None:
@@ -119,8 +126,9 @@ class OffloadConfig:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "give True or False")
-        if self.io_threads is not None and (not isinstance(self.io_threads, int) or self.io_threads < 1):
-            raise ConfigError("io_threads", self.io_threads, "give a number of threads, 1 or more")
+        threads = self.io_threads
+        if threads is not None and not (isinstance(threads, int) and 1 <= threads <= MOST_THREADS):
+            raise ConfigError("io_threads", threads, f"give a number of threads, 1 or more and at most {MOST_THREADS}")
         slowdown = self.max_slowdown
         if slowdown is not None and not (isinstance(slowdown, (int, float)) and 0 <= slowdown < float("inf")):
             raise ConfigError("max_slowdown", slowdown, "give a share of the step's time, for example 0.02")
@@ -133,8 +141,11 @@ class OffloadConfig:
             raise ConfigError("policy", self.policy, remedy)
         if not callable(self.announce):
             _check_choice("announce", self.announce, ("none", "first", "all"))
+        _check_takes_one("announce", self.announce, "the line")
         if not (self.trace is None or callable(self.trace) or isinstance(self.trace, (str, os.PathLike))):
             raise ConfigError("trace", self.trace, "give a file or a callable that takes a TraceEvent")
+        _check_takes_one("trace", self.trace, "a TraceEvent")
+        _check_file("trace", self.trace)
         for name in ("device_budget", "nvme_budget", "pending_bytes", "prefetch_bytes", "drive_tbw"):
             if getattr(self, name) == 0:
                 raise ConfigError(name, 0, "must be above 0; leave it out for the default")
@@ -189,6 +200,32 @@ def _check_choice(field: str, value: object, choices: Sequence[str]) -> None:
         raise ConfigError(field, value, f"choose one of {', '.join(map(repr, choices))}")
 
 
+def _check_takes_one(field: str, value: object, argument: str) -> None:
+    """Raise if a callable cannot be called with one argument. One that does not tell is let through."""
+    try:
+        signature = inspect.signature(value) if callable(value) else None
+    except (TypeError, ValueError):  # some builtins do not tell
+        return
+    try:
+        if signature is not None:
+            signature.bind(argument)
+    except TypeError:
+        raise ConfigError(field, value, f"a callable is called with one argument, {argument}") from None
+
+
+def _check_file(field: str, value: object) -> None:
+    """Raise if a path is one where no file can be written."""
+    if value is None or callable(value):
+        return
+    path = os.fspath(value)  # type: ignore[call-overload]
+    if not isinstance(path, str) or not path or "\0" in path:
+        raise ConfigError(field, value, "give the path of a file as text")
+    if os.path.isdir(path):
+        raise ConfigError(field, value, "is a directory: give the path of a file in it")
+    if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        raise ConfigError(field, value, "its directory does not exist: create it first")
+
+
 def _texts(field: str, value: object) -> tuple[str, ...] | None:
     if value is None:
         return None
@@ -206,7 +243,7 @@ def _paths(value: object) -> tuple[str, ...] | None:
         raise ConfigError("path", value, "give a directory or a sequence of directories")
     texts = []
     for item in items:
-        if not isinstance(item, (str, os.PathLike)) or not os.fspath(item):
+        if not isinstance(item, (str, os.PathLike)) or not os.fspath(item) or "\0" in str(item):
             raise ConfigError("path", value, "give a directory or a sequence of directories")
         texts.append(os.path.abspath(os.path.expanduser(os.fspath(item))))
     if len(set(texts)) != len(texts):

@@ -28,6 +28,7 @@ class KeepReason(Enum):
     IN_BACKWARD = "saved during backward"
     SUBCLASS = "unknown tensor subclass"
     LAYOUT = "not strided"
+    FILLED_LATER = "filled after it was saved"
     DEVICE = "other device"
     RESIZED = "resized"
     CAPTURE = "graph capture"

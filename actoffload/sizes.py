@@ -37,6 +37,8 @@ def parse_size(field: str, value: Size) -> int:
         nbytes = int(float(match[1]) * _UNITS[match[2].lower()])
     if nbytes < 0:
         raise ConfigError(field, value, "a size cannot be negative")
+    if nbytes >= 1 << 63:
+        raise ConfigError(field, value, "larger than any memory or disk: give less than 8 EiB")
     return nbytes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable
 from functools import wraps
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import ConfigError
+from ..errors import ConfigError, StateError
 from ..policy import KeepReason
 from ..runtime.identity import ModuleOwners, StorageSet, is_parameter, live_modules
 from ..runtime.untraced import untraced
@@ -22,6 +23,26 @@ RELEARN_EVERY = 100
 """Without ``model=``, the live modules are looked through at the first entries and then every so many."""
 
 _REASONS = {"parameter": KeepReason.PARAMETER, "buffer": KeepReason.BUFFER, "input": KeepReason.INPUT}
+
+
+FILLED_LATER = frozenset({"rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noise_"})
+"""Operators that save a tensor and fill it afterwards, without a bump of its version: what is copied at once is wrong.
+
+Found by a search of PyTorch's operator tests (tests/parity/test_opinfo.py looks for more).
+"""
+
+
+def is_filled_later(tensor: Tensor) -> bool:
+    """Whether a tensor that is about to be saved may be filled only later; see `FILLED_LATER`.
+
+    Autograd does not say which operator saves, so the name is looked for in the code that called into PyTorch.
+    """
+    if tensor.requires_grad or tensor._version:
+        return False
+    frame = sys._getframe(1)
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("actoffload."):
+        frame = frame.f_back  # type: ignore[assignment]  # the thread's first frame has none
+    return frame is not None and not FILLED_LATER.isdisjoint(frame.f_code.co_names)
 
 
 class _Regions(threading.local):
@@ -93,6 +114,8 @@ class no_offload:
 
     @untraced
     def __exit__(self, *exc: object) -> None:
+        if not REGIONS.depth:
+            raise StateError("no_offload() was left in a thread that did not enter it: use one in each thread")
         REGIONS.depth -= 1
         OPEN_REGIONS.pop()
 

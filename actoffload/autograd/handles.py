@@ -7,6 +7,7 @@ and an alias of it where it stays.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -77,11 +78,62 @@ def check_version(now: int, then: int, dtype: torch.dtype, shape: tuple[int, ...
     )
 
 
+class _HandedOut(threading.local):
+    """The tensors that a custom Function in this thread was handed last, and the backward that it ran in."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.task = -1
+
+    def let_go(self) -> None:
+        """Let go of those that nothing in C++ holds: they were not returned as a gradient."""
+        if self.tensors:
+            self.tensors[:] = [tensor for tensor in self.tensors if tensor._use_count() > 1]  # type: ignore[attr-defined]
+
+    def hold(self, tensor: Tensor) -> None:
+        """Hold one until the next unpack, or until backward ends."""
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            return
+        if task != self.task:
+            self.task, self.tensors = task, []
+            torch.autograd.Variable._execution_engine.queue_callback(self.tensors.clear)
+        self.tensors.append(tensor)
+
+
+_handed_out = _HandedOut()
+
+
+def hold_for_function(tensor: Tensor) -> Tensor:
+    """Hold what a custom Function is handed, and return it.
+
+    The Function may return it as the gradient of a leaf. Autograd makes a gradient that nobody else holds the leaf's
+    own, without a copy, but this one shares its memory with what was saved.
+    """
+    _handed_out.hold(tensor)
+    return tensor
+
+
+def _asked_by_pytorch() -> bool:
+    """Whether PyTorch's engine or one of its own Functions unpacks: they return no saved tensor as it is."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__") or ""
+        if name not in _OUR_FRAMES:
+            return str(name).startswith("torch.")
+        frame = frame.f_back  # type: ignore[assignment]  # the thread's first frame has none
+    return True
+
+
+_OUR_FRAMES = (__name__, untraced_hook.__module__)
+
+
 @untraced_hook
 def unpack(handle: Any) -> Tensor:
     """Return the tensor that a handle stands for: the unpack hook."""
+    _handed_out.let_go()
     tensor: Tensor = handle.unpack()
-    return tensor
+    return tensor if _asked_by_pytorch() else hold_for_function(tensor)
 
 
 class Handle:
@@ -227,7 +279,12 @@ class Wrapped:
 
     def __init__(self, tensor: Tensor, counter: Counter, pack: Callable[[Tensor], Any]) -> None:
         self.counter = counter
-        self.inner = {name: pack(getattr(tensor, name)) for name in inner_names(tensor)}
+        self.inner: dict[str, Any] = {}
+        for name in inner_names(tensor):
+            inner = getattr(tensor, name)
+            # PyTorch knows the ragged size of a nested tensor by its tensor of offsets: it has to be the same object.
+            ragged = tensor.is_nested and name != "_values"
+            self.inner[name] = Kept(inner, itself=True) if ragged else pack(inner)
 
     @staticmethod
     def hollow(tensor: Tensor) -> Counter | None:

@@ -20,10 +20,11 @@ struct Known {
   PyObject* small;               // why a small tensor stays
   PyObject* changed;             // (alias, version) -> raises the error of a tensor that was changed in place
   PyObject* unpack;              // the unpack hook in Python
+  PyObject* hold;                // tensor -> the tensor, held while a custom Function has it
 } known;
 
 TensorPlace tensor_place;
-PyObject *text_append, *text_parameter, *text_cpu;
+PyObject *text_append, *text_parameter, *text_cpu, *text_name, *text_torch;
 
 // The tensor in a Python object, if it is plain; else null.
 const at::TensorBase* plain_tensor(PyObject* object) {
@@ -79,14 +80,36 @@ void kept_dealloc(PyObject* self) {
   PyObject_Free(self);
 }
 
+// As `_asked_by_pytorch` of handles.py: 1 or 0; -1 with an error.
+Py_ssize_t asked_by_pytorch() {
+  PyFrameObject* const frame = PyEval_GetFrame();
+  if (frame == nullptr) {
+    return 1;
+  }
+  const Ref globals(PyFrame_GetGlobals(frame));
+  PyObject* const name = globals ? PyDict_GetItemWithError(globals.get(), text_name) : nullptr;
+  if (name == nullptr || !PyUnicode_Check(name)) {
+    return PyErr_Occurred() != nullptr ? -1 : 0;
+  }
+  return PyUnicode_Tailmatch(name, text_torch, 0, PY_SSIZE_T_MAX, -1);
+}
+
 PyObject* kept_unpack(PyObject* self, PyObject*) {
   const Kept* const kept = as_kept(self);
   if (version_of(kept->alias) != kept->version) {
     const Ref alias = wrap(kept->alias);
     return alias ? PyObject_CallFunction(known.changed, "OL", alias.get(), kept->version) : nullptr;
   }
+  if (kept->itself) {
+    return wrap(kept->alias).release();
+  }
   // Not the alias: whoever is given it may swap its `.data`, and ask again.
-  return (kept->itself ? wrap(kept->alias) : new_alias(kept->alias)).release();
+  Ref alias = new_alias(kept->alias);
+  const Py_ssize_t plain = alias ? asked_by_pytorch() : -1;
+  if (plain != 0) {
+    return plain < 0 ? nullptr : alias.release();
+  }
+  return PyObject_CallOneArg(known.hold, alias.get());
 }
 
 PyMethodDef kept_methods[] = {
@@ -356,17 +379,19 @@ bool find_place(PyObject* samples, PyTypeObject* base, TensorPlace* place) {
 
 PyObject* setup(PyObject*, PyObject* arguments, PyObject* names) {
   static const char* const kNames[] = {"tensor",  "parameter", "regions", "reasons", "small",
-                                       "changed", "unpack",    "samples", nullptr};
+                                       "changed", "unpack",    "hold",    "samples", nullptr};
   Known told;
   PyObject* samples;
   TensorPlace place;
-  if (!PyArg_ParseTupleAndKeywords(arguments, names, "O!O!O!O!UOOO!:setup", const_cast<char**>(kNames), &PyType_Type,
+  if (!PyArg_ParseTupleAndKeywords(arguments, names, "O!O!O!O!UOOOO!:setup", const_cast<char**>(kNames), &PyType_Type,
                                    &told.tensor, &PyType_Type, &told.parameter, &PyList_Type, &told.regions, &PyDict_Type,
-                                   &told.reasons, &told.small, &told.changed, &told.unpack, &PyTuple_Type, &samples) ||
+                                   &told.reasons, &told.small, &told.changed, &told.unpack, &told.hold, &PyTuple_Type,
+                                   &samples) ||
       !find_place(samples, reinterpret_cast<PyTypeObject*>(told.tensor), &place)) {
     return nullptr;
   }
-  for (PyObject* const one : {told.tensor, told.parameter, told.regions, told.reasons, told.small, told.changed, told.unpack}) {
+  for (PyObject* const one : {told.tensor, told.parameter, told.regions, told.reasons, told.small, told.changed, told.unpack,
+                              told.hold}) {
     Py_INCREF(one);  // for as long as the process lives
   }
   known = told;
@@ -408,9 +433,11 @@ PyMODINIT_FUNC PyInit_actoffload_hooks() {
   text_append = PyUnicode_InternFromString("append");
   text_parameter = PyUnicode_InternFromString("parameter");
   text_cpu = PyUnicode_InternFromString("cpu");
+  text_name = PyUnicode_InternFromString("__name__");
+  text_torch = PyUnicode_InternFromString("torch.");
   describe_types();
   Ref made(PyModule_Create(&module));
-  if (!text_append || !text_parameter || !text_cpu || !made || !ready(&kept_type) || !ready(&unpack_type) ||
+  if (!text_append || !text_parameter || !text_cpu || !text_name || !text_torch || !made || !ready(&kept_type) || !ready(&unpack_type) ||
       !ready(&pack_type) || PyModule_AddType(made.get(), &kept_type) < 0 || PyModule_AddType(made.get(), &pack_type) < 0) {
     return nullptr;
   }

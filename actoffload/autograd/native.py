@@ -23,7 +23,7 @@ from ..memory.native_build import SWITCH, Refused, told
 from ..policy import KeepReason
 from ..tiers.storage_ref import StorageRef
 from .exclusions import OPEN_REGIONS
-from .handles import Handle, KeptActivation, Stayed, check_version, unpack
+from .handles import Handle, KeptActivation, Stayed, check_version, hold_for_function, unpack
 
 NAME = "actoffload_hooks"
 SOURCE = native_build.PACKAGE / "autograd" / "hooks.cpp"
@@ -108,6 +108,7 @@ def _load() -> Any:
         small=KeepReason.SMALL.value,
         changed=_changed,
         unpack=unpack,
+        hold=hold_for_function,
         samples=_samples(),
     )
     for owner in FINALIZED:

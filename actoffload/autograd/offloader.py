@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import graph
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..autotune.autopilot import Autopilot, agree
 from ..autotune.blocks import BlockWatch
 from ..autotune.recompute import RecomputeMeter
 from ..config import OffloadConfig
-from ..errors import ConfigError, OffloaderClosedError
+from ..errors import ConfigError, OffloaderClosedError, StateError
 from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..runtime.pipeline import Direction, Hint, check_phase
@@ -41,6 +42,12 @@ _stores: weakref.WeakSet[ActivationStore] = weakref.WeakSet()
 """Handles keep a store alive, also when its offloader is gone."""
 
 
+MUTATION_ADVICE = (
+    "nothing moves inside torch.autograd.graph.allow_mutation_on_saved_tensors(), which has to see every tensor that "
+    "is saved; leave it out, or use no actoffload context in it"
+)
+
+
 class _Entry:
     """One entry of a context in one thread.
 
@@ -51,7 +58,11 @@ class _Entry:
     """
 
     def __init__(self, offloader: Offloader) -> None:
-        self.hooks = saved_tensors_hooks(*offloader.packer.hooks())
+        pair = offloader.packer.hooks()
+        if getattr(graph, "_allow_mutation_on_saved_tensors_enabled", False):
+            pair = torch._C._autograd._top_saved_tensors_default_hooks(True) or pair
+            offloader.store.shared.reporter.advise("mutation", MUTATION_ADVICE)
+        self.hooks = saved_tensors_hooks(*pair)
         self.tape: Tape[Record] = Tape()
         self.moved = MovedSince(offloader.store.shared.accounts)
 
@@ -333,20 +344,41 @@ class Offloader:
         return self.store.forked
 
     def synchronize(self) -> None:
-        """Wait until nothing is on its way out: every copy and write that was begun has ended."""
+        """Wait until nothing is on its way out: every copy and write that was begun has ended.
+
+        Raises:
+            StateError: a policy, an engine or a trace callable calls it, which the offloader itself waits for.
+        """
+        self._check_caller("synchronize")
         self.store.synchronize()
+
+    def _check_caller(self, method: str) -> None:
+        if self.store.shared.lock.owned():
+            raise StateError(
+                f"{method}() was called by a policy, an engine or a trace callable, under the offloader's lock: "
+                "call it outside of them"
+            )
 
     def close(self) -> None:
         """Take no more work and wait for what is under way. Idempotent.
 
         What is still alive stays usable: backward can still read it, and the disk space goes when its last handle dies.
+
+        Raises:
+            StateError: as `synchronize`.
         """
+        self._check_caller("close")
         self._remove_hooks()
         self._ended = True
         self.store.close()
 
     def abort(self) -> None:
-        """Stop at once: cancel what is queued and give everything back; what is not in memory is lost. Idempotent."""
+        """Stop at once: cancel what is queued and give everything back; what is not in memory is lost. Idempotent.
+
+        Raises:
+            StateError: as `synchronize`.
+        """
+        self._check_caller("abort")
         self._ended = True
         self.store.abort()
 

@@ -18,10 +18,11 @@ from ..runtime.untraced import untraced_hook
 from ..tiers.accounts import MANY_DEFERRED
 from ..tiers.record import Record
 from . import native
-from .exclusions import MARKED, Exclusions
+from .exclusions import MARKED, Exclusions, is_filled_later
 from .handles import Handle, Kept, KeptActivation, Stayed, Wrapped, unpack
 from .module_names import ModuleScopes
 
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
 _STATIC = (KeepReason.PARAMETER, KeepReason.BUFFER, KeepReason.INPUT)
 
 
@@ -107,7 +108,8 @@ class Packer:
             raise
 
     def _pack(self, tensor: Tensor, counters: tuple[Counter, ...]) -> Any:
-        if self._store.interrupted:  # a context that was entered before the interrupt and is still open
+        # A context that was entered before an interrupt and is still open; or `make_fx` traces: there are no bytes.
+        if self._store.interrupted or torch._C._get_dispatch_mode(_PROXY) is not None:
             return Kept(tensor.detach())
         if type(tensor) not in PLAIN_TYPES:
             return self._pack_subclass(tensor, counters)
@@ -125,6 +127,8 @@ class Packer:
         else:
             begin, end = byte_span(tensor, storage_bytes) if nbytes else (0, 0)
         reason = self._why_unfit("cpu" if tensor.is_cpu else tensor.device.type, end - begin)
+        if reason is None and is_filled_later(tensor):
+            reason = KeepReason.FILLED_LATER
         if reason is not None:
             return self._keep(tensor, reason, end - begin)
         return self._save(tensor, storage, (begin, end), counters)

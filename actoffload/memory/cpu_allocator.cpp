@@ -72,8 +72,73 @@ class Arena {
   }
 
   void release(void* pointer) {
-    auto address = reinterpret_cast<std::uintptr_t>(pointer);
+    const auto address = reinterpret_cast<std::uintptr_t>(pointer);
     const std::lock_guard<std::mutex> guard(lock_);
+    const auto held = held_.find(address);
+    if (held != held_.end()) {
+      held->second.freed = true;  // `let_go` releases it
+      return;
+    }
+    release_block(address);
+  }
+
+  // Keeps a block as it is, though it is freed, until `let_go` was called as often; false where there is no such block.
+  bool hold(std::uintptr_t address) {
+    const std::lock_guard<std::mutex> guard(lock_);
+    if (live_.find(address) == live_.end()) {
+      return false;
+    }
+    ++held_[address].times;
+    return true;
+  }
+
+  void let_go(std::uintptr_t address) {
+    const std::lock_guard<std::mutex> guard(lock_);
+    const auto held = held_.find(address);
+    if (held == held_.end() || --held->second.times > 0) {
+      return;
+    }
+    const bool freed = held->second.freed;
+    held_.erase(held);
+    if (freed) {
+      release_block(address);
+    }
+  }
+
+  // Whether what is freed from now on is kept for the tensors to come.
+  void keep(bool keep) {
+    const std::lock_guard<std::mutex> guard(lock_);
+    keep_ = keep;
+  }
+
+  // Gives back what was free during the last `epochs` epochs, and begins a new one.
+  void next_epoch(std::uint32_t epochs) {
+    const std::lock_guard<std::mutex> guard(lock_);
+    for (const auto& [address, size] : free_) {
+      give_back(address, address + size, epochs);
+    }
+    give_back(top_, touched_, epochs);
+    ++epoch_;
+  }
+
+  void facts(std::uint64_t* found) {
+    const std::lock_guard<std::mutex> guard(lock_);
+    found[0] = live_bytes_;
+    found[1] = peak_bytes_;
+    const auto pages = std::count_if(used_.begin(), used_.end(), [](std::uint32_t epoch) { return epoch != 0; });
+    found[2] = static_cast<std::uint64_t>(pages) * kChunk;
+    found[3] = live_.size();
+  }
+
+  std::mutex& lock() { return lock_; }
+
+ private:
+  struct Held {
+    int times = 0;
+    bool freed = false;
+  };
+
+  void release_block(std::uintptr_t address) {
     const auto block = live_.find(address);
     if (block == live_.end()) {
       return;
@@ -107,34 +172,6 @@ class Arena {
     }
   }
 
-  // Whether what is freed from now on is kept for the tensors to come.
-  void keep(bool keep) {
-    const std::lock_guard<std::mutex> guard(lock_);
-    keep_ = keep;
-  }
-
-  // Gives back what was free during the last `epochs` epochs, and begins a new one.
-  void next_epoch(std::uint32_t epochs) {
-    const std::lock_guard<std::mutex> guard(lock_);
-    for (const auto& [address, size] : free_) {
-      give_back(address, address + size, epochs);
-    }
-    give_back(top_, touched_, epochs);
-    ++epoch_;
-  }
-
-  void facts(std::uint64_t* found) {
-    const std::lock_guard<std::mutex> guard(lock_);
-    found[0] = live_bytes_;
-    found[1] = peak_bytes_;
-    const auto pages = std::count_if(used_.begin(), used_.end(), [](std::uint32_t epoch) { return epoch != 0; });
-    found[2] = static_cast<std::uint64_t>(pages) * kChunk;
-    found[3] = live_.size();
-  }
-
-  std::mutex& lock() { return lock_; }
-
- private:
   void insert(std::uintptr_t address, std::uintptr_t size) {
     free_.emplace(address, size);
     by_size_.emplace(size, address);
@@ -178,6 +215,7 @@ class Arena {
   std::map<std::uintptr_t, std::uintptr_t> free_;  // address, size
   std::set<std::pair<std::uintptr_t, std::uintptr_t>> by_size_;  // size, address
   std::unordered_map<std::uintptr_t, std::uintptr_t> live_;  // address, size
+  std::unordered_map<std::uintptr_t, Held> held_;  // by address
   std::vector<std::uint32_t> used_;  // of each chunk, the last epoch in which a block was there; 0 without pages
   std::uint32_t epoch_ = 1;
   bool keep_ = true;
@@ -251,6 +289,10 @@ int actoffload_install(std::size_t reserve_bytes, std::size_t smallest_bytes) {
 }
 
 void actoffload_keep(int keep) { arena->keep(keep != 0); }
+
+int actoffload_hold(void* address) { return arena->hold(reinterpret_cast<std::uintptr_t>(address)) ? 1 : 0; }
+
+void actoffload_let_go(void* address) { arena->let_go(reinterpret_cast<std::uintptr_t>(address)); }
 
 void actoffload_next_epoch(std::uint32_t epochs) { arena->next_epoch(epochs); }
 

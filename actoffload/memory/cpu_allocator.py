@@ -79,6 +79,27 @@ class Use:
                 give_back()
 
 
+class HeldBlock:
+    """Keeps a tensor's memory from being used again while this object lives, though its owner frees it meanwhile.
+
+    What is read there stays what it was. It does nothing for memory of another allocator.
+
+    Args:
+        address: where the memory of the tensor's storage begins.
+    """
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        library = _Process.library
+        self._address = address if library is not None and library.actoffload_hold(ctypes.c_void_p(address)) else 0
+
+    def __del__(self) -> None:
+        address, self._address = self._address, 0
+        if address and _Process.library is not None:
+            _Process.library.actoffload_let_go(ctypes.c_void_p(address))
+
+
 def next_epoch() -> None:
     """Count a forward; what was idle for `IDLE_EPOCHS` of them goes back to the system."""
     if _Process.library is not None:

@@ -33,6 +33,7 @@ KEPT_MEANINGS = {
     "saved during backward": "by a recomputation; it is used at once",
     "unknown tensor subclass": "how to take it apart is not known",
     "not strided": "sparse, or another layout without plain memory",
+    "filled after it was saved": "its operator (rrelu) saves it before it is computed",
     "other device": "on a device that is not offloaded",
     "resized": "its owner freed its memory while it was being moved, to fill it again later",
     "graph capture": "a captured graph replays on fixed memory",

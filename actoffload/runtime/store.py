@@ -157,6 +157,7 @@ class ActivationStore:
                 return record
             record = Record(storage, address, begin, end, tensor.device)
             record.module = module
+            record.has_gaps = tensor.nbytes < record.nbytes
             record.identity = self.identities.add(storage, address, tensor, begin, end, record, counters)
             accounts.add_record(record.nbytes)
             if not len(tape):

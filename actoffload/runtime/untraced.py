@@ -56,6 +56,14 @@ def untraced_frame(function: F) -> F:
     return disabled
 
 
+def skipped(function: F) -> F:
+    """Keep ``torch.compile`` from beginning at this frame of ours. What it calls is compiled; an export reads it."""
+    skip_code = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
+    if skip_code is not None:
+        skip_code(function.__code__)
+    return function
+
+
 class Hooking:
     """Something that a module's hooks hold: a copy of the module shares it, a pickled module leaves it behind."""
 

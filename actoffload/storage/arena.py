@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import SpoolFullError, StorageError
+from ..errors import ConfigError, SpoolFullError, StorageError
 from ..memory.best_fit import ExtentAllocator
 from .engines import EngineFactory, choose_engine, create_engine
 from .engines.base import SpoolFile, StorageEngine
@@ -278,6 +278,8 @@ def _open_path(
     try:
         if callable(engine):
             made, reason = engine(file), "made by the factory that was given"
+            if not isinstance(made, StorageEngine):
+                raise ConfigError("engine", engine, f"it returned {made!r}: return a StorageEngine")
         elif engine == "auto":
             made, reason = choose_engine(file, threads=threads)
         else:

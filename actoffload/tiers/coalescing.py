@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import StateError
+from ..memory.cpu_allocator import HeldBlock
 from ..storage.transfers import Extent, Transfer
 from .direct_io import Layout
 from .record import Record, State
@@ -76,9 +77,10 @@ class BatchTransfer:
         transfer: None until it was begun.
         places: of a write, each storage that is read where its owner holds it, with its address.
         left_bytes: of records that left a write which was begun: it still holds their memory.
+        held: of a write, what keeps the memory of each record from being used again, though its owner frees it.
     """
 
-    __slots__ = ("left_bytes", "nbytes", "places", "records", "resized", "transfer")
+    __slots__ = ("held", "left_bytes", "nbytes", "places", "records", "resized", "transfer")
 
     def __init__(self) -> None:
         self.records: dict[Record, None] = {}
@@ -87,6 +89,7 @@ class BatchTransfer:
         self.places: list[tuple[torch.UntypedStorage, int]] = []
         self.resized = False
         self.left_bytes = 0
+        self.held: dict[Record, HeldBlock] = {}
 
     def add(self, record: Record) -> None:
         """Transfer a record as well."""
@@ -94,11 +97,18 @@ class BatchTransfer:
         self.nbytes += record.nbytes
         record.transfer = self
 
+    def add_in_place(self, record: Record) -> None:
+        """Write a record as well, from where its owner holds it."""
+        self.add(record)
+        self.held[record] = HeldBlock(record.address)
+
     def leave(self, record: Record) -> None:
         """Transfer a record no more."""
         del self.records[record]
         self.nbytes -= record.nbytes
         record.transfer = None
+        if self.transfer is None:
+            self.held.pop(record, None)
 
     def promote(self) -> None:
         """Have it done before what was queued earlier."""

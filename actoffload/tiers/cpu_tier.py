@@ -77,11 +77,12 @@ class CpuTier(Tier):
         if self._is_crowded(record.nbytes):
             self.flush()  # else what waits for its batch would be on its way for ever
             return KeepReason.PRESSURE
-        if record.nbytes < BOUNCE_BYTES:
+        # A checksum is of bytes that nobody changes: `unsafe_chunk` lets what lies between those of a view be changed.
+        if record.nbytes < BOUNCE_BYTES or (self.shared.config.verify and record.has_gaps):
             return self._offload_copy(record)
         record.layout = Layout.around(record.address + record.begin, record.nbytes, self._disk.alignment)
         if record.nbytes < SMALL_BYTES and self._batch_bytes:
-            self._filling.add(record)
+            self._filling.add_in_place(record)
             self._leave(record)
             self._copied_in_place.append(record)
             if self._filling.nbytes >= self._batch_bytes:
@@ -91,14 +92,14 @@ class CpuTier(Tier):
         if batch is None:
             return KeepReason.DEGRADED
         write = BatchTransfer()
-        write.add(record)
+        write.add_in_place(record)
         self._leave(record)
         self._copied_in_place.append(record)
         self._write(write, batch)
         return None
 
     def _offload_copy(self, record: Record) -> KeepReason | None:
-        """Copy a tiny span into aligned memory, which is the record's storage from then on, and write that."""
+        """Copy a span into aligned memory, which is the record's storage from then on, and write that."""
         source = record.address + record.begin
         layout = record.layout = Layout.padded(source, record.nbytes, self._disk.alignment)
         slot = self._pool.acquire(layout.pad + record.nbytes + self._disk.alignment)
@@ -119,7 +120,10 @@ class CpuTier(Tier):
     def _is_crowded(self, nbytes: int) -> bool:
         """Whether too much is on its way out for ``nbytes`` more; with a budget the store waits instead."""
         unlimited = self.shared.budget.limit_bytes is not None
-        return not unlimited and self.shared.pending_bytes + nbytes > self._pending_limit_bytes
+        limit = self._pending_limit_bytes
+        # One that is larger than the limit by itself may go while at most half of the limit is on its way.
+        counted = nbytes if nbytes <= limit else (limit + 1) // 2
+        return not unlimited and self.shared.pending_bytes + counted > limit
 
     def _leave(self, record: Record) -> None:
         record.to(State.SPILLING)
@@ -173,7 +177,7 @@ class CpuTier(Tier):
         """Write a record whose batch found no room in one piece, or let it stay."""
         batch = self._alone(record)
         write = BatchTransfer()
-        write.add(record)
+        write.add_in_place(record)
         if batch is not None:
             self._write(write, batch)
             return
@@ -204,7 +208,7 @@ class CpuTier(Tier):
                 memory,
                 before=write.check_places if in_place and not self._kernel_reads else None,
                 on_done=partial(self._written, write, in_place, now()),
-                keepalive=[record.data for record in write.records],
+                keepalive=[write.held, *(record.data for record in write.records)],
             )
         except Exception:
             for record in list(write.records):

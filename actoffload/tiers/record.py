@@ -70,6 +70,7 @@ class Record:
         begin: its first byte that a view needs.
         end: one past the last byte that a view needs.
         nbytes: bytes of that span.
+        has_gaps: the view that was saved first does not need all bytes of the span, so that others may change them.
         device: of the storage; ``kind`` is its type.
         data: the storage that views are made of while the bytes are on the device.
         data_begin: the byte of the original storage that is the first of ``data``.
@@ -96,9 +97,10 @@ class Record:
     """
 
     __slots__ = (
-        "address", "begin", "counted", "data", "data_begin", "device", "end", "error", "extent", "handles", "identity",
-        "incoming", "index", "kind", "layout", "module", "nbytes", "number", "on_disk", "outgoing", "planned_tier",
-        "round", "slot", "state", "stays", "tape", "transfer", "waiting", "wanted", "was_resized", "weak_data",
+        "address", "begin", "counted", "data", "data_begin", "device", "end", "error", "extent", "handles",
+        "has_gaps", "identity", "incoming", "index", "kind", "layout", "module", "nbytes", "number", "on_disk",
+        "outgoing", "planned_tier", "round", "slot", "state", "stays", "tape", "transfer", "waiting", "wanted",
+        "was_resized", "weak_data",
     )  # fmt: skip
 
     def __init__(
@@ -110,6 +112,7 @@ class Record:
         self.begin = begin
         self.end = end
         self.nbytes = end - begin
+        self.has_gaps = False
         self.device = device
         self.kind = device.type
         self.data: torch.UntypedStorage | None = storage

@@ -25,16 +25,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # what operators
 OFFLOADER_OPTIONS = {"policy": "all"}
 """Of the fixture ``offloader``."""
 
-# Its forward saves an empty tensor and fills it with the random slopes afterwards, through a path that does not raise
-# the version counter: what pack sees is not what backward needs, and nothing tells so. Every hook that copies breaks.
-EXCEPTED = {"nn.functional.rrelu"}
-
 # LAPACK's gelsy: the forward itself differs from run to run.
 VARYING = {("linalg.lstsq", "gelsy")}
 
-OPS = [
-    op for op in op_db if op.supports_autograd and op.supports_dtype(torch.float32, "cpu") and op.name not in EXCEPTED
-]
+OPS = [op for op in op_db if op.supports_autograd and op.supports_dtype(torch.float32, "cpu")]
 INPLACE_OPS = [
     op
     for op in OPS

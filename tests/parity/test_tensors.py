@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -198,3 +199,35 @@ def test_unknown_subclass_stays_and_is_counted(make_offloader: Maker) -> None:
         make_offloader, lambda: score(((x * 1).as_subclass(Unknown).sin() * x.sin()).as_subclass(Tensor)), [x]
     )
     assert "unknown tensor subclass" in offloader.statistics().kept_bytes
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+@pytest.mark.parametrize("made", ["as_nested_tensor", "from_jagged", "leaf"])
+def test_jagged_nested_tensors(offloader: Offloader, made: str) -> None:
+    """PyTorch knows a ragged size by its tensor of offsets: what backward is handed has to have the same one."""
+    width = 64
+
+    def train(context: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        layers = [nn.Linear(width, width), nn.LayerNorm(width), nn.Linear(width, width)]
+        rows = [torch.randn(rows, width) for rows in (30, 50, 40)]
+        if made == "from_jagged":
+            x = torch.nested.nested_tensor_from_jagged(torch.cat(rows).requires_grad_(), torch.tensor([0, 30, 80, 120]))
+        elif made == "leaf":
+            x = torch.nested.nested_tensor(rows, layout=torch.jagged, requires_grad=True)
+        else:
+            x = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+        with context:
+            h = layers[2](F.relu(layers[1](layers[0](x))))
+            h = F.gelu(h * x) + h.sin()
+            q, k, v = (t.unflatten(-1, [4, 16]).transpose(1, 2) for t in (h, layers[0](h), layers[2](h)))
+            h = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+            loss = h.values().square().sum() + sum(part.sin().sum() for part in h.unbind())
+        loss.backward()
+        return [p.grad for layer in layers for p in layer.parameters() if p.grad is not None]
+
+    found, expected = train(offloader), train(contextlib.nullcontext())
+    assert len(found) == 6
+    for one, other in zip(found, expected, strict=True):
+        assert_same_bits(one, other)
+    assert offloader.statistics().moved_bytes > 0

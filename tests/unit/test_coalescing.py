@@ -514,3 +514,15 @@ def test_what_is_in_memory_is_handed_out_after_abort(nbytes: int, make_offloader
         saved.check(0, again=True)
     saved.graphs.clear()
     forget_failed_backward()
+
+
+def test_a_tensor_that_is_larger_than_the_limit_by_itself_moves(make_offloader: MakeOffloader) -> None:
+    """While at most half of the limit is on its way."""
+    offloader = make_offloader(engine=GateEngine, pending_bytes=4 * NBYTES)
+    saved = Saved(offloader, activations(2, 6 * NBYTES))
+    assert states_of(offloader) == ["spilling", "resident"]
+    only_engine(offloader, GateEngine).open()
+    offloader.synchronize()
+    assert states_of(offloader) == ["spilled", "resident"]
+    saved.check_rest()
+    assert_empty(offloader)

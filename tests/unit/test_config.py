@@ -65,6 +65,14 @@ ENTRIES: dict[str, Any] = {
 }
 
 
+def _takes_none() -> None:
+    raise AssertionError("it cannot be called with an argument")
+
+
+def _gives_none(file: object) -> None:
+    return None
+
+
 @pytest.fixture(params=list(ENTRIES))
 def enter(request: pytest.FixtureRequest) -> Any:
     """Each way in."""
@@ -103,6 +111,17 @@ def enter(request: pytest.FixtureRequest) -> Any:
         ("tune_malloc", 0, "give True or False"),
         ("io_threads", 0, "1 or more"),
         ("io_threads", "four", "1 or more"),
+        ("io_threads", 10**9, "at most 256"),
+        ("min_bytes", 2**70, "less than 8 EiB"),
+        ("host_budget", "10000000TB", "less than 8 EiB"),
+        ("path", "/tmp/a\0b", "give a directory"),
+        ("trace", "/tmp/a\0b", "give the path of a file"),
+        ("trace", "/tmp", "is a directory"),
+        ("trace", "/no/such/folder/run.json", "create it first"),
+        ("trace", _takes_none, "one argument, a TraceEvent"),
+        ("engine", _takes_none, "one argument, a SpoolFile"),
+        ("engine", _gives_none, "return a StorageEngine"),
+        ("announce", _takes_none, "one argument, the line"),
         ("announce", "second", "announce"),
         ("path", "", "give a directory"),
         ("path", [], "give a directory"),

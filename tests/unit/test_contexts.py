@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import gc
+import inspect
 import threading
 import weakref
 from collections.abc import Iterator
@@ -17,7 +19,9 @@ from torch import Tensor, nn
 import actoffload
 from actoffload import OffloadConfig, Offloader, offload_activations
 from actoffload.api import shared_offloader
-from actoffload.errors import OffloaderClosedError
+from actoffload.errors import OffloaderClosedError, StateError
+from actoffload.events import EventKind
+from actoffload.policy import Decision, TensorFacts
 from actoffload.testing.fakedevice import FakeDevice
 from tests.harness import (
     Chain,
@@ -284,3 +288,97 @@ def test_a_dropped_offloader_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     del offloader
     gc.collect()
     assert "forward" not in vars(model[0])
+
+
+# -- what ends a forward, and is no Exception --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit])
+def test_what_is_no_exception_leaves_an_attached_forward_too(
+    options: dict[str, Any], error: type[BaseException]
+) -> None:
+    class Ends(nn.Module):
+        ends = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.ends:
+                raise error
+            return x
+
+    ends = Ends()
+    model = nn.Sequential(Chain(), ends)
+    attachment = actoffload.attach(model, **options)
+    with _no_hooks_left(), pytest.raises(error):
+        model(batch())
+    torch.func.grad(lambda x: x.square().sum())(batch())  # it refuses to run inside of hooks
+    assert_empty(attachment.offloader)
+    packed = attachment.offloader.statistics().packed_tensors
+    train_step(Chain(), batch())  # another model
+    assert attachment.offloader.statistics().packed_tensors == packed
+    ends.ends = False
+    found = train_step(model, batch(), between=attachment.offloader.synchronize)
+    assert_same_gradients({name.removeprefix("0."): g for name, g in found.items()}, train_step(Chain(), batch()))
+    attachment.detach()
+
+
+def test_detached_inside_of_its_own_forward(options: dict[str, Any]) -> None:
+    """That forward goes on inside the context; the next one does not."""
+
+    class Detaches(Chain):
+        attachment: Any = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.attachment is not None:
+                self.attachment.detach()
+            return super().forward(x)
+
+    model = Detaches()
+    model.attachment = actoffload.attach(model, **options)
+    with _no_hooks_left():
+        assert_same_gradients(train_step(model, batch()), train_step(Chain(), batch()))
+    steps = model.attachment.offloader.statistics().steps
+    assert_same_gradients(train_step(model, batch()), train_step(Chain(), batch()))
+    assert model.attachment.offloader.statistics().steps == steps == 1
+    assert "forward" not in vars(model)
+
+
+def test_the_signature_of_an_attached_forward_is_the_models(options: dict[str, Any]) -> None:
+    """Transformers' Trainer finds a model's columns by it."""
+    model = Chain()
+    plain = inspect.signature(model.forward)
+    attachment = actoffload.attach(model, **options)
+    assert inspect.signature(model.forward) == plain
+    attachment.detach()
+
+
+# -- callables of the user's that call the offloader -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["synchronize", "close", "abort"])
+def test_a_policy_that_has_the_offloader_wait_for_itself_is_told(make_offloader: MakeOffloader, method: str) -> None:
+    class Calls:
+        def decide(self, facts: TensorFacts) -> Decision:
+            offloader.statistics()
+            offloader.report()
+            getattr(offloader, method)()
+            return Decision.OFFLOAD
+
+    offloader = make_offloader(policy=Calls())
+    with _no_hooks_left(), pytest.raises(StateError, match=rf"{method}\(\) was called by a policy"):
+        train_step(Chain(), batch(), offloader)
+    assert_empty(offloader)
+
+
+def test_a_trace_callable_that_closes_the_offloader_is_told(make_offloader: MakeOffloader) -> None:
+    """Also on an engine's thread, which `close` would wait for."""
+    offloader = make_offloader(trace=lambda event: offloader.close() if event.kind is EventKind.WRITE else None)
+
+    def step_and_count() -> dict[str, Tensor]:
+        found = train_step(Chain(), batch(), offloader, between=offloader.synchronize)
+        offloader.statistics()
+        return found
+
+    with pytest.warns(RuntimeWarning, match=r"close\(\) was called by a policy, an engine or a trace callable"):
+        found = step_and_count()
+    assert_same_gradients(found, train_step(Chain(), batch()))
+    assert not offloader.closed

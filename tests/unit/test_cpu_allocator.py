@@ -263,3 +263,54 @@ assert os.waitpid(child, 0)[1] == 0
 again.end()
 assert bool((kept == 2).all())
 """)
+
+
+def test_a_block_that_is_held_is_not_used_again_though_it_is_freed() -> None:
+    run("""
+block = full(4 * MIB, 5)
+address = block.data_ptr()
+one, other = cpu_allocator.HeldBlock(address), cpu_allocator.HeldBlock(address)
+del block
+assert blocks() == 1
+taken = [full(4 * MIB, 9) for _ in range(4)]
+assert address not in [t.data_ptr() for t in taken]
+del one
+assert blocks() == 5
+del other
+assert blocks() == 4
+assert full(4 * MIB).data_ptr() == address
+cpu_allocator.HeldBlock(12345)  # no block of ours
+""")
+
+
+def test_a_storage_that_is_freed_and_filled_again_while_it_is_written() -> None:
+    """As FSDP1 and Megatron do: 1,000 rounds, in each of which another tensor takes the memory meanwhile."""
+    run("""
+import tempfile, actoffload
+from actoffload.testing.faults import GateEngine
+gates = []
+def engine(file):
+    gates.append(GateEngine(file))
+    return gates[-1]
+with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+    offloader = actoffload.Offloader(actoffload.OffloadConfig(
+        target="nvme", path=folder, policy="all", min_bytes=0, engine=engine, allow_any_filesystem=True))
+    for round in range(1000):
+        x = torch.ones(MIB // 4, requires_grad=True)
+        saved = torch.full((MIB // 4,), float(round))
+        contents, storage, nbytes = saved.clone(), saved.untyped_storage(), saved.nbytes
+        with offloader:
+            loss = (x * saved).sum()
+        storage.resize_(0)
+        others = [full(nbytes, 255) for _ in range(2)]
+        gates[0].open(); offloader.synchronize(); gates[0].shut()
+        del others
+        storage.resize_(nbytes)
+        saved.data.copy_(contents)
+        gates[0].open()
+        loss.backward()
+        gates[0].shut()
+        assert torch.equal(x.grad, contents), round
+    gates[0].open()
+    offloader.close()
+""")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F
 
 import actoffload
 from actoffload import Offloader, Plan
-from actoffload.errors import ConfigError
+from actoffload.errors import ConfigError, StateError
 from actoffload.policy import (
     Decision,
     ModuleFilter,
@@ -419,3 +421,32 @@ def test_small_tensors_are_counted_as_kept_and_their_peaks_do_not_grow(make_offl
         assert statistics.kept_bytes == {"below min_bytes": step * 3000 * 64}
         assert statistics.resident_peak_bytes == statistics.baseline_peak_bytes == 3000 * 64
         assert_empty(offloader)
+
+
+def test_noise_that_is_filled_after_it_was_saved_stays(make_offloader: MakeOffloader) -> None:
+    """`rrelu` saves its random slopes before it draws them, and no version counter tells."""
+
+    def run(context: Any, rrelu: Any) -> Tensor:
+        torch.manual_seed(0)
+        x = torch.linspace(-1, 1, WIDTH * WIDTH).requires_grad_()
+        with context:
+            y = rrelu(x * 1.0).square().sum()
+        y.backward()
+        return take_gradient(x)
+
+    for rrelu in (nn.RReLU().train(), lambda x: F.rrelu(x, training=True), lambda x: torch.rrelu(x, training=True)):
+        offloader = make_offloader()
+        assert same_bits(run(offloader, rrelu), run(contextlib.nullcontext(), rrelu))
+        assert offloader.statistics().kept_bytes["filled after it was saved"] > 0
+
+
+def test_a_region_is_left_by_the_thread_that_entered_it(make_offloader: MakeOffloader) -> None:
+    region = actoffload.no_offload()
+    other = threading.Thread(target=region.__enter__)
+    other.start()
+    other.join()
+    with pytest.raises(StateError, match="left in a thread that did not enter it"):
+        region.__exit__()
+    offloader = make_offloader()
+    train_step(Chain(), batch(), offloader)
+    assert offloader.statistics().moved_bytes > 0

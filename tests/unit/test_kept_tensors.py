@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from actoffload import Offloader, Plan
+from actoffload.autograd import native as compiled_hooks
 from actoffload.errors import SavedTensorModifiedError
 from actoffload.planning.plan import PlanEntry
 from actoffload.testing.fakedevice import Adversary, FakeDevice
@@ -262,3 +263,70 @@ def test_tensors_stay_and_move_side_by_side_on_a_device(adversary: Adversary) ->
         assert statistics.kept_bytes == {"policy": 3 * 5 * NBYTES}
         assert statistics.host_written_bytes > 0
         assert statistics.live_records == 0
+
+
+class ReturnsSaved(torch.autograd.Function):
+    """Its gradient is the tensor that it saved, itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
+        ctx.save_for_backward(saved)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("native", ["1", "0"])
+@pytest.mark.parametrize("kind", ["below min_bytes", "policy", "moves"])
+def test_a_saved_tensor_that_is_a_leafs_gradient_is_not_shared_with_it(
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch, kind: str, native: str
+) -> None:
+    """Else an in-place change of the gradient is one of the saved tensor, its owner's, and other gradients."""
+    if native == "0":
+        monkeypatch.setattr(compiled_hooks, "load", lambda: None)
+
+    def run(context: Any) -> list[Tensor]:
+        one, other = torch.zeros(ELEMENTS, requires_grad=True), torch.zeros(ELEMENTS, requires_grad=True)
+        saved = torch.arange(ELEMENTS, dtype=torch.float32) * 2
+        with context:
+            loss = ReturnsSaved.apply(one, saved).sum() + ReturnsSaved.apply(other, saved).sum()
+        loss.backward(retain_graph=True)
+        assert one.grad is not None
+        assert other.grad is not None
+        one.grad.mul_(3)
+        loss.backward()
+        return [one.grad, other.grad, saved]
+
+    offloader = make_offloader(engine="memory") if kind == "moves" else _keeping(make_offloader, kind)
+    for found, expected in zip(run(offloader), run(contextlib.nullcontext()), strict=True):
+        assert same_bits(found, expected)
+
+
+def test_what_a_function_was_handed_is_let_go_by_the_next_unpack(make_offloader: MakeOffloader) -> None:
+    """Holding it until backward ends would keep activations that backward is done with."""
+    references: list[StorageWeakRef] = []
+    alive: list[bool] = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
+            ctx.save_for_backward(saved)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            (saved,) = ctx.saved_tensors
+            alive.append(any(not reference.expired() for reference in references))
+            references.append(StorageWeakRef(saved.untyped_storage()))
+            return grads[0], None
+
+    x = torch.ones(ELEMENTS, requires_grad=True)
+    with _keeping(make_offloader, "policy"):
+        y = x
+        for number in range(3):
+            y = Looks.apply(y, activation(number).detach())
+    y.sum().backward()
+    assert alive == [False, False, False]
+    assert all(reference.expired() for reference in references)
