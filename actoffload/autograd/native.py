@@ -21,9 +21,10 @@ from ..memory import native_build
 from ..memory.host_pool import Slot
 from ..memory.native_build import SWITCH, Refused, told
 from ..policy import KeepReason
+from ..runtime.untraced import untraced_hook
 from ..tiers.storage_ref import StorageRef
 from .exclusions import OPEN_REGIONS
-from .handles import Handle, KeptActivation, Stayed, check_version, hold_for_function, unpack
+from .handles import Handle, KeptActivation, Stayed, check_version, hand_out, unpack
 
 NAME = "actoffload_hooks"
 SOURCE = native_build.PACKAGE / "autograd" / "hooks.cpp"
@@ -108,7 +109,7 @@ def _load() -> Any:
         small=KeepReason.SMALL.value,
         changed=_changed,
         unpack=unpack,
-        hold=hold_for_function,
+        hand_out=untraced_hook(hand_out),
         samples=_samples(),
     )
     for owner in FINALIZED:
