@@ -216,7 +216,8 @@ def _attach(module: nn.Module, attachment: Attachment) -> None:
         remedy = "torch.fx writes its class anew: attach() to a module around it, as nn.Sequential(module)"
         raise ConfigError("module", type(module).__name__, remedy)
     if not hasattr(type(module), BEFORE):
-        object.__setattr__(module, "__class__", _attached_class(type(module)))
+        kind: Any = type(module)
+        object.__setattr__(module, "__class__", _attached_class(kind))
     module.__dict__[ATTACHMENTS] = (*known, attachment)
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..memory import native_build
+from ..memory.cpu_allocator import HeldBlock
 from ..memory.host_pool import Slot
 from ..memory.native_build import SWITCH, Refused, told
 from ..policy import KeepReason
@@ -38,7 +39,7 @@ STATIC_REASONS = {
 }
 """Why a storage stays, by its note in a `StorageSet`."""
 
-FINALIZED: tuple[Any, ...] = (Handle, Stayed, KeptActivation, Slot, StorageRef)
+FINALIZED: tuple[Any, ...] = (Handle, Stayed, KeptActivation, Slot, StorageRef, HeldBlock)
 """What dies as autograd frees a graph, between kernels: no interrupt may be lost in these finalizers."""
 
 
