@@ -365,12 +365,13 @@ class Scaled(nn.Module):
         self.factor = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) * self.factor
+        out: Tensor = self.linear(x) * self.factor
+        return out
 
 
 def _replica(model: nn.Module) -> nn.Module:
     """As `torch.nn.DataParallel` makes them."""
-    replica: nn.Module = model._replicate_for_data_parallel()  # type: ignore[operator]
+    replica: nn.Module = model._replicate_for_data_parallel()
     return replica
 
 
@@ -387,7 +388,8 @@ def test_a_copy_of_an_attached_module_runs_its_own_forward(options: dict[str, An
 
 
 def _times_seven(self: Scaled, x: Tensor) -> Tensor:
-    return self.linear(x) * 7
+    out: Tensor = self.linear(x) * 7
+    return out
 
 
 @pytest.mark.parametrize("own", [False, True])

@@ -440,7 +440,9 @@ def test_noise_that_is_filled_after_it_was_saved_stays(make_offloader: MakeOfflo
             return torch.rrelu(x, training=True)
 
     def into_a_buffer(x: Tensor) -> Tensor:
-        return torch._C._nn.rrelu_with_noise(x, torch.empty(0).resize_as_(x).zero_(), 0.1, 0.3, True)
+        nn_functions: Any = torch._C._nn
+        out: Tensor = nn_functions.rrelu_with_noise(x, torch.empty(0).resize_as_(x).zero_(), 0.1, 0.3, True)
+        return out
 
     for rrelu in (
         nn.RReLU().train(),
