@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import copyreg
 import functools
 import os
 import threading
@@ -107,25 +108,28 @@ class Attachment(Hooking):
     """A module whose forward runs inside an offloading context; made by `attach`.
 
     A module with a ``training_step``, as Lightning's have, runs that inside it too: it is what the trainer calls.
-    A copy of the module (``copy.deepcopy``) shares the attachment; a pickled one comes back without.
+    A copy of the module shares the attachment; a pickled one comes back without.
     """
 
     def __init__(self, module: nn.Module, offloader: Offloader) -> None:
         self.module = module
         self.offloader = offloader
         self._entered = threading.local()
+        self._step: _Step | None = None
+        _attach(module, self)
         inner = getattr(module, "_orig_mod", module)  # of what torch.compile made
-        self._methods = [_Method(self, module, "forward")]
         if callable(getattr(inner, STEP, None)):
-            self._methods.append(_Method(self, inner, STEP))
+            self._step = _Step(self, inner, inner.__dict__.get(STEP))
+            setattr(inner, STEP, self._step)
 
     def detach(self) -> None:
         """Leave the module as it was, from its next call on. What was saved so far stays usable. Idempotent."""
-        for method in self._methods:
-            method.remove()
-        if self._methods:
-            self.offloader.forget(self.module)
-        self._methods = []
+        if not _detach(self.module, self):
+            return
+        self.offloader.forget(self.module)
+        if self._step is not None:
+            self._step.remove()
+            self._step = None
 
     @untraced
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -133,80 +137,142 @@ class Attachment(Hooking):
         self.offloader.note_inputs(args, kwargs)
 
     @untraced_frame
-    def run(self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method of the module inside the context, which it leaves however it ends."""
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the module, or a method of it, inside the context, which is left however that ends."""
         if getattr(self._entered, "value", False):  # the module calls itself, or its training step calls it
-            return method(*args, **kwargs)
+            return function(*args, **kwargs)
         self._entered.value = True
         try:
             self._prepare(args, kwargs)
             with self.offloader:
-                return method(*args, **kwargs)
+                return function(*args, **kwargs)
         finally:
             self._entered.value = False
 
 
-STEP = "training_step"
-_OF_FUNCTIONS = ("__closure__", "__code__", "__defaults__", "__globals__", "__kwdefaults__", "__name__", "__qualname__")
-"""What torch.export reads of a module's forward: as of the method itself."""
+ATTACHMENTS = "_actoffload_attachments"
+"""Where a module has its attachments, innermost first."""
+BEFORE = "_actoffload_class"
+"""Where the class of an attached module has the one that the module had before."""
 
 
-class _Method:
-    """Stands for a method of a module and runs it inside an attachment.
+@functools.lru_cache(maxsize=256)
+def _attached_class(kind: Any) -> Any:
+    """Return the class of attached modules that are a ``kind`` otherwise: the same each time, as compilers look at it.
 
-    Not hooks: PyTorch runs a module's hooks after an `Exception` alone, and Ctrl-C in a forward is none.
+    Not hooks, which PyTorch runs after an `Exception` alone, and Ctrl-C in a forward is none; nor another ``forward``
+    of the one module, as copies of it (`torch.nn.DataParallel` makes some) would call that one's.
     """
 
-    def __init__(self, attachment: Attachment, module: nn.Module, name: str) -> None:
+    def inside(name: str) -> Callable[..., Any]:
+        @skipped
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            call = functools.partial(getattr(kind, name), self)
+            if not torch.compiler.is_exporting():
+                for attachment in self.__dict__.get(ATTACHMENTS, ()):
+                    call = functools.partial(attachment.run, call)
+            return call(*args, **kwargs)
+
+        return method
+
+    class Attached(kind):  # type: ignore[misc]
+        __call__ = inside("__call__")
+        _call_impl = inside("_call_impl")  # where `torch.compile` had bound the other before it was attached
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            """Pickled, it comes back as it was before."""
+            function, args, *rest = super().__reduce_ex__(protocol)
+            args = tuple(kind if each is type(self) else each for each in args)
+            function = {copyreg.__newobj__: _new, type(self): kind}.get(function, function)  # type: ignore[attr-defined]
+            if rest and isinstance(rest[0], dict):
+                rest[0] = {name: value for name, value in rest[0].items() if name != ATTACHMENTS}
+            return (function, args, *rest)
+
+        def __copy__(self) -> Any:
+            return copy._reconstruct(self, None, *super().__reduce_ex__(4))  # type: ignore[attr-defined]
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            own = getattr(super(), "__deepcopy__", None)
+            if own is not None:
+                return own(memo)
+            return copy._reconstruct(self, memo, *super().__reduce_ex__(4))  # type: ignore[attr-defined]
+
+        def __prepare_scriptable__(self) -> Any:
+            raise ConfigError("module", kind.__name__, "detach() it before torch.jit.script compiles it")
+
+    setattr(Attached, BEFORE, kind)
+    for name in ("__module__", "__name__", "__qualname__", "__doc__"):
+        setattr(Attached, name, getattr(kind, name))
+    return Attached
+
+
+def _new(kind: Any, *args: Any) -> Any:
+    return kind.__new__(kind, *args)
+
+
+def _attach(module: nn.Module, attachment: Attachment) -> None:
+    known = module.__dict__.get(ATTACHMENTS, ())
+    if isinstance(module, torch.fx.GraphModule):
+        remedy = "torch.fx writes its class anew: attach() to a module around it, as nn.Sequential(module)"
+        raise ConfigError("module", type(module).__name__, remedy)
+    if not hasattr(type(module), BEFORE):
+        kind: Any = type(module)
+        object.__setattr__(module, "__class__", _attached_class(kind))
+    module.__dict__[ATTACHMENTS] = (*known, attachment)
+
+
+def _detach(module: nn.Module, attachment: Attachment) -> bool:
+    """Return whether it was attached."""
+    known = module.__dict__.get(ATTACHMENTS, ())
+    left = tuple(each for each in known if each is not attachment)
+    if left:
+        module.__dict__[ATTACHMENTS] = left
+    elif known:
+        del module.__dict__[ATTACHMENTS]
+        if BEFORE in type(module).__dict__:  # else `fully_shard` has made another class of it since
+            object.__setattr__(module, "__class__", getattr(type(module), BEFORE))
+    return len(left) < len(known)
+
+
+STEP = "training_step"
+
+
+class _Step:
+    """Stands for the ``training_step`` of a module and runs it inside an attachment."""
+
+    def __init__(self, attachment: Attachment, module: nn.Module, own: Callable[..., Any] | None) -> None:
         self._attachment: Attachment | None = attachment
         self._module = module
-        self._name = name
-        self._own: Callable[..., Any] | None = module.__dict__.get(name)
+        self._own = own
         """What the module had under this name beside its class's method: another attachment's, or a compiled one."""
-        setattr(module, name, self)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        method: Callable[..., Any] = self._own or getattr(type(self._module), self._name).__get__(self._module)
+        method: Callable[..., Any] = self._own or getattr(type(self._module), STEP).__get__(self._module)
         return method
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "__globals__" and not torch.compiler.is_exporting():  # then torch.jit.script reads it
-            raise ConfigError("module", type(self._module).__name__, "detach() it before torch.jit.script compiles it")
-        if name in _OF_FUNCTIONS:
-            return getattr(self.__wrapped__, name)
-        raise AttributeError(name)
 
     @skipped
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if args and args[0] is self._module:  # Accelerate binds what it unwraps to the module once more
-            args = args[1:]
         attachment = self._attachment
-        if attachment is None or torch.compiler.is_exporting():
+        if attachment is None:
             return self.__wrapped__(*args, **kwargs)
-        return attachment.run(self.__wrapped__, args, kwargs)
+        return attachment.run(self.__wrapped__, *args, **kwargs)
 
     def remove(self) -> None:
         """Step aside; where another one was put on top, from now on only hand the call on."""
         self._attachment = None
-        if self._module.__dict__.get(self._name) is self:
-            delattr(self._module, self._name)
+        if self._module.__dict__.get(STEP) is self:
+            delattr(self._module, STEP)
             if self._own is not None:
-                setattr(self._module, self._name, self._own)
+                setattr(self._module, STEP, self._own)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = copy.copy(self)
-        copied._module = memo.get(id(self._module), self._module)
-        copied._own = copy.deepcopy(self._own, memo)
-        return copied.__wrapped__ if self._attachment is None else copied
-
-    def __copy__(self) -> _Method:
-        copied = object.__new__(_Method)
-        copied.__dict__.update(self.__dict__)
-        return copied
+        module = memo.get(id(self._module), self._module)
+        own = copy.deepcopy(self._own, memo)
+        return self.__wrapped__ if self._attachment is None else _Step(self._attachment, module, own)
 
     def __reduce__(self) -> Any:
-        return functools.partial, (getattr(type(self._module), self._name), self._module)
+        return functools.partial, (getattr(type(self._module), STEP), self._module)
 
 
 def attach(module: nn.Module, **options: Any) -> Attachment:

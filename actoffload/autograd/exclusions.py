@@ -37,12 +37,16 @@ def is_filled_later(tensor: Tensor) -> bool:
 
     Autograd does not say which operator saves, so the name is looked for in the code that called into PyTorch.
     """
-    if tensor.requires_grad or tensor._version:
+    if tensor.requires_grad:
         return False
     frame = sys._getframe(1)
-    while frame is not None and str(frame.f_globals.get("__name__")).startswith("actoffload."):
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
         frame = frame.f_back  # type: ignore[assignment]  # the thread's first frame has none
     return frame is not None and not FILLED_LATER.isdisjoint(frame.f_code.co_names)
+
+
+_BETWEEN = ("actoffload.", "torch._ops", "torch._dynamo.eval_frame", "torch.utils._device", "torch.overrides")
+"""Modules whose frames lie between the code that calls an operator and ours."""
 
 
 class _Regions(threading.local):

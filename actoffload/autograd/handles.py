@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -78,39 +79,53 @@ def check_version(now: int, then: int, dtype: torch.dtype, shape: tuple[int, ...
     )
 
 
+class _Held(list[Tensor]):
+    """What custom Functions were handed in one backward. That backward owns it, so it ends with it, however it ends."""
+
+
 class _HandedOut(threading.local):
-    """The tensors that a custom Function in this thread was handed last, and the backward that it ran in."""
+    """What custom Functions were handed in this thread, by the number of the backward that they run in."""
 
     def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-        self.task = -1
-
-    def let_go(self) -> None:
-        """Let go of those that nothing in C++ holds: they were not returned as a gradient."""
-        if self.tensors:
-            self.tensors[:] = [tensor for tensor in self.tensors if tensor._use_count() > 1]  # type: ignore[attr-defined]
-
-    def hold(self, tensor: Tensor) -> None:
-        """Hold one until the next unpack, or until backward ends."""
-        task = torch._C._current_graph_task_id()
-        if task == -1:
-            return
-        if task != self.task:
-            self.task, self.tensors = task, []
-            torch.autograd.Variable._execution_engine.queue_callback(self.tensors.clear)
-        self.tensors.append(tensor)
+        self.by_task: weakref.WeakValueDictionary[int, _Held] = weakref.WeakValueDictionary()
 
 
 _handed_out = _HandedOut()
 
 
-def hold_for_function(tensor: Tensor) -> Tensor:
-    """Hold what a custom Function is handed, and return it.
+def _holders(held: list[Tensor], index: int) -> int:
+    """How many hold a tensor in Python and in C++."""
+    tensor = held[index]
+    return sys.getrefcount(tensor) + tensor._use_count()  # type: ignore[attr-defined,no-any-return]
+
+
+_ALONE = _holders([torch.empty(0)], 0)
+"""Of a tensor that only the list holds; the interpreter may count itself."""
+
+
+def _let_go() -> None:
+    """Let go of what nobody else holds: its Function has returned, and it was not returned as a gradient."""
+    if not _handed_out.by_task:
+        return
+    held = _handed_out.by_task.get(torch._C._current_graph_task_id())
+    if held:
+        held[:] = [held[index] for index in range(len(held)) if _holders(held, index) > _ALONE]
+
+
+def hand_out(tensor: Tensor) -> Tensor:
+    """Return a tensor, and hold it until an unpack after the custom Function that is handed it has returned.
 
     The Function may return it as the gradient of a leaf. Autograd makes a gradient that nobody else holds the leaf's
     own, without a copy, but this one shares its memory with what was saved.
     """
-    _handed_out.hold(tensor)
+    task = torch._C._current_graph_task_id()
+    if task != -1 and not _asked_by_pytorch():
+        _let_go()
+        held = _handed_out.by_task.get(task)
+        if held is None:
+            held = _handed_out.by_task[task] = _Held()
+            torch.autograd.Variable._execution_engine.queue_callback(held.clear)
+        held.append(tensor)
     return tensor
 
 
@@ -119,21 +134,23 @@ def _asked_by_pytorch() -> bool:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__") or ""
-        if name not in _OUR_FRAMES:
-            return str(name).startswith("torch.")
+        if name not in _BETWEEN:
+            return str(name).startswith("torch.") and name != _OF_FUNCTIONS
         frame = frame.f_back  # type: ignore[assignment]  # the thread's first frame has none
     return True
 
 
-_OUR_FRAMES = (__name__, untraced_hook.__module__)
+_BETWEEN = (__name__, untraced_hook.__module__, "torch._dynamo.eval_frame")
+"""Modules whose frames lie between the one that asks and ours; the last one's while `torch.compile` is at work."""
+_OF_FUNCTIONS = "torch._functorch.autograd_function"
+"""It runs the custom Functions of `torch.func.vmap`."""
 
 
 @untraced_hook
 def unpack(handle: Any) -> Tensor:
     """Return the tensor that a handle stands for: the unpack hook."""
-    _handed_out.let_go()
-    tensor: Tensor = handle.unpack()
-    return tensor if _asked_by_pytorch() else hold_for_function(tensor)
+    _let_go()
+    return hand_out(handle.unpack())
 
 
 class Handle:

@@ -20,11 +20,11 @@ struct Known {
   PyObject* small;               // why a small tensor stays
   PyObject* changed;             // (alias, version) -> raises the error of a tensor that was changed in place
   PyObject* unpack;              // the unpack hook in Python
-  PyObject* hold;                // tensor -> the tensor, held while a custom Function has it
+  PyObject* hand_out;            // tensor -> the tensor, held while a custom Function has it
 } known;
 
 TensorPlace tensor_place;
-PyObject *text_append, *text_parameter, *text_cpu, *text_name, *text_torch;
+PyObject *text_append, *text_parameter, *text_cpu, *text_name, *text_engine;
 
 // The tensor in a Python object, if it is plain; else null.
 const at::TensorBase* plain_tensor(PyObject* object) {
@@ -80,18 +80,18 @@ void kept_dealloc(PyObject* self) {
   PyObject_Free(self);
 }
 
-// As `_asked_by_pytorch` of handles.py: 1 or 0; -1 with an error.
-Py_ssize_t asked_by_pytorch() {
+// Whether PyTorch's engine unpacks for one of its own nodes: 1 or 0; -1 with an error. Python looks again where it is 0.
+int asked_by_engine() {
   PyFrameObject* const frame = PyEval_GetFrame();
   if (frame == nullptr) {
     return 1;
   }
   const Ref globals(PyFrame_GetGlobals(frame));
   PyObject* const name = globals ? PyDict_GetItemWithError(globals.get(), text_name) : nullptr;
-  if (name == nullptr || !PyUnicode_Check(name)) {
+  if (name == nullptr) {
     return PyErr_Occurred() != nullptr ? -1 : 0;
   }
-  return PyUnicode_Tailmatch(name, text_torch, 0, PY_SSIZE_T_MAX, -1);
+  return PyObject_RichCompareBool(name, text_engine, Py_EQ);
 }
 
 PyObject* kept_unpack(PyObject* self, PyObject*) {
@@ -105,11 +105,11 @@ PyObject* kept_unpack(PyObject* self, PyObject*) {
   }
   // Not the alias: whoever is given it may swap its `.data`, and ask again.
   Ref alias = new_alias(kept->alias);
-  const Py_ssize_t plain = alias ? asked_by_pytorch() : -1;
+  const int plain = alias ? asked_by_engine() : -1;
   if (plain != 0) {
     return plain < 0 ? nullptr : alias.release();
   }
-  return PyObject_CallOneArg(known.hold, alias.get());
+  return PyObject_CallOneArg(known.hand_out, alias.get());
 }
 
 PyMethodDef kept_methods[] = {
@@ -379,19 +379,19 @@ bool find_place(PyObject* samples, PyTypeObject* base, TensorPlace* place) {
 
 PyObject* setup(PyObject*, PyObject* arguments, PyObject* names) {
   static const char* const kNames[] = {"tensor",  "parameter", "regions", "reasons", "small",
-                                       "changed", "unpack",    "hold",    "samples", nullptr};
+                                       "changed", "unpack",    "hand_out", "samples", nullptr};
   Known told;
   PyObject* samples;
   TensorPlace place;
   if (!PyArg_ParseTupleAndKeywords(arguments, names, "O!O!O!O!UOOOO!:setup", const_cast<char**>(kNames), &PyType_Type,
                                    &told.tensor, &PyType_Type, &told.parameter, &PyList_Type, &told.regions, &PyDict_Type,
-                                   &told.reasons, &told.small, &told.changed, &told.unpack, &told.hold, &PyTuple_Type,
+                                   &told.reasons, &told.small, &told.changed, &told.unpack, &told.hand_out, &PyTuple_Type,
                                    &samples) ||
       !find_place(samples, reinterpret_cast<PyTypeObject*>(told.tensor), &place)) {
     return nullptr;
   }
   for (PyObject* const one : {told.tensor, told.parameter, told.regions, told.reasons, told.small, told.changed, told.unpack,
-                              told.hold}) {
+                              told.hand_out}) {
     Py_INCREF(one);  // for as long as the process lives
   }
   known = told;
@@ -434,10 +434,10 @@ PyMODINIT_FUNC PyInit_actoffload_hooks() {
   text_parameter = PyUnicode_InternFromString("parameter");
   text_cpu = PyUnicode_InternFromString("cpu");
   text_name = PyUnicode_InternFromString("__name__");
-  text_torch = PyUnicode_InternFromString("torch.");
+  text_engine = PyUnicode_InternFromString("torch.autograd.graph");
   describe_types();
   Ref made(PyModule_Create(&module));
-  if (!text_append || !text_parameter || !text_cpu || !text_name || !text_torch || !made || !ready(&kept_type) || !ready(&unpack_type) ||
+  if (!text_append || !text_parameter || !text_cpu || !text_name || !text_engine || !made || !ready(&kept_type) || !ready(&unpack_type) ||
       !ready(&pack_type) || PyModule_AddType(made.get(), &kept_type) < 0 || PyModule_AddType(made.get(), &pack_type) < 0) {
     return nullptr;
   }

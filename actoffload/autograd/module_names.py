@@ -112,7 +112,9 @@ class ModelInputs(Hooking):
         self._hooks.clear()
 
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A model was called with these arguments."""
+        """A model was called with these arguments. While it is exported they are no real tensors."""
+        if torch.compiler.is_exporting():
+            return
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.grad_fn is None:
                 self._notes.add(leaf, "input")

@@ -18,12 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from ..memory import native_build
+from ..memory.cpu_allocator import HeldBlock
 from ..memory.host_pool import Slot
 from ..memory.native_build import SWITCH, Refused, told
 from ..policy import KeepReason
+from ..runtime.untraced import untraced_hook
 from ..tiers.storage_ref import StorageRef
 from .exclusions import OPEN_REGIONS
-from .handles import Handle, KeptActivation, Stayed, check_version, hold_for_function, unpack
+from .handles import Handle, KeptActivation, Stayed, check_version, hand_out, unpack
 
 NAME = "actoffload_hooks"
 SOURCE = native_build.PACKAGE / "autograd" / "hooks.cpp"
@@ -37,7 +39,7 @@ STATIC_REASONS = {
 }
 """Why a storage stays, by its note in a `StorageSet`."""
 
-FINALIZED: tuple[Any, ...] = (Handle, Stayed, KeptActivation, Slot, StorageRef)
+FINALIZED: tuple[Any, ...] = (Handle, Stayed, KeptActivation, Slot, StorageRef, HeldBlock)
 """What dies as autograd frees a graph, between kernels: no interrupt may be lost in these finalizers."""
 
 
@@ -108,7 +110,7 @@ def _load() -> Any:
         small=KeepReason.SMALL.value,
         changed=_changed,
         unpack=unpack,
-        hold=hold_for_function,
+        hand_out=untraced_hook(hand_out),
         samples=_samples(),
     )
     for owner in FINALIZED:

@@ -95,7 +95,7 @@ class HeldBlock:
         self._address = address if library is not None and library.actoffload_hold(ctypes.c_void_p(address)) else 0
 
     def __del__(self) -> None:
-        address, self._address = self._address, 0
+        address, self._address = getattr(self, "_address", 0), 0  # an interrupt may have come before there was one
         if address and _Process.library is not None:
             _Process.library.actoffload_let_go(ctypes.c_void_p(address))
 

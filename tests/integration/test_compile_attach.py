@@ -73,7 +73,8 @@ def test_attach_in_every_order(order: str, tmp_path: Path) -> None:
     offloaded.statistics = offloader.statistics()
     assert offloaded.statistics.steps == STEPS
     assert_evidence_of_compiled(offloaded, plain)
-    assert counters["stats"]["unique_graphs"] == 1
+    again = order == "after a call"  # the compiler looks at a module's class, which attaching has changed
+    assert counters["stats"]["unique_graphs"] == 1 + again
     assert not counters["graph_break"]
     attachment.detach()
     call(tokens(9)).backward()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
+import functools
 import gc
 import inspect
+import pickle
 import threading
 import weakref
 from collections.abc import Iterator
@@ -19,7 +22,7 @@ from torch import Tensor, nn
 import actoffload
 from actoffload import OffloadConfig, Offloader, offload_activations
 from actoffload.api import shared_offloader
-from actoffload.errors import OffloaderClosedError, StateError
+from actoffload.errors import ConfigError, OffloaderClosedError, StateError
 from actoffload.events import EventKind, TraceEvent
 from actoffload.policy import Decision, TensorFacts
 from actoffload.testing.fakedevice import FakeDevice
@@ -342,13 +345,86 @@ def test_detached_inside_of_its_own_forward(options: dict[str, Any]) -> None:
     assert "forward" not in vars(model)
 
 
-def test_the_signature_of_an_attached_forward_is_the_models(options: dict[str, Any]) -> None:
-    """Transformers' Trainer finds a model's columns by it."""
+def test_an_attached_forward_is_the_models_own(options: dict[str, Any]) -> None:
+    """Transformers' Trainer finds a model's columns by its signature."""
     model = Chain()
     plain = inspect.signature(model.forward)
     attachment = actoffload.attach(model, **options)
+    assert model.forward == Chain.forward.__get__(model)
     assert inspect.signature(model.forward) == plain
+    assert inspect.get_annotations(model.forward)
     attachment.detach()
+
+
+class Scaled(nn.Module):
+    """Its forward reads what each copy has for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64)
+        self.factor = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x) * self.factor
+        return out
+
+
+def _replica(model: nn.Module) -> nn.Module:
+    """As `torch.nn.DataParallel` makes them."""
+    replica: nn.Module = model._replicate_for_data_parallel()
+    return replica
+
+
+@pytest.mark.parametrize("copies", [copy.copy, copy.deepcopy, _replica])
+def test_a_copy_of_an_attached_module_runs_its_own_forward(options: dict[str, Any], copies: Any) -> None:
+    model = Scaled()
+    attachment = actoffload.attach(model, **options)
+    copied = copies(model)
+    copied.linear, copied.factor = nn.Linear(64, 64), 3.0
+    assert same_bits(copied(batch()), copied.linear(batch()) * 3.0)
+    assert attachment.offloader.statistics().steps == 1
+    attachment.detach()
+    assert type(model) is Scaled
+
+
+def _times_seven(self: Scaled, x: Tensor) -> Tensor:
+    out: Tensor = self.linear(x) * 7
+    return out
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_an_attached_module_that_was_pickled_is_as_it_was_before(options: dict[str, Any], own: bool) -> None:
+    model = Scaled()
+    if own:
+        model.forward = functools.partial(_times_seven, model)  # type: ignore[method-assign]
+    names = set(vars(model))
+    attachment = actoffload.attach(model, **options)
+    loaded = pickle.loads(pickle.dumps(model))
+    assert type(loaded) is Scaled
+    assert set(vars(loaded)) == names
+    assert same_bits(loaded(batch()), model(batch()))
+    attachment.detach()
+
+
+def test_attachments_are_detached_in_any_order(options: dict[str, Any]) -> None:
+    model = Scaled()
+    names = set(vars(model))
+    one = actoffload.attach(model, **options)
+    other = actoffload.attach(model, **{**options, "min_bytes": 64})
+    model(batch())
+    one.detach()
+    model(batch())
+    assert [attachment.offloader.statistics().steps for attachment in (one, other)] == [1, 2]
+    other.detach()
+    model(batch())
+    assert other.offloader.statistics().steps == 2
+    assert type(model) is Scaled
+    assert set(vars(model)) == names
+
+
+def test_a_module_of_torch_fx_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="attach\\(\\) to a module around it"):
+        actoffload.attach(torch.fx.symbolic_trace(Scaled()), **options)
 
 
 # -- callables of the user's that call the offloader -------------------------------------------------------------------

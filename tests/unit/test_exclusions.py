@@ -22,6 +22,7 @@ from actoffload.policy import (
     TensorFacts,
 )
 from tests.harness import (
+    WAIT_S,
     Chain,
     MakeOffloader,
     assert_empty,
@@ -434,7 +435,23 @@ def test_noise_that_is_filled_after_it_was_saved_stays(make_offloader: MakeOfflo
         y.backward()
         return take_gradient(x)
 
-    for rrelu in (nn.RReLU().train(), lambda x: F.rrelu(x, training=True), lambda x: torch.rrelu(x, training=True)):
+    def on_a_device(x: Tensor) -> Tensor:
+        with torch.device("cpu"):
+            return torch.rrelu(x, training=True)
+
+    def into_a_buffer(x: Tensor) -> Tensor:
+        nn_functions: Any = torch._C._nn
+        out: Tensor = nn_functions.rrelu_with_noise(x, torch.empty(0).resize_as_(x).zero_(), 0.1, 0.3, True)
+        return out
+
+    for rrelu in (
+        nn.RReLU().train(),
+        lambda x: F.rrelu(x, training=True),
+        lambda x: torch.rrelu(x, training=True),
+        lambda x: torch.ops.aten.rrelu(x, 0.1, 0.3, True),
+        on_a_device,
+        into_a_buffer,
+    ):
         offloader = make_offloader()
         assert same_bits(run(offloader, rrelu), run(contextlib.nullcontext(), rrelu))
         assert offloader.statistics().kept_bytes["filled after it was saved"] > 0
@@ -442,11 +459,20 @@ def test_noise_that_is_filled_after_it_was_saved_stays(make_offloader: MakeOfflo
 
 def test_a_region_is_left_by_the_thread_that_entered_it(make_offloader: MakeOffloader) -> None:
     region = actoffload.no_offload()
-    other = threading.Thread(target=region.__enter__)
+    entered, tried = threading.Event(), threading.Event()
+
+    def enter() -> None:
+        with region:
+            entered.set()
+            tried.wait(WAIT_S)
+
+    other = threading.Thread(target=enter)
     other.start()
-    other.join()
+    assert entered.wait(WAIT_S)
     with pytest.raises(StateError, match="left in a thread that did not enter it"):
         region.__exit__()
+    tried.set()
+    other.join()
     offloader = make_offloader()
     train_step(Chain(), batch(), offloader)
     assert offloader.statistics().moved_bytes > 0

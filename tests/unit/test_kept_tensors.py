@@ -266,22 +266,41 @@ def test_tensors_stay_and_move_side_by_side_on_a_device(adversary: Adversary) ->
 
 
 class ReturnsSaved(torch.autograd.Function):
-    """Its gradient is the tensor that it saved, itself."""
+    """Its gradient is the first of the two tensors that it saved, itself."""
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
-        ctx.save_for_backward(saved)
+    def forward(x: Tensor, saved: Tensor) -> Tensor:
         return x.clone()
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1], inputs[1] * 2)
+
+    @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return ctx.saved_tensors[0], None
+        first, _ = ctx.saved_tensors
+        return first, None
 
 
+def _step_in_a_compiled_function(forward: Callable[[], Tensor]) -> None:
+    """A graph break leaves the rest to Python, while PyTorch's compiler looks at each frame."""
+
+    def step() -> None:
+        torch._dynamo.graph_break()
+        forward().backward(retain_graph=True)
+
+    torch.compile(step, backend="eager")()
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # PyTorch's compiler looks at it
+@pytest.mark.parametrize("way", ["plain", "vmap", "compiled"])
 @pytest.mark.parametrize("native", ["1", "0"])
 @pytest.mark.parametrize("kind", ["below min_bytes", "policy", "moves"])
 def test_a_saved_tensor_that_is_a_leafs_gradient_is_not_shared_with_it(
-    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch, kind: str, native: str
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch, kind: str, native: str, way: str
 ) -> None:
     """Else an in-place change of the gradient is one of the saved tensor, its owner's, and other gradients."""
     if native == "0":
@@ -290,9 +309,13 @@ def test_a_saved_tensor_that_is_a_leafs_gradient_is_not_shared_with_it(
     def run(context: Any) -> list[Tensor]:
         one, other = torch.zeros(ELEMENTS, requires_grad=True), torch.zeros(ELEMENTS, requires_grad=True)
         saved = torch.arange(ELEMENTS, dtype=torch.float32) * 2
+        function = torch.func.vmap(ReturnsSaved.apply) if way == "vmap" else ReturnsSaved.apply
         with context:
-            loss = ReturnsSaved.apply(one, saved).sum() + ReturnsSaved.apply(other, saved).sum()
-        loss.backward(retain_graph=True)
+            loss = function(one, saved).sum() + function(other, saved).sum()
+        if way == "compiled":
+            _step_in_a_compiled_function(lambda: loss)
+        else:
+            loss.backward(retain_graph=True)
         assert one.grad is not None
         assert other.grad is not None
         one.grad.mul_(3)
@@ -304,8 +327,15 @@ def test_a_saved_tensor_that_is_a_leafs_gradient_is_not_shared_with_it(
         assert same_bits(found, expected)
 
 
-def test_what_a_function_was_handed_is_let_go_by_the_next_unpack(make_offloader: MakeOffloader) -> None:
-    """Holding it until backward ends would keep activations that backward is done with."""
+@pytest.mark.parametrize("native", ["1", "0"])
+@pytest.mark.parametrize("kind", ["below min_bytes", "policy"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_function_was_handed_is_let_go(
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch, kind: str, native: str, fails: bool
+) -> None:
+    """By the next Function's unpack, as holding it until backward ends would keep what backward is done with."""
+    if native == "0":
+        monkeypatch.setattr(compiled_hooks, "load", lambda: None)
     references: list[StorageWeakRef] = []
     alive: list[bool] = []
 
@@ -320,13 +350,17 @@ def test_what_a_function_was_handed_is_let_go_by_the_next_unpack(make_offloader:
             (saved,) = ctx.saved_tensors
             alive.append(any(not reference.expired() for reference in references))
             references.append(StorageWeakRef(saved.untyped_storage()))
+            if fails and len(alive) == 3:
+                raise ValueError("of the test")
             return grads[0], None
 
     x = torch.ones(ELEMENTS, requires_grad=True)
-    with _keeping(make_offloader, "policy"):
+    with _keeping(make_offloader, kind):
         y = x
         for number in range(3):
             y = Looks.apply(y, activation(number).detach())
-    y.sum().backward()
+    with pytest.raises(ValueError, match="of the test") if fails else contextlib.nullcontext():
+        y.sum().backward()
+    del y
     assert alive == [False, False, False]
     assert all(reference.expired() for reference in references)
