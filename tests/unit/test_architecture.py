@@ -41,7 +41,7 @@ TORCH_FREE = (
 OPTIONAL = {
     "aiofiles": "storage.engines.aiofiles",
     "cupy": "storage.engines.gds",
-    "deepspeed": "integrations.deepspeed benchmarks.peer_aio",
+    "deepspeed": "integrations.deepspeed",
     "kvikio": "storage.engines.gds cli.doctor",
     "matplotlib": "analysis.plots",
     "megatron": "integrations.megatron integrations.megatron.* benchmarks.peers",
