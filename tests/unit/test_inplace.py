@@ -158,7 +158,7 @@ def test_verify_looks_at_no_byte_that_others_may_change(make_offloader: MakeOffl
         torch.manual_seed(0)
         model = cell(width, width)
         for _ in range(4):
-            state = None
+            state: Any = None
             with context:
                 for _ in range(3):
                     state = model(torch.randn(rows, width), state)
