@@ -135,7 +135,10 @@ def check(function: Callable[..., Any], samples: list[Any], offloader: Offloader
     assert differentiated
     assert after.live_records == 0
     assert after.degraded == {}
-    assert sum(after.kept_bytes.values()) == 0  # only empty tensors and sparse ones stayed
+    kept = {reason for reason, nbytes in after.kept_bytes.items() if nbytes > before.kept_bytes.get(reason, 0)}
+    assert kept <= {"filled after it was saved"}  # else only empty tensors and sparse ones stay
+    if kept:
+        return
     if after.packed_bytes > before.packed_bytes:
         assert after.nvme_written_bytes > before.nvme_written_bytes
         assert after.nvme_read_bytes > before.nvme_read_bytes

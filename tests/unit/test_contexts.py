@@ -20,7 +20,7 @@ import actoffload
 from actoffload import OffloadConfig, Offloader, offload_activations
 from actoffload.api import shared_offloader
 from actoffload.errors import OffloaderClosedError, StateError
-from actoffload.events import EventKind
+from actoffload.events import EventKind, TraceEvent
 from actoffload.policy import Decision, TensorFacts
 from actoffload.testing.fakedevice import FakeDevice
 from tests.harness import (
@@ -363,7 +363,7 @@ def test_a_policy_that_has_the_offloader_wait_for_itself_is_told(make_offloader:
             getattr(offloader, method)()
             return Decision.OFFLOAD
 
-    offloader = make_offloader(policy=Calls())
+    offloader: Offloader = make_offloader(policy=Calls())
     with _no_hooks_left(), pytest.raises(StateError, match=rf"{method}\(\) was called by a policy"):
         train_step(Chain(), batch(), offloader)
     assert_empty(offloader)
@@ -371,7 +371,12 @@ def test_a_policy_that_has_the_offloader_wait_for_itself_is_told(make_offloader:
 
 def test_a_trace_callable_that_closes_the_offloader_is_told(make_offloader: MakeOffloader) -> None:
     """Also on an engine's thread, which `close` would wait for."""
-    offloader = make_offloader(trace=lambda event: offloader.close() if event.kind is EventKind.WRITE else None)
+
+    def close(event: TraceEvent) -> None:
+        if event.kind is EventKind.WRITE:
+            offloader.close()
+
+    offloader = make_offloader(trace=close)
 
     def step_and_count() -> dict[str, Tensor]:
         found = train_step(Chain(), batch(), offloader, between=offloader.synchronize)
