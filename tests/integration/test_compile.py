@@ -17,17 +17,7 @@ from torch._dynamo.utils import counters
 import actoffload
 from actoffload import Offloader
 from tests.harness import assert_same_gradients, gradients
-from tests.integration.compiled import (
-    ADVICE,
-    STEPS,
-    Call,
-    Tower,
-    check,
-    gradients_of,
-    tokens,
-    tower,
-    train,
-)
+from tests.integration.compiled import ADVICE, STEPS, Call, Tower, check, gradients_of, tokens, tower, train
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),

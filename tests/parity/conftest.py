@@ -39,7 +39,7 @@ def make_offloader(place: Place, tmp_path: Path) -> Iterator[Maker]:
 
 @pytest.fixture(scope="module")
 def offloader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Offloader]:
-    """One for each module and worker, with everything on disk; ``OFFLOADER_OPTIONS`` of the module, if any, are added."""
+    """One for each module and worker, with everything on disk; the module's ``OFFLOADER_OPTIONS`` are added."""
     place = Place("nvme", {"target": "nvme", "debug": True})
     offloader = place.make(tmp_path_factory.mktemp("spool"), getattr(request.module, "OFFLOADER_OPTIONS", {}))
     yield offloader
