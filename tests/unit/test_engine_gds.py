@@ -273,16 +273,3 @@ def test_a_forked_child_closes_both_descriptors_and_no_other(engine: GdsEngine, 
     source = Memory(BLOCK)
     source.data = random_bytes(BLOCK, 5)
     assert move(engine, IoKind.WRITE, source).error is None
-
-
-def test_the_real_one_works_or_says_why_not(file: SpoolFile) -> None:
-    try:
-        engine = create_engine("gds", file)
-    except EngineUnavailableError as exc:
-        pytest.skip(str(exc))
-    assert engine.remark
-    source, target = Memory(BLOCK, fill=9), Memory(BLOCK)
-    assert move(engine, IoKind.WRITE, source).error is None
-    assert move(engine, IoKind.READ, target).error is None
-    assert target.data == source.data
-    engine.close()
