@@ -44,15 +44,6 @@ def run_sample(module: str, spec: dict[str, Any], *, timeout_s: float) -> Sample
     return run_worker(module, spec, limit_s=timeout_s, cwd=ROOT)
 
 
-def interleave(modes: Iterable[str], rounds: int, measure: Callable[[str], Sample]) -> Samples:
-    """Samples of every mode, taken in turns (A B A B), so that a drift of the machine falls on all alike."""
-    samples: Samples = {mode: [] for mode in modes}
-    for _ in range(rounds):
-        for mode, taken in samples.items():
-            taken.append(measure(mode))
-    return samples
-
-
 def middle(samples: Iterable[Mapping[str, Any]], *keys: str) -> float:
     """The median of a number that every sample has, by its keys from the outside in."""
 

@@ -80,14 +80,13 @@ def take_scaling(options: argparse.Namespace) -> list[Sample]:
 
 
 def _take(specs: dict[str, dict[str, object]], options: argparse.Namespace) -> list[Sample]:
-    def measure(name: str) -> Sample:
-        spec = specs[name] | {"path": options.path}
-        found = harness.run_sample("benchmarks.micro_hooks", spec, timeout_s=TIMEOUT_S)
+    """Samples in turns (A B A B), so that a drift of the machine falls on all alike."""
+    taken = []
+    for name, spec in [*specs.items()] * options.rounds:
+        found = harness.run_sample("benchmarks.micro_hooks", spec | {"path": options.path}, timeout_s=TIMEOUT_S)
         print(f"{name}: {found.get('error') or 'measured'}", flush=True)
-        return {"kind": spec["kind"], "alive": spec["tensors"], "nbytes": spec["nbytes"], **found}
-
-    taken = harness.interleave(specs, options.rounds, measure)
-    return [sample for mine in taken.values() for sample in mine]
+        taken.append({"kind": spec["kind"], "alive": spec["tensors"], "nbytes": spec["nbytes"], **found})
+    return taken
 
 
 def above_bare_us(samples: Sequence[Sample], clock: str) -> float | None:
@@ -110,7 +109,11 @@ def judge(samples: Samples) -> list[Bound]:
             bounds.append(Bound(what=what, measured=above_bare_us(mine, "thread_s"), bound=limit, unit=" µs"))
     for kind in SCALED if "scaling" in samples else ():
         bounds.append(_flatness(kind, [sample for sample in samples["scaling"] if sample["kind"] == kind]))
-    return bounds + judge_spool(samples.get("spool", []))
+    for name, own, fio in rates_of(samples.get("spool", ())):
+        if fio is not None:
+            what = f"spool: {name}, of fio"
+            bounds.append(Bound(what=what, measured=own / fio, bound=OF_FIO, at_most=False, unit=" ×"))
+    return bounds
 
 
 def _flatness(kind: str, samples: list[Sample]) -> Bound:
@@ -119,15 +122,6 @@ def _flatness(kind: str, samples: list[Sample]) -> Bound:
     ratio = costs[1] / costs[0] if costs[0] and costs[1] else None
     what = f"scaling: {micro_hooks.KINDS[kind]}, {many} alive over {few}"
     return Bound(what=what, measured=ratio, bound=FLAT, unit=" ×")
-
-
-def judge_spool(samples: list[Sample]) -> list[Bound]:
-    """What each engine reaches of the faster of fio's; without fio, or without an engine, its rows are left out."""
-    return [
-        Bound(what=f"spool: {name}, of fio", measured=own / fio, bound=OF_FIO, at_most=False, unit=" ×")
-        for name, own, fio in rates_of(samples)
-        if fio is not None
-    ]
 
 
 def rates_of(samples: Sequence[Sample]) -> list[tuple[str, float, float | None]]:

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 import actoffload
-from benchmarks.peer_aio import AioHandle
 from benchmarks.peers import Megatron, Peer, SaveOnCpu, TorchSave, Trl
 from benchmarks.workloads import Workload
 
@@ -69,7 +68,6 @@ MODES = {
     "save_on_cpu": Mode(peer="save_on_cpu"),
     "recompute + save_on_cpu": Mode(peer="save_on_cpu", recompute=True),
     "torch.save": Mode(peer="torch.save"),
-    "aio_handle": Mode(peer="aio_handle"),
     "TRL": Mode(peer="trl"),
     "Megatron": Mode(peer="megatron"),
 }
@@ -110,7 +108,6 @@ def open_peer(mode: Mode, work: Workload, device: torch.device, path: str | None
         "actoffload": lambda: Library(work.model, path, {**mode.options, **options}),
         "save_on_cpu": lambda: SaveOnCpu(device),
         "torch.save": lambda: TorchSave(path),
-        "aio_handle": lambda: AioHandle(work.model, device, path),
         "trl": lambda: Trl(work.model, device),
         "megatron": lambda: Megatron(work.model, work.blocks, device),
     }

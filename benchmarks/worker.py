@@ -2,9 +2,8 @@
 
 The options come as one JSON argument: those of `benchmarks.workloads.build`, and ``device``, ``mode`` (of
 `benchmarks.modes`), ``steps`` (timed), ``warm_up`` (steps before them), ``path``, ``threads``, ``optimizer`` (bool),
-``options`` (more of them for `offload_activations`), ``environment`` (variables by name), ``in_turns`` (bool: a timed
-step is taken for every line that is read, and said; see `benchmarks.turns`), ``compile`` ("blocks" or "whole") with
-``backend``, and ``bandwidth`` (bytes per second of a throttled disk).
+``options`` (more of them for `offload_activations`), ``in_turns`` (bool: a timed step is taken for every line that is
+read, and said; see `benchmarks.turns`) and ``bandwidth`` (bytes per second of a throttled disk).
 """
 
 from __future__ import annotations
@@ -54,15 +53,6 @@ class Run:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4) if spec.get("optimizer") else None
         self.peer: Peer | None = None
         self._mode = ExitStack()
-        self._compile(spec.get("compile"))
-
-    def _compile(self, what: str | None) -> None:
-        if what is None:
-            return
-        compute_deterministically(True)  # else Inductor adds an embedding's gradients up in any order
-        modules = [self.model] if what == "whole" else [self.model.get_submodule(name) for name in self.work.blocks]
-        for module in modules:
-            module.compile(backend=self.spec["backend"])
 
     @property
     def offloader(self) -> actoffload.Offloader | None:
@@ -116,14 +106,13 @@ class Run:
         """One step with deterministic algorithms and no optimizer; a checksum of all gradients."""
         # Gradients stay allocated from here on, so that they count as static memory.
         self.clear_gradients()
-        before = torch.are_deterministic_algorithms_enabled()
         compute_deterministically(True)
         optimizer, self.optimizer = self.optimizer, None
         try:
             self.step()
         finally:
             self.optimizer = optimizer
-            compute_deterministically(before)
+            compute_deterministically(False)
         return gradients_checksum(self.model)
 
     def timed(self, steps: int) -> list[float]:
@@ -274,11 +263,10 @@ def out_of_memory(mode: str, error: torch.OutOfMemoryError) -> dict[str, Any]:
 
 
 def read_spec(argument: str) -> dict[str, Any]:
-    """The options, with the environment that they and reproducible results need."""
+    """The options, with the environment that reproducible results need."""
     # Before torch starts cuBLAS: without a fixed workspace its results are not reproducible.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     spec: dict[str, Any] = json.loads(argument)
-    os.environ.update(spec.get("environment") or {})
     return spec
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from actoffload import OffloadConfig, Offloader
 from actoffload.runtime.profiler import Profiler
@@ -30,10 +32,41 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def same_bits(one: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two tensors (or two missing ones) are equal bit for bit."""
+    """Whether two tensors (or two missing ones) are equal bit for bit: dtype, shape, layout, NaN and -0.0 included."""
     if one is None or other is None:
         return one is other
-    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(bits(one), bits(other))
+    if one.dtype != other.dtype or one.shape != other.shape or one.layout != other.layout:
+        return False
+    parts = _parts(one), _parts(other)
+    if parts[0] is None or parts[1] is None:
+        return parts == (None, None) and torch.equal(bits(one), bits(other))
+    return len(parts[0]) == len(parts[1]) and all(map(same_bits, parts[0], parts[1]))
+
+
+def _parts(tensor: Tensor) -> list[Tensor] | None:
+    """The plain strided tensors that a sparse tensor or a wrapper subclass is made of; None for a plain one."""
+    tensor = tensor.detach()
+    if is_traceable_wrapper_subclass(tensor):
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return None
+
+
+def assert_same_bits(mine: Sequence[Tensor | None], reference: Sequence[Tensor | None], what: str = "tensor") -> None:
+    """Every tensor has the bits of its counterpart."""
+    assert len(mine) == len(reference)
+    for index, (one, other) in enumerate(zip(mine, reference, strict=True)):
+        if same_bits(one, other):
+            continue
+        if one is None or other is None or one.shape != other.shape or one.layout is not torch.strided:
+            raise AssertionError(f"{what} {index} differs: {one!r} instead of {other!r}")
+        worst = (one.detach() - other.detach()).abs().max().item()
+        raise AssertionError(f"{what} {index} {tuple(one.shape)} differs by up to {worst}")
 
 
 class Chain(nn.Module):
@@ -196,6 +229,26 @@ def wait_until(holds: Callable[[], object], what: str = "it did not come to pass
     while not holds():
         assert time.monotonic() < deadline_s, what
         time.sleep(0.001)
+
+
+def run_in_threads(*works: Callable[[], object]) -> None:
+    """Run each in a thread of its own, all at once; fail if one hangs, and raise what one of them raised."""
+    raised: list[BaseException] = []
+
+    def run(work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            raised.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+        assert not thread.is_alive(), "a thread hangs"
+    if raised:
+        raise raised[0]
 
 
 def spool_statistics(offloader: Offloader) -> SpoolStatistics:

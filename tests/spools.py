@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from actoffload.errors import EngineUnavailableError
-from actoffload.storage.engines.base import SpoolFile
+from actoffload.storage.engines.base import IoKind, IoRequest, SpoolFile, StorageEngine
 from actoffload.storage.engines.uring import UringEngine
 from actoffload.storage.spool import Extent, Spool
 from actoffload.testing.engine_suite import WAIT_S, Memory
@@ -35,6 +35,14 @@ def get(spool: Spool, extent: Extent, length: int) -> bytes:
     assert transfer.wait(WAIT_S)
     assert transfer.error is None
     return memory.data
+
+
+def move(engine: StorageEngine, kind: IoKind, memory: Memory, offset: int = 0) -> IoRequest:
+    """Moves all of the memory and waits for it."""
+    request = IoRequest(kind, memory.address, memory.nbytes, offset)
+    engine.submit(request)
+    assert request.wait(WAIT_S)
+    return request
 
 
 def make_uring(file: SpoolFile, threads: int | None = None) -> UringEngine:

@@ -31,7 +31,7 @@ from ..storage.spool_files import open_arena
 WAIT_S = 60.0
 """How long a test waits before it calls that a hang."""
 BLOCK = 4096
-Submit = Callable[[str, IoKind], IoRequest]
+Submit = Callable[[str], IoRequest]
 
 
 class Memory:
@@ -133,7 +133,8 @@ class StorageEngineTests:
     def blocked(self, engine: StorageEngine, order: list[str], fill: int = 0) -> Iterator[Submit]:
         """Keep the engine's only thread busy inside the block, so that what is submitted there stays queued.
 
-        Yields a function that submits a one-block request; its name is added to ``order`` when it has run.
+        Yields a function that submits a one-block request, a read where its name begins with "r"; the name is added to
+        ``order`` when it has run.
         """
         running, go_on, memory = threading.Event(), threading.Event(), Memory(BLOCK, fill)
 
@@ -141,7 +142,8 @@ class StorageEngineTests:
             running.set()
             assert go_on.wait(WAIT_S)
 
-        def submit(name: str, kind: IoKind) -> IoRequest:
+        def submit(name: str) -> IoRequest:
+            kind = IoKind.READ if name.startswith("r") else IoKind.WRITE
             request = IoRequest(kind, memory.address, BLOCK, 0, on_done=lambda _: order.append(name))
             engine.submit(request)
             return request
@@ -168,6 +170,7 @@ class StorageEngineTests:
         memory = Memory(3 * BLOCK)
         memory.data = random_bytes(3 * BLOCK, 1)
         request = self.transfer(engine, IoKind.WRITE, memory, 2 * BLOCK)
+        assert not request.cancel(), "it is final"
         assert (request.state, request.error) == (RequestState.DONE, None)
         assert self.peek(engine, file, 2 * BLOCK, 3 * BLOCK) == memory.data
         assert engine.written_bytes == 3 * BLOCK
@@ -300,7 +303,7 @@ class StorageEngineTests:
         order: list[str] = []
         with self.blocked(engine, order) as submit:
             for name in ("w1", "r1", "w2", "r2"):
-                submit(name, IoKind.READ if name[0] == "r" else IoKind.WRITE)
+                submit(name)
         engine.close()
         assert order == ["r1", "r2", "w1", "w2"]
 
@@ -308,10 +311,7 @@ class StorageEngineTests:
         self.poke(engine, file, 0, bytes(8 * BLOCK))
         order: list[str] = []
         with self.blocked(engine, order) as submit:
-            requests = {
-                name: submit(name, IoKind.READ if name[0] == "r" else IoKind.WRITE)
-                for name in ("w1", "w2", "r1", "r2", "r3")
-            }
+            requests = {name: submit(name) for name in ("w1", "w2", "r1", "r2", "r3")}
             engine.promote(requests["r3"])
             engine.promote(requests["w2"])
         engine.close()
@@ -322,8 +322,8 @@ class StorageEngineTests:
         self.poke(engine, file, 0, b"\x66" * (8 * BLOCK))
         order: list[str] = []
         with self.blocked(engine, order, fill=0x66) as submit:
-            write = submit("w", IoKind.WRITE)
-            read = submit("r", IoKind.READ)
+            write = submit("w")
+            read = submit("r")
             assert write.cancel()
             assert read.cancel()
             assert write.cancel(), "as after an interrupt"
@@ -333,14 +333,9 @@ class StorageEngineTests:
         assert [write.state, read.state] == [RequestState.CANCELLED] * 2
         assert self.peek(engine, file, 0, 8 * BLOCK) == b"\x66" * (8 * BLOCK)
 
-    def test_what_is_final_cannot_be_cancelled(self, engine: StorageEngine) -> None:
-        request = self.transfer(engine, IoKind.WRITE, Memory(BLOCK), 0)
-        assert not request.cancel()
-        assert request.state is RequestState.DONE
-
     def test_cancel_wakes_a_waiting_thread(self, engine: StorageEngine) -> None:
         with self.blocked(engine, []) as submit:
-            request = submit("w", IoKind.WRITE)
+            request = submit("w")
             waiter = threading.Thread(target=request.wait)
             waiter.start()
             assert not request.wait(0)
@@ -366,7 +361,7 @@ class StorageEngineTests:
     def test_abort_waits_for_what_runs_and_cancels_the_rest(self, engine: StorageEngine) -> None:
         order: list[str] = []
         with self.blocked(engine, order) as submit:
-            queued = [submit("w", IoKind.WRITE), submit("r", IoKind.READ)]
+            queued = [submit("w"), submit("r")]
             aborter = threading.Thread(target=engine.abort)
             aborter.start()
             assert all(request.wait(WAIT_S) for request in queued)
@@ -383,35 +378,27 @@ class StorageEngineTests:
         engine.close()
         assert set(threading.enumerate()) <= before
 
-    def test_an_idle_engine_keeps_no_callback_alive(self, engine: StorageEngine) -> None:
+    def test_a_request_that_is_over_keeps_no_callback_alive(self, engine: StorageEngine) -> None:
         class Token:
             def on_done(self, request: IoRequest) -> None:
                 finished.set()
 
-        memory, finished = Memory(BLOCK), threading.Event()
-        token = Token()
-        dead = weakref.ref(token)
-        request = IoRequest(IoKind.WRITE, memory.address, BLOCK, 0, on_done=token.on_done)
-        engine.submit(request)
+        def request_of(token: Token) -> IoRequest:
+            return IoRequest(IoKind.WRITE, memory.address, BLOCK, 0, on_done=token.on_done)
+
+        memory, finished, tokens = Memory(BLOCK), threading.Event(), [Token(), Token()]
+        dead = [weakref.ref(token) for token in tokens]
+        ended = request_of(tokens[0])
+        engine.submit(ended)
         assert finished.wait(WAIT_S)
-        self.transfer(engine, IoKind.WRITE, memory, 0)  # the one thread is past the first request now
-        del token
-        gc.collect()
-        assert dead() is None  # although the request itself is still here
-
-    def test_a_cancelled_request_in_the_queue_keeps_no_callback_alive(self, engine: StorageEngine) -> None:
-        class Token:
-            def on_done(self, request: IoRequest) -> None:
-                raise AssertionError
-
-        token, memory = Token(), Memory(BLOCK)
-        dead = weakref.ref(token)
-        with self.blocked(engine, []):
-            request = IoRequest(IoKind.WRITE, memory.address, BLOCK, 0, on_done=token.on_done)
-            engine.submit(request)
-            assert request.cancel()
-            del token
-            assert dead() is None
+        with self.blocked(engine, []):  # the one thread is past the first request now
+            cancelled = request_of(tokens[1])
+            engine.submit(cancelled)
+            assert cancelled.cancel()
+            tokens.clear()
+            gc.collect()
+            assert [ref() for ref in dead] == [None, None]  # although the requests themselves are still here
+        assert (ended.state, cancelled.state) == (RequestState.DONE, RequestState.CANCELLED)
 
     def test_the_probe_accepts_it(self, engine: StorageEngine) -> None:
         assert probe_engine(engine) is None

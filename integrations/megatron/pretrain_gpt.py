@@ -15,6 +15,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,12 +25,13 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.num_microbatches_calculator import get_num_microbatches, init_num_microbatches_calculator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from . import add_actoffload_args, wrap_forward_step
-from .portable import CausalAttention, Norm, cpu_stands_in_for_cuda
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -179,6 +181,66 @@ def main() -> None:
         set_up(args)
         train(args)
     dist.destroy_process_group()
+
+
+# -- what runs it without CUDA, and without the packages that are for CUDA only ----------------------------------------
+
+
+class CausalAttention(MegatronModule):  # type: ignore[misc]
+    """Causal attention by PyTorch's own kernel, which runs on every device (Megatron's own needs CUDA)."""
+
+    def __init__(self, config: TransformerConfig, **_: Any) -> None:
+        super().__init__(config=config)
+        self.dropout: float = config.attention_dropout
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Query, key and value: (sequence, batch, heads, head width). Returns (sequence, batch, heads × head width)."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        dropout = self.dropout if self.training else 0.0
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+class Norm(nn.LayerNorm):
+    """Layer norm for sequence parallelism without CUDA-only packages: its gradients are summed over the ranks."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class _CpuForCuda(TorchFunctionMode):
+    """Makes on the CPU what is asked for on ``"cuda"``."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not kwargs:
+            return func(*args)
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs = {**kwargs, "device": "cpu"}
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def cpu_stands_in_for_cuda() -> Iterator[None]:
+    """Let megatron-core run where there is no CUDA: it names the device "cuda" in its schedules and its buffers.
+
+    Inside, ``device="cuda"`` means the CPU, and what would fail without a device answers for it: the state of its
+    random numbers is the CPU's, which Megatron's recomputing saves and restores anyway.
+    """
+    cuda: dict[str, Any] = {
+        "current_device": lambda: torch.device("cpu"),
+        "current_stream": lambda device=None: None,
+        "synchronize": lambda device=None: None,
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+    }
+    numbers: dict[str, Any] = {
+        "_get_cuda_rng_state": lambda **_: torch.get_rng_state(),
+        "_set_cuda_rng_state": lambda state, **_: None,
+    }
+    random = "megatron.core.tensor_parallel.random"
+    with mock.patch.multiple("torch.cuda", **cuda), mock.patch.multiple(random, **numbers), _CpuForCuda():
+        yield
 
 
 if __name__ == "__main__":

@@ -11,12 +11,7 @@ import pytest
 
 from actoffload.errors import ConfigError, EngineUnavailableError
 from actoffload.storage import spool_files as paths
-from actoffload.storage.engines import (
-    AUTO_ORDER,
-    ENGINES,
-    choose_engine,
-    create_engine,
-)
+from actoffload.storage.engines import AUTO_ORDER, ENGINES, choose_engine, create_engine
 from actoffload.storage.engines.aiofiles import AiofilesEngine
 from actoffload.storage.engines.base import SpoolFile, StorageEngine
 from actoffload.storage.engines.memory import MemoryEngine

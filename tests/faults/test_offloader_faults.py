@@ -18,13 +18,7 @@ from actoffload import Offloader
 from actoffload.errors import ChecksumError, OffloaderClosedError, StorageReadError
 from actoffload.storage.engines.base import IoKind
 from actoffload.testing.engine_suite import poke_file
-from actoffload.testing.faults import (
-    FailingEngine,
-    FullEngine,
-    GateEngine,
-    ShortEngine,
-    SlowEngine,
-)
+from actoffload.testing.faults import FailingEngine, FullEngine, GateEngine, ShortEngine, SlowEngine
 from tests.harness import (
     WAIT_S,
     Chain,
@@ -139,9 +133,7 @@ def test_a_slow_disk_without_a_budget_keeps(make_offloader: MakeOffloader) -> No
 def test_a_slow_disk_with_a_budget_is_waited_for(make_offloader: MakeOffloader) -> None:
     budget = 4 * ROW_BYTES
     offloader = make_offloader(
-        engine=partial(SlowEngine, threads=1, bandwidth_bytes_per_s=5e6),
-        device_budget=budget,
-        prefetch_bytes=ROW_BYTES,
+        engine=partial(SlowEngine, threads=1, bandwidth_bytes_per_s=5e6), device_budget=budget, prefetch_bytes=ROW_BYTES
     )
     model, x = Chain(depth=8), batch()
     assert_same_gradients(train_step(model, x, offloader), train_step(model, x))

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,17 +28,11 @@ from actoffload.errors import (
 from actoffload.storage.engines.base import IoKind
 from actoffload.storage.spool import Extent, Spool, Transfer
 from actoffload.testing.engine_suite import WAIT_S, Memory, poke_file, random_bytes
-from actoffload.testing.faults import (
-    FailingEngine,
-    FullEngine,
-    GateEngine,
-    ShortEngine,
-)
+from actoffload.testing.faults import FailingEngine, FullEngine, GateEngine, ShortEngine
+from tests.harness import run_in_threads
+from tests.spools import BLOCK, MIB, MakeSpool
 
-MIB = 1 << 20
-BLOCK = 4096
 ROOT = Path(__file__).resolve().parents[2]
-MakeSpool = Callable[..., Spool]
 
 
 @pytest.fixture
@@ -174,20 +168,6 @@ def test_endless_interruptions_are_an_error(make_spool: MakeSpool, monkeypatch: 
     assert "no progress in 6 attempts" in str(error)
 
 
-@pytest.mark.parametrize("most_bytes", [BLOCK, 3 * BLOCK])
-def test_short_transfers_are_continued(make_spool: MakeSpool, most_bytes: int) -> None:
-    spool = make_spool(partial(ShortEngine, most_bytes=most_bytes), verify=True)
-    source, target, extent = Memory(MIB), Memory(MIB), spool.allocate(MIB)
-    source.data = random_bytes(MIB, 3)
-    assert write(spool, extent, source).error is None
-    assert read(spool, extent, target).error is None
-    assert target.data == source.data
-    (engine,) = spool.engines
-    assert isinstance(engine, ShortEngine)
-    assert engine.calls == 2 * -(-MIB // most_bytes)
-    assert engine.written_bytes == engine.read_bytes == MIB
-
-
 def test_odd_short_transfers_of_a_direct_file_continue_on_a_boundary(make_spool: MakeSpool) -> None:
     offsets: list[int] = []
 
@@ -221,17 +201,6 @@ def test_verify_finds_what_changed_on_disk(make_spool: MakeSpool, tmp_path: Path
     assert isinstance(error, ChecksumError)
     assert error.filename == str(tmp_path)
     assert f"at offset {part.offset} " in str(error)
-
-
-def test_without_verify_corruption_passes(make_spool: MakeSpool) -> None:
-    """So that the test above cannot pass for another reason."""
-    spool = make_spool("posix")
-    extent, memory = spool.allocate(BLOCK), Memory(BLOCK)
-    write(spool, extent, memory)
-    poke_file(spool.files[0], extent.segments[0].offset, b"\x01")
-    target = Memory(BLOCK)
-    assert read(spool, extent, target).error is None
-    assert target.data[0] == 1
 
 
 def test_verify_needs_the_length_that_was_written(make_spool: MakeSpool) -> None:
@@ -359,20 +328,7 @@ def test_abort_with_a_shut_gate_returns(make_spool: MakeSpool) -> None:
 def test_random_cancels_and_frees_never_mix_bytes_up(make_spool: MakeSpool, engine: str) -> None:
     """Cancelled writes and early frees, from two threads, on an arena that is always nearly full."""
     spool = make_spool(engine, capacity_bytes=8 * MIB, threads=3, poison=False)
-    failures: list[str] = []
-
-    def work(seed: int) -> None:
-        try:
-            churn(spool, seed)
-        except BaseException as exc:
-            failures.append(repr(exc))
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert failures == []
+    run_in_threads(partial(churn, spool, 1), partial(churn, spool, 2))
     found = spool.statistics()
     assert (found.allocated_bytes, found.busy_extents) == (0, 0)
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-import actoffload
+from tests.harness import MakeOffloader
 
 pytestmark = pytest.mark.gpu
 
@@ -17,6 +16,9 @@ TENSOR_BYTES = 16 << 20
 LAYERS = 48
 SLACK_BYTES = 8 * TENSOR_BYTES
 """What the computation itself holds beside saved tensors: the operands and gradients of an operation or two."""
+
+PLAIN: dict[str, Any] = {"policy": "auto", "min_bytes": None, "keep_last_bytes": None, "debug": False}
+"""The library's defaults."""
 
 
 def peak_over(context: Any, steps: int) -> int:
@@ -46,58 +48,44 @@ def chain(x: Tensor) -> Tensor:
     return x
 
 
-def make_offloader(target: str, path: Path, **options: Any) -> actoffload.Offloader:
-    config = actoffload.OffloadConfig(target=target, path=path, allow_any_filesystem=True, **options)  # type: ignore[arg-type]
-    return actoffload.Offloader(config)
-
-
 @pytest.mark.parametrize("target", ["host", "nvme", "tiered"])
-def test_a_device_budget_is_kept_from_the_first_step_on(target: str, tmp_path: Path) -> None:
+def test_a_device_budget_is_kept_from_the_first_step_on(target: str, make_offloader: MakeOffloader) -> None:
     everything = peak_over(None, 1)
     assert everything >= (LAYERS - 2) * TENSOR_BYTES
     budget = 8 * TENSOR_BYTES
-    offloader = make_offloader(target, tmp_path, device_budget=budget)
-    try:
-        peak = peak_over(offloader, 3)
-        statistics = offloader.statistics()
-    finally:
-        offloader.close()
+    offloader = make_offloader(**PLAIN, target=target, device_budget=budget)
+    peak = peak_over(offloader, 3)
+    statistics = offloader.statistics()
     assert statistics.resident_peak_bytes <= budget + TENSOR_BYTES
     assert peak <= budget + SLACK_BYTES, f"{peak} over a budget of {budget}"
     assert peak < everything / 2
 
 
-def test_the_statistics_agree_with_the_allocator(tmp_path: Path) -> None:
+def test_the_statistics_agree_with_the_allocator(make_offloader: MakeOffloader) -> None:
     everything = peak_over(None, 1)
-    offloader = make_offloader("host", tmp_path)
-    try:
-        peak = peak_over(offloader, 3)
-        statistics = offloader.statistics()
-    finally:
-        offloader.close()
+    offloader = make_offloader(**PLAIN, target="host")
+    peak = peak_over(offloader, 3)
+    statistics = offloader.statistics()
     assert abs(statistics.baseline_peak_bytes - everything) <= SLACK_BYTES
     assert peak <= statistics.resident_peak_bytes + SLACK_BYTES
 
 
-def test_device_memory_returns_when_graphs_are_dropped(tmp_path: Path) -> None:
+def test_device_memory_returns_when_graphs_are_dropped(make_offloader: MakeOffloader) -> None:
     accelerator = torch.accelerator.current_accelerator()
     x = torch.randn(TENSOR_BYTES // 4, device=accelerator).requires_grad_()
-    offloader = make_offloader("host", tmp_path, device_budget=8 * TENSOR_BYTES)
-    try:
-        before = torch.accelerator.memory_allocated()
-        for step in range(6):
-            with offloader:
-                out = chain(x)
-            if step % 3 == 0:
-                out.sum().backward()
-                x.grad = None
-            del out
-        torch.accelerator.synchronize()
-        with offloader:  # the next forward is when what has completed meanwhile is let go
-            out = chain(x[:1])
+    offloader = make_offloader(**PLAIN, target="host", device_budget=8 * TENSOR_BYTES)
+    before = torch.accelerator.memory_allocated()
+    for step in range(6):
+        with offloader:
+            out = chain(x)
+        if step % 3 == 0:
+            out.sum().backward()
+            x.grad = None
         del out
-        torch.accelerator.synchronize()
-        assert offloader.statistics().live_records == 0
-        assert torch.accelerator.memory_allocated() - before <= 2 * TENSOR_BYTES
-    finally:
-        offloader.close()
+    torch.accelerator.synchronize()
+    with offloader:  # the next forward is when what has completed meanwhile is let go
+        out = chain(x[:1])
+    del out
+    torch.accelerator.synchronize()
+    assert offloader.statistics().live_records == 0
+    assert torch.accelerator.memory_allocated() - before <= 2 * TENSOR_BYTES

@@ -8,7 +8,6 @@ will fill holds NaN until then, and freed host memory is poisoned by ``debug=Tru
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +17,9 @@ from torch import Tensor
 import actoffload
 from actoffload.tiers.accelerator import CudaAccelerator
 from actoffload.tiers.copy_streams import CopyStreams
+from tests.harness import MakeOffloader
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="the delays are CUDA's"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="the delays are CUDA's")]
 
 ELEMENTS = 1 << 20
 LAYERS = 12
@@ -88,20 +85,6 @@ def gradient(offloader: actoffload.Offloader | None, *, late_compute: bool = Fal
     return grad
 
 
-def make_offloader(target: str, path: Path, **options: Any) -> actoffload.Offloader:
-    config = actoffload.OffloadConfig(
-        target=target,  # type: ignore[arg-type]
-        path=path,
-        min_bytes=0,
-        policy="all",
-        keep_last_bytes=0,
-        debug=True,
-        allow_any_filesystem=True,
-        **options,
-    )
-    return actoffload.Offloader(config)
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "budget": {"device_budget": 8 * 4 * ELEMENTS},
@@ -113,45 +96,38 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.usefixtures("_late_copies")
 @pytest.mark.parametrize("target", ["host", "nvme", "tiered"])
 @pytest.mark.parametrize("options", list(OPTIONS.values()), ids=list(OPTIONS))
-def test_late_copies_change_nothing(target: str, options: dict[str, Any], tmp_path: Path) -> None:
+def test_late_copies_change_nothing(target: str, options: dict[str, Any], make_offloader: MakeOffloader) -> None:
     reference = gradient(None)
     assert reference.isfinite().all()
-    offloader = make_offloader(target, tmp_path, **options)
-    try:
-        for step in range(4):  # the first step has no learned order and no prefetch behind it
-            settled = step == 3  # so that something moves, however late the copies
-            assert torch.equal(gradient(offloader, settled=settled), reference), f"step {step}"
-        assert offloader.statistics().moved_bytes > 0
-    finally:
-        offloader.close()
+    offloader = make_offloader(target=target, **options)
+    for step in range(4):  # the first step has no learned order and no prefetch behind it
+        settled = step == 3  # so that something moves, however late the copies
+        assert torch.equal(gradient(offloader, settled=settled), reference), f"step {step}"
+    assert offloader.statistics().moved_bytes > 0
 
 
 @pytest.mark.usefixtures("_late_copies")
-def test_late_compute_changes_nothing(tmp_path: Path) -> None:
+def test_late_compute_changes_nothing(make_offloader: MakeOffloader) -> None:
     reference = gradient(None, late_compute=True)
-    offloader = make_offloader("host", tmp_path)
-    try:
-        for _ in range(2):
-            assert torch.equal(gradient(offloader, late_compute=True), reference)
-    finally:
-        offloader.close()
+    offloader = make_offloader(target="host")
+    for _ in range(2):
+        assert torch.equal(gradient(offloader, late_compute=True), reference)
 
 
 @pytest.mark.parametrize("edge", ["_order_after_producer", "_order_use_after_fill"])
-def test_a_missing_edge_would_be_seen(edge: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_edge_would_be_seen(
+    edge: str, make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The stress above can fail: without this edge, the gradient is wrong."""
     reference = gradient(None)
-    offloader = make_offloader("host", tmp_path, device_budget=4 * 4 * ELEMENTS)
+    offloader = make_offloader(target="host", device_budget=4 * 4 * ELEMENTS)
     monkeypatch.setattr(CopyStreams, edge, ignore)
     if edge == "_order_use_after_fill":
         delay_copies(monkeypatch, 20 * SLEEP_CYCLES)  # by far more than the whole backward takes
     litter(8 * LAYERS)  # else the free memory still holds the reference's values, which are the right ones
     torch.cuda.synchronize()
-    try:
-        wrong = gradient(offloader, late_compute=edge == "_order_after_producer")
-        assert not torch.equal(wrong, reference)
-    finally:
-        offloader.close()
+    wrong = gradient(offloader, late_compute=edge == "_order_after_producer")
+    assert not torch.equal(wrong, reference)
 
 
 def ignore(transfers: CopyStreams, *arguments: Any) -> None:

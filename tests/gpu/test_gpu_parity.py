@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 import actoffload
 from actoffload.testing.gpt import GPT, GPTConfig
+from tests.harness import MakeOffloader
 
 pytestmark = pytest.mark.gpu
 
@@ -33,18 +33,6 @@ def accelerator() -> torch.device:
     if device is None:
         pytest.skip("needs an accelerator")
     return device
-
-
-def make_offloader(target: str, path: Path, **options: Any) -> actoffload.Offloader:
-    """Everything moves that may; freed slots are poisoned."""
-    defaults: dict[str, Any] = {"min_bytes": 0, "policy": "all", "keep_last_bytes": 0, "debug": True}
-    config = actoffload.OffloadConfig(
-        target=target,  # type: ignore[arg-type]
-        path=path,
-        allow_any_filesystem=True,
-        **(defaults | options),
-    )
-    return actoffload.Offloader(config)
 
 
 def make_model(dtype: torch.dtype = torch.float32, *, recompute: bool = False) -> nn.Module:
@@ -91,18 +79,15 @@ def assert_identical(mine: list[Tensor], reference: list[Tensor]) -> None:
 @pytest.mark.parametrize("target", ["host", "nvme", "tiered"])
 @pytest.mark.parametrize("inside", [False, True], ids=["backward-outside", "backward-inside"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_gradients(target: str, inside: bool, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_gradients(target: str, inside: bool, dtype: torch.dtype, make_offloader: MakeOffloader) -> None:
     model = make_model(dtype)
     reference = gradients(model, nullcontext())
     assert_identical(gradients(model, nullcontext()), reference)  # else the comparison below means nothing
     host_budget = 4 * MIB if target == "tiered" else None
-    offloader = make_offloader(target, tmp_path, host_budget=host_budget)
-    try:
-        for settled in (False, True, False):
-            assert_identical(gradients(model, offloader, inside=inside, settled=settled), reference)
-        statistics = offloader.statistics()
-    finally:
-        offloader.close()
+    offloader = make_offloader(target=target, host_budget=host_budget)
+    for settled in (False, True, False):
+        assert_identical(gradients(model, offloader, inside=inside, settled=settled), reference)
+    statistics = offloader.statistics()
     assert statistics.moved_bytes > 0
     assert statistics.degraded == {}
     if target == "host":
@@ -112,82 +97,67 @@ def test_gradients(target: str, inside: bool, dtype: torch.dtype, tmp_path: Path
 
 
 @pytest.mark.parametrize("target", ["host", "nvme"])
-def test_gradients_with_checkpointing(target: str, tmp_path: Path) -> None:
+def test_gradients_with_checkpointing(target: str, make_offloader: MakeOffloader) -> None:
     model = make_model(recompute=True)
     reference = gradients(model, nullcontext())
-    offloader = make_offloader(target, tmp_path)
-    try:
-        for settled in (False, True):
-            assert_identical(gradients(model, offloader, settled=settled), reference)
-        assert offloader.statistics().moved_bytes > 0
-    finally:
-        offloader.close()
+    offloader = make_offloader(target=target)
+    for settled in (False, True):
+        assert_identical(gradients(model, offloader, settled=settled), reference)
+    assert offloader.statistics().moved_bytes > 0
 
 
 @pytest.mark.parametrize("target", ["host", "nvme"])
-def test_gradients_with_a_budget_and_several_micro_batches(target: str, tmp_path: Path) -> None:
+def test_gradients_with_a_budget_and_several_micro_batches(target: str, make_offloader: MakeOffloader) -> None:
     model = make_model()
     reference = gradients(model, nullcontext(), micro_batches=3)
-    offloader = make_offloader(target, tmp_path, device_budget=8 * MIB)
-    try:
-        for settled in (False, True):
-            assert_identical(gradients(model, offloader, micro_batches=3, settled=settled), reference)
-        assert offloader.statistics().moved_bytes > 0
-    finally:
-        offloader.close()
+    offloader = make_offloader(target=target, device_budget=8 * MIB)
+    for settled in (False, True):
+        assert_identical(gradients(model, offloader, micro_batches=3, settled=settled), reference)
+    assert offloader.statistics().moved_bytes > 0
 
 
-def test_gradients_when_forward_runs_on_a_stream_of_the_users(tmp_path: Path) -> None:
+def test_gradients_when_forward_runs_on_a_stream_of_the_users(make_offloader: MakeOffloader) -> None:
     model = make_model()
     reference = gradients(model, nullcontext())
-    offloader = make_offloader("host", tmp_path)
+    offloader = make_offloader(target="host")
     stream = torch.Stream(accelerator())
-    try:
-        for _ in range(3):
-            torch.accelerator.synchronize()
-            previous = torch.accelerator.current_stream()
-            torch.accelerator.set_stream(stream)
-            try:
-                mine = gradients(model, offloader)
-            finally:
-                torch.accelerator.set_stream(previous)
-            assert_identical(mine, reference)
-    finally:
-        offloader.close()
+    for _ in range(3):
+        torch.accelerator.synchronize()
+        previous = torch.accelerator.current_stream()
+        torch.accelerator.set_stream(stream)
+        try:
+            mine = gradients(model, offloader)
+        finally:
+            torch.accelerator.set_stream(previous)
+        assert_identical(mine, reference)
 
 
-def test_retain_graph_and_a_dropped_graph(tmp_path: Path) -> None:
+def test_retain_graph_and_a_dropped_graph(make_offloader: MakeOffloader) -> None:
     model = make_model()
-    offloader = make_offloader("host", tmp_path)
+    offloader = make_offloader(target="host")
     tokens = torch.randint(0, 256, (BATCH, SEQ + 1), device=accelerator())
-    try:
-        with offloader:
-            loss = model(tokens[:, :-1], tokens[:, 1:])
-            dropped = model(tokens[:, :-1], tokens[:, 1:])
-        del dropped
-        parameters = list(model.parameters())
-        first = torch.autograd.grad(loss, parameters, retain_graph=True)
-        second = torch.autograd.grad(loss, parameters)
-        assert_identical(list(first), list(second))
-        del loss
-        assert offloader.statistics().live_records == 0
-    finally:
-        offloader.close()
+    with offloader:
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        dropped = model(tokens[:, :-1], tokens[:, 1:])
+    del dropped
+    parameters = list(model.parameters())
+    first = torch.autograd.grad(loss, parameters, retain_graph=True)
+    second = torch.autograd.grad(loss, parameters)
+    assert_identical(list(first), list(second))
+    del loss
+    assert offloader.statistics().live_records == 0
 
 
-def test_cpu_tensors_are_left_alone(tmp_path: Path) -> None:
+def test_cpu_tensors_are_left_alone(make_offloader: MakeOffloader) -> None:
     model = nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512))
-    offloader = make_offloader("host", tmp_path)
-    try:
-        with offloader:
-            loss = model(torch.randn(512, 512)).square().mean()
-        loss.backward()
-        assert offloader.statistics().moved_bytes == 0
-    finally:
-        offloader.close()
+    offloader = make_offloader(target="host")
+    with offloader:
+        loss = model(torch.randn(512, 512)).square().mean()
+    loss.backward()
+    assert offloader.statistics().moved_bytes == 0
 
 
-def test_tensors_saved_during_graph_capture_stay(tmp_path: Path) -> None:
+def test_tensors_saved_during_graph_capture_stay(make_offloader: MakeOffloader) -> None:
     if accelerator().type != "cuda":
         pytest.skip("needs CUDA graphs")
     torch.manual_seed(0)
@@ -201,24 +171,21 @@ def test_tensors_saved_during_graph_capture_stay(tmp_path: Path) -> None:
             model(x).square().mean().backward()
     torch.cuda.current_stream().wait_stream(warm_up)
     reference = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-    offloader = make_offloader("host", tmp_path)
+    offloader = make_offloader(target="host")
     graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.stream(warm_up):  # whose events must not be asked for during the capture
-            for _ in range(2):
-                with offloader:
-                    loss = model(x).square().mean()
-                loss.backward()
-        torch.cuda.synchronize()
-        moved_bytes = offloader.statistics().moved_bytes
-        assert moved_bytes > 0
-        model.zero_grad()
-        with torch.cuda.graph(graph), offloader:
-            loss = model(x).square().mean()
+    with torch.cuda.stream(warm_up):  # whose events must not be asked for during the capture
+        for _ in range(2):
+            with offloader:
+                loss = model(x).square().mean()
             loss.backward()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert_identical([p.grad for p in model.parameters() if p.grad is not None], reference)
-        assert offloader.statistics().moved_bytes == moved_bytes
-    finally:
-        offloader.close()
+    torch.cuda.synchronize()
+    moved_bytes = offloader.statistics().moved_bytes
+    assert moved_bytes > 0
+    model.zero_grad()
+    with torch.cuda.graph(graph), offloader:
+        loss = model(x).square().mean()
+        loss.backward()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_identical([p.grad for p in model.parameters() if p.grad is not None], reference)
+    assert offloader.statistics().moved_bytes == moved_bytes

@@ -31,8 +31,11 @@ class Run:
     moved_parameter_bytes: int = 0
 
 
-def assert_evidence(offloaded: Run, plain: Run) -> None:
-    """Fail unless the offloaded run shows everything an adapter promises beside the run without it."""
+def assert_evidence(offloaded: Run, plain: Run, *, peak_falls: bool | None = True) -> None:
+    """Fail unless the offloaded run shows everything an adapter promises beside the run without it.
+
+    The peak of a model in one compiled graph does not fall; None where it may or may not.
+    """
     assert offloaded.losses, "no loss was recorded"
     assert len(offloaded.losses) == len(plain.losses)
     for step, (one, other) in enumerate(zip(offloaded.losses, plain.losses, strict=True)):
@@ -45,7 +48,7 @@ def assert_evidence(offloaded: Run, plain: Run) -> None:
     assert statistics is not None
     assert statistics.nvme_written_bytes > 0
     assert statistics.nvme_read_bytes > 0
-    assert statistics.resident_peak_bytes < statistics.baseline_peak_bytes
+    assert peak_falls is None or (statistics.resident_peak_bytes < statistics.baseline_peak_bytes) == peak_falls
     assert statistics.live_records == 0
     assert offloaded.moved_parameter_bytes == 0
     assert not statistics.degraded

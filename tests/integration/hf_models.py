@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -171,18 +171,26 @@ def train(trainer: Any, *, resume: str | None = None, **options: Any) -> Run:
     if not options:
         trainer.train(resume_from_checkpoint=resume)
         return recorder.finish()
-    attachment = attach(trainer, **options)
-    offloader: Offloader = attachment.offloader
-    with counting_owners(lambda: trainer.model.parameters()) as meter:
-        trainer.train(resume_from_checkpoint=resume)
-    offloader.synchronize()
-    run = recorder.finish()
-    run.statistics = offloader.statistics()
-    run.moved_parameter_bytes = meter.parameter_bytes
-    assert meter.other_bytes > 0
-    attachment.detach()
-    offloader.close()
+    with attached(trainer, **options) as offloader:
+        with counting_owners(lambda: trainer.model.parameters()) as meter:
+            trainer.train(resume_from_checkpoint=resume)
+        offloader.synchronize()
+        run = recorder.finish()
+        run.statistics = offloader.statistics()
+        run.moved_parameter_bytes = meter.parameter_bytes
+        assert meter.other_bytes > 0
     return run
+
+
+@contextmanager
+def attached(trainer: Any, **options: Any) -> Iterator[Offloader]:
+    """A trainer that is attached inside the block; its offloader, which is closed afterwards."""
+    attachment = attach(trainer, **options)
+    try:
+        yield attachment.offloader
+    finally:
+        attachment.detach()
+        attachment.offloader.close()
 
 
 def checkpointing(*, reentrant: bool) -> dict[str, Any]:
@@ -199,9 +207,13 @@ def make_trainer(directory: Path, kind: type[Trainer] = Trainer, **options: Any)
 
 def compare(make: Callable[[], Any], path: Path, **options: Any) -> tuple[Run, Run]:
     """The same training with its activations on disk, and without."""
-    budget = {"device_budget": "128KiB", "policy": "greedy"}  # no plan: that everything moves is what is tested
-    chosen = {"target": "nvme", "path": path, "min_bytes": 1024, **budget, **options}
-    return train(make(), **chosen), train(make())
+    return train(make(), **spool(path, **options)), train(make())
+
+
+def spool(path: Path, **options: Any) -> dict[str, Any]:
+    """Options without a plan: that everything moves is what is tested."""
+    usual = {"target": "nvme", "path": path, "min_bytes": 1024, "device_budget": "128KiB", "policy": "greedy"}
+    return usual | options
 
 
 def accelerate_loop(when: str | None, precision: str, options: dict[str, Any]) -> Run:

@@ -16,19 +16,8 @@ from torch._dynamo.utils import counters
 
 import actoffload
 from actoffload import Offloader
-from benchmarks import compile_cpu
 from tests.harness import assert_same_gradients, gradients
-from tests.integration.compiled import (
-    ADVICE,
-    STEPS,
-    Call,
-    Tower,
-    check,
-    gradients_of,
-    tokens,
-    tower,
-    train,
-)
+from tests.integration.compiled import ADVICE, STEPS, Call, Tower, check, gradients_of, tokens, tower, train
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -223,23 +212,3 @@ def test_the_peak_of_one_graph_is_not_said_to_fall(make_offloader: Callable[...,
         shares[how] = offloader.statistics().resident_share
     assert shares["blocks"] < 0.5
     assert shares["whole"] > 0.9
-
-
-def test_the_benchmark_reads_its_samples() -> None:
-    keep = [{"peak_rss_bytes": 900, "median_step_s": 1.0, "gradients": "a"}]
-    statistics = {"baseline_peak_bytes": 400, "resident_peak_bytes": 100, "host_peak_bytes": 50}
-    nvme = [
-        {
-            "peak_rss_bytes": 700,
-            "median_step_s": 1.5,
-            "gradients": "a",
-            "written_bytes_per_step": 300.0,
-            "statistics": statistics,
-        }
-    ]
-    summary = compile_cpu.summarise(keep, nvme)
-    assert summary["saved_share_gone_from_rss"] == 0.5
-    assert summary["step_time_ratio"] == 1.5
-    assert summary["gradients_identical"] == 1
-    assert compile_cpu.summarise(keep, [nvme[0] | {"gradients": "b"}])["gradients_identical"] == 0
-    assert "| resident activation peak | 25% of it |" in compile_cpu.render({"blocks": summary})

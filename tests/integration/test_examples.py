@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
@@ -15,9 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SIZES = ["--layers", "2", "--width", "64", "--seq", "64", "--batch", "2", "--steps", "3"]
 FEW_BYTES = ["--min-bytes", "1KiB", "--device-budget", "256KiB"]
 LOSS = re.compile(r"loss \S+ = (-?0x\S+)")
-EXAMPLES = ROOT / "integrations" / "examples"
-
-
 ATTEMPTS = 4
 LATE_DECREF = "terminate called without an active exception"
 """How PyTorch ends a process, with and without offloading, in which a thread of gloo's lets go of a tensor while the
@@ -82,27 +78,3 @@ def test_same_losses(name: str, more: list[str], ranks: int, losses: int, tmp_pa
     assert int(shares[1]) < 100
     assert said.count("actoffload: target nvme") == 1, "it is said once, by the first rank"
     assert "actoffload" not in plain
-
-
-@pytest.mark.parametrize("name", ["plain_loop", "titan_loop", "lightning_loop"])
-def test_what_is_ours_stands_out(name: str) -> None:
-    """An example is short, and every line that switches offloading on is marked or follows a mark."""
-    lines = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 120
-    ours = [n for n, line in enumerate(lines) if re.search(r"actoffload\.(offload|attach)|offloader\.report", line)]
-    assert len(ours) >= 2
-    assert all("# <- offloading" in lines[n] or "# <- offloading" in lines[n - 1] for n in ours)
-
-
-@pytest.mark.parametrize("name", ["plain_loop", "titan_loop", "lightning_loop"])
-def test_a_bad_value_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    if name == "lightning_loop":
-        pytest.importorskip("lightning.pytorch")
-    spec = importlib.util.find_spec(f"actoffload.integrations.examples.{name}")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    with pytest.raises(SystemExit):
-        module.main(["--target", "floppy"])
-    assert "choose from" in capsys.readouterr().err

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import pickle
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,18 +14,19 @@ from actoffload.integrations.hf import attach
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
-import actoffload
 from actoffload.errors import NothingOffloadedError
 from tests.integration.evidence import Run, assert_evidence
 from tests.integration.hf_models import (
     accelerate_loop,
     arguments,
+    attached,
     checkpointing,
     compare,
     gpt2,
     images,
     llama,
     make_trainer,
+    spool,
     t5,
     texts,
     train,
@@ -94,17 +93,11 @@ def test_a_resumed_run_computes_the_same_bits(tmp_path: Path) -> None:
     def make() -> Any:
         return make_trainer(tmp_path, max_steps=4, save_strategy="steps", save_steps=2)
 
-    spool: dict[str, Any] = {
-        "target": "nvme",
-        "path": tmp_path,
-        "min_bytes": 1024,
-        "device_budget": "128KiB",
-        "policy": "greedy",
-    }
+    options = spool(tmp_path)
     whole = train(make())
-    train(make(), **spool)  # its checkpoint is the one to resume from
+    train(make(), **options)  # its checkpoint is the one to resume from
     checkpoint = str(tmp_path / "out" / "checkpoint-2")
-    offloaded, plain = train(make(), resume=checkpoint, **spool), train(make(), resume=checkpoint)
+    offloaded, plain = train(make(), resume=checkpoint, **options), train(make(), resume=checkpoint)
     assert len(plain.losses) == 2
     assert_evidence(offloaded, plain)
     for name, tensor in plain.tensors.items():
@@ -114,8 +107,7 @@ def test_a_resumed_run_computes_the_same_bits(tmp_path: Path) -> None:
 def test_two_trainers_share_what_they_asked_for_alike(tmp_path: Path) -> None:
     plain = train(make_trainer(tmp_path)), train(make_trainer(tmp_path, learning_rate=0.5))
     one, two = make_trainer(tmp_path), make_trainer(tmp_path, learning_rate=0.5)
-    spool = {"target": "nvme", "path": tmp_path, "min_bytes": 1024, "device_budget": "128KiB", "policy": "greedy"}
-    first, second = attach(one, **spool), attach(two, **spool)
+    first, second = attach(one, **spool(tmp_path)), attach(two, **spool(tmp_path))
     assert first.offloader is second.offloader
     for trainer, expected in ((one, plain[0]), (two, plain[1])):
         before = first.offloader.statistics().nvme_written_bytes
@@ -155,27 +147,6 @@ def test_detach_leaves_the_trainer_as_it_was(options: dict[str, Any], tmp_path: 
     again.detach()
     for one in (attachment, again):
         one.offloader.close()
-
-
-def test_detaching_a_module_leaves_another_attachment_of_it_alone(tmp_path: Path) -> None:
-    model: Any = llama()
-    options: dict[str, Any] = {
-        "target": "nvme",
-        "path": tmp_path,
-        "min_bytes": 1024,
-        "exclude": "lm_head",
-        "policy": "greedy",
-    }
-    bare = hooks(model)
-    one, two = actoffload.attach(model, **options), actoffload.attach(model, **options)
-    one.detach()
-    ids = texts()[0]["input_ids"][None]
-    model(input_ids=ids, labels=ids).loss.backward()
-    kept = two.offloader.statistics().kept_bytes
-    assert kept["module excluded"] > 0  # the names are known still
-    two.detach()
-    assert hooks(model) == bare
-    two.offloader.close()
 
 
 def test_detach_in_the_middle_of_training(tmp_path: Path) -> None:
@@ -244,11 +215,8 @@ def test_a_subclass_computes_the_same_bits(kind: type[Trainer], name: str, reent
     assert_evidence(offloaded, plain)
     assert offloaded.statistics is not None
     assert offloaded.statistics.steps == 3
-    trainer = make()
-    attachment = attach(trainer, target="nvme", path=tmp_path)
-    assert {"training_step", "compute_loss"} & vars(trainer).keys() == {name}
-    attachment.detach()
-    attachment.offloader.close()
+    with attached(trainer := make(), target="nvme", path=tmp_path):
+        assert {"training_step", "compute_loss"} & vars(trainer).keys() == {name}
 
 
 def test_a_model_that_is_made_when_training_begins(tmp_path: Path) -> None:
@@ -274,21 +242,10 @@ def test_a_step_that_runs_out_of_memory_is_tried_again(tmp_path: Path) -> None:
 
 
 def test_the_first_step_says_what_is_active(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    trainer = make_trainer(tmp_path)
-    attachment = attach(trainer, target="nvme", path=tmp_path, min_bytes=1024)
-    trainer.train()
-    attachment.detach()
-    lines = [line for line in capfd.readouterr().out.splitlines() if "actoffload" in line]
-    assert len(lines) == 1
-    assert "target nvme" in lines[0]
-    assert "moves" in lines[0]
-    attachment.offloader.close()
-
-
-def test_the_first_step_is_silent_where_that_was_asked_for(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    train(make_trainer(tmp_path), target="nvme", path=tmp_path, min_bytes=1024, announce="none")
-    captured = capfd.readouterr()
-    assert "actoffload" not in captured.out + captured.err
+    train(make_trainer(tmp_path), target="nvme", path=tmp_path, min_bytes=1024)
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if "actoffload" in line]
+    assert "target nvme" in line
+    assert "moves" in line
 
 
 @pytest.fixture
@@ -310,33 +267,19 @@ def test_the_end_of_training_is_logged(tmp_path: Path, transformers_log: pytest.
 
 
 def test_a_trainer_that_passes_by_is_warned_of(tmp_path: Path, transformers_log: pytest.LogCaptureFixture) -> None:
-    trainer = make_trainer(tmp_path)
-    attachment = attach(trainer, target="nvme", path=tmp_path)
-    del trainer.compute_loss  # as one that sets its own after attach()
-    trainer.train()
+    with attached(trainer := make_trainer(tmp_path), target="nvme", path=tmp_path):
+        del trainer.compute_loss  # as one that sets its own after attach()
+        trainer.train()
     assert "compute_loss was never called" in transformers_log.text
-    attachment.detach()
-    attachment.offloader.close()
 
 
 def test_strict_fails_the_step_in_which_nothing_moves(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
-    attachment = attach(trainer, target="nvme", path=tmp_path, min_bytes="1GiB", strict=True)
-    with pytest.raises(NothingOffloadedError, match="below min_bytes"):
+    with (
+        attached(trainer, target="nvme", path=tmp_path, min_bytes="1GiB", strict=True),
+        pytest.raises(NothingOffloadedError, match="below min_bytes"),
+    ):
         trainer.train()
-    attachment.detach()
-    attachment.offloader.close()
-
-
-def test_an_attached_model_can_be_copied_and_pickled(tmp_path: Path) -> None:
-    trainer = make_trainer(tmp_path)
-    attachment = attach(trainer, target="nvme", path=tmp_path, min_bytes=1024, exclude="lm_head")
-    ids = texts()[0]["input_ids"][None]
-    expected = trainer.model(ids).logits
-    for clone in (copy.deepcopy(trainer.model), pickle.loads(pickle.dumps(trainer.model))):
-        assert torch.equal(clone(ids).logits, expected)
-    attachment.detach()
-    attachment.offloader.close()
 
 
 # -- Accelerate's plain loop ------------------------------------------------------------------------------------------
@@ -346,7 +289,7 @@ def test_an_attached_model_can_be_copied_and_pickled(tmp_path: Path) -> None:
 @pytest.mark.parametrize("when", ["before prepare", "after prepare"])
 def test_a_loop_of_accelerate_computes_the_same_bits(when: str, precision: str, tmp_path: Path) -> None:
     AcceleratorState._reset_state(True)
-    options = {"target": "nvme", "path": tmp_path, "min_bytes": 1024, "device_budget": "128KiB", "policy": "greedy"}
+    options = spool(tmp_path)
     offloaded, plain = accelerate_loop(when, precision, options), accelerate_loop(None, precision, options)
     AcceleratorState._reset_state(True)
     assert_evidence(offloaded, plain)

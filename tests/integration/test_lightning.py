@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import actoffload
-from actoffload.errors import NothingOffloadedError
 from tests.integration.evidence import Run, assert_evidence, counting_owners
 
 pl = pytest.importorskip("lightning.pytorch")
@@ -153,34 +151,6 @@ def test_same_bits(by: str, manual: bool, extra: dict[str, Any], tmp_path: Path)
     attachment.offloader.close()
 
 
-def test_the_loss_is_outside_when_only_the_net_is_attached(tmp_path: Path) -> None:
-    plain = fit(Task(), tmp_path)
-    task = Task()
-    attachment = actoffload.attach(task.net, **options(tmp_path))
-    offloaded = fit(task, tmp_path)
-    offloaded.statistics = attachment.offloader.statistics()
-    assert_evidence(offloaded, plain)
-    attachment.offloader.close()
-
-
-def test_strict_raises_when_nothing_is_saved(tmp_path: Path) -> None:
-    task = Task()
-    attachment = actoffload.attach(task, **(options(tmp_path) | {"min_bytes": "1GiB"}))
-    with pytest.raises(NothingOffloadedError, match="min_bytes"):
-        fit(task, tmp_path)
-    attachment.detach()
-    fit(task, tmp_path)
-    attachment.offloader.close()
-
-
-def test_a_module_that_the_trainer_never_runs_is_reported(tmp_path: Path) -> None:
-    task = Task()
-    attachment = actoffload.attach(nn.Linear(2, 2), **options(tmp_path))
-    fit(task, tmp_path)
-    assert "saved nothing" in attachment.offloader.report()
-    attachment.offloader.close()
-
-
 def test_an_error_in_a_step_leaves_the_context(tmp_path: Path) -> None:
     task = Task()
     attachment = actoffload.attach(task, **options(tmp_path))
@@ -241,9 +211,8 @@ def test_a_compiled_lightning_module(first: str, tmp_path: Path) -> None:
         module = compiled(task)
         attachment = actoffload.attach(module, **options(tmp_path))
     offloaded = fit(task, tmp_path, module)
-    offloaded.statistics = statistics = attachment.offloader.statistics()
-    if first == "compile":  # the whole step is one graph, whose peak cannot fall
-        assert statistics.resident_share > 0.9
-        offloaded.statistics = replace(statistics, resident_peak_bytes=0)
-    assert_evidence(offloaded, plain)
+    offloaded.statistics = attachment.offloader.statistics()
+    whole = first == "compile"  # the whole step is one graph, whose peak cannot fall
+    assert_evidence(offloaded, plain, peak_falls=None if whole else True)
+    assert not whole or offloaded.statistics.resident_share > 0.9
     attachment.offloader.close()

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,10 @@ import pytest
 
 pytest.importorskip("megatron.core.package_info")
 
-from actoffload.integrations.megatron import microbatches, phases, wrap_forward_step
+from actoffload.integrations.megatron import microbatches, phases
 
 from tests.integration.evidence import assert_evidence
-from tests.integration.megatron_flags import parse
 from tests.integration.megatron_found import Found, Hint
-from tests.integration.megatron_pipeline import Recorder, Shape, run_schedule, shapes
 from tests.integration.processes import ROOT, launch
 
 pytestmark = [
@@ -131,58 +128,34 @@ def test_one_line_says_what_is_active(found: list[dict[str, Found]]) -> None:
 
 # -- the schedule -----------------------------------------------------------------------------------------------------
 
-
-@pytest.fixture
-def on_cpu() -> Iterator[None]:
-    """The CPU in place of CUDA, which Megatron's schedules name."""
-    from actoffload.integrations.megatron.portable import cpu_stands_in_for_cuda
-
-    with cpu_stands_in_for_cuda():
-        yield
-
-
-def test_phases_are_what_megatron_does(on_cpu: None) -> None:
-    for shape in shapes():
-        recorder = Recorder()
-        run_schedule(shape, recorder.forward_step)
-        order = phases(shape.rank, shape.size, shape.microbatches, chunks=shape.chunks, group=shape.group)
-        assert recorder.events == order, shape
+SCHEDULES = {
+    (1, 4, 6, 1, None): "F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 F0.4 B0.2 F0.5 B0.3 B0.4 B0.5",
+    (
+        0,
+        2,
+        5,
+        2,
+        3,
+    ): "F0.0 F0.1 F0.2 F1.0 F1.1 F1.2 B1.0 F0.3 B1.1 F0.4 B1.2 F1.3 B0.0 F1.4 B0.1 B0.2 B1.3 B1.4 B0.3 B0.4",
+    (2, 3, 3, 3, None): "F0.0 F0.1 F0.2 F1.0 F1.1 F1.2 F2.0 B2.0 F2.1 B2.1 F2.2 B2.2 B1.0 B1.1 B1.2 B0.0 B0.1 B0.2",
+}
+"""What Megatron 0.16 did, where the rows above have no such pipeline: (rank, size, micro-batches, chunks, group)."""
 
 
-@pytest.mark.parametrize(
-    "shape", [Shape(0, 1, 3), Shape(1, 4, 6), Shape(3, 4, 6), Shape(0, 2, 5, 2, 3)], ids=lambda shape: str(shape)
-)
-def test_micro_batches_are_counted_where_nothing_tells_them(
-    on_cpu: None, shape: Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from megatron.core import num_microbatches_calculator, parallel_state
-
-    monkeypatch.setattr(
-        num_microbatches_calculator,
-        "_GLOBAL_NUM_MICROBATCHES_CALCULATOR",
-        types.SimpleNamespace(get=lambda: shape.microbatches),
-    )
-    monkeypatch.setattr(parallel_state, "_MPU_PIPELINE_MODEL_PARALLEL_RANK", shape.rank)
-    step = wrap_forward_step(Recorder().forward_step, parse(f"--actoffload-target nvme --actoffload-path {tmp_path}"))
-    assert step.offloader is not None
-    hints: list[Hint] = []
-    stage = step.offloader.stage
-
-    def noting(microbatch: Any, direction: Any, *, next: Any = None) -> None:
-        hints.append((microbatch, direction, next))
-        stage(microbatch, direction, next=next)
-
-    monkeypatch.setattr(step.offloader, "stage", noting)
-    run_schedule(shape, step, steps=2)
-    order = phases(shape.rank, shape.size, shape.microbatches, chunks=shape.chunks, group=shape.group)
-    assert hints == 2 * expected_hints(order)
-    assert step.offloader.statistics().live_records == 0
-    step.offloader.close()
+@pytest.mark.parametrize("shape", SCHEDULES, ids=str)
+def test_phases_of_deeper_pipelines(shape: Any) -> None:
+    rank, size, total, chunks, group = shape
+    order = phases(rank, size, total, chunks=chunks, group=group)
+    assert " ".join(f"{direction[0].upper()}{c}.{m}" for (c, m), direction in order) == SCHEDULES[shape]
+    assert microbatches.following(*shape) == dict(pairwise(order))
 
 
-def test_phases_of_a_step_follow_each_other() -> None:
-    order = phases(1, 4, 6)
-    assert microbatches.following(1, 4, 6, 1, None) == dict(pairwise(order))
+def test_micro_batches_are_counted_where_nothing_tells_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(microbatches, "core", lambda: types.SimpleNamespace(microbatches=lambda: 3))
+    counted, first, second = microbatches.MicroBatches(), types.SimpleNamespace(), types.SimpleNamespace(vp_stage=1)
+    for _ in range(2):
+        assert [counted.key(first) for _ in range(3)] == [(0, 0), (0, 1), (0, 2)]
+        assert [counted.key(second) for _ in range(3)] == [(1, 0), (1, 1), (1, 2)]
 
 
 # -- the example ------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from actoffload.integrations.hf import attach
 
 from actoffload.errors import ConfigError
 from tests.integration.evidence import assert_evidence
-from tests.integration.hf_models import QUIET, compare, llama, sentence, tokenizer
+from tests.integration.hf_models import QUIET, attached, compare, llama, sentence, tokenizer
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 for _package in ("trl", "peft", "datasets"):
@@ -52,10 +51,20 @@ def lora(kind: str) -> Any:
     return LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
 
 
+def make(trainer: Any, model: str, config: Any, data: Dataset, kind: str, **more: Any) -> Any:
+    """A trainer; the kind says whether it has adapters."""
+    return trainer(model, args=config, train_dataset=data, processing_class=tokenizer(), peft_config=lora(kind), **more)
+
+
 def sft(model: str, out: Path, kind: str, **options: Any) -> Any:
     data = Dataset.from_dict({"text": [sentence(seed) for seed in range(16)]})
     config = SFTConfig(str(out), max_length=32, packing=kind == "packing", **{**QUIET, **options})
-    return SFTTrainer(model, config, train_dataset=data, processing_class=tokenizer(), peft_config=lora(kind))
+    return make(SFTTrainer, model, config, data, kind)
+
+
+def prompts() -> Dataset:
+    """What completions are generated for."""
+    return Dataset.from_dict({"prompt": [sentence(seed, 6) for seed in range(16)]})
 
 
 def preferences() -> Dataset:
@@ -71,21 +80,19 @@ def preferences() -> Dataset:
 
 def dpo(model: str, out: Path, kind: str, **options: Any) -> Any:
     config = DPOConfig(str(out), max_length=32, **{**QUIET, **options})
-    data = preferences()
-    return DPOTrainer(model, args=config, train_dataset=data, processing_class=tokenizer(), peft_config=lora(kind))
+    return make(DPOTrainer, model, config, preferences(), kind)
 
 
 def kto(model: str, out: Path, kind: str) -> Any:
     columns = {"completion": [sentence(100 + seed, 12) for seed in range(16)], "label": [True, False] * 8}
     data = Dataset.from_dict({"prompt": [sentence(seed, 8) for seed in range(16)], **columns})
     config = KTOConfig(str(out), max_length=32, **QUIET)
-    return KTOTrainer(model, args=config, train_dataset=data, processing_class=tokenizer(), peft_config=lora(kind))
+    return make(KTOTrainer, model, config, data, kind)
 
 
 def rewarding(model: str, out: Path, kind: str) -> Any:
     config = RewardConfig(str(out), max_length=32, **QUIET)
-    data = preferences()
-    return RewardTrainer(model, args=config, train_dataset=data, processing_class=tokenizer(), peft_config=lora(kind))
+    return make(RewardTrainer, model, config, preferences(), kind)
 
 
 def reward(completions: list[str], **_: Any) -> list[float | None]:
@@ -94,57 +101,43 @@ def reward(completions: list[str], **_: Any) -> list[float | None]:
 
 
 def grpo(model: str, out: Path, kind: str, **options: Any) -> Any:
-    data = Dataset.from_dict({"prompt": [sentence(seed, 6) for seed in range(16)]})
     chosen = {"num_generations": 4, "max_completion_length": 8, "num_iterations": 2, "beta": 0.1}
     config = GRPOConfig(str(out), **{**QUIET, **chosen, **options})
-    return GRPOTrainer(
-        model, reward, args=config, train_dataset=data, processing_class=tokenizer(), peft_config=lora(kind)
-    )
+    return make(GRPOTrainer, model, config, prompts(), kind, reward_funcs=reward)
 
 
 def rloo(model: str, out: Path, kind: str) -> Any:
-    data = Dataset.from_dict({"prompt": [sentence(seed, 6) for seed in range(16)]})
     config = RLOOConfig(str(out), num_generations=4, max_completion_length=8, **QUIET)
-    return RLOOTrainer(
-        model, reward, args=config, train_dataset=data, processing_class=tokenizer(), peft_config=lora(kind)
-    )
+    return make(RLOOTrainer, model, config, prompts(), kind, reward_funcs=reward)
 
 
 def online_dpo(model: str, out: Path, kind: str) -> Any:
     """Its ``training_step`` does all by itself, also the forward."""
-    data = Dataset.from_dict({"prompt": [sentence(seed, 6) for seed in range(16)]})
     config = OnlineDPOConfig(str(out), max_new_tokens=8, **QUIET)
-    return OnlineDPOTrainer(
-        model,
-        args=config,
-        reward_funcs=reward,
-        train_dataset=data,
-        processing_class=tokenizer(),
-        peft_config=lora(kind),
-    )
+    return make(OnlineDPOTrainer, model, config, prompts(), kind, reward_funcs=reward)
 
 
 ROWS = [
-    *[(make, kind) for make in (sft, dpo, grpo) for kind in ("plain", "lora")],
+    *[(one, kind) for one in (sft, dpo, grpo) for kind in ("plain", "lora")],
     *[(sft, "packing"), (kto, "plain"), (rewarding, "plain"), (rloo, "plain"), (online_dpo, "plain")],
 ]
 
 
-@pytest.mark.parametrize(("make", "kind"), ROWS, ids=[f"{make.__name__} {kind}" for make, kind in ROWS])
-def test_a_trainer_computes_the_same_bits(make: Callable[..., Any], kind: str, model_path: str, tmp_path: Path) -> None:
-    offloaded, plain = compare(lambda: make(model_path, tmp_path / "out", kind), tmp_path, device_budget="16KiB")
+@pytest.mark.parametrize(("trainer", "kind"), ROWS, ids=[f"{one.__name__} {kind}" for one, kind in ROWS])
+def test_a_trainer_computes_the_same_bits(trainer: Any, kind: str, model_path: str, tmp_path: Path) -> None:
+    offloaded, plain = compare(lambda: trainer(model_path, tmp_path / "out", kind), tmp_path, device_budget="16KiB")
     assert_evidence(offloaded, plain)
     assert len({loss.item() for loss in plain.losses}) > 1
 
 
-@pytest.mark.parametrize("make", [sft, dpo])
+@pytest.mark.parametrize("kind", [sft, dpo])
 def test_its_own_offloading_is_refused(
-    make: Callable[..., Any], model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: Any, model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # TRL's context cannot be made without an accelerator ('NoneType' object has no attribute 'type'); this one can.
     for module in ("sft", "dpo"):
         monkeypatch.setattr(f"trl.trainer.{module}_trainer.get_act_offloading_ctx_manager", lambda model: NoOpManager())
-    trainer = make(model_path, tmp_path / "out", "plain", activation_offloading=True)
+    trainer = kind(model_path, tmp_path / "out", "plain", activation_offloading=True)
     with pytest.raises(ConfigError, match="activation_offloading=True: TRL would move activations too"):
         attach(trainer, target="nvme", path=tmp_path)
     assert not hasattr(trainer, "actoffload")
@@ -155,9 +148,7 @@ def test_its_own_offloading_is_refused(
 
 def test_its_own_offloading_is_refused_when_it_comes_later(model_path: str, tmp_path: Path) -> None:
     trainer = sft(model_path, tmp_path / "out", "plain")
-    attachment = attach(trainer, target="nvme", path=tmp_path)
-    trainer.maybe_activation_offload_context = NoOpManager()
-    with pytest.raises(ConfigError, match="activation_offloading"):
-        trainer.train()
-    attachment.detach()
-    attachment.offloader.close()
+    with attached(trainer, target="nvme", path=tmp_path):
+        trainer.maybe_activation_offload_context = NoOpManager()
+        with pytest.raises(ConfigError, match="activation_offloading"):
+            trainer.train()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from actoffload import Offloader
+from tests.harness import assert_same_bits
 
-from .bits import assert_same_bits
 from .places import Maker
 
 

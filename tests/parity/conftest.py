@@ -41,6 +41,6 @@ def make_offloader(place: Place, tmp_path: Path) -> Iterator[Maker]:
 def offloader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Offloader]:
     """One for each module and worker, with everything on disk; the module's ``OFFLOADER_OPTIONS`` are added."""
     place = Place("nvme", {"target": "nvme", "debug": True})
-    offloader = place.make(tmp_path_factory.mktemp("spool"), request.module.OFFLOADER_OPTIONS)
+    offloader = place.make(tmp_path_factory.mktemp("spool"), getattr(request.module, "OFFLOADER_OPTIONS", {}))
     yield offloader
     offloader.close()

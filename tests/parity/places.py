@@ -54,10 +54,7 @@ class Place:
         return statistics.nvme_read_bytes if self.medium == "nvme" else statistics.host_read_bytes
 
 
-PLACES = [
-    Place("nvme", {"target": "nvme"}),
-    Place("tiered", {"target": "tiered", "host_budget": "1MiB"}),
-]
+PLACES = [Place("nvme", {"target": "nvme"}), Place("tiered", {"target": "tiered", "host_budget": "1MiB"})]
 SIMULATED = Place("simulated host", {"target": "host", "debug": True}, accelerator=FakeDevice, medium="host")
 """The simulated device, slow as it is, runs the eager part of the matrix."""
 

@@ -14,8 +14,8 @@ from torch.autograd import gradcheck, gradgradcheck
 from torch.autograd.function import once_differentiable
 
 from actoffload import Offloader, errors, no_offload
+from tests.harness import assert_same_bits, run_in_threads, same_bits
 
-from .bits import assert_same_bits, same_bits
 from .compare import assert_parity, gradients
 from .places import Maker
 from .test_tensors import leaf, score
@@ -206,31 +206,19 @@ def test_threads(make_offloader: Maker) -> None:
         for model, x in zip(models, inputs, strict=True)
     ]
     barrier = threading.Barrier(4)
-    failures: list[BaseException] = []
 
     def train(index: int) -> None:
-        try:
-            model, x = models[index], inputs[index]
-            for _ in range(5):
-                barrier.wait(60)
-                with offloader, offloader:
-                    loss = score(model(x * 1))
-                box: list[Any] = []
-                leaves = [x, *model.parameters()]
-                backward = threading.Thread(target=lambda: box.extend(torch.autograd.grad(loss, leaves)))  # noqa: B023
-                backward.start()
-                backward.join()
-                assert_same_bits([loss.detach(), *box], references[index])
-        except BaseException as error:
-            failures.append(error)
-            barrier.abort()
+        model, x = models[index], inputs[index]
+        for _ in range(5):
+            barrier.wait(60)
+            with offloader, offloader:
+                loss = score(model(x * 1))
+            box: list[Any] = []
+            leaves = [x, *model.parameters()]
+            run_in_threads(lambda: box.extend(torch.autograd.grad(loss, leaves)))  # noqa: B023
+            assert_same_bits([loss.detach(), *box], references[index])
 
-    threads = [threading.Thread(target=train, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
+    run_in_threads(*(partial(train, index) for index in range(4)))
     assert offloader.statistics().nvme_written_bytes + offloader.statistics().host_written_bytes > 0
     assert offloader.statistics().live_records == 0
 

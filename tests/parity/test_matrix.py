@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from actoffload import Offloader
+from tests.harness import assert_same_bits
 
-from .bits import assert_same_bits
 from .places import Maker
 from .tower import CHECKPOINTS, LAYERS, Tower, tokens, tower
 

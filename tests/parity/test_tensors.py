@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
 from actoffload import Offloader
+from tests.harness import assert_same_bits
 
-from .bits import assert_same_bits
 from .compare import assert_parity, gradients
 from .places import Maker
 
@@ -69,8 +69,8 @@ def test_views(name: str, make_offloader: Maker) -> None:
     assert_parity(make_offloader, lambda: score(VIEWS[name](x * 1)), [x])
 
 
-@pytest.mark.parametrize("offset", [0, 1, 3, 16, 127, 128, 129, 1000])
-@pytest.mark.parametrize("count", [1, 100, 16_384, 16_385, 50_001, 90_000])
+@pytest.mark.parametrize("offset", [0, 1, 127, 128, 1000])
+@pytest.mark.parametrize("count", [1, 16_384, 16_385, 90_000])
 def test_unaligned_spans(offset: int, count: int, make_offloader: Maker) -> None:
     """Small ones are copied into aligned memory; large ones are written where they lie, their edges kept aside."""
     x = leaf(100_000)
@@ -99,21 +99,6 @@ CONJUGATES: dict[str, Forward] = {
 def test_conj_and_neg_bits(name: str, make_offloader: Maker) -> None:
     z = leaf(16, 16, dtype=torch.complex64)
     assert_parity(make_offloader, lambda: score(CONJUGATES[name](z * 1)), [z])
-
-
-def test_saved_bits_are_restored(make_offloader: Maker) -> None:
-    """The conj and neg bits themselves, not only the values."""
-    z = leaf(8, 8, dtype=torch.complex64)
-    offloader = make_offloader()
-    with offloader:
-        product: Any = z * 1
-        by_conj = (product.conj() * leaf(8, 8, dtype=torch.complex64, seed=1)).grad_fn
-        by_neg = (product.conj().imag * leaf(8, 8, seed=1)).grad_fn
-    make_offloader.settle(offloader)
-    assert by_conj._saved_self is None or by_conj._saved_self.is_conj()
-    assert by_conj._saved_other is not None or by_conj._saved_self is not None
-    saved = by_neg._saved_self if by_neg._saved_self is not None else by_neg._saved_other
-    assert saved is not None
 
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -18,8 +18,8 @@ from actoffload import Offloader, Policy, Statistics
 from actoffload.policy import Decision, TensorFacts
 from actoffload.storage.engines.base import SpoolFile, StorageEngine
 from actoffload.testing.faults import ShortEngine
+from tests.harness import assert_same_bits
 
-from .bits import assert_same_bits
 from .compare import assert_parity
 from .places import Maker
 from .tower import Tower, tokens
@@ -144,13 +144,6 @@ def test_loop(kind: str, inside: bool, make_offloader: Maker) -> None:
     assert offloader.statistics().live_records == 0
 
 
-def test_the_second_step_knows_the_order(make_offloader: Maker) -> None:
-    offloader = make_offloader()
-    assert offloader.store.prefetch.orders.get(0) is None
-    train(offloader)
-    assert len(offloader.store.prefetch.orders._orders) >= 1
-
-
 def test_several_paths(make_offloader: Maker, tmp_path: Path) -> None:
     """Each path carries its share."""
     paths = [tmp_path / "one", tmp_path / "other", tmp_path / "third"]
@@ -164,35 +157,6 @@ def test_several_paths(make_offloader: Maker, tmp_path: Path) -> None:
     for arena in offloader.store.tiers.spool._arenas.arenas:
         assert arena.written_bytes > x.nbytes // 2
         assert arena.read_bytes > x.nbytes // 2
-
-
-def test_attach(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = Tower()
-    model.eval()
-
-    def run() -> list[Tensor | None]:
-        model.zero_grad()
-        loss, _ = model(tokens(0))
-        if attachment is not None:
-            attachment.offloader.synchronize()
-        loss.backward()
-        return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
-
-    attachment = None
-    reference = run()
-    attachment = actoffload.attach(model, target="nvme", path=tmp_path, min_bytes=0, allow_any_filesystem=True)
-    try:
-        for _ in range(2):
-            assert_same_bits(run(), reference)
-        statistics = attachment.offloader.statistics()
-        assert statistics.steps == 2
-        assert statistics.nvme_written_bytes > 0
-        attachment.detach()
-        assert_same_bits(run(), reference)
-        assert attachment.offloader.statistics().steps == 2
-    finally:
-        attachment.offloader.close()
 
 
 def test_decorator_and_shared_offloader(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from actoffload import Plan
 from actoffload.autograd import native
 from actoffload.planning.plan import PlanEntry
+from tests.unit.saving import Save
 
 ELEMENTS = 256
 BYTES = 4 * ELEMENTS
@@ -34,22 +35,11 @@ def activation(number: int, elements: int = ELEMENTS) -> Tensor:
     return (torch.arange(elements, dtype=torch.float32) + number).requires_grad_() * 1.0
 
 
-class _Save(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tensor: Tensor) -> Tensor:
-        ctx.save_for_backward(tensor)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
-
-
 class SavedTensor:
     """One tensor that autograd has saved; gone when this goes."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._node: Any = _Save.apply(torch.zeros((), requires_grad=True), tensor).grad_fn
+        self._node: Any = Save.apply(torch.zeros((), requires_grad=True), tensor, id).grad_fn
 
     def unpack(self) -> Tensor:
         """What autograd's unpack hook gives for it."""

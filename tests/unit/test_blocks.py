@@ -67,14 +67,6 @@ def test_blocks_are_the_members_of_outermost_containers_of_equals() -> None:
     assert list(find_blocks(nested)) == ["one.0", "one.1"]
 
 
-def test_encoder_and_decoder_are_both_found() -> None:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(d_model=16, d_ff=16, d_kv=8, num_layers=2, num_heads=2, vocab_size=32)
-    names = list(find_blocks(T5ForConditionalGeneration(config)))
-    assert names == ["encoder.block.0", "encoder.block.1", "decoder.block.0", "decoder.block.1"]
-
-
 def test_what_must_not_run_twice_is_named() -> None:
     assert why_not_recomputed(nn.Linear(2, 2)) == ""
     block = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))

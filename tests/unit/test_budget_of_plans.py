@@ -18,15 +18,7 @@ from actoffload.testing.fakedevice import FakeDevice
 from actoffload.testing.faults import GateEngine, SlowEngine
 from actoffload.tiers.record import State
 from actoffload.tiers.tier import Tier
-from tests.harness import (
-    Chain,
-    MakeOffloader,
-    assert_same_gradients,
-    batch,
-    gradients,
-    only_engine,
-    same_bits,
-)
+from tests.harness import Chain, MakeOffloader, assert_same_gradients, batch, gradients, only_engine, same_bits
 
 RECORD_BYTES = 64 << 10
 LAYERS = 12
@@ -173,38 +165,6 @@ def test_what_a_recomputed_block_holds_counts_as_resident(make_offloader: MakeOf
     assert peaks[False] == 5 * activation  # the inputs of four blocks and of the loss
     # The last block's three layers: of each tanh and sigmoid, and the inputs of two; the loss has what it needs.
     assert peaks[True] == (4 + 3 * 2 + 2) * activation
-
-
-def test_what_was_recomputed_is_let_go_of(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(device_budget="1GiB")
-    meter = RecomputeMeter(
-        offloader.store.shared, offloader.store.tiers.by_device.values(), offloader.exclusions.static
-    )
-    accounts = offloader.store.shared.accounts
-    meter.recomputed(100)
-    meter.recomputed(50)
-    assert (accounts.resident_bytes, accounts.resident_peak_bytes) == (50, 100)
-    assert offloader.store.shared.budget.recompute_bytes == 100
-    meter.recomputing()
-    assert accounts.resident_bytes == 0
-    meter.recomputed(70)
-    x = torch.ones(1024, requires_grad=True)
-    with offloader:
-        y = (x * 1.0).sin()
-    y.sum().backward()
-    assert (accounts.resident_bytes, accounts.recomputed_bytes) == (0, 0)
-
-
-def test_parameters_and_inputs_are_not_counted(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader()
-    meter = RecomputeMeter(offloader.store.shared, (), offloader.exclusions.static)
-    weight = nn.Parameter(torch.ones(4, 4))
-    noted = torch.ones(4)
-    offloader.exclusions.static.add(noted, "input")
-    assert meter.is_static(weight)
-    assert meter.is_static(weight.t())
-    assert meter.is_static(noted[1:])
-    assert not meter.is_static(torch.ones(4))
 
 
 def test_no_room_is_made_where_nothing_may_be_ordered(

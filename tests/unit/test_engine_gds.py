@@ -17,14 +17,10 @@ import pytest
 from actoffload.errors import EngineUnavailableError, StorageReadError, StorageWriteError
 from actoffload.storage.engines import create_engine
 from actoffload.storage.engines import gds as gds_module
-from actoffload.storage.engines.base import (
-    IoKind,
-    IoRequest,
-    SpoolFile,
-    StorageEngine,
-)
+from actoffload.storage.engines.base import IoKind, SpoolFile, StorageEngine
 from actoffload.storage.engines.gds import PAGE_BYTES, GdsEngine, why_compat
-from actoffload.testing.engine_suite import BLOCK, WAIT_S, Memory, StorageEngineTests, peek_file, random_bytes
+from actoffload.testing.engine_suite import BLOCK, Memory, StorageEngineTests, peek_file, random_bytes
+from tests.spools import move
 
 Transfer = Callable[[int, int, int, int], int]  # descriptor, address, bytes, offset
 
@@ -141,13 +137,6 @@ def engine(file: SpoolFile, kvikio: StandIn) -> Iterator[GdsEngine]:
     engine.abort()
 
 
-def move(engine: StorageEngine, kind: IoKind, memory: Memory) -> IoRequest:
-    request = IoRequest(kind, memory.address, memory.nbytes, 0)
-    engine.submit(request)
-    assert request.wait(WAIT_S)
-    return request
-
-
 class TestGdsOnAStandIn(StorageEngineTests):
     @pytest.fixture(autouse=True)
     def with_the_stand_in(self, kvikio: StandIn) -> None:
@@ -239,16 +228,6 @@ def test_a_trial_that_goes_wrong_makes_it_unavailable(
     assert os.fstat(file.fd).st_size == 0
 
 
-@pytest.mark.parametrize("missing", ["kvikio", "cupy"])
-def test_without_its_packages_it_says_what_to_install(
-    file: SpoolFile, kvikio: StandIn, monkeypatch: pytest.MonkeyPatch, missing: str
-) -> None:
-    monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(EngineUnavailableError, match=rf"cannot import {missing} .*actoffload\[gds\]"):
-        create_engine("gds", file)
-    assert all(each.closed for each in kvikio.opened)
-
-
 def test_without_a_driver_or_a_device_it_says_so(file: SpoolFile, kvikio: StandIn) -> None:
     def no_device(nbytes: int) -> DeviceMemory:
         raise RuntimeError("cudaErrorInsufficientDriver: no driver\nmore lines")
@@ -294,16 +273,3 @@ def test_a_forked_child_closes_both_descriptors_and_no_other(engine: GdsEngine, 
     source = Memory(BLOCK)
     source.data = random_bytes(BLOCK, 5)
     assert move(engine, IoKind.WRITE, source).error is None
-
-
-def test_the_real_one_works_or_says_why_not(file: SpoolFile) -> None:
-    try:
-        engine = create_engine("gds", file)
-    except EngineUnavailableError as exc:
-        pytest.skip(str(exc))
-    assert engine.remark
-    source, target = Memory(BLOCK, fill=9), Memory(BLOCK)
-    assert move(engine, IoKind.WRITE, source).error is None
-    assert move(engine, IoKind.READ, target).error is None
-    assert target.data == source.data
-    engine.close()

@@ -7,6 +7,7 @@ import errno
 import os
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,12 @@ from actoffload.errors import EngineUnavailableError, StorageReadError, StorageW
 from actoffload.storage.engines import choose_engine, create_engine
 from actoffload.storage.engines import ring as ring_module
 from actoffload.storage.engines import uring as uring_module
-from actoffload.storage.engines.base import (
-    IoKind,
-    IoRequest,
-    RequestState,
-    SpoolFile,
-)
+from actoffload.storage.engines.base import IoKind, IoRequest, RequestState, SpoolFile
 from actoffload.storage.engines.ring import Ring
 from actoffload.storage.engines.uring import UringEngine
 from actoffload.testing.engine_suite import BLOCK, WAIT_S, Memory, peek_file, random_bytes
-from tests.spools import make_uring
+from tests.harness import run_in_threads
+from tests.spools import make_uring, move
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -35,13 +32,6 @@ def engine(file: SpoolFile) -> Iterator[UringEngine]:
     engine = make_uring(file)
     yield engine
     engine.abort()
-
-
-def move(engine: UringEngine, kind: IoKind, memory: Memory, offset: int = 0) -> IoRequest:
-    request = IoRequest(kind, memory.address, memory.nbytes, offset)
-    engine.submit(request)
-    assert request.wait(WAIT_S)
-    return request
 
 
 class Results:
@@ -119,48 +109,6 @@ def test_memory_that_is_gone_is_an_error_and_no_crash(engine: UringEngine) -> No
 # -- few turns, bounded, reads not held up ----------------------------------------------------------------------------
 
 
-class Gate:
-    """Lets the ring's thread go to the kernel only when it is open; counts what is under way then."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.is_open = threading.Event()
-        self.under_way: list[int] = [0]  # at each turn
-        write, enter, results = Ring.write, Ring.enter, Ring.results
-
-        def counted_write(ring: Ring, *arguments: int) -> None:
-            self.under_way[-1] += 1
-            write(ring, *arguments)
-
-        def gated_enter(ring: Ring) -> None:
-            assert self.is_open.wait(WAIT_S)
-            enter(ring)
-
-        def counted_results(ring: Ring) -> list[tuple[int, int]]:
-            found = results(ring)
-            self.under_way.append(self.under_way[-1] - sum(tag > 0 for tag, _ in found))
-            return found
-
-        monkeypatch.setattr(Ring, "write", counted_write)
-        monkeypatch.setattr(Ring, "enter", gated_enter)
-        monkeypatch.setattr(Ring, "results", counted_results)
-
-
-@pytest.mark.parametrize(("depth", "window_bytes", "most"), [(None, 1 << 30, 100), (5, 1 << 30, 5), (64, 3 * BLOCK, 3)])
-def test_all_that_waits_is_under_way_at_once_within_the_bounds(
-    file: SpoolFile, monkeypatch: pytest.MonkeyPatch, depth: int | None, window_bytes: int, most: int
-) -> None:
-    monkeypatch.setattr(uring_module, "WINDOW_BYTES", window_bytes)
-    gate, memory = Gate(monkeypatch), Memory(BLOCK)
-    engine = make_uring(file, threads=depth)
-    requests = [IoRequest(IoKind.WRITE, memory.address, BLOCK, index * BLOCK) for index in range(100)]
-    for request in requests:
-        engine.submit(request)
-    gate.is_open.set()
-    engine.close()
-    assert {request.state for request in requests} == {RequestState.DONE}
-    assert max(gate.under_way) == most
-
-
 def test_one_larger_than_the_window_goes_alone(
     engine: UringEngine, file: SpoolFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,26 +142,16 @@ def test_a_before_that_waits_holds_up_no_read_and_leaves_what_is_behind_it_cance
 
 def test_many_threads_that_wait_for_each_transfer_are_never_forgotten(engine: UringEngine) -> None:
     """Each submits and waits in turn, so that the engine sleeps and is woken all the time."""
-    failures: list[BaseException] = []
 
     def work(index: int) -> None:
         source, target = Memory(BLOCK), Memory(BLOCK)
-        try:
-            for turn in range(100):
-                source.data = bytes([(index * 31 + turn) % 256]) * BLOCK
-                assert move(engine, IoKind.WRITE, source, index * BLOCK).error is None
-                assert move(engine, IoKind.READ, target, index * BLOCK).error is None
-                assert target.data == source.data
-        except BaseException as exc:
-            failures.append(exc)
+        for turn in range(100):
+            source.data = bytes([(index * 31 + turn) % 256]) * BLOCK
+            assert move(engine, IoKind.WRITE, source, index * BLOCK).error is None
+            assert move(engine, IoKind.READ, target, index * BLOCK).error is None
+            assert target.data == source.data
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-    assert not failures
-    assert not any(thread.is_alive() for thread in threads)
+    run_in_threads(*(partial(work, index) for index in range(4)))
 
 
 # -- errors of our own ------------------------------------------------------------------------------------------------
@@ -325,20 +263,6 @@ def test_it_says_why_there_is_no_io_uring_and_auto_goes_on(
     assert engine.capabilities.name == "posix"
     assert "not uring: " in why
     assert reason in why
-
-
-def test_a_kernel_without_the_newer_flags_still_does_where_loads_are_ordered(
-    file: SpoolFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_uring(file).close()
-    monkeypatch.setattr(ring_module, "OWN_THREAD", 1 << 31)  # no kernel knows it
-    monkeypatch.setattr("platform.machine", lambda: "aarch64")
-    with pytest.raises(EngineUnavailableError, match=r"6\.1 on other processors"):
-        create_engine("uring", file)
-    monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    engine = UringEngine(file)
-    assert move(engine, IoKind.WRITE, Memory(BLOCK)).error is None
-    engine.close()
 
 
 def test_an_error_of_the_moment_neither_ends_the_thread_nor_loses_a_request(

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from actoffload.analysis.environment import commit_of, describe_environment, write_json
-from actoffload.analysis.process_usage import block_io, peak_rss_bytes, rss_bytes
-from actoffload.analysis.workers import OthersShare, run_worker, stream_worker
+from actoffload.analysis.workers import run_worker, stream_worker
 
 MIB = 1 << 20
 
@@ -79,14 +78,6 @@ def test_a_worker_that_fails_is_a_result(
     assert text in result["error"]
 
 
-def test_the_share_of_others_is_of_all_processors(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = iter([(100.0, 10.0), (100.5, 15.0), (99.0, 16.0)])
-    monkeypatch.setattr(OthersShare, "_now", lambda self: next(seen))
-    monkeypatch.setattr("psutil.cpu_count", lambda logical: 2)
-    others = OthersShare()
-    assert (others.share(), others.share()) == (0.05, 0.0)
-
-
 def test_a_stream_yields_each_object_and_then_the_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,24 +114,3 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
         write_json(file, {"a": object()})
     assert file.read_text(encoding="utf-8") == '{\n "a": 1\n}\n'
     assert [found.name for found in tmp_path.iterdir()] == ["x.json"]
-
-
-def test_peak_memory_sees_what_was_touched_and_freed() -> None:
-    before = peak_rss_bytes()
-    block = bytearray(os.urandom(1)) * (64 * MIB + before - rss_bytes())
-    del block
-    assert peak_rss_bytes() >= before + 32 * MIB
-    assert rss_bytes() <= peak_rss_bytes()
-
-
-def test_block_io_counts_what_reaches_the_disk(tmp_path: Path) -> None:
-    before = block_io()
-    if before is None:
-        pytest.skip("this kernel does not count")
-    with (tmp_path / "file").open("wb") as file:
-        file.write(os.urandom(4 * MIB))
-        file.flush()
-        os.fsync(file.fileno())
-    after = block_io()
-    assert after is not None
-    assert (after - before).written_bytes >= 4 * MIB

@@ -11,49 +11,6 @@ from actoffload.errors import StateError
 from actoffload.memory.best_fit import ExtentAllocator
 
 
-def test_sizes_and_offsets_are_aligned() -> None:
-    extents = ExtentAllocator(10_000, 4096)
-    assert extents.capacity_bytes == 8192
-    assert [extents.allocate(1), extents.allocate(4096), extents.allocate(1)] == [0, 4096, None]
-    assert extents.allocated_bytes == 8192
-    assert extents.largest_free_bytes == 0
-
-
-def test_the_smallest_hole_that_fits_is_taken() -> None:
-    extents = ExtentAllocator(100, 1)
-    for size in (20, 1, 10, 1, 30, 1, 37):
-        extents.allocate(size)
-    extents.free(0, 20)
-    extents.free(21, 10)
-    extents.free(32, 30)
-    assert extents.allocate(9) == 21
-    assert extents.allocate(1) == 30
-    assert extents.allocate(21) == 32
-    assert extents.largest_free_bytes == 20
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (0, 2, 1), (1, 0, 2), (1, 2, 0), (2, 0, 1)])
-def test_neighbours_are_joined_in_every_order(order: tuple[int, ...]) -> None:
-    extents = ExtentAllocator(30, 10)
-    offsets = [extents.allocate(10) for _ in range(3)]
-    for index in order:
-        offset = offsets[index]
-        assert offset is not None
-        extents.free(offset, 10)
-    assert extents.largest_free_bytes == 30
-    assert extents.allocate(30) == 0
-
-
-def test_growth_joins_with_the_free_end() -> None:
-    extents = ExtentAllocator(0, 8)
-    assert extents.allocate(8) is None
-    extents.grow(16)
-    assert extents.allocate(8) == 0
-    extents.grow(32)
-    assert extents.capacity_bytes == 32
-    assert extents.allocate(24) == 8
-
-
 @pytest.mark.parametrize(("offset", "nbytes"), [(0, 8), (8, 16), (8, 24), (16, 8), (12, 8)])
 def test_wrong_frees_are_refused_and_change_nothing(offset: int, nbytes: int) -> None:
     extents = ExtentAllocator(64, 8)

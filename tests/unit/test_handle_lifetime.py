@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from tests.harness import (
     pool_bytes,
     records_of,
     resident_set_bytes,
+    run_in_threads,
     same_bits,
     spool_statistics,
     train_step,
@@ -164,13 +166,8 @@ def test_handles_dropped_in_other_threads(make_offloader: MakeOffloader) -> None
                     graphs.append(model(x).sum())
             half = [graphs[:2], graphs[2:]]
             graphs.clear()
-            threads = [threading.Thread(target=drop_all, args=(part,)) for part in half]
-            for thread in threads:
-                thread.start()
-            train_step(model, x, offloader)  # packs and unpacks meanwhile
-            for thread in threads:
-                thread.join(WAIT_S)
-                assert not thread.is_alive()
+            meanwhile = partial(train_step, model, x, offloader)  # packs and unpacks
+            run_in_threads(*(partial(drop_all, part) for part in half), meanwhile)
     assert_empty(offloader)
 
 
@@ -184,9 +181,7 @@ def test_the_last_tensor_may_die_in_another_thread(make_offloader: MakeOffloader
     del y
     assert offloader.statistics().live_records == 0
     assert pool_bytes(offloader) > 0
-    thread = threading.Thread(target=box.clear)
-    thread.start()
-    thread.join(WAIT_S)
+    run_in_threads(box.clear)
     assert pool_bytes(offloader) == 0
 
 
@@ -258,14 +253,15 @@ RECORD_BYTES = 4 * NUMEL
 SIMULATED = pytest.mark.parametrize("simulated", [False, True], ids=["cpu", "simulated device"])
 
 
-class Stop:
-    """A place at which a thread stops, once, until the test lets it go on."""
+class StopAt:
+    """A sink that stops, once, under the offloader's lock, at the first event of a kind with so many bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: EventKind, nbytes: int, detail: str) -> None:
+        self._what = kind, nbytes, detail
         self._reached, self._go = threading.Event(), threading.Event()
 
-    def here(self) -> None:
-        if not self._reached.is_set():
+    def __call__(self, event: TraceEvent) -> None:
+        if (event.kind, event.nbytes, event.detail) == self._what and not self._reached.is_set():
             self._reached.set()
             assert self._go.wait(WAIT_S)
 
@@ -277,19 +273,6 @@ class Stop:
             yield
         finally:
             self._go.set()
-
-
-class StopAt(Stop):
-    """A sink that stops, under the offloader's lock, at the first event of a kind with so many bytes."""
-
-    def __init__(self, kind: EventKind, nbytes: int = RECORD_BYTES, detail: str | None = None) -> None:
-        super().__init__()
-        self._what = kind, nbytes
-        self._detail = detail
-
-    def __call__(self, event: TraceEvent) -> None:
-        if (event.kind, event.nbytes) == self._what and self._detail in (None, event.detail):
-            self.here()
 
 
 Make = Callable[..., tuple[Offloader, contextlib.AbstractContextManager[Any]]]
@@ -337,7 +320,7 @@ def _assert_released(offloader: Offloader, inside: object = None, *, left: int =
 
 @SIMULATED
 def test_a_handle_that_dies_while_a_write_ends_is_worked_off_at_once(make: Make, simulated: bool) -> None:
-    stop = StopAt(EventKind.WRITE, detail="to disk" if simulated else "")
+    stop = StopAt(EventKind.WRITE, RECORD_BYTES, "to disk" if simulated else "")
     offloader, inside = make(simulated, engine=GateEngine, trace=stop)
     with inside:
         with offloader:

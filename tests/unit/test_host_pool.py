@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-import threading
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from actoffload.memory.host_pool import ALIGNMENT, HostPool, Slot
-from tests.harness import WAIT_S, no_garbage_collection
+from tests.harness import no_garbage_collection, run_in_threads
 
 KIB = 1 << 10
 SLAB = 256 * KIB
@@ -280,10 +280,7 @@ def test_a_finalizer_may_run_while_the_pool_is_locked() -> None:
     pool = _pool()
     tensors = [pool.tensor(_acquire(pool, SLAB), 0, SLAB, owning=True)]
     with pool._lock:
-        dying = threading.Thread(target=tensors.clear)
-        dying.start()
-        dying.join(WAIT_S)
-        assert not dying.is_alive(), "it waits for the lock"
+        run_in_threads(tensors.clear)  # it does not wait for the lock
     assert _in_use(pool) == 0
 
 
@@ -311,11 +308,6 @@ def test_tensors_that_die_in_many_threads_all_come_back() -> None:
             if not bool((tensor == value).all()):
                 wrong.append(value)
 
-    threads = [threading.Thread(target=use, args=(value,)) for value in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT_S)
-        assert not thread.is_alive()
+    run_in_threads(*(partial(use, value) for value in range(6)))
     assert wrong == []
     assert _in_use(pool) == 0

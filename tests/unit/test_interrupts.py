@@ -26,13 +26,7 @@ import actoffload
 from actoffload import OffloadConfig, Offloader
 from actoffload.autograd import native
 from actoffload.testing.fakedevice import FakeDevice
-from tests.harness import (
-    WAIT_S,
-    assert_same_gradients,
-    forget_failed_backward,
-    gradients,
-    wait_until,
-)
+from tests.harness import WAIT_S, assert_same_gradients, forget_failed_backward, gradients, wait_until
 
 OURS = str(Path(actoffload.__file__).parent)
 SIMULATION = str(Path(OURS) / "testing")
@@ -122,10 +116,7 @@ def test_an_interrupt_aborts_the_step_and_the_next_context_starts_afresh(
     _step(model, None, None)
     expected = gradients(model)
     device = FakeDevice("lazy") if simulated_device else None
-    config = OffloadConfig(
-        target="nvme", path=tmp_path, engine="posix", min_bytes=0, keep_last_bytes=0, policy="all", host_budget="4MiB"
-    )
-    offloader = Offloader(config, accelerator=device).use(model)
+    offloader = _offloader(tmp_path, device).use(model)
     counting = Interrupt(at=-1)
     with counting.armed():
         _step(model, offloader, device)

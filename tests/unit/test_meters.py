@@ -19,13 +19,6 @@ def replay(meter: RateMeter, transfers: list[tuple[float, float, int]]) -> None:
             meter.ended(transfers[n][2], time_s, before[n])
 
 
-def test_nothing_is_known_before_anything_has_ended() -> None:
-    meter = RateMeter()
-    assert meter.bytes_per_s is None
-    meter.began(0.0)
-    assert meter.bytes_per_s is None
-
-
 def test_only_a_full_link_shows_its_rate() -> None:
     meter = RateMeter(depth=2)
     replay(meter, [(0.0, 10.0, ENOUGH_BYTES)])  # alone: slow
@@ -64,12 +57,6 @@ def test_a_link_that_one_transfer_cannot_fill_is_never_taken_for_faster_than_it_
     rate = meter.full_bytes_per_s
     assert rate is not None
     assert 0.3 * 4 * ENOUGH_BYTES <= rate <= 4 * ENOUGH_BYTES
-
-
-def test_what_failed_takes_time_and_moves_nothing() -> None:
-    meter = RateMeter(depth=1)
-    replay(meter, [(0.0, 1.0, 0), (1.0, 2.0, 1000)])
-    assert meter.bytes_per_s == 500
 
 
 def test_after_a_restart_what_is_under_way_still_counts_as_load() -> None:

@@ -66,22 +66,6 @@ def test_the_second_step_is_known_from_the_first(schedule: str) -> None:
     assert _play(phases, schedule) == [*expected, "-"]
 
 
-def test_a_step_that_takes_another_way_is_not_predicted_from_there_on() -> None:
-    phases: Phases[_Forward] = Phases()
-    _play(phases, "F0 F1 B0 B1")
-    assert _play(phases, "F0 F1 B1 B0") == ["F", "B0", "-", "-"]
-    assert _play(phases, "F0 F1 B1 B0") == ["F", "B1", "B0", "-"]
-
-
-def test_a_forward_without_a_backward_teaches_nothing() -> None:
-    phases: Phases[_Forward] = Phases()
-    _play(phases, "F0 F1 B0 B1")
-    evaluated = _Forward()
-    phases.begin_forward(evaluated)
-    evaluated.live = 0
-    assert _play(phases, "F0 F1 B0 B1") == ["F", "B0", "B1", "-"]
-
-
 def test_a_step_that_never_ends_is_given_up() -> None:
     phases: Phases[_Forward] = Phases()
     leaked = _Forward()
@@ -96,21 +80,6 @@ def test_a_step_that_never_ends_is_given_up() -> None:
     leaked.live = 0
     _play(phases, GPIPE)
     assert "-" not in _play(phases, GPIPE)[:-1]
-
-
-def test_each_forward_is_expected_to_be_as_large_as_the_same_one_of_the_step_before() -> None:
-    phases: Phases[_Forward] = Phases()
-    first = _Forward()
-    assert phases.expected_bytes(first) == 0
-    phases.begin_forward(first)
-    assert phases.expected_bytes(first) == 0
-    phases.begin_backward(first)
-    first.live = 0
-    _play(phases, "F0 F1 B0 B1", {0: 10, 1: 30})
-    forwards = [_Forward(), _Forward(), _Forward()]
-    for forward in forwards:
-        phases.begin_forward(forward)
-    assert [phases.expected_bytes(forward) for forward in forwards] == [10, 30, 30]
 
 
 # -- what it is used for -----------------------------------------------------------------------------------------------
@@ -231,23 +200,6 @@ def test_the_next_backwards_tail_is_fetched_before_it_is_asked_for(make_pipeline
     pipeline.reads.clear()
     pipeline.backward(0)
     assert pipeline.read_of(1) == 2, "after B0 comes B1: its tail is fetched when nothing of B0 is left to fetch"
-    pipeline.backward(1)
-    assert_empty(pipeline.offloader)
-
-
-def test_a_hint_of_a_backward_fetches_its_tail_at_once(make_pipeline: Callable[..., _Pipeline]) -> None:
-    pipeline = make_pipeline(keep_last_bytes=0)
-    stage = pipeline.offloader.stage
-    stage("a", "forward")
-    pipeline.forward(0)
-    stage("b", "forward")
-    pipeline.forward(1)
-    assert pipeline.reads == []
-    stage("a", "backward", next=("b", "backward"))
-    assert pipeline.read_of(0) == 2
-    assert pipeline.read_of(1) == 0
-    pipeline.backward(0)
-    assert pipeline.read_of(1) == 2
     pipeline.backward(1)
     assert_empty(pipeline.offloader)
 

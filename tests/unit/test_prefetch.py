@@ -137,25 +137,6 @@ def test_what_a_small_forward_saved_does_not_come_back_all_at_once(make_offloade
     assert away[1] >= COUNT // 2, "backward has reached the first of eight, and reads a quarter ahead"
 
 
-@pytest.mark.parametrize(("first", "second", "fetched"), [(2, 16, 4), (16, 4, 2)])
-def test_the_next_backward_is_fetched_by_its_own_size(
-    make_offloader: MakeOffloader, first: int, second: int, fetched: int
-) -> None:
-    offloader = make_offloader(policy="all", min_bytes=1)
-    outputs: dict[str, Tensor] = {}
-    records: dict[str, list[Any]] = {}
-    for name, count in (("second", second), ("first", first)):
-        offloader.stage(name, "forward")
-        with offloader:
-            outputs[name] = _sines(count)
-            records[name] = tape_records(offloader)
-    offloader.synchronize()
-    offloader.stage("first", "backward", next=("second", "backward"))
-    outputs["first"].sum().backward()
-    offloader.synchronize()
-    assert second - _away(records["second"]) == fetched
-
-
 @pytest.mark.parametrize(("first", "second", "fetched"), [(4, 16, 4), (16, 4, 2)])
 def test_near_the_end_of_a_forward_too(make_offloader: MakeOffloader, first: int, second: int, fetched: int) -> None:
     offloader = make_offloader(policy="all", min_bytes=1)

@@ -9,7 +9,6 @@ import gc
 import subprocess
 import sys
 import textwrap
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from actoffload.errors import SavedTensorModifiedError
 from actoffload.storage.engines.base import IoKind
 from actoffload.testing.faults import FailingEngine
 from actoffload.tiers.storage_ref import StorageRef
-from tests.harness import WAIT_S, MakeOffloader, assert_empty, same_bits
+from tests.harness import MakeOffloader, assert_empty, run_in_threads, same_bits
 from tests.unit.saved_tensors import BYTES, ELEMENTS, SavedTensor, activation, in_python, plan_of
 
 ALL = {"policy": "all", "min_bytes": 1, "engine": "memory"}
@@ -213,9 +212,7 @@ def test_another_thread_s_tensor_shares_no_record(options: dict[str, Any], make_
 
     with offloader:
         ours = SavedTensor(tensor)
-    thread = threading.Thread(target=save)
-    thread.start()
-    thread.join(WAIT_S)
+    run_in_threads(save)
     assert offloader.statistics().deduplicated_bytes == 0
     assert same_bits(theirs[1].unpack(), ours.unpack())
     theirs.clear()

@@ -6,8 +6,6 @@ import contextlib
 import ctypes
 import threading
 import time
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -137,36 +135,6 @@ def test_the_result_of_a_collective_is_waited_for_before_it_is_saved(
     offloader = make_offloader()
     assert same_bits(run(offloader), run(None))
     assert offloader.statistics().nvme_read_bytes > 0
-
-
-def test_local_tensors_around_a_change_of_their_dtensor_share_nothing(
-    make_offloader: MakeOffloader, tmp_path: Path
-) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Replicate
-
-    def gradient(offloader: Offloader | None) -> Tensor | None:
-        import contextlib
-
-        torch.manual_seed(0)
-        x = torch.randn(128, 128, requires_grad=True)
-        with offloader or contextlib.nullcontext():
-            d: Any = DTensor.from_local(x * 1.0, mesh, [Replicate()], run_check=False) * 1.5
-            held = d.to_local().sin()  # alive, and with it what it saved
-            d.mul_(3.0)
-            y: Tensor = d.to_local().sin()
-        if offloader is not None:
-            offloader.synchronize()
-        y.sum().backward()
-        assert held.grad_fn is not None
-        return x.grad
-
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        assert same_bits(gradient(make_offloader()), gradient(None))
-    finally:
-        dist.destroy_process_group()
 
 
 def test_two_threads_save_one_storage_under_a_budget(make_offloader: MakeOffloader) -> None:

@@ -58,22 +58,6 @@ def test_waits_for_room_and_for_data_are_counted_apart() -> None:
     assert bool((incoming.tensor == written[0]).all())
 
 
-def test_a_copy_that_is_in_time_costs_no_wait() -> None:
-    device = FakeDevice("lazy", bytes_per_s=1e6)
-    transfers = CopyStreams(device)
-    host = _bytes(1_000_000)
-    incoming = transfers.begin_in(host, 0)
-    device.before_kernel()
-    device.advance(5.0)
-    device.advance(5.0)
-    transfers.before_use(incoming)
-    device.before_kernel()
-    assert len(transfers.waits._open) == 0, "it was over: nothing is timed"
-    assert transfers.waits.take() == NOTHING
-    assert device.stall_s == 0
-    assert len(host) == 1_000_000
-
-
 def _step(device: FakeDevice, offloader: Offloader, model: nn.Module) -> None:
     with device:
         with offloader:

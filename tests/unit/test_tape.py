@@ -12,13 +12,7 @@ from actoffload import Plan
 from actoffload.planning.plan import PlanEntry
 from actoffload.planning.profile import Link, Profile, Storage
 from actoffload.planning.simulator import simulate
-from actoffload.runtime.tape import (
-    GROWTH,
-    GROWTH_LIMIT,
-    LearnedOrders,
-    Tape,
-    Window,
-)
+from actoffload.runtime.tape import GROWTH, GROWTH_LIMIT, LearnedOrders, Tape, Window
 
 
 @dataclass(eq=False)
@@ -65,36 +59,6 @@ def test_the_order_seen_is_learned_and_replaces_the_guess() -> None:
     assert _names(again, 1000) == [0, 1, 4, 2]
 
 
-@pytest.mark.parametrize("sizes", [[10] * 4, [10] * 6, [10, 10, 11, 10, 10], []])
-def test_another_forward_learns_for_itself(sizes: list[int]) -> None:
-    assert _tape(sizes).signature != _tape([10] * 5).signature
-
-
-def test_the_window_is_full_but_not_fuller_than_one_record_more() -> None:
-    tape = _tape([10] * 10)
-    orders = LearnedOrders()
-    tape.advance(9, orders)
-    assert _names(tape, 25) == [8, 7, 6]
-    assert _names(tape, 25) == []
-    tape.advance(8, orders)
-    assert tape.left_bytes == 80
-    assert _names(tape, 25) == [5]
-    assert _names(tape, 1) == []
-
-
-def test_what_is_near_is_passed_at_once_but_what_lies_behind_it_is_not_fetched_too_early() -> None:
-    tape = _tape([10] * 6)
-    orders = LearnedOrders()
-    near = (4, 3, 2)
-    tape.advance(5, orders)
-    assert _names(tape, 25, near) == [4, 3, 2]
-    tape.advance(4, orders)
-    assert _names(tape, 25, near) == [1]
-    tape.advance(3, orders)
-    assert _names(tape, 25, near) == [0]
-    assert tape.exhausted
-
-
 def test_released_records_are_passed_over_and_no_longer_counted() -> None:
     tape = _tape([10] * 6)
     tape.advance(5, LearnedOrders())
@@ -118,29 +82,6 @@ def test_no_room_stops_and_the_next_time_goes_on_there() -> None:
     tape.fetch_ahead(100, refuse)
     assert asked == [2, 2]
     assert _names(tape, 100) == [2, 1, 0]
-
-
-def test_backward_that_jumps_ahead_moves_the_frontier() -> None:
-    tape = _tape([10] * 6)
-    orders = LearnedOrders()
-    tape.advance(5, orders)
-    tape.advance(2, orders)
-    assert _names(tape, 100) == [1, 0]
-    tape.advance(4, orders)  # a late one moves nothing back
-    assert _names(tape, 100) == []
-
-
-def test_what_the_learned_order_does_not_know_is_no_harm() -> None:
-    orders = LearnedOrders()
-    first = _tape([10] * 4)
-    for index in (3, 1):  # a branch that never ran
-        first.advance(index, orders)
-    learned = first.learned()
-    assert learned is not None
-    orders.put(first.signature, learned)
-    tape = _tape([10] * 4)
-    tape.advance(2, orders)
-    assert _names(tape, 100) == [3, 1]
 
 
 def test_a_window_grows_when_backward_waits_up_to_a_limit() -> None:

@@ -1,17 +1,14 @@
-"""What two ranks see of single tensors and of the process: DTensors, collectives under way, budgets, the line said."""
+"""What two ranks see of single tensors: DTensors, changes of them in place, collectives under way."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as functional
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_gather_single
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -19,29 +16,19 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from actoffload import OffloadConfig, Offloader
-from actoffload.storage.spool_files import free_bytes
-from actoffload.tiers.processes import processes_here
 from tests.integration.processes import main, scratch
-from tests.integration.workers.distributed_models import Net, batch
+from tests.unit.saving import Save
 
 SIZE = 128
 
 
-class Save(torch.autograd.Function):
-    """Saves a tensor and hands out what comes back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, saved: Tensor) -> Tensor:
-        ctx.save_for_backward(saved)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        seen.append(ctx.saved_tensors[0])
-        return grads[0], None
-
-
 seen: list[Tensor] = []
+"""What backward was handed."""
+
+
+def save(x: Tensor, saved: Tensor) -> Tensor:
+    """Save a tensor, which is ``seen`` again in backward."""
+    return Save.apply(x, saved, seen.append)  # type: ignore[no-any-return]
 
 
 def offloader(**options: Any) -> Offloader:
@@ -89,7 +76,7 @@ def round_trips() -> dict[str, Any]:
         expected = _facts(saved)
         core = offloader()
         with core:
-            out = Save.apply(torch.ones(1, requires_grad=True), saved)
+            out = save(torch.ones(1, requires_grad=True), saved)
         core.synchronize()
         del saved
         resident = core.store.shared.accounts.resident_bytes
@@ -212,7 +199,7 @@ def changed_after_unpack(core: Offloader | None) -> str:
     """What backward is handed is changed in place: the second backward of a retained graph sees that."""
     x = torch.ones(1, requires_grad=True)
     with core or contextlib.nullcontext():
-        out = Save.apply(x, distributed())
+        out = save(x, distributed())
     out.backward(retain_graph=True)
     seen.pop().mul_(2)
     return _outcome(out, x)
@@ -256,7 +243,7 @@ PROGRAMS = (
 def programs() -> dict[str, tuple[str, str]]:
     """What each program says without and with offloading."""
     found = {}
-    for program in (*PROGRAMS, cpu_attention):
+    for program in PROGRAMS:
         core = offloader()
         found[program.__name__] = (program(None), program(core))
         core.close()
@@ -288,7 +275,7 @@ def waits_unlocked() -> list[bool]:
     AsyncCollectiveTensor.trigger_wait = watched  # type: ignore[method-assign]
     try:
         with core:
-            out = Save.apply(torch.ones(1, requires_grad=True), collective())
+            out = save(torch.ones(1, requires_grad=True), collective())
     finally:
         AsyncCollectiveTensor.trigger_wait = wait  # type: ignore[method-assign]
     out.backward()
@@ -298,69 +285,9 @@ def waits_unlocked() -> list[bool]:
     return free
 
 
-def announcements() -> dict[str, Any]:
-    """Says the line with each setting; ``"first"`` and ``"all"`` print, so the test reads this process's log."""
-    said: list[str] = []
-    for announce in ("none", "first", "all", said.append):
-        torch.manual_seed(0)
-        model: Any = fully_shard(Net())
-        core = offloader(announce=announce)
-        print(f"announce {announce if isinstance(announce, str) else 'callable'}", file=sys.stderr, flush=True)
-        for step in range(2):
-            with core:
-                loss = model(batch(step, dist.get_rank())).square().mean()
-            loss.backward()
-        core.close()
-    return {"said": said}
-
-
-def shares() -> dict[str, Any]:
-    """The default budgets of this rank: alone, as a launcher has it, and as the group's members tell each other."""
-    found = {}
-    for name, variables in {
-        "alone": {"LOCAL_WORLD_SIZE": "1"},
-        "launcher": {"LOCAL_WORLD_SIZE": "2"},
-        "group": {},
-    }.items():
-        for variable in ("LOCAL_WORLD_SIZE", "WORLD_SIZE", "MASTER_ADDR"):
-            os.environ.pop(variable, None)
-        os.environ.update(variables)
-        core = offloader()
-        spool = core.store.tiers.spool
-        assert spool is not None
-        dist.barrier()
-        (lane,) = spool.files
-        disk = spool.statistics().capacity_bytes or free_bytes(lane) + spool.statistics().arena_bytes
-        found[name] = {"processes": processes_here(), "host": core.store.tiers.pools[0].capacity_bytes, "disk": disk}
-        core.close()
-        dist.barrier()
-    return found
-
-
-def cpu_attention(core: Offloader | None) -> str:
-    """Context parallel with the kernel that the CPU prefers."""
-    from torch.distributed.tensor.experimental import context_parallel
-
-    data = torch.randn(1, 2, 64, 16)
-    weight = torch.randn(16, 16, requires_grad=True)
-    try:
-        with core or contextlib.nullcontext(), context_parallel(mesh(), buffers=[data], buffer_seq_dims=[2]):
-            x = data @ weight
-            functional.scaled_dot_product_attention(x, x, x, is_causal=True)
-    except NotImplementedError as error:
-        return str(error)
-    return "it runs"
-
-
 def work() -> dict[str, Any]:
     """Everything, in the order in which collectives need it on both ranks."""
-    return {
-        "round trips": round_trips(),
-        "programs": programs(),
-        "unlocked": waits_unlocked(),
-        "announcements": announcements(),
-        "shares": shares(),
-    }
+    return {"round trips": round_trips(), "programs": programs(), "unlocked": waits_unlocked()}
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 import deepspeed
 
 from tests.integration.evidence import Run
-from tests.integration.hf_models import accelerate_loop, checkpointing, compare, make_trainer
+from tests.integration.hf_models import accelerate_loop, checkpointing, compare, make_trainer, spool
 from tests.integration.processes import main, scratch
 
 ZERO3: dict[str, Any] = {
@@ -27,15 +27,11 @@ def work() -> dict[str, Any]:
         found: dict[str, Any] = {"trainer": trained()}
     lines = printed.getvalue().splitlines()
     found["checkpointing"] = trained(**checkpointing(reentrant=False))
-    found["accelerate"] = accelerate_loop("after prepare", "no", spool()), accelerate_loop(None, "no", spool())
+    options = spool(scratch(), device_budget="48KiB")
+    found["accelerate"] = accelerate_loop("after prepare", "no", options), accelerate_loop(None, "no", options)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo does; this would be compiled for a minute
     found["zero3"] = trained(**ZERO3)
     return found | {"printed": lines}
-
-
-def spool() -> dict[str, Any]:
-    """The options of every row."""
-    return {"target": "nvme", "path": scratch(), "min_bytes": 1024, "device_budget": "48KiB", "policy": "greedy"}
 
 
 def trained(**options: Any) -> tuple[Run, Run]:
@@ -46,7 +42,7 @@ def trained(**options: Any) -> tuple[Run, Run]:
         assert trainer.is_deepspeed_enabled == ("deepspeed" in options)
         return trainer
 
-    runs = compare(make, **spool())
+    runs = compare(make, scratch(), device_budget="48KiB")
     for run in runs:
         assert all(tensor.numel() for tensor in run.tensors.values())
     return runs

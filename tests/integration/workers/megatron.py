@@ -13,9 +13,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from actoffload.integrations.megatron import wrap_forward_step
-from actoffload.integrations.megatron.portable import cpu_stands_in_for_cuda
 from actoffload.integrations.megatron.pretrain_gpt import (
     batches,
+    cpu_stands_in_for_cuda,
     forward_step,
     make_chunks,
     make_config,
