@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -10,9 +12,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import IO, Any, Self
 
 import psutil
 
@@ -48,7 +51,7 @@ def stream_worker(
     *,
     limit_s: float,
     cwd: Path | None = None,
-    stdin: int | None = None,
+    stdin: IO[bytes] | None = None,
     each: bool = False,
 ) -> Generator[Any]:
     """Run a worker in a process of its own and yield the JSON objects that it prints.
@@ -60,7 +63,7 @@ def stream_worker(
         spec: its options.
         limit_s: seconds after which it is stopped.
         cwd: where it runs.
-        stdin: what it reads: a file descriptor, open until the first object is there. None: what this process reads.
+        stdin: what it reads, open until the first object is there. None: what this process reads.
         each: the limit is for each object, from when it is asked for.
 
     Yields:
@@ -99,6 +102,121 @@ def stream_worker(
         elif status != 0:
             errors.seek(0)
             yield _failure(status, errors.read())
+
+
+class TurnWorker:
+    """A process that takes a training step whenever it is asked.
+
+    It prints an object with ``turn`` when it is warm, and another one after each line that it reads. When nothing more
+    comes, it prints its result, which has no ``turn``, and ends.
+
+    Args:
+        module: what is run.
+        spec: its options.
+        limit_s: seconds after which it is stopped, for what comes before the first step and for each step.
+        cwd: where it runs.
+
+    Attributes:
+        last: its result, or its failure as in `stream_worker`; None while it lives.
+    """
+
+    def __init__(self, module: str, spec: Mapping[str, Any], *, limit_s: float, cwd: Path | None = None) -> None:
+        reading, writing = os.pipe()
+        self._input, self._prompt = os.fdopen(reading, "rb"), os.fdopen(writing, "wb", buffering=0)
+        self._said = stream_worker(module, dict(spec), limit_s=limit_s, cwd=cwd, stdin=self._input, each=True)
+        self.last: dict[str, Any] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop it."""
+        self._input.close()
+        self._prompt.close()
+        self._said.close()
+
+    def start(self) -> dict[str, Any]:
+        """Wait until it is warm; return what it said."""
+        said = self._listen()
+        self._input.close()
+        return said
+
+    def step(self) -> dict[str, Any]:
+        """Have it take a step; return what it said."""
+        with contextlib.suppress(BrokenPipeError):  # it died, and says so next
+            self._prompt.write(b"\n")
+        return self._listen()
+
+    def finish(self) -> dict[str, Any]:
+        """Return its result, or how it failed; it ends."""
+        self._prompt.close()
+        while self.last is None:
+            self._listen()
+        return self.last
+
+    def _listen(self) -> dict[str, Any]:
+        said: dict[str, Any] = next(self._said, {"error": "it ended and gave no result", "oom": False})
+        if "turn" not in said:
+            self.last = said
+        return said
+
+
+def take_turns(
+    module: str,
+    specs: Mapping[str, Mapping[str, Any]],
+    steps: int,
+    *,
+    limit_s: float,
+    cwd: Path | None = None,
+    on_said: Callable[[str, dict[str, Any]], object] = lambda name, said: None,
+) -> dict[str, dict[str, Any]]:
+    """Take the steps of several workers in turns, so that what the machine does meanwhile falls on all of them alike.
+
+    All are started and warmed up, one after the other; then only one of them works at a time. The order is turned
+    around after each turn: what a mode leaves to the system to do does not always fall on the same other one.
+
+    Args:
+        module: what is run; see `TurnWorker`.
+        specs: their options, by name.
+        steps: how many each takes.
+        limit_s: seconds after which one is stopped, for what comes before its first step and for each step.
+        cwd: where they run.
+        on_said: is given the name and what a worker says when it is warm and after each step; what it raises ends all.
+
+    Returns:
+        By name, the result with ``others_cpu_share`` of the whole run as in `run_worker`, or a failure as in
+        `stream_worker`: the rest goes on without it.
+    """
+    others = OthersShare()
+    with contextlib.ExitStack() as stack:
+        workers = {}
+        for name, spec in specs.items():
+            workers[name] = stack.enter_context(TurnWorker(module, spec, limit_s=limit_s, cwd=cwd))
+            on_said(name, workers[name].start())
+        order = list(workers.items())
+        for _ in range(steps):
+            for name, worker in order:
+                if worker.last is None:
+                    on_said(name, worker.step())
+            order.reverse()
+        found = {name: worker.finish() for name, worker in workers.items()}
+    share = others.share()
+    return {name: said if "error" in said else {**said, "others_cpu_share": share} for name, said in found.items()}
+
+
+def turn_ratios(taken: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Return the first's step time over the second's, for each turn.
+
+    Raises:
+        ValueError: one of them took fewer turns.
+    """
+    return [mine / theirs for mine, theirs in zip(taken, others, strict=True)]
+
+
+def spread(found: Sequence[float]) -> str:
+    """Return ratios for a table: their median, and from where to where they go."""
+    text = f"{median(found):.3f}"
+    return text if len(found) == 1 else f"{text} ({min(found):.2f} to {max(found):.2f})"
 
 
 def _failure(status: int, errors: str) -> dict[str, Any]:

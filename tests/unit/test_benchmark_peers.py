@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from actoffload.analysis import workers
 from benchmarks import e2e_cpu, harness, peer_aio, peers_cpu, turns
 from benchmarks.peers import Unavailable
 from benchmarks.worker import Run
@@ -219,14 +220,14 @@ def test_workers_end_with_who_asked_for_them(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(harness.ROOT)]))
     monkeypatch.setattr(turns, "WORKER", "turning")
 
-    def interrupt(worker: turns.Worker) -> None:
+    def interrupt(worker: workers.TurnWorker) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(turns.Worker, "step", interrupt)
+    monkeypatch.setattr(workers.TurnWorker, "step", interrupt)
     group = {name: {"name": name, "log": str(tmp_path / "log"), "steps": 1} for name in ("a", "b")}
     before = psutil.Process().children()
     with pytest.raises(KeyboardInterrupt):
-        turns.take_turns(group, limit_s=60)
+        turns.take_rounds([group], 1, limit_s=60, after_round=print)
     assert set(psutil.Process().children()) <= set(before)
 
 

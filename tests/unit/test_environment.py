@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import time
@@ -102,18 +103,17 @@ def test_a_stream_with_a_limit_for_each_object_may_take_longer_as_a_whole(
     """The time in which nobody asks does not count."""
     script = "print('{\"a\": 1}', flush=True)\ninput()\nprint('{\"b\": 2}', flush=True)\ntime.sleep(600)"
     name = _worker(tmp_path, monkeypatch, script)
-    reading, writing = os.pipe()
-    stream = stream_worker(name, {}, limit_s=5, stdin=reading, each=True)
-    try:
+    read, write = os.pipe()
+    with (
+        os.fdopen(read, "rb") as reading,
+        os.fdopen(write, "wb", buffering=0) as writing,
+        contextlib.closing(stream_worker(name, {}, limit_s=5, stdin=reading, each=True)) as stream,
+    ):
         assert next(stream) == {"a": 1}
         time.sleep(3)
-        os.write(writing, b"\n")
+        writing.write(b"\n")
         assert next(stream) == {"b": 2}
         assert next(stream) == {"error": "stopped after 5 s", "oom": False}
-    finally:
-        stream.close()
-        os.close(reading)
-        os.close(writing)
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
