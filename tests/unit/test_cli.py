@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from actoffload.analysis.bench import DIRECTIONS, REGION_BYTES
 from actoffload.analysis.process_usage import block_io
 from actoffload.cli import demo, demo_worker, doctor
 from actoffload.cli.app import app
@@ -60,10 +61,13 @@ def test_doctor_prints_json_and_nothing_else(tmp_path: Path) -> None:
     result = run("doctor", "--json", "--path", str(tmp_path))
     assert result.returncode == 0, result.stderr
     findings = json.loads(result.stdout)
-    assert set(findings) == {"device", "memory", "cpu_allocator", "native_hooks", "io_uring", "gds", "paths"}
+    assert set(findings) == {"device", "memory", "cpu_allocator", "native_hooks", "io_uring", "gds", "paths", "verdict"}
     assert all(findings[name]["reason"] for name in ("cpu_allocator", "native_hooks", "io_uring", "gds"))
     assert findings["paths"][0]["path"] == str(tmp_path)
     assert findings["paths"][0]["engine_reason"]
+    (verdict,) = findings["verdict"]
+    assert f"{tmp_path} hides about " in verdict
+    assert f"actoffload demo --path {tmp_path}" in verdict
 
 
 def test_doctor_really_writes_and_reads_a_path(tmp_path: Path) -> None:
@@ -71,13 +75,21 @@ def test_doctor_really_writes_and_reads_a_path(tmp_path: Path) -> None:
     facts = doctor.examine_path(str(tmp_path))
     after = block_io()
     assert "problem" not in facts, facts
-    assert facts["write_bytes_per_s"] > 0
-    assert facts["read_bytes_per_s"] > 0
+    assert facts["sustained_bytes_per_s"] == min(facts[f"{way}_bytes_per_s"] for way in DIRECTIONS) > 0
     assert facts["file_system"]["type"] != "unknown"
     assert 0 < facts["file_system"]["free_bytes"] <= facts["file_system"]["total_bytes"]
     assert list(tmp_path.iterdir()) == []
     if facts["direct"] and before is not None and after is not None:
-        assert (after - before).written_bytes >= doctor.BLOCKS * doctor.BLOCK_BYTES
+        assert after.write_bytes - before.write_bytes >= REGION_BYTES
+
+
+def test_the_verdict_is_half_of_the_step_at_the_slowest_rate() -> None:
+    path = {"path": "/mnt/x", "sustained_bytes_per_s": 6 * 2**30, "direct": True}
+    assert "/mnt/x hides about 3.0 GiB of a 1 s step (6.44 GB/s both ways)" in doctor.verdict({}, path)
+    link = {"host_to_device_bytes_per_s": 50e9, "device_to_host_bytes_per_s": 2 * 2**30}
+    assert "hides about 1.0 GiB of a 1 s step" in doctor.verdict(link, path)
+    assert "page cache included" in doctor.verdict({}, path | {"direct": False})
+    assert "actoffload doctor --path DIR" in doctor.verdict({}, {"path": "/mnt/x", "problem": "tmpfs"})
 
 
 def test_a_path_that_loses_bytes_or_cannot_hold_a_spool_is_a_problem(
