@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import resource
 import signal
 import subprocess
@@ -15,7 +14,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import IO, Any, Self
+from typing import Any
 
 import psutil
 
@@ -46,14 +45,8 @@ def run_worker(module: str, spec: dict[str, Any], *, limit_s: float, cwd: Path |
 
 
 def stream_worker(
-    module: str,
-    spec: dict[str, Any],
-    *,
-    limit_s: float,
-    cwd: Path | None = None,
-    stdin: IO[bytes] | None = None,
-    each: bool = False,
-) -> Generator[Any]:
+    module: str, spec: dict[str, Any], *, limit_s: float, cwd: Path | None = None, prompts: int | None = None
+) -> Generator[dict[str, Any]]:
     """Run a worker in a process of its own and yield the JSON objects that it prints.
 
     Lines that are no JSON object are dropped; what a failed worker wrote to its standard error is passed on.
@@ -61,10 +54,10 @@ def stream_worker(
     Args:
         module: what is run.
         spec: its options.
-        limit_s: seconds after which it is stopped.
+        limit_s: seconds after which it is stopped; with ``prompts``, for each object, from when it is asked for.
         cwd: where it runs.
-        stdin: what it reads, open until the first object is there. None: what this process reads.
-        each: the limit is for each object, from when it is asked for.
+        prompts: how many lines it is sent: one each time that an object after the first is asked for. Then its
+            standard input ends. None: it reads what this process reads.
 
     Yields:
         Each object when it is printed; last, when the worker failed, ran too long or out of memory,
@@ -72,6 +65,7 @@ def stream_worker(
     """
     command = [sys.executable, "-m", module, json.dumps(spec)]
     stopped = threading.Event()
+    stdin = None if prompts is None else subprocess.PIPE
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
         subprocess.Popen(command, cwd=cwd, stdin=stdin, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
@@ -87,16 +81,20 @@ def stream_worker(
             for line in process.stdout or ():
                 if not line.startswith("{"):
                     continue
-                if each:
-                    timer.cancel()
+                if prompts is None:
+                    yield json.loads(line)
+                    continue
+                timer.cancel()
                 yield json.loads(line)
-                if each:
-                    timer = threading.Timer(limit_s, stop)
-                    timer.start()
+                timer = threading.Timer(limit_s, stop)
+                timer.start()
+                _prompt(process, prompts > 0)
+                prompts -= 1
             status = process.wait()
         finally:
             timer.cancel()
             process.kill()
+            _prompt(process, False)
         if stopped.is_set():
             yield {"error": f"stopped after {limit_s:.0f} s", "oom": False}
         elif status != 0:
@@ -104,66 +102,20 @@ def stream_worker(
             yield _failure(status, errors.read())
 
 
-class TurnWorker:
-    """A process that takes a training step whenever it is asked.
-
-    It prints an object with ``turn`` when it is warm, and another one after each line that it reads. When nothing more
-    comes, it prints its result, which has no ``turn``, and ends.
-
-    Args:
-        module: what is run.
-        spec: its options.
-        limit_s: seconds after which it is stopped, for what comes before the first step and for each step.
-        cwd: where it runs.
-
-    Attributes:
-        last: its result, or its failure as in `stream_worker`; None while it lives.
-    """
-
-    def __init__(self, module: str, spec: Mapping[str, Any], *, limit_s: float, cwd: Path | None = None) -> None:
-        reading, writing = os.pipe()
-        self._input, self._prompt = os.fdopen(reading, "rb"), os.fdopen(writing, "wb", buffering=0)
-        self._said = stream_worker(module, dict(spec), limit_s=limit_s, cwd=cwd, stdin=self._input, each=True)
-        self.last: dict[str, Any] | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Stop it."""
-        self._input.close()
-        self._prompt.close()
-        self._said.close()
-
-    def start(self) -> dict[str, Any]:
-        """Wait until it is warm; return what it said."""
-        said = self._listen()
-        self._input.close()
-        return said
-
-    def step(self) -> dict[str, Any]:
-        """Have it take a step; return what it said."""
-        with contextlib.suppress(BrokenPipeError):  # it died, and says so next
-            self._prompt.write(b"\n")
-        return self._listen()
-
-    def finish(self) -> dict[str, Any]:
-        """Return its result, or how it failed; it ends."""
-        self._prompt.close()
-        while self.last is None:
-            self._listen()
-        return self.last
-
-    def _listen(self) -> dict[str, Any]:
-        said: dict[str, Any] = next(self._said, {"error": "it ended and gave no result", "oom": False})
-        if "turn" not in said:
-            self.last = said
-        return said
+def _prompt(process: subprocess.Popen[str], more: bool) -> None:
+    """Send a process a line, or end its standard input."""
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):  # it died, and its end is seen next
+            if more:
+                process.stdin.write("\n")
+                process.stdin.flush()
+            else:
+                process.stdin.close()
 
 
 def take_turns(
     module: str,
-    specs: Mapping[str, Mapping[str, Any]],
+    specs: Mapping[str, dict[str, Any]],
     steps: int,
     *,
     limit_s: float,
@@ -172,36 +124,43 @@ def take_turns(
 ) -> dict[str, dict[str, Any]]:
     """Take the steps of several workers in turns, so that what the machine does meanwhile falls on all of them alike.
 
-    All are started and warmed up, one after the other; then only one of them works at a time. The order is turned
-    around after each turn: what a mode leaves to the system to do does not always fall on the same other one.
+    A worker prints an object with ``turn`` when it is warm, and another one after each line that it reads, for which it
+    takes a step. When its input ends it prints its result, which has no ``turn``. All are started one after the other;
+    then only one works at a time. The order is turned around after each turn: what a mode leaves to the system to do
+    does not always fall on the same other one.
 
     Args:
-        module: what is run; see `TurnWorker`.
+        module: what is run.
         specs: their options, by name.
         steps: how many each takes.
         limit_s: seconds after which one is stopped, for what comes before its first step and for each step.
         cwd: where they run.
-        on_said: is given the name and what a worker says when it is warm and after each step; what it raises ends all.
+        on_said: is given the name and each object or failure; what it raises ends all.
 
     Returns:
         By name, the result with ``others_cpu_share`` of the whole run as in `run_worker`, or a failure as in
         `stream_worker`: the rest goes on without it.
     """
     others = OthersShare()
+    last: dict[str, dict[str, Any]] = {}
     with contextlib.ExitStack() as stack:
-        workers = {}
+        order = []
         for name, spec in specs.items():
-            workers[name] = stack.enter_context(TurnWorker(module, spec, limit_s=limit_s, cwd=cwd))
-            on_said(name, workers[name].start())
-        order = list(workers.items())
-        for _ in range(steps):
+            worker = stream_worker(module, spec, limit_s=limit_s, cwd=cwd, prompts=steps)
+            order.append((name, stack.enter_context(contextlib.closing(worker))))
+        for turn in range(steps + 2):  # they start, take their steps and end
             for name, worker in order:
-                if worker.last is None:
-                    on_said(name, worker.step())
-            order.reverse()
-        found = {name: worker.finish() for name, worker in workers.items()}
+                last[name] = said = next(worker, last.get(name, {}))
+                on_said(name, said)
+            if turn:
+                order.reverse()
     share = others.share()
-    return {name: said if "error" in said else {**said, "others_cpu_share": share} for name, said in found.items()}
+    for name, said in last.items():
+        if "turn" in said:
+            last[name] = {"error": "it ended and gave no result", "oom": False}
+        elif "error" not in said:
+            last[name] = {**said, "others_cpu_share": share}
+    return {name: last[name] for name in specs}
 
 
 def turn_ratios(taken: Sequence[float], others: Sequence[float]) -> list[float]:

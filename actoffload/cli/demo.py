@@ -45,14 +45,14 @@ def run_demo(spec: dict[str, Any], target: str, *, quiet: bool) -> list[Mode]:
                 raise ValueError(said["error"])
             if "error" in said:
                 raise WorkerError(f"mode {name}: {said['error']}")
-            if said["turn"]:
+            if said.get("turn"):
                 progress.update(bars[name], advance=1, loss=f"loss {said['loss']:.3f}")
 
         specs = {name: spec | {"mode": name} for name in names}
         module = "actoffload.cli.demo_worker"
         results = take_turns(module, specs, spec["steps"], limit_s=STEP_LIMIT_S, on_said=on_said)
     for name, result in results.items():
-        on_said(name, {"turn": 0, **result})
+        on_said(name, result)
     return compare(results)
 
 

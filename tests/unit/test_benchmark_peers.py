@@ -218,16 +218,15 @@ def test_workers_take_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
 def test_workers_end_with_who_asked_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "turning.py").write_text(TURNING, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(harness.ROOT)]))
-    monkeypatch.setattr(turns, "WORKER", "turning")
 
-    def interrupt(worker: workers.TurnWorker) -> None:
-        raise KeyboardInterrupt
+    def interrupt(name: str, said: harness.Sample) -> None:
+        if said.get("turn"):
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(workers.TurnWorker, "step", interrupt)
-    group = {name: {"name": name, "log": str(tmp_path / "log"), "steps": 1} for name in ("a", "b")}
+    specs = {name: {"name": name, "log": str(tmp_path / "log"), "in_turns": True} for name in ("a", "b")}
     before = psutil.Process().children()
     with pytest.raises(KeyboardInterrupt):
-        turns.take_rounds([group], 1, limit_s=60, after_round=print)
+        workers.take_turns("turning", specs, 1, limit_s=60, on_said=interrupt)
     assert set(psutil.Process().children()) <= set(before)
 
 

@@ -103,15 +103,9 @@ def test_a_stream_with_a_limit_for_each_object_may_take_longer_as_a_whole(
     """The time in which nobody asks does not count."""
     script = "print('{\"a\": 1}', flush=True)\ninput()\nprint('{\"b\": 2}', flush=True)\ntime.sleep(600)"
     name = _worker(tmp_path, monkeypatch, script)
-    read, write = os.pipe()
-    with (
-        os.fdopen(read, "rb") as reading,
-        os.fdopen(write, "wb", buffering=0) as writing,
-        contextlib.closing(stream_worker(name, {}, limit_s=5, stdin=reading, each=True)) as stream,
-    ):
+    with contextlib.closing(stream_worker(name, {}, limit_s=5, prompts=1)) as stream:
         assert next(stream) == {"a": 1}
         time.sleep(3)
-        writing.write(b"\n")
         assert next(stream) == {"b": 2}
         assert next(stream) == {"error": "stopped after 5 s", "oom": False}
 
