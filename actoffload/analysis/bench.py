@@ -90,15 +90,15 @@ class Rates:
 
 def rates_of(samples: Iterable[Sample]) -> list[Rates]:
     """Return the medians of each setting, in the order in which settings first appear."""
-    by_setting: dict[Setting, list[Sample]] = {}
-    for sample in samples:
-        by_setting.setdefault(sample.setting, []).append(sample)
-    rates = []
-    for setting, mine in by_setting.items():
-        values = {way: [s.bytes_per_s for s in mine if s.direction == way] for way in DIRECTIONS}
-        middle = {way: median(found) if found else None for way, found in values.items()}
-        rates.append(Rates(setting=setting, direct=all(s.direct for s in mine), **middle))
-    return rates
+    direct: dict[Setting, bool] = {}
+    found: dict[tuple[Setting, Direction], list[float]] = {}
+    for one in samples:
+        direct[one.setting] = one.direct
+        found.setdefault((one.setting, one.direction), []).append(one.bytes_per_s)
+    middle = {key: median(rates) for key, rates in found.items()}
+    return [
+        Rates(setting=one, direct=direct[one], **{way: middle.get((one, way)) for way in DIRECTIONS}) for one in direct
+    ]
 
 
 def best_of(rates: Sequence[Rates]) -> Rates | None:
@@ -114,12 +114,12 @@ def best_of(rates: Sequence[Rates]) -> Rates | None:
 
 
 def training_facts(best: Rates | None, step_s: float | None, saved_bytes: int | None) -> dict[str, Any] | None:
-    """Return what training could hide: bytes, seconds and bytes a second. None where nothing was measured.
+    """Return what the user's step could hide: bytes, seconds and bytes a second. None where nothing was measured.
 
     Args:
         best: the setting to use.
-        step_s: seconds of the user's step; None takes a step of one second.
-        saved_bytes: what the user's step saves for backward; None: not known.
+        step_s: seconds of the step; None takes a step of one second.
+        saved_bytes: what it saves for backward; None: not known.
     """
     if best is None or not best.sustained:
         return None
@@ -203,9 +203,9 @@ class Rig:
     def __init__(
         self, paths: Sequence[str], engine: str, depth: int | None, largest_block_bytes: int, region_bytes: int
     ) -> None:
-        _check_block(largest_block_bytes, region_bytes // len(paths))
-        _check_room(paths, region_bytes // len(paths))
-        self._region_bytes = region_bytes // len(paths) // largest_block_bytes * largest_block_bytes * len(paths)
+        self._region_bytes = region_bytes // len(paths)
+        _check_block(largest_block_bytes, self._region_bytes)
+        _check_room(paths, self._region_bytes)
         self._slots: list[_Slot] = []
         self.spool = Spool(
             paths,
@@ -246,14 +246,13 @@ class Rig:
         Raises:
             ConfigError: the size cannot work.
         """
-        lanes = len(self.spool.engines)
-        per_lane = self._region_bytes // lanes
-        _check_block(block_bytes, per_lane)
+        _check_block(block_bytes, self._region_bytes)
         for slot in self._slots:
             for extent in slot.extents:
                 self.spool.free(extent)
         self._block_bytes = block_bytes
-        extents = [self.spool.allocate(block_bytes) for _ in range(per_lane // block_bytes * lanes)]
+        blocks = self._region_bytes // block_bytes * len(self.spool.engines)
+        extents = [self.spool.allocate(block_bytes) for _ in range(blocks)]
         count = min(self._most_slots, len(extents))
         addresses = range(self._memory.ctypes.data, self._memory.ctypes.data + count * block_bytes, block_bytes)
         self._slots = [_Slot(address, extents[i::count], i % 2) for i, address in enumerate(addresses)]
@@ -285,17 +284,16 @@ class Rig:
     def _run(self, direction: Direction, seconds: float | None) -> tuple[int, float]:
         """Move blocks for so many seconds, None: for one pass; return the bytes that moved and the seconds."""
         cached = self.capabilities.needs_file and not self.capabilities.direct
-        if cached and direction != "write":
-            for file in self.spool.files:
-                os.fdatasync(file.fd)  # what is dirty cannot be dropped
-                if hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        files = [file.fd for file in self.spool.files] if cached else []
+        for fd in files:
+            os.fdatasync(fd)  # what is dirty cannot be dropped
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         begin_s = time.perf_counter()
         deadline_s = None if seconds is None else begin_s + seconds
         blocks = self._move(direction, deadline_s, one_pass=cached or seconds is None)
-        if cached and direction != "read":
-            for file in self.spool.files:
-                os.fdatasync(file.fd)
+        for fd in files:
+            os.fdatasync(fd)
         return blocks * self._block_bytes, time.perf_counter() - begin_s
 
     def _move(self, direction: Direction, deadline_s: float | None, *, one_pass: bool) -> int:

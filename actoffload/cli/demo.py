@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..analysis.workers import spread, take_turns, turn_ratios
 from ..sizes import format_size
 from .console import progress_bar
 
+WORKER = "actoffload.cli.demo_worker"
 STEP_LIMIT_S = 3600.0
 """A step that takes longer is taken for a hang."""
 PLANNING_STEPS = 3
@@ -49,8 +50,7 @@ def run_demo(spec: dict[str, Any], target: str, *, quiet: bool) -> list[Mode]:
                 progress.update(bars[name], advance=1, loss=f"loss {said['loss']:.3f}")
 
         specs = {name: spec | {"mode": name} for name in names}
-        module = "actoffload.cli.demo_worker"
-        results = take_turns(module, specs, spec["steps"], limit_s=STEP_LIMIT_S, on_said=on_said)
+        results = take_turns(WORKER, specs, spec["steps"], limit_s=STEP_LIMIT_S, on_said=on_said)
     for name, result in results.items():
         on_said(name, result)
     return compare(results)
@@ -112,34 +112,27 @@ def show(spec: dict[str, Any], modes: Sequence[Mode]) -> None:
 
 def _table(modes: Sequence[Mode]) -> Table:
     """Give each mode a column, so that it fits a terminal of 80 columns."""
-    counts = [mode["end"].get("statistics", {}) for mode in modes]
-    baseline = next((count["baseline_peak_bytes"] for count in counts if count), None)
-    on_cpu = modes[0]["device"] == "cpu"
-
-    def counted(way: str) -> Callable[[Mode], str]:
-        def cell(mode: Mode) -> str:
-            engine = mode["end"].get("statistics", {}).get(f"nvme_{way}_bytes")
-            return f"{_size(engine)} ({_size(mode['end'].get(f'kernel_{way}_bytes'))})"
-
-        return cell
-
-    rows: dict[str, Callable[[Mode], str]] = {
-        "loss, first → last step": lambda m: f"{m['losses'][0]:.4f} → {m['losses'][-1]:.4f}",
-        "step time (median)": lambda m: f"{m['median_step_s']:.2f} s",
-        "step time / keep's": lambda m: "1" if m is modes[0] else spread(m["ratios_to_keep"]),
-        "saved activations, peak": lambda m: _size(
-            m["end"].get("statistics", {"resident_peak_bytes": baseline})["resident_peak_bytes"]
-        ),
-        "process memory, peak" if on_cpu else "device memory, peak": lambda m: _size(
-            m["end"]["peak_rss_bytes" if on_cpu else "peak_device_bytes"]
-        ),
-        "written": counted("written"),
-        "read": counted("read"),
-    }
+    moved = [mode["end"]["statistics"] for mode in modes if "statistics" in mode["end"]]
+    unmoved = {"resident_peak_bytes": moved[0]["baseline_peak_bytes"]} if moved else {}
+    columns = [_column(mode, mode["end"].get("statistics", unmoved)) for mode in modes]
     table = Table("", *(Column(escape(mode["mode"]), justify="right") for mode in modes))
-    for name, cell in rows.items():
-        table.add_row(name, *(cell(mode) for mode in modes))
+    for name in columns[0]:
+        table.add_row(name, *(column[name] for column in columns))
     return table
+
+
+def _column(mode: Mode, counted: dict[str, int]) -> dict[str, str]:
+    losses, end = mode["losses"], mode["end"]
+    what, key = ("process", "peak_rss_bytes") if mode["device"] == "cpu" else ("device", "peak_device_bytes")
+    return {
+        "loss, first → last step": f"{losses[0]:.4f} → {losses[-1]:.4f}",
+        "step time (median)": f"{mode['median_step_s']:.2f} s",
+        "step time / keep's": "1" if mode["mode"] == "keep" else spread(mode["ratios_to_keep"]),
+        "saved activations, peak": _size(counted.get("resident_peak_bytes")),
+        f"{what} memory, peak": _size(end[key]),
+        "written": f"{_size(counted.get('nvme_written_bytes'))} ({_size(end.get('kernel_written_bytes'))})",
+        "read": f"{_size(counted.get('nvme_read_bytes'))} ({_size(end.get('kernel_read_bytes'))})",
+    }
 
 
 def _size(nbytes: int | None) -> str:

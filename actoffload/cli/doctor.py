@@ -15,6 +15,7 @@ import psutil
 import typer
 
 from ..analysis.bench import BLOCK_BYTES, DIRECTIONS, REGION_BYTES, ROUNDS, SECONDS, Rig, rates_of
+from ..analysis.environment import find_device
 from ..autograd import native
 from ..config import default_path
 from ..errors import ActOffloadError
@@ -119,24 +120,24 @@ def device() -> dict[str, Any]:
     """Return what torch sees: the accelerator or the CPU, and whether host memory can be pinned for it."""
     import torch
 
+    kind = find_device()
     facts: dict[str, Any] = {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cpu_threads": torch.get_num_threads(),
+        "type": kind,
+        "name": "CPU",
+        "pinned_memory": False,
     }
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
-        return facts | {"type": "cpu", "name": "CPU", "pinned_memory": False}
-    facts |= {"type": accelerator.type, "count": torch.accelerator.device_count()}
-    module = getattr(torch, accelerator.type)
-    facts["name"] = str(module.get_device_name()) if hasattr(module, "get_device_name") else accelerator.type
+    if kind == "cpu":
+        return facts
+    module = getattr(torch, kind)
+    facts["count"] = torch.accelerator.device_count()
+    facts["name"] = str(module.get_device_name()) if hasattr(module, "get_device_name") else kind
     try:
-        facts["pinned_memory"] = bool(torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True).is_pinned())
-        facts |= _link(accelerator.type)
+        return facts | {"pinned_memory": True} | _link(kind)
     except RuntimeError as error:
-        facts["pinned_memory"] = False
-        facts["problem"] = str(error).splitlines()[0]
-    return facts
+        return facts | {"problem": str(error).splitlines()[0]}
 
 
 def _link(kind: str) -> dict[str, float]:
