@@ -103,7 +103,8 @@ def settings_of(
         if name not in ENGINES:
             raise ConfigError("engine", name, f"choose one of {', '.join(ENGINES)}")
     blocks = [parse_size("size", text) for text in sizes or SIZES]
-    combinations = product(engines or DISK_ENGINES, depths or [None], blocks)
+    known_depths: Sequence[int | None] = depths or [None]
+    combinations = product(engines or DISK_ENGINES, known_depths, blocks)
     return list(dict.fromkeys(Setting(engine=e, block_bytes=b, depth=d) for e, d, b in combinations))
 
 

@@ -50,6 +50,13 @@ def test_bad_options_end_with_2_and_say_why(arguments: list[str], message: str) 
     assert message in result.output
 
 
+def test_the_command_line_starts_without_what_few_commands_need() -> None:
+    heavy = {"matplotlib", "transformers", "accelerate", "deepspeed", "kvikio", "aiofiles"}
+    program = f"import sys, actoffload.cli.app; print(*({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240)
+    assert done.stdout.strip() == ""
+
+
 def test_version() -> None:
     assert runner.invoke(app, ["--version"]).output.strip() == __version__
 
