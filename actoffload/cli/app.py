@@ -13,7 +13,7 @@ from ..version import __version__
 from . import bench, estimate, plan, rok
 from . import demo as demo_module
 from . import doctor as doctor_module
-from .console import JsonOption, PathOption, explained_errors, fail, print_json, strings
+from .console import JsonOption, PathOption, explained_errors, print_json, strings
 
 app = typer.Typer(
     name="actoffload",
@@ -55,11 +55,9 @@ def demo(
     spec |= {"threads": threads, "paths": strings(path), "profile": None if profile is None else str(profile)}
     try:
         GPTConfig(layers=layers, width=width, seq=seq)  # refuses sizes that do not fit together
-        modes = demo_module.run_demo(spec, target, quiet=as_json)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    except demo_module.WorkerError as error:
-        fail(str(error), error)
+    modes = demo_module.run_demo(spec, target, quiet=as_json)
     print_json(demo_module.as_dict(spec, modes)) if as_json else demo_module.show(spec, modes)
     raise typer.Exit(0 if demo_module.identical(modes) else 1)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import TextColumn
@@ -14,7 +15,7 @@ from rich.table import Column, Table
 from ..analysis.environment import BUSY_SHARE, find_device
 from ..analysis.workers import spread, take_turns, turn_ratios
 from ..sizes import format_size
-from .console import progress_bar
+from .console import fail, progress_bar
 
 WORKER = "actoffload.cli.demo_worker"
 STEP_LIMIT_S = 3600.0
@@ -26,16 +27,12 @@ Mode = dict[str, Any]
 """What one mode's worker measured, and how that compares with the first mode."""
 
 
-class WorkerError(RuntimeError):
-    """A mode's process failed; the message is what it said."""
-
-
 def run_demo(spec: dict[str, Any], target: str, *, quiet: bool) -> list[Mode]:
     """Run every mode, step by step in turn, behind a progress bar; return them, ``keep`` first.
 
     Raises:
-        ValueError: an option that only the worker could refuse, such as a directory on tmpfs.
-        WorkerError: a mode failed.
+        BadParameter: an option that only the worker could refuse, such as a directory on tmpfs.
+        Exit: a mode failed; what it said is printed.
     """
     names = dict.fromkeys(["keep", *(["host"] if find_device() != "cpu" else []), target])
     with progress_bar(TextColumn("{task.fields[loss]}"), quiet=quiet) as progress:
@@ -43,9 +40,9 @@ def run_demo(spec: dict[str, Any], target: str, *, quiet: bool) -> list[Mode]:
 
         def on_said(name: str, said: dict[str, Any]) -> None:
             if said.get("kind") == "option":
-                raise ValueError(said["error"])
+                raise typer.BadParameter(said["error"])
             if "error" in said:
-                raise WorkerError(f"mode {name}: {said['error']}")
+                fail(f"mode {name}: {said['error']}")
             if said.get("turn"):
                 progress.update(bars[name], advance=1, loss=f"loss {said['loss']:.3f}")
 

@@ -166,8 +166,9 @@ def test_the_demo_reports_what_the_worker_refuses() -> None:
 
 def test_a_worker_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(demo.WorkerError, match="mode keep: status 1"):
-        demo.run_demo(SPEC, "nvme", quiet=True)
+    answer = runner.invoke(app, ["demo", "--json"])
+    assert answer.exit_code == 1
+    assert "Error: mode keep: status 1" in answer.output
 
 
 def test_one_bit_of_difference_fails_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
