@@ -144,9 +144,9 @@ def measure_all(
     """Measure every setting in every direction, in turns (A B A B) where there are several rounds.
 
     Args:
-        paths: directories; blocks go to them in turns.
+        paths: see `Rig`.
         settings: what to measure.
-        region_bytes: how much disk is used, in all directories together.
+        region_bytes: see `Rig`.
         seconds: of each sample.
         rounds: samples of each setting and direction.
 
@@ -155,9 +155,7 @@ def measure_all(
 
     Raises:
         ConfigError: a block size cannot work.
-        SpoolPathError: a directory cannot hold a spool.
-        SpoolFullError: the disk has too little room.
-        StorageError: the disk failed.
+        StorageError: a directory cannot hold a spool, has too little room, or failed.
     """
     blocks: dict[tuple[str, int | None], list[int]] = {}
     for each in settings:
@@ -204,8 +202,7 @@ class Rig:
         self, paths: Sequence[str], engine: str, depth: int | None, largest_block_bytes: int, region_bytes: int
     ) -> None:
         self._region_bytes = region_bytes // len(paths)
-        _check_block(largest_block_bytes, self._region_bytes)
-        _check_room(paths, self._region_bytes)
+        _check(paths, largest_block_bytes, self._region_bytes)
         self._slots: list[_Slot] = []
         self.spool = Spool(
             paths,
@@ -246,7 +243,7 @@ class Rig:
         Raises:
             ConfigError: the size cannot work.
         """
-        _check_block(block_bytes, self._region_bytes)
+        _check((), block_bytes, self._region_bytes)
         for slot in self._slots:
             for extent in slot.extents:
                 self.spool.free(extent)
@@ -363,17 +360,13 @@ class _Slot:
         return self.extents[(turn + reads * count) // 2 % count], not reads
 
 
-def _check_room(paths: Sequence[str], nbytes: int) -> None:
-    """Refuse a region that the disk cannot hold: trying to reserve it would fill the disk for a moment."""
-    for path in paths:
-        free = shutil.disk_usage(path).free if os.path.isdir(path) else nbytes  # the spool refuses what is no directory
-        if free < nbytes:
-            problem = f"too little room for {format_size(nbytes)} ({format_size(free)} free)"
-            raise SpoolFullError(errno.ENOSPC, f"{path}: {problem}; use a smaller region or another path")
-
-
-def _check_block(block: int, region: int) -> None:
+def _check(paths: Sequence[str], block: int, region: int) -> None:
+    """Refuse blocks that cannot work and room that no disk has: to reserve that would fill the disk for a moment."""
     if block < 1 or block % MAX_BLOCK_BYTES:
         raise ConfigError("size", block, f"give a multiple of {MAX_BLOCK_BYTES} bytes, as direct transfers need it")
     if block > region:
         raise ConfigError("size", block, f"is larger than the {format_size(region)} that each directory is measured on")
+    for path in filter(os.path.isdir, paths):  # the spool refuses what is no directory
+        if (free := shutil.disk_usage(path).free) < region:
+            problem = f"too little room for {format_size(region)} ({format_size(free)} free)"
+            raise SpoolFullError(errno.ENOSPC, f"{path}: {problem}; use a smaller region or another path")

@@ -25,17 +25,10 @@ _NO_MEMORY = ("MemoryError", "can't allocate memory", "Cannot allocate memory", 
 
 
 def run_worker(module: str, spec: dict[str, Any], *, limit_s: float, cwd: Path | None = None) -> dict[str, Any]:
-    """Run one sample in a process of its own and return the last JSON object that it prints.
+    """Run one sample as `stream_worker` does and return the last JSON object that it prints.
 
-    Args:
-        module: what is run.
-        spec: its options.
-        limit_s: seconds after which it is stopped.
-        cwd: where it runs.
-
-    Returns:
-        The object, or that of a failure as in `stream_worker`, with ``others_cpu_share``: the share of all cores that
-        other processes (and a hypervisor's other guests) took meanwhile, 0 to 1.
+    It has ``others_cpu_share`` as well: the share of all cores that other processes (and a hypervisor's other guests)
+    took meanwhile, 0 to 1.
     """
     others = OthersShare()
     result: dict[str, Any] = {"error": "status 0: no output", "oom": False}
@@ -133,7 +126,7 @@ def take_turns(
         module: what is run.
         specs: their options, by name.
         steps: how many each takes.
-        limit_s: seconds after which one is stopped, for what comes before its first step and for each step.
+        limit_s: as `stream_worker` takes it, for each object.
         cwd: where they run.
         on_said: is given the name and each object or failure; what it raises ends all.
 

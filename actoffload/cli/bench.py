@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..analysis.bench import (
     BLOCK_BYTES,
@@ -135,10 +135,8 @@ def show(
 ) -> None:
     """Print the table, what could not run and why, and what training could hide."""
     console = Console()
-    table = Table(title="GB/s", title_justify="left")
-    table.add_column("engine")
-    for column in ("block", "at once", *DIRECTIONS, "both ways"):
-        table.add_column(column, justify="right")
+    names = ("block", "at once", *DIRECTIONS, "both ways")
+    table = Table("engine", *(Column(name, justify="right") for name in names), title="GB/s", title_justify="left")
     for one in rates:
         setting = one.setting
         name = setting.engine if one.direct else f"{setting.engine} (page cache)"
