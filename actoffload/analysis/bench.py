@@ -7,18 +7,18 @@ overlap in a real step, the rate that counts is the slowest of writing, reading 
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import mmap
 import os
 import queue
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
 from typing import Any, Literal, get_args
+
+import numpy as np
 
 from ..errors import ActOffloadError, ChecksumError, ConfigError, SpoolFullError, SpoolPathError
 from ..memory.process_memory import map_private
@@ -34,15 +34,18 @@ DISK_ENGINES = tuple(name for name in ENGINES if name != "memory")
 """The engines that work on a disk, in the order of ``ENGINES``."""
 NEARLY = 0.97
 """A setting that reaches this share of the best one does as well."""
+REGION_BYTES, BLOCK_BYTES, SECONDS, ROUNDS = 128 << 20, 8 << 20, 0.3, 2
+"""How a path is measured unless told otherwise: in `bench` and in `doctor` alike."""
+_RANDOM_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How the disk is used. ``depth``: transfers at the same time, in each directory."""
+    """How the disk is used. ``depth``: transfers at the same time, in each directory; None: the engine's own choice."""
 
     engine: str
     block_bytes: int
-    depth: int
+    depth: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,15 +90,15 @@ class Rates:
 
 def rates_of(samples: Iterable[Sample]) -> list[Rates]:
     """Return the medians of each setting, in the order in which settings first appear."""
-    by_setting: dict[Setting, list[Sample]] = {}
-    for sample in samples:
-        by_setting.setdefault(sample.setting, []).append(sample)
-    rates = []
-    for setting, mine in by_setting.items():
-        values = {way: [s.bytes_per_s for s in mine if s.direction == way] for way in DIRECTIONS}
-        middle = {way: median(found) if found else None for way, found in values.items()}
-        rates.append(Rates(setting=setting, direct=all(s.direct for s in mine), **middle))
-    return rates
+    direct: dict[Setting, bool] = {}
+    found: dict[tuple[Setting, Direction], list[float]] = {}
+    for one in samples:
+        direct[one.setting] = one.direct
+        found.setdefault((one.setting, one.direction), []).append(one.bytes_per_s)
+    middle = {key: median(rates) for key, rates in found.items()}
+    return [
+        Rates(setting=one, direct=direct[one], **{way: middle.get((one, way)) for way in DIRECTIONS}) for one in direct
+    ]
 
 
 def best_of(rates: Sequence[Rates]) -> Rates | None:
@@ -107,16 +110,16 @@ def best_of(rates: Sequence[Rates]) -> Rates | None:
     usable = [one for one in usable if one.direct] or usable
     top = max((one.sustained or 0.0 for one in usable), default=0.0)
     good = (one for one in usable if (one.sustained or 0.0) >= NEARLY * top)
-    return min(good, key=lambda one: one.setting.depth * one.setting.block_bytes, default=None)
+    return min(good, key=lambda one: (one.setting.depth or 1) * one.setting.block_bytes, default=None)
 
 
 def training_facts(best: Rates | None, step_s: float | None, saved_bytes: int | None) -> dict[str, Any] | None:
-    """Return what training could hide: bytes, seconds and bytes a second. None where nothing was measured.
+    """Return what the user's step could hide: bytes, seconds and bytes a second. None where nothing was measured.
 
     Args:
         best: the setting to use.
-        step_s: seconds of the user's step; None takes a step of one second.
-        saved_bytes: what the user's step saves for backward; None: not known.
+        step_s: seconds of the step; None takes a step of one second.
+        saved_bytes: what it saves for backward; None: not known.
     """
     if best is None or not best.sustained:
         return None
@@ -136,14 +139,14 @@ def training_facts(best: Rates | None, step_s: float | None, saved_bytes: int | 
 
 
 def measure_all(
-    paths: Sequence[str], settings: Sequence[Setting], *, region_bytes: int, seconds: float, rounds: int = 1
-) -> Iterator[Sample | Failure]:
+    paths: Sequence[str], settings: Iterable[Setting], *, region_bytes: int, seconds: float, rounds: int
+) -> Generator[Sample | Failure]:
     """Measure every setting in every direction, in turns (A B A B) where there are several rounds.
 
     Args:
-        paths: directories; blocks go to them in turns.
+        paths: see `Rig`.
         settings: what to measure.
-        region_bytes: how much disk is used, in all directories together.
+        region_bytes: see `Rig`.
         seconds: of each sample.
         rounds: samples of each setting and direction.
 
@@ -152,21 +155,16 @@ def measure_all(
 
     Raises:
         ConfigError: a block size cannot work.
-        SpoolPathError: a directory cannot hold a spool.
-        SpoolFullError: the disk has too little room.
-        StorageError: the disk failed.
+        StorageError: a directory cannot hold a spool, has too little room, or failed.
     """
-    blocks: dict[tuple[str, int], list[int]] = {}
+    blocks: dict[tuple[str, int | None], list[int]] = {}
     for each in settings:
         blocks.setdefault((each.engine, each.depth), []).append(each.block_bytes)
     for number in range(rounds):
         for (engine, depth), sizes in list(blocks.items()):
             try:
                 rig = Rig(paths, engine, depth, max(sizes), region_bytes)
-            except SpoolFullError as error:
-                problem = f"too little room for {format_size(region_bytes)}; use a smaller region or another path"
-                raise SpoolFullError(errno.ENOSPC, f"{problem} ({error})") from error
-            except (ConfigError, SpoolPathError):
+            except (ConfigError, SpoolPathError, SpoolFullError):
                 raise
             except (ActOffloadError, OSError) as error:
                 if number:
@@ -203,11 +201,9 @@ class Rig:
     def __init__(
         self, paths: Sequence[str], engine: str, depth: int | None, largest_block_bytes: int, region_bytes: int
     ) -> None:
-        _check_block(largest_block_bytes, region_bytes // len(paths))
-        _check_room(paths, region_bytes // len(paths))
-        self._region_bytes = region_bytes
+        self._region_bytes = region_bytes // len(paths)
+        _check(paths, largest_block_bytes, self._region_bytes)
         self._slots: list[_Slot] = []
-        self._memory: mmap.mmap | None = None
         self.spool = Spool(
             paths,
             engine=engine,
@@ -217,6 +213,13 @@ class Rig:
             stripe_bytes=largest_block_bytes,
         )
         try:
+            # Twice as many slots as transfers that run, so that an engine always finds the next one waiting.
+            self._most_slots = 2 * self.capabilities.threads * len(paths)
+            self._random = np.frombuffer(os.urandom(_RANDOM_BYTES), np.uint8)
+            pieces = -(-min(self._most_slots * largest_block_bytes, region_bytes) // _RANDOM_BYTES)
+            memory = np.frombuffer(map_private(pieces * _RANDOM_BYTES), np.uint8)  # as the host pool's
+            self._memory = memory.reshape(pieces, _RANDOM_BYTES)
+            self._memory[:] = self._random
             self.prepare(largest_block_bytes)
             self._run("write", None)  # the first write to reserved room is slower than any later one
             self._check_content()
@@ -237,29 +240,19 @@ class Rig:
     def prepare(self, block_bytes: int) -> None:
         """Measure blocks of this size from now on. They cover the whole region and are dealt out to slots in turns.
 
-        There are twice as many slots as transfers that run, so that an engine always finds the next one waiting.
-
         Raises:
             ConfigError: the size cannot work.
         """
-        lanes = len(self.spool.engines)
-        per_lane = self._region_bytes // lanes
-        _check_block(block_bytes, per_lane)
+        _check((), block_bytes, self._region_bytes)
         for slot in self._slots:
             for extent in slot.extents:
                 self.spool.free(extent)
-        extents = [self.spool.allocate(block_bytes) for _ in range(per_lane // block_bytes * lanes)]
-        slots = min(2 * self.capabilities.threads * lanes, len(extents))
-        self._close_memory()
-        self._memory = map_private(slots * block_bytes)  # as the host pool's
-        piece = os.urandom(min(block_bytes, 1 << 20))
-        self._pattern = (piece * -(-block_bytes // len(piece)))[:block_bytes]
-        for index in range(slots):
-            self._memory[index * block_bytes : (index + 1) * block_bytes] = self._pattern
-        anchor = ctypes.c_char.from_buffer(self._memory)
-        address = ctypes.addressof(anchor)
-        del anchor  # else the mapping could not be closed
-        self._slots = [_Slot(address + i * block_bytes, extents[i::slots], i % 2) for i in range(slots)]
+        self._block_bytes = block_bytes
+        blocks = self._region_bytes // block_bytes * len(self.spool.engines)
+        extents = [self.spool.allocate(block_bytes) for _ in range(blocks)]
+        count = min(self._most_slots, len(extents))
+        addresses = range(self._memory.ctypes.data, self._memory.ctypes.data + count * block_bytes, block_bytes)
+        self._slots = [_Slot(address, extents[i::count], i % 2) for i, address in enumerate(addresses)]
 
     def measure(self, direction: Direction, seconds: float) -> Sample:
         """Time one direction; reading and mixed go over what was written since `prepare`.
@@ -272,13 +265,12 @@ class Rig:
         """
         moved, elapsed_s = self._run(direction, seconds)
         about = self.capabilities
-        setting = Setting(engine=about.name, block_bytes=len(self._pattern), depth=about.threads)
+        setting = Setting(engine=about.name, block_bytes=self._block_bytes, depth=about.threads)
         return Sample(setting=setting, direction=direction, bytes_per_s=moved / elapsed_s, direct=about.direct)
 
     def close(self) -> None:
         """Stop, and give the disk space back. Idempotent."""
         self.spool.abort()
-        self._close_memory()
 
     def __enter__(self) -> Rig:
         return self
@@ -286,26 +278,20 @@ class Rig:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _close_memory(self) -> None:
-        if self._memory is not None:
-            self._memory.close()
-            self._memory = None
-
     def _run(self, direction: Direction, seconds: float | None) -> tuple[int, float]:
         """Move blocks for so many seconds, None: for one pass; return the bytes that moved and the seconds."""
         cached = self.capabilities.needs_file and not self.capabilities.direct
-        if cached and direction != "write":
-            for file in self.spool.files:
-                os.fdatasync(file.fd)  # what is dirty cannot be dropped
-                if hasattr(os, "posix_fadvise"):
-                    os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        files = [file.fd for file in self.spool.files] if cached else []
+        for fd in files:
+            os.fdatasync(fd)  # what is dirty cannot be dropped
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         begin_s = time.perf_counter()
         deadline_s = None if seconds is None else begin_s + seconds
         blocks = self._move(direction, deadline_s, one_pass=cached or seconds is None)
-        if cached and direction != "read":
-            for file in self.spool.files:
-                os.fdatasync(file.fd)
-        return blocks * len(self._pattern), time.perf_counter() - begin_s
+        for fd in files:
+            os.fdatasync(fd)
+        return blocks * self._block_bytes, time.perf_counter() - begin_s
 
     def _move(self, direction: Direction, deadline_s: float | None, *, one_pass: bool) -> int:
         """Keep every slot under way until the deadline, or for one pass over its extents; return the blocks moved."""
@@ -329,7 +315,7 @@ class Rig:
                 continue
             extent, writes = slot.next(direction)
             start = self.spool.write if writes else self.spool.read
-            start(extent, slot.address, len(self._pattern), on_done=partial(done, slot))
+            start(extent, slot.address, self._block_bytes, on_done=partial(done, slot))
             moved += 1
         if errors:
             raise errors[0]
@@ -337,16 +323,16 @@ class Rig:
 
     def _check_content(self) -> None:
         """Read a block of each slot back: an engine that is fast because it moves nothing must not win."""
-        assert self._memory is not None, "`prepare` mapped it"
-        block = len(self._pattern)
-        self._memory[:] = bytes(len(self._memory))
+        block, random = self._block_bytes, self._random
+        self._memory[:] = 0
         for transfer in [self.spool.read(slot.extents[-1], slot.address, block) for slot in self._slots]:
             transfer.wait()
             if transfer.error is not None:
                 raise transfer.error
-        if any(self._memory[i : i + block] != self._pattern for i in range(0, len(self._memory), block)):
-            where = self.spool.files[0].path
-            raise ChecksumError(errno.EBADMSG, "what was read back is not what was written", where)
+        used = self._memory.reshape(-1)[: len(self._slots) * block]
+        pieces = (used[i : i + len(random)] for i in range(0, len(used), len(random)))
+        if not all(np.array_equal(piece, random[: len(piece)]) for piece in pieces):
+            raise ChecksumError(errno.EBADMSG, "what was read back is not what was written", self.spool.files[0].path)
 
 
 class _Slot:
@@ -364,28 +350,23 @@ class _Slot:
 
     def next(self, direction: Direction) -> tuple[Extent, bool]:
         """Return the next extent, and whether to write it."""
-        turn, length = self.turn, self.length(direction)
+        turn, count = self.turn, self.length(direction)
         self.turn += 1
         if direction == "write":
-            self.written = max(self.written, turn % length + 1)
-            return self.extents[turn % length], True
-        if direction == "read":
-            return self.extents[turn % length], False
-        if (turn + self.parity) % 2:  # what is read was written a while ago
-            return self.extents[(turn // 2 + length // 2) % length], False
-        return self.extents[turn // 2 % length], True
+            self.written = max(self.written, turn % count + 1)
+        if direction != "mixed":
+            return self.extents[turn % count], direction == "write"
+        reads = (turn + self.parity) % 2  # what was written a while ago
+        return self.extents[(turn + reads * count) // 2 % count], not reads
 
 
-def _check_room(paths: Sequence[str], nbytes: int) -> None:
-    """Refuse a region that the disk cannot hold: trying to reserve it would fill the disk for a moment."""
-    for path in paths:
-        free = shutil.disk_usage(path).free if os.path.isdir(path) else nbytes  # the spool refuses what is no directory
-        if free < nbytes:
-            raise SpoolFullError(errno.ENOSPC, f"{path} has {format_size(free)} free of {format_size(nbytes)} needed")
-
-
-def _check_block(block: int, region: int) -> None:
+def _check(paths: Sequence[str], block: int, region: int) -> None:
+    """Refuse blocks that cannot work and room that no disk has: to reserve that would fill the disk for a moment."""
     if block < 1 or block % MAX_BLOCK_BYTES:
         raise ConfigError("size", block, f"give a multiple of {MAX_BLOCK_BYTES} bytes, as direct transfers need it")
     if block > region:
         raise ConfigError("size", block, f"is larger than the {format_size(region)} that each directory is measured on")
+    for path in filter(os.path.isdir, paths):  # the spool refuses what is no directory
+        if (free := shutil.disk_usage(path).free) < region:
+            problem = f"too little room for {format_size(region)} ({format_size(free)} free)"
+            raise SpoolFullError(errno.ENOSPC, f"{path}: {problem}; use a smaller region or another path")

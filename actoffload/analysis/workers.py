@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import resource
 import signal
@@ -10,8 +11,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psutil
@@ -23,17 +25,10 @@ _NO_MEMORY = ("MemoryError", "can't allocate memory", "Cannot allocate memory", 
 
 
 def run_worker(module: str, spec: dict[str, Any], *, limit_s: float, cwd: Path | None = None) -> dict[str, Any]:
-    """Run one sample in a process of its own and return the last JSON object that it prints.
+    """Run one sample as `stream_worker` does and return the last JSON object that it prints.
 
-    Args:
-        module: what is run.
-        spec: its options.
-        limit_s: seconds after which it is stopped.
-        cwd: where it runs.
-
-    Returns:
-        The object, or that of a failure as in `stream_worker`, with ``others_cpu_share``: the share of all cores that
-        other processes (and a hypervisor's other guests) took meanwhile, 0 to 1.
+    It has ``others_cpu_share`` as well: the share of all cores that other processes (and a hypervisor's other guests)
+    took meanwhile, 0 to 1.
     """
     others = OthersShare()
     result: dict[str, Any] = {"error": "status 0: no output", "oom": False}
@@ -43,14 +38,8 @@ def run_worker(module: str, spec: dict[str, Any], *, limit_s: float, cwd: Path |
 
 
 def stream_worker(
-    module: str,
-    spec: dict[str, Any],
-    *,
-    limit_s: float,
-    cwd: Path | None = None,
-    stdin: int | None = None,
-    each: bool = False,
-) -> Generator[Any]:
+    module: str, spec: dict[str, Any], *, limit_s: float, cwd: Path | None = None, prompts: int | None = None
+) -> Generator[dict[str, Any]]:
     """Run a worker in a process of its own and yield the JSON objects that it prints.
 
     Lines that are no JSON object are dropped; what a failed worker wrote to its standard error is passed on.
@@ -58,10 +47,10 @@ def stream_worker(
     Args:
         module: what is run.
         spec: its options.
-        limit_s: seconds after which it is stopped.
+        limit_s: seconds after which it is stopped; with ``prompts``, for each object, from when it is asked for.
         cwd: where it runs.
-        stdin: what it reads: a file descriptor, open until the first object is there. None: what this process reads.
-        each: the limit is for each object, from when it is asked for.
+        prompts: how many lines it is sent: one each time that an object after the first is asked for. Then its
+            standard input ends. None: it reads what this process reads.
 
     Yields:
         Each object when it is printed; last, when the worker failed, ran too long or out of memory,
@@ -69,6 +58,7 @@ def stream_worker(
     """
     command = [sys.executable, "-m", module, json.dumps(spec)]
     stopped = threading.Event()
+    stdin = None if prompts is None else subprocess.PIPE
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
         subprocess.Popen(command, cwd=cwd, stdin=stdin, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
@@ -84,21 +74,101 @@ def stream_worker(
             for line in process.stdout or ():
                 if not line.startswith("{"):
                     continue
-                if each:
-                    timer.cancel()
+                if prompts is None:
+                    yield json.loads(line)
+                    continue
+                timer.cancel()
                 yield json.loads(line)
-                if each:
-                    timer = threading.Timer(limit_s, stop)
-                    timer.start()
+                timer = threading.Timer(limit_s, stop)
+                timer.start()
+                _prompt(process, prompts > 0)
+                prompts -= 1
             status = process.wait()
         finally:
             timer.cancel()
             process.kill()
+            _prompt(process, False)
         if stopped.is_set():
             yield {"error": f"stopped after {limit_s:.0f} s", "oom": False}
         elif status != 0:
             errors.seek(0)
             yield _failure(status, errors.read())
+
+
+def _prompt(process: subprocess.Popen[str], more: bool) -> None:
+    """Send a process a line, or end its standard input."""
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):  # it died, and its end is seen next
+            if more:
+                process.stdin.write("\n")
+                process.stdin.flush()
+            else:
+                process.stdin.close()
+
+
+def take_turns(
+    module: str,
+    specs: Mapping[str, dict[str, Any]],
+    steps: int,
+    *,
+    limit_s: float,
+    cwd: Path | None = None,
+    on_said: Callable[[str, dict[str, Any]], object] = lambda name, said: None,
+) -> dict[str, dict[str, Any]]:
+    """Take the steps of several workers in turns, so that what the machine does meanwhile falls on all of them alike.
+
+    A worker prints an object with ``turn`` when it is warm, and another one after each line that it reads, for which it
+    takes a step. When its input ends it prints its result, which has no ``turn``. All are started one after the other;
+    then only one works at a time. The order is turned around after each turn: what a mode leaves to the system to do
+    does not always fall on the same other one.
+
+    Args:
+        module: what is run.
+        specs: their options, by name.
+        steps: how many each takes.
+        limit_s: as `stream_worker` takes it, for each object.
+        cwd: where they run.
+        on_said: is given the name and each object or failure; what it raises ends all.
+
+    Returns:
+        By name, the result with ``others_cpu_share`` of the whole run as in `run_worker`, or a failure as in
+        `stream_worker`: the rest goes on without it.
+    """
+    others = OthersShare()
+    last: dict[str, dict[str, Any]] = {}
+    with contextlib.ExitStack() as stack:
+        order = []
+        for name, spec in specs.items():
+            worker = stream_worker(module, spec, limit_s=limit_s, cwd=cwd, prompts=steps)
+            order.append((name, stack.enter_context(contextlib.closing(worker))))
+        for turn in range(steps + 2):  # they start, take their steps and end
+            for name, worker in order:
+                last[name] = said = next(worker, last.get(name, {}))
+                on_said(name, said)
+            if turn:
+                order.reverse()
+    share = others.share()
+    for name, said in last.items():
+        if "turn" in said:
+            last[name] = {"error": "it ended and gave no result", "oom": False}
+        elif "error" not in said:
+            last[name] = {**said, "others_cpu_share": share}
+    return {name: last[name] for name in specs}
+
+
+def turn_ratios(taken: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Return the first's step time over the second's, for each turn.
+
+    Raises:
+        ValueError: one of them took fewer turns.
+    """
+    return [mine / theirs for mine, theirs in zip(taken, others, strict=True)]
+
+
+def spread(found: Sequence[float]) -> str:
+    """Return ratios for a table: their median, and from where to where they go."""
+    text = f"{median(found):.3f}"
+    return text if len(found) == 1 else f"{text} ({min(found):.2f} to {max(found):.2f})"
 
 
 def _failure(status: int, errors: str) -> dict[str, Any]:

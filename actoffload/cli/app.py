@@ -13,7 +13,7 @@ from ..version import __version__
 from . import bench, estimate, plan, rok
 from . import demo as demo_module
 from . import doctor as doctor_module
-from .console import JsonOption, PathOption, explained_errors, fail, print_json, strings
+from .console import JsonOption, PathOption, explained_errors, print_json, strings
 
 app = typer.Typer(
     name="actoffload",
@@ -38,25 +38,26 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps in each mode.")] = 10,
     layers: Annotated[int, typer.Option(min=1, help="Blocks of the GPT.")] = 8,
     width: Annotated[int, typer.Option(min=1, help="Width of the GPT, a multiple of 64.")] = 256,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 16,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per step.")] = 8,
     seq: Annotated[int, typer.Option(min=2, help="Bytes per sequence.")] = 256,
     path: PathOption = None,
     target: Annotated[str, typer.Option(help="host, nvme, tiered or auto.")] = "nvme",
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of PyTorch. Default: PyTorch's own.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the weights and the batches.")] = 0,
+    profile: Annotated[Path | None, typer.Option(help="Write the recorded step here, for `actoffload plan`.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train a byte-level GPT on Python's own source text, with and without offloading, and compare."""
     _check(path, target)
+    if profile is not None and not profile.parent.is_dir():
+        raise typer.BadParameter(f"profile={str(profile)!r}: its directory does not exist")
     spec: dict[str, Any] = {"steps": steps, "layers": layers, "width": width, "batch": batch, "seq": seq, "seed": seed}
-    spec |= {"threads": threads, "paths": strings(path)}
+    spec |= {"threads": threads, "paths": strings(path), "profile": None if profile is None else str(profile)}
     try:
         GPTConfig(layers=layers, width=width, seq=seq)  # refuses sizes that do not fit together
-        modes = demo_module.run_demo(spec, target, quiet=as_json)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    except demo_module.WorkerError as error:
-        fail(str(error), error)
+    modes = demo_module.run_demo(spec, target, quiet=as_json)
     print_json(demo_module.as_dict(spec, modes)) if as_json else demo_module.show(spec, modes)
     raise typer.Exit(0 if demo_module.identical(modes) else 1)
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from itertools import product
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from ..analysis.bench import (
+    BLOCK_BYTES,
     DIRECTIONS,
     DISK_ENGINES,
+    REGION_BYTES,
+    ROUNDS,
+    SECONDS,
     Failure,
     Rates,
     Sample,
@@ -25,22 +30,17 @@ from ..analysis.bench import (
     rates_of,
     training_facts,
 )
-from ..analysis.environment import write_json
 from ..config import default_path
 from ..errors import ConfigError
 from ..sizes import format_size, parse_size
 from ..storage.engines import ENGINES
-from .console import explained_errors, print_json, progress_bar, strings
+from .console import JsonOption, PathOption, explained_errors, print_json, progress_bar, strings
 
-SIZES = ("256KiB", "1MiB", "8MiB")
-DEPTHS = (1, 4, 16)
+SIZES = ("256KiB", "1MiB", format_size(BLOCK_BYTES))
 
 
 def command(
-    path: Annotated[
-        list[Path] | None,
-        typer.Option(help="Directory to measure; repeat to stripe. Default: $ACTOFFLOAD_PATH, else the temporary one."),
-    ] = None,
+    path: PathOption = None,
     engine: Annotated[
         list[str] | None,
         typer.Option(help=f"{', '.join(ENGINES)}; repeat for several. Default: all that use the disk."),
@@ -49,48 +49,45 @@ def command(
         list[str] | None, typer.Option(help=f"Block size; repeat for several. Default: {', '.join(SIZES)}.")
     ] = None,
     depth: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help=f"Transfers at once; repeat. Default: {', '.join(map(str, DEPTHS))}."),
+        list[int] | None, typer.Option(min=1, help="Transfers at once; repeat. Default: the engine's own choice.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.01, help="Of each sample.")] = 0.3,
-    rounds: Annotated[int, typer.Option(min=1, help="Samples of each kind, taken in turns; medians count.")] = 2,
-    region: Annotated[str, typer.Option(help="How much of the disk to use meanwhile.")] = "512MiB",
+    seconds: Annotated[float, typer.Option(min=0.01, help="Of each sample.")] = SECONDS,
+    rounds: Annotated[int, typer.Option(min=1, help="Samples of each kind, taken in turns; medians count.")] = ROUNDS,
+    region: Annotated[str, typer.Option(help="How much of the disk to use meanwhile.")] = format_size(REGION_BYTES),
+    limit: Annotated[float, typer.Option(min=0, help="Seconds after which no sample is begun.")] = 25,
     step_time: Annotated[float | None, typer.Option(min=1e-6, help="Seconds of your training step.")] = None,
     saved_bytes: Annotated[str | None, typer.Option(help='What your step saves for backward: "8GiB".')] = None,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write JSON here; - prints it and nothing else.")
-    ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Measure a path: write, read and both at once, by engine, block size and depth, and what training could hide.
 
     S bytes that a step of T seconds saves hide where S / (T/2) is at most the slowest of write, read and mixed.
     """
-    quiet = json_file is not None and str(json_file) == "-"
     with explained_errors():
         saved = None if saved_bytes is None else parse_size("saved_bytes", saved_bytes)
-        results = run(
-            strings(path) or [default_path()],
-            settings_of(engine, size, depth),
-            quiet=quiet,
-            region_bytes=parse_size("region", region),
-            seconds=seconds,
-            rounds=rounds,
-        )
-        rates = rates_of(one for one in results if isinstance(one, Sample))
-        failures = [one for one in results if isinstance(one, Failure)]
-        best = best_of(rates)
-        training = training_facts(best, step_time, saved)
-        if json_file is not None:
-            payload = {
-                "samples": [asdict(one) for one in results if isinstance(one, Sample)],
+        settings = settings_of(engine, size, depth)
+        paths, region_bytes = strings(path) or [default_path()], parse_size("region", region)
+        results = measure_all(paths, settings, region_bytes=region_bytes, seconds=seconds, rounds=rounds)
+        samples, failures = collect(results, len(settings), len(DIRECTIONS) * rounds, limit, quiet=as_json)
+    rates = rates_of(samples)
+    best = best_of(rates)
+    training = training_facts(best, step_time, saved)
+    missing = (len(settings) - len(failures)) * len(DIRECTIONS) * rounds - len(samples)
+    if as_json:
+        print_json(
+            {
+                "samples": [asdict(one) for one in samples],
                 "failures": [asdict(one) for one in failures],
                 "rates": [asdict(one) | {"sustained": one.sustained} for one in rates],
                 "best": None if best is None else asdict(best) | {"sustained": best.sustained},
                 "training": training,
+                "missing_samples": missing,
             }
-            print_json(payload) if quiet else write_json(json_file, payload)
-    if not quiet:
+        )
+    else:
         show(rates, failures, best, training)
+        if missing:
+            typer.echo(f"Stopped after {limit:g} s: {missing} samples are missing; a larger --limit takes them, too.")
     raise typer.Exit(0 if best is not None else 1)
 
 
@@ -106,23 +103,31 @@ def settings_of(
         if name not in ENGINES:
             raise ConfigError("engine", name, f"choose one of {', '.join(ENGINES)}")
     blocks = [parse_size("size", text) for text in sizes or SIZES]
-    combinations = product(engines or DISK_ENGINES, depths or DEPTHS, blocks)
+    known_depths: Sequence[int | None] = depths or [None]
+    combinations = product(engines or DISK_ENGINES, known_depths, blocks)
     return list(dict.fromkeys(Setting(engine=e, block_bytes=b, depth=d) for e, d, b in combinations))
 
 
-def run(
-    paths: Sequence[str], settings: Sequence[Setting], *, quiet: bool, rounds: int, **options: Any
-) -> list[Sample | Failure]:
-    """Measure behind a progress bar."""
-    results: list[Sample | Failure] = []
-    with progress_bar(quiet=quiet) as progress:
-        bar = progress.add_task("opening", total=len(settings) * len(DIRECTIONS) * rounds)
-        for one in measure_all(paths, settings, rounds=rounds, **options):
-            results.append(one)
-            steps = 1 if isinstance(one, Sample) else len(DIRECTIONS) * rounds
+def collect(
+    results: Generator[Sample | Failure], settings: int, each: int, limit_s: float, *, quiet: bool
+) -> tuple[list[Sample], list[Failure]]:
+    """Take ``each`` results of every setting behind a progress bar, until the limit."""
+    samples: list[Sample] = []
+    failures: list[Failure] = []
+    deadline_s = time.monotonic() + limit_s
+    with progress_bar(quiet=quiet) as progress, closing(results):
+        bar = progress.add_task("opening", total=settings * each)
+        for one in results:
             name = f"{one.setting.engine} {format_size(one.setting.block_bytes)}"
-            progress.update(bar, advance=steps, description=name)
-    return results
+            if isinstance(one, Failure):
+                failures.append(one)
+                progress.update(bar, advance=each, description=name)
+            else:
+                samples.append(one)
+                progress.update(bar, advance=1, description=name)
+            if time.monotonic() >= deadline_s:
+                break
+    return samples, failures
 
 
 def show(
@@ -130,10 +135,8 @@ def show(
 ) -> None:
     """Print the table, what could not run and why, and what training could hide."""
     console = Console()
-    table = Table(title="GB/s", title_justify="left")
-    table.add_column("engine")
-    for column in ("block", "at once", *DIRECTIONS, "both ways"):
-        table.add_column(column, justify="right")
+    names = ("block", "at once", *DIRECTIONS, "both ways")
+    table = Table("engine", *(Column(name, justify="right") for name in names), title="GB/s", title_justify="left")
     for one in rates:
         setting = one.setting
         name = setting.engine if one.direct else f"{setting.engine} (page cache)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,15 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 
 from ..errors import ActOffloadError, ConfigError, SpoolPathError
@@ -61,8 +70,24 @@ def print_facts(title: str, rows: Iterable[tuple[str, str]]) -> None:
     Console().print(table)
 
 
+class _LinesOrBar(Progress):
+    """A progress bar; where standard error is no terminal, a line at most every second instead."""
+
+    _line_s = 0.0
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        """Update the bar, or print what is done."""
+        super().update(task_id, **changes)
+        task = self.tasks[task_id]
+        late = task.finished or time.monotonic() >= self._line_s + 1
+        if late and not (self.disable or self.console.is_terminal):
+            self._line_s = time.monotonic()
+            self.console.print(f"{task.description}: {task.completed:g} of {task.total:g}", markup=False)
+
+
 def progress_bar(*columns: ProgressColumn, quiet: bool = False) -> Progress:
     """Return a progress bar on stderr: description, bar, count, ``columns`` and the time that is left."""
     console = Console(stderr=True)
     shown: tuple[Any, ...] = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *columns)
-    return Progress(*shown, TimeRemainingColumn(), console=console, disable=quiet)
+    options: dict[str, Any] = {"console": console, "disable": quiet, "transient": not console.is_terminal}
+    return _LinesOrBar(*shown, TimeRemainingColumn(), **options)

@@ -1,14 +1,10 @@
-"""One mode of the demo, in a process of its own so that its peak memory is its own.
-
-The parent gives the options as one JSON argument; each line of standard output is one JSON event.
-"""
+"""One mode of the demo, in a process of its own so that its peak memory is its own: a `TurnWorker`."""
 
 from __future__ import annotations
 
 import json
 import sys
 import sysconfig
-from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -26,23 +22,14 @@ TEXT_BYTES = 4 << 20
 """How much of the standard library's text is read: enough that a short run sees no byte twice."""
 
 
-def stdlib_text(nbytes: int = TEXT_BYTES) -> bytes:
-    """Return the first ``nbytes`` of the standard library's source files, in the order of their names."""
+def stdlib_text() -> bytes:
+    """Return the beginning of the standard library's source text, its files in the order of their names."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    parts: list[bytes] = []
-    size = 0
-    for file in sorted(root.glob("*.py")) + sorted(root.glob("[a-z]*/*.py")):
-        if {"test", "tests", "site-packages", "__pycache__"} & set(file.relative_to(root).parts):
-            continue
-        parts.append(file.read_bytes())
-        size += len(parts[-1])
-        if size >= nbytes:
-            break
-    return b"".join(parts)[:nbytes]
+    return b"".join(file.read_bytes() for file in sorted(root.glob("*.py")))[:TEXT_BYTES]
 
 
-def events(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Train, and yield an event at the beginning, for every step and at the end."""
+def train(spec: dict[str, Any]) -> None:
+    """Take a training step for every line of standard input; print a line for each, and at the end the result."""
     device = find_device()
     prepare_process(device, spec["threads"], spec["seed"])
     text = torch.frombuffer(bytearray(stdlib_text()), dtype=torch.uint8)
@@ -60,34 +47,40 @@ def events(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
         loss: Tensor = model(tokens[:, :-1], tokens[:, 1:])
         return loss
 
-    io_before = block_io()
-    yield {"event": "begin", "device": device}
-    for _ in range(spec["steps"]):
-        loss, step_s = train_step(offloader or nullcontext(), forward, optimizer, device)
-        yield {"event": "step", "loss": loss, "step_s": step_s}
+    before = block_io()
+    losses: list[float] = []
+    step_s: list[float] = []
+    say({"turn": 0})
+    for _ in sys.stdin:
+        loss, seconds = train_step(offloader or nullcontext(), forward, optimizer, device)
+        losses.append(loss)
+        step_s.append(seconds)
+        say({"turn": len(losses), "loss": loss})
     end: dict[str, Any] = {
-        "event": "done",
         "peak_rss_bytes": peak_rss_bytes(),
         "peak_device_bytes": None if device == "cpu" else int(torch.accelerator.max_memory_allocated()),
     }
     if offloader is not None:
         end |= {"statistics": offloader.statistics().as_dict(), "report": offloader.report()}
+        if spec["profile"] is not None:
+            if offloader.profile is None:
+                raise errors.ConfigError("steps", len(losses), "give 3 or more: the first two are recorded")
+            offloader.profile.save(spec["profile"])
         offloader.close()
-    io_after = block_io()
-    if io_before is not None and io_after is not None:
-        moved = io_after - io_before
-        end |= {"kernel_written_bytes": moved.written_bytes, "kernel_read_bytes": moved.read_bytes}
-    yield end
+    after = block_io()
+    if before is not None and after is not None:
+        end["kernel_written_bytes"] = after.write_bytes - before.write_bytes
+        end["kernel_read_bytes"] = after.read_bytes - before.read_bytes
+    say({"device": device, "losses": losses, "step_s": step_s, "end": end})
 
 
 def main(argument: str) -> int:
     """Run the mode that ``argument`` describes; 0, or 2 for an option that cannot work, or 1."""
     try:
-        for event in events(json.loads(argument)):
-            say(event)
+        train(json.loads(argument))
     except Exception as error:
         wrong = isinstance(error, (errors.ConfigError, errors.SpoolPathError, errors.EngineUnavailableError))
-        say({"event": "error", "kind": "option" if wrong else type(error).__name__, "message": str(error)})
+        say({"error": str(error) if wrong else f"{type(error).__name__}: {error}", "kind": "option" if wrong else ""})
         return 2 if wrong else 1
     return 0
 

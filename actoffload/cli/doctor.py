@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import resource
@@ -11,8 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import psutil
+import typer
 
-from ..analysis.bench import Rig
+from ..analysis.bench import BLOCK_BYTES, DIRECTIONS, REGION_BYTES, ROUNDS, SECONDS, Rig, rates_of
+from ..analysis.environment import find_device
 from ..autograd import native
 from ..config import default_path
 from ..errors import ActOffloadError
@@ -24,24 +27,22 @@ from ..storage.spool import Spool
 from ..storage.spool_files import filesystem_type
 from .console import print_facts
 
-BLOCK_BYTES = 16 << 20
-BLOCKS = 8
-"""The disk is tried with this many blocks at once."""
-SECONDS = 0.3
-"""How long it is written, and how long it is read."""
 LINK_BYTES = 256 << 20
+LINK_WAYS = ("host_to_device", "device_to_host")
 
 
 def examine(paths: Sequence[str] | None) -> dict[str, Any]:
     """Return everything that `doctor` finds, ready for JSON. Sizes in bytes, rates in bytes a second."""
+    found_device, found_paths = device(), [examine_path(path) for path in paths or [default_path()]]
     return {
-        "device": device(),
+        "device": found_device,
         "memory": memory(),
         "cpu_allocator": _unless(cpu_allocator.refusal(), "memory of large CPU tensors is kept and used again"),
         "native_hooks": _unless(native.refusal(), "what stays is packed in C"),
         "io_uring": _unless(_why_engine_fails("uring"), "the engine starts"),
         "gds": _unless(_why_engine_fails("gds") or why_compat(), "the engine reads and writes past host memory"),
-        "paths": [examine_path(path) for path in paths or [default_path()]],
+        "paths": found_paths,
+        "verdict": [verdict(found_device, path) for path in found_paths],
     }
 
 
@@ -65,7 +66,7 @@ def _why_engine_fails(engine: str) -> str:
 
 
 def examine_path(path: str) -> dict[str, Any]:
-    """Look at a directory's file system; write to a spool in it, read that back and compare."""
+    """Look at a directory's file system; measure it as `bench` does, with the engine that offloading would use."""
     usage = psutil.disk_usage(path)
     system = {"type": filesystem_type(os.path.realpath(path)) or "unknown"}
     facts: dict[str, Any] = {
@@ -73,18 +74,34 @@ def examine_path(path: str) -> dict[str, Any]:
         "file_system": system | {"free_bytes": int(usage.free), "total_bytes": int(usage.total)},
     }
     try:
-        with Rig([path], "auto", None, BLOCK_BYTES, BLOCKS * BLOCK_BYTES) as rig:
+        with Rig([path], "auto", None, BLOCK_BYTES, REGION_BYTES) as rig:
+            (rates,) = rates_of([rig.measure(way, SECONDS) for _ in range(ROUNDS) for way in DIRECTIONS])
             facts |= {
                 "engine": rig.spool.engine_name,
                 "engine_reason": rig.spool.engine_reason,
                 "direct": rig.spool.direct,
                 "alignment": rig.spool.alignment,
-                "write_bytes_per_s": rig.measure("write", SECONDS).bytes_per_s,
-                "read_bytes_per_s": rig.measure("read", SECONDS).bytes_per_s,
+                **{f"{way}_bytes_per_s": getattr(rates, way) for way in (*DIRECTIONS, "sustained")},
             }
     except ActOffloadError as error:
         facts["problem"] = str(error)
     return facts
+
+
+def verdict(device: dict[str, Any], path: dict[str, Any]) -> str:
+    """Return what a path is good for, and what to do next.
+
+    Half of a step is there to write and the other half to read, at the slowest of the disk's rates and the link's.
+    """
+    where = path["path"]
+    if "problem" in path:
+        return f"{where} cannot hold saved tensors; next: actoffload doctor --path DIR, on a local disk"
+    rate = min(path["sustained_bytes_per_s"], *(device.get(f"{way}_bytes_per_s", math.inf) for way in LINK_WAYS))
+    cached = "" if path["direct"] else ", page cache included"
+    return (
+        f"{where} hides about {format_size(rate / 2)} of a 1 s step ({rate / 1e9:.2f} GB/s both ways{cached}); next: "
+        f'actoffload demo --path {where}, then offload_activations(target="nvme", path="{where}", model=model)'
+    )
 
 
 def memory() -> dict[str, Any]:
@@ -103,24 +120,24 @@ def device() -> dict[str, Any]:
     """Return what torch sees: the accelerator or the CPU, and whether host memory can be pinned for it."""
     import torch
 
+    kind = find_device()
     facts: dict[str, Any] = {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "cpu_threads": torch.get_num_threads(),
+        "type": kind,
+        "name": "CPU",
+        "pinned_memory": False,
     }
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
-        return facts | {"type": "cpu", "name": "CPU", "pinned_memory": False}
-    facts |= {"type": accelerator.type, "count": torch.accelerator.device_count()}
-    module = getattr(torch, accelerator.type)
-    facts["name"] = str(module.get_device_name()) if hasattr(module, "get_device_name") else accelerator.type
+    if kind == "cpu":
+        return facts
+    module = getattr(torch, kind)
+    facts["count"] = torch.accelerator.device_count()
+    facts["name"] = str(module.get_device_name()) if hasattr(module, "get_device_name") else kind
     try:
-        facts["pinned_memory"] = bool(torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True).is_pinned())
-        facts |= _link(accelerator.type)
+        return facts | {"pinned_memory": True} | _link(kind)
     except RuntimeError as error:
-        facts["pinned_memory"] = False
-        facts["problem"] = str(error).splitlines()[0]
-    return facts
+        return facts | {"problem": str(error).splitlines()[0]}
 
 
 def _link(kind: str) -> dict[str, float]:
@@ -130,22 +147,23 @@ def _link(kind: str) -> dict[str, float]:
     host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=kind)
     rates = {}
-    copies = {"host_to_device_bytes_per_s": (there, host), "device_to_host_bytes_per_s": (host, there)}
-    for name, (target, source) in copies.items():
+    for name, target, source in zip(LINK_WAYS, (there, host), (host, there), strict=True):
         target.copy_(source, non_blocking=True)  # the first one also wakes the link
         torch.accelerator.synchronize()
         begin = time.perf_counter()
         target.copy_(source, non_blocking=True)
         torch.accelerator.synchronize()
-        rates[name] = LINK_BYTES / (time.perf_counter() - begin)
+        rates[f"{name}_bytes_per_s"] = LINK_BYTES / (time.perf_counter() - begin)
     return rates
 
 
 def show(findings: dict[str, Any]) -> None:
-    """Print what was found, one table for the machine and one for each path."""
+    """Print what was found, one table for the machine and one for each path, and what follows from it."""
     print_facts("machine", _machine_rows(findings))
     for path in findings["paths"]:
         print_facts(path["path"], _path_rows(path))
+    for line in findings["verdict"]:
+        typer.echo(line)
 
 
 def _machine_rows(findings: dict[str, Any]) -> list[tuple[str, str]]:
@@ -154,14 +172,14 @@ def _machine_rows(findings: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("device", f"{device['name']} ({device['type']}), torch {device['torch']}, Python {device['python']}"),
         ("pinned memory", "works" if device["pinned_memory"] else pinned),
-        *_rate_rows(device, "host_to_device", "device_to_host"),
+        *_rate_rows(device, *LINK_WAYS),
         ("memory", f"{format_size(memory['available_bytes'])} available of {format_size(memory['total_bytes'])}"),
     ]
     for name in ("memlock", "cgroup"):
         limit = memory[f"{name}_limit_bytes"]
         rows.append((f"{name} limit", "none" if limit is None else format_size(limit)))
-    keys = ("cpu_allocator", "native_hooks", "io_uring", "gds")
-    for key, name in zip(keys, ("CPU allocator", "hooks in C", "io_uring", "GPUDirect Storage"), strict=True):
+    names = {"CPU allocator": "cpu_allocator", "hooks in C": "native_hooks", "io_uring": "io_uring"}
+    for name, key in (names | {"GPUDirect Storage": "gds"}).items():
         rows.append((name, f"{'yes' if findings[key]['available'] else 'no'}: {findings[key]['reason']}"))
     return rows
 
@@ -172,7 +190,7 @@ def _path_rows(path: dict[str, Any]) -> list[tuple[str, str]]:
     if "engine" in path:
         rows.append(("direct I/O", f"yes, alignment {path['alignment']} B" if path["direct"] else "no: buffered"))
         rows.append(("engine", path["engine_reason"]))
-    return rows + _rate_rows(path, "write", "read")
+    return rows + _rate_rows(path, *DIRECTIONS)
 
 
 def _rate_rows(facts: dict[str, Any], *ways: str) -> list[tuple[str, str]]:

@@ -25,7 +25,7 @@ Bytes = Annotated[str | None, typer.Option(help='Bytes, or text such as "8GiB".'
 
 
 def command(
-    profile: Annotated[Path, typer.Argument(help="A profile: the JSON file that Profile.save wrote.")],
+    profile: Annotated[Path, typer.Argument(help="A recorded step: what `actoffload demo --profile FILE` writes.")],
     device_budget: Annotated[
         str | None, typer.Option(help='Most saved bytes on the device: "8GiB", or "40%" of the peak with all kept.')
     ] = None,
@@ -68,18 +68,27 @@ def command(
         typer.echo(render_plan(step, plan, limits, analysis=analysis))
 
 
+def read_profile(path: Path) -> Profile:
+    """Return the profile of a file.
+
+    Raises:
+        ConfigError: the file cannot be read or holds no profile; it says what writes one.
+    """
+    try:
+        return Profile.load(path)
+    except (OSError, UnicodeDecodeError, ConfigError) as error:
+        problem = getattr(error, "strerror", None) or getattr(error, "remedy", "it is no text").partition(";")[0]
+        remedy = "`actoffload demo --profile FILE` writes one, and so does offloader.profile.save(FILE) after 3 steps"
+        raise ConfigError("profile", str(path), f"{problem}; give a recorded step: {remedy}") from error
+
+
 def load(path: Path, rates: dict[str, tuple[float | None, float | None]]) -> Profile:
     """Return the profile of a file, with other links where rates in GB/s (write, read) are given.
 
     Raises:
         ConfigError: the file cannot be read or holds no profile, or a rate is not above 0.
     """
-    try:
-        profile = Profile.load(path)
-    except OSError as error:
-        raise ConfigError("profile", str(path), f"{error.strerror}; give a file that Profile.save wrote") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError("profile", str(path), "no text; give a file that Profile.save wrote") from error
+    profile = read_profile(path)
     changed = {}
     for name, (write, read) in rates.items():
         for way, rate in (("write", write), ("read", read)):

@@ -39,17 +39,9 @@ def train_step(
     *,
     keep_gradients: bool = False,
 ) -> tuple[float, float]:
-    """Run one step, with the forward in ``context``.
+    """Run one step, with the forward in ``context``; return the loss, and the seconds with the device's work included.
 
-    Args:
-        context: what the forward runs in.
-        forward: returns the loss.
-        optimizer: makes the step.
-        device: type of the device.
-        keep_gradients: set gradients to zero instead of freeing them, so that they count as static memory.
-
-    Returns:
-        The loss, and the seconds with the device's work included.
+    With ``keep_gradients`` they are set to zero instead of freed, so that they count as static memory.
     """
     synchronize(device)
     begin_s = time.perf_counter()

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 
 from . import native_build
-from .native_build import Refused, discard, told
+from .native_build import Refused, told
 
 SOURCE = native_build.PACKAGE / "memory" / "cpu_allocator.cpp"
 SMALLEST_BYTES = 256 << 10
@@ -52,7 +52,7 @@ def refusal() -> str:
     """Return why `install` would not use it here, or ""; build it and do not install it."""
     try:
         _check_process()
-        discard(build())
+        build()
     except Exception as error:
         return told(error)
     return ""

@@ -12,6 +12,7 @@ import platform
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
@@ -24,7 +25,6 @@ PACKAGE = Path(__file__).parents[1]
 SWITCH = "ACTOFFLOAD_NATIVE"
 """Set to 0, this environment variable has nothing built or loaded, set to a program's name only that program."""
 COMPILE_S = 120
-_TEMPORARY = "actoffload-"
 
 
 class Refused(Exception):
@@ -70,6 +70,8 @@ def build(source: Path, options: Sequence[str], key: Sequence[str]) -> Path:
     folder = _cache_folder()
     library = folder / f"{source.stem}-{platform.machine()}-{digest.hexdigest()[:20]}.so"
     if not library.exists():
+        message = f"actoffload: compiling {source.name} once, about 10 s, into {folder}"
+        print(message, file=sys.stderr, flush=True)
         _compile(compiler, source, options, library)
     return library
 
@@ -90,14 +92,6 @@ def load(build: Callable[[], Path], loader: Callable[[Path], T]) -> T:
             return loader(path)
         except (ImportError, OSError) as error:
             raise Refused(f"the compiled library could not be loaded: {error}") from error
-    finally:
-        discard(path)
-
-
-def discard(library: Path) -> None:
-    """Remove a library that lies in no cache; what is loaded of it stays."""
-    if library.parent.name.startswith(_TEMPORARY):
-        shutil.rmtree(library.parent, ignore_errors=True)
 
 
 def told(error: Exception) -> str:
@@ -143,26 +137,32 @@ def _write_through(file: Path) -> None:
 
 
 def _cache_folder() -> Path:
-    """A directory that only this user can write to: a library in it is loaded into the process."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    try:
-        if base.is_absolute():
-            (base / "actoffload").mkdir(parents=True, exist_ok=True, mode=0o700)
-            folder = (base / "actoffload").resolve()
-            if all(map(_is_private, (folder, folder.parent))) and os.access(folder, os.W_OK | os.X_OK):
-                return folder
-    except OSError:
-        pass
-    return _temporary_folder()
+    """Return a directory that only this user can write to, as what lies in it is loaded into the process.
+
+    Raises:
+        Refused: there is none.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    temporary = Path(tempfile.gettempdir()) / f"actoffload-{os.geteuid()}"
+    for folder in (cache / "actoffload", temporary):
+        if not folder.is_absolute():
+            continue
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if _is_private(folder.resolve()) and os.access(folder, os.W_OK | os.X_OK):
+                return folder.resolve()
+        except OSError:
+            continue
+    raise Refused(f"neither {cache} nor {temporary.parent} can hold it; set XDG_CACHE_HOME to a directory of yours")
 
 
 def _is_private(folder: Path) -> bool:
-    found = folder.stat()
-    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
-def _temporary_folder() -> Path:
-    try:
-        return Path(tempfile.mkdtemp(prefix=_TEMPORARY))
-    except OSError as error:
-        raise Refused(f"no directory for the compiled library could be made: {error}") from error
+    """Return whether nobody else can write to a directory, or put another in its place."""
+    own, above = folder.stat(), folder.parent.stat()
+    others = stat.S_IWGRP | stat.S_IWOTH
+    return (
+        own.st_uid == os.geteuid()
+        and not own.st_mode & others
+        and above.st_uid in (0, os.geteuid())
+        and (not above.st_mode & others or bool(above.st_mode & stat.S_ISVTX))
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from actoffload.analysis.bench import DIRECTIONS, REGION_BYTES
 from actoffload.analysis.process_usage import block_io
 from actoffload.cli import demo, demo_worker, doctor
 from actoffload.cli.app import app
@@ -36,6 +38,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["demo", "--steps", "0"], "steps"),
         (["demo", "--path", "/no/such/folder"], "does not exist"),
         (["demo", "--path", __file__], "is a file"),
+        (["demo", "--profile", "/no/such/folder/x"], "profile='/no/such/folder/x'"),
         (["doctor", "--path", "/no/such/folder"], "does not exist"),
         (["doctor", "--paht", "x"], "paht"),
         (["benhc"], "No such command"),
@@ -45,6 +48,13 @@ def test_bad_options_end_with_2_and_say_why(arguments: list[str], message: str) 
     result = runner.invoke(app, arguments, env={"COLUMNS": "400"})
     assert result.exit_code == 2
     assert message in result.output
+
+
+def test_the_command_line_starts_without_what_few_commands_need() -> None:
+    heavy = {"matplotlib", "transformers", "accelerate", "deepspeed", "kvikio", "aiofiles"}
+    program = f"import sys, actoffload.cli.app; print(*({heavy} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240)
+    assert done.stdout.strip() == ""
 
 
 def test_version() -> None:
@@ -58,10 +68,13 @@ def test_doctor_prints_json_and_nothing_else(tmp_path: Path) -> None:
     result = run("doctor", "--json", "--path", str(tmp_path))
     assert result.returncode == 0, result.stderr
     findings = json.loads(result.stdout)
-    assert set(findings) == {"device", "memory", "cpu_allocator", "native_hooks", "io_uring", "gds", "paths"}
+    assert set(findings) == {"device", "memory", "cpu_allocator", "native_hooks", "io_uring", "gds", "paths", "verdict"}
     assert all(findings[name]["reason"] for name in ("cpu_allocator", "native_hooks", "io_uring", "gds"))
     assert findings["paths"][0]["path"] == str(tmp_path)
     assert findings["paths"][0]["engine_reason"]
+    (verdict,) = findings["verdict"]
+    assert f"{tmp_path} hides about " in verdict
+    assert f"actoffload demo --path {tmp_path}" in verdict
 
 
 def test_doctor_really_writes_and_reads_a_path(tmp_path: Path) -> None:
@@ -69,13 +82,21 @@ def test_doctor_really_writes_and_reads_a_path(tmp_path: Path) -> None:
     facts = doctor.examine_path(str(tmp_path))
     after = block_io()
     assert "problem" not in facts, facts
-    assert facts["write_bytes_per_s"] > 0
-    assert facts["read_bytes_per_s"] > 0
+    assert facts["sustained_bytes_per_s"] == min(facts[f"{way}_bytes_per_s"] for way in DIRECTIONS) > 0
     assert facts["file_system"]["type"] != "unknown"
     assert 0 < facts["file_system"]["free_bytes"] <= facts["file_system"]["total_bytes"]
     assert list(tmp_path.iterdir()) == []
     if facts["direct"] and before is not None and after is not None:
-        assert (after - before).written_bytes >= doctor.BLOCKS * doctor.BLOCK_BYTES
+        assert after.write_bytes - before.write_bytes >= REGION_BYTES
+
+
+def test_the_verdict_is_half_of_the_step_at_the_slowest_rate() -> None:
+    path = {"path": "/mnt/x", "sustained_bytes_per_s": 6 * 2**30, "direct": True}
+    assert "/mnt/x hides about 3.0 GiB of a 1 s step (6.44 GB/s both ways)" in doctor.verdict({}, path)
+    link = {"host_to_device_bytes_per_s": 50e9, "device_to_host_bytes_per_s": 2 * 2**30}
+    assert "hides about 1.0 GiB of a 1 s step" in doctor.verdict(link, path)
+    assert "page cache included" in doctor.verdict({}, path | {"direct": False})
+    assert "actoffload doctor --path DIR" in doctor.verdict({}, {"path": "/mnt/x", "problem": "tmpfs"})
 
 
 def test_a_path_that_loses_bytes_or_cannot_hold_a_spool_is_a_problem(
@@ -101,13 +122,14 @@ def test_a_path_that_loses_bytes_or_cannot_hold_a_spool_is_a_problem(
 SPEC = {"steps": 2, "layers": 1, "width": 64, "batch": 1, "seq": 8, "seed": 0, "threads": None, "paths": None}
 
 
-def mode(name: str, losses: Sequence[float], **end: Any) -> demo.ModeResult:
-    ends = {"peak_rss_bytes": 1 << 30, "peak_device_bytes": None, **end}
-    return demo.ModeResult(mode=name, device="cpu", losses=tuple(losses), step_s=(9.0, 2.0, 4.0), end=ends)
+def result(losses: Sequence[float], step_s: Sequence[float] = (9.0, 2.0), others: float = 0.0) -> dict[str, Any]:
+    end = {"peak_rss_bytes": 1 << 30, "peak_device_bytes": None}
+    facts = {"device": "cpu", "losses": list(losses), "step_s": list(step_s), "end": end}
+    return facts | {"others_cpu_share": others}
 
 
 def test_the_demo_is_identical_and_its_counters_agree(tmp_path: Path) -> None:
-    result = run("demo", "--json", "--path", str(tmp_path), *TINY)
+    result = run("demo", "--json", "--path", str(tmp_path), "--profile", str(tmp_path / "profile.json"), *TINY)
     assert result.returncode == 0, result.stderr + result.stdout
     report = json.loads(result.stdout)
     keep, nvme = report["modes"][0], report["modes"][-1]
@@ -120,7 +142,9 @@ def test_the_demo_is_identical_and_its_counters_agree(tmp_path: Path) -> None:
     assert statistics["nvme_written_bytes"] > 0
     assert 0 < statistics["resident_peak_bytes"] <= statistics["baseline_peak_bytes"]
     assert nvme["end"]["kernel_written_bytes"] >= statistics["nvme_written_bytes"]
-    assert list(tmp_path.iterdir()) == []
+    assert [file.name for file in tmp_path.iterdir()] == ["profile.json"]
+    planned = runner.invoke(app, ["plan", str(tmp_path / "profile.json"), "--json"])
+    assert planned.exit_code == 0, planned.output
 
 
 def test_the_demo_for_a_person(tmp_path: Path) -> None:
@@ -128,7 +152,8 @@ def test_the_demo_for_a_person(tmp_path: Path) -> None:
     result = runner.invoke(app, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert "Losses are equal bit for bit" in result.output
-    assert "resident activation peak" in result.output
+    assert "saved activations, peak" in result.output
+    assert "nvme: 1 of 1" in result.output  # there is no terminal: lines instead of a progress bar
 
 
 def test_the_demo_reports_what_the_worker_refuses() -> None:
@@ -141,24 +166,48 @@ def test_the_demo_reports_what_the_worker_refuses() -> None:
 
 def test_a_worker_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(demo.WorkerError, match="mode keep: its process: status 1"):
-        demo.run_demo(SPEC, "nvme", quiet=True)
+    answer = runner.invoke(app, ["demo", "--json"])
+    assert answer.exit_code == 1
+    assert "Error: mode keep: status 1" in answer.output
 
 
 def test_one_bit_of_difference_fails_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     one = 2.0 + 2**-51
-    results = {"keep": mode("keep", (3.0, 2.0)), "nvme": mode("nvme", (3.0, one))}
-    monkeypatch.setattr(demo, "_run_mode", lambda name, *_: results[name])
+    results = {"keep": result((3.0, 2.0)), "nvme": result((3.0, one))}
+    monkeypatch.setattr(demo, "take_turns", lambda *_, **__: results)
     monkeypatch.setattr(demo, "find_device", lambda: "cpu")
-    result = runner.invoke(app, ["demo", "--json"])
-    assert result.exit_code == 1
-    assert json.loads(result.output)["identical"] is False
-    results["nvme"] = mode("nvme", (3.0, 2.0))
+    answer = runner.invoke(app, ["demo", "--json"])
+    assert answer.exit_code == 1
+    assert json.loads(answer.output)["identical"] is False
+    results["nvme"] = result((3.0, 2.0))
     assert runner.invoke(app, ["demo", "--json"]).exit_code == 0
 
 
-def test_a_worker_tells_a_bad_option_from_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_compares_turn_by_turn_without_the_planning_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The machine becomes three times slower after the fourth step: medians of all steps would differ by more.
+    results = {
+        "keep": result((3.0, 2.0), (9.0, 9.0, 9.0, 1.0, 3.0, 3.0)),
+        "nvme": result((3.0, 2.0), (1.0, 1.0, 1.0, 1.5, 3.0, 3.6), others=0.4),
+    }
+    monkeypatch.setattr(demo, "take_turns", lambda *_, **__: results)
+    monkeypatch.setattr(demo, "find_device", lambda: "cpu")
+    keep, nvme = json.loads(runner.invoke(app, ["demo", "--json"]).output)["modes"]
+    assert (keep["median_step_s"], nvme["median_step_s"]) == (3.0, 3.0)
+    assert nvme["ratios_to_keep"] == pytest.approx([1.5, 1.0, 1.2])
+    assert nvme["ratio_to_keep"] == pytest.approx(1.2)
+    quiet = runner.invoke(app, ["demo"], env={"COLUMNS": "200"}).output
+    assert "1.200 (1.00 to 1.50)" in quiet
+    assert "busy" not in quiet
+    results["keep"]["others_cpu_share"] = 0.4
+    busy = runner.invoke(app, ["demo"], env={"COLUMNS": "200"}).output
+    assert "The machine was busy: others took 40% of the processors" in busy
+
+
+def test_a_worker_tells_a_bad_option_from_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n"))
     assert demo_worker.main(json.dumps(SPEC | {"mode": "tape"})) == 2
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["kind"] == "option"
     assert demo_worker.main(json.dumps(SPEC | {"mode": "keep", "batch": "many"})) == 1
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["kind"] == "TypeError"
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["error"].startswith("TypeError: ")

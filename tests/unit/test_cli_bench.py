@@ -137,7 +137,7 @@ def open_files(folder: Path, pid: int | str = "self") -> list[str]:
 
 
 def test_json_and_nothing_else(tmp_path: Path) -> None:
-    arguments = ["bench", "--json", "-", "--path", str(tmp_path), "--engine", "posix", "--engine", "memory", *TINY]
+    arguments = ["bench", "--json", "--path", str(tmp_path), "--engine", "posix", "--engine", "memory", *TINY]
     result = runner.invoke(app, [*arguments, "--step-time", "2", "--saved-bytes", "1GiB"], env=WIDE)
     assert result.exit_code == 0, result.output
     facts = json.loads(result.stdout)
@@ -156,16 +156,42 @@ def test_json_and_nothing_else(tmp_path: Path) -> None:
     assert open_files(tmp_path) == []
 
 
-def test_for_a_person_and_into_a_file(tmp_path: Path) -> None:
-    spool, file = tmp_path / "spool", tmp_path / "x.json"
-    spool.mkdir()
-    arguments = ["bench", "--path", str(spool), "--engine", "posix", "--json", str(file), *TINY]
-    result = runner.invoke(app, arguments, env=WIDE)
+def test_for_a_person(tmp_path: Path) -> None:
+    result = runner.invoke(app, ["bench", "--path", str(tmp_path), "--engine", "posix", *TINY], env=WIDE)
     assert result.exit_code == 0, result.output
     for text in ("posix", "64.0 KiB", "write", "read", "mixed", "Best: posix", "A step of 1 s hides"):
-        assert text in result.output
-    assert json.loads(file.read_text(encoding="utf-8"))["best"]["setting"]["engine"] == "posix"
-    assert open_files(spool) == []
+        assert text in result.stdout
+    assert "posix 1.0 MiB: 6 of 6" in result.stderr  # there is no terminal: lines instead of a progress bar
+    assert open_files(tmp_path) == []
+
+
+def test_it_stops_at_the_limit_and_says_what_is_missing(tmp_path: Path) -> None:
+    arguments = ["bench", "--path", str(tmp_path), "--engine", "posix", *TINY, "--limit", "0"]
+    result = runner.invoke(app, arguments, env=WIDE)
+    assert result.exit_code == 1  # nothing was read, so nothing is best
+    assert "Stopped after 0 s: 5 samples are missing" in result.stdout
+    facts = json.loads(runner.invoke(app, [*arguments, "--json"], env=WIDE).stdout)
+    assert (len(facts["samples"]), facts["missing_samples"]) == (1, 5)
+    assert open_files(tmp_path) == []
+
+
+def test_by_default_doctor_measures_what_bench_measures_within_half_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, int, float]] = []
+
+    def measure(self: Rig, direction: bench.Direction, seconds: float) -> Sample:
+        seen.append((direction, self._region_bytes, seconds))
+        return sample(direction, 1.0, block_bytes=self._block_bytes)
+
+    monkeypatch.setattr(Rig, "measure", measure)
+    assert runner.invoke(app, ["doctor", "--path", str(tmp_path)], env=WIDE).exit_code == 0
+    by_doctor = seen.copy()
+    seen.clear()
+    arguments = ["bench", "--json", "--path", str(tmp_path), "--engine", "posix"]
+    assert runner.invoke(app, arguments, env=WIDE).exit_code == 0
+    assert by_doctor == [one for one in by_doctor if one in seen] != []
+    assert sum(seconds for _, _, seconds in seen) * len(bench.DISK_ENGINES) < 30
 
 
 def test_an_engine_that_cannot_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,22 +237,20 @@ def test_too_little_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
-    spool, file = tmp_path / "spool", tmp_path / "x.json"
-    spool.mkdir()
-    arguments = ["--path", str(spool), "--engine", "posix", "--size", "64KiB", "--region", "8MiB", "--seconds", "100"]
-    command = [sys.executable, "-m", "actoffload.cli", "bench", "--json", str(file), *arguments]
+    arguments = ["--path", str(tmp_path), "--engine", "posix", "--size", "64KiB", "--region", "8MiB"]
+    command = [sys.executable, "-m", "actoffload.cli", "bench", "--json", *arguments, "--seconds", "100"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             deadline = time.monotonic() + 60
-            while not open_files(spool, process.pid):
+            while not open_files(tmp_path, process.pid):
                 assert time.monotonic() < deadline, "it never opened its file"
                 assert process.poll() is None, process.communicate()
                 time.sleep(0.05)
             process.send_signal(signal.SIGINT)
-            _out, err = process.communicate(timeout=45)
+            out, err = process.communicate(timeout=45)
         finally:
             process.kill()
     assert process.returncode != 0
     assert "Traceback" not in err
-    assert list(spool.iterdir()) == []
-    assert not file.exists()
+    assert list(tmp_path.iterdir()) == []
+    assert out == ""

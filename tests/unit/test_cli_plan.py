@@ -122,6 +122,19 @@ def test_the_picture(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "pip install actoffload[plots]" in invoke(str(file), "--picture", str(tmp_path / "x.png"), status=1)
 
 
+@pytest.mark.parametrize("kind", ["missing", "binary", "other"])
+def test_a_wrong_file_says_what_it_wants_and_what_writes_it(kind: str, tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.json"
+    if kind != "missing":
+        wrong.write_bytes(b"\x89PNG\xff" if kind == "binary" else b'{"benchmark": "rok", "version": 1}')
+    result = runner.invoke(app, ["plan", str(wrong)], env={"COLUMNS": "400"})
+    assert result.exit_code == 2
+    problem = {"missing": "No such file", "binary": "it is no text", "other": "not a profile of version 1"}[kind]
+    assert f"profile='{wrong}': {problem}" in result.output
+    assert "`actoffload demo --profile FILE` writes one" in result.output
+    assert "offloader.profile.save(FILE)" in result.output
+
+
 def test_a_budget_below_the_floor_says_the_floor(file: Path) -> None:
     assert "the floor is 409600000 bytes" in invoke(str(file), "--device-budget", "1MiB", status=1)
 

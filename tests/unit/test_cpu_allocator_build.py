@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -29,19 +30,40 @@ def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(cpu_allocator._Process, "library", None)
     monkeypatch.setattr(cpu_allocator._Process, "reason", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.delenv("CXX", raising=False)
     return tmp_path / "actoffload"
 
 
-def test_the_library_is_built_once(fresh: Path) -> None:
+def test_the_library_is_built_once_and_says_so(fresh: Path, capsys: pytest.CaptureFixture[str]) -> None:
     library = cpu_allocator.build()
     assert library.parent == fresh
+    assert capsys.readouterr().err == f"actoffload: compiling cpu_allocator.cpp once, about 10 s, into {fresh}\n"
     assert [file.name for file in fresh.iterdir()] == [library.name]
     made = library.stat().st_mtime_ns
     assert cpu_allocator.build() == library
     assert cpu_allocator.refusal() == ""
     assert cpu_allocator.facts() is None
     assert library.stat().st_mtime_ns == made
+    assert capsys.readouterr().err == ""
+
+
+def test_without_a_home_it_is_built_once_as_well(fresh: Path) -> None:
+    temporary = fresh.parent / "temporary"
+    fresh.touch()  # no directory can be made there
+    library = cpu_allocator.build()
+    assert library.parent == temporary / f"actoffload-{os.geteuid()}"
+    assert library.parent.stat().st_mode & 0o777 == 0o700
+    made = library.stat().st_mtime_ns
+    assert cpu_allocator.build() == library
+    assert library.stat().st_mtime_ns == made
+    library.parent.chmod(0o777)
+    assert "set XDG_CACHE_HOME" in cpu_allocator.refusal()
+    library.parent.chmod(0o700)
+    temporary.chmod(0o777)  # with no sticky bit, anybody can put another directory there
+    assert "set XDG_CACHE_HOME" in cpu_allocator.refusal()
+    temporary.chmod(0o1777)
+    assert cpu_allocator.refusal() == ""
 
 
 def test_a_cache_that_others_can_write_to_is_not_trusted(fresh: Path) -> None:
@@ -50,7 +72,6 @@ def test_a_cache_that_others_can_write_to_is_not_trusted(fresh: Path) -> None:
     library = cpu_allocator.build()
     assert library.parent != fresh
     assert not list(fresh.iterdir())
-    shutil.rmtree(library.parent)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +134,6 @@ def test_a_cache_that_is_a_link_to_elsewhere_is_judged_by_where_it_leads(fresh: 
     fresh.symlink_to(open_folder / "mine")
     library = cpu_allocator.build()
     assert open_folder not in library.parents
-    shutil.rmtree(library.parent)
 
 
 def test_a_compiler_that_hangs_or_is_gone_is_a_reason(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 import subprocess
 import time
 from pathlib import Path
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from actoffload.analysis.environment import commit_of, describe_environment, write_json
-from actoffload.analysis.workers import run_worker, stream_worker
+from actoffload.analysis.workers import OthersShare, run_worker, stream_worker
 
 MIB = 1 << 20
 
@@ -78,6 +78,14 @@ def test_a_worker_that_fails_is_a_result(
     assert text in result["error"]
 
 
+def test_the_share_of_others_is_of_all_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = iter([(100.0, 10.0), (100.5, 15.0), (99.0, 16.0)])
+    monkeypatch.setattr(OthersShare, "_now", lambda self: next(seen))
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: 2)
+    others = OthersShare()
+    assert (others.share(), others.share()) == (0.05, 0.0)
+
+
 def test_a_stream_yields_each_object_and_then_the_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,18 +101,11 @@ def test_a_stream_with_a_limit_for_each_object_may_take_longer_as_a_whole(
     """The time in which nobody asks does not count."""
     script = "print('{\"a\": 1}', flush=True)\ninput()\nprint('{\"b\": 2}', flush=True)\ntime.sleep(600)"
     name = _worker(tmp_path, monkeypatch, script)
-    reading, writing = os.pipe()
-    stream = stream_worker(name, {}, limit_s=5, stdin=reading, each=True)
-    try:
+    with contextlib.closing(stream_worker(name, {}, limit_s=5, prompts=1)) as stream:
         assert next(stream) == {"a": 1}
         time.sleep(3)
-        os.write(writing, b"\n")
         assert next(stream) == {"b": 2}
         assert next(stream) == {"error": "stopped after 5 s", "oom": False}
-    finally:
-        stream.close()
-        os.close(reading)
-        os.close(writing)
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

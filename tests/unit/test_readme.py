@@ -29,8 +29,11 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     namespace: dict[str, Any] = {"__name__": "readme"}
     first, *others = blocks(README)
     exec(compile(first, "README.md, first example", "exec"), namespace)
-    assert namespace["offloader"].statistics().nvme_written_bytes > 0
-    assert "moved" in capsys.readouterr().out
+    statistics = namespace["offloader"].statistics()
+    assert statistics.nvme_written_bytes > 0
+    assert statistics.resident_peak_bytes < 0.6 * statistics.baseline_peak_bytes
+    assert "resident peak 12.0 MiB of 32.0 MiB" in README
+    assert "resident peak 12.0 MiB of 32.0 MiB" in capsys.readouterr().out
     for number, example in enumerate(others, start=2):
         exec(compile(example, f"README.md, example {number}", "exec"), namespace)
     namespace["attachment"].offloader.close()

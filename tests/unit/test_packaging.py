@@ -1,0 +1,76 @@
+"""What a source distribution and a wheel hold, and that the adapters import from either and from a checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PARTS = ("actoffload", "benchmarks", "docs", "integrations", "tests")
+IMPORT = """
+import sys
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder).lower()]
+import actoffload.integrations.hf
+print(actoffload.integrations.hf.__file__)
+"""
+
+
+def python(program: str, folder: Path, **environment: str) -> str:
+    """What a program prints that is run in a folder, as ``python -c`` runs it."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=folder,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_adapters_import_from_a_checkout_where_it_shadows_the_installed_package() -> None:
+    assert Path(python(IMPORT, ROOT)) == ROOT / "integrations" / "hf.py"
+
+
+@pytest.mark.slow
+def test_the_distributions_hold_what_they_should(tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", minversion="77")
+    copy, built, site = tmp_path / "copy", tmp_path / "built", tmp_path / "site"
+    copy.mkdir()
+    for file in ROOT.iterdir():
+        if file.is_file():
+            shutil.copy(file, copy)
+        elif file.name in PARTS:
+            shutil.copytree(file, copy / file.name, ignore=shutil.ignore_patterns("__pycache__"))
+    build = "from setuptools import build_meta as b; b.build_sdist({0!r}); b.build_wheel({0!r})"
+    python(build.format(str(built)), copy)
+    (source,), (wheel,) = built.glob("*.tar.gz"), built.glob("*.whl")
+    with tarfile.open(source) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    for name in ("Makefile", "CHANGELOG.md", "docs/design.md", "tests/conftest.py", "benchmarks/worker.py"):
+        assert name in names
+    assert not [name for name in names if "__pycache__" in name]
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    assert not (site / "tests").exists()
+    found = python(IMPORT, tmp_path, PYTHONPATH=str(site))
+    assert Path(found) == site / "actoffload" / "integrations" / "hf.py"
+
+
+def test_all_extras_are_in_all() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    (everything,) = extras["all"]
+    named = everything.partition("[")[2].rstrip("]").split(",")
+    assert set(named) == set(extras) - {"all", "gds", "test"}  # gds is for one release of CUDA
+    assert project["authors"]
