@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,13 +25,22 @@ class Workload:
 
     Attributes:
         model: the model.
-        loss: mean cross-entropy in nats of a batch of tokens, (batch, seq + 1) int64.
+        forward: the loss of a model of this kind: mean cross-entropy in nats of a batch of tokens.
         blocks: names of the layers, which the series ``recompute`` checkpoints one by one.
     """
 
     model: nn.Module
-    loss: Callable[[Tensor], Tensor]
+    forward: Callable[[Any, Tensor], Tensor]
     blocks: tuple[str, ...]
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """Return the loss of a batch of tokens, (batch, seq + 1) int64."""
+        return self.forward(self.model, tokens)
+
+    def twin(self) -> Workload:
+        """Return it with modules of its own, whose parameters and buffers are these."""
+        shared = itertools.chain(self.model.parameters(), self.model.buffers())
+        return replace(self, model=copy.deepcopy(self.model, {id(tensor): tensor for tensor in shared}))
 
 
 def build(case: Case) -> Workload:
@@ -55,13 +66,8 @@ def _gpt_small(case: Case) -> Workload:
     config = GPTConfig(
         layers=case.layers, width=case.hidden, seq=case.seq, head_width=case.head_width, vocab=case.vocab
     )
-    model = GPT(config)
-
-    def loss(tokens: Tensor) -> Tensor:
-        value: Tensor = model(tokens[:, :-1], tokens[:, 1:])
-        return value
-
-    return Workload(model, loss, _names("stack.blocks", case.layers))
+    blocks = _names("stack.blocks", case.layers)
+    return Workload(GPT(config), lambda model, tokens: model(tokens[:, :-1], tokens[:, 1:]), blocks)
 
 
 def _transformers(case: Case) -> Any:
@@ -88,7 +94,7 @@ def _gpt(case: Case) -> Workload:
         use_cache=False,
     )
     model = hf.GPT2LMHeadModel(config).train()
-    return Workload(model, _same(model), _names("transformer.h", case.layers))
+    return Workload(model, _own_loss, _names("transformer.h", case.layers))
 
 
 def _bert(case: Case) -> Workload:
@@ -103,7 +109,7 @@ def _bert(case: Case) -> Workload:
         **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
     )
     model = hf.BertForMaskedLM(config).train()
-    return Workload(model, _same(model), _names("bert.encoder.layer", case.layers))
+    return Workload(model, _own_loss, _names("bert.encoder.layer", case.layers))
 
 
 def _t5(case: Case) -> Workload:
@@ -124,17 +130,13 @@ def _t5(case: Case) -> Workload:
         use_cache=False,
     )
     model = hf.T5ForConditionalGeneration(config).train()
-    return Workload(model, _same(model), _names("encoder.block", encoder) + _names("decoder.block", decoder))
+    return Workload(model, _own_loss, _names("encoder.block", encoder) + _names("decoder.block", decoder))
 
 
-def _same(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return a loss whose tokens are input and labels."""
-
-    def loss(tokens: Tensor) -> Tensor:
-        value: Tensor = model(input_ids=tokens[:, :-1], labels=tokens[:, 1:].contiguous()).loss
-        return value
-
-    return loss
+def _own_loss(model: Any, tokens: Tensor) -> Tensor:
+    """Return the loss that a model of Transformers computes itself; the tokens are input and labels."""
+    value: Tensor = model(input_ids=tokens[:, :-1], labels=tokens[:, 1:].contiguous()).loss
+    return value
 
 
 def _names(container: str, count: int) -> tuple[str, ...]:

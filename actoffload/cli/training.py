@@ -1,4 +1,4 @@
-"""What the worker processes of ``demo`` and ``rok`` share: how the process is set up, and one timed training step."""
+"""What the worker processes of ``demo`` and ``rok`` share, and one timed training step of the demo."""
 
 from __future__ import annotations
 
@@ -36,8 +36,6 @@ def train_step(
     forward: Callable[[], Tensor],
     optimizer: torch.optim.Optimizer,
     device: str,
-    *,
-    keep_gradients: bool = False,
 ) -> tuple[float, float]:
     """Run one step, with the forward in ``context``.
 
@@ -46,7 +44,6 @@ def train_step(
         forward: returns the loss.
         optimizer: makes the step.
         device: type of the device.
-        keep_gradients: set gradients to zero instead of freeing them, so that they count as static memory.
 
     Returns:
         The loss, and the seconds with the device's work included.
@@ -57,7 +54,7 @@ def train_step(
         loss = forward()
     torch.autograd.backward(loss)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=not keep_gradients)
+    optimizer.zero_grad()
     value = loss.detach()
     del loss
     synchronize(device)
