@@ -2,7 +2,8 @@
 
     python -m benchmarks.rok [--preset cpu|ssdtrain|tiny] [--path DIR] [any other option of actoffload rok]
 
-Continues ``rok_PRESET_DATE.json`` where a run of the same day has left it; what failed is taken again. ``actoffload rok --redraw FILE`` draws it.
+Continues ``rok_PRESET_DATE.json`` where a run of the same day has left it; what failed is taken again.
+``actoffload rok --redraw FILE`` draws it.
 """
 
 from __future__ import annotations

@@ -67,8 +67,8 @@ class Preset:
 
     cases: tuple[Case, ...]
     levels: tuple[str, ...] = ("recompute", "0.4")
-    warm_up: int = 5
-    steps: int = 8
+    warm_up: int = 4
+    steps: int = 10
     repeats: int = 2
     threads: int | None = None
     device: str = ""
@@ -98,7 +98,10 @@ PRESETS = {
         + _grid(("bert",), ((12288, 3, (4, 8, 32)), (14336, 3, (4, 8, 16, 32))), **_PAPER)
     ),
     "cpu": Preset(
-        cases=_grid(("gpt", "bert"), ((256, 8, (2, 4)),), seq=256, vocab=_SMALL_VOCAB), threads=1, device="cpu"
+        cases=_grid(("gpt", "bert"), ((256, 8, (2, 4)),), seq=256, vocab=_SMALL_VOCAB),
+        repeats=1,
+        threads=1,
+        device="cpu",
     ),
     "tiny": Preset(
         cases=_grid(("gpt-small",), ((128, 2, (2, 4)),), seq=128, vocab=_SMALL_VOCAB),
