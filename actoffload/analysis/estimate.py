@@ -23,17 +23,40 @@ from ..storage.endurance import (
     lifetime_s,
     written_per_day,
 )
-from .transformer_shapes import (
-    ModelShape,
-    Parallelism,
-    Recompute,
-    check_fit,
-    ends_inventory,
-    layer_inventory,
-    layers_bytes,
-    model_flops,
-    recomputed_flops,
-)
+from .megatron import MegatronModel, Parallelism, ends_bytes, layers_bytes, model_flops
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """What one micro-batch of a model saves on one GPU if it had all layers, and the whole model's FLOPs for it.
+
+    Attributes:
+        label: the model, for a person.
+        blocks: bytes of each layer.
+        small_bytes: bytes of all layers in tensors that are too small to move.
+        ends_bytes: what the rest of the model saves.
+        flops: forward, backward and what is recomputed.
+        source: how the bytes are known.
+    """
+
+    label: str
+    blocks: tuple[float, ...]
+    small_bytes: float = 0.0
+    ends_bytes: float = 0.0
+    flops: float
+    source: str = ""
+
+
+def megatron_activations(model: MegatronModel, split: Parallelism, *, recompute: bool = False) -> Activations:
+    """Return those of a Megatron-LM model by its published formulas; with ``recompute`` only layers' inputs stay."""
+    each = layers_bytes(model, split, recompute=recompute) / model.layers
+    return Activations(
+        label=model.label,
+        blocks=(each,) * model.layers,
+        ends_bytes=ends_bytes(model, split),
+        flops=model_flops(model, recompute=recompute),
+        source="Korthikanti et al.'s formulas, flash attention",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +110,10 @@ class Estimate:
     Each attribute is one figure of the answer, so there are more than fifteen.
 
     Attributes:
-        activation_bytes_per_microbatch: what the layers of a pipeline stage save.
+        activation_bytes_per_microbatch: what the layers of a pipeline stage save in tensors that can move.
         activation_bytes_per_step: the same over all micro-batches of a step: S, what is written where all moves.
         activation_bytes_in_flight: the peak with everything kept: what the fullest stage holds at once.
+        small_bytes: what of that peak is in tensors that are too small to move.
         ends_bytes: what embedding, last norm and loss save for a micro-batch; backward follows at once, so it stays.
         step_flops: of one GPU, recomputation included.
         step_s: seconds of a step.
@@ -106,13 +130,13 @@ class Estimate:
         ssd_share_of_gpu_price: that over the GPU's price.
         ssd_usd_per_day: price over rated life.
         gpus: GPUs of the job.
-        layer_bytes: the inventory of one layer, by tensor, for one micro-batch.
         notes: what a reader must know before quoting a number.
     """
 
     activation_bytes_per_microbatch: float
     activation_bytes_per_step: float
     activation_bytes_in_flight: float
+    small_bytes: float
     ends_bytes: float
     step_flops: float
     step_s: float
@@ -129,7 +153,6 @@ class Estimate:
     ssd_share_of_gpu_price: float | None
     ssd_usd_per_day: float | None
     gpus: int
-    layer_bytes: dict[str, float]
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
@@ -138,34 +161,31 @@ class Estimate:
 
 
 def estimate(
-    shape: ModelShape,
+    activations: Activations,
     split: Parallelism,
     hardware: Hardware,
     *,
     credits: Credits = RATED,
-    recompute: Recompute = "none",
     step_s: float | None = None,
 ) -> Estimate:
-    """Estimate what offloading this model's activations needs, per GPU.
+    """Estimate what offloading a model's activations needs, per GPU.
 
     Args:
-        shape: the model and its micro-batch.
-        split: how a step is split over GPUs.
+        activations: the model and its micro-batch; tensor and context parallelism taken into account.
+        split: how a step is split over GPUs; the stages of a pipeline are taken as equal.
         hardware: one GPU's share of a machine.
         credits: multipliers on the drives' rated endurance; none unless given.
-        recompute: what backward computes again (then only the rest is there to move).
         step_s: seconds of a step as measured. Default: the step's FLOPs over what the GPU achieves.
 
     Raises:
-        ConfigError: the shape cannot be split so, or credits are given for a drive without NAND.
+        ConfigError: the layers cannot be split so, or credits are given for a drive without NAND.
     """
-    check_fit(shape, split)
-    microbatch_flops = model_flops(shape) + recomputed_flops(shape, recompute)
-    flops = microbatch_flops * split.micro_batches * split.data / split.gpus
+    split.check_layers(len(activations.blocks))
+    flops = activations.flops * split.micro_batches * split.data / split.gpus
     seconds = flops / (hardware.peak_flops * hardware.utilisation) if step_s is None else step_s
     if not 0 < seconds < math.inf:
         raise ConfigError("step_s", step_s, "must be a number of seconds above 0")
-    per_microbatch = layers_bytes(shape, split, recompute)
+    per_microbatch = sum(activations.blocks) / split.pipeline
     per_step = per_microbatch * split.micro_batches
     required = required_bytes_per_s(per_step, seconds)
     share = min(1.0, hardware.write_bytes_per_s / required, hardware.read_bytes_per_s / required)
@@ -174,11 +194,13 @@ def estimate(
     credited = lifetime_s(endurance_bytes(hardware.drive, hardware.drives, credits), seconds, moved)
     price = None if hardware.drive.price_usd is None else hardware.drive.price_usd * hardware.drives
     in_flight = per_microbatch * split.microbatches_in_flight
+    small = activations.small_bytes / split.pipeline * split.microbatches_in_flight
     return Estimate(
         activation_bytes_per_microbatch=per_microbatch,
         activation_bytes_per_step=per_step,
-        activation_bytes_in_flight=in_flight,
-        ends_bytes=sum(ends_inventory(shape, split).values()),
+        activation_bytes_in_flight=in_flight + small,
+        small_bytes=small,
+        ends_bytes=activations.ends_bytes,
         step_flops=flops,
         step_s=seconds,
         required_bytes_per_s=required,
@@ -194,8 +216,7 @@ def estimate(
         ssd_share_of_gpu_price=None if price is None or not hardware.price_usd else price / hardware.price_usd,
         ssd_usd_per_day=None if price is None else price / (rated / DAY_S),
         gpus=split.gpus,
-        layer_bytes=layer_inventory(shape, split, recompute),
-        notes=tuple(_notes(shape, hardware, credits, recompute, share, rated, share * in_flight)),
+        notes=tuple(_notes(activations, hardware, credits, share, rated, share * in_flight)),
     )
 
 
@@ -209,13 +230,7 @@ def required_bytes_per_s(step_bytes: float, step_s: float) -> float:
 
 
 def _notes(
-    shape: ModelShape,
-    hardware: Hardware,
-    credits: Credits,
-    recompute: Recompute,
-    share: float,
-    rated_life: float,
-    spool: float,
+    activations: Activations, hardware: Hardware, credits: Credits, share: float, rated_life: float, spool: float
 ) -> list[str]:
     notes = []
     if credits.factor != 1.0:
@@ -229,10 +244,8 @@ def _notes(
         notes.append("The drives' rated write rate is for a fresh cache; a measured, sustained one may be much lower.")
     if spool > hardware.drive.capacity_bytes * hardware.drives:
         notes.append("What is in flight does not fit on the drives: more drives, or fewer micro-batches in flight.")
-    if recompute == "selective" and shape.attention == "flash":
-        notes.append("Selective recomputation saves nothing here: flash attention keeps no quadratic tensor.")
-    if not shape.fused_kernels and shape.family == "llama":
-        notes.append("RMSNorm and SwiGLU as plain PyTorch runs them; fused kernels save fewer bytes.")
+    if activations.source:
+        notes.append(f"Bytes by {activations.source}.")
     for part in (hardware.source, hardware.drive.source):
         if "recalled" in part:
             notes.append(f"Check before quoting: {part}.")

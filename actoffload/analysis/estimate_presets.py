@@ -1,20 +1,32 @@
 """Named models, GPUs and drives for `estimate`, each number with its source; *recalled* means: check before quoting.
 
 Megatron-LM's runs are those of Korthikanti et al. 2022 (arXiv 2205.05198): shapes and splits of Table 3, MFU of Table 5
-(as NVIDIA/Megatron-LM's README repeats it) on A100 80 GB. SSDTrain's shapes: its Figure 6 (arXiv 2408.10013).
+(as NVIDIA/Megatron-LM's README repeats it) on A100 80 GB. SSDTrain's shapes: its Figure 6 (arXiv 2408.10013). All
+others are configurations of Transformers, whose saved bytes are counted.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..errors import ConfigError
 from ..storage.endurance import Drive, bytes_of_dwpd
-from .transformer_shapes import Family, ModelShape, Parallelism
+from .megatron import MegatronModel, Parallelism
 
 TB = 10**12
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedModel:
+    """A model of Transformers: its type, what differs from the type's default configuration, and the micro-batch."""
+
+    model_type: str
+    config: Mapping[str, Any]
+    sequence: int
+    micro_batch: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,14 +34,14 @@ class ModelPreset:
     """A model, its split, and what it is known to reach.
 
     Attributes:
-        shape: the model and its micro-batch.
+        model: the model and its micro-batch, by Megatron-LM's formulas or to be counted.
         split: how a step is split over GPUs.
         gpu: name of the GPU that it ran on, or that suits it.
         source: where the numbers are from.
         utilisation: published MFU; None leaves the GPU's default.
     """
 
-    shape: ModelShape
+    model: MegatronModel | CountedModel
     split: Parallelism
     gpu: str
     source: str
@@ -87,7 +99,7 @@ DRIVES: dict[str, Drive] = {
 }
 
 _MEGATRON = "Korthikanti et al. 2022 (arXiv 2205.05198), Tables 3 and 5; flash attention in place of recomputing it"
-_LLAMA = "configuration as Transformers runs it; sequence 8192, one sequence"
+_COUNTED = "counted in Transformers' model on meta tensors; configuration recalled"
 _SSDTRAIN = "SSDTrain (arXiv 2408.10013), Figure 6: TP 2, head 128, sequence 1024, batch 16; vocabulary recalled"
 
 
@@ -95,58 +107,80 @@ def _megatron(
     sizes: tuple[int, int, int], micro_batch: int, *, pipeline: int, micro_batches: int, interleave: int, mfu: float
 ) -> ModelPreset:
     layers, hidden, heads = sizes
-    shape = ModelShape(
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        sequence=2048,
-        micro_batch=micro_batch,
-        vocab=51_200,
-        dropout=True,
+    model = MegatronModel(
+        layers=layers, hidden=hidden, heads=heads, sequence=2048, micro_batch=micro_batch, vocab=51_200
     )
     split = Parallelism(
         tensor=8, sequence_parallel=True, pipeline=pipeline, interleave=interleave, micro_batches=micro_batches
     )
-    return ModelPreset(shape=shape, split=split, gpu="a100-sxm", source=_MEGATRON, utilisation=mfu)
+    return ModelPreset(model=model, split=split, gpu="a100-sxm", source=_MEGATRON, utilisation=mfu)
 
 
-def _llama(layers: int, hidden: int, heads: int, ffn: int, split: Parallelism) -> ModelPreset:
-    shape = ModelShape(
-        family="llama",
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=8,
-        ffn=ffn,
-        sequence=8192,
-        micro_batch=1,
-        vocab=128_256,
-        fused_kernels=False,
-    )
-    return ModelPreset(shape=shape, split=split, gpu="h100-sxm", source=_LLAMA)
-
-
-def _ssdtrain(family: Family, vocab: int, hidden: int, layers: int) -> ModelPreset:
-    shape = ModelShape(
-        family=family,
+def _ssdtrain(family: str, vocab: int, hidden: int, layers: int) -> ModelPreset:
+    model = MegatronModel(
         layers=layers,
         hidden=hidden,
         heads=hidden // 128,
         sequence=1024,
         micro_batch=16,
         vocab=vocab,
+        cross_layers=layers // 2 if family == "t5" else 0,
+        dropout=False,
     )
-    return ModelPreset(shape=shape, split=Parallelism(tensor=2), gpu="a100-pcie", source=_SSDTRAIN)
+    return ModelPreset(model=model, split=Parallelism(tensor=2), gpu="a100-pcie", source=_SSDTRAIN)
 
 
-_VOCABULARIES: tuple[tuple[Family, int], ...] = (("gpt", 50_257), ("bert", 30_522), ("t5", 32_128))
+def _counted(
+    model_type: str, sequence: int, *, micro_batch: int = 1, split: Parallelism | None = None, **config: Any
+) -> ModelPreset:
+    model = CountedModel(model_type=model_type, config=config, sequence=sequence, micro_batch=micro_batch)
+    return ModelPreset(model=model, split=split or Parallelism(), gpu="h100-sxm", source=_COUNTED)
+
+
+def _llama(layers: int, hidden: int, heads: int, inner: int, split: Parallelism | None = None) -> ModelPreset:
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
+    return _counted(
+        "llama", 8192, split=split, **sizes, intermediate_size=inner, num_key_value_heads=8, vocab_size=128_256
+    )
+
+
+_NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+_QWEN3 = {"num_attention_heads": 32, "head_dim": 128, "vocab_size": 151_936}
+_VOCABULARIES = (("gpt", 50_257), ("bert", 30_522), ("t5", 32_128))
 MODELS: dict[str, ModelPreset] = {
     "megatron-22b": _megatron((48, 6144, 64), 4, pipeline=1, micro_batches=1, interleave=1, mfu=0.415),
     "gpt3-175b": _megatron((96, 12288, 96), 1, pipeline=8, micro_batches=64, interleave=3, mfu=0.514),
     "megatron-530b": _megatron((105, 20480, 128), 1, pipeline=35, micro_batches=280, interleave=3, mfu=0.560),
     "megatron-1t": _megatron((128, 25600, 160), 1, pipeline=64, micro_batches=512, interleave=1, mfu=0.563),
-    "llama3-8b": _llama(32, 4096, 32, 14_336, Parallelism()),
+    "gpt2-xl": _counted("gpt2", 1024, micro_batch=8, n_embd=1600, n_layer=48, n_head=25, **_NO_DROPOUT),
+    "t5-large": _counted(
+        "t5",
+        512,
+        micro_batch=8,
+        **{"d_model": 1024, "d_ff": 4096, "num_layers": 24, "num_heads": 16, "dropout_rate": 0.0},
+        **{"decoder_start_token_id": 0, "pad_token_id": 0},
+    ),
+    "llama3-8b": _llama(32, 4096, 32, 14_336),
     "llama3-70b": _llama(80, 8192, 64, 28_672, Parallelism(tensor=8, sequence_parallel=True)),
+    "qwen3-8b": _counted(
+        "qwen3",
+        8192,
+        **_QWEN3,
+        **{"num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12_288, "num_key_value_heads": 8},
+    ),
+    "qwen3-30b-a3b": _counted(
+        "qwen3_moe",
+        8192,
+        **_QWEN3,
+        **{"num_hidden_layers": 48, "hidden_size": 2048, "intermediate_size": 6144, "num_key_value_heads": 4},
+        **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    ),
+    "gpt-oss-20b": _counted(
+        "gpt_oss",
+        4096,
+        **{"num_hidden_layers": 24, "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32},
+    ),
+    "deepseek-v3": _counted("deepseek_v3", 4096),
 } | {
     f"ssdtrain-{family}-{hidden}x{layers}": _ssdtrain(family, vocab, hidden, layers)
     for family, vocab in _VOCABULARIES

@@ -11,18 +11,20 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..analysis.estimate import Estimate, Hardware, estimate
-from ..analysis.estimate_presets import DRIVES, GPUS, LINK_SOURCE, MODELS, TB, preset
-from ..analysis.transformer_shapes import ModelShape, Parallelism
+from ..analysis.estimate import Activations, Estimate, Hardware, estimate, megatron_activations
+from ..analysis.estimate_presets import DRIVES, GPUS, LINK_SOURCE, MODELS, TB, CountedModel, preset
+from ..analysis.megatron import MegatronModel, Parallelism
 from ..errors import ConfigError
 from ..sizes import format_size
 from ..storage.endurance import Credits, Drive, format_decimal, format_duration
 from .console import JsonOption, explained_errors, print_facts, print_json
 
 Count = Annotated[int | None, typer.Option(min=1, rich_help_panel="Model and its split; default: the preset's")]
-Text = Annotated[str | None, typer.Option(rich_help_panel="Model and its split; default: the preset's")]
 Flag = Annotated[bool | None, typer.Option(rich_help_panel="Model and its split; default: the preset's")]
 LEAST = 1e-6
+COUNTED_GPU = "h100-sxm"
+"""The GPU where ``--from-model`` is given and no ``--gpu``."""
+FROM_MODEL_BATCH = {"sequence": 2048, "micro_batch": 1}
 _MACHINE = "Machine, per GPU; default: the preset's"
 Rate = Annotated[float | None, typer.Option(help="GB/s, as measured.", min=LEAST, rich_help_panel=_MACHINE)]
 Dollars = Annotated[float | None, typer.Option(help="US dollars.", min=LEAST, rich_help_panel=_MACHINE)]
@@ -31,25 +33,16 @@ Multiplier = Annotated[float, typer.Option(rich_help_panel="Credits on the rated
 
 def command(
     ctx: typer.Context,
-    model: Annotated[str, typer.Option(help="Preset to start from; --presets lists them.")] = "llama3-8b",
+    model: Annotated[str, typer.Option(help="Preset to start from; --presets lists them.")] = "gpt3-175b",
+    from_model: Annotated[
+        str | None, typer.Option(help="Count this: FILE.py:FUNCTION, a config.json, or a model type of Transformers.")
+    ] = None,
     gpu: Annotated[str | None, typer.Option(help="Preset of the GPU. Default: the model's.")] = None,
     drive: Annotated[str, typer.Option(help="Preset of the SSD.")] = "980pro-1tb",
-    recompute: Annotated[str, typer.Option(help="none, selective or full.")] = "none",
+    recompute: Annotated[bool, typer.Option(help="Recompute every layer; its input is what stays to move.")] = False,
     step_s: Annotated[float | None, typer.Option(help="Seconds of a measured step. Default: from FLOPs.")] = None,
-    family: Text = None,
-    layers: Count = None,
-    hidden: Count = None,
-    heads: Count = None,
-    kv_heads: Count = None,
-    head_dim: Count = None,
-    ffn: Count = None,
     sequence: Count = None,
     micro_batch: Count = None,
-    vocab: Count = None,
-    dtype_bytes: Count = None,
-    attention: Annotated[str | None, typer.Option(help="flash or unfused.")] = None,
-    dropout: Flag = None,
-    fused_kernels: Flag = None,
     tensor: Count = None,
     sequence_parallel: Flag = None,
     pipeline: Count = None,
@@ -57,7 +50,6 @@ def command(
     context: Count = None,
     data: Count = None,
     micro_batches: Count = None,
-    in_flight: Annotated[float | None, typer.Option(help="Micro-batches at once. Default: 1F1B's.")] = None,
     peak_tflops: Annotated[float | None, typer.Option(min=LEAST, rich_help_panel=_MACHINE)] = None,
     utilisation: Annotated[float | None, typer.Option(help="MFU, 0 to 1.", rich_help_panel=_MACHINE)] = None,
     device_to_host: Rate = None,
@@ -82,10 +74,10 @@ def command(
         question = ask(ctx.params)
         result = estimate(**question)
     if as_json:
-        parts = {name: asdict(question[name]) for name in ("split", "hardware", "credits")}
-        print_json({"model": asdict(question["shape"]), **parts, "recompute": recompute, "estimate": result.as_dict()})
+        parts = {name: asdict(question[name]) for name in ("activations", "split", "hardware", "credits")}
+        print_json({**parts, "estimate": result.as_dict()})
     else:
-        show(model, question, result)
+        show(from_model or model, question, result)
 
 
 def ask(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,18 +86,46 @@ def ask(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: an option has a value that cannot work.
     """
-    if options["recompute"] not in ("none", "selective", "full"):
-        raise ConfigError("recompute", options["recompute"], "choose one of 'none', 'selective', 'full'")
-    start = preset("model", options["model"], MODELS)
     given = {name: value for name, value in options.items() if value is not None}
+    start = preset("model", options["model"], MODELS)
+    default = Parallelism() if "from_model" in given else start.split
+    split = replace(default, **{name: given[name] for name in _names(Parallelism) if name in given})
+    batch = {name: given[name] for name in ("sequence", "micro_batch") if name in given}
+    gpu, published = (COUNTED_GPU, None) if "from_model" in given else (start.gpu, start.utilisation)
     return {
-        "shape": replace(start.shape, **{name: given[name] for name in _names(ModelShape) if name in given}),
-        "split": replace(start.split, **{name: given[name] for name in _names(Parallelism) if name in given}),
-        "hardware": _hardware(given, start.gpu, start.utilisation),
+        "activations": _activations(given.get("from_model"), start.model, batch, split, recompute=given["recompute"]),
+        "split": split,
+        "hardware": _hardware(given, gpu, published),
         "credits": Credits(**{name: given[name] for name in _names(Credits)}),
-        "recompute": options["recompute"],
         "step_s": options["step_s"],
     }
+
+
+def _activations(
+    source: str | None,
+    model: MegatronModel | CountedModel,
+    batch: Mapping[str, int],
+    split: Parallelism,
+    *,
+    recompute: bool,
+) -> Activations:
+    """Return what the model saves: by formula, or counted, which is when PyTorch is imported."""
+    if source is None and isinstance(model, MegatronModel):
+        return megatron_activations(replace(model, **batch), split, recompute=recompute)
+    from . import estimate_models as models
+
+    if source is not None and ".py:" in source:
+        if batch:
+            raise ConfigError(next(iter(batch)), next(iter(batch.values())), "the function's inputs say it")
+        return models.activations(models.count_own(source), source, split, recompute=recompute)
+    if source is not None:
+        config, sizes = models.read_configuration(source), FROM_MODEL_BATCH | batch
+    else:
+        assert isinstance(model, CountedModel)
+        config = models.configuration(model.model_type, model.config)
+        sizes = {"sequence": model.sequence, "micro_batch": model.micro_batch} | batch
+    label = f"{config.model_type}, sequence {sizes['sequence']}, micro-batch {sizes['micro_batch']}"
+    return models.activations(models.count_transformers(config, **sizes), label, split, recompute=recompute)
 
 
 def _names(kind: type) -> list[str]:
@@ -149,24 +169,23 @@ def _giga(given: Mapping[str, Any], name: str) -> float | None:
 def show(model: str, question: Mapping[str, Any], result: Estimate) -> None:
     """Print the answer: the activations, the bandwidth, the SSDs, and what to know before quoting a number."""
     title = f"{model} on {question['hardware'].name}, per GPU of {result.gpus}"
-    print_facts(title, _activation_rows(question["shape"], question["split"], question["recompute"], result))
+    print_facts(title, _activation_rows(question["activations"], question["split"], result))
     print_facts("bandwidth", _bandwidth_rows(result))
     print_facts("SSDs", _ssd_rows(question["hardware"], question["credits"].factor, result))
     for note in result.notes:
         Console().print(f"- {escape(note)}")
 
 
-def _activation_rows(shape: ModelShape, split: Parallelism, recompute: str, result: Estimate) -> list[tuple[str, str]]:
-    layer = sum(result.layer_bytes.values())
-    tokens = f"sequence {shape.sequence}, micro-batch {shape.micro_batch} × {split.micro_batches}"
+def _activation_rows(activations: Activations, split: Parallelism, result: Estimate) -> list[tuple[str, str]]:
     tensor = f"tensor {split.tensor}{' + sequence' if split.sequence_parallel else ''}"
     ranks = f"{tensor}, pipeline {split.pipeline}, context {split.context}, data {split.data}"
+    small = f", {format_size(result.small_bytes)} of it too small to move" if result.small_bytes else ""
     return [
-        ("model", f"{shape.family}, {shape.layers} layers × {shape.hidden}, {tokens}"),
-        ("split", f"{ranks}; recompute {recompute}"),
-        ("activations of a layer", f"{format_size(layer)} a micro-batch"),
+        ("model", activations.label),
+        ("split", f"{ranks}, {split.micro_batches} micro-batches"),
+        ("activations of a layer", f"{format_size(max(activations.blocks))} a micro-batch"),
         ("activations of a step", f"{format_size(result.activation_bytes_per_step)} (S)"),
-        ("peak with all kept", f"{format_size(result.activation_bytes_in_flight)} in flight"),
+        ("peak with all kept", f"{format_size(result.activation_bytes_in_flight)} in flight{small}"),
         ("ends (stay)", f"{format_size(result.ends_bytes)} of embedding, last norm and loss"),
         ("step time", f"{result.step_s:.3g} s ({result.step_flops / result.step_s / 1e12:.0f} TFLOP/s)"),
     ]
