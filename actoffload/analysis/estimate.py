@@ -23,7 +23,7 @@ from ..storage.endurance import (
     lifetime_s,
     written_per_day,
 )
-from .megatron import MegatronModel, Parallelism, ends_bytes, layers_bytes, model_flops
+from .megatron import MegatronModel, Parallelism, ends_bytes, layer_bytes, model_flops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +49,10 @@ class Activations:
 
 def megatron_activations(model: MegatronModel, split: Parallelism, *, recompute: bool = False) -> Activations:
     """Return those of a Megatron-LM model by its published formulas; with ``recompute`` only layers' inputs stay."""
-    each = layers_bytes(model, split, recompute=recompute) / model.layers
+    sizes = f"{model.layers} layers × {model.hidden}, sequence {model.sequence}, micro-batch {model.micro_batch}"
     return Activations(
-        label=model.label,
-        blocks=(each,) * model.layers,
+        label=f"GPT of Megatron-LM, {sizes}",
+        blocks=(layer_bytes(model, split, recompute=recompute),) * model.layers,
         ends_bytes=ends_bytes(model, split),
         flops=model_flops(model, recompute=recompute),
         source="Korthikanti et al.'s formulas, flash attention",
@@ -69,8 +69,8 @@ class Hardware:
     utilisation: float
     """Share of the peak that a whole step achieves, bubbles, communication and optimizer included, 0 to 1 (MFU where
     nothing is recomputed; what is recomputed runs at the same rate)."""
-    device_to_host_bytes_per_s: float
-    host_to_device_bytes_per_s: float
+    link_bytes_per_s: float
+    """Between device and host."""
     drive: Drive
     drives: int = 4
     """SSDs per GPU. SSDTrain's paper assumes four."""
@@ -78,14 +78,12 @@ class Hardware:
     """Host to SSDs, all of this GPU's together, as measured. Default: the drives' rated rates added up."""
     ssd_read_bytes_per_s: float | None = None
     """SSDs to host, likewise."""
-    price_usd: float | None = None
-    """Of the GPU."""
     source: str = ""
     """Where the numbers are from."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "peak_flops", "utilisation", "device_to_host_bytes_per_s", "host_to_device_bytes_per_s")
-        check_positive(self, "ssd_write_bytes_per_s", "ssd_read_bytes_per_s", "price_usd")
+        check_positive(self, "peak_flops", "utilisation", "link_bytes_per_s")
+        check_positive(self, "ssd_write_bytes_per_s", "ssd_read_bytes_per_s")
         check_counts(self, "drives")
         if self.utilisation > 1:
             raise ConfigError("utilisation", self.utilisation, "is a share of the peak, above 0 and at most 1")
@@ -94,13 +92,13 @@ class Hardware:
     def write_bytes_per_s(self) -> float:
         """Device to SSD: the slower of the link and the drives."""
         drives = self.drive.write_bytes_per_s * self.drives
-        return min(self.device_to_host_bytes_per_s, self.ssd_write_bytes_per_s or drives)
+        return min(self.link_bytes_per_s, self.ssd_write_bytes_per_s or drives)
 
     @property
     def read_bytes_per_s(self) -> float:
         """SSD to device: the slower of the drives and the link."""
         drives = self.drive.read_bytes_per_s * self.drives
-        return min(self.host_to_device_bytes_per_s, self.ssd_read_bytes_per_s or drives)
+        return min(self.link_bytes_per_s, self.ssd_read_bytes_per_s or drives)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +125,6 @@ class Estimate:
         rated_life_s: of the drives, on rated TBW.
         credited_life_s: of the drives, with the credits.
         ssd_price_usd: of all of the GPU's drives.
-        ssd_share_of_gpu_price: that over the GPU's price.
         ssd_usd_per_day: price over rated life.
         gpus: GPUs of the job.
         notes: what a reader must know before quoting a number.
@@ -150,7 +147,6 @@ class Estimate:
     rated_life_s: float
     credited_life_s: float
     ssd_price_usd: float | None
-    ssd_share_of_gpu_price: float | None
     ssd_usd_per_day: float | None
     gpus: int
     notes: tuple[str, ...] = ()
@@ -213,7 +209,6 @@ def estimate(
         rated_life_s=rated,
         credited_life_s=credited,
         ssd_price_usd=price,
-        ssd_share_of_gpu_price=None if price is None or not hardware.price_usd else price / hardware.price_usd,
         ssd_usd_per_day=None if price is None else price / (rated / DAY_S),
         gpus=split.gpus,
         notes=tuple(_notes(activations, hardware, credits, share, rated, share * in_flight)),

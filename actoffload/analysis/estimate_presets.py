@@ -1,8 +1,8 @@
 """Named models, GPUs and drives for `estimate`, each number with its source; *recalled* means: check before quoting.
 
 Megatron-LM's runs are those of Korthikanti et al. 2022 (arXiv 2205.05198): shapes and splits of Table 3, MFU of Table 5
-(as NVIDIA/Megatron-LM's README repeats it) on A100 80 GB. SSDTrain's shapes: its Figure 6 (arXiv 2408.10013). All
-others are configurations of Transformers, whose saved bytes are counted.
+(as NVIDIA/Megatron-LM's README repeats it) on A100 80 GB. All others are configurations of Transformers, whose saved
+bytes are counted.
 """
 
 from __future__ import annotations
@@ -50,13 +50,12 @@ class ModelPreset:
 
 @dataclass(frozen=True)
 class GpuPreset:
-    """A GPU and its link to the host. Rates in FLOP/s and bytes a second, one way; the price in US dollars."""
+    """A GPU and its link to the host. Rates in FLOP/s and bytes a second, one way."""
 
     peak_flops: float
     utilisation: float
     link_bytes_per_s: float
     source: str
-    price_usd: float | None = None
 
 
 _PCIE4 = 0.8 * 16e9 * 16 * 128 / 130 / 8
@@ -69,7 +68,7 @@ LINK_SOURCE = "the link at 0.8 of its line rate (recalled, not measured)"
 _A100 = f"dense bf16 of NVIDIA's data sheet; MFU as Megatron-LM's; {LINK_SOURCE}"
 _HOPPER = f"dense bf16 of NVIDIA's data sheet; MFU recalled; {LINK_SOURCE}"
 GPUS: dict[str, GpuPreset] = {
-    "a100-pcie": GpuPreset(312e12, 0.5, _PCIE4, f"price of SSDTrain's paper; {_A100}", price_usd=10_000),
+    "a100-pcie": GpuPreset(312e12, 0.5, _PCIE4, _A100),
     "a100-sxm": GpuPreset(312e12, 0.5, _PCIE4, _A100),
     "h100-sxm": GpuPreset(989e12, 0.4, _PCIE5, _HOPPER),
     "h200-sxm": GpuPreset(989e12, 0.4, _PCIE5, _HOPPER),
@@ -100,7 +99,6 @@ DRIVES: dict[str, Drive] = {
 
 _MEGATRON = "Korthikanti et al. 2022 (arXiv 2205.05198), Tables 3 and 5; flash attention in place of recomputing it"
 _COUNTED = "counted in Transformers' model on meta tensors; configuration recalled"
-_SSDTRAIN = "SSDTrain (arXiv 2408.10013), Figure 6: TP 2, head 128, sequence 1024, batch 16; vocabulary recalled"
 
 
 def _megatron(
@@ -114,20 +112,6 @@ def _megatron(
         tensor=8, sequence_parallel=True, pipeline=pipeline, interleave=interleave, micro_batches=micro_batches
     )
     return ModelPreset(model=model, split=split, gpu="a100-sxm", source=_MEGATRON, utilisation=mfu)
-
-
-def _ssdtrain(family: str, vocab: int, hidden: int, layers: int) -> ModelPreset:
-    model = MegatronModel(
-        layers=layers,
-        hidden=hidden,
-        heads=hidden // 128,
-        sequence=1024,
-        micro_batch=16,
-        vocab=vocab,
-        cross_layers=layers // 2 if family == "t5" else 0,
-        dropout=False,
-    )
-    return ModelPreset(model=model, split=Parallelism(tensor=2), gpu="a100-pcie", source=_SSDTRAIN)
 
 
 def _counted(
@@ -146,7 +130,6 @@ def _llama(layers: int, hidden: int, heads: int, inner: int, split: Parallelism 
 
 _NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
 _QWEN3 = {"num_attention_heads": 32, "head_dim": 128, "vocab_size": 151_936}
-_VOCABULARIES = (("gpt", 50_257), ("bert", 30_522), ("t5", 32_128))
 MODELS: dict[str, ModelPreset] = {
     "megatron-22b": _megatron((48, 6144, 64), 4, pipeline=1, micro_batches=1, interleave=1, mfu=0.415),
     "gpt3-175b": _megatron((96, 12288, 96), 1, pipeline=8, micro_batches=64, interleave=3, mfu=0.514),
@@ -181,10 +164,6 @@ MODELS: dict[str, ModelPreset] = {
         **{"num_hidden_layers": 24, "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32},
     ),
     "deepseek-v3": _counted("deepseek_v3", 4096),
-} | {
-    f"ssdtrain-{family}-{hidden}x{layers}": _ssdtrain(family, vocab, hidden, layers)
-    for family, vocab in _VOCABULARIES
-    for hidden, layers in ((8192, 4), (12288, 3), (16384, 2))
 }
 
 

@@ -9,13 +9,9 @@ counted (`saved_bytes`); these stay as what papers were measured with, and as te
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from ..errors import ConfigError
 from ..storage.endurance import check_counts
-
-BYTES = 2
-"""Of an activation's element."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,98 +61,61 @@ class Parallelism:
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronModel:
-    """Sizes of a transformer and of one micro-batch on one data-parallel rank; 16 bits, an MLP of 4 × ``hidden``."""
+    """Sizes of a GPT and of one micro-batch on one data-parallel rank; 16 bits, dropout, an MLP of 4 × ``hidden``."""
 
     layers: int
-    """Blocks; of T5, encoder and decoder together."""
     hidden: int
     heads: int
     sequence: int
     micro_batch: int
     vocab: int
-    cross_layers: int = 0
-    """Layers that also attend to the encoder."""
-    dropout: bool = True
 
     def __post_init__(self) -> None:
         check_counts(self, "layers", "hidden", "heads", "sequence", "micro_batch", "vocab")
 
-    @property
-    def label(self) -> str:
-        """For a person."""
-        sizes = f"{self.layers} layers × {self.hidden}, sequence {self.sequence}, micro-batch {self.micro_batch}"
-        return f"{sizes}, by Megatron-LM's formulas"
+    def elements(self, split: Parallelism) -> float:
+        """Return the elements of a tensor of tokens × hidden on one context-parallel rank: s·b·h."""
+        return self.sequence / split.context * self.micro_batch * self.hidden
 
 
-Attention = Literal["flash", "unfused"]
-
-
-def layer_bytes(
-    model: MegatronModel,
-    split: Parallelism,
-    *,
-    attention: Attention = "flash",
-    recompute: bool = False,
-    cross: bool = False,
-) -> float:
+def layer_bytes(model: MegatronModel, split: Parallelism, *, unfused: bool = False, recompute: bool = False) -> float:
     """Return the bytes that one layer leaves for backward on one GPU, for one micro-batch.
 
     Args:
         model: the model.
         split: how it is split.
-        attention: ``unfused`` keeps the softmax's matrices; without them, as with selective recomputation: ``flash``.
+        unfused: attention keeps its matrices, as it does without flash attention and selective recomputation.
         recompute: only the layer's input is kept.
-        cross: a decoder layer, with cross-attention.
 
     Raises:
         ConfigError: the heads cannot be split so.
     """
     if model.heads % split.tensor:
         raise ConfigError("tensor", split.tensor, f"must divide heads={model.heads}")
-    elements = model.sequence / split.context * model.micro_batch * model.hidden
-    whole = elements / (split.tensor if split.sequence_parallel else 1)  # what tensor parallelism alone does not split
+    norms_share = split.tensor if split.sequence_parallel else 1
     if recompute:
-        return BYTES * whole
-    mask = 1 if model.dropout else 0
-    parts = 3 if cross else 2  # attention, cross-attention, MLP; each: the norm's input and output, the dropout's mask
-    nbytes = parts * (2 * BYTES + mask) * whole
-    nbytes += (parts - 1) * 4 * BYTES * elements / split.tensor  # queries, keys, values and the output
-    nbytes += 8 * BYTES * elements / split.tensor  # the MLP's two inner tensors of four times the width
-    if attention == "unfused":
-        square = model.heads / split.tensor * model.micro_batch * model.sequence**2
-        nbytes += square * (BYTES + (BYTES + mask if model.dropout else 0))
-    return nbytes
-
-
-def layers_bytes(
-    model: MegatronModel, split: Parallelism, *, attention: Attention = "flash", recompute: bool = False
-) -> float:
-    """Return the bytes that all layers leave on one tensor-parallel rank for one micro-batch."""
-    plain = layer_bytes(model, split, attention=attention, recompute=recompute)
-    cross = layer_bytes(model, split, attention=attention, recompute=recompute, cross=True)
-    encoded = layer_bytes(model, split, recompute=True) if model.cross_layers else 0.0  # the encoder's output, once
-    return (model.layers - model.cross_layers) * plain + model.cross_layers * cross + encoded
+        return 2 * model.elements(split) / norms_share
+    square = 5 * model.heads * model.sequence / model.hidden if unfused else 0.0
+    return model.elements(split) * (10 / norms_share + (24 + square) / split.tensor)
 
 
 def ends_bytes(model: MegatronModel, split: Parallelism) -> float:
     """Return what the embedding's dropout, the last norm, the head and the loss (fp32) keep of one micro-batch."""
-    tokens = model.sequence / split.context * model.micro_batch
-    whole = tokens * model.hidden / (split.tensor if split.sequence_parallel else 1)
-    return (2 * BYTES + (1 if model.dropout else 0)) * whole + 4 * tokens * model.vocab / split.tensor
+    elements = model.elements(split)
+    logits = 4 * elements * model.vocab / model.hidden / split.tensor
+    return 5 * elements / (split.tensor if split.sequence_parallel else 1) + logits
 
 
 def model_flops(model: MegatronModel, *, recompute: bool = False) -> float:
     """Return the FLOPs of one micro-batch, forward and backward, of the whole model.
 
-    Matrix products only; a multiply-add as two, backward as twice forward, attention as a full square. For GPT that is
+    Matrix products only; a multiply-add as two, backward as twice forward, attention as a full square:
     ``72·b·s·L·h²·(1 + s/(6h) + V/(12·h·L))`` (Narayanan et al. 2021, arXiv 2104.04473, appendix).
 
     Args:
         model: the model.
         recompute: whether backward runs the layers again.
     """
-    tokens = model.micro_batch * model.sequence
-    dense = 2 * tokens * model.hidden**2 * (12 * model.layers + 4 * model.cross_layers)
-    attention = 4 * (model.layers + model.cross_layers) * tokens * model.sequence * model.hidden
-    layers, head = dense + attention, 2 * tokens * model.hidden * model.vocab
-    return (4 if recompute else 3) * layers + 3 * head
+    s, h = model.sequence, model.hidden
+    layers = 24 * model.micro_batch * s * model.layers * h**2 * (1 + s / (6 * h))
+    return (4 if recompute else 3) * layers + 6 * model.micro_batch * s * h * model.vocab

@@ -16,7 +16,7 @@ from ..analysis.estimate_presets import DRIVES, GPUS, LINK_SOURCE, MODELS, TB, C
 from ..analysis.megatron import MegatronModel, Parallelism
 from ..errors import ConfigError
 from ..sizes import format_size
-from ..storage.endurance import Credits, Drive, format_decimal, format_duration
+from ..storage.endurance import Credits, format_decimal, format_duration
 from .console import JsonOption, explained_errors, print_facts, print_json
 
 Count = Annotated[int | None, typer.Option(min=1, rich_help_panel="Model and its split; default: the preset's")]
@@ -27,7 +27,6 @@ COUNTED_GPU = "h100-sxm"
 FROM_MODEL_BATCH = {"sequence": 2048, "micro_batch": 1}
 _MACHINE = "Machine, per GPU; default: the preset's"
 Rate = Annotated[float | None, typer.Option(help="GB/s, as measured.", min=LEAST, rich_help_panel=_MACHINE)]
-Dollars = Annotated[float | None, typer.Option(help="US dollars.", min=LEAST, rich_help_panel=_MACHINE)]
 Multiplier = Annotated[float, typer.Option(rich_help_panel="Credits on the rated TBW; 1.0 is none")]
 
 
@@ -52,14 +51,11 @@ def command(
     micro_batches: Count = None,
     peak_tflops: Annotated[float | None, typer.Option(min=LEAST, rich_help_panel=_MACHINE)] = None,
     utilisation: Annotated[float | None, typer.Option(help="MFU, 0 to 1.", rich_help_panel=_MACHINE)] = None,
-    device_to_host: Rate = None,
-    host_to_device: Rate = None,
+    link: Rate = None,
     ssd_write: Rate = None,
     ssd_read: Rate = None,
     drives: Annotated[int, typer.Option(min=1, help="SSDs per GPU.", rich_help_panel=_MACHINE)] = 4,
     tbw: Annotated[float | None, typer.Option(help="Of one SSD, TB.", min=LEAST, rich_help_panel=_MACHINE)] = None,
-    drive_price: Dollars = None,
-    gpu_price: Dollars = None,
     write_amplification_rated: Multiplier = 1.0,
     write_amplification_workload: Multiplier = 1.0,
     retention_credit: Multiplier = 1.0,
@@ -138,28 +134,21 @@ def _hardware(given: Mapping[str, Any], default_gpu: str, published: float | Non
     gpu = preset("gpu", name, GPUS)
     if name != default_gpu or published is None:
         published = gpu.utilisation
-    links = "device_to_host" in given and "host_to_device" in given
-    return Hardware(
-        name=name,
-        peak_flops=given["peak_tflops"] * 1e12 if "peak_tflops" in given else gpu.peak_flops,
-        utilisation=given.get("utilisation", published),
-        device_to_host_bytes_per_s=_giga(given, "device_to_host") or gpu.link_bytes_per_s,
-        host_to_device_bytes_per_s=_giga(given, "host_to_device") or gpu.link_bytes_per_s,
-        drive=_drive(given),
-        drives=given["drives"],
-        ssd_write_bytes_per_s=_giga(given, "ssd_write"),
-        ssd_read_bytes_per_s=_giga(given, "ssd_read"),
-        price_usd=given.get("gpu_price", gpu.price_usd),
-        source=gpu.source.replace(f"; {LINK_SOURCE}", "") if links else gpu.source,
-    )
-
-
-def _drive(given: Mapping[str, Any]) -> Drive:
     drive = preset("drive", given["drive"], DRIVES)
     if "tbw" in given:
         rated = round(given["tbw"] * TB)
         drive = replace(drive, rated_written_bytes=rated, name=f"{drive.name} rated {given['tbw']:g} TBW")
-    return replace(drive, price_usd=given["drive_price"]) if "drive_price" in given else drive
+    return Hardware(
+        name=name,
+        peak_flops=given["peak_tflops"] * 1e12 if "peak_tflops" in given else gpu.peak_flops,
+        utilisation=given.get("utilisation", published),
+        link_bytes_per_s=_giga(given, "link") or gpu.link_bytes_per_s,
+        drive=drive,
+        drives=given["drives"],
+        ssd_write_bytes_per_s=_giga(given, "ssd_write"),
+        ssd_read_bytes_per_s=_giga(given, "ssd_read"),
+        source=gpu.source.replace(f"; {LINK_SOURCE}", "") if "link" in given else gpu.source,
+    )
 
 
 def _giga(given: Mapping[str, Any], name: str) -> float | None:
@@ -170,8 +159,7 @@ def show(model: str, question: Mapping[str, Any], result: Estimate) -> None:
     """Print the answer: the activations, the bandwidth, the SSDs, and what to know before quoting a number."""
     title = f"{model} on {question['hardware'].name}, per GPU of {result.gpus}"
     print_facts(title, _activation_rows(question["activations"], question["split"], result))
-    print_facts("bandwidth", _bandwidth_rows(result))
-    print_facts("SSDs", _ssd_rows(question["hardware"], question["credits"].factor, result))
+    print_facts("links and SSDs", _machine_rows(question["hardware"], question["credits"].factor, result))
     for note in result.notes:
         Console().print(f"- {escape(note)}")
 
@@ -191,18 +179,15 @@ def _activation_rows(activations: Activations, split: Parallelism, result: Estim
     ]
 
 
-def _bandwidth_rows(result: Estimate) -> list[tuple[str, str]]:
-    return [
-        ("needed, each way", f"{result.required_bytes_per_s / 1e9:.1f} GB/s (S / (t/2))"),
-        ("there is, to write", f"{result.write_bytes_per_s / 1e9:.1f} GB/s"),
-        ("there is, to read", f"{result.read_bytes_per_s / 1e9:.1f} GB/s"),
-        ("share that hides", f"{result.share_hidden:.0%}, {format_size(result.moved_bytes_per_step)} a step"),
-    ]
-
-
-def _ssd_rows(hardware: Hardware, factor: float, result: Estimate) -> list[tuple[str, str]]:
+def _machine_rows(hardware: Hardware, factor: float, result: Estimate) -> list[tuple[str, str]]:
     rated = hardware.drive.rated_written_bytes * hardware.drives
     rows = [
+        ("needed, each way", f"{result.required_bytes_per_s / 1e9:.1f} GB/s (S / (t/2))"),
+        (
+            "there is",
+            f"{result.write_bytes_per_s / 1e9:.1f} GB/s to write, {result.read_bytes_per_s / 1e9:.1f} to read",
+        ),
+        ("share that hides", f"{result.share_hidden:.0%}, {format_size(result.moved_bytes_per_step)} a step"),
         ("drives", f"{hardware.drives} × {hardware.drive.name}, rated {format_decimal(rated)} written"),
         ("written", f"{format_decimal(result.written_bytes_per_day)} a day"),
         ("life on rated TBW", format_duration(result.rated_life_s)),
@@ -210,9 +195,7 @@ def _ssd_rows(hardware: Hardware, factor: float, result: Estimate) -> list[tuple
     if factor != 1.0:
         rows.append((f"life with credits × {factor:g}", format_duration(result.credited_life_s)))
     if result.ssd_price_usd is not None and result.ssd_usd_per_day is not None:
-        share = result.ssd_share_of_gpu_price
-        of_gpu = "" if share is None else f" ({share:.1%} of the GPU's price)"
-        rows.append(("price", f"${result.ssd_price_usd:,.0f}{of_gpu}; ${result.ssd_usd_per_day:,.2f} a day of wear"))
+        rows.append(("price", f"${result.ssd_price_usd:,.0f}; ${result.ssd_usd_per_day:,.2f} a day of wear"))
     return rows
 
 

@@ -56,12 +56,11 @@ def test_json_holds_question_and_answer() -> None:
 
 def test_options_go_over_the_presets() -> None:
     parts = answer(
-        *("--model", "ssdtrain-gpt-8192x4", "--micro-batch", "2", "--micro-batches", "3", "--context", "2"),
-        *("--peak-tflops", "100", "--utilisation", "0.25", "--device-to-host", "20", "--host-to-device", "21"),
-        *("--ssd-write", "2", "--ssd-read", "3", "--drives", "2", "--tbw", "1200", "--drive-price", "100"),
-        *("--gpu-price", "30000", "--retention-credit", "2"),
+        *("--model", "megatron-22b", "--micro-batch", "2", "--micro-batches", "3", "--context", "2"),
+        *("--peak-tflops", "100", "--utilisation", "0.25", "--link", "20"),
+        *("--ssd-write", "2", "--ssd-read", "3", "--drives", "2", "--tbw", "1200", "--retention-credit", "2"),
     )
-    whole = answer("--model", "ssdtrain-gpt-8192x4", "--micro-batch", "4")["activations"]
+    whole = answer("--model", "megatron-22b", "--micro-batch", "4")["activations"]
     assert sum(parts["activations"]["blocks"]) == pytest.approx(sum(whole["blocks"]) / 4)
     assert parts["activations"]["flops"] == whole["flops"] / 2
     assert (parts["split"]["micro_batches"], parts["split"]["context"]) == (3, 2)
@@ -69,7 +68,7 @@ def test_options_go_over_the_presets() -> None:
     assert (hardware["peak_flops"], hardware["utilisation"], hardware["drives"]) == (100e12, 0.25, 2)
     assert (result["write_bytes_per_s"], result["read_bytes_per_s"]) == (2e9, 3e9)
     assert hardware["drive"]["rated_written_bytes"] == 1200 * 10**12
-    assert (result["ssd_price_usd"], result["ssd_share_of_gpu_price"]) == (200.0, pytest.approx(200 / 30000))
+    assert result["ssd_price_usd"] == 180.0
     assert result["credited_life_s"] == pytest.approx(2 * result["rated_life_s"])
     assert not any("line rate" in note for note in result["notes"])
 
@@ -85,7 +84,7 @@ def test_presets_are_listed() -> None:
     listed = answer("--presets")
     assert {"--model", "--gpu", "--drive"} == {entry["option"] for entry in listed}
     assert all(entry["source"] for entry in listed)
-    assert "ssdtrain-t5-16384x2" in run("--presets")
+    assert "deepseek-v3" in run("--presets")
 
 
 COUNTED = [name for name, entry in MODELS.items() if isinstance(entry.model, CountedModel)]
