@@ -159,7 +159,6 @@ class Point:
         oom: whether it ran out of memory.
         below_floor: whether its budget is below what any plan reaches.
         error: what went wrong; empty when nothing did.
-        efficient: whether no point of its panel with as little memory is faster by more than their spread.
     """
 
     case: Case
@@ -176,7 +175,6 @@ class Point:
     oom: bool = False
     below_floor: bool = False
     error: str = ""
-    efficient: bool = False
 
     @property
     def label(self) -> str:
@@ -202,8 +200,7 @@ def points_of(samples: Sequence[Sample]) -> list[Point]:
         groups.setdefault(key, []).append(sample)
     points = [_point(case, variant, mine) for (case, variant), mine in groups.items()]
     noises = {point.case: point.ratio for point in points if point.variant.series == "keep"}
-    points = [replace(point, verdict=verdict(point.ratio, noises.get(point.case))) for point in points]
-    return [replace(point, efficient=_is_efficient(point, points)) for point in points]
+    return [replace(point, verdict=verdict(point.ratio, noises.get(point.case))) for point in points]
 
 
 def _point(case: Case, variant: Variant, samples: Sequence[Sample]) -> Point:
@@ -232,23 +229,15 @@ def _point(case: Case, variant: Variant, samples: Sequence[Sample]) -> Point:
 
 
 def verdict(ratio: Spread | None, noise: Spread | None) -> str:
-    """Return what a ratio of step times says: a difference only where its middle half lies outside the A/A noise's.
+    """Return what a ratio to keep says: a difference only where its middle half lies outside the A/A noise's.
 
     >>> verdict(Spread(1.3, 1.2, 1.4), Spread(1.0, 0.9, 1.1)), verdict(Spread(1.05, 1.0, 1.2), Spread(1.0, 0.9, 1.1))
-    ('slower than keep', 'as keep, within the noise')
+    ('slower', 'as keep')
     """
     if ratio is None or noise is None:
         return ""
     if ratio == noise:
         return "A/A noise"
     if ratio.low > noise.high:
-        return "slower than keep"
-    return "faster than keep" if ratio.high < noise.low else "as keep, within the noise"
-
-
-def _is_efficient(point: Point, points: Iterable[Point]) -> bool:
-    return point.tflops is not None and not any(
-        other.peak_bytes <= point.peak_bytes and other.tflops.low > point.tflops.high
-        for other in points
-        if other.case.panel == point.case.panel and other.tflops is not None
-    )
+        return "slower"
+    return "faster" if ratio.high < noise.low else "as keep"

@@ -1,12 +1,8 @@
-"""Models for ``actoffload estimate`` on meta tensors: a user's own, or one of Transformers by its configuration.
-
-``transformers`` is imported here where it is asked for (``pip install actoffload[hf]``).
-"""
+"""Models for ``actoffload estimate`` on meta tensors: a user's own, or one of Transformers by its configuration."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -20,6 +16,7 @@ from ..analysis.megatron import Parallelism
 from ..analysis.saved_bytes import MIN_BYTES, SavedBytes, count_saved
 from ..errors import ConfigError
 from ..sizes import format_size
+from .transformers_models import build_transformers, configuration, import_transformers
 
 FIELD = "from_model"
 
@@ -54,26 +51,17 @@ def read_configuration(source: str) -> Any:
     Raises:
         ConfigError: it is neither, or Transformers is not installed.
     """
-    transformers = _transformers(source)
+    transformers = import_transformers(source)
     if Path(source).exists():
         try:
             return transformers.AutoConfig.from_pretrained(source, local_files_only=True)
         except (OSError, ValueError) as error:
             raise ConfigError(FIELD, source, f"holds no configuration of a model: {error}") from error
-    return configuration(source, {})
-
-
-def configuration(model_type: str, changes: Mapping[str, Any]) -> Any:
-    """Return the default configuration of a type of model with some fields changed.
-
-    Raises:
-        ConfigError: Transformers has no such type, or is not installed.
-    """
     try:
-        return _transformers(model_type).AutoConfig.for_model(model_type, **changes)
+        return configuration(source, {})
     except ValueError as error:
         remedy = "give FILE.py:FUNCTION, a config.json, or a model type of Transformers, such as 'llama'"
-        raise ConfigError(FIELD, model_type, remedy) from error
+        raise ConfigError(FIELD, source, remedy) from error
 
 
 def count_transformers(
@@ -93,20 +81,6 @@ def count_transformers(
     # It asks the positions' values whether sequences are packed, and meta tensors have none: they are not packed.
     with patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None):
         return count_saved(model, inputs, min_bytes=min_bytes)
-
-
-def build_transformers(
-    config: Any, *, sequence: int, micro_batch: int, dtype: torch.dtype
-) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """Return a model in training and its inputs, as `count_transformers` takes them, on PyTorch's default device."""
-    transformers = _transformers(config.model_type)
-    transformers.logging.set_verbosity_error()
-    config.use_cache = False
-    kinds = ("AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM")
-    head = next((auto for kind in kinds if type(config) in (auto := getattr(transformers, kind))._model_mapping), None)
-    model = (head or transformers.AutoModel).from_config(config, dtype=dtype).train()
-    tokens = torch.ones(micro_batch, sequence, dtype=torch.long)
-    return model, {"input_ids": tokens} | ({"labels": tokens.clone()} if head else {})
 
 
 def activations(saved: SavedBytes, label: str, split: Parallelism, *, recompute: bool) -> Activations:
@@ -137,12 +111,3 @@ def kinds_of(saved: SavedBytes) -> str:
     """Return the layers in runs of equal size, such as ``"3 × 464.0 MiB, 58 × 725.2 MiB"``."""
     runs = [(len(list(run)), size) for size, run in groupby(map(format_size, saved.blocks.values()))]
     return ", ".join(f"{count} × {size}" for count, size in runs[:4]) + (", …" if len(runs) > 4 else "")
-
-
-def _transformers(source: str) -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(FIELD, source, "needs Transformers: pip install actoffload[hf]") from error
-    library: Any = transformers
-    return library

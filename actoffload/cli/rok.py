@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +21,6 @@ from ..errors import ConfigError
 from ..sizes import format_size
 from .console import JsonOption, PathOption, explained_errors, print_json, progress_bar, strings
 
-_SELECT = "Select from the preset; repeat for several"
-Names = Annotated[list[str] | None, typer.Option(rich_help_panel=_SELECT)]
-Numbers = Annotated[list[int] | None, typer.Option(min=1, rich_help_panel=_SELECT)]
 Count = Annotated[int | None, typer.Option(min=1, help="Default: the preset's.")]
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
@@ -37,9 +32,8 @@ def command(
         Path | None, typer.Option(help="Results (JSON); continued if it exists. Default: rok_PRESET.json.")
     ] = None,
     redraw: Annotated[Path | None, typer.Option(help="Measure nothing; draw and compare these results.")] = None,
-    model: Names = None,
-    hidden: Numbers = None,
-    batch: Numbers = None,
+    model: Annotated[str | None, typer.Option(help="Only the preset's cases of this model ...")] = None,
+    batch: Annotated[int | None, typer.Option(help="... and only those of this batch.")] = None,
     steps: Count = None,
     repeats: Count = None,
     path: PathOption = None,
@@ -54,10 +48,10 @@ def command(
         given: dict[str, Any] = {"steps": steps, "repeats": repeats}
         chosen = replace(PRESETS[preset], **{name: value for name, value in given.items() if value is not None})
         run = RokRun(
-            select(chosen, model, hidden, batch),
+            select(chosen, model=model, batch=batch),
             out or Path(f"rok_{preset}.json"),
             environment=describe_environment(),
-            command=shlex.join(["actoffload", *without_folders(sys.argv[1:])]),
+            command=f"actoffload rok --preset {preset} --steps {chosen.steps} --repeats {chosen.repeats}",
             path=strings(path),
         )
         try:
@@ -79,27 +73,19 @@ def how_to_go_on(run: RokRun) -> str:
     )
 
 
-def without_folders(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments as results may show them: of a path on this machine only the last part."""
-    parts = [argument.rpartition("=") for argument in arguments]  # "--out=FILE" is one argument
-    return [f"{head}{sign}{Path(last).name if Path(last).is_absolute() else last}" for head, sign, last in parts]
+def select(preset: Preset, **wanted: str | int | None) -> Preset:
+    """Return a preset with those of its cases that have what is wanted.
 
-
-def select(
-    preset: Preset,
-    models: Sequence[str] | None = None,
-    hidden: Sequence[int] | None = None,
-    batches: Sequence[int] | None = None,
-) -> Preset:
-    """Return a preset with every combination of the models and sizes that are named."""
-    cases = (
-        replace(case, model=name, hidden=width, batch=size)
-        for case in preset.cases
-        for name in models or [case.model]
-        for width in hidden or [case.hidden]
-        for size in batches or [case.batch]
-    )
-    return replace(preset, cases=tuple(dict.fromkeys(cases)))
+    Raises:
+        ConfigError: there are none.
+    """
+    cases = preset.cases
+    for name, value in wanted.items():
+        if value is not None:
+            cases = tuple(case for case in cases if getattr(case, name) == value)
+            if not cases:
+                raise ConfigError(name, value, "the preset has no such case")
+    return replace(preset, cases=cases)
 
 
 def measure(run: RokRun, *, quiet: bool) -> None:
@@ -140,10 +126,10 @@ def finish(payload: dict[str, Any], file: Path, as_json: bool) -> int:
 
 
 def show(points: Sequence[Point], busy: str) -> None:
-    """Print the points, what each says next to the noise, and which of them are efficient."""
+    """Print the points and what each says next to the noise."""
     console = Console()
-    for panel in dict.fromkeys(point.case.panel for point in points):
-        console.print(_point_table(panel, [point for point in points if point.case.panel == panel]))
+    for case in dict.fromkeys(point.case for point in points):
+        console.print(_table(f"{case.panel}, batch {case.batch}", [point for point in points if point.case == case]))
     if busy:
         console.print(f"WARNING: {busy}; trust verdicts, not single figures.", style="bold yellow", markup=False)
     different = [point.label for point in points if point.identical is False]
@@ -153,31 +139,29 @@ def show(points: Sequence[Point], busy: str) -> None:
         console.print("Losses and gradients are equal bit for bit in every step of every series.", style="green")
 
 
-def _point_table(panel: str, points: Sequence[Point]) -> Table:
-    caption = "± middle half of the steps; ★ nothing with as little memory is faster by more than that"
-    table = Table(title=escape(panel), title_justify="left", caption=caption, caption_justify="left")
-    for name in ("", "batch", "series"):
-        table.add_column(name)
-    for name in ("peak", "worst", "process", "TFLOP/s", "step", "× keep in turn"):
-        table.add_column(name, justify="right")
+def _table(title: str, points: Sequence[Point]) -> Table:
+    """Return the points of a case; it fits 80 columns."""
+    caption = "peak: saved activations; × keep: within the same turn (middle half)"
+    table = Table(title=escape(title), title_justify="left", caption=caption, caption_justify="left")
+    table.box, table.padding = None, (0, 2, 0, 0)
+    table.add_column("series", no_wrap=True)
+    for name in ("peak", "process", "step", "× keep"):
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("verdict")
-    for point in sorted(points, key=lambda p: (p.case.batch, SERIES.index(p.variant.series), p.peak_bytes)):
-        head = "★" if point.efficient else "", str(point.case.batch), point.variant.label
-        table.add_row(*head, *map(escape, _cells(point)))
+    for point in sorted(points, key=lambda p: (SERIES.index(p.variant.series), p.peak_bytes)):
+        table.add_row(point.variant.label, *map(escape, _cells(point)))
     return table
 
 
 def _cells(point: Point) -> tuple[str, ...]:
-    """Return a point's numbers as text: peaks, TFLOP/s, step, ratio; and what they say, or why there are none."""
-    if point.step_s is None or point.tflops is None:
-        return (*["-"] * 6, "out of memory" if point.oom else point.error)
+    """Return a point's numbers as text, and what they say, or why there are none."""
+    if point.step_s is None:
+        return ("-", "-", "-", "-", "out of memory" if point.oom else point.error)
     ratio = point.ratio
     return (
         format_size(point.peak_bytes),
-        format_size(point.worst_peak_bytes),
         "-" if point.process_peak_bytes is None else format_size(point.process_peak_bytes),
-        f"{point.tflops.median:.4g}",
-        f"{point.step_s.median:.3g} s ± {point.step_s.width / 2:.0%}",
-        "-" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})",
+        f"{point.step_s.median:.3g} s",
+        "-" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})",
         "BITS DIFFER" if point.identical is False else point.verdict,
     )

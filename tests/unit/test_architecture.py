@@ -46,7 +46,7 @@ OPTIONAL = {
     "matplotlib": "analysis.plots",
     "megatron": "integrations.megatron integrations.megatron.* benchmarks.peers",
     "rich": "cli.*",
-    "transformers": "integrations.hf cli.rok_models cli.estimate_models benchmarks.workloads",
+    "transformers": "integrations.hf cli.transformers_models benchmarks.workloads",
     "typer": "cli.*",
 }
 """Third parties that need not be there (or are heavy), and the only modules that may import them."""

@@ -15,6 +15,7 @@ from actoffload.analysis.megatron import MegatronModel, Parallelism, ends_bytes,
 from actoffload.analysis.saved_bytes import SavedBytes, count_saved
 from actoffload.cli import estimate_models as models
 from actoffload.cli.rok_worker import KeepAll
+from actoffload.cli.transformers_models import build_transformers, configuration
 from actoffload.errors import ConfigError
 from actoffload.testing.gpt import GPT, GPTConfig
 
@@ -45,7 +46,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def count(model_type: str, dtype: torch.dtype = torch.bfloat16) -> SavedBytes:
-    config = models.configuration(model_type, FAMILIES[model_type])
+    config = configuration(model_type, FAMILIES[model_type])
     return models.count_transformers(config, **TOKENS, min_bytes=1, dtype=dtype)
 
 
@@ -55,8 +56,8 @@ def test_meta_tensors_count_what_a_real_step_saves(model_type: str, tmp_path: Pa
     torch.manual_seed(0)
     # Experts run in bfloat16 alone. In it, the CPU's layer norm keeps its statistics in bfloat16, too, unlike a GPU's.
     dtype = torch.float32 if model_type in ("gpt2", "bert") else torch.bfloat16
-    config = models.configuration(model_type, FAMILIES[model_type])
-    model, inputs = models.build_transformers(config, **TOKENS, dtype=dtype)
+    config = configuration(model_type, FAMILIES[model_type])
+    model, inputs = build_transformers(config, **TOKENS, dtype=dtype)
     with Offloader(OffloadConfig(path=str(tmp_path), policy=KeepAll(), min_bytes=1)).use(model) as offloader:
         loss = model(**inputs).loss
     torch.autograd.backward(loss)
