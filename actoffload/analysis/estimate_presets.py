@@ -115,55 +115,52 @@ def _megatron(
 
 
 def _counted(
-    model_type: str, sequence: int, *, micro_batch: int = 1, split: Parallelism | None = None, **config: Any
+    model_type: str,
+    config: Mapping[str, Any],
+    *,
+    sequence: int,
+    micro_batch: int = 1,
+    split: Parallelism | None = None,
 ) -> ModelPreset:
     model = CountedModel(model_type=model_type, config=config, sequence=sequence, micro_batch=micro_batch)
     return ModelPreset(model=model, split=split or Parallelism(), gpu="h100-sxm", source=_COUNTED)
 
 
-def _llama(layers: int, hidden: int, heads: int, inner: int, split: Parallelism | None = None) -> ModelPreset:
-    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "num_attention_heads": heads}
-    return _counted(
-        "llama", 8192, split=split, **sizes, intermediate_size=inner, num_key_value_heads=8, vocab_size=128_256
-    )
+_GPT2_XL = {"n_embd": 1600, "n_layer": 48, "n_head": 25, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_T5_LARGE = {"d_model": 1024, "d_ff": 4096, "num_layers": 24, "num_heads": 16, "dropout_rate": 0.0}
+_T5_TOKENS = {"decoder_start_token_id": 0, "pad_token_id": 0}
 
 
-_NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-_QWEN3 = {"num_attention_heads": 32, "head_dim": 128, "vocab_size": 151_936}
+def _sizes(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+    }
+
+
+_LLAMA_8B = _sizes(32, 4096, 14_336, 32, 8, 128_256)
+_LLAMA_70B = _sizes(80, 8192, 28_672, 64, 8, 128_256)
+_QWEN3_8B = {**_sizes(36, 4096, 12_288, 32, 8, 151_936), "head_dim": 128}
+_QWEN3_30B = {**_sizes(48, 2048, 6144, 32, 4, 151_936), "head_dim": 128}
+_QWEN3_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
+_GPT_OSS_20B = {**_sizes(24, 2880, 2880, 64, 8, 201_088), "num_local_experts": 32, "num_experts_per_tok": 4}
 MODELS: dict[str, ModelPreset] = {
     "megatron-22b": _megatron((48, 6144, 64), 4, pipeline=1, micro_batches=1, interleave=1, mfu=0.415),
     "gpt3-175b": _megatron((96, 12288, 96), 1, pipeline=8, micro_batches=64, interleave=3, mfu=0.514),
     "megatron-530b": _megatron((105, 20480, 128), 1, pipeline=35, micro_batches=280, interleave=3, mfu=0.560),
     "megatron-1t": _megatron((128, 25600, 160), 1, pipeline=64, micro_batches=512, interleave=1, mfu=0.563),
-    "gpt2-xl": _counted("gpt2", 1024, micro_batch=8, n_embd=1600, n_layer=48, n_head=25, **_NO_DROPOUT),
-    "t5-large": _counted(
-        "t5",
-        512,
-        micro_batch=8,
-        **{"d_model": 1024, "d_ff": 4096, "num_layers": 24, "num_heads": 16, "dropout_rate": 0.0},
-        **{"decoder_start_token_id": 0, "pad_token_id": 0},
-    ),
-    "llama3-8b": _llama(32, 4096, 32, 14_336),
-    "llama3-70b": _llama(80, 8192, 64, 28_672, Parallelism(tensor=8, sequence_parallel=True)),
-    "qwen3-8b": _counted(
-        "qwen3",
-        8192,
-        **_QWEN3,
-        **{"num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12_288, "num_key_value_heads": 8},
-    ),
-    "qwen3-30b-a3b": _counted(
-        "qwen3_moe",
-        8192,
-        **_QWEN3,
-        **{"num_hidden_layers": 48, "hidden_size": 2048, "intermediate_size": 6144, "num_key_value_heads": 4},
-        **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
-    ),
-    "gpt-oss-20b": _counted(
-        "gpt_oss",
-        4096,
-        **{"num_hidden_layers": 24, "hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32},
-    ),
-    "deepseek-v3": _counted("deepseek_v3", 4096),
+    "gpt2-xl": _counted("gpt2", _GPT2_XL, sequence=1024, micro_batch=8),
+    "t5-large": _counted("t5", _T5_LARGE | _T5_TOKENS, sequence=512, micro_batch=8),
+    "llama3-8b": _counted("llama", _LLAMA_8B, sequence=8192),
+    "llama3-70b": _counted("llama", _LLAMA_70B, sequence=8192, split=Parallelism(tensor=8, sequence_parallel=True)),
+    "qwen3-8b": _counted("qwen3", _QWEN3_8B, sequence=8192),
+    "qwen3-30b-a3b": _counted("qwen3_moe", _QWEN3_30B | _QWEN3_EXPERTS, sequence=8192),
+    "gpt-oss-20b": _counted("gpt_oss", _GPT_OSS_20B, sequence=4096),
+    "deepseek-v3": _counted("deepseek_v3", {}, sequence=4096),
 }
 
 

@@ -64,8 +64,8 @@ def step_time_against_memory(points: Sequence[Point], path: Path, title: str) ->
 def draw_rok(points: Sequence[rok.Point], path: Path, title: str) -> bool:
     """Draw a panel for each model and size, throughput over activation peak; upper left is better.
 
-    Bars show the middle half of the steps and, to the right, the highest peak of a step; a grey band the A/A noise of
-    keep. Larger markers are larger batches.
+    Bars show the middle half and, to the right, the highest peak of a step; one that is very long runs out of the
+    panel. A grey band is the A/A noise of keep. Larger markers are larger batches.
     """
     groups = _grouped(points, lambda point: point.case.panel)
     if not groups or not has_matplotlib():
@@ -73,7 +73,7 @@ def draw_rok(points: Sequence[rok.Point], path: Path, title: str) -> bool:
     with _panels(groups, path, title, width=3.6, height=3.1, fontsize=7.5) as axes:
         for (group, mine), axis in zip(groups.items(), axes, strict=True):
             _draw_rok_panel(axis, group, mine)
-        axes[0].figure.legend(handles=_rok_legend(points), loc="outside lower center", ncols=4, frameon=False)
+        axes[0].figure.legend(handles=_rok_legend(points), loc="outside lower center", ncols=5, frameon=False)
     return True
 
 
@@ -94,12 +94,15 @@ def _draw_rok_panel(axis: Any, name: str, points: Sequence[rok.Point]) -> None:
             yerr=[[y - tflops.low], [tflops.high - y]],
             **{"fmt": MARKERS[series], "color": COLOURS[series], "markersize": sizes[p.case.batch]},
             **{"markeredgecolor": "white", "markeredgewidth": 0.5, "elinewidth": 0.8, "capsize": 1.5},
+            zorder=2.5 if series == "hybrid" else 3,  # a hybrid with another's budget lies where that one does
         )
         if series == "keep" and p.ratio is not None:
-            axis.axhspan(y / p.ratio.high, y / p.ratio.low, color=COLOURS["keep"], alpha=0.12, linewidth=0)
-    _from_zero(axis)
+            axis.axhspan(tflops.low, tflops.high, color=COLOURS["keep"], alpha=0.12, linewidth=0)
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.set_ylim(0, 1.25 * max((tflops.median for _, tflops in drawn), default=1.0))
     axis.set_title(name, fontsize="medium")
-    axis.set(xlabel=f"activation peak ({unit_name})", ylabel="model throughput (TFLOP/s)")
+    axis.set(xlabel=f"activation peak ({unit_name}, logarithmic)", ylabel="model throughput (TFLOP/s)")
     axis.grid(alpha=0.25)
     failed = {
         "out of memory": [p for p in points if p.oom],

@@ -35,6 +35,11 @@ class Case:
         """What it shares a panel of the picture with."""
         return f"{self.model}, hidden {self.hidden} × {self.layers} layers, {self.seq} tokens"
 
+    @property
+    def name(self) -> str:
+        """The panel and the batch."""
+        return f"{self.panel}, batch {self.batch}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
@@ -130,11 +135,6 @@ class Spread:
         low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
         return cls(median(values), low, high)
 
-    @property
-    def width(self) -> float:
-        """Width of the middle half, as a share of the median."""
-        return (self.high - self.low) / self.median
-
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
@@ -151,7 +151,7 @@ class Point:
         worst_peak_bytes: the highest of them.
         process_peak_bytes: peak resident memory of the process in a step; None on an accelerator.
         step_s: seconds of a step; None where nothing was measured, as all below.
-        tflops: throughput at the median step, 10¹² FLOP/s; ``low`` and ``high`` from the middle half of the steps.
+        tflops: throughput, 10¹² FLOP/s: keep's at its median step, over the ratio; without a ratio that of the steps.
         ratio: step time over that of keep in the same turn; of keep itself, one of its two steps over the other
             (the A/A noise, around 1). None where keep was not measured.
         verdict: what the ratio says next to the A/A noise; empty where there is none.
@@ -199,8 +199,17 @@ def points_of(samples: Sequence[Sample]) -> list[Point]:
         key = Case(**sample["case"]), Variant(series=sample["series"], level=sample["level"])
         groups.setdefault(key, []).append(sample)
     points = [_point(case, variant, mine) for (case, variant), mine in groups.items()]
-    noises = {point.case: point.ratio for point in points if point.variant.series == "keep"}
-    return [replace(point, verdict=verdict(point.ratio, noises.get(point.case))) for point in points]
+    keeps = {point.case: point for point in points if point.variant.series == "keep"}
+    return [_against(keeps.get(point.case), point) for point in points]
+
+
+def _against(keep: Point | None, point: Point) -> Point:
+    """Return a point with its verdict, and with the throughput that its turns show: keep's, over the ratio."""
+    if keep is None or keep.ratio is None or keep.tflops is None or point.ratio is None:
+        return point
+    top, ratio = keep.tflops.median, point.ratio
+    tflops = Spread(top / ratio.median, top / ratio.high, top / ratio.low)
+    return replace(point, tflops=tflops, verdict=verdict(ratio, keep.ratio))
 
 
 def _point(case: Case, variant: Variant, samples: Sequence[Sample]) -> Point:
@@ -228,14 +237,12 @@ def _point(case: Case, variant: Variant, samples: Sequence[Sample]) -> Point:
     )
 
 
-def verdict(ratio: Spread | None, noise: Spread | None) -> str:
+def verdict(ratio: Spread, noise: Spread) -> str:
     """Return what a ratio to keep says: a difference only where its middle half lies outside the A/A noise's.
 
     >>> verdict(Spread(1.3, 1.2, 1.4), Spread(1.0, 0.9, 1.1)), verdict(Spread(1.05, 1.0, 1.2), Spread(1.0, 0.9, 1.1))
     ('slower', 'as keep')
     """
-    if ratio is None or noise is None:
-        return ""
     if ratio == noise:
         return "A/A noise"
     if ratio.low > noise.high:

@@ -20,7 +20,10 @@ VERSION = 2
 LIMIT_S = 3600.0
 """The longest that one round may take."""
 
-Launch = Callable[[dict[str, Any]], dict[str, Any]]
+
+def launch_worker(spec: dict[str, Any]) -> dict[str, Any]:
+    """Take one round in a process of its own; a failure, also by running out of memory or time, is a result."""
+    return run_worker(WORKER, spec, limit_s=LIMIT_S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +36,7 @@ class Job:
     @property
     def label(self) -> str:
         """For a person."""
-        case = self.case
-        return f"{case.model} {case.hidden} × {case.layers}, batch {case.batch}, round {self.repeat + 1}"
+        return f"{self.case.name}, round {self.repeat + 1}"
 
 
 class RokRun:
@@ -60,12 +62,12 @@ class RokRun:
         environment: dict[str, Any],
         command: str,
         path: Sequence[str] | None = None,
-        launch: Launch | None = None,
+        launch: Callable[[dict[str, Any]], dict[str, Any]] = launch_worker,
     ) -> None:
         self.file = file
         self._preset = preset
         self._path = None if path is None else list(path)
-        self._launch = launch or launch_worker
+        self._launch = launch
         self.payload: dict[str, Any] = {
             "benchmark": "rok",
             "version": VERSION,
@@ -130,11 +132,6 @@ def busy_share(payload: dict[str, Any]) -> float:
 
 def _job(sample: dict[str, Any]) -> Job:
     return Job(case=Case(**sample["case"]), repeat=int(sample["repeat"]))
-
-
-def launch_worker(spec: dict[str, Any]) -> dict[str, Any]:
-    """Take one round in a process of its own; a failure, also by running out of memory or time, is a result."""
-    return run_worker(WORKER, spec, limit_s=LIMIT_S)
 
 
 def load_results(file: Path) -> dict[str, Any]:

@@ -122,7 +122,9 @@ class AsOnAccelerator(TorchFunctionMode):
     ) -> Any:
         """Replace the two where they are given meta tensors."""
         kwargs = kwargs or {}
-        ours = {nn.functional.scaled_dot_product_attention: _attention, nn.functional.dropout: _dropout}.get(function)
+        ours: Any = {nn.functional.scaled_dot_product_attention: _attention, nn.functional.dropout: _dropout}.get(
+            function
+        )
         first = args[0] if args else kwargs.get("query", kwargs.get("input"))
         if ours is None or not isinstance(first, Tensor) or first.device.type != "meta":
             return function(*args, **kwargs)

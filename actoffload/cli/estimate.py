@@ -24,7 +24,8 @@ Flag = Annotated[bool | None, typer.Option(rich_help_panel="Model and its split;
 LEAST = 1e-6
 COUNTED_GPU = "h100-sxm"
 """The GPU where ``--from-model`` is given and no ``--gpu``."""
-FROM_MODEL_BATCH = {"sequence": 2048, "micro_batch": 1}
+FROM_MODEL_BATCH = (2048, 1)
+"""Tokens and sequences there."""
 _MACHINE = "Machine, per GPU; default: the preset's"
 Rate = Annotated[float | None, typer.Option(help="GB/s, as measured.", min=LEAST, rich_help_panel=_MACHINE)]
 Multiplier = Annotated[float, typer.Option(rich_help_panel="Credits on the rated TBW; 1.0 is none")]
@@ -86,7 +87,7 @@ def ask(options: Mapping[str, Any]) -> dict[str, Any]:
     start = preset("model", options["model"], MODELS)
     default = Parallelism() if "from_model" in given else start.split
     split = replace(default, **{name: given[name] for name in _names(Parallelism) if name in given})
-    batch = {name: given[name] for name in ("sequence", "micro_batch") if name in given}
+    batch: dict[str, int] = {name: given[name] for name in ("sequence", "micro_batch") if name in given}
     gpu, published = (COUNTED_GPU, None) if "from_model" in given else (start.gpu, start.utilisation)
     return {
         "activations": _activations(given.get("from_model"), start.model, batch, split, recompute=given["recompute"]),
@@ -100,7 +101,7 @@ def ask(options: Mapping[str, Any]) -> dict[str, Any]:
 def _activations(
     source: str | None,
     model: MegatronModel | CountedModel,
-    batch: Mapping[str, int],
+    batch: dict[str, int],
     split: Parallelism,
     *,
     recompute: bool,
@@ -109,19 +110,22 @@ def _activations(
     if source is None and isinstance(model, MegatronModel):
         return megatron_activations(replace(model, **batch), split, recompute=recompute)
     from . import estimate_models as models
+    from . import transformers_models
 
     if source is not None and ".py:" in source:
         if batch:
             raise ConfigError(next(iter(batch)), next(iter(batch.values())), "the function's inputs say it")
         return models.activations(models.count_own(source), source, split, recompute=recompute)
     if source is not None:
-        config, sizes = models.read_configuration(source), FROM_MODEL_BATCH | batch
+        config, default = models.read_configuration(source), FROM_MODEL_BATCH
     else:
         assert isinstance(model, CountedModel)
-        config = models.configuration(model.model_type, model.config)
-        sizes = {"sequence": model.sequence, "micro_batch": model.micro_batch} | batch
-    label = f"{config.model_type}, sequence {sizes['sequence']}, micro-batch {sizes['micro_batch']}"
-    return models.activations(models.count_transformers(config, **sizes), label, split, recompute=recompute)
+        config = transformers_models.configuration(model.model_type, model.config)
+        default = (model.sequence, model.micro_batch)
+    sequence, micro_batch = batch.get("sequence", default[0]), batch.get("micro_batch", default[1])
+    counted = models.count_transformers(config, sequence=sequence, micro_batch=micro_batch)
+    label = f"{config.model_type}, sequence {sequence}, micro-batch {micro_batch}"
+    return models.activations(counted, label, split, recompute=recompute)
 
 
 def _names(kind: type) -> list[str]:

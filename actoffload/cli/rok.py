@@ -129,7 +129,7 @@ def show(points: Sequence[Point], busy: str) -> None:
     """Print the points and what each says next to the noise."""
     console = Console()
     for case in dict.fromkeys(point.case for point in points):
-        console.print(_table(f"{case.panel}, batch {case.batch}", [point for point in points if point.case == case]))
+        console.print(_table(case.name, [point for point in points if point.case == case]))
     if busy:
         console.print(f"WARNING: {busy}; trust verdicts, not single figures.", style="bold yellow", markup=False)
     different = [point.label for point in points if point.identical is False]

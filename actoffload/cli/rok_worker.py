@@ -17,6 +17,7 @@ import json
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -49,21 +50,21 @@ class KeepAll:
         return Decision.KEEP
 
 
+@dataclass
 class Mode:
     """One variant: how its steps run, and what they gave."""
 
-    def __init__(self, variant: Variant, workload: Workload, device_budget: int | None = None) -> None:
-        self.variant = variant
-        self.workload = workload
-        self.device_budget = device_budget
-        self.offloader: Offloader | None = None
-        self.counted_peak_bytes: int | None = None
-        self.process_peak_bytes: int | None = None
-        self.step_s: list[float] = []
-        self.peak_bytes: list[int] = []
-        self.ratios: list[float] = []
-        self.identical: bool | None = None
-        self.failure: dict[str, Any] = {}
+    variant: Variant
+    workload: Workload
+    offloader: Offloader | None = None
+    device_budget: int | None = None
+    counted_peak_bytes: int | None = None
+    process_peak_bytes: int | None = None
+    step_s: list[float] = field(default_factory=list)
+    peak_bytes: list[int] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    identical: bool | None = None
+    failure: dict[str, Any] = field(default_factory=dict)
 
     def sample(self) -> dict[str, Any]:
         """Return what a results file holds of it."""
@@ -174,7 +175,10 @@ class Round:
         self.optimizer.step()
         synchronize(self.device.type)
         step_s = time.perf_counter() - begin_s
-        bits = (loss.item().hex(), *(_sum_of_bits(parameter.grad) for parameter in self.workload.model.parameters()))
+        bits = (
+            float(loss.detach()).hex(),
+            *(_sum_of_bits(parameter.grad) for parameter in self.workload.model.parameters()),
+        )
         self.expected = self.expected or bits
         mode.identical = bits == self.expected and mode.identical is not False
         return step_s

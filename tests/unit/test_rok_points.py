@@ -21,7 +21,7 @@ def test_rounds_are_one_point_with_the_middle_half_of_their_steps_and_the_worst_
     assert point.step_s is not None
     assert point.tflops is not None
     assert point.step_s.median == pytest.approx(1.05)
-    assert (point.step_s.low, point.step_s.high) == (1.0, pytest.approx(1.175))
+    assert [point.step_s.low, point.step_s.high] == pytest.approx([1.0, 1.175])
     assert point.tflops.low == pytest.approx(1 / 1.175)
     assert point.tflops.high == 1.0
 
@@ -46,6 +46,17 @@ def test_no_verdict_is_stronger_than_the_noise_between_keeps_own_steps(ratios: l
 def test_there_is_no_verdict_where_keep_was_not_measured() -> None:
     points = points_of([failed("keep", "out of memory", oom=True), sample("offload", ratios=[])])
     assert [(p.ratio, p.verdict) for p in points] == [(None, ""), (None, "")]
+    assert points[1].tflops is not None
+    assert points[1].tflops.median == 1.0
+
+
+def test_throughput_is_keeps_over_the_ratio_within_turns() -> None:
+    drifted = sample("offload", step_s=9.0, ratios=[1.25, 1.25])
+    keep, offload = points_of([sample("keep", step_s=0.5), drifted])
+    assert keep.tflops is not None
+    assert offload.tflops is not None
+    assert keep.tflops.median == pytest.approx(2.0, rel=0.01)
+    assert offload.tflops.median == pytest.approx(2.0 / 1.25)
 
 
 def test_one_bit_of_difference_is_found() -> None:
