@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 
 from ..errors import ConfigError
 from ..storage.endurance import (
-    DAY_S,
     RATED,
     Credits,
     Drive,
@@ -108,8 +107,7 @@ class Estimate:
     Each attribute is one figure of the answer, so there are more than fifteen.
 
     Attributes:
-        activation_bytes_per_microbatch: what the layers of a pipeline stage save in tensors that can move.
-        activation_bytes_per_step: the same over all micro-batches of a step: S, what is written where all moves.
+        activation_bytes_per_step: what a stage's layers save in tensors that can move, over all micro-batches: S.
         activation_bytes_in_flight: the peak with everything kept: what the fullest stage holds at once.
         small_bytes: what of that peak is in tensors that are too small to move.
         ends_bytes: what embedding, last norm and loss save for a micro-batch; backward follows at once, so it stays.
@@ -120,17 +118,13 @@ class Estimate:
         read_bytes_per_s: what there is to read.
         share_hidden: of S that moves without making the step longer, at most 1.
         moved_bytes_per_step: that share of S; the rest is kept.
-        spool_bytes: on the SSDs at once.
         written_bytes_per_day: of the moved share, over all of the GPU's drives.
         rated_life_s: of the drives, on rated TBW.
         credited_life_s: of the drives, with the credits.
         ssd_price_usd: of all of the GPU's drives.
-        ssd_usd_per_day: price over rated life.
-        gpus: GPUs of the job.
         notes: what a reader must know before quoting a number.
     """
 
-    activation_bytes_per_microbatch: float
     activation_bytes_per_step: float
     activation_bytes_in_flight: float
     small_bytes: float
@@ -142,13 +136,10 @@ class Estimate:
     read_bytes_per_s: float
     share_hidden: float
     moved_bytes_per_step: float
-    spool_bytes: float
     written_bytes_per_day: float
     rated_life_s: float
     credited_life_s: float
     ssd_price_usd: float | None
-    ssd_usd_per_day: float | None
-    gpus: int
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
@@ -192,7 +183,6 @@ def estimate(
     in_flight = per_microbatch * split.microbatches_in_flight
     small = activations.small_bytes / split.pipeline * split.microbatches_in_flight
     return Estimate(
-        activation_bytes_per_microbatch=per_microbatch,
         activation_bytes_per_step=per_step,
         activation_bytes_in_flight=in_flight + small,
         small_bytes=small,
@@ -204,13 +194,10 @@ def estimate(
         read_bytes_per_s=hardware.read_bytes_per_s,
         share_hidden=share,
         moved_bytes_per_step=moved,
-        spool_bytes=share * in_flight,
         written_bytes_per_day=written_per_day(moved, seconds),
         rated_life_s=rated,
         credited_life_s=credited,
         ssd_price_usd=price,
-        ssd_usd_per_day=None if price is None else price / (rated / DAY_S),
-        gpus=split.gpus,
         notes=tuple(_notes(activations, hardware, credits, share, rated, share * in_flight)),
     )
 

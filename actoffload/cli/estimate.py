@@ -161,7 +161,7 @@ def _giga(given: Mapping[str, Any], name: str) -> float | None:
 
 def show(model: str, question: Mapping[str, Any], result: Estimate) -> None:
     """Print the answer: the activations, the bandwidth, the SSDs, and what to know before quoting a number."""
-    title = f"{model} on {question['hardware'].name}, per GPU of {result.gpus}"
+    title = f"{model} on {question['hardware'].name}, per GPU of {question['split'].gpus}"
     print_facts(title, _activation_rows(question["activations"], question["split"], result))
     print_facts("links and SSDs", _machine_rows(question["hardware"], question["credits"].factor, result))
     for note in result.notes:
@@ -198,8 +198,8 @@ def _machine_rows(hardware: Hardware, factor: float, result: Estimate) -> list[t
     ]
     if factor != 1.0:
         rows.append((f"life with credits × {factor:g}", format_duration(result.credited_life_s)))
-    if result.ssd_price_usd is not None and result.ssd_usd_per_day is not None:
-        rows.append(("price", f"${result.ssd_price_usd:,.0f}; ${result.ssd_usd_per_day:,.2f} a day of wear"))
+    if result.ssd_price_usd is not None:
+        rows.append(("price", f"${result.ssd_price_usd:,.0f}"))
     return rows
 
 
