@@ -38,8 +38,8 @@ from .training import prepare_process, say, synchronize
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory")
 FAILURES = (ActOffloadError, MemoryError, RuntimeError, OSError)
 OFFLOAD_READS_AHEAD = 1 << 20
-"""Bytes that the series ``offload`` reads ahead, of which the library makes twice the largest tensor: SSDTrain, too, reads
-one module ahead. By default a quarter of what a forward saves is read ahead, which is a whole block of four: recompute's peak."""
+"""Bytes that the series ``offload`` reads ahead; the library makes that twice the largest tensor (SSDTrain reads one
+module ahead). Its default, a quarter of what a forward saves, is a whole block of four, which is recompute's peak."""
 
 
 class KeepAll:
