@@ -11,31 +11,33 @@ CASE = Case(model="gpt-small", hidden=128, layers=2, batch=2, seq=128, vocab=64)
 PRESET = Preset(
     cases=(CASE, replace(CASE, batch=4)), levels=("0.5", "recompute"), warm_up=1, steps=2, repeats=2, device="cpu"
 )
-LOSSES = ["0x1p+2", "0x1p+1"]
 MACHINE = {"gpu": None, "cpu": "a <cpu>", "torch": "2", "commit": "abc"}
+KEEP_RATIOS = [0.95, 1 / 0.95, 0.9, 1 / 0.9]
 
 
 def sample(series: str, peak: int = 100, step_s: float = 1.0, case: Case = CASE, **more: Any) -> dict[str, Any]:
-    """One sample as a worker gives it."""
+    """One sample as a results file has it."""
     base = {
         "case": asdict(case),
+        "repeat": 0,
+        "others_cpu_share": 0.0,
         "series": series,
         "level": "",
-        "repeat": 0,
         "device_budget": None,
         "flops": 10**12,
         "step_s": [step_s, step_s],
-        "activation_peak_bytes": peak,
+        "ratios": KEEP_RATIOS if series == "keep" else [step_s, step_s],
+        "peak_bytes": [peak, peak],
         "counted_peak_bytes": peak,
-        "losses_hex": LOSSES,
+        "process_peak_bytes": 10 * peak,
+        "identical": True,
     }
     return base | more
 
 
 def failed(series: str, error: str, *, oom: bool = False, case: Case = CASE) -> dict[str, Any]:
     """A sample that ended in an error."""
-    head = {"case": asdict(case), "series": series, "level": "", "repeat": 0, "device_budget": None}
-    return head | {"error": error, "oom": oom}
+    return sample(series, case=case) | {"step_s": [], "ratios": [], "peak_bytes": [], "error": error, "oom": oom}
 
 
 def all_points() -> list[dict[str, Any]]:

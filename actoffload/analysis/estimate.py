@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 
 from ..errors import ConfigError
 from ..storage.endurance import (
-    DAY_S,
     RATED,
     Credits,
     Drive,
@@ -23,17 +22,40 @@ from ..storage.endurance import (
     lifetime_s,
     written_per_day,
 )
-from .transformer_shapes import (
-    ModelShape,
-    Parallelism,
-    Recompute,
-    check_fit,
-    ends_inventory,
-    layer_inventory,
-    layers_bytes,
-    model_flops,
-    recomputed_flops,
-)
+from .megatron import MegatronModel, Parallelism, ends_bytes, layer_bytes, model_flops
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """What one micro-batch of a model saves on one GPU if it had all layers, and the whole model's FLOPs for it.
+
+    Attributes:
+        label: the model, for a person.
+        blocks: bytes of each layer.
+        small_bytes: bytes of all layers in tensors that are too small to move.
+        ends_bytes: what the rest of the model saves.
+        flops: forward, backward and what is recomputed.
+        source: how the bytes are known.
+    """
+
+    label: str
+    blocks: tuple[float, ...]
+    small_bytes: float = 0.0
+    ends_bytes: float = 0.0
+    flops: float
+    source: str = ""
+
+
+def megatron_activations(model: MegatronModel, split: Parallelism, *, recompute: bool = False) -> Activations:
+    """Return those of a Megatron-LM model by its published formulas; with ``recompute`` only layers' inputs stay."""
+    sizes = f"{model.layers} layers × {model.hidden}, sequence {model.sequence}, micro-batch {model.micro_batch}"
+    return Activations(
+        label=f"GPT of Megatron-LM, {sizes}",
+        blocks=(layer_bytes(model, split, recompute=recompute),) * model.layers,
+        ends_bytes=ends_bytes(model, split),
+        flops=model_flops(model, recompute=recompute),
+        source="Korthikanti et al.'s formulas, flash attention",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +68,8 @@ class Hardware:
     utilisation: float
     """Share of the peak that a whole step achieves, bubbles, communication and optimizer included, 0 to 1 (MFU where
     nothing is recomputed; what is recomputed runs at the same rate)."""
-    device_to_host_bytes_per_s: float
-    host_to_device_bytes_per_s: float
+    link_bytes_per_s: float
+    """Between device and host."""
     drive: Drive
     drives: int = 4
     """SSDs per GPU. SSDTrain's paper assumes four."""
@@ -55,14 +77,12 @@ class Hardware:
     """Host to SSDs, all of this GPU's together, as measured. Default: the drives' rated rates added up."""
     ssd_read_bytes_per_s: float | None = None
     """SSDs to host, likewise."""
-    price_usd: float | None = None
-    """Of the GPU."""
     source: str = ""
     """Where the numbers are from."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "peak_flops", "utilisation", "device_to_host_bytes_per_s", "host_to_device_bytes_per_s")
-        check_positive(self, "ssd_write_bytes_per_s", "ssd_read_bytes_per_s", "price_usd")
+        check_positive(self, "peak_flops", "utilisation", "link_bytes_per_s")
+        check_positive(self, "ssd_write_bytes_per_s", "ssd_read_bytes_per_s")
         check_counts(self, "drives")
         if self.utilisation > 1:
             raise ConfigError("utilisation", self.utilisation, "is a share of the peak, above 0 and at most 1")
@@ -71,13 +91,13 @@ class Hardware:
     def write_bytes_per_s(self) -> float:
         """Device to SSD: the slower of the link and the drives."""
         drives = self.drive.write_bytes_per_s * self.drives
-        return min(self.device_to_host_bytes_per_s, self.ssd_write_bytes_per_s or drives)
+        return min(self.link_bytes_per_s, self.ssd_write_bytes_per_s or drives)
 
     @property
     def read_bytes_per_s(self) -> float:
         """SSD to device: the slower of the drives and the link."""
         drives = self.drive.read_bytes_per_s * self.drives
-        return min(self.host_to_device_bytes_per_s, self.ssd_read_bytes_per_s or drives)
+        return min(self.link_bytes_per_s, self.ssd_read_bytes_per_s or drives)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +107,9 @@ class Estimate:
     Each attribute is one figure of the answer, so there are more than fifteen.
 
     Attributes:
-        activation_bytes_per_microbatch: what the layers of a pipeline stage save.
-        activation_bytes_per_step: the same over all micro-batches of a step: S, what is written where all moves.
+        activation_bytes_per_step: what a stage's layers save in tensors that can move, over all micro-batches: S.
         activation_bytes_in_flight: the peak with everything kept: what the fullest stage holds at once.
+        small_bytes: what of that peak is in tensors that are too small to move.
         ends_bytes: what embedding, last norm and loss save for a micro-batch; backward follows at once, so it stays.
         step_flops: of one GPU, recomputation included.
         step_s: seconds of a step.
@@ -98,21 +118,16 @@ class Estimate:
         read_bytes_per_s: what there is to read.
         share_hidden: of S that moves without making the step longer, at most 1.
         moved_bytes_per_step: that share of S; the rest is kept.
-        spool_bytes: on the SSDs at once.
         written_bytes_per_day: of the moved share, over all of the GPU's drives.
         rated_life_s: of the drives, on rated TBW.
         credited_life_s: of the drives, with the credits.
         ssd_price_usd: of all of the GPU's drives.
-        ssd_share_of_gpu_price: that over the GPU's price.
-        ssd_usd_per_day: price over rated life.
-        gpus: GPUs of the job.
-        layer_bytes: the inventory of one layer, by tensor, for one micro-batch.
         notes: what a reader must know before quoting a number.
     """
 
-    activation_bytes_per_microbatch: float
     activation_bytes_per_step: float
     activation_bytes_in_flight: float
+    small_bytes: float
     ends_bytes: float
     step_flops: float
     step_s: float
@@ -121,15 +136,10 @@ class Estimate:
     read_bytes_per_s: float
     share_hidden: float
     moved_bytes_per_step: float
-    spool_bytes: float
     written_bytes_per_day: float
     rated_life_s: float
     credited_life_s: float
     ssd_price_usd: float | None
-    ssd_share_of_gpu_price: float | None
-    ssd_usd_per_day: float | None
-    gpus: int
-    layer_bytes: dict[str, float]
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
@@ -138,34 +148,31 @@ class Estimate:
 
 
 def estimate(
-    shape: ModelShape,
+    activations: Activations,
     split: Parallelism,
     hardware: Hardware,
     *,
     credits: Credits = RATED,
-    recompute: Recompute = "none",
     step_s: float | None = None,
 ) -> Estimate:
-    """Estimate what offloading this model's activations needs, per GPU.
+    """Estimate what offloading a model's activations needs, per GPU.
 
     Args:
-        shape: the model and its micro-batch.
-        split: how a step is split over GPUs.
+        activations: the model and its micro-batch; tensor and context parallelism taken into account.
+        split: how a step is split over GPUs; the stages of a pipeline are taken as equal.
         hardware: one GPU's share of a machine.
         credits: multipliers on the drives' rated endurance; none unless given.
-        recompute: what backward computes again (then only the rest is there to move).
         step_s: seconds of a step as measured. Default: the step's FLOPs over what the GPU achieves.
 
     Raises:
-        ConfigError: the shape cannot be split so, or credits are given for a drive without NAND.
+        ConfigError: the layers cannot be split so, or credits are given for a drive without NAND.
     """
-    check_fit(shape, split)
-    microbatch_flops = model_flops(shape) + recomputed_flops(shape, recompute)
-    flops = microbatch_flops * split.micro_batches * split.data / split.gpus
+    split.check_layers(len(activations.blocks))
+    flops = activations.flops * split.micro_batches * split.data / split.gpus
     seconds = flops / (hardware.peak_flops * hardware.utilisation) if step_s is None else step_s
     if not 0 < seconds < math.inf:
         raise ConfigError("step_s", step_s, "must be a number of seconds above 0")
-    per_microbatch = layers_bytes(shape, split, recompute)
+    per_microbatch = sum(activations.blocks) / split.pipeline
     per_step = per_microbatch * split.micro_batches
     required = required_bytes_per_s(per_step, seconds)
     share = min(1.0, hardware.write_bytes_per_s / required, hardware.read_bytes_per_s / required)
@@ -174,11 +181,12 @@ def estimate(
     credited = lifetime_s(endurance_bytes(hardware.drive, hardware.drives, credits), seconds, moved)
     price = None if hardware.drive.price_usd is None else hardware.drive.price_usd * hardware.drives
     in_flight = per_microbatch * split.microbatches_in_flight
+    small = activations.small_bytes / split.pipeline * split.microbatches_in_flight
     return Estimate(
-        activation_bytes_per_microbatch=per_microbatch,
         activation_bytes_per_step=per_step,
-        activation_bytes_in_flight=in_flight,
-        ends_bytes=sum(ends_inventory(shape, split).values()),
+        activation_bytes_in_flight=in_flight + small,
+        small_bytes=small,
+        ends_bytes=activations.ends_bytes,
         step_flops=flops,
         step_s=seconds,
         required_bytes_per_s=required,
@@ -186,16 +194,11 @@ def estimate(
         read_bytes_per_s=hardware.read_bytes_per_s,
         share_hidden=share,
         moved_bytes_per_step=moved,
-        spool_bytes=share * in_flight,
         written_bytes_per_day=written_per_day(moved, seconds),
         rated_life_s=rated,
         credited_life_s=credited,
         ssd_price_usd=price,
-        ssd_share_of_gpu_price=None if price is None or not hardware.price_usd else price / hardware.price_usd,
-        ssd_usd_per_day=None if price is None else price / (rated / DAY_S),
-        gpus=split.gpus,
-        layer_bytes=layer_inventory(shape, split, recompute),
-        notes=tuple(_notes(shape, hardware, credits, recompute, share, rated, share * in_flight)),
+        notes=tuple(_notes(activations, hardware, credits, share, rated, share * in_flight)),
     )
 
 
@@ -209,13 +212,7 @@ def required_bytes_per_s(step_bytes: float, step_s: float) -> float:
 
 
 def _notes(
-    shape: ModelShape,
-    hardware: Hardware,
-    credits: Credits,
-    recompute: Recompute,
-    share: float,
-    rated_life: float,
-    spool: float,
+    activations: Activations, hardware: Hardware, credits: Credits, share: float, rated_life: float, spool: float
 ) -> list[str]:
     notes = []
     if credits.factor != 1.0:
@@ -229,10 +226,8 @@ def _notes(
         notes.append("The drives' rated write rate is for a fresh cache; a measured, sustained one may be much lower.")
     if spool > hardware.drive.capacity_bytes * hardware.drives:
         notes.append("What is in flight does not fit on the drives: more drives, or fewer micro-batches in flight.")
-    if recompute == "selective" and shape.attention == "flash":
-        notes.append("Selective recomputation saves nothing here: flash attention keeps no quadratic tensor.")
-    if not shape.fused_kernels and shape.family == "llama":
-        notes.append("RMSNorm and SwiGLU as plain PyTorch runs them; fused kernels save fewer bytes.")
+    if activations.source:
+        notes.append(f"Bytes by {activations.source}.")
     for part in (hardware.source, hardware.drive.source):
         if "recalled" in part:
             notes.append(f"Check before quoting: {part}.")

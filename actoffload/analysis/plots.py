@@ -16,7 +16,8 @@ from ..planning.simulator import Prediction
 from . import rok
 
 MIB, GIB = 1 << 20, 1 << 30
-COLOURS = {"keep": "#7a7a7a", "recompute": "#c77700", "offload": "#2a8a4a", "hybrid": "#0b6fa4"}
+COLOURS = {"keep": "#4d4d4d", "recompute": "#d55e00", "offload": "#009e73", "hybrid": "#0072b2"}
+"""Okabe and Ito's, which colour-blind people can tell apart."""
 MARKERS = {"keep": "s", "recompute": "^", "offload": "D", "hybrid": "o"}
 KEEP_COLOUR, PLAN_COLOUR, BUDGET_COLOUR = "#8c8c8c", "#0b6fa4", "#c23b22"
 
@@ -61,43 +62,80 @@ def step_time_against_memory(points: Sequence[Point], path: Path, title: str) ->
 
 
 def draw_rok(points: Sequence[rok.Point], path: Path, title: str) -> bool:
-    """Draw a panel for each model and hidden size, throughput over activation peak; upper left is better."""
+    """Draw a panel for each model and size, throughput over activation peak; upper left is better.
+
+    Bars show the middle half and, to the right, the highest peak of a step; one that is very long runs out of the
+    panel. A grey band is the A/A noise of keep. Larger markers are larger batches.
+    """
     groups = _grouped(points, lambda point: point.case.panel)
     if not groups or not has_matplotlib():
         return False
-    with _panels(groups, path, title) as axes:
+    with _panels(groups, path, title, width=3.6, height=3.1, fontsize=7.5) as axes:
         for (group, mine), axis in zip(groups.items(), axes, strict=True):
             _draw_rok_panel(axis, group, mine)
-        handles, labels = axes[0].get_legend_handles_labels()
-        axes[0].figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+        axes[0].figure.legend(handles=_rok_legend(points), loc="outside lower center", ncols=5, frameon=False)
     return True
 
 
 def _draw_rok_panel(axis: Any, name: str, points: Sequence[rok.Point]) -> None:
-    unit, unit_name = _unit_of(p.peak_bytes or 0 for p in points)
-    for series in rok.SERIES:  # one legend entry for each, also where a panel has none of them
-        axis.plot([], [], color=COLOURS[series], marker=MARKERS[series], label=series)
-    drawn = sorted((p for p in points if p.measured), key=lambda p: (p.peak_bytes or 0, p.tflops or 0.0))
+    drawn = [(p, p.tflops) for p in sorted(points, key=lambda p: (p.case.batch, p.peak_bytes)) if p.tflops]
+    unit, unit_name = _unit_of(p.worst_peak_bytes for p, _ in drawn)
     # A line joins a series over its batches; the hybrid, for each batch, over its budgets.
-    lines = _grouped(drawn, lambda p: (p.variant.series, p.case.batch if p.variant.series == "hybrid" else 0))
+    lines = _grouped(drawn, lambda d: (d[0].variant.series, d[0].case.batch if d[0].variant.series == "hybrid" else 0))
     for (series, _), line in lines.items():
-        xs, ys = [(p.peak_bytes or 0) / unit for p in line], [p.tflops or 0.0 for p in line]
-        colour, dash = COLOURS[series], "-" if series == "hybrid" else ":"
-        axis.plot(xs, ys, dash, color=colour, marker=MARKERS[series], markersize=6, linewidth=1.1, alpha=0.85)
-        first_named = len(line) - 1 if series == "hybrid" else 0
-        for point, x, y in list(zip(line, xs, ys, strict=True))[first_named:]:
-            text = f"b{point.case.batch}"
-            axis.annotate(text, (x, y), textcoords="offset points", xytext=(5, 5), fontsize=7, color=colour)
-    _from_zero(axis)
-    axis.set_title(name, fontsize="small")
-    axis.set(xlabel=f"activation peak ({unit_name})", ylabel="model throughput (TFLOP/s)")
+        xs, ys = [p.peak_bytes / unit for p, _ in line], [tflops.median for _, tflops in line]
+        axis.plot(xs, ys, "-" if series == "hybrid" else ":", color=COLOURS[series], linewidth=1)
+    sizes = _batch_sizes(points)
+    for p, tflops in drawn:
+        x, y, series = p.peak_bytes / unit, tflops.median, p.variant.series
+        axis.errorbar(
+            *(x, y),
+            xerr=[[0], [(p.worst_peak_bytes - p.peak_bytes) / unit]],
+            yerr=[[y - tflops.low], [tflops.high - y]],
+            **{"fmt": MARKERS[series], "color": COLOURS[series], "markersize": sizes[p.case.batch]},
+            **{"markeredgecolor": "white", "markeredgewidth": 0.5, "elinewidth": 0.8, "capsize": 1.5},
+            zorder=2.5 if series == "hybrid" else 3,  # a hybrid with another's budget lies where that one does
+        )
+        if series == "keep" and p.ratio is not None:
+            axis.axhspan(tflops.low, tflops.high, color=COLOURS["keep"], alpha=0.12, linewidth=0)
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.set_ylim(0, 1.25 * max((tflops.median for _, tflops in drawn), default=1.0))
+    axis.set_title(name, fontsize="medium")
+    axis.set(xlabel=f"activation peak ({unit_name}, logarithmic)", ylabel="model throughput (TFLOP/s)")
     axis.grid(alpha=0.25)
     failed = {
         "out of memory": [p for p in points if p.oom],
-        "not measured": [p for p in points if not p.measured and not p.oom],
+        "not measured": [p for p in points if not p.tflops and not p.oom],
     }
     texts = [f"{what}: {'; '.join(p.label for p in mine)}" for what, mine in failed.items() if mine]
-    axis.text(0.02, 0.02, "\n".join(texts), transform=axis.transAxes, fontsize=6.5, wrap=True)
+    axis.text(0.02, 0.02, "\n".join(texts), transform=axis.transAxes, fontsize="small", wrap=True)
+
+
+def _batch_sizes(points: Iterable[rok.Point]) -> dict[int, float]:
+    """Return a marker's size in points for each batch."""
+    batches = sorted({p.case.batch for p in points})
+    return {batch: 4.0 + 2.0 * number for number, batch in enumerate(batches)}
+
+
+def _rok_legend(points: Sequence[rok.Point]) -> list[Any]:
+    """Return what explains series, line styles, sizes and the band."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    series = [
+        Line2D([], [], color=COLOURS[name], marker=MARKERS[name], linestyle="none", label=name) for name in rok.SERIES
+    ]
+    styles = [
+        Line2D([], [], color="black", linestyle="-", linewidth=1, label="hybrid over its budgets"),
+        Line2D([], [], color="black", linestyle=":", linewidth=1, label="a series over batches"),
+    ]
+    sizes = [
+        Line2D([], [], color="black", marker="o", markersize=size, linestyle="none", label=f"batch {batch}")
+        for batch, size in _batch_sizes(points).items()
+    ]
+    noise = Patch(color=COLOURS["keep"], alpha=0.12, label="A/A noise of keep (middle half)")
+    return [*series, *styles, *sizes, noise]
 
 
 def draw_plan(
@@ -150,26 +188,29 @@ def has_matplotlib() -> bool:
 
 
 @contextmanager
-def _panels(names: Iterable[str], path: Path, title: str, *, width: float = 5.8) -> Iterator[list[Any]]:
-    """Give an axis for each name, three in a row, and write the picture at the end."""
+def _panels(
+    names: Iterable[str], path: Path, title: str, *, width: float = 5.8, height: float = 4.6, fontsize: float = 10.0
+) -> Iterator[list[Any]]:
+    """Give an axis for each name, three in a row, and write the picture at the end; sizes in inches and points."""
     from matplotlib import pyplot
 
     count = len(list(names))
     columns = min(3, count)
     rows = -(-count // columns)
-    size = (width * columns, 4.6 * rows)
-    figure, grid = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
-    axes = list(grid.flatten())
-    for axis in axes[count:]:
-        axis.set_axis_off()
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-    try:
-        yield axes[:count]
-        figure.suptitle(title, fontsize="medium")
-        figure.savefig(path, dpi=120)
-    finally:
-        pyplot.close(figure)
+    with pyplot.rc_context({"font.size": fontsize, "figure.facecolor": "white", "axes.facecolor": "white"}):
+        size = (width * columns, height * rows)
+        figure, grid = pyplot.subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+        axes = list(grid.flatten())
+        for axis in axes[count:]:
+            axis.set_axis_off()
+        for axis in axes:
+            axis.spines[["top", "right"]].set_visible(False)
+        try:
+            yield axes[:count]
+            figure.suptitle(title, fontsize="medium")
+            figure.savefig(path, dpi=200)
+        finally:
+            pyplot.close(figure)
 
 
 def _from_zero(axis: Any) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 SERIES = ("keep", "recompute", "offload", "hybrid")
@@ -43,7 +43,7 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """A series and, for ``hybrid``, its budget: a share of the peak with all kept, or the peak of another series."""
+    """A series and, for ``hybrid``, its budget: a share of the peak with all kept, or ``"recompute"`` for its peak."""
 
     series: str
     level: str = ""
@@ -63,26 +63,26 @@ class Preset:
     Attributes:
         cases: the workloads.
         levels: budgets of the hybrid; it is always run without one, too.
-        warm_up: steps before the timed ones, enough for a plan to settle.
-        steps: timed steps of each sample.
-        repeats: samples of each point, taken in turns.
+        warm_up: steps of each variant before the timed ones, enough for a plan to settle.
+        steps: timed turns of each round; in each, every variant takes a step, ``keep`` the first and the last.
+        repeats: rounds, each in a process of its own.
         threads: CPU threads of PyTorch; None for its own choice.
         device: ``"cpu"`` or the accelerator's type; empty for the accelerator where there is one.
     """
 
     cases: tuple[Case, ...]
-    levels: tuple[str, ...] = ("keep", "offload", "recompute", "0.15", "0.4", "0.65")
-    warm_up: int = 8
-    steps: int = 5
-    repeats: int = 3
+    levels: tuple[str, ...] = ("recompute", "0.4")
+    warm_up: int = 4
+    steps: int = 10
+    repeats: int = 2
     threads: int | None = None
     device: str = ""
 
-    def variants(self, series: Sequence[str] = SERIES) -> tuple[Variant, ...]:
-        """Return what is run of each case, those first that others need."""
-        plain = [Variant(series=name) for name in ("keep", "offload", "recompute", "hybrid") if name in series]
-        budgets = [Variant(series="hybrid", level=level) for level in self.levels if "hybrid" in series]
-        return (*plain, *(v for v in budgets if v.level not in SERIES or v.level in series))
+    @property
+    def variants(self) -> tuple[Variant, ...]:
+        """What is run of each case, those first that others need."""
+        plain = [Variant(series=name) for name in SERIES]
+        return (*plain, *(Variant(series="hybrid", level=level) for level in self.levels))
 
 
 def _grid(models: Iterable[str], shapes: Iterable[tuple[int, int, Sequence[int]]], **common: Any) -> tuple[Case, ...]:
@@ -95,7 +95,7 @@ def _grid(models: Iterable[str], shapes: Iterable[tuple[int, int, Sequence[int]]
 
 
 _PAPER_VOCAB = {"gpt": 50304, "bert": 30592, "t5": 32128}
-_SMALL_VOCAB = dict.fromkeys(("gpt", "bert", "t5", "gpt-small"), 1024)
+_SMALL_VOCAB = dict.fromkeys(("gpt", "bert", "gpt-small"), 1024)
 _PAPER = {"seq": 1024, "head_width": 128, "dtype": "bfloat16", "vocab": _PAPER_VOCAB}
 PRESETS = {
     "ssdtrain": Preset(
@@ -103,8 +103,9 @@ PRESETS = {
         + _grid(("bert",), ((12288, 3, (4, 8, 32)), (14336, 3, (4, 8, 16, 32))), **_PAPER)
     ),
     "cpu": Preset(
-        cases=_grid(("gpt", "bert", "t5"), ((256, 4, (4, 8)), (384, 4, (4,))), seq=256, vocab=_SMALL_VOCAB),
-        threads=2,
+        cases=_grid(("gpt", "bert"), ((256, 8, (2, 4)),), seq=256, vocab=_SMALL_VOCAB),
+        repeats=1,
+        threads=1,
         device="cpu",
     ),
     "tiny": Preset(
@@ -120,52 +121,73 @@ PRESETS = {
 """``ssdtrain``: the shapes of SSDTrain's figures 6 and 7, for a GPU. ``cpu``: small. ``tiny``: for tests."""
 
 
+@dataclass(frozen=True)
+class Spread:
+    """A median with the middle half of the values around it."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Return that of one or more values."""
+        low, _, high = quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+        return cls(median(values), low, high)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Point:
     """All samples of one variant of one case.
+
+    It has one attribute for each column of the results, so there are more than fifteen.
 
     Attributes:
         case: the workload.
         variant: the series and its level.
         device_budget: bytes; None without one.
-        peak_bytes: the most of saved activations on the device in any timed step; None where nothing was measured.
-        step_s: median of all timed steps.
-        tflops: throughput at ``step_s``, 10¹² FLOP/s.
-        spread: how far the samples' medians lie apart, of one sample its steps, as a share of ``step_s``.
-        samples: how many there are.
-        identical: whether all losses are those of ``keep``, bit for bit; None where there is nothing to compare.
+        peak_bytes: peak of saved activations on the device in a step: its median over the timed steps; 0 where
+            nothing was measured.
+        worst_peak_bytes: the highest of them.
+        process_peak_bytes: peak resident memory of the process in a step; None on an accelerator.
+        step_s: seconds of a step; None where nothing was measured, as all below.
+        tflops: throughput, 10¹² FLOP/s: keep's at its median step, over the ratio; without a ratio that of the steps.
+        ratio: step time over that of keep in the same turn; of keep itself, one of its two steps over the other
+            (the A/A noise, around 1). None where keep was not measured.
+        verdict: what the ratio says next to the A/A noise; empty where there is none.
+        identical: whether losses and gradients are those of ``keep``, bit for bit; None where nothing was compared.
         oom: whether it ran out of memory.
         below_floor: whether its budget is below what any plan reaches.
         error: what went wrong; empty when nothing did.
-        efficient: whether no point of its panel has less memory and more throughput.
     """
 
     case: Case
     variant: Variant
     device_budget: int | None = None
-    peak_bytes: int | None = None
-    step_s: float | None = None
-    tflops: float | None = None
-    spread: float = 0.0
-    samples: int = 0
+    peak_bytes: int = 0
+    worst_peak_bytes: int = 0
+    process_peak_bytes: int | None = None
+    step_s: Spread | None = None
+    tflops: Spread | None = None
+    ratio: Spread | None = None
+    verdict: str = ""
     identical: bool | None = None
     oom: bool = False
     below_floor: bool = False
     error: str = ""
-    efficient: bool = False
-
-    @property
-    def measured(self) -> bool:
-        """Whether it can be drawn."""
-        return self.peak_bytes is not None and self.tflops is not None
 
     @property
     def label(self) -> str:
         """The variant and the batch."""
         return f"{self.variant.label}, batch {self.case.batch}"
 
+    @property
+    def failed(self) -> bool:
+        """Whether it went wrong otherwise than by running out of memory or by a budget that no plan reaches."""
+        return bool(self.error) and not self.oom and not self.below_floor
+
     def as_dict(self) -> dict[str, Any]:
-        """Return one flat row."""
+        """Return one row, ready for JSON."""
         row = asdict(self)
         return {**row.pop("case"), **row.pop("variant"), **row}
 
@@ -176,41 +198,53 @@ def points_of(samples: Sequence[Sample]) -> list[Point]:
     for sample in samples:
         key = Case(**sample["case"]), Variant(series=sample["series"], level=sample["level"])
         groups.setdefault(key, []).append(sample)
-    points = [_point(case, variant, mine, _reference(case, groups)) for (case, variant), mine in groups.items()]
-    return [replace(point, efficient=_is_efficient(point, points)) for point in points]
+    points = [_point(case, variant, mine) for (case, variant), mine in groups.items()]
+    keeps = {point.case: point for point in points if point.variant.series == "keep"}
+    return [_against(keeps.get(point.case), point) for point in points]
 
 
-def _reference(case: Case, groups: Mapping[tuple[Case, Variant], Sequence[Sample]]) -> list[str] | None:
-    """Return the losses to compare with: those of keep, or of the first other that has some."""
-    mine = [(v, s) for (c, v), found in groups.items() if c == case for s in found if s.get("losses_hex")]
-    mine.sort(key=lambda pair: pair[0].series != "keep")
-    return list(mine[0][1]["losses_hex"]) if mine else None
+def _against(keep: Point | None, point: Point) -> Point:
+    """Return a point with its verdict, and with the throughput that its turns show: keep's, over the ratio."""
+    if keep is None or keep.ratio is None or keep.tflops is None or point.ratio is None:
+        return point
+    top, ratio = keep.tflops.median, point.ratio
+    tflops = Spread(top / ratio.median, top / ratio.high, top / ratio.low)
+    return replace(point, tflops=tflops, verdict=verdict(ratio, keep.ratio))
 
 
-def _point(case: Case, variant: Variant, samples: Sequence[Sample], reference: Sequence[str] | None) -> Point:
-    bad = [sample for sample in samples if "error" in sample]
+def _point(case: Case, variant: Variant, samples: Sequence[Sample]) -> Point:
     budget = next((s["device_budget"] for s in samples if s.get("device_budget") is not None), None)
-    point = Point(case=case, variant=variant, device_budget=budget, samples=len(samples))
+    point = Point(case=case, variant=variant, device_budget=budget)
+    bad = [sample for sample in samples if "error" in sample]
     if bad:  # a point that fails now and then is a failed one
         oom, below_floor = any(s.get("oom") for s in bad), any(s.get("below_floor") for s in bad)
         return replace(point, oom=oom, below_floor=below_floor, error=bad[0]["error"])
-    step_s = median(s for sample in samples for s in sample["step_s"])
-    times = [median(sample["step_s"]) for sample in samples] if len(samples) > 1 else samples[0]["step_s"]
+    step_s = Spread.of([s for sample in samples for s in sample["step_s"]])
+    teraflop = samples[0]["flops"] / 1e12
+    peaks = [peak for sample in samples for peak in sample["peak_bytes"]]
+    process = [s["process_peak_bytes"] for s in samples if s["process_peak_bytes"] is not None]
+    ratios = [ratio for sample in samples for ratio in sample["ratios"]]
+    compared = [sample["identical"] for sample in samples if sample["identical"] is not None]
     return replace(
         point,
-        peak_bytes=max(sample["activation_peak_bytes"] for sample in samples),
+        peak_bytes=round(median(peaks)),
+        worst_peak_bytes=max(peaks),
+        process_peak_bytes=round(median(process)) if process else None,
         step_s=step_s,
-        tflops=samples[0]["flops"] / step_s / 1e12,
-        spread=(max(times) - min(times)) / step_s,
-        identical=None if reference is None else all(list(s["losses_hex"]) == list(reference) for s in samples),
+        tflops=Spread(teraflop / step_s.median, teraflop / step_s.high, teraflop / step_s.low),
+        ratio=Spread.of(ratios) if ratios else None,
+        identical=all(compared) if compared else None,
     )
 
 
-def _is_efficient(point: Point, points: Iterable[Point]) -> bool:
-    """Return whether no point of its panel is as good both ways and better in one."""
-    if not point.measured:
-        return False
-    mine = (-(point.peak_bytes or 0), point.tflops or 0.0)
-    panel = [p for p in points if p.measured and p.case.panel == point.case.panel]
-    others = [(-(p.peak_bytes or 0), p.tflops or 0.0) for p in panel]
-    return not any(other != mine and other[0] >= mine[0] and other[1] >= mine[1] for other in others)
+def verdict(ratio: Spread, noise: Spread) -> str:
+    """Return what a ratio to keep says: a difference only where its middle half lies outside the A/A noise's.
+
+    >>> verdict(Spread(1.3, 1.2, 1.4), Spread(1.0, 0.9, 1.1)), verdict(Spread(1.05, 1.0, 1.2), Spread(1.0, 0.9, 1.1))
+    ('slower', 'as keep')
+    """
+    if ratio == noise:
+        return "A/A noise"
+    if ratio.low > noise.high:
+        return "slower"
+    return "faster" if ratio.high < noise.low else "as keep"

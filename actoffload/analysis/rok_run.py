@@ -1,4 +1,4 @@
-"""Measures the recompute-offload-keep curve: each sample in a process of its own and kept at once; resumable."""
+"""Measures the recompute-offload-keep curve: each round of a case in a process of its own, kept at once; resumable."""
 
 from __future__ import annotations
 
@@ -10,32 +10,33 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from .environment import find_device, write_json
-from .rok import SERIES, Case, Preset, Variant
+from .environment import BUSY_SHARE, find_device, write_json
+from .rok import Case, Preset
 from .workers import run_worker
 
 WORKER = "actoffload.cli.rok_worker"
-VERSION = 1
+VERSION = 2
 
-LIMIT_S = 1800.0
-"""The longest that one sample may take."""
+LIMIT_S = 3600.0
+"""The longest that one round may take."""
 
-Launch = Callable[[dict[str, Any]], dict[str, Any]]
+
+def launch_worker(spec: dict[str, Any]) -> dict[str, Any]:
+    """Take one round in a process of its own; a failure, also by running out of memory or time, is a result."""
+    return run_worker(WORKER, spec, limit_s=LIMIT_S)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One sample to take: which variant of which case, and the how-manieth."""
+    """One round of one case."""
 
     case: Case
-    variant: Variant
     repeat: int
 
     @property
     def label(self) -> str:
         """For a person."""
-        case = self.case
-        return f"{case.model} {case.hidden} × {case.layers}, batch {case.batch}: {self.variant.label}"
+        return f"{self.case.name}, round {self.repeat + 1}"
 
 
 class RokRun:
@@ -43,15 +44,11 @@ class RokRun:
 
     Args:
         preset: what is measured.
-        file: the results (JSON); samples that it holds already are not taken again.
+        file: the results (JSON); rounds that it holds already are not taken again, unless something in them failed.
         environment: the machine and the software.
         command: what repeats this run.
-        series: which series.
-        target: where tensors go.
         path: directories of the spool; not written to the results.
-        memory_limit: most bytes of each process (CPU) or of its device; None for no limit.
-        retry: take samples that failed again.
-        launch: takes a sample; tests give their own.
+        launch: takes a round; tests give their own.
 
     Raises:
         ConfigError: the file holds something else, or was measured with other options.
@@ -64,19 +61,13 @@ class RokRun:
         *,
         environment: dict[str, Any],
         command: str,
-        series: Sequence[str] = SERIES,
-        target: str = "auto",
         path: Sequence[str] | None = None,
-        memory_limit: int | None = None,
-        retry: bool = False,
-        launch: Launch | None = None,
+        launch: Callable[[dict[str, Any]], dict[str, Any]] = launch_worker,
     ) -> None:
         self.file = file
         self._preset = preset
-        self._series = series
         self._path = None if path is None else list(path)
-        self._launch = launch or launch_worker
-        self._commit = environment.get("commit")
+        self._launch = launch
         self.payload: dict[str, Any] = {
             "benchmark": "rok",
             "version": VERSION,
@@ -87,86 +78,60 @@ class RokRun:
                 "threads": preset.threads,
                 "warm_up": preset.warm_up,
                 "steps": preset.steps,
-                "target": target,
-                "memory_limit": memory_limit,
+                "variants": [asdict(variant) for variant in preset.variants],
             },
             "samples": [],
         }
         if not file.exists():
             return
         old = load_results(file)
-        different = [
-            name for name, how in self.payload["measured_with"].items() if old["measured_with"].get(name) != how
-        ]
+        here = self.payload["measured_with"]
+        different = [name for name, how in here.items() if old["measured_with"].get(name) != how]
         if different:
             raise ConfigError("out", str(file), f"was measured with another {', '.join(different)}; name a new file")
-        self.payload["samples"] = [s for s in old["samples"] if not (retry and "error" in s)]
+        failed = {_job(s) for s in old["samples"] if "error" in s and not s.get("oom") and not s.get("below_floor")}
+        self.payload["samples"] = [s for s in old["samples"] if _job(s) not in failed]
 
     def missing(self) -> list[Job]:
-        """Return the samples that the results do not hold yet: case by case, its variants in turns (A B A B)."""
+        """Return the rounds that the results do not hold yet."""
         there = {_job(sample) for sample in self.payload["samples"]}
-        jobs = (
-            Job(case=case, variant=variant, repeat=repeat)
-            for case in self._preset.cases
-            for repeat in range(self._preset.repeats)
-            for variant in self._preset.variants(self._series)
-        )
+        jobs = (Job(case=case, repeat=repeat) for case in self._preset.cases for repeat in range(self._preset.repeats))
         return [job for job in jobs if job not in there]
 
-    def run(self) -> Generator[tuple[Job, dict[str, Any]]]:
-        """Take each missing sample; yields it when it is in the file.
+    def run(self) -> Generator[tuple[Job, list[dict[str, Any]]]]:
+        """Take each missing round; yields it with its samples, one for each variant, when they are in the file.
 
         Raises:
             OSError: the file cannot be written.
         """
         for job in self.missing():
-            sample = self._take(job)
-            self.payload["samples"].append(sample)
+            samples = self._take(job)
+            self.payload["samples"] += samples
             self.payload["environment"]["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             write_json(self.file, self.payload)
-            yield job, sample
+            yield job, samples
 
-    def _take(self, job: Job) -> dict[str, Any]:
-        head: dict[str, Any] = {
+    def _take(self, job: Job) -> list[dict[str, Any]]:
+        measured_with = self.payload["measured_with"]
+        result = self._launch(measured_with | {"case": asdict(job.case), "path": self._path})
+        head = {
             "case": asdict(job.case),
-            **asdict(job.variant),
             "repeat": job.repeat,
-            "commit": self._commit,
-            "device_budget": None,
+            "commit": self.payload["environment"].get("commit"),
+            "others_cpu_share": result.pop("others_cpu_share", None),
         }
-        if job.variant.level:
-            budget = self._budget(job.case, job.variant.level)
-            if budget is None:
-                of = job.variant.level if job.variant.level in SERIES else "keep"
-                return head | {"error": f"no budget: the peak of {of} is not known", "oom": False}
-            head["device_budget"] = budget
-        spec = self.payload["measured_with"] | {
-            "case": head["case"],
-            "series": job.variant.series,
-            "device_budget": head["device_budget"],
-            "path": self._path,
-        }
-        return head | self._launch(spec) | head  # what it is a sample of is not the worker's to say
+        found = result.get("samples", [result | variant for variant in measured_with["variants"]])  # it failed whole
+        return [head | sample for sample in found]
 
-    def _budget(self, case: Case, level: str) -> int | None:
-        """Return the bytes of a level, by what earlier samples counted: saved bytes, as a budget is about those."""
-        mine = [s for s in self.payload["samples"] if Case(**s["case"]) == case and not s["level"]]
-        if level in SERIES:
-            found = [s["counted_peak_bytes"] for s in mine if s["series"] == level and "counted_peak_bytes" in s]
-            return int(found[0]) if found else None
-        whole = [s["counted_peak_bytes"] for s in mine if s["series"] == "keep" and "counted_peak_bytes" in s]
-        whole += [s["statistics"]["baseline_peak_bytes"] for s in mine if "statistics" in s]
-        return int(float(level) * whole[0]) if whole else None
+
+def busy_share(payload: dict[str, Any]) -> float:
+    """Return the largest share of the processors that others took in a round; 0 where it never made a machine busy."""
+    share: float = max((s.get("others_cpu_share") or 0.0 for s in payload["samples"]), default=0.0)
+    return share if share > BUSY_SHARE else 0.0
 
 
 def _job(sample: dict[str, Any]) -> Job:
-    variant = Variant(series=sample["series"], level=sample["level"])
-    return Job(case=Case(**sample["case"]), variant=variant, repeat=int(sample["repeat"]))
-
-
-def launch_worker(spec: dict[str, Any]) -> dict[str, Any]:
-    """Take one sample in a process of its own; a failure, also by running out of memory or time, is a result."""
-    return run_worker(WORKER, spec, limit_s=LIMIT_S)
+    return Job(case=Case(**sample["case"]), repeat=int(sample["repeat"]))
 
 
 def load_results(file: Path) -> dict[str, Any]:

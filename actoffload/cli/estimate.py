@@ -11,45 +11,38 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..analysis.estimate import Estimate, Hardware, estimate
-from ..analysis.estimate_presets import DRIVES, GPUS, LINK_SOURCE, MODELS, TB, preset
-from ..analysis.transformer_shapes import ModelShape, Parallelism
+from ..analysis.estimate import Activations, Estimate, Hardware, estimate, megatron_activations
+from ..analysis.estimate_presets import DRIVES, GPUS, LINK_SOURCE, MODELS, TB, CountedModel, preset
+from ..analysis.megatron import MegatronModel, Parallelism
 from ..errors import ConfigError
 from ..sizes import format_size
-from ..storage.endurance import Credits, Drive, format_decimal, format_duration
+from ..storage.endurance import Credits, format_decimal, format_duration
 from .console import JsonOption, explained_errors, print_facts, print_json
 
 Count = Annotated[int | None, typer.Option(min=1, rich_help_panel="Model and its split; default: the preset's")]
-Text = Annotated[str | None, typer.Option(rich_help_panel="Model and its split; default: the preset's")]
 Flag = Annotated[bool | None, typer.Option(rich_help_panel="Model and its split; default: the preset's")]
 LEAST = 1e-6
+COUNTED_GPU = "h100-sxm"
+"""The GPU where ``--from-model`` is given and no ``--gpu``."""
+FROM_MODEL_BATCH = (2048, 1)
+"""Tokens and sequences there."""
 _MACHINE = "Machine, per GPU; default: the preset's"
 Rate = Annotated[float | None, typer.Option(help="GB/s, as measured.", min=LEAST, rich_help_panel=_MACHINE)]
-Dollars = Annotated[float | None, typer.Option(help="US dollars.", min=LEAST, rich_help_panel=_MACHINE)]
 Multiplier = Annotated[float, typer.Option(rich_help_panel="Credits on the rated TBW; 1.0 is none")]
 
 
 def command(
     ctx: typer.Context,
-    model: Annotated[str, typer.Option(help="Preset to start from; --presets lists them.")] = "llama3-8b",
+    model: Annotated[str, typer.Option(help="Preset to start from; --presets lists them.")] = "gpt3-175b",
+    from_model: Annotated[
+        str | None, typer.Option(help="Count this: FILE.py:FUNCTION, a config.json, or a model type of Transformers.")
+    ] = None,
     gpu: Annotated[str | None, typer.Option(help="Preset of the GPU. Default: the model's.")] = None,
     drive: Annotated[str, typer.Option(help="Preset of the SSD.")] = "980pro-1tb",
-    recompute: Annotated[str, typer.Option(help="none, selective or full.")] = "none",
+    recompute: Annotated[bool, typer.Option(help="Recompute every layer; its input is what stays to move.")] = False,
     step_s: Annotated[float | None, typer.Option(help="Seconds of a measured step. Default: from FLOPs.")] = None,
-    family: Text = None,
-    layers: Count = None,
-    hidden: Count = None,
-    heads: Count = None,
-    kv_heads: Count = None,
-    head_dim: Count = None,
-    ffn: Count = None,
     sequence: Count = None,
     micro_batch: Count = None,
-    vocab: Count = None,
-    dtype_bytes: Count = None,
-    attention: Annotated[str | None, typer.Option(help="flash or unfused.")] = None,
-    dropout: Flag = None,
-    fused_kernels: Flag = None,
     tensor: Count = None,
     sequence_parallel: Flag = None,
     pipeline: Count = None,
@@ -57,17 +50,13 @@ def command(
     context: Count = None,
     data: Count = None,
     micro_batches: Count = None,
-    in_flight: Annotated[float | None, typer.Option(help="Micro-batches at once. Default: 1F1B's.")] = None,
     peak_tflops: Annotated[float | None, typer.Option(min=LEAST, rich_help_panel=_MACHINE)] = None,
     utilisation: Annotated[float | None, typer.Option(help="MFU, 0 to 1.", rich_help_panel=_MACHINE)] = None,
-    device_to_host: Rate = None,
-    host_to_device: Rate = None,
+    link: Rate = None,
     ssd_write: Rate = None,
     ssd_read: Rate = None,
     drives: Annotated[int, typer.Option(min=1, help="SSDs per GPU.", rich_help_panel=_MACHINE)] = 4,
     tbw: Annotated[float | None, typer.Option(help="Of one SSD, TB.", min=LEAST, rich_help_panel=_MACHINE)] = None,
-    drive_price: Dollars = None,
-    gpu_price: Dollars = None,
     write_amplification_rated: Multiplier = 1.0,
     write_amplification_workload: Multiplier = 1.0,
     retention_credit: Multiplier = 1.0,
@@ -82,10 +71,10 @@ def command(
         question = ask(ctx.params)
         result = estimate(**question)
     if as_json:
-        parts = {name: asdict(question[name]) for name in ("split", "hardware", "credits")}
-        print_json({"model": asdict(question["shape"]), **parts, "recompute": recompute, "estimate": result.as_dict()})
+        parts = {name: asdict(question[name]) for name in ("activations", "split", "hardware", "credits")}
+        print_json({**parts, "estimate": result.as_dict()})
     else:
-        show(model, question, result)
+        show(from_model or model, question, result)
 
 
 def ask(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,18 +83,49 @@ def ask(options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: an option has a value that cannot work.
     """
-    if options["recompute"] not in ("none", "selective", "full"):
-        raise ConfigError("recompute", options["recompute"], "choose one of 'none', 'selective', 'full'")
-    start = preset("model", options["model"], MODELS)
     given = {name: value for name, value in options.items() if value is not None}
+    start = preset("model", options["model"], MODELS)
+    default = Parallelism() if "from_model" in given else start.split
+    split = replace(default, **{name: given[name] for name in _names(Parallelism) if name in given})
+    batch: dict[str, int] = {name: given[name] for name in ("sequence", "micro_batch") if name in given}
+    gpu, published = (COUNTED_GPU, None) if "from_model" in given else (start.gpu, start.utilisation)
     return {
-        "shape": replace(start.shape, **{name: given[name] for name in _names(ModelShape) if name in given}),
-        "split": replace(start.split, **{name: given[name] for name in _names(Parallelism) if name in given}),
-        "hardware": _hardware(given, start.gpu, start.utilisation),
+        "activations": _activations(given.get("from_model"), start.model, batch, split, recompute=given["recompute"]),
+        "split": split,
+        "hardware": _hardware(given, gpu, published),
         "credits": Credits(**{name: given[name] for name in _names(Credits)}),
-        "recompute": options["recompute"],
         "step_s": options["step_s"],
     }
+
+
+def _activations(
+    source: str | None,
+    model: MegatronModel | CountedModel,
+    batch: dict[str, int],
+    split: Parallelism,
+    *,
+    recompute: bool,
+) -> Activations:
+    """Return what the model saves: by formula, or counted, which is when PyTorch is imported."""
+    if source is None and isinstance(model, MegatronModel):
+        return megatron_activations(replace(model, **batch), split, recompute=recompute)
+    from . import estimate_models as models
+    from . import transformers_models
+
+    if source is not None and ".py:" in source:
+        if batch:
+            raise ConfigError(next(iter(batch)), next(iter(batch.values())), "the function's inputs say it")
+        return models.activations(models.count_own(source), source, split, recompute=recompute)
+    if source is not None:
+        config, default = models.read_configuration(source), FROM_MODEL_BATCH
+    else:
+        assert isinstance(model, CountedModel)
+        config = transformers_models.configuration(model.model_type, model.config)
+        default = (model.sequence, model.micro_batch)
+    sequence, micro_batch = batch.get("sequence", default[0]), batch.get("micro_batch", default[1])
+    counted = models.count_transformers(config, sequence=sequence, micro_batch=micro_batch)
+    label = f"{config.model_type}, sequence {sequence}, micro-batch {micro_batch}"
+    return models.activations(counted, label, split, recompute=recompute)
 
 
 def _names(kind: type) -> list[str]:
@@ -118,28 +138,21 @@ def _hardware(given: Mapping[str, Any], default_gpu: str, published: float | Non
     gpu = preset("gpu", name, GPUS)
     if name != default_gpu or published is None:
         published = gpu.utilisation
-    links = "device_to_host" in given and "host_to_device" in given
-    return Hardware(
-        name=name,
-        peak_flops=given["peak_tflops"] * 1e12 if "peak_tflops" in given else gpu.peak_flops,
-        utilisation=given.get("utilisation", published),
-        device_to_host_bytes_per_s=_giga(given, "device_to_host") or gpu.link_bytes_per_s,
-        host_to_device_bytes_per_s=_giga(given, "host_to_device") or gpu.link_bytes_per_s,
-        drive=_drive(given),
-        drives=given["drives"],
-        ssd_write_bytes_per_s=_giga(given, "ssd_write"),
-        ssd_read_bytes_per_s=_giga(given, "ssd_read"),
-        price_usd=given.get("gpu_price", gpu.price_usd),
-        source=gpu.source.replace(f"; {LINK_SOURCE}", "") if links else gpu.source,
-    )
-
-
-def _drive(given: Mapping[str, Any]) -> Drive:
     drive = preset("drive", given["drive"], DRIVES)
     if "tbw" in given:
         rated = round(given["tbw"] * TB)
         drive = replace(drive, rated_written_bytes=rated, name=f"{drive.name} rated {given['tbw']:g} TBW")
-    return replace(drive, price_usd=given["drive_price"]) if "drive_price" in given else drive
+    return Hardware(
+        name=name,
+        peak_flops=given["peak_tflops"] * 1e12 if "peak_tflops" in given else gpu.peak_flops,
+        utilisation=given.get("utilisation", published),
+        link_bytes_per_s=_giga(given, "link") or gpu.link_bytes_per_s,
+        drive=drive,
+        drives=given["drives"],
+        ssd_write_bytes_per_s=_giga(given, "ssd_write"),
+        ssd_read_bytes_per_s=_giga(given, "ssd_read"),
+        source=gpu.source.replace(f"; {LINK_SOURCE}", "") if "link" in given else gpu.source,
+    )
 
 
 def _giga(given: Mapping[str, Any], name: str) -> float | None:
@@ -148,52 +161,45 @@ def _giga(given: Mapping[str, Any], name: str) -> float | None:
 
 def show(model: str, question: Mapping[str, Any], result: Estimate) -> None:
     """Print the answer: the activations, the bandwidth, the SSDs, and what to know before quoting a number."""
-    title = f"{model} on {question['hardware'].name}, per GPU of {result.gpus}"
-    print_facts(title, _activation_rows(question["shape"], question["split"], question["recompute"], result))
-    print_facts("bandwidth", _bandwidth_rows(result))
-    print_facts("SSDs", _ssd_rows(question["hardware"], question["credits"].factor, result))
+    title = f"{model} on {question['hardware'].name}, per GPU of {question['split'].gpus}"
+    print_facts(title, _activation_rows(question["activations"], question["split"], result))
+    print_facts("links and SSDs", _machine_rows(question["hardware"], question["credits"].factor, result))
     for note in result.notes:
         Console().print(f"- {escape(note)}")
 
 
-def _activation_rows(shape: ModelShape, split: Parallelism, recompute: str, result: Estimate) -> list[tuple[str, str]]:
-    layer = sum(result.layer_bytes.values())
-    tokens = f"sequence {shape.sequence}, micro-batch {shape.micro_batch} × {split.micro_batches}"
+def _activation_rows(activations: Activations, split: Parallelism, result: Estimate) -> list[tuple[str, str]]:
     tensor = f"tensor {split.tensor}{' + sequence' if split.sequence_parallel else ''}"
     ranks = f"{tensor}, pipeline {split.pipeline}, context {split.context}, data {split.data}"
+    small = f", {format_size(result.small_bytes)} of it too small to move" if result.small_bytes else ""
     return [
-        ("model", f"{shape.family}, {shape.layers} layers × {shape.hidden}, {tokens}"),
-        ("split", f"{ranks}; recompute {recompute}"),
-        ("activations of a layer", f"{format_size(layer)} a micro-batch"),
+        ("model", activations.label),
+        ("split", f"{ranks}, {split.micro_batches} micro-batches"),
+        ("activations of a layer", f"{format_size(max(activations.blocks))} a micro-batch"),
         ("activations of a step", f"{format_size(result.activation_bytes_per_step)} (S)"),
-        ("peak with all kept", f"{format_size(result.activation_bytes_in_flight)} in flight"),
+        ("peak with all kept", f"{format_size(result.activation_bytes_in_flight)} in flight{small}"),
         ("ends (stay)", f"{format_size(result.ends_bytes)} of embedding, last norm and loss"),
         ("step time", f"{result.step_s:.3g} s ({result.step_flops / result.step_s / 1e12:.0f} TFLOP/s)"),
     ]
 
 
-def _bandwidth_rows(result: Estimate) -> list[tuple[str, str]]:
-    return [
-        ("needed, each way", f"{result.required_bytes_per_s / 1e9:.1f} GB/s (S / (t/2))"),
-        ("there is, to write", f"{result.write_bytes_per_s / 1e9:.1f} GB/s"),
-        ("there is, to read", f"{result.read_bytes_per_s / 1e9:.1f} GB/s"),
-        ("share that hides", f"{result.share_hidden:.0%}, {format_size(result.moved_bytes_per_step)} a step"),
-    ]
-
-
-def _ssd_rows(hardware: Hardware, factor: float, result: Estimate) -> list[tuple[str, str]]:
+def _machine_rows(hardware: Hardware, factor: float, result: Estimate) -> list[tuple[str, str]]:
     rated = hardware.drive.rated_written_bytes * hardware.drives
     rows = [
+        ("needed, each way", f"{result.required_bytes_per_s / 1e9:.1f} GB/s (S / (t/2))"),
+        (
+            "there is",
+            f"{result.write_bytes_per_s / 1e9:.1f} GB/s to write, {result.read_bytes_per_s / 1e9:.1f} to read",
+        ),
+        ("share that hides", f"{result.share_hidden:.0%}, {format_size(result.moved_bytes_per_step)} a step"),
         ("drives", f"{hardware.drives} × {hardware.drive.name}, rated {format_decimal(rated)} written"),
         ("written", f"{format_decimal(result.written_bytes_per_day)} a day"),
         ("life on rated TBW", format_duration(result.rated_life_s)),
     ]
     if factor != 1.0:
         rows.append((f"life with credits × {factor:g}", format_duration(result.credited_life_s)))
-    if result.ssd_price_usd is not None and result.ssd_usd_per_day is not None:
-        share = result.ssd_share_of_gpu_price
-        of_gpu = "" if share is None else f" ({share:.1%} of the GPU's price)"
-        rows.append(("price", f"${result.ssd_price_usd:,.0f}{of_gpu}; ${result.ssd_usd_per_day:,.2f} a day of wear"))
+    if result.ssd_price_usd is not None:
+        rows.append(("price", f"${result.ssd_price_usd:,.0f}"))
     return rows
 
 

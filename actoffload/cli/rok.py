@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,15 +16,14 @@ from rich.table import Table
 from ..analysis.environment import describe_environment
 from ..analysis.plots import draw_rok
 from ..analysis.rok import PRESETS, SERIES, Point, Preset, points_of
-from ..analysis.rok_run import RokRun, load_results
+from ..analysis.rok_run import RokRun, busy_share, load_results
 from ..errors import ConfigError
-from ..sizes import format_size, parse_size
+from ..sizes import format_size
 from .console import JsonOption, PathOption, explained_errors, print_json, progress_bar, strings
 
-_SELECT = "Select from the preset; repeat for several"
-Names = Annotated[list[str] | None, typer.Option(rich_help_panel=_SELECT)]
-Numbers = Annotated[list[int] | None, typer.Option(min=1, rich_help_panel=_SELECT)]
 Count = Annotated[int | None, typer.Option(min=1, help="Default: the preset's.")]
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
 
 
 def command(
@@ -35,141 +32,136 @@ def command(
         Path | None, typer.Option(help="Results (JSON); continued if it exists. Default: rok_PRESET.json.")
     ] = None,
     redraw: Annotated[Path | None, typer.Option(help="Measure nothing; draw and compare these results.")] = None,
-    model: Names = None,
-    hidden: Numbers = None,
-    batch: Numbers = None,
-    series: Annotated[list[str] | None, typer.Option(help=", ".join(SERIES), rich_help_panel=_SELECT)] = None,
+    model: Annotated[str | None, typer.Option(help="Only the preset's cases of this model ...")] = None,
+    batch: Annotated[int | None, typer.Option(help="... and only those of this batch.")] = None,
     steps: Count = None,
     repeats: Count = None,
-    threads: Count = None,
-    device: Annotated[str | None, typer.Option(help="Default: the preset's, else the accelerator.")] = None,
-    target: Annotated[str, typer.Option(help="host, nvme, tiered or auto.")] = "auto",
     path: PathOption = None,
-    memory_limit: Annotated[str | None, typer.Option(help='Most of a process or of its device, as "40GiB".')] = None,
-    retry: Annotated[bool, typer.Option("--retry", help="Take samples that failed again.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the recompute-offload-keep curve: each sample a process of its own, results kept after each one."""
+    """Measure the recompute-offload-keep curve: variants take their steps in turns, each round is kept at once."""
     with explained_errors():
         if redraw is not None:
             raise typer.Exit(finish(load_results(redraw), redraw, as_json))
-        counts = {"steps": steps, "repeats": repeats, "threads": threads, "device": device}
-        given: dict[str, Any] = {name: value for name, value in counts.items() if value is not None}
-        _known("preset", [preset], PRESETS)
+        if preset not in PRESETS:
+            raise ConfigError("preset", preset, f"choose one of {', '.join(map(repr, PRESETS))}")
+        given: dict[str, Any] = {"steps": steps, "repeats": repeats}
+        chosen = replace(PRESETS[preset], **{name: value for name, value in given.items() if value is not None})
         run = RokRun(
-            replace(select(PRESETS[preset], model, hidden, batch), **given),
+            select(chosen, model=model, batch=batch),
             out or Path(f"rok_{preset}.json"),
             environment=describe_environment(),
-            command=shlex.join(["actoffload", *without_folders(sys.argv[1:])]),
-            series=_known("series", series or SERIES, SERIES),
-            target=target,
+            command=f"actoffload rok --preset {preset} --steps {chosen.steps} --repeats {chosen.repeats}",
             path=strings(path),
-            memory_limit=None if memory_limit is None else parse_size("memory_limit", memory_limit),
-            retry=retry,
         )
-        measure(run, quiet=as_json)
+        try:
+            measure(run, quiet=as_json)
+        except KeyboardInterrupt:
+            typer.echo(f"Interrupted. {how_to_go_on(run)}", err=True)
+            raise typer.Exit(INTERRUPTED) from None
         raise typer.Exit(finish(run.payload, run.file, as_json))
 
 
-def _known(field: str, names: Sequence[str], known: Iterable[str]) -> tuple[str, ...]:
-    for name in names:
-        if name not in known:
-            raise ConfigError(field, name, f"choose one of {', '.join(map(repr, known))}")
-    return tuple(names)
-
-
-def without_folders(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments as results may show them: of a path on this machine only the last part."""
-    parts = [argument.rpartition("=") for argument in arguments]  # "--out=FILE" is one argument
-    return [f"{head}{sign}{Path(last).name if Path(last).is_absolute() else last}" for head, sign, last in parts]
-
-
-def select(
-    preset: Preset,
-    models: Sequence[str] | None = None,
-    hidden: Sequence[int] | None = None,
-    batches: Sequence[int] | None = None,
-) -> Preset:
-    """Return a preset with every combination of the models and sizes that are named."""
-    cases = (
-        replace(case, model=name, hidden=width, batch=size)
-        for case in preset.cases
-        for name in models or [case.model]
-        for width in hidden or [case.hidden]
-        for size in batches or [case.batch]
+def how_to_go_on(run: RokRun) -> str:
+    """Return what to do after an interrupt."""
+    left = len(run.missing())
+    return (
+        f"{left} rounds are left; the others are in {run.file}. Go on with the same command and --out {run.file}; "
+        f"draw what is there with: actoffload rok --redraw {run.file}"
+        if run.file.exists()
+        else f"No round was finished; {left} are left. Begin again with the same command."
     )
-    return replace(preset, cases=tuple(dict.fromkeys(cases)))
+
+
+def select(preset: Preset, **wanted: str | int | None) -> Preset:
+    """Return a preset with those of its cases that have what is wanted.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    cases = preset.cases
+    for name, value in wanted.items():
+        if value is not None:
+            cases = tuple(case for case in cases if getattr(case, name) == value)
+            if not cases:
+                raise ConfigError(name, value, "the preset has no such case")
+    return replace(preset, cases=cases)
 
 
 def measure(run: RokRun, *, quiet: bool) -> None:
-    """Take all missing samples behind a progress bar."""
+    """Take all missing rounds behind a progress bar."""
     todo = run.missing()
     with progress_bar(TimeElapsedColumn(), quiet=quiet) as progress:
         if not quiet:
             there = len(run.payload["samples"])
-            progress.console.print(f"{len(todo)} samples to take, {there} there; results in {run.file}")
+            progress.console.print(f"{len(todo)} rounds to take, {there} samples there; results in {run.file}")
         names = [*(job.label for job in todo), "done"]
         bar = progress.add_task(names[0], total=len(todo))
-        for number, (job, sample) in enumerate(run.run(), start=1):
+        for number, (job, samples) in enumerate(run.run(), start=1):
             progress.update(bar, advance=1, description=names[number])
-            if "error" in sample:
-                progress.console.print(f"{job.label}: {sample['error']}", style="yellow", markup=False)
+            for sample in samples:
+                if "error" in sample:
+                    text = f"{job.label}: {sample['series']} {sample['level']}: {sample['error']}"
+                    progress.console.print(text, style="yellow", markup=False)
 
 
 def finish(payload: dict[str, Any], file: Path, as_json: bool) -> int:
-    """Draw and compare; 1 when losses differ or a point failed.
+    """Draw and compare; 1 when losses or gradients differ or a point failed.
 
     Running out of memory and a budget below the floor are no failures.
     """
     points = points_of(payload["samples"])
     machine = payload["environment"]
     title = f"Recompute, offload, keep: {machine.get('gpu') or machine.get('cpu')}, torch {machine.get('torch')}"
+    share = busy_share(payload)
+    busy = f"the machine was busy: others took up to {share:.0%} of the processors" if share else ""
     picture = file.with_suffix(".png")
-    drawn = draw_rok(points, picture, title)
+    drawn = draw_rok(points, picture, f"{title}\n{busy}" if busy else title)
     if as_json:
-        print_json({"points": [point.as_dict() for point in points]})
+        print_json({"points": [point.as_dict() for point in points], "busy_share": share})
     else:
-        show(points)
+        show(points, busy)
         typer.echo(f"written beside {file.name}: {picture.name}" if drawn else "a picture needs matplotlib")
-    failed = [p for p in points if p.error and not p.oom and not p.below_floor]
-    return 1 if failed or any(p.identical is False for p in points) else 0
+    return 1 if any(p.failed or p.identical is False for p in points) else 0
 
 
-def show(points: Sequence[Point]) -> None:
-    """Print the points, and which of them are efficient."""
+def show(points: Sequence[Point], busy: str) -> None:
+    """Print the points and what each says next to the noise."""
     console = Console()
-    for panel in dict.fromkeys(point.case.panel for point in points):
-        console.print(_point_table(panel, [point for point in points if point.case.panel == panel]))
+    for case in dict.fromkeys(point.case for point in points):
+        console.print(_table(case.name, [point for point in points if point.case == case]))
+    if busy:
+        console.print(f"WARNING: {busy}; trust verdicts, not single figures.", style="bold yellow", markup=False)
     different = [point.label for point in points if point.identical is False]
     if different:
-        console.print(f"LOSSES DIFFER: {'; '.join(different)}", style="bold red", markup=False)
+        console.print(f"BITS DIFFER: {'; '.join(different)}", style="bold red", markup=False)
     elif any(point.identical for point in points):
-        console.print("Losses are equal bit for bit in every step of every series.", style="green")
+        console.print("Losses and gradients are equal bit for bit in every step of every series.", style="green")
 
 
-def _point_table(panel: str, points: Sequence[Point]) -> Table:
-    table = Table(title=escape(panel), title_justify="left", caption="★ nothing has less memory and more throughput")
-    table.caption_justify = "left"
-    for name in ("", "batch", "series"):
-        table.add_column(name)
-    for name in ("peak", "TFLOP/s", "step s", "spread", "identical"):
-        table.add_column(name, justify="right")
-    table.add_column("problem")
-    for point in sorted(points, key=lambda p: (p.case.batch, SERIES.index(p.variant.series), p.peak_bytes or 0)):
-        head = "★" if point.efficient else "", str(point.case.batch), point.variant.label
-        table.add_row(*head, *map(escape, _cells(point)))
+def _table(title: str, points: Sequence[Point]) -> Table:
+    """Return the points of a case; it fits 80 columns."""
+    caption = "peak: saved activations; × keep: within the same turn (middle half)"
+    table = Table(title=escape(title), title_justify="left", caption=caption, caption_justify="left")
+    table.box, table.padding = None, (0, 2, 0, 0)
+    table.add_column("series", no_wrap=True)
+    for name in ("peak", "process", "step", "× keep"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("verdict")
+    for point in sorted(points, key=lambda p: (SERIES.index(p.variant.series), p.peak_bytes)):
+        table.add_row(point.variant.label, *map(escape, _cells(point)))
     return table
 
 
 def _cells(point: Point) -> tuple[str, ...]:
-    """Return a point's numbers as text: peak, TFLOP/s, step, spread, bit-identical, why there are none."""
-    if not point.measured:
-        return ("-", "-", "-", "-", "-", "out of memory" if point.oom else point.error)
+    """Return a point's numbers as text, and what they say, or why there are none."""
+    if point.step_s is None:
+        return ("-", "-", "-", "-", "out of memory" if point.oom else point.error)
+    ratio = point.ratio
     return (
-        format_size(point.peak_bytes or 0),
-        f"{point.tflops or 0.0:.4g}",
-        f"{point.step_s or 0.0:.4g}",
-        f"{point.spread:.1%}",
-        {True: "yes", False: "NO", None: "-"}[point.identical],
-        "",
+        format_size(point.peak_bytes),
+        "-" if point.process_peak_bytes is None else format_size(point.process_peak_bytes),
+        f"{point.step_s.median:.3g} s",
+        "-" if ratio is None else f"{ratio.median:.2f} ({ratio.low:.2f}-{ratio.high:.2f})",
+        "BITS DIFFER" if point.identical is False else point.verdict,
     )

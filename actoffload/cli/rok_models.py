@@ -1,12 +1,14 @@
 """Models with random weights for ``actoffload rok``: GPT, BERT and T5 from Transformers, and the built-in GPT.
 
-``transformers`` is imported here alone (``pip install actoffload[hf]``); ``gpt-small`` does without it.
+``gpt-small`` does without Transformers.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from ..analysis.rok import Case
 from ..errors import ConfigError
 from ..testing.gpt import GPT, GPTConfig
+from .transformers_models import build_transformers, configuration
 
 
 @dataclass(frozen=True)
@@ -23,13 +26,22 @@ class Workload:
 
     Attributes:
         model: the model.
-        loss: mean cross-entropy in nats of a batch of tokens, (batch, seq + 1) int64.
+        forward: the loss of a model of this kind: mean cross-entropy in nats of a batch of tokens.
         blocks: names of the layers, which the series ``recompute`` checkpoints one by one.
     """
 
     model: nn.Module
-    loss: Callable[[Tensor], Tensor]
+    forward: Callable[[Any, Tensor], Tensor]
     blocks: tuple[str, ...]
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """Return the loss of a batch of tokens, (batch, seq + 1) int64."""
+        return self.forward(self.model, tokens)
+
+    def twin(self) -> Workload:
+        """Return it with modules of its own, whose parameters and buffers are these."""
+        shared = itertools.chain(self.model.parameters(), self.model.buffers())
+        return replace(self, model=copy.deepcopy(self.model, {id(tensor): tensor for tensor in shared}))
 
 
 def build(case: Case) -> Workload:
@@ -38,104 +50,63 @@ def build(case: Case) -> Workload:
     Raises:
         ConfigError: the model is unknown, its sizes do not fit together, or Transformers is not installed.
     """
-    makers: dict[str, Callable[[Case], Workload]] = {"gpt-small": _gpt_small, "gpt": _gpt, "bert": _bert, "t5": _t5}
-    if case.model not in makers:
-        raise ConfigError("model", case.model, f"choose one of {', '.join(map(repr, makers))}")
     if case.hidden % case.head_width:
         raise ConfigError("hidden", case.hidden, f"must be a multiple of head_width={case.head_width}")
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(getattr(torch, case.dtype))
-    try:
-        return makers[case.model](case)
-    finally:
-        torch.set_default_dtype(before)
+    dtype = getattr(torch, case.dtype)
+    if case.model == "gpt-small":
+        sizes = GPTConfig(
+            layers=case.layers, width=case.hidden, seq=case.seq, head_width=case.head_width, vocab=case.vocab
+        )
+        model: nn.Module = GPT(sizes).to(dtype)
+        return Workload(model, lambda gpt, tokens: gpt(tokens[:, :-1], tokens[:, 1:]), _named(model, "Block"))
+    if case.model not in TRANSFORMERS:
+        raise ConfigError("model", case.model, f"choose one of 'gpt-small', {', '.join(map(repr, TRANSFORMERS))}")
+    model_type, block, configure = TRANSFORMERS[case.model]
+    config = configuration(model_type, configure(case))
+    model, _ = build_transformers(config, sequence=1, micro_batch=1, dtype=dtype)
+    return Workload(model, _own_loss, _named(model, block))
 
 
-def _gpt_small(case: Case) -> Workload:
-    config = GPTConfig(
-        layers=case.layers, width=case.hidden, seq=case.seq, head_width=case.head_width, vocab=case.vocab
-    )
-    model = GPT(config)
-
-    def loss(tokens: Tensor) -> Tensor:
-        value: Tensor = model(tokens[:, :-1], tokens[:, 1:])
-        return value
-
-    return Workload(model, loss, _names("stack.blocks", case.layers))
+def _own_loss(model: Any, tokens: Tensor) -> Tensor:
+    """Return the loss that a model of Transformers computes itself; the tokens are input and labels."""
+    value: Tensor = model(input_ids=tokens[:, :-1], labels=tokens[:, 1:].contiguous()).loss
+    return value
 
 
-def _transformers(case: Case) -> Any:
-    try:
-        import transformers
-    except ImportError as error:
-        remedy = "needs Transformers: pip install actoffload[hf]; or take the built-in gpt-small"
-        raise ConfigError("model", case.model, remedy) from error
-    library: Any = transformers
-    library.logging.set_verbosity_error()
-    return library
+def _named(model: nn.Module, block: str) -> tuple[str, ...]:
+    return tuple(name for name, module in model.named_modules() if type(module).__name__ == block)
 
 
-def _gpt(case: Case) -> Workload:
-    hf = _transformers(case)
-    config = hf.GPT2Config(
-        vocab_size=case.vocab,
-        n_positions=case.seq,
-        n_embd=case.hidden,
-        n_layer=case.layers,
-        n_head=case.hidden // case.head_width,
+def _gpt(case: Case) -> dict[str, Any]:
+    return {
+        **{"n_embd": case.hidden, "n_layer": case.layers, "n_head": case.hidden // case.head_width},
+        **{"vocab_size": case.vocab, "n_positions": case.seq, "bos_token_id": 0, "eos_token_id": 0},
         **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
-        **dict.fromkeys(("bos_token_id", "eos_token_id"), 0),
-        use_cache=False,
-    )
-    model = hf.GPT2LMHeadModel(config).train()
-    return Workload(model, _same(model), _names("transformer.h", case.layers))
+    }
 
 
-def _bert(case: Case) -> Workload:
-    hf = _transformers(case)
-    config = hf.BertConfig(
-        vocab_size=case.vocab,
-        max_position_embeddings=case.seq,
-        hidden_size=case.hidden,
-        num_hidden_layers=case.layers,
-        num_attention_heads=case.hidden // case.head_width,
-        intermediate_size=4 * case.hidden,
+def _bert(case: Case) -> dict[str, Any]:
+    return {
+        **{"hidden_size": case.hidden, "num_hidden_layers": case.layers, "intermediate_size": 4 * case.hidden},
+        "num_attention_heads": case.hidden // case.head_width,
+        **{"vocab_size": case.vocab, "max_position_embeddings": case.seq},
         **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
-    )
-    model = hf.BertForMaskedLM(config).train()
-    return Workload(model, _same(model), _names("bert.encoder.layer", case.layers))
+    }
 
 
-def _t5(case: Case) -> Workload:
+def _t5(case: Case) -> dict[str, Any]:
     """Put half of the layers (rounded down) in the decoder, as in SSDTrain's runs."""
-    hf = _transformers(case)
     decoder = max(1, case.layers // 2)
-    encoder = max(1, case.layers - decoder)
-    config = hf.T5Config(
-        vocab_size=case.vocab,
-        d_model=case.hidden,
-        d_kv=case.head_width,
-        d_ff=4 * case.hidden,
-        num_layers=encoder,
-        num_decoder_layers=decoder,
-        num_heads=case.hidden // case.head_width,
-        **dict.fromkeys(("decoder_start_token_id", "pad_token_id"), 0),
-        dropout_rate=0.0,
-        use_cache=False,
-    )
-    model = hf.T5ForConditionalGeneration(config).train()
-    return Workload(model, _same(model), _names("encoder.block", encoder) + _names("decoder.block", decoder))
+    return {
+        **{"d_model": case.hidden, "d_kv": case.head_width, "num_heads": case.hidden // case.head_width},
+        **{"d_ff": 4 * case.hidden, "num_layers": max(1, case.layers - decoder), "num_decoder_layers": decoder},
+        **{"vocab_size": case.vocab, "decoder_start_token_id": 0, "pad_token_id": 0, "dropout_rate": 0.0},
+    }
 
 
-def _same(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return a loss whose tokens are input and labels."""
-
-    def loss(tokens: Tensor) -> Tensor:
-        value: Tensor = model(input_ids=tokens[:, :-1], labels=tokens[:, 1:].contiguous()).loss
-        return value
-
-    return loss
-
-
-def _names(container: str, count: int) -> tuple[str, ...]:
-    return tuple(f"{container}.{number}" for number in range(count))
+TRANSFORMERS = {
+    "gpt": ("gpt2", "GPT2Block", _gpt),
+    "bert": ("bert", "BertLayer", _bert),
+    "t5": ("t5", "T5Block", _t5),
+}
+"""The type, the class of a layer and the configuration."""

@@ -1,7 +1,11 @@
-"""One sample of the recompute-offload-keep curve, in a process of its own. The last line of output is one JSON object.
+"""One round of a case of the recompute-offload-keep curve, in a process of its own; prints one JSON object.
 
-The options come as one JSON argument: ``case`` (the fields of `Case`), ``series``, ``device_budget`` (bytes or null),
-``device``, ``threads``, ``warm_up``, ``steps``, ``target``, ``path`` and ``memory_limit`` (bytes or null).
+The options come as one JSON argument: ``case`` (the fields of `Case`), ``variants`` (the fields of `Variant`),
+``device``, ``threads``, ``warm_up``, ``steps`` and ``path``.
+
+All variants live in this one process and take their steps in turns, so that what the machine does meanwhile, the
+allocator and where memory lies are the same for all. Each has modules of its own that share the parameters. The
+optimizer's learning rate is 0: every step starts from the same weights and must give the same bits.
 
 The peak: on an accelerator what its allocator says, less what was there before the step; on the CPU what the offloader
 counts, for ``keep`` and ``recompute`` in a step of their own in which it counts and moves nothing.
@@ -10,9 +14,11 @@ counts, for ``keep`` and ``recompute`` in a step of their own in which it counts
 from __future__ import annotations
 
 import json
-import resource
 import sys
-from contextlib import nullcontext
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,15 +27,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .. import OffloadConfig, Offloader
 from ..analysis.process_usage import peak_rss_bytes
-from ..analysis.rok import BACKWARD_FACTOR, Case
+from ..analysis.rok import BACKWARD_FACTOR, SERIES, Case, Variant
 from ..autotune.recompute import Recompute, RecomputeMeter
 from ..errors import ActOffloadError, BudgetError
+from ..memory import cpu_allocator
 from ..policy import Decision, TensorFacts
-from .rok_models import build
-from .training import prepare_process, say, train_step
+from .rok_models import Workload, build
+from .training import prepare_process, say, synchronize
 
-LEARNING_RATE = 1e-3
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory")
+FAILURES = (ActOffloadError, MemoryError, RuntimeError, OSError)
+OFFLOAD_READS_AHEAD = 1 << 20
+"""Bytes that the series ``offload`` reads ahead; the library makes that twice the largest tensor (SSDTrain reads one
+module ahead). Its default, a quarter of what a forward saves, is a whole block of four, which is recompute's peak."""
 
 
 class KeepAll:
@@ -40,135 +50,203 @@ class KeepAll:
         return Decision.KEEP
 
 
-class Run:
-    """A model, its batch and the series it runs as."""
+@dataclass
+class Mode:
+    """One variant: how its steps run, and what they gave."""
+
+    variant: Variant
+    workload: Workload
+    offloader: Offloader | None = None
+    device_budget: int | None = None
+    counted_peak_bytes: int | None = None
+    process_peak_bytes: int | None = None
+    step_s: list[float] = field(default_factory=list)
+    peak_bytes: list[int] = field(default_factory=list)
+    ratios: list[float] = field(default_factory=list)
+    identical: bool | None = None
+    failure: dict[str, Any] = field(default_factory=dict)
+
+    def sample(self) -> dict[str, Any]:
+        """Return what a results file holds of it."""
+        names = ("device_budget", "counted_peak_bytes", "process_peak_bytes", "step_s", "peak_bytes", "ratios")
+        found = {name: getattr(self, name) for name in (*names, "identical")}
+        return {"series": self.variant.series, "level": self.variant.level} | found | self.failure
+
+
+class Round:
+    """A model, its batch and its modes."""
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.spec = spec
         self.device = torch.device(spec["device"])
         self.on_cpu = self.device.type == "cpu"
-        self.case = Case(**spec["case"])
-        tokens = torch.randint(1, self.case.vocab, (self.case.batch, self.case.seq + 1))
+        case = Case(**spec["case"])
+        tokens = torch.randint(1, case.vocab, (case.batch, case.seq + 1))
         with self.device:
-            self.workload = build(self.case)
-        self.model = self.workload.model
+            self.workload = build(case)
         self.tokens = tokens.to(self.device)
-        self.flops = self._count_flops()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=LEARNING_RATE)
-        for parameter in self.model.parameters():  # gradients are static memory
-            parameter.grad = torch.zeros_like(parameter)
-        self.blocks = {name: self.model.get_submodule(name) for name in self.workload.blocks}
-        self.recompute = Recompute()
-        self.losses: list[str] = []
-        self.offloader: Offloader | None = None
-        if spec["series"] == "recompute":
-            self.recompute.follow(self.blocks, self.blocks)
-        elif spec["series"] in ("offload", "hybrid"):
-            policy = "all" if spec["series"] == "offload" else "auto"
-            self._begin_offloading(policy=policy, device_budget=spec["device_budget"])
-
-    def _count_flops(self) -> int:
-        """Count those of one step: a forward of one sequence, times the batch, times three."""
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
             self.workload.loss(self.tokens[:1])
-        return int(counter.get_total_flops()) * self.case.batch * BACKWARD_FACTOR
+        self.flops = int(counter.get_total_flops()) * case.batch * BACKWARD_FACTOR
+        self.optimizer = torch.optim.SGD(self.workload.model.parameters(), lr=0.0)
+        for parameter in self.workload.model.parameters():  # gradients are static memory
+            parameter.grad = torch.zeros_like(parameter)
+        self.modes: dict[Variant, Mode] = {}
+        self.expected: tuple[Any, ...] | None = None
 
-    def _begin_offloading(self, **options: Any) -> Offloader:
-        config = OffloadConfig(target=self.spec["target"], path=self.spec["path"], **options)
-        self.offloader = Offloader(config).use(self.model)
-        return self.offloader
+    def run(self) -> list[dict[str, Any]]:
+        """Warm every mode up, let them take their turns, and return their samples."""
+        for variant in self.spec["variants"]:
+            self._begin(Variant(**variant))
+        order = [*self.modes.values(), self.modes[Variant(series="keep")]]
+        for _ in range(self.spec["steps"]):
+            self._take_turn(order)
+            order.reverse()
+        for mode in self.modes.values():
+            self._attempt(mode, self._measure_process)
+        return [mode.sample() | {"flops": self.flops} for mode in self.modes.values()]
 
-    def step(self) -> float:
-        """Run one step; return its seconds, the device's work included."""
-        loss, step_s = train_step(
-            self.offloader or nullcontext(),
-            lambda: self.workload.loss(self.tokens),
-            self.optimizer,
-            self.device.type,
-            keep_gradients=True,
+    def _begin(self, variant: Variant) -> None:
+        mode = self.modes[variant] = Mode(variant, self.workload.twin())
+        if variant.series in ("keep", "recompute"):
+            self._attempt(mode, self._count)
+        if variant.series == "recompute":
+            blocks = {name: mode.workload.model.get_submodule(name) for name in mode.workload.blocks}
+            Recompute().follow(blocks, blocks)
+        elif variant.series == "offload":
+            mode.offloader = self._offloader(mode, policy="all", prefetch_bytes=OFFLOAD_READS_AHEAD)
+        elif variant.series == "hybrid":
+            if variant.level:
+                mode.device_budget = self._budget(variant.level)
+                if mode.device_budget is None:
+                    mode.failure = {"error": f"no budget: the peak for {variant.level} is not known", "oom": False}
+                    return
+            mode.offloader = self._offloader(mode, policy="auto", device_budget=mode.device_budget)
+        for _ in range(self.spec["warm_up"]):
+            self._attempt(mode, self._step)
+
+    def _offloader(self, mode: Mode, **options: Any) -> Offloader:
+        return Offloader(OffloadConfig(path=self.spec["path"], **options)).use(mode.workload.model)
+
+    def _budget(self, level: str) -> int | None:
+        """Return the bytes of a level: saved bytes, as counted."""
+        if level in SERIES:
+            return self.modes[Variant(series=level)].counted_peak_bytes
+        whole = self.modes[Variant(series="keep")].counted_peak_bytes
+        offloader = self.modes[Variant(series="offload")].offloader
+        if whole is None and offloader is not None:  # keep ran out of memory
+            whole = offloader.statistics().baseline_peak_bytes or None
+        return None if whole is None else int(float(level) * whole)
+
+    def _attempt(self, mode: Mode, what: Any) -> Any:
+        """Do it with a mode that has not failed; a failure is its result."""
+        if mode.failure:
+            return None
+        try:
+            return what(mode)
+        except FAILURES as error:
+            mode.failure = failure(error)
+            return None
+
+    def _take_turn(self, order: list[Mode]) -> None:
+        """Let each take a step; its ratio is to keep's two, the first and the last of the turn.
+
+        Keep's own ratios are those of its two steps both ways round: the A/A noise lies evenly around 1.
+        """
+        taken = [self._attempt(mode, self._timed_step) for mode in order]
+        first, *others, last = taken
+        if first is None or last is None:
+            return
+        order[0].ratios += [last / first, first / last]
+        for mode, step_s in zip(order[1:-1], others, strict=True):
+            if step_s is not None:
+                mode.ratios.append(2 * step_s / (first + last))
+
+    def _step(self, mode: Mode, context: AbstractContextManager[Any] | None = None) -> float:
+        """Run one step and compare its bits; return its seconds, the device's work included."""
+        for parameter in self.workload.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+        synchronize(self.device.type)
+        begin_s = time.perf_counter()
+        with context or mode.offloader or nullcontext():
+            loss = mode.workload.loss(self.tokens)
+        torch.autograd.backward(loss)
+        self.optimizer.step()
+        synchronize(self.device.type)
+        step_s = time.perf_counter() - begin_s
+        bits = (
+            float(loss.detach()).hex(),
+            *(_sum_of_bits(parameter.grad) for parameter in self.workload.model.parameters()),
         )
-        self.losses.append(loss.hex())
+        self.expected = self.expected or bits
+        mode.identical = bits == self.expected and mode.identical is not False
         return step_s
 
-    def measured_step(self) -> tuple[float, int]:
-        """Run one step; return its seconds and the peak of activation bytes, 0 where nothing counts them."""
-        if self.on_cpu:
-            self._forget_peak()
-            return self.step(), self.counted_peak()
-        torch.accelerator.reset_peak_memory_stats()
-        static = torch.accelerator.memory_allocated()
-        return self.step(), torch.accelerator.max_memory_allocated() - static
+    def _timed_step(self, mode: Mode) -> float:
+        if not self.on_cpu:
+            torch.accelerator.reset_peak_memory_stats()
+            static = torch.accelerator.memory_allocated()
+            step_s = self._step(mode)
+            peak = torch.accelerator.max_memory_allocated() - static
+        elif mode.offloader is not None:
+            _forget_peak(mode.offloader)
+            step_s = self._step(mode)
+            peak = mode.counted_peak_bytes = mode.offloader.statistics().resident_peak_bytes
+        else:
+            step_s, peak = self._step(mode), mode.counted_peak_bytes or 0
+        mode.step_s.append(step_s)
+        mode.peak_bytes.append(peak)
+        return step_s
 
-    def _forget_peak(self) -> None:
-        if self.offloader is not None:
-            with self.offloader.store.shared.lock:
-                accounts = self.offloader.store.shared.accounts
-                accounts.count_deferred()
-                accounts.resident_peak_bytes = accounts.resident_bytes
+    def _count(self, mode: Mode) -> None:
+        """Run a step of keep or recompute in which an offloader counts and moves nothing."""
+        workload = self.workload.twin()
+        counter = Offloader(OffloadConfig(path=self.spec["path"], policy=KeepAll())).use(workload.model)
+        if mode.variant.series == "recompute":
+            blocks = {name: workload.model.get_submodule(name) for name in workload.blocks}
+            meter = RecomputeMeter(counter.store.shared, (), counter.exclusions.static)
+            Recompute(meter).follow(blocks, blocks)
+        self._step(Mode(mode.variant, workload), counter)
+        mode.counted_peak_bytes = counter.statistics().resident_peak_bytes
+        counter.close()
 
-    def counted_peak(self) -> int:
-        """Return the peak that the offloader counted, in bytes; 0 without one."""
-        return 0 if self.offloader is None else self.offloader.statistics().resident_peak_bytes
+    def _measure_process(self, mode: Mode) -> None:
+        """Run a step whose peak of resident memory is this mode's; nothing on an accelerator or where none is told."""
+        if not self.on_cpu:
+            return
+        cpu_allocator.give_back()
+        try:
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins anew
+        except OSError:
+            return
+        self._step(mode)
+        mode.process_peak_bytes = peak_rss_bytes()
 
-    def counting_step(self) -> dict[str, int]:
-        """Run one more step in which the offloader counts and moves nothing; return the peaks in bytes."""
-        self.recompute.undo()
-        offloader = self._begin_offloading(policy=KeepAll())
-        if self.spec["series"] == "recompute":
-            self.recompute = Recompute(RecomputeMeter(offloader.store.shared, (), offloader.exclusions.static))
-            self.recompute.follow(self.blocks, self.blocks)
-        self._forget_peak()
-        self.step()
-        del self.losses[-1]
-        peak = self.counted_peak()
-        return {"counted_peak_bytes": peak} | ({"activation_peak_bytes": peak} if self.on_cpu else {})
+
+def _sum_of_bits(gradient: torch.Tensor | None) -> int:
+    """Return the sum of a gradient's elements, each read as a whole number of its size."""
+    if gradient is None:
+        return 0
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return int(gradient.view(kinds[gradient.element_size()]).sum())
+
+
+def _forget_peak(offloader: Offloader) -> None:
+    with offloader.store.shared.lock:
+        accounts = offloader.store.shared.accounts
+        accounts.count_deferred()
+        accounts.resident_peak_bytes = accounts.resident_bytes
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
-    """Run all steps of one sample. Bytes and seconds."""
+    """Run one round; ``samples``: one for each variant. Bytes and seconds."""
     prepare_process(spec["device"], spec["threads"], seed=0)
-    if spec["memory_limit"] is not None:
-        limit_memory(spec["device"], spec["memory_limit"])
-    run = Run(spec)
-    warm_up_s = [run.step() for _ in range(spec["warm_up"])]
-    steps = [run.measured_step() for _ in range(spec["steps"])]
-    peaks = [peak for _, peak in steps]
-    result: dict[str, Any] = {
-        "flops": run.flops,
-        "parameters": sum(p.numel() for p in run.model.parameters()),
-        "warm_up_s": warm_up_s,
-        "step_s": [step_s for step_s, _ in steps],
-        "peak_bytes": peaks,
-        "activation_peak_bytes": max(peaks),
-        "losses_hex": run.losses,
-    }
-    if run.offloader is None:
-        result |= run.counting_step()
-    else:
-        result |= {"counted_peak_bytes": run.counted_peak()} | _about(run.offloader)
-    result["peak_rss_bytes"] = peak_rss_bytes()
-    if run.offloader is not None:
-        run.offloader.close()
-    return result
-
-
-def limit_memory(device: str, nbytes: int) -> None:
-    """Bound the memory of this process (CPU) or what it takes of its device."""
-    if device == "cpu":
-        resource.setrlimit(resource.RLIMIT_DATA, (nbytes, nbytes))
-    else:
-        torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / torch.cuda.mem_get_info()[1]))
-
-
-def _about(offloader: Offloader) -> dict[str, Any]:
-    """Return what the offloader counted, and what was planned."""
-    found: dict[str, Any] = {"statistics": offloader.statistics().as_dict()}
-    pilot = offloader.autopilot
-    if pilot is not None:
-        names = ("offloaded_bytes", "kept_bytes", "recompute", "declined", "predicted_step_s", "predicted_peak_bytes")
-        planned = {} if pilot.plan is None else {name: getattr(pilot.plan, name) for name in names}
-        found["planning"] = {"history": pilot.history} | planned
-    return found
+    cpu_allocator.install()
+    use = cpu_allocator.Use()
+    samples = Round(spec).run()
+    use.end()
+    return {"samples": samples}
 
 
 def failure(error: BaseException) -> dict[str, Any]:
@@ -181,10 +259,10 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 
 def main(argument: str) -> int:
-    """Measure and print; a point that cannot be measured is a result as well."""
+    """Measure and print; what cannot be measured is a result as well."""
     try:
         result = measure(json.loads(argument))
-    except (ActOffloadError, MemoryError, RuntimeError, OSError) as error:
+    except FAILURES as error:
         result = failure(error)
     say(result)
     return 0

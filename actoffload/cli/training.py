@@ -1,4 +1,4 @@
-"""What the worker processes of ``demo`` and ``rok`` share: how the process is set up, and one timed training step."""
+"""What the worker processes of ``demo`` and ``rok`` share, and one timed training step of the demo."""
 
 from __future__ import annotations
 
@@ -36,20 +36,15 @@ def train_step(
     forward: Callable[[], Tensor],
     optimizer: torch.optim.Optimizer,
     device: str,
-    *,
-    keep_gradients: bool = False,
 ) -> tuple[float, float]:
-    """Run one step, with the forward in ``context``; return the loss, and the seconds with the device's work included.
-
-    With ``keep_gradients`` they are set to zero instead of freed, so that they count as static memory.
-    """
+    """Run one step, with the forward in ``context``; return the loss, and the seconds with the device's work included."""
     synchronize(device)
     begin_s = time.perf_counter()
     with context:
         loss = forward()
     torch.autograd.backward(loss)
     optimizer.step()
-    optimizer.zero_grad(set_to_none=not keep_gradients)
+    optimizer.zero_grad()
     value = loss.detach()
     del loss
     synchronize(device)

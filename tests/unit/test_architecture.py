@@ -31,7 +31,7 @@ FLOORS = {
 
 TORCH_FREE = (
     "errors config events locks policy sizes statistics version memory.best_fit memory.native_build storage storage.* "
-    "planning planning.* analysis.transformer_shapes analysis.estimate analysis.estimate_* analysis.rok "
+    "planning planning.* analysis.megatron analysis.estimate analysis.estimate_* analysis.rok "
     "analysis.bench cli.plan"
 )
 """Modules that never import torch, directly or through another module of the package."""
@@ -44,7 +44,7 @@ OPTIONAL = {
     "matplotlib": "analysis.plots",
     "megatron": "integrations.megatron integrations.megatron.* benchmarks.peers",
     "rich": "cli.*",
-    "transformers": "integrations.hf cli.rok_models benchmarks.workloads",
+    "transformers": "integrations.hf cli.transformers_models benchmarks.workloads",
     "typer": "cli.*",
 }
 """Third parties that need not be there (or are heavy), and the only modules that may import them."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from actoffload.analysis.estimate_presets import MODELS, CountedModel
 from actoffload.cli.app import app
 
 runner = CliRunner()
@@ -27,7 +29,7 @@ def answer(*arguments: str) -> Any:
 def test_for_a_person() -> None:
     text = run("--model", "gpt3-175b", "--gpu", "a100-pcie", *SSDTRAIN)
     for part in (
-        "gpt, 96 layers × 12288",
+        "96 layers × 12288",
         "needed, each way",
         "share that hides",
         "life on rated TBW",
@@ -41,7 +43,7 @@ def test_for_a_person() -> None:
 
 def test_json_holds_question_and_answer() -> None:
     parts = answer("--model", "gpt3-175b")
-    assert set(parts) == {"model", "split", "hardware", "credits", "recompute", "estimate"}
+    assert set(parts) == {"activations", "split", "hardware", "credits", "estimate"}
     assert parts["credits"] == {
         "write_amplification_rated": 1.0,
         "write_amplification_workload": 1.0,
@@ -54,28 +56,67 @@ def test_json_holds_question_and_answer() -> None:
 
 def test_options_go_over_the_presets() -> None:
     parts = answer(
-        *("--layers", "16", "--micro-batch", "2", "--micro-batches", "3", "--context", "2", "--fused-kernels"),
-        *("--peak-tflops", "100", "--utilisation", "0.25", "--device-to-host", "20", "--host-to-device", "21"),
-        *("--ssd-write", "2", "--ssd-read", "3", "--drives", "2", "--tbw", "1200", "--drive-price", "100"),
-        *("--gpu-price", "30000", "--retention-credit", "2"),
+        *("--model", "megatron-22b", "--micro-batch", "2", "--micro-batches", "3", "--context", "2"),
+        *("--peak-tflops", "100", "--utilisation", "0.25", "--link", "20"),
+        *("--ssd-write", "2", "--ssd-read", "3", "--drives", "2", "--tbw", "1200", "--retention-credit", "2"),
     )
-    assert (parts["model"]["layers"], parts["model"]["micro_batch"], parts["model"]["hidden"]) == (16, 2, 4096)
-    assert parts["model"]["fused_kernels"] is True
+    whole = answer("--model", "megatron-22b", "--micro-batch", "4")["activations"]
+    assert sum(parts["activations"]["blocks"]) == pytest.approx(sum(whole["blocks"]) / 4)
+    assert parts["activations"]["flops"] == whole["flops"] / 2
     assert (parts["split"]["micro_batches"], parts["split"]["context"]) == (3, 2)
     hardware, result = parts["hardware"], parts["estimate"]
     assert (hardware["peak_flops"], hardware["utilisation"], hardware["drives"]) == (100e12, 0.25, 2)
     assert (result["write_bytes_per_s"], result["read_bytes_per_s"]) == (2e9, 3e9)
     assert hardware["drive"]["rated_written_bytes"] == 1200 * 10**12
-    assert (result["ssd_price_usd"], result["ssd_share_of_gpu_price"]) == (200.0, pytest.approx(200 / 30000))
+    assert result["ssd_price_usd"] == 180.0
     assert result["credited_life_s"] == pytest.approx(2 * result["rated_life_s"])
     assert not any("line rate" in note for note in result["notes"])
+
+
+def test_recomputing_moves_inputs_only() -> None:
+    kept, again = answer("--model", "gpt3-175b"), answer("--model", "gpt3-175b", "--recompute")
+    bytes_of = [sum(parts["activations"]["blocks"]) for parts in (again, kept)]
+    assert bytes_of[0] == pytest.approx(bytes_of[1] * 2 / 34)
+    assert again["activations"]["flops"] > kept["activations"]["flops"]
 
 
 def test_presets_are_listed() -> None:
     listed = answer("--presets")
     assert {"--model", "--gpu", "--drive"} == {entry["option"] for entry in listed}
     assert all(entry["source"] for entry in listed)
-    assert "ssdtrain-t5-16384x2" in run("--presets")
+    assert "deepseek-v3" in run("--presets")
+
+
+COUNTED = [name for name, entry in MODELS.items() if isinstance(entry.model, CountedModel)]
+
+
+@pytest.mark.parametrize("model", COUNTED)
+def test_presets_of_transformers_are_counted(model: str) -> None:
+    """The layers of the real model; a short sequence, so that it is quick."""
+    pytest.importorskip("transformers")
+    parts = answer("--model", model, "--sequence", "128")
+    assert len(parts["activations"]["blocks"]) in (24, 32, 36, 48, 61, 80)
+    assert parts["estimate"]["required_bytes_per_s"] > 0
+    own = "the model's own attention, whose matrices are kept"
+    assert parts["activations"]["source"].endswith(own if model == "gpt-oss-20b" else "flash attention")
+
+
+def test_a_config_json_is_counted_with_the_batch_that_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 256, "vocab_size": 64}))
+    short, long = (answer("--from-model", str(file), "--sequence", n)["estimate"] for n in ("1024", "2048"))
+    assert long["activation_bytes_in_flight"] == pytest.approx(2 * short["activation_bytes_in_flight"], rel=0.001)
+    assert "llama, sequence 2048, micro-batch 1: 2 × " in run("--from-model", str(file))
+
+
+def test_a_function_of_ones_own_is_counted(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    model = "torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 512))"
+    file.write_text(f"import torch\ndef build():\n    return {model}, torch.ones(4096, 512)\n")
+    parts = answer("--from-model", f"{file}:build")
+    assert parts["activations"]["blocks"] == [0.0, 4096 * 512 * 4]
+    assert parts["hardware"]["name"] == "h100-sxm"
 
 
 @pytest.mark.parametrize(
@@ -84,15 +125,16 @@ def test_presets_are_listed() -> None:
         (["--model", "gpt5"], "model='gpt5': no such preset; there are megatron-22b"),
         (["--gpu", "abacus"], "gpu='abacus': no such preset"),
         (["--drive", "floppy"], "drive='floppy': no such preset"),
-        (["--recompute", "some"], "recompute='some': choose one of"),
-        (["--tensor", "3"], "tensor=3: must divide heads=32"),
-        (["--layers", "0"], "--layers"),
+        (["--tensor", "5"], "tensor=5: must divide heads=96"),
+        (["--pipeline", "5"], "pipeline=5: pipeline × interleave must divide layers=96"),
+        (["--micro-batch", "0"], "--micro-batch"),
+        (["--from-model", "no.py:build"], "there is no file no.py"),
+        (["--from-model", "x.py:build", "--sequence", "5"], "sequence=5: the function's inputs say it"),
         (["--utilisation", "40"], "utilisation=40.0: is a share"),
         (["--ssd-write", "0"], "--ssd-write"),
         (["--step-s", "-1"], "step_s=-1.0"),
         (["--retention-credit", "0"], "retention_credit=0.0: must be a number above 0"),
         (["--drive", "p5800x-1.6tb", "--retention-credit", "86"], "retention_credit=86.0: Intel Optane"),
-        (["--attention", "unfused", "--context", "2"], "context=2: context parallelism needs"),
         (["--modle", "x"], "modle"),
     ],
 )

@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from actoffload.analysis.plots import has_matplotlib
-from actoffload.analysis.rok import PRESETS, Preset
+from actoffload.analysis.rok import Preset, Variant, points_of
 from actoffload.analysis.rok_run import RokRun, load_results
 from actoffload.cli import rok as rok_command
 from actoffload.cli import rok_models, rok_worker
@@ -25,106 +25,142 @@ runner = CliRunner()
 
 
 class Launcher:
-    """Takes samples by a table, and notes what was asked for."""
+    """Takes rounds by a table, and notes what was asked for."""
 
-    def __init__(self, **results: dict[str, Any]) -> None:
-        self.results = results
-        self.specs: list[dict[str, Any]] = []
+    def __init__(self, **errors: dict[str, Any]) -> None:
+        self.errors = errors
+        self.asked: list[int] = []
 
     def __call__(self, spec: dict[str, Any]) -> dict[str, Any]:
-        self.specs.append(spec)
-        default = {
-            k: v for k, v in sample("").items() if k not in ("case", "series", "level", "repeat", "device_budget")
+        self.asked.append(spec["case"]["batch"])
+        heads = ("case", "repeat", "others_cpu_share")
+        samples = [sample(v["series"]) | v | self.errors.get(v["series"], {}) for v in spec["variants"]]
+        return {
+            "samples": [{name: value for name, value in s.items() if name not in heads} for s in samples],
+            "others_cpu_share": 0.5,
         }
-        return self.results.get(spec["series"], default)
-
-    @property
-    def order(self) -> list[tuple[str, int, int | None]]:
-        return [(s["series"], s["case"]["batch"], s["device_budget"]) for s in self.specs]
 
 
 def make_run(file: Path, launch: Any, preset: Preset = PRESET, **options: Any) -> RokRun:
     return RokRun(preset, file, environment=dict(MACHINE), command="rok", launch=launch, **options)
 
 
-def worker_spec(series: str, **changes: Any) -> dict[str, Any]:
-    values = {"device": "cpu", "threads": None, "warm_up": 3, "steps": 1, "target": "nvme", "memory_limit": None}
-    return values | {"case": asdict(CASE), "series": series, "device_budget": None, "path": None} | changes
+def worker_spec(*variants: Variant, **changes: Any) -> dict[str, Any]:
+    values = {"device": "cpu", "threads": None, "warm_up": 4, "steps": 2, "path": None}
+    return values | {"case": asdict(CASE), "variants": [asdict(variant) for variant in variants]} | changes
 
 
-# -- taking samples ---------------------------------------------------------------------------------------------------
-
-
-def test_variants_take_turns_and_budgets_come_from_what_was_counted(tmp_path: Path) -> None:
-    launch = Launcher(recompute=sample("recompute", 30))
-    run = make_run(tmp_path / "r.json", launch)
-    assert len(list(run.run())) == 2 * 2 * 6
-    turn = [("keep", None), ("offload", None), ("recompute", None), ("hybrid", None), ("hybrid", 50), ("hybrid", 30)]
-    assert launch.order == [(s, batch, budget) for batch in (2, 2, 4, 4) for s, budget in turn]
+# -- taking rounds ----------------------------------------------------------------------------------------------------
 
 
 def test_a_run_is_resumed_and_only_failures_are_taken_again(tmp_path: Path) -> None:
     file = tmp_path / "r.json"
     first = Launcher(offload={"error": "boom", "oom": False})
-    steps = make_run(file, first).run()
-    for _ in range(5):
-        next(steps)
-    steps.close()
-    assert len(load_results(file)["samples"]) == 5
+    rounds = make_run(file, first).run()
+    next(rounds)
+    rounds.close()
+    assert len(load_results(file)["samples"]) == len(PRESET.variants) == 6
     assert not list(tmp_path.glob("*.partial"))
-    second = Launcher()
-    assert len(list(make_run(file, second).run())) == 24 - 5
-    assert list(make_run(file, second).run()) == []
-    third = Launcher()
-    assert [job.variant.series for job, _ in make_run(file, third, retry=True).run()] == ["offload"]
-    assert len(load_results(file)["samples"]) == 24
+    second = Launcher(keep={"error": "out of memory", "oom": True}, hybrid={"error": "floor", "below_floor": True})
+    assert len(list(make_run(file, second).run())) == 4
+    assert second.asked == [2, 2, 4, 4], "the failed one again"
+    assert make_run(file, second).missing() == [], "no room, and no room under the budget, are results"
+    assert len(load_results(file)["samples"]) == 4 * 6
+
+
+def test_a_round_that_fails_whole_fails_in_every_variant(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "r.json", lambda spec: {"error": "killed", "oom": True})
+    _, samples = next(run.run())
+    assert [(s["series"], s["level"], s["error"]) for s in samples] == [
+        (v.series, v.level, "killed") for v in PRESET.variants
+    ]
+    assert all(p.oom for p in points_of(samples))
 
 
 def test_results_of_other_options_are_not_mixed(tmp_path: Path) -> None:
     file = tmp_path / "r.json"
     list(make_run(file, Launcher()).run())
-    with pytest.raises(ConfigError, match="another warm_up, memory_limit; name a new file"):
-        make_run(file, Launcher(), replace(PRESET, warm_up=2), memory_limit=5)
+    with pytest.raises(ConfigError, match="another warm_up, variants; name a new file"):
+        make_run(file, Launcher(), replace(PRESET, warm_up=2, levels=()))
     file.write_text('{"benchmark": "gpu"}')
     with pytest.raises(ConfigError, match="no results of `actoffload rok`"):
         make_run(file, Launcher())
 
 
-def test_results_show_no_path_of_this_machine() -> None:
-    given = ["rok", "--out", "/data/me/r.json", "--path=/mnt/nvme0/x", "--level", "40%", "--preset=cpu", "r.json", ""]
-    shown = ["rok", "--out", "r.json", "--path=x", "--level", "40%", "--preset=cpu", "r.json", ""]
-    assert rok_command.without_folders(given) == shown
+def test_an_interrupt_says_how_to_go_on(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "r.json", Launcher())
+    assert "Begin again" in rok_command.how_to_go_on(run)
+    next(run.run())
+    text = rok_command.how_to_go_on(run)
+    assert "3 rounds are left" in text
+    assert f"--out {run.file}" in text
+    assert f"--redraw {run.file}" in text
 
 
-def test_the_offloaders_own_baseline_does_where_keep_ran_out_of_memory(tmp_path: Path) -> None:
-    offload = sample("offload") | {"statistics": {"baseline_peak_bytes": 400}}
-    launch = Launcher(keep={"error": "out of memory", "oom": True}, offload=offload)
-    list(make_run(tmp_path / "r.json", launch).run())
-    assert ("hybrid", 2, 200) in launch.order
+def test_ctrl_c_ends_the_command_with_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(run: RokRun, *, quiet: bool) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(rok_command, "measure", interrupted)
+    result = runner.invoke(app, ["rok", "--preset", "tiny", "--out", str(tmp_path / "r.json")])
+    assert result.exit_code == 130
+    assert "Interrupted." in result.output
 
 
 # -- the worker -------------------------------------------------------------------------------------------------------
 
 
 def test_the_worker_measures_the_same_training_in_every_series(tmp_path: Path) -> None:
-    keep = rok_worker.measure(worker_spec("keep"))
-    recompute = rok_worker.measure(worker_spec("recompute"))
-    path = [str(tmp_path)]
-    offload = rok_worker.measure(worker_spec("offload", path=path))
-    budget = keep["counted_peak_bytes"] * 6 // 10
-    hybrid = rok_worker.measure(worker_spec("hybrid", path=path, device_budget=budget, warm_up=4))
-    assert keep["losses_hex"] == recompute["losses_hex"] == offload["losses_hex"] == hybrid["losses_hex"][:4]
-    assert len(set(keep["losses_hex"])) == 4
+    found = rok_worker.measure(worker_spec(*(replace(PRESET, levels=("0.6",)).variants), path=[str(tmp_path)]))
+    keep, recompute, offload, _, hybrid = found["samples"]
+    assert [s.get("error") for s in found["samples"]] == [None] * 5
+    assert all(s["identical"] for s in found["samples"])
     assert keep["flops"] == 3 * 2 * (2 * 128 * (2 * 12 * 128**2 + 128 * 64) + 2 * 2 * 2 * 128 * 128 * 128)
+    assert [len(s["step_s"]) for s in found["samples"]] == [4, 2, 2, 2, 2], "keep twice a turn"
+    assert keep["ratios"][0] == pytest.approx(1 / keep["ratios"][1])
+    turn = recompute["step_s"][0] * 2 / sum(keep["step_s"][:2])
+    assert recompute["ratios"][0] == pytest.approx(turn)
     block = 2 * 128 * 128 * 4 * 16  # input, norm, q k v, attention, projection's input, norm, 4 + 4 of the MLP
-    assert keep["activation_peak_bytes"] > 2 * block
-    assert block < recompute["activation_peak_bytes"] < keep["activation_peak_bytes"] - block / 2
-    assert hybrid["activation_peak_bytes"] <= budget
-    assert hybrid["planning"]["history"] == ["first plan"]
+    assert min(keep["peak_bytes"]) > 2 * block
+    assert block < max(recompute["peak_bytes"]) < min(keep["peak_bytes"]) - block / 2
+    assert max(offload["peak_bytes"]) <= min(keep["peak_bytes"])
+    assert hybrid["device_budget"] == keep["counted_peak_bytes"] * 6 // 10
+    assert max(hybrid["peak_bytes"]) <= 1.02 * hybrid["device_budget"]
+    assert keep["process_peak_bytes"] > 2 * block
+
+
+def test_a_bit_that_differs_is_seen_by_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(rok_worker.Round):
+        def _step(self, mode: rok_worker.Mode, context: Any = None) -> float:
+            tokens = self.tokens
+            self.tokens = tokens.roll(1, dims=1) if mode.variant.series == "recompute" else tokens
+            step_s = super()._step(mode, context)
+            self.tokens = tokens
+            return step_s
+
+    monkeypatch.setattr(rok_worker, "Round", Wrong)
+    variants = Variant(series="keep"), Variant(series="recompute")
+    keep, recompute = rok_worker.measure(worker_spec(*variants, warm_up=0, steps=0))["samples"]
+    assert (keep["identical"], recompute["identical"]) == (True, False)
+
+
+def test_modes_that_fail_leave_the_others_their_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_memory(self: rok_worker.Round, mode: rok_worker.Mode) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(rok_worker.Round, "_count", without_memory)
+    variants = [Variant(series=name) for name in ("keep", "recompute", "offload")]
+    budgets = [Variant(series="hybrid", level=level) for level in ("recompute", "0.5")]
+    keep, _, offload, unknown, half = rok_worker.measure(worker_spec(*variants, *budgets))["samples"]
+    assert (keep["oom"], keep["step_s"]) == (True, [])
+    assert len(offload["step_s"]) == 2
+    assert (offload["ratios"], offload["identical"]) == ([], True)
+    assert "the peak for recompute is not known" in unknown["error"]
+    assert half["device_budget"] > 0, "half of what offload would have kept"
 
 
 def test_the_worker_turns_failures_into_results(capsys: pytest.CaptureFixture[str]) -> None:
-    spec = worker_spec("keep", case=asdict(replace(CASE, model="abacus")))
+    spec = worker_spec(Variant(series="keep"), case=asdict(replace(CASE, model="abacus")))
     assert rok_worker.main(json.dumps(spec)) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert "model='abacus': choose one of 'gpt-small', 'gpt'" in result["error"]
@@ -168,8 +204,7 @@ def invoke(*arguments: str, status: int = 0) -> str:
 
 
 def write(file: Path, samples: Sequence[dict[str, Any]]) -> Path:
-    how = {"device": "cpu", "threads": 1, "warm_up": 1, "steps": 1, "target": "auto", "memory_limit": None}
-    payload = {"benchmark": "rok", "version": 1, "environment": MACHINE, "measured_with": how, "samples": samples}
+    payload = {"benchmark": "rok", "version": 2, "environment": MACHINE, "measured_with": {}, "samples": samples}
     file.write_text(json.dumps(payload))
     return file
 
@@ -177,17 +212,22 @@ def write(file: Path, samples: Sequence[dict[str, Any]]) -> Path:
 def test_redraw_prints_what_dominates_and_draws(tmp_path: Path) -> None:
     file = write(tmp_path / "r.json", all_points()[:-1])
     text = invoke("--redraw", str(file))
-    assert "out of memory" in text
-    assert "hybrid 60%" in text
-    assert "Losses are equal bit for bit" in text
+    for said in ("out of memory", "hybrid 60%", "slower", "A/A noise", "Losses and gradients are equal"):
+        assert said in text
+    assert "busy" not in text
     assert (tmp_path / "r.png").exists() == has_matplotlib()
     data = json.loads(invoke("--redraw", str(file), "--json"))
-    assert [row["efficient"] for row in data["points"]] == [True, True, False, True, False]
+    assert [row["verdict"] for row in data["points"]] == ["A/A noise", "slower", "slower", "slower", ""]
 
 
-def test_redraw_fails_when_losses_differ_or_a_point_failed(tmp_path: Path) -> None:
-    different = [sample("keep"), sample("offload") | {"losses_hex": ["0x0p+0"]}]
-    assert "LOSSES DIFFER" in invoke("--redraw", str(write(tmp_path / "a.json", different)), status=1)
+def test_a_busy_machine_is_said(tmp_path: Path) -> None:
+    file = write(tmp_path / "r.json", [sample("keep"), sample("offload", others_cpu_share=0.41)])
+    assert "WARNING: the machine was busy: others took up to 41% of the processors" in invoke("--redraw", str(file))
+
+
+def test_redraw_fails_when_bits_differ_or_a_point_failed(tmp_path: Path) -> None:
+    different = [sample("keep"), sample("offload", identical=False)]
+    assert "BITS DIFFER" in invoke("--redraw", str(write(tmp_path / "a.json", different)), status=1)
     invoke("--redraw", str(write(tmp_path / "b.json", all_points())), status=1)
     floor = [sample("keep"), failed("hybrid", "BudgetError: the floor is 5") | {"below_floor": True}]
     invoke("--redraw", str(write(tmp_path / "c.json", floor)))
@@ -197,10 +237,8 @@ def test_redraw_fails_when_losses_differ_or_a_point_failed(tmp_path: Path) -> No
     ("arguments", "message"),
     [
         (["--preset", "huge"], "preset='huge': choose one of 'ssdtrain', 'cpu', 'tiny'"),
-        (["--series", "best"], "series='best': choose one of 'keep'"),
-        (["--memory-limit", "lots"], "memory_limit='lots'"),
         (["--redraw", "/no/such/file"], "no results of `actoffload rok`"),
-        (["--batch", "0"], "--batch"),
+        (["--batch", "7"], "batch=7: the preset has no such case"),
     ],
 )
 def test_bad_options_end_with_2_and_say_why(arguments: list[str], message: str) -> None:
@@ -209,32 +247,25 @@ def test_bad_options_end_with_2_and_say_why(arguments: list[str], message: str) 
     assert message in result.output
 
 
-def test_options_select_from_the_preset() -> None:
-    chosen = rok_command.select(PRESETS["cpu"], ["gpt-small"], [64, 128], [1])
-    assert {(c.model, c.hidden, c.batch) for c in chosen.cases} == {("gpt-small", 64, 1), ("gpt-small", 128, 1)}
-    assert rok_command.select(PRESETS["tiny"]) == PRESETS["tiny"]
+def test_options_select_from_the_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[RokRun] = []
+    monkeypatch.setattr(rok_command, "measure", lambda run, *, quiet: chosen.append(run))
+    monkeypatch.setattr(rok_command, "finish", lambda *_: 0)
+    invoke("--out", str(tmp_path / "r.json"), "--model", "bert", "--batch", "4", "--repeats", "3")
+    assert [(job.case.model, job.case.batch, job.repeat) for job in chosen[0].missing()] == [
+        ("bert", 4, repeat) for repeat in range(3)
+    ]
 
 
 @pytest.mark.slow
 def test_a_real_run_is_resumed_and_drawn(tmp_path: Path) -> None:
     file = tmp_path / "tiny.json"
-    options = ["--preset", "tiny", "--out", str(file), "--batch", "2", "--path", str(tmp_path)]
-    invoke(*options, "--series", "keep", "--series", "recompute")
-    assert len(load_results(file)["samples"]) == 2
+    options = ["--preset", "tiny", "--out", str(file), "--path", str(tmp_path)]
+    invoke(*options, "--batch", "2")
+    assert len(load_results(file)["samples"]) == 5
     text = invoke(*options)
     samples = load_results(file)["samples"]
-    assert [s["series"] for s in samples] == ["keep", "recompute", "offload", "hybrid", "hybrid"]
+    assert [s["case"]["batch"] for s in samples] == [2] * 5 + [4] * 5
     assert not any("error" in s for s in samples)
-    assert samples[-1]["activation_peak_bytes"] <= samples[-1]["device_budget"]
-    assert str(tmp_path) not in json.dumps([s.get("case") for s in samples])
-    assert "Losses are equal bit for bit" in text
-
-
-@pytest.mark.slow
-def test_running_out_of_memory_is_a_point(tmp_path: Path) -> None:
-    file = tmp_path / "oom.json"
-    options = ["--preset", "tiny", "--out", str(file), "--batch", "4096", "--series", "keep", "--memory-limit", "1GiB"]
-    text = invoke(*options)
-    (found,) = load_results(file)["samples"]
-    assert found["oom"] is True
-    assert "out of memory" in text
+    assert str(tmp_path) not in file.read_text()
+    assert "equal bit for bit" in text

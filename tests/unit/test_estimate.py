@@ -1,4 +1,4 @@
-"""Estimates on paper: against what autograd really saves, against FLOPs really counted, against published numbers."""
+"""Estimates on paper: Megatron-LM's formulas and what follows from them, against published numbers."""
 
 from __future__ import annotations
 
@@ -8,23 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
-from actoffload.analysis.estimate import Estimate, Hardware, estimate, required_bytes_per_s
+from actoffload.analysis.estimate import Activations, Estimate, Hardware, estimate, required_bytes_per_s
+from actoffload.analysis.estimate import megatron_activations as by_formula
 from actoffload.analysis.estimate_presets import DRIVES, GPUS, MODELS
-from actoffload.analysis.transformer_shapes import (
-    ModelShape,
-    Parallelism,
-    Recompute,
-    ends_inventory,
-    layer_inventory,
-    layers_bytes,
-    model_flops,
-    recomputed_flops,
-)
+from actoffload.analysis.megatron import MegatronModel, Parallelism, layer_bytes, model_flops
 from actoffload.errors import ConfigError
 from actoffload.storage.endurance import (
     DAY_S,
@@ -36,159 +24,74 @@ from actoffload.storage.endurance import (
     render_wear,
     written_per_day,
 )
-from actoffload.testing.gpt import GPT, GPTConfig
 
 ONE = Parallelism()
 DRIVE = DRIVES["980pro-1tb"]
 
 
-def shape(**changes: Any) -> ModelShape:
+def shape(**changes: Any) -> MegatronModel:
     sizes: dict[str, Any] = {"layers": 4, "hidden": 1024, "heads": 16, "sequence": 512, "micro_batch": 2, "vocab": 1000}
-    return ModelShape(**(sizes | changes))
+    return MegatronModel(**(sizes | changes))
+
+
+def activations(split: Parallelism = ONE, **options: Any) -> Activations:
+    return by_formula(shape(), split, **options)
 
 
 def machine(**changes: Any) -> Hardware:
-    rates = {"device_to_host_bytes_per_s": 10e9, "host_to_device_bytes_per_s": 10e9}
-    values: dict[str, Any] = {"name": "toy", "peak_flops": 1e14, "utilisation": 0.5, "drive": DRIVE, **rates}
+    values: dict[str, Any] = {"name": "toy", "peak_flops": 1e14, "utilisation": 0.5, "drive": DRIVE}
+    values["link_bytes_per_s"] = 10e9
     return Hardware(**(values | changes))
 
 
-def saved_bytes(model: nn.Module, *inputs: torch.Tensor, **options: Any) -> int:
-    """Bytes of the distinct storages that autograd saves for a forward, without parameters and inputs."""
-    lives = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers(), *inputs]}
-    seen: dict[int, torch.UntypedStorage] = {}  # held, so that no address is used twice
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in lives:
-            seen[storage.data_ptr()] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = model(*inputs, **options)
-    total = sum(storage.nbytes() for storage in seen.values())
-    assert result is not None
-    return total
-
-
-def gpt_shape(config: GPTConfig, batch: int, element: int) -> ModelShape:
-    return ModelShape(
-        layers=config.layers,
-        hidden=config.width,
-        heads=config.heads,
-        sequence=config.seq,
-        micro_batch=batch,
-        vocab=config.vocab,
-        dtype_bytes=element,
-        logit_bytes=element,
-    )
-
-
-@pytest.mark.parametrize(
-    ("config", "dtype", "tolerance"),
-    [
-        (GPTConfig(layers=2, width=128, seq=64), torch.float32, 0.01),
-        (GPTConfig(layers=3, width=256, seq=128), torch.bfloat16, 0.01),
-        # Narrow, so that the statistics of norms and attention weigh: 0.8 % and 1.6 %.
-        (GPTConfig(layers=3, width=32, seq=64, head_width=4), torch.float32, 0.002),
-        (GPTConfig(layers=6, width=128, seq=64, vocab=16, recompute=True), torch.float32, 0.01),
-    ],
-)
-def test_the_inventory_is_what_autograd_saves_for_a_gpt(
-    config: GPTConfig, dtype: torch.dtype, tolerance: float
-) -> None:
-    model, tokens = GPT(config).to(dtype), torch.randint(config.vocab, (4, config.seq))
-    on_paper = gpt_shape(config, 4, dtype.itemsize)
-    layers = layers_bytes(on_paper, ONE, "full" if config.recompute else "none")
-    ours = layers + sum(ends_inventory(on_paper, ONE).values())
-    assert ours == pytest.approx(saved_bytes(model, tokens, tokens.clone()), rel=tolerance)
-
-
-def test_the_inventory_is_what_autograd_saves_for_llama() -> None:
-    dtype = torch.bfloat16
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    sizes = {"hidden_size": 256, "intermediate_size": 896, "num_attention_heads": 8, "num_key_value_heads": 2}
-    config = llama.LlamaConfig(**sizes, num_hidden_layers=3, vocab_size=64, use_cache=False, attn_implementation="sdpa")
-    model, tokens = llama.LlamaModel(config).to(dtype), torch.randint(64, (2, 96))
-    on_paper = ModelShape(
-        family="llama",
-        layers=3,
-        hidden=256,
-        heads=8,
-        kv_heads=2,
-        ffn=896,
-        sequence=96,
-        micro_batch=2,
-        vocab=64,
-        dtype_bytes=dtype.itemsize,
-        fused_kernels=False,
-    )
-    ends = ends_inventory(on_paper, ONE)
-    ours = layers_bytes(on_paper, ONE) + ends["last norm: input"] + ends["last norm: normed"]
-    assert ours == pytest.approx(saved_bytes(model, tokens), rel=0.01)
-
-
-def test_flops_are_those_that_torch_counts() -> None:
-    config = GPTConfig(layers=2, width=128, seq=64)
-    model, tokens = GPT(config), torch.randint(256, (2, 64))
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(tokens)
-    assert model_flops(gpt_shape(config, 2, 4)) == 3 * counter.get_total_flops()
-
-
 def test_flops_follow_the_published_formula() -> None:
-    model = MODELS["gpt3-175b"].shape
+    model = published("gpt3-175b")
     s, h, layers, vocab = model.sequence, model.hidden, model.layers, model.vocab
     formula = 72 * model.micro_batch * s * layers * h**2 * (1 + s / (6 * h) + vocab / (12 * h * layers))
     assert model_flops(model) == pytest.approx(formula)
-    assert recomputed_flops(model, "full") == pytest.approx((formula - 6 * s * h * vocab) / 3)
-    assert recomputed_flops(model, "selective") == 0.0
-    assert recomputed_flops(replace(model, attention="unfused"), "selective") == 4 * layers * s**2 * h
+    again = model_flops(model, recompute=True) - model_flops(model)
+    assert again == pytest.approx((formula - 6 * s * h * vocab) / 3)
 
 
 @pytest.mark.parametrize(
-    ("split", "recompute", "of_sbh", "of_square"),
+    ("split", "options", "of_sbh", "of_square"),
     [
-        (Parallelism(), "none", 34, 5),
-        (Parallelism(tensor=4), "none", 10 + 24 / 4, 5 / 4),
-        (Parallelism(tensor=4, sequence_parallel=True), "none", 34 / 4, 5 / 4),
-        (Parallelism(tensor=4), "selective", 10 + 24 / 4, 0),
-        (Parallelism(tensor=4, sequence_parallel=True), "selective", 34 / 4, 0),
-        (Parallelism(tensor=4), "full", 2, 0),
+        (Parallelism(), {"unfused": True}, 34, 5),
+        (Parallelism(tensor=4), {"unfused": True}, 10 + 24 / 4, 5 / 4),
+        (Parallelism(tensor=4, sequence_parallel=True), {"unfused": True}, 34 / 4, 5 / 4),
+        (Parallelism(tensor=4), {}, 10 + 24 / 4, 0),
+        (Parallelism(tensor=4, sequence_parallel=True), {}, 34 / 4, 0),
+        (Parallelism(tensor=4), {"recompute": True}, 2, 0),
     ],
 )
-def test_a_layer_is_korthikantis(split: Parallelism, recompute: Recompute, of_sbh: float, of_square: float) -> None:
-    layer = shape(attention="unfused", dropout=True, hidden=4096, heads=32)
+def test_a_layer_is_korthikantis(split: Parallelism, options: dict[str, Any], of_sbh: float, of_square: float) -> None:
+    layer = shape(hidden=4096, heads=32)
     sbh = layer.sequence * layer.micro_batch * layer.hidden
     square = layer.heads * layer.sequence**2 * layer.micro_batch
-    ours = sum(layer_inventory(layer, split, recompute).values())
-    assert ours == pytest.approx(of_sbh * sbh + of_square * square, rel=0.001)  # the norms' statistics are not in it
-
-
-def test_a_decoder_layer_of_t5_also_attends_to_the_encoder() -> None:
-    t5 = shape(family="t5", dropout=True, layers=5, hidden=4096, heads=32)
-    sbh = t5.sequence * t5.micro_batch * t5.hidden
-    assert t5.cross_layers == 2
-    assert layers_bytes(t5, ONE) == pytest.approx((5 * 34 + 2 * 13 + 2) * sbh, rel=0.002)
-    assert model_flops(t5) > model_flops(replace(t5, family="gpt"))
+    assert layer_bytes(layer, split, **options) == pytest.approx(of_sbh * sbh + of_square * square)
 
 
 def test_micro_batches_in_flight_are_those_of_1f1b() -> None:
     assert Parallelism(pipeline=8, micro_batches=64).microbatches_in_flight == 8
     assert Parallelism(pipeline=8, micro_batches=3).microbatches_in_flight == 3
     assert Parallelism(pipeline=8, micro_batches=64, interleave=3).microbatches_in_flight == pytest.approx(8 + 7 / 3)
-    assert Parallelism(pipeline=8, micro_batches=64, in_flight=2).microbatches_in_flight == 2
 
 
 # -- against published numbers: Korthikanti et al. 2022 (arXiv 2205.05198) and SSDTrain (arXiv 2408.10013) -------------
 
 
+def published(name: str) -> MegatronModel:
+    model = MODELS[name].model
+    assert isinstance(model, MegatronModel)
+    return model
+
+
 def run_on_a100(name: str) -> Estimate:
     """A published run on SSDTrain's assumed machine, at its published MFU, with everything moved."""
     model, gpu = MODELS[name], GPUS["a100-pcie"]
-    link = {"device_to_host_bytes_per_s": gpu.link_bytes_per_s, "host_to_device_bytes_per_s": gpu.link_bytes_per_s}
-    hardware = machine(peak_flops=gpu.peak_flops, utilisation=model.utilisation or 0.5, price_usd=10_000, **link)
-    return estimate(model.shape, model.split, hardware)
+    link = {"link_bytes_per_s": gpu.link_bytes_per_s}
+    hardware = machine(peak_flops=gpu.peak_flops, utilisation=model.utilisation or 0.5, **link)
+    return estimate(by_formula(published(name), model.split), model.split, hardware)
 
 
 @pytest.mark.parametrize(
@@ -202,19 +105,19 @@ def run_on_a100(name: str) -> Estimate:
 )
 def test_korthikantis_runs(name: str, gib: float, step_s: float, shares: tuple[float, ...]) -> None:
     """Figure 1: activations of the first stage; Table 5: step time; Figure 7 (as Calculon has read it off): percent."""
-    model = MODELS[name]
-    whole, alone = replace(model.shape, attention="unfused"), replace(model.split, sequence_parallel=False)
-    ours = layers_bytes(whole, model.split, "selective") * model.split.microbatches_in_flight
+    model, split = published(name), MODELS[name].split
+    alone = replace(split, sequence_parallel=False)
+    ours = model.layers * layer_bytes(model, split) / split.pipeline * split.microbatches_in_flight
     assert ours / 2**30 == pytest.approx(gib, rel=0.01)
     assert run_on_a100(name).step_s == pytest.approx(step_s, rel=0.02)
-    cases: list[tuple[Parallelism, Recompute]] = [
-        (model.split, "none"),  # sequence parallelism
-        (alone, "selective"),
-        (model.split, "selective"),
-        (alone, "full"),
+    whole = layer_bytes(model, alone, unfused=True)
+    part = [
+        layer_bytes(model, split, unfused=True),  # sequence parallelism
+        layer_bytes(model, alone),  # selective recomputation
+        layer_bytes(model, split),
+        layer_bytes(model, alone, recompute=True),
     ]
-    part = [100 * layers_bytes(whole, split, how) / layers_bytes(whole, alone) for split, how in cases]
-    assert part == pytest.approx(shares, abs=0.2)
+    assert [100 * nbytes / whole for nbytes in part] == pytest.approx(shares, abs=0.2)
 
 
 def test_ssdtrains_bandwidth_size_and_cost() -> None:
@@ -224,8 +127,8 @@ def test_ssdtrains_bandwidth_size_and_cost() -> None:
     assert needed == sorted(needed, reverse=True)
     assert [rate <= 12.1e9 * 1.05 for rate in needed] == [False, True, True, True]
     for name in names[1:]:  # its model: 0.4 to 1.8 TB a GPU and step at micro-batch 8 to 32
-        model = MODELS[name]
-        nbytes = layers_bytes(replace(model.shape, micro_batch=8), model.split) * model.split.micro_batches
+        model, split = replace(published(name), micro_batch=8), MODELS[name].split
+        nbytes = model.layers * layer_bytes(model, split) / split.pipeline * split.micro_batches
         assert 0.4e12 <= nbytes <= 1.05 * 1.8e12
     assert run_on_a100("gpt3-175b").ssd_price_usd == 360.0
 
@@ -242,18 +145,18 @@ def test_ssdtrains_lifetime_holds_only_with_its_credits() -> None:
 
 
 def test_the_share_that_hides_is_the_lesser_of_write_and_read() -> None:
-    free = estimate(shape(), ONE, machine())
+    free = estimate(activations(), ONE, machine())
     need = free.required_bytes_per_s
     assert need == required_bytes_per_s(free.activation_bytes_per_step, free.step_s)
     for changes, share in (
         ({"ssd_write_bytes_per_s": need / 4}, 0.25),
         ({"ssd_read_bytes_per_s": need / 5}, 0.2),
-        ({"device_to_host_bytes_per_s": need / 2}, 0.5),
-        ({"host_to_device_bytes_per_s": need / 2, "ssd_write_bytes_per_s": need / 4}, 0.25),
+        ({"link_bytes_per_s": need / 2}, 0.5),
+        ({"link_bytes_per_s": need / 2, "ssd_write_bytes_per_s": need / 4}, 0.25),
         ({}, 1.0),
     ):
-        fast = {"drives": 1000, "device_to_host_bytes_per_s": 2 * need, "host_to_device_bytes_per_s": 2 * need}
-        result = estimate(shape(), ONE, machine(**(fast | changes)))
+        fast = {"drives": 1000, "link_bytes_per_s": 2 * need}
+        result = estimate(activations(), ONE, machine(**(fast | changes)))
         assert result.share_hidden == pytest.approx(share)
         assert result.moved_bytes_per_step == pytest.approx(share * result.activation_bytes_per_step)
         assert result.written_bytes_per_day == pytest.approx(result.moved_bytes_per_step / result.step_s * DAY_S)
@@ -261,53 +164,56 @@ def test_the_share_that_hides_is_the_lesser_of_write_and_read() -> None:
 
 
 def test_no_credit_is_given_unasked() -> None:
-    result = estimate(shape(), ONE, machine())
+    result = estimate(activations(), ONE, machine())
     assert result.credited_life_s == result.rated_life_s
     assert result.rated_life_s * result.written_bytes_per_day / DAY_S == pytest.approx(4 * DRIVE.rated_written_bytes)
-    credited = estimate(shape(), ONE, machine(), credits=Credits(retention_credit=86))
+    credited = estimate(activations(), ONE, machine(), credits=Credits(retention_credit=86))
     assert credited.credited_life_s == pytest.approx(86 * result.rated_life_s)
     assert credited.rated_life_s == result.rated_life_s
     assert "on rated TBW alone" in credited.notes[0]
 
 
 def test_cost_and_a_measured_step() -> None:
-    result = estimate(shape(), ONE, machine(price_usd=10_000), step_s=2.0)
+    result = estimate(activations(), ONE, machine(), step_s=2.0)
     assert result.step_s == 2.0
     assert result.ssd_price_usd == 360.0
-    assert result.ssd_share_of_gpu_price == pytest.approx(0.036)
-    assert result.ssd_usd_per_day == pytest.approx(360 / (result.rated_life_s / DAY_S))
-    unknown = estimate(shape(), ONE, machine(drive=replace(DRIVE, price_usd=None)))
-    assert (unknown.ssd_price_usd, unknown.ssd_usd_per_day) == (None, None)
+    unknown = estimate(activations(), ONE, machine(drive=replace(DRIVE, price_usd=None)))
+    assert unknown.ssd_price_usd is None
 
 
 def test_recomputing_leaves_less_to_move_and_takes_longer() -> None:
-    kept, full = (estimate(shape(), ONE, machine(), recompute=how) for how in ("none", "full"))
+    kept, full = (estimate(activations(recompute=how), ONE, machine()) for how in (False, True))
     assert full.activation_bytes_per_step < kept.activation_bytes_per_step / 10
     assert full.step_s > 1.2 * kept.step_s
-    assert "Selective" in " ".join(estimate(shape(), ONE, machine(), recompute="selective").notes)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_preset_can_be_estimated_and_printed(name: str) -> None:
-    model = MODELS[name]
+def test_what_is_too_small_stays() -> None:
+    split = Parallelism(pipeline=2, micro_batches=4)
+    some = Activations(label="x", blocks=(100.0, 200.0, 100.0, 200.0), small_bytes=50.0, ends_bytes=7.0, flops=1e12)
+    result = estimate(some, split, machine())
+    assert result.activation_bytes_per_step == 4 * 300
+    assert (result.activation_bytes_in_flight, result.small_bytes) == (2 * (300 + 25), 2 * 25)
+    assert result.ends_bytes == 7.0
+
+
+@pytest.mark.parametrize("name", [name for name, entry in MODELS.items() if isinstance(entry.model, MegatronModel)])
+def test_every_published_run_can_be_estimated_and_printed(name: str) -> None:
     result = run_on_a100(name)
     assert 0 < result.share_hidden <= 1
     assert math.isfinite(json.loads(json.dumps(result.as_dict()))["rated_life_s"])
-    assert model.gpu in GPUS
-    assert model.source
+
+
+def test_presets_name_a_gpu_and_a_source() -> None:
+    assert all(entry.gpu in GPUS and entry.source for entry in MODELS.values())
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: shape(micro_batch=2.5), "micro_batch=2.5"),
-        (lambda: shape(heads=3), "heads=3: must divide hidden=1024"),
-        (lambda: shape(kv_heads=3), "kv_heads=3: must divide heads=16"),
-        (lambda: shape(family="llama"), "ffn=None"),
-        (lambda: shape(family="mamba"), "family='mamba': choose one of 'gpt'"),
+        (lambda: activations(Parallelism(tensor=3)), "tensor=3: must divide heads=16"),
         (lambda: Parallelism(pipeline=0), "pipeline=0"),
-        (lambda: Parallelism(in_flight=0.0), "in_flight=0.0"),
-        (lambda: layers_bytes(shape(), Parallelism(pipeline=3)), "pipeline=3: it must divide layers=4"),
+        (lambda: estimate(activations(), Parallelism(pipeline=3), machine()), "pipeline=3: it must divide layers=4"),
         (lambda: machine(peak_flops=math.inf), "peak_flops=inf"),
         (lambda: machine(drives=0), "drives=0"),
         (lambda: replace(DRIVE, rated_written_bytes=-1), "rated_written_bytes=-1"),

@@ -1,48 +1,67 @@
-"""Points from samples, which of them are efficient, and the picture of both."""
+"""Points from samples, what they say next to the noise, and the picture of them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from actoffload.analysis.plots import draw_rok
 from actoffload.analysis.rok import PRESETS, points_of
-from tests.rok_samples import CASE, all_points, failed, sample
+from tests.rok_samples import all_points, failed, sample
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def test_repeats_are_one_point_with_the_highest_peak_and_the_spread_of_their_medians() -> None:
-    samples = [sample("keep", 100, 1.0), sample("keep", 120, 1.1, repeat=1)]
-    (point,) = points_of(samples)
-    assert (point.samples, point.peak_bytes) == (2, 120)
-    assert point.spread == pytest.approx(0.1 / 1.05)
+def test_rounds_are_one_point_with_the_middle_half_of_their_steps_and_the_worst_peak() -> None:
+    first = sample("offload", step_s=1.0) | {"step_s": [1.0, 1.0, 1.2, 5.0], "peak_bytes": [100, 100, 100, 900]}
+    second = sample("offload", repeat=1) | {"step_s": [1.0, 1.1], "peak_bytes": [100, 110]}
+    (point,) = points_of([first, second])
+    assert (point.peak_bytes, point.worst_peak_bytes, point.process_peak_bytes) == (100, 900, 1000)
+    assert point.step_s is not None
+    assert point.tflops is not None
+    assert point.step_s.median == pytest.approx(1.05)
+    assert [point.step_s.low, point.step_s.high] == pytest.approx([1.0, 1.175])
+    assert point.tflops.low == pytest.approx(1 / 1.175)
+    assert point.tflops.high == 1.0
+
+
+@pytest.mark.parametrize(
+    ("ratios", "verdict"),
+    [
+        ([1.3, 1.4, 1.5], "slower"),
+        ([0.7, 0.8, 0.85], "faster"),
+        ([1.0, 1.06, 1.5], "as keep"),
+        ([0.5, 1.04, 1.05, 9.0], "as keep"),
+    ],
+)
+def test_no_verdict_is_stronger_than_the_noise_between_keeps_own_steps(ratios: list[float], verdict: str) -> None:
+    keep, other = points_of([sample("keep"), sample("offload", ratios=ratios)])
+    assert keep.ratio is not None
+    assert keep.ratio.low == pytest.approx(1 / keep.ratio.high, rel=0.02)
+    assert keep.ratio.high == pytest.approx(1.07, abs=0.01)
+    assert (keep.verdict, other.verdict) == ("A/A noise", verdict)
+
+
+def test_there_is_no_verdict_where_keep_was_not_measured() -> None:
+    points = points_of([failed("keep", "out of memory", oom=True), sample("offload", ratios=[])])
+    assert [(p.ratio, p.verdict) for p in points] == [(None, ""), (None, "")]
+    assert points[1].tflops is not None
+    assert points[1].tflops.median == 1.0
+
+
+def test_throughput_is_keeps_over_the_ratio_within_turns() -> None:
+    drifted = sample("offload", step_s=9.0, ratios=[1.25, 1.25])
+    keep, offload = points_of([sample("keep", step_s=0.5), drifted])
+    assert keep.tflops is not None
+    assert offload.tflops is not None
+    assert keep.tflops.median == pytest.approx(2.0, rel=0.01)
+    assert offload.tflops.median == pytest.approx(2.0 / 1.25)
 
 
 def test_one_bit_of_difference_is_found() -> None:
-    other = sample("offload") | {"losses_hex": ["0x1p+2", "0x1.0000000000001p+1"]}
-    points = points_of([other, sample("keep")])
-    assert {p.variant.series: p.identical for p in points} == {"offload": False, "keep": True}
-
-
-def test_what_is_efficient() -> None:
-    samples = [
-        sample("keep", 100, 1.0),
-        sample("recompute", 40, 1.4),
-        sample("offload", 60, 1.5),
-        sample("hybrid", 60, 1.1),
-        sample("keep", 10, 0.1, case=replace(CASE, hidden=256)),  # another panel
-        failed("hybrid", "boom", case=replace(CASE, batch=4)),
-    ]
-    points = points_of(samples)
-    assert [p.label for p in points if p.efficient] == [
-        *("keep, batch 2", "recompute, batch 2", "hybrid, batch 2"),
-        "keep, batch 2",  # of the other panel
-    ]
-    assert not points[-1].measured
-    assert all(p.efficient for p in points_of([sample("keep"), sample("offload")])), "equal points"
+    rounds = [sample("offload"), sample("offload", repeat=1, identical=False), sample("keep")]
+    assert {p.variant.series: p.identical for p in points_of(rounds)} == {"offload": False, "keep": True}
 
 
 def test_presets_hold_the_shapes_of_the_paper() -> None:
@@ -66,3 +85,12 @@ def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not draw_rok([], tmp_path / "none.png", "nothing")
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     assert not draw_rok(points_of(all_points()), tmp_path / "none.png", "title")
+
+
+def test_the_picture_explains_what_it_draws(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "rok.svg"
+    assert draw_rok(points_of(all_points()), file, "title")
+    text = file.read_text(encoding="utf-8")  # SVG names each text in a comment
+    for said in ("hybrid over its budgets", "a series over batches", "batch 2", "A/A noise of keep", "out of memory"):
+        assert said in text

@@ -1,0 +1,202 @@
+"""Saved bytes counted on meta tensors: against what an offloader sees in a real step of the same model on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from actoffload import OffloadConfig, Offloader
+from actoffload.analysis.megatron import MegatronModel, Parallelism, ends_bytes, layer_bytes, model_flops
+from actoffload.analysis.saved_bytes import SavedBytes, count_saved
+from actoffload.cli import estimate_models as models
+from actoffload.cli.rok_worker import KeepAll
+from actoffload.cli.transformers_models import build_transformers, configuration
+from actoffload.errors import ConfigError
+from actoffload.testing.gpt import GPT, GPTConfig
+
+TOKENS = {"sequence": 64, "micro_batch": 2}
+ONE = Parallelism()
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 100}
+_SIZES = _HEADS | {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
+_BERT = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
+_T5 = {"d_model": 128, "d_kv": 32, "d_ff": 512, "num_layers": 2, "num_heads": 4, "vocab_size": 100}
+_DEEPSEEK_HEADS = {"qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "kv_lora_rank": 32, "q_lora_rank": 48}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 128, "n_layer": 2, "n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "bert": _BERT | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    # Its attention adds a learned bias, for which the CPU has no fused kernel: both run it in plain operators.
+    "t5": _T5 | {"dropout_rate": 0.0, "decoder_start_token_id": 0, "attn_implementation": "eager"},
+    "llama": _SIZES,
+    "qwen3": _SIZES,
+    "qwen3_moe": _SIZES | _EXPERTS | {"num_experts": 8},
+    "gpt_oss": _SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    # Values as wide as keys: the CPU has no fused kernel for others.
+    "deepseek_v3": {name: size for name, size in _SIZES.items() if name != "head_dim"}
+    | _EXPERTS
+    | _DEEPSEEK_HEADS
+    | {"v_head_dim": 48, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+    | {"num_key_value_heads": 4},
+}
+
+
+def count(model_type: str, dtype: torch.dtype = torch.bfloat16) -> SavedBytes:
+    config = configuration(model_type, FAMILIES[model_type])
+    return models.count_transformers(config, **TOKENS, min_bytes=1, dtype=dtype)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_meta_tensors_count_what_a_real_step_saves(model_type: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    # Experts run in bfloat16 alone. In it, the CPU's layer norm keeps its statistics in bfloat16, too, unlike a GPU's.
+    dtype = torch.float32 if model_type in ("gpt2", "bert") else torch.bfloat16
+    config = configuration(model_type, FAMILIES[model_type])
+    model, inputs = build_transformers(config, **TOKENS, dtype=dtype)
+    with Offloader(OffloadConfig(path=str(tmp_path), policy=KeepAll(), min_bytes=1)).use(model) as offloader:
+        loss = model(**inputs).loss
+    torch.autograd.backward(loss)
+    seen = offloader.statistics().activation_bytes
+    offloader.close()
+    counted = count(model_type, dtype)
+    assert sum(counted.blocks.values()) + counted.small + counted.ends == pytest.approx(seen, rel=0.001)
+    assert len(counted.blocks) == (4 if model_type == "t5" else 2)
+
+
+def test_bfloat16_halves_what_is_kept() -> None:
+    pytest.importorskip("transformers")
+    half, whole = count("llama"), count("llama", torch.float32)
+    assert 0.5 < sum(half.blocks.values()) / sum(whole.blocks.values()) < 0.65, "norms and statistics stay float32"
+
+
+class Attention(nn.Module):
+    """One call of attention in a block, two blocks; 2 × 4 heads × 16 tokens × 8 elements."""
+
+    def __init__(self, *, mask: bool = False, wide: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.mask, self.wide, self.dropout = mask, wide, dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, value = self.blocks[0](x), self.blocks[1](x)
+        mask = torch.ones(16, 16, dtype=torch.bool, device=x.device) if self.mask else None
+        value = torch.cat([value, value], -1) if self.wide else value
+        found: Tensor = nn.functional.scaled_dot_product_attention(query, query * 2, value, attn_mask=mask)
+        return nn.functional.dropout(found, self.dropout, self.training)
+
+
+@pytest.mark.parametrize(
+    ("options", "more"),
+    [
+        ({}, 0),
+        ({"mask": True}, 2 * 4 * 16 * 16 * 4 // 8),  # the mask as the kernel adds it, one for all heads
+        ({"wide": True}, 2 * 2 * 4 * 16 * 8 * 4),  # values and output
+        ({"dropout": 0.1}, 2 * 4 * 16 * 8),  # one byte an element
+    ],
+)
+def test_attention_is_a_fused_kernel(options: dict[str, Any], more: int) -> None:
+    with torch.device("meta"):
+        model, x = Attention(**options), torch.ones(2, 4, 16, 8)
+    saved = count_saved(model, x, min_bytes=1)
+    tensor, logsumexp = 2 * 4 * 16 * 8 * 4, 2 * 4 * 16 * 4
+    total = saved.ends + saved.small + sum(saved.blocks.values())
+    assert saved.fused_attention == 1
+    # Queries, keys, values, the output and the log-sum-exp; not the 16 × 16 matrices. Some kernels pad the last.
+    assert total == pytest.approx(4 * tensor + logsumexp + more, abs=2 * logsumexp)
+    assert total < 4 * tensor + more + 2 * 4 * 16 * 16 * 4
+
+
+def test_the_published_formula_is_the_built_in_gpts_inventory() -> None:
+    sizes = GPTConfig(layers=3, width=256, seq=128)
+    with torch.device("meta"):
+        model, tokens = GPT(sizes).to(torch.bfloat16), torch.ones(4, sizes.seq, dtype=torch.long)
+    saved = count_saved(model, (tokens, tokens.clone()), min_bytes=1)
+    shape = {"layers": 3, "hidden": 256, "heads": sizes.heads, "sequence": sizes.seq, "micro_batch": 4}
+    formula = MegatronModel(**shape, vocab=sizes.vocab)
+    elements = 4 * sizes.seq * 256
+    masks = 2 * elements  # of dropout, which the built-in GPT has not
+    assert saved.blocks["stack.blocks.1"] == pytest.approx(layer_bytes(formula, ONE) - masks, rel=0.01)
+    logits = 2 * 4 * sizes.seq * sizes.vocab  # the formula has them in float32
+    assert saved.ends == pytest.approx(ends_bytes(formula, ONE) - elements - logits, rel=0.02)
+    assert 3 * saved.flops == pytest.approx(model_flops(formula))
+
+
+def test_experts_are_counted_in_the_flops() -> None:
+    pytest.importorskip("transformers")
+    saved = count("qwen3_moe")
+    tokens, experts = 2 * 64, 3 * 2 * 128 * 96  # gate, up and down, of two experts
+    dense = 2 * 128 * 128 + 2 * 128 * 64 + 8 * 128
+    attention = 2 * 2 * 2 * 4 * 64 * 64 * 32
+    assert saved.flops == 2 * (2 * tokens * (experts + dense) + attention) + 2 * tokens * 128 * 100
+
+
+def test_small_tensors_and_inputs_of_blocks_are_apart() -> None:
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2)), torch.ones(16, 8, requires_grad=True)
+    saved = count_saved(model, x, min_bytes=512)
+    assert (saved.blocks, saved.small) == ({"0": 0, "1": 0}, 16 * 4 * 4)
+    assert saved.inputs == {"0": 16 * 8 * 4, "1": 16 * 4 * 4}
+    assert count_saved(model, {"input": x}, min_bytes=256).blocks == {"0": 0, "1": 256}
+    assert not model[0]._forward_hooks
+
+
+# -- what a user names ------------------------------------------------------------------------------------------------
+
+
+def test_ones_own_model(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import torch\n"
+        "def build():\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), (torch.ones(16, 8),)\n"
+        "def other():\n"
+        "    return 5\n"
+    )
+    saved = models.count_own(f"{file}:build", min_bytes=1)
+    assert saved.blocks == {"0": 0, "1": 16 * 8 * 4}
+    with FlopCounterMode(display=False) as counter:
+        nn.Linear(8, 8)(torch.ones(16, 8))
+    assert saved.flops == 2 * counter.get_total_flops()
+    for source, message in (
+        (f"{file}:nothing", "has no function 'nothing'"),
+        (f"{file}:other", "must return a model and its inputs"),
+        (f"{tmp_path}/no.py:build", "there is no file"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            models.count_own(source)
+
+
+def test_configurations_are_files_or_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "llama", "num_hidden_layers": 3}')
+    assert models.read_configuration(str(file)).num_hidden_layers == 3
+    assert models.read_configuration(str(tmp_path)).num_hidden_layers == 3
+    assert models.read_configuration("gpt2").n_layer == 12
+    file.write_text("{}")
+    with pytest.raises(ConfigError, match="holds no configuration"):
+        models.read_configuration(str(file))
+    with pytest.raises(ConfigError, match=r"from_model='gpt9': give FILE.py:FUNCTION, a config.json"):
+        models.read_configuration("gpt9")
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"pip install actoffload\[hf\]"):
+        models.read_configuration("gpt2")
+
+
+def test_activations_of_a_rank() -> None:
+    saved = SavedBytes(blocks={"0": 80, "1": 160, "2": 160}, small=8, inputs={"0": 8, "1": 8, "2": 8}, ends=40, flops=5)
+    split = Parallelism(tensor=2, sequence_parallel=True, context=2)
+    kept = models.activations(saved, "x", split, recompute=False)
+    assert (kept.blocks, kept.small_bytes, kept.ends_bytes, kept.flops) == ((20, 40, 40), 2, 10, 15)
+    assert kept.label == "x: 1 × 80 B, 2 × 160 B"
+    again = models.activations(saved, "x", ONE, recompute=True)
+    assert (again.blocks, again.small_bytes, again.flops) == ((8, 8, 8), 0, 20)
+    with pytest.raises(ConfigError, match="tensor=2: a counted model needs --sequence-parallel"):
+        models.activations(saved, "x", Parallelism(tensor=2), recompute=False)
+    with pytest.raises(ConfigError, match="no blocks found"):
+        models.activations(SavedBytes(ends=5), "x", ONE, recompute=False)
