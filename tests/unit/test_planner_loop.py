@@ -1,0 +1,95 @@
+"""What ``policy="auto"`` makes of a machine that changes: many steps of the real offloader in virtual time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from actoffload.autotune.autopilot import WARM_UP
+from tests.planner_rig import MIB, MakeRig, Rig, rigs
+
+FAST, SLOW = 120e6, 15e6
+"""Disks, in bytes a second: one that takes all that a step saves, and one that takes a fraction."""
+BUDGET = 24 * MIB
+SOON = 10
+"""So many steps after a change a step is what the best plan makes it."""
+NEAR = 1.05
+
+
+@pytest.fixture
+def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
+    with rigs(tmp_path, monkeypatch) as make:
+        yield make
+
+
+def _settled(make_rig: MakeRig, bytes_per_s: float, budget: int | None) -> tuple[float, int]:
+    """Seconds and peak of a step where nothing has ever changed."""
+    rig = make_rig(bytes_per_s=bytes_per_s, device_budget=budget)
+    return rig.steps(WARM_UP + 3), rig.peaks[-1]
+
+
+def _check(rig: Rig, best: tuple[float, int], first: int) -> None:
+    """From one step on, every one is nearly as short as the best, and with a budget it keeps that."""
+    budget = rig.offloader.config.device_budget
+    for seconds, peak in zip(rig.seconds[first:], rig.peaks[first:], strict=True):
+        assert seconds <= NEAR * best[0]
+        assert peak <= (NEAR * best[1] if budget is None else budget)
+
+
+def test_slow_first_steps_are_unlearned_under_a_budget(make_rig: MakeRig) -> None:
+    """Compute that is fast only after the step that was recorded: the plan was for a machine that is not there."""
+    best = _settled(make_rig, SLOW, BUDGET)
+    rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET)
+    rig.clock.speed = 0.25
+    rig.steps(WARM_UP + 3)
+    rig.clock.speed = 1.0
+    changed = len(rig.seconds)
+    assert rig.steps(1) > 1.5 * best[0]
+    rig.steps(40)
+    _check(rig, best, changed + SOON)
+    pilot = rig.offloader.autopilot
+    assert pilot is not None
+    assert pilot.plan is not None
+    assert pilot.plan.predicted_step_s == pytest.approx(rig.seconds[-1], rel=0.05)
+
+
+@pytest.mark.parametrize("budget", [None, BUDGET])
+def test_a_disk_that_is_throttled_for_a_while(make_rig: MakeRig, budget: int | None) -> None:
+    fast, slow = (_settled(make_rig, rate, budget) for rate in (FAST, SLOW))
+    rig = make_rig(bytes_per_s=FAST, device_budget=budget)
+    rig.steps(2 * SOON)
+    _check(rig, fast, WARM_UP + 1)
+    rig.disk.bytes_per_s = SLOW
+    rig.steps(33)
+    _check(rig, slow, 3 * SOON)
+    rig.disk.bytes_per_s = FAST
+    rig.steps(40)
+    _check(rig, fast, 2 * SOON + 33 + SOON)
+
+
+def test_it_comes_to_rest(make_rig: MakeRig) -> None:
+    """Steps and a disk that are a little faster or slower each time are no reason for other plans."""
+    noise = random.Random(0)
+    rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET)
+    for _ in range(200):
+        rig.clock.speed = noise.uniform(0.93, 1.07)
+        rig.disk.bytes_per_s = SLOW * noise.uniform(0.8, 1.2)
+        rig.step()
+    assert rig.plans <= 3
+    assert len(set(rig.moved[100:])) <= 2
+
+
+def test_what_is_explained_says_how_old_it_is(make_rig: MakeRig) -> None:
+    rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET)
+    rig.steps(WARM_UP + 2)
+    assert _measured(rig) == "saved tensors, times, disk write, disk read 1 step ago"
+    rig.steps(12)
+    assert _measured(rig) == "times, disk write, disk read 3 steps ago; saved tensors 13 steps ago"
+
+
+def _measured(rig: Rig) -> str:
+    lines = rig.offloader.explain().splitlines()
+    return next(line for line in lines if line.startswith("measured: ")).removeprefix("measured: ")
