@@ -36,6 +36,8 @@ PLANNING_SHARE = 0.1
 """Planning takes at most this share of the time: a search takes a second at the most, which is much for short steps."""
 SHAPES_CHANGED = 0.1
 """A forward that saves this share of its bytes at other places, or in other sizes, is not the one that was planned."""
+MOST_MISLED = 3
+"""After so many plans in a row that recompute and do not fit what is saved, nothing is recomputed any more."""
 MOST_WAITED = 0.9
 """Of a step that waits are taken to be at most: something was computed."""
 ROOM_TO_KEEP = 1.5
@@ -51,6 +53,7 @@ class Following:
         tiers: Tiers,
         placement: OffloadDecision,
         prefetch: Prefetch,
+        profiler: Profiler,
         blocks: Mapping[str, nn.Module],
         meter: RecomputeMeter,
     ) -> None:
@@ -60,6 +63,7 @@ class Following:
         self._shared = shared
         self._tiers = tiers
         self._prefetch = prefetch
+        self.profiler = profiler
 
     def follow(self, profile: Profile | None, plan: Plan | None) -> None:
         """Do as a plan for this profile says from the next forward on; None: as before the first plan."""
@@ -74,7 +78,7 @@ class Following:
             self._prefetch.window.follow(plan.prefetch_bytes or profile.prefetch_bytes)
         for tier in self._tiers.by_device.values():
             tier.expect_pending(None if plan is None else plan.pending_bytes)
-        self.recompute.follow(self.blocks, () if plan is None else plan.recompute)
+        self.recompute.follow(self.blocks, () if plan is None else plan.recompute, self.profiler.checkpointed)
 
 
 class Autopilot:
@@ -110,7 +114,7 @@ class Autopilot:
         self.planner: Planner = Auto()
         self._shared = shared
         self._tiers = tiers
-        self._following = Following(shared, tiers, placement, prefetch, blocks, meter)
+        self._following = Following(shared, tiers, placement, prefetch, profiler, blocks, meter)
         self._recording = Recording(profiler, tiers, prefetch)
         self._steps = StepsUnderPlan()
         self._model: StepModel | None = None
@@ -122,6 +126,8 @@ class Autopilot:
         self._measured_at: dict[str, int] = {}
         """In which step each part of the profile was measured last."""
         self._gave_up = self._agreed = self._stale = False
+        self._misled = 0
+        """Plans in a row that recompute, under which the first forward saved something else."""
         # Dropped without close(): the model is as it was.
         weakref.finalize(self, self._following.recompute.undo).atexit = False
 
@@ -166,7 +172,7 @@ class Autopilot:
 
     def forgot_blocks(self) -> None:
         """Some blocks are not ours any more: leave them as they were."""
-        self.recompute.follow(self._following.blocks, self.recompute.names)
+        self.recompute.follow(self._following.blocks, self.recompute.names, self._following.profiler.checkpointed)
 
     def proposal(self) -> Proposal:
         """The plan that this rank would follow if all ranks did, recomputed blocks included."""
@@ -280,9 +286,11 @@ class Autopilot:
         if self._mismatched:
             if self._agreed:
                 self._stale = True
-            else:
-                self._start_over("the forward saved other sizes than the plan was made for")
+                return
+            self._misled += bool(self.plan.recompute)
+            self._start_over("the forward saved other sizes than the plan was made for")
             return
+        self._misled = 0
         seen = self._steps.add(observed, self._recording)
         if seen is None:
             return
@@ -371,7 +379,7 @@ class Autopilot:
             nvme_budget=None if config.nvme_budget is None else config.size("nvme_budget", 0),
             max_slowdown=config.max_slowdown,
             tiers=tiers,
-            recompute=config.recompute and self._bounded and not several_ranks(),
+            recompute=config.recompute and self._bounded and self._misled < MOST_MISLED and not several_ranks(),
         )
 
 

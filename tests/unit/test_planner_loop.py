@@ -70,6 +70,15 @@ def test_a_disk_that_is_throttled_for_a_while(make_rig: MakeRig, budget: int | N
     _check(rig, fast, 2 * SOON + 33 + SOON)
 
 
+def test_inputs_of_blocks_that_are_too_small_to_move(make_rig: MakeRig) -> None:
+    """A recomputed block keeps its input, which has no place in the plan if it is small."""
+    rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET, sizes=(2 * MIB,) * 4 + (MIB // 2,))
+    rig.steps(40)
+    assert rig.plans == 1
+    assert rig.seconds[-1] < 1.3 * 2.4, "a step that neither waits nor recomputes takes 2.4 s"
+    assert max(rig.peaks) <= BUDGET
+
+
 def test_it_comes_to_rest(make_rig: MakeRig) -> None:
     """Steps and a disk that are a little faster or slower each time are no reason for other plans."""
     noise = random.Random(0)
