@@ -25,7 +25,7 @@ from ..runtime.profiler import Profiler
 from ..tiers.shared import Shared
 from ..tiers.tiers import Tiers
 from .agreement import Proposal, choose, exchange, several_ranks
-from .observations import Recording, StepsUnderPlan
+from .observations import REVIEW_STEPS, Recording, StepsUnderPlan
 from .recompute import Recompute, RecomputeMeter
 
 WARM_UP = 1
@@ -218,7 +218,8 @@ class Autopilot:
         for name, step in self._measured_at.items():
             by_age.setdefault(self._count - step + 1, []).append(name)
         parts = (f"{', '.join(names)} {age} step{'s' * (age != 1)} ago" for age, names in sorted(by_age.items()))
-        return f"measured: {'; '.join(parts)}"
+        probe = f"; one storage in {REVIEW_STEPS} steps moves only to be measured" if self._probes else ""
+        return f"measured: {'; '.join(parts)}{probe}"
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -228,8 +229,18 @@ class Autopilot:
         accounts.step_peak_bytes = accounts.resident_bytes
         self._following.placement.mismatched_bytes = 0
         self._began = (now(), accounts.pack_wait_s, accounts.unpack_wait_s, accounts.packed_tensors)
+        self._following.placement.probes = self._probes and self._steps.review_begins
         if self.plan is None or self._steps.blocks_are_due:
             self._recording.begin()
+
+    @property
+    def _probes(self) -> bool:
+        """Whether one storage moves now and then although the plan moves none: what is not used is not measured.
+
+        It is the first one of the forward, which backward needs last, so nothing waits for it but on a link that is
+        just fast enough to write it in time.
+        """
+        return self.plan is not None and not self.plan.offloaded_bytes and not self._agreed
 
     def _finish_step(self) -> None:
         if self._began is None:

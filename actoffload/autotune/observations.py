@@ -113,6 +113,11 @@ class StepsUnderPlan:
         """Whether the next step shows how long each block takes under the plan: once for each plan, when it is used."""
         return not self._blocks and len(self._steps) == LOOK_AT_STEP
 
+    @property
+    def review_begins(self) -> bool:
+        """Whether the next step is the first of those that the next review looks at."""
+        return not self._steps
+
     def look_at_blocks(self, times: dict[str, float]) -> None:
         """Know how long each block took, in seconds."""
         self._blocks = tuple(times.items()) or (("", 0.0),)

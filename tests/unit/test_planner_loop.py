@@ -70,6 +70,21 @@ def test_a_disk_that_is_throttled_for_a_while(make_rig: MakeRig, budget: int | N
     _check(rig, fast, 2 * SOON + 33 + SOON)
 
 
+@pytest.mark.parametrize(("factor", "soon"), [(50, SOON), (500, 2 * SOON)])
+def test_a_disk_that_no_plan_used_is_measured_now_and_then(make_rig: MakeRig, factor: int, soon: int) -> None:
+    """A disk that was too slow for anything at first: one of them has ended no write when the plan is made."""
+    best = _settled(make_rig, FAST, None)
+    rig = make_rig(bytes_per_s=FAST / factor)
+    rig.steps(3 * SOON)
+    assert sum(rig.moved[2 * SOON :]) <= 3 * 2 * MIB, "one storage at a time"
+    assert max(rig.seconds) <= 1.01 * min(rig.seconds), "and nothing waits for it"
+    assert "one storage in 5 steps moves only to be measured" in rig.offloader.explain()
+    rig.disk.bytes_per_s = FAST
+    rig.steps(40)
+    _check(rig, best, 3 * SOON + soon)
+    assert "only to be measured" not in rig.offloader.explain()
+
+
 def test_inputs_of_blocks_that_are_too_small_to_move(make_rig: MakeRig) -> None:
     """A recomputed block keeps its input, which has no place in the plan if it is small."""
     rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET, sizes=(2 * MIB,) * 4 + (MIB // 2,))

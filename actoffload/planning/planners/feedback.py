@@ -12,7 +12,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ..plan import Plan
-from ..profile import Block, Profile, Storage
+from ..profile import Block, Link, Profile, Storage
 from ..simulator import Prediction, simulate
 from .base import NO_LOSS, Limits
 
@@ -134,7 +134,8 @@ class StepModel:
     def _learn_rates(self, observed: Observed) -> None:
         for (name, way), rate in observed.rates.items():
             link, key = self._links.get(name), f"{way}_bytes_per_s"
-            if link is None:
+            if link is None:  # one way is as fast as the other until that is known
+                self._links[name] = Link(write_bytes_per_s=rate.bytes_per_s, read_bytes_per_s=rate.bytes_per_s)
                 continue
             known: float = getattr(link, key)
             change = rate.bytes_per_s / known - 1
@@ -194,6 +195,8 @@ class StepModel:
         before, after = self._planned, self.profile
         for name in ("host", "disk"):
             old, new = getattr(before, name), getattr(after, name)
+            if old is None and new is not None:
+                return f"{name} bandwidth was measured for the first time, {new.write_bytes_per_s / 1e9:.3g} GB/s"
             for way in ("write", "read") if old is not None else ():
                 was, now = (getattr(link, f"{way}_bytes_per_s") for link in (old, new))
                 if abs(now / was - 1) > LINK_CHANGE:
