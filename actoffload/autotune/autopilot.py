@@ -53,17 +53,17 @@ class Following:
         tiers: Tiers,
         placement: OffloadDecision,
         prefetch: Prefetch,
-        profiler: Profiler,
         blocks: Mapping[str, nn.Module],
         meter: RecomputeMeter,
     ) -> None:
+        self.checkpointed: Mapping[str, frozenset[int]] = {}
+        """By block, the arguments that its checkpoint saves, see `Profiler`; from a step without recomputation."""
         self.placement = placement
         self.blocks = blocks
         self.recompute = Recompute(meter)
         self._shared = shared
         self._tiers = tiers
         self._prefetch = prefetch
-        self.profiler = profiler
 
     def follow(self, profile: Profile | None, plan: Plan | None) -> None:
         """Do as a plan for this profile says from the next forward on; None: as before the first plan."""
@@ -78,7 +78,7 @@ class Following:
             self._prefetch.window.follow(plan.prefetch_bytes or profile.prefetch_bytes)
         for tier in self._tiers.by_device.values():
             tier.expect_pending(None if plan is None else plan.pending_bytes)
-        self.recompute.follow(self.blocks, () if plan is None else plan.recompute, self.profiler.checkpointed)
+        self.recompute.follow(self.blocks, () if plan is None else plan.recompute, self.checkpointed)
 
 
 class Autopilot:
@@ -114,7 +114,7 @@ class Autopilot:
         self.planner: Planner = Auto()
         self._shared = shared
         self._tiers = tiers
-        self._following = Following(shared, tiers, placement, prefetch, profiler, blocks, meter)
+        self._following = Following(shared, tiers, placement, prefetch, blocks, meter)
         self._recording = Recording(profiler, tiers, prefetch)
         self._steps = StepsUnderPlan()
         self._model: StepModel | None = None
@@ -172,7 +172,7 @@ class Autopilot:
 
     def forgot_blocks(self) -> None:
         """Some blocks are not ours any more: leave them as they were."""
-        self.recompute.follow(self._following.blocks, self.recompute.names, self._following.profiler.checkpointed)
+        self.recompute.follow(self._following.blocks, self.recompute.names, self._following.checkpointed)
 
     def proposal(self) -> Proposal:
         """The plan that this rank would follow if all ranks did, recomputed blocks included."""
@@ -353,6 +353,7 @@ class Autopilot:
             self._gave_up = True
             return
         self._model = StepModel(profile, self._limits)
+        self._following.checkpointed = self._recording.checkpointed
         self._measured_at.clear()
         links = [name for name, link in (("host", profile.host), ("disk", profile.disk)) if link is not None]
         self._measured("saved tensors", "times", *(f"{name} {way}" for name in links for way in ("write", "read")))

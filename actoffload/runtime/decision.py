@@ -44,7 +44,7 @@ class OffloadDecision:
         self.keep_all = False
         """Move nothing for now."""
         self.probes = False
-        """The next storage that a plan keeps although it might move leaves: to measure a link that the plan leaves out."""
+        """The next storage that a plan keeps although it might move leaves, to measure a link that is not used."""
         self.mismatched_bytes = 0
         """Bytes that a plan knew nothing of at their places; whoever looks at it sets it back."""
 
