@@ -248,7 +248,13 @@ def rigs(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
         for name, module in list(sys.modules.items()):
             if name.startswith("actoffload") and getattr(module, "now", None) is not None:
                 monkeypatch.setattr(module, "now", clock.now)
-        config = {"target": "nvme", "path": str(path), "policy": "auto", "tune_malloc": False, "min_bytes": MIB}
+        config: dict[str, Any] = {
+            "target": "nvme",
+            "path": str(path),
+            "policy": "auto",
+            "tune_malloc": False,
+            "min_bytes": MIB,
+        }
 
         def engine(file: SpoolFile, *, threads: int | None = None) -> Disk:
             return Disk(file, clock=clock, bytes_per_s=bytes_per_s, threads=threads)

@@ -206,7 +206,8 @@ class Profiler:
         self._stack().append(len(self._blocks))
         block = RunBlock(name, self.stopwatch.stamp())
         is_recorded = self.is_recorded()
-        known = {record.identity.cdata for record in list(self._number_of) if record.identity is not None}
+        identities = [record.identity for record in list(self._number_of)]
+        known = {identity.cdata for identity in identities if identity is not None}
         for number, tensor in inputs.items():
             recorded = is_recorded is None or all(map(is_recorded, inner_tensors(tensor)))
             nbytes = tensor.numel() * tensor.element_size()

@@ -33,7 +33,8 @@ def _settled(make_rig: MakeRig, bytes_per_s: float, budget: int | None) -> tuple
 
 def _check(rig: Rig, best: tuple[float, int], first: int) -> None:
     """From one step on, every one is nearly as short as the best, and with a budget it keeps that."""
-    budget = rig.offloader.config.device_budget
+    config = rig.offloader.config
+    budget = None if config.device_budget is None else config.size("device_budget", 0)
     for seconds, peak in zip(rig.seconds[first:], rig.peaks[first:], strict=True):
         assert seconds <= NEAR * best[0]
         assert peak <= (NEAR * best[1] if budget is None else budget)
