@@ -241,8 +241,9 @@ class Profiler:
         return number
 
     def _match_input(self, record: Record, number: int, block: int) -> None:
-        for one in self._blocks[block].inputs if record.identity is not None else ():
-            if one.storage == record.identity.cdata and one.position is None:
+        identity = record.identity
+        for one in self._blocks[block].inputs:
+            if identity is not None and one.storage == identity.cdata and one.position is None:
                 one.position = number
 
     def _stack(self) -> list[int]:

@@ -25,9 +25,9 @@ def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRi
         yield make
 
 
-def _settled(make_rig: MakeRig, bytes_per_s: float, budget: int | None) -> tuple[float, int]:
+def _settled(make_rig: MakeRig, bytes_per_s: float, budget: int | None, blocks: int = 8) -> tuple[float, int]:
     """Seconds and peak of a step where nothing has ever changed."""
-    rig = make_rig(bytes_per_s=bytes_per_s, device_budget=budget)
+    rig = make_rig(bytes_per_s=bytes_per_s, device_budget=budget, blocks=blocks)
     return rig.steps(WARM_UP + 3), rig.peaks[-1]
 
 
@@ -59,8 +59,14 @@ def test_slow_first_steps_are_unlearned_under_a_budget(make_rig: MakeRig) -> Non
 
 @pytest.mark.parametrize("budget", [None, BUDGET])
 def test_a_disk_that_is_throttled_for_a_while(make_rig: MakeRig, budget: int | None) -> None:
-    fast, slow = (_settled(make_rig, rate, budget) for rate in (FAST, SLOW))
-    rig = make_rig(bytes_per_s=FAST, device_budget=budget)
+    """Under a small model, too, which moves too little to fill a link."""
+    _throttled(make_rig, budget, 8)
+    _throttled(make_rig, budget and budget // 4, 2)
+
+
+def _throttled(make_rig: MakeRig, budget: int | None, blocks: int) -> None:
+    fast, slow = (_settled(make_rig, rate, budget, blocks) for rate in (FAST, SLOW))
+    rig = make_rig(bytes_per_s=FAST, device_budget=budget, blocks=blocks)
     rig.steps(2 * SOON)
     _check(rig, fast, WARM_UP + 1)
     rig.disk.bytes_per_s = SLOW

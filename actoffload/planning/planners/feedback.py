@@ -27,9 +27,7 @@ LINK_CHANGE = 0.25
 WAIT_SHARE = 0.02
 """Waits that nothing predicted are believed from this share of the step on."""
 TRUST_LESS = 0.8
-"""Then the links are taken to be slower than they were measured, by this factor at the least ..."""
-TRUST_LEAST = 0.1
-"""... and by this one at the most."""
+"""Then the links are taken to be slower than they were measured, by this factor, unless something says how slow."""
 MIN_GAIN = 0.02
 """A new plan is followed if it is better than the old one by this share: plans that are alike do not take turns."""
 MAX_COST_SHARE = 2.0
@@ -103,8 +101,7 @@ class StepModel:
         seen = self.predict(plan)
         waited_s = observed.wait_s - seen.forward_wait_s - seen.backward_wait_s
         if seen.moved_bytes and waited_s > WAIT_SHARE * observed.step_s:
-            self._trust *= self._slower(observed)
-            self._use_links()
+            self._trust_less(observed)
             return f"the step waited {observed.wait_s:.3g} of {observed.step_s:.3g} s, {waited_s:.3g} s unforeseen"
         return self._change(plan, seen)
 
@@ -139,7 +136,7 @@ class StepModel:
                 continue
             known: float = getattr(link, key)
             change = rate.bytes_per_s / known - 1
-            if not rate.full and change * self._trust < LINK_CHANGE:
+            if not rate.full and change < LINK_CHANGE:
                 continue  # it is at least as fast, which is known
             self._links[name] = replace(link, **{key: rate.bytes_per_s})
             if abs(change) > LINK_CHANGE:
@@ -150,14 +147,17 @@ class StepModel:
         links = {name: link and link.scaled(self._trust) for name, link in self._links.items()}
         self.profile = replace(self.profile, **links)  # type: ignore[arg-type]
 
-    def _slower(self, observed: Observed) -> float:
-        """By which factor the links are slower than believed, judged by those that were not full."""
-        shares = [
-            rate.bytes_per_s / (self._trust * getattr(link, f"{way}_bytes_per_s"))
-            for (name, way), rate in observed.rates.items()
-            if not rate.full and (link := self._links.get(name)) is not None
-        ]
-        return min(TRUST_LESS, max(TRUST_LEAST, *shares)) if shares else TRUST_LESS
+    def _trust_less(self, observed: Observed) -> None:
+        """Nothing predicted the waits: a link that was not full was as slow as it was seen, or all are slower."""
+        trusted, slower = self._trust, False
+        for (name, way), rate in observed.rates.items():
+            link, key = self._links[name], f"{way}_bytes_per_s"
+            assert link is not None, "its rate was seen"
+            if not rate.full and rate.bytes_per_s < TRUST_LESS * trusted * getattr(link, key):
+                self._links[name] = replace(link, **{key: rate.bytes_per_s})
+                slower = True
+        self._trust = 1.0 if slower else trusted * TRUST_LESS
+        self._use_links()
 
     # -- compute ------------------------------------------------------------------------------------------------------
 
