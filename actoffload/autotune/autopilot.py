@@ -38,6 +38,8 @@ SHAPES_CHANGED = 0.1
 """A forward that saves this share of its bytes at other places, or in other sizes, is not the one that was planned."""
 MOST_MISLED = 3
 """After so many plans in a row that recompute and do not fit what is saved, nothing is recomputed any more."""
+MOST_REST = 64
+"""Where shapes change all the time, at most so many steps pass before another one is recorded; half as many before."""
 MOST_WAITED = 0.9
 """Of a step that waits are taken to be at most: something was computed."""
 ROOM_TO_KEEP = 1.5
@@ -121,8 +123,8 @@ class Autopilot:
         self._began: tuple[float, float, float, int] | None = None
         self._rest_until_s = 0.0
         """No plan is looked for before."""
-        self._count = 0
-        """Steps so far."""
+        self._count = self._changes = self._record_from = 0
+        """Steps so far; changes of shape since a plan was last reviewed; the step from which on one is recorded."""
         self._measured_at: dict[str, int] = {}
         """In which step each part of the profile was measured last."""
         self._gave_up = self._agreed = self._stale = False
@@ -230,7 +232,7 @@ class Autopilot:
         self._following.placement.mismatched_bytes = 0
         self._began = (now(), accounts.pack_wait_s, accounts.unpack_wait_s, accounts.packed_tensors)
         self._following.placement.probes = self._probes and self._steps.review_begins
-        if self.plan is None or self._steps.blocks_are_due:
+        if self._steps.blocks_are_due if self.plan is not None else self._count >= self._record_from:
             self._recording.begin()
 
     @property
@@ -305,6 +307,7 @@ class Autopilot:
         seen = self._steps.add(observed, self._recording)
         if seen is None:
             return
+        self._changes = 0
         reason = self._model.learn(self.plan, seen)
         self._measured("times", *(f"{link} {way}" for link, way in seen.rates))
         if reason and not self._agreed and now() >= self._rest_until_s:
@@ -369,6 +372,8 @@ class Autopilot:
     def _start_over(self, reason: str) -> None:
         """Record anew; until there is a plan again, what moves is decided as before the first one."""
         self.history.append(reason)
+        self._changes += 1
+        self._record_from = self._count + min(MOST_REST, 2**self._changes) - 2
         self.plan = None
         self._recording.forget()
         self._steps.start_over()

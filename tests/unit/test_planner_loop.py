@@ -113,6 +113,15 @@ def test_it_comes_to_rest(make_rig: MakeRig) -> None:
     assert len(set(rig.moved[100:])) <= 2
 
 
+def test_shapes_that_take_turns_are_not_planned_for_each_time(make_rig: MakeRig) -> None:
+    """There is one plan at a time, so planning for them would gain nothing."""
+    rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET)
+    for step in range(200):
+        rig.step(1.0 + step % 2 / 2)
+    assert rig.plans <= 20
+    assert max(rig.peaks) <= BUDGET
+
+
 def test_what_is_explained_says_how_old_it_is(make_rig: MakeRig) -> None:
     rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET)
     rig.steps(WARM_UP + 2)
