@@ -118,6 +118,7 @@ class Offloader:
         self._inputs = ModelInputs(self.exclusions.static)
         self._blocks = BlockWatch(store.profiler)
         self.packer = Packer(store, self.exclusions, self._module_names, self._forwards)
+        store.profiler.is_recorded = weakref.WeakMethod(self.packer.is_recorded)
         self.autopilot = None
         if self.config.policy == "auto":
             meter = RecomputeMeter(store.shared, store.tiers.by_device.values(), self.exclusions.static)

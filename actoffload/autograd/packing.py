@@ -133,6 +133,16 @@ class Packer:
             return self._keep(tensor, reason, end - begin)
         return self._save(tensor, storage, (begin, end), counters)
 
+    def is_recorded(self, tensor: Tensor) -> bool:
+        """Return whether a plain tensor would get a record if autograd saved it now."""
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+            return False
+        storage = tensor.untyped_storage()
+        if self._exclusions.why_stays(tensor, storage) is not None:
+            return False
+        begin, end = byte_span(tensor, storage.nbytes()) if tensor.nbytes else (0, 0)
+        return self._why_unfit(tensor.device.type, end - begin) is None
+
     def _why_unfit(self, device: str, nbytes: int) -> KeepReason | None:
         """Return why a tensor of this device and size stays, or None."""
         least = self._min_bytes.get(device)

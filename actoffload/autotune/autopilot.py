@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,24 +17,29 @@ from ..planning.explain import render_plan
 from ..planning.plan import Plan
 from ..planning.planners.auto import Auto
 from ..planning.planners.base import Limits, Planner
-from ..planning.planners.feedback import Observed, correct, correct_hiding
+from ..planning.planners.feedback import Observed, StepModel
 from ..planning.profile import Profile
-from ..planning.simulator import Conditions
 from ..runtime.decision import OffloadDecision
 from ..runtime.prefetch import Prefetch
 from ..runtime.profiler import Profiler
 from ..tiers.shared import Shared
 from ..tiers.tiers import Tiers
 from .agreement import Proposal, choose, exchange, several_ranks
-from .observations import REVIEW_GROWTH, Recording, StepsUnderPlan
+from .observations import REVIEW_STEPS, Recording, StepsUnderPlan
 from .recompute import Recompute, RecomputeMeter
 
 WARM_UP = 1
 """Steps before the one that is planned from: the first one allocates what the later ones use again."""
-MAX_PLANS = 12
-"""After so many plans the last one stays: what the steps show does not settle."""
+MOST_REASONS = 100
+"""So many reasons for plans are remembered."""
+PLANNING_SHARE = 0.1
+"""Planning takes at most this share of the time: a search takes a second at the most, which is much for short steps."""
 SHAPES_CHANGED = 0.1
 """A forward that saves this share of its bytes at other places, or in other sizes, is not the one that was planned."""
+MOST_MISLED = 3
+"""After so many plans in a row that recompute and do not fit what is saved, nothing is recomputed any more."""
+MOST_REST = 64
+"""Where shapes change all the time, at most so many steps pass before another one is recorded; half as many before."""
 MOST_WAITED = 0.9
 """Of a step that waits are taken to be at most: something was computed."""
 ROOM_TO_KEEP = 1.5
@@ -52,6 +58,8 @@ class Following:
         blocks: Mapping[str, nn.Module],
         meter: RecomputeMeter,
     ) -> None:
+        self.checkpointed: Mapping[str, frozenset[int]] = {}
+        """By block, the arguments that its checkpoint saves, see `Profiler`; from a step without recomputation."""
         self.placement = placement
         self.blocks = blocks
         self.recompute = Recompute(meter)
@@ -72,7 +80,7 @@ class Following:
             self._prefetch.window.follow(plan.prefetch_bytes or profile.prefetch_bytes)
         for tier in self._tiers.by_device.values():
             tier.expect_pending(None if plan is None else plan.pending_bytes)
-        self.recompute.follow(self.blocks, () if plan is None else plan.recompute)
+        self.recompute.follow(self.blocks, () if plan is None else plan.recompute, self.checkpointed)
 
 
 class Autopilot:
@@ -88,9 +96,8 @@ class Autopilot:
         meter: counts what recomputed blocks hold.
 
     Attributes:
-        profile: what the plan was made from.
         plan: the plan that is followed; None before there is one.
-        history: why each plan was made, oldest first.
+        history: why each of the last plans was made, oldest first.
         planner: how to plan.
     """
 
@@ -104,19 +111,25 @@ class Autopilot:
         blocks: Mapping[str, nn.Module],
         meter: RecomputeMeter,
     ) -> None:
-        self.profile: Profile | None = None
         self.plan: Plan | None = None
-        self.history: list[str] = []
+        self.history: deque[str] = deque(maxlen=MOST_REASONS)
         self.planner: Planner = Auto()
         self._shared = shared
         self._tiers = tiers
         self._following = Following(shared, tiers, placement, prefetch, blocks, meter)
         self._recording = Recording(profiler, tiers, prefetch)
         self._steps = StepsUnderPlan()
+        self._model: StepModel | None = None
         self._began: tuple[float, float, float, int] | None = None
-        self._made = 0
-        """Plans made, and begun anew."""
+        self._rest_until_s = 0.0
+        """No plan is looked for before."""
+        self._count = self._changes = self._record_from = 0
+        """Steps so far; changes of shape since a plan was last reviewed; the step from which on one is recorded."""
+        self._measured_at: dict[str, int] = {}
+        """In which step each part of the profile was measured last."""
         self._gave_up = self._agreed = self._stale = False
+        self._misled = 0
+        """Plans in a row that recompute, under which the first forward saved something else."""
         # Dropped without close(): the model is as it was.
         weakref.finalize(self, self._following.recompute.undo).atexit = False
 
@@ -124,6 +137,11 @@ class Autopilot:
     def recompute(self) -> Recompute:
         """The blocks that run under a checkpoint now."""
         return self._following.recompute
+
+    @property
+    def profile(self) -> Profile | None:
+        """What the plan was made from, as later steps have corrected it."""
+        return None if self._model is None else self._model.profile
 
     @property
     def seen(self) -> Observed | None:
@@ -136,7 +154,7 @@ class Autopilot:
         Raises:
             BudgetError: no plan keeps the ``device_budget``, and the last step did not keep it either.
         """
-        if self._gave_up or self._made >= MAX_PLANS:
+        if self._gave_up:
             self._recording.forget()
             return
         try:
@@ -156,7 +174,7 @@ class Autopilot:
 
     def forgot_blocks(self) -> None:
         """Some blocks are not ours any more: leave them as they were."""
-        self.recompute.follow(self._following.blocks, self.recompute.names)
+        self.recompute.follow(self._following.blocks, self.recompute.names, self._following.checkpointed)
 
     def proposal(self) -> Proposal:
         """The plan that this rank would follow if all ranks did, recomputed blocks included."""
@@ -181,7 +199,7 @@ class Autopilot:
                 assert self.profile is not None, "only ranks with a profile agree"
                 self._following.placement.keep_all = False
                 self._agreed = True
-                self._follow(self.profile, plan, told)
+                self._follow(plan, told)
             elif self._agreed:  # on every rank, as all know what all have proposed
                 self._agreed = self._stale = False
                 self._start_over("the ranks agree no more")
@@ -194,7 +212,16 @@ class Autopilot:
         why = "".join(f"\nplan {number}: {reason}" for number, reason in enumerate(self.history, start=1))
         if self.plan is None or self.profile is None:
             return f"no plan yet: it is made from what the first {WARM_UP + 1} steps show{why}"
-        return render_plan(self.profile, self.plan, self._limits, seen=self.seen) + why
+        return f"{render_plan(self.profile, self.plan, self._limits, seen=self.seen)}\n{self._ages()}{why}"
+
+    def _ages(self) -> str:
+        """How long ago each part of the profile was measured."""
+        by_age: dict[int, list[str]] = {}
+        for name, step in self._measured_at.items():
+            by_age.setdefault(self._count - step + 1, []).append(name)
+        parts = (f"{', '.join(names)} {age} step{'s' * (age != 1)} ago" for age, names in sorted(by_age.items()))
+        probe = f"; one storage in {REVIEW_STEPS} steps moves only to be measured" if self._probes else ""
+        return f"measured: {'; '.join(parts)}{probe}"
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
@@ -204,8 +231,18 @@ class Autopilot:
         accounts.step_peak_bytes = accounts.resident_bytes
         self._following.placement.mismatched_bytes = 0
         self._began = (now(), accounts.pack_wait_s, accounts.unpack_wait_s, accounts.packed_tensors)
-        if self.plan is None or self._steps.blocks_are_due:
+        self._following.placement.probes = self._probes and self._steps.review_begins
+        if self._steps.blocks_are_due if self.plan is not None else self._count >= self._record_from:
             self._recording.begin()
+
+    @property
+    def _probes(self) -> bool:
+        """Whether one storage moves now and then although the plan moves none: what is not used is not measured.
+
+        It is the first one of the forward, which backward needs last, so nothing waits for it but on a link that is
+        just fast enough to write it in time.
+        """
+        return self.plan is not None and not self.plan.offloaded_bytes and not self._agreed
 
     def _finish_step(self) -> None:
         if self._began is None:
@@ -214,6 +251,7 @@ class Autopilot:
         began_s, packed_s, unpacked_s, tensors = self._began
         if accounts.packed_tensors == tensors and (self.plan is not None or not self._recording.finished):
             return  # a pass without gradients
+        self._count += 1
         step_s = max(1e-9, now() - began_s)
         waited_s = accounts.pack_wait_s - packed_s, accounts.unpack_wait_s - unpacked_s
         # The host and a stream may have waited at the same time, and what a stream did is told a step later.
@@ -240,9 +278,9 @@ class Autopilot:
         placement = self._following.placement
         if placement.keep_all:
             placement.keep_all = False
-            self._make_plan(profile, observed, "first plan")
-        elif self._recording.steps > WARM_UP and not self._try_keeping(profile):
-            self._make_plan(profile, observed, "first plan")
+            self._make_plan(profile, observed)
+        elif self._recording.steps > WARM_UP and now() >= self._rest_until_s and not self._try_keeping(profile):
+            self._make_plan(profile, observed)
 
     def _try_keeping(self, profile: Profile) -> bool:
         """Begin a step with nothing moved: only that shows what moving costs, and only ``max_slowdown`` asks for it."""
@@ -255,27 +293,42 @@ class Autopilot:
         return True
 
     def review(self, observed: Observed) -> None:
-        """Compare a step that ran under the plan with it; correct the plan where enough of them say so."""
+        """Compare steps that ran under the plan with it; correct the plan where enough of them say so."""
         assert self.plan is not None, "there is a plan to look at"
-        assert self.profile is not None, "a plan was made from a profile"
-        if self._agreed:
-            self._steps.add_without_review(observed)
-            self._stale |= self._mismatched
-            return
+        assert self._model is not None, "a plan was made from a profile"
         if self._mismatched:
+            if self._agreed:
+                self._stale = True
+                return
+            self._misled += bool(self.plan.recompute)
             self._start_over("the forward saved other sizes than the plan was made for")
             return
-        if not self._steps.add(observed, self._recording):
+        self._misled = 0
+        seen = self._steps.add(observed, self._recording)
+        if seen is None:
             return
-        assert self.seen is not None, "the steps were looked at"
-        if self._bounded:
-            conditions = Conditions(device_budget=self._limits.device_budget)
-            profile, reason = correct(self.profile, self.plan, self.seen, conditions)
+        self._changes = 0
+        reason = self._model.learn(self.plan, seen)
+        self._measured("times", *(f"{link} {way}" for link, way in seen.rates))
+        if reason and not self._agreed and now() >= self._rest_until_s:
+            self._correct(self._model, self.plan, reason)
+
+    def _correct(self, model: StepModel, old: Plan, reason: str) -> None:
+        """Follow another plan if one is better now; else know the old one better."""
+        try:
+            plan = self._search(model.profile)
+        except BudgetError:
+            plan = old  # that keeps the budget, as far as anything does
+        model.planned()
+        if plan is not old and model.gains(plan, old):
+            self._follow(plan, reason)
         else:
-            profile, reason = correct_hiding(self.profile, self.seen, self._recording.step_s)
-        if reason:
-            self._steps.review_steps *= REVIEW_GROWTH
-            self._make_plan(profile, self.seen, reason)
+            known = model.predict(old)
+            self.plan = replace(old, predicted_step_s=known.step_s, predicted_peak_bytes=known.peak_bytes)
+
+    def _measured(self, *names: str) -> None:
+        """These parts of the profile were measured in the step that has just ended."""
+        self._measured_at.update(dict.fromkeys(names, self._count))
 
     @property
     def _mismatched(self) -> bool:
@@ -284,30 +337,43 @@ class Autopilot:
 
     # -- plans --------------------------------------------------------------------------------------------------------
 
-    def _make_plan(self, profile: Profile, observed: Observed, reason: str) -> None:
+    def _search(self, profile: Profile) -> Plan:
+        began_s = now()
+        try:
+            return self.planner.plan(profile, self._limits)
+        finally:
+            self._rest_until_s = now() + (now() - began_s) / PLANNING_SHARE
+
+    def _make_plan(self, profile: Profile, observed: Observed) -> None:
+        """Make the first plan for what was recorded."""
         budget = self._limits.device_budget
         try:
-            plan = self.planner.plan(profile, self._limits)
+            plan = self._search(profile)
         except BudgetError as error:
             if budget is None or observed.peak_bytes is None or observed.peak_bytes > budget:
                 raise
             self.history.append(f"no plan: {error}")  # but the last step did keep it: go on as it was
             self._gave_up = True
             return
-        self._made += 1
-        self._follow(profile, plan, reason)
+        self._model = StepModel(profile, self._limits)
+        self._following.checkpointed = self._recording.checkpointed
+        self._measured_at.clear()
+        links = [name for name, link in (("host", profile.host), ("disk", profile.disk)) if link is not None]
+        self._measured("saved tensors", "times", *(f"{name} {way}" for name in links for way in ("write", "read")))
+        self._follow(plan, "first plan")
 
-    def _follow(self, profile: Profile, plan: Plan, reason: str) -> None:
+    def _follow(self, plan: Plan, reason: str) -> None:
         self.history.append(reason)
-        self.profile, self.plan = profile, plan
+        self.plan = plan
         self._recording.forget()
         self._steps.start_over()
-        self._following.follow(profile, plan)
+        self._following.follow(self.profile, plan)
 
     def _start_over(self, reason: str) -> None:
         """Record anew; until there is a plan again, what moves is decided as before the first one."""
         self.history.append(reason)
-        self._made += 1
+        self._changes += 1
+        self._record_from = self._count + min(MOST_REST, 2**self._changes) - 2
         self.plan = None
         self._recording.forget()
         self._steps.start_over()
@@ -330,7 +396,7 @@ class Autopilot:
             nvme_budget=None if config.nvme_budget is None else config.size("nvme_budget", 0),
             max_slowdown=config.max_slowdown,
             tiers=tiers,
-            recompute=config.recompute and self._bounded and not several_ranks(),
+            recompute=config.recompute and self._bounded and self._misled < MOST_MISLED and not several_ranks(),
         )
 
 

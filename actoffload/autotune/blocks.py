@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -60,8 +61,8 @@ class Listener(Protocol):
     def active(self) -> bool:
         """Whether it listens now."""
 
-    def block_began(self, name: str, inputs: tuple[Tensor, ...]) -> None:
-        """The forward of a block begins; ``inputs``: the tensors it was given that need gradients."""
+    def block_began(self, name: str, inputs: Mapping[int, Tensor]) -> None:
+        """The forward of a block begins; ``inputs``: the tensors it was given, by their place in `tree_leaves`."""
 
     def block_ended(self, name: str, *, repeatable: bool) -> None:
         """It has ended; ``repeatable``: as far as its modules and buffers show, running it twice is the same."""
@@ -115,10 +116,11 @@ class BlockWatch(Hooking):
             return  # nobody listens, or a recomputation
         if not hasattr(self._local, "running"):
             self._local.running = []
-        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and not leaf.is_inference()]
-        given = [(tensor, tensor._version) for tensor in tensors]
+        leaves = enumerate(tree_leaves(inputs))
+        tensors = {place: leaf for place, leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()}
+        given = [(tensor, tensor._version) for tensor in tensors.values()]
         self._local.running.append((name, module, _versions(module), given))
-        self._listener.block_began(name, tuple(tensor for tensor in tensors if tensor.requires_grad))
+        self._listener.block_began(name, tensors)
 
     def leave(self, module: nn.Module) -> None:
         """It has ended."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any
 
 from ..errors import ConfigError
-from ..planning.planners.feedback import Observed
+from ..planning.planners.feedback import Observed, Rate
 from ..planning.profile import Link, Profile
 from ..runtime.prefetch import Prefetch
 from ..runtime.profiler import Profiler
 from ..tiers.tiers import Tiers
 
 REVIEW_STEPS = 5
-"""A plan is compared with the median of so many steps at first, as single ones are noisy; then of ever more."""
-REVIEW_GROWTH = 2
+"""A plan is compared with the median of so many steps, as single ones are noisy."""
 LOOK_AT_STEP = 3
 """The step under a new plan in which the blocks' times are taken."""
 
@@ -26,8 +25,8 @@ class Recording:
     def __init__(self, profiler: Profiler, tiers: Tiers, prefetch: Prefetch) -> None:
         self.steps = 0
         """Steps that were recorded."""
-        self.step_s = 0.0
-        """The last of them."""
+        self.checkpointed: dict[str, frozenset[int]] = {}
+        """Of the last of them, see `Profiler`."""
         self._profiler = profiler
         self._tiers = tiers
         self._prefetch = prefetch
@@ -60,16 +59,22 @@ class Recording:
         if profile is None:
             return None
         self.steps += 1
-        self.step_s = profile.step_s
+        self.checkpointed = self._profiler.checkpointed
+        self.rates()
         window = self._prefetch.window.nbytes
         return replace(profile, host=self._link("host"), disk=self._link("disk"), prefetch_bytes=window)
 
     def _link(self, name: str) -> Link | None:
         """A link as it is known by now; one way is as fast as the other until that is known."""
-        self._known_rates.update({key: rate for key, rate in self._tiers.rates().items() if rate is not None})
         write, read = (self._known_rates.get((name, way)) for way in ("write", "read"))
         known = write or read
         return None if known is None else Link(write_bytes_per_s=write or known, read_bytes_per_s=read or known)
+
+    def rates(self) -> dict[tuple[str, str], Rate]:
+        """How fast the links were that were used since the last call, by link and way."""
+        found = {key: Rate(bytes_per_s=rate, full=full) for key, (rate, full) in self._tiers.rates().items()}
+        self._known_rates.update({key: rate.bytes_per_s for key, rate in found.items()})
+        return found
 
     def block_times(self) -> dict[str, float] | None:
         """Forward and backward of each block in seconds; None when another step, or a later call, has to tell."""
@@ -88,19 +93,16 @@ class Recording:
             times[block.name] = times.get(block.name, 0.0) + block.forward_s + block.backward_s
         return times
 
-    def rates_when_full(self) -> dict[str, Any]:
-        """Rates of links that were full lately, as fields of `Observed`."""
-        found = self._tiers.rates(full=True)
-        return {f"{link}_{way}_bytes_per_s": rate for (link, way), rate in found.items()}
-
 
 class StepsUnderPlan:
-    """The steps since a plan was made: their median now and then, and once how long each block takes."""
+    """The steps since a plan was made: their medians, and once how long each block takes.
+
+    Attributes:
+        seen: the median of the last steps that were looked at.
+    """
 
     def __init__(self) -> None:
         self.seen: Observed | None = None
-        """The median of the last steps that were looked at."""
-        self.review_steps = REVIEW_STEPS
         self._blocks: tuple[tuple[str, float], ...] = ()
         self._steps: list[Observed] = []
 
@@ -112,7 +114,12 @@ class StepsUnderPlan:
     @property
     def blocks_are_due(self) -> bool:
         """Whether the next step shows how long each block takes under the plan: once for each plan, when it is used."""
-        return not self._blocks and len(self._steps) == min(LOOK_AT_STEP, self.review_steps - 1)
+        return not self._blocks and len(self._steps) == LOOK_AT_STEP
+
+    @property
+    def review_begins(self) -> bool:
+        """Whether the next step is the first of those that the next review looks at."""
+        return not self._steps
 
     def look_at_blocks(self, times: dict[str, float]) -> None:
         """Know how long each block took, in seconds."""
@@ -120,24 +127,18 @@ class StepsUnderPlan:
         if self.seen is not None:
             self.seen = replace(self.seen, blocks=self._blocks)
 
-    def add(self, observed: Observed, recording: Recording) -> bool:
-        """Add a step; whether there are enough for a review, which is then `seen`."""
+    def add(self, observed: Observed, recording: Recording) -> Observed | None:
+        """Add a step; once there are enough, their median, which is `seen` from then on."""
         self._steps.append(observed)
-        if len(self._steps) < self.review_steps:
-            return False
-        self.seen = replace(_median(self._steps), blocks=self._blocks, **recording.rates_when_full())
+        if len(self._steps) < REVIEW_STEPS:
+            return None
+        self.seen = replace(_median(self._steps), blocks=self._blocks, rates=recording.rates())
         self._steps.clear()
-        return True
-
-    def add_without_review(self, observed: Observed) -> None:
-        """Add a step under a plan that is not to be corrected."""
-        self.seen = replace(observed, blocks=self._blocks)
-        self._steps = [*self._steps, observed][-REVIEW_STEPS:]
+        return self.seen
 
 
-def _median(observed: list[Observed]) -> Observed:
-    return replace(
-        observed[-1],
+def _median(observed: Sequence[Observed]) -> Observed:
+    return Observed(
         step_s=median(o.step_s for o in observed),
         forward_wait_s=median(o.forward_wait_s for o in observed),
         backward_wait_s=median(o.backward_wait_s for o in observed),

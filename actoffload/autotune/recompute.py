@@ -64,13 +64,23 @@ class Recompute:
         """The blocks that are recomputed now."""
         return frozenset(self._applied)
 
-    def follow(self, blocks: Mapping[str, nn.Module], names: Iterable[str]) -> None:
-        """Recompute exactly these blocks from the next forward on; a name that is no block is left out."""
+    def follow(
+        self,
+        blocks: Mapping[str, nn.Module],
+        names: Iterable[str],
+        saved: Mapping[str, frozenset[int]] | None = None,
+    ) -> None:
+        """Recompute exactly these blocks from the next forward on; a name that is no block is left out.
+
+        ``saved`` has the numbers of the arguments that a block's checkpoint saves, see `Checkpointed`.
+        """
         wanted = {name for name in names if name in blocks}
         for name in self.names - wanted:
             self._undo(name)
         for name in wanted - self.names:
             self._apply(name, blocks[name])
+        for name in wanted:
+            self._applied[name][1].saved = (saved or {}).get(name)
 
     def undo(self) -> None:
         """Leave every block as it was."""
@@ -96,18 +106,22 @@ class Recompute:
 
 
 class Checkpointed:
-    """A module's forward under ``torch.utils.checkpoint``, with every tensor argument visible to saved-tensor hooks.
+    """A module's forward under ``torch.utils.checkpoint``, with its tensor arguments visible to saved-tensor hooks.
 
     Args:
         forward: the module's forward as it was.
         was_attribute: whether that was an attribute of the instance.
         meter: told of every recomputation.
+
+    Attributes:
+        saved: which arguments hooks see, by their place in `tree_flatten`; the others are held as they are. None: all.
     """
 
     def __init__(self, forward: Callable[..., Any], was_attribute: bool, meter: RecomputeMeter | None = None) -> None:
         self.forward = forward
         self.was_attribute = was_attribute
         self.active = True
+        self.saved: frozenset[int] | None = None
         self._meter = meter
 
     def __reduce__(self) -> Any:  # a copy of the module, or a pickled one, is as it was before us
@@ -117,16 +131,27 @@ class Checkpointed:
         if not self.active or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         leaves, shape = tree_flatten((args, kwargs))
+        saved = [place for place in range(len(leaves)) if self.saved is None or place in self.saved]
+        held = {place: leaf for place, leaf in enumerate(leaves) if place not in saved}
+        versions = {place: leaf._version for place, leaf in held.items() if _counts(leaf)}
 
-        def run(*leaves: Any) -> Any:
-            again, keywords = tree_unflatten(leaves, shape)
+        def run(*given: Any) -> Any:
+            inputs = held | dict(zip(saved, given, strict=True))
+            if any(held[place]._version != version for place, version in versions.items()):
+                raise RuntimeError("an argument of a recomputed block was changed in place after the block had run")
+            again, keywords = tree_unflatten([inputs[place] for place in range(len(inputs))], shape)
             if self._meter is None or torch._C._current_graph_task_id() == -1:
                 return self.forward(*again, **keywords)
-            with _Counted(self._meter, leaves):
+            with _Counted(self._meter, inputs.values()):
                 return self.forward(*again, **keywords)
 
         # Hooks around a checkpoint see the tensors that it is given by position, and no others.
-        return checkpoint(run, *leaves, use_reentrant=False)
+        return checkpoint(run, *(leaves[place] for place in saved), use_reentrant=False)
+
+
+def _counts(leaf: Any) -> bool:
+    """Whether an argument is a tensor that counts its changes."""
+    return isinstance(leaf, Tensor) and not leaf.is_inference()
 
 
 def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:

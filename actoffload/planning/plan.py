@@ -48,7 +48,6 @@ class Plan:
         pending_bytes: the most bytes that the plan expects on their way out at once; None when nobody said.
         predicted_step_s: a step under this plan.
         predicted_peak_bytes: the most activation bytes on the device under this plan.
-        keep_step_s: the step with nothing moved, as the planner knew it.
         baseline_peak_bytes: the peak with nothing moved.
     """
 
@@ -61,7 +60,6 @@ class Plan:
     pending_bytes: int | None = None
     predicted_step_s: float | None = None
     predicted_peak_bytes: int | None = None
-    keep_step_s: float | None = None
     baseline_peak_bytes: int | None = None
 
     def decide(self, facts: TensorFacts) -> Decision:

@@ -68,6 +68,7 @@ class Block:
         recompute_s: what recomputing its forward would add to backward.
         input_bytes: what a checkpoint of it saves.
         input: the storage, by its number in `Profile.storages`, that is this input; None when a plain run saves none.
+        input_recorded: whether this input gets a place in the forward, or is too small, for example, and stays.
         tape: which forward of the step it is part of.
     """
 
@@ -77,6 +78,7 @@ class Block:
     recompute_s: float
     input_bytes: int
     input: int | None = None
+    input_recorded: bool = True
     tape: int = 0
 
 

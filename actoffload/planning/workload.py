@@ -42,8 +42,10 @@ class Item:
     made: bool = False
     input_of: int = -1
 
-    def exists(self, recomputed: frozenset[int]) -> bool:
-        """Whether a forward saves it when these groups are recomputed."""
+    def has_place(self, recomputed: frozenset[int]) -> bool:
+        """Whether a forward saves it in a record when these groups are recomputed."""
+        if self.made and not self.movable:
+            return False  # an input of a checkpoint that is kept without a record
         if self.owner < 0 or self.input_of >= 0:
             return True
         return (self.owner in recomputed) == self.made
@@ -119,7 +121,7 @@ class Workload:
         self.place, self.block_place = [-1] * len(self.nbytes), [-1] * len(blocks)
         for place, (position, block) in enumerate(self.order):
             (self.place if position >= 0 else self.block_place)[max(position, block)] = place
-        self.recorded = [s.index is not None for s in storages] + [True] * len(blocks)
+        self.recorded = [s.index is not None for s in storages] + [b.input_recorded for b in blocks]
         self.reach = self.reach_of([KEEP] * self.count + [ABSENT] * len(blocks), frozenset())
 
     # -- decisions ----------------------------------------------------------------------------------------------------
@@ -165,7 +167,7 @@ class Workload:
 
     def layout(self, recompute: frozenset[int]) -> list[int]:
         """The numbers of the items that a forward saves with an index, in the order of their places."""
-        return [number for number, item in enumerate(self.items) if item.exists(recompute)]
+        return [number for number, item in enumerate(self.items) if item.has_place(recompute)]
 
     def to_entries(self, choice: Choice, reasons: Sequence[str]) -> tuple[PlanEntry, ...]:
         """Plan entries of a choice; ``reasons`` has one text for each item."""
@@ -263,7 +265,8 @@ class Workload:
         begin_s = self.block_begin[group.blocks[0]]
         assert begin_s is not None, "a group has what can be recomputed"
         nbytes = sum(self.nbytes[p] for p in made)
-        return Item(made, nbytes, movable=True, birth_s=group.birth_s, need_s=begin_s, owner=number, made=True)
+        recorded = all(self.profile.blocks[b].input_recorded for b in group.blocks)
+        return Item(made, nbytes, movable=recorded, birth_s=group.birth_s, need_s=begin_s, owner=number, made=True)
 
     def _make_events(self) -> list[tuple[float, int, int]]:
         events = []

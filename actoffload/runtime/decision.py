@@ -43,6 +43,8 @@ class OffloadDecision:
         self._plan: Plan | None = config.policy if isinstance(config.policy, Plan) else None
         self.keep_all = False
         """Move nothing for now."""
+        self.probes = False
+        """The next storage that a plan keeps although it might move leaves, to measure a link that is not used."""
         self.mismatched_bytes = 0
         """Bytes that a plan knew nothing of at their places; whoever looks at it sets it back."""
 
@@ -67,6 +69,9 @@ class OffloadDecision:
         entry = self._plan.entry(record.index, record.nbytes) if self._plan is not None else None
         if entry is not None:
             record.planned_tier = entry.tier
+            if self.probes and entry.action == _KEEP and not entry.reason:
+                self.probes = False
+                return None
             return self._planned if entry.action == _KEEP else None
         if self._plan is not None:
             self.mismatched_bytes += record.nbytes

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from ..planning.profile import Block, Profile, Storage
 from ..policy import KeepReason
 from ..tiers.record import Record
 from ..tiers.timers import Stamp, Stopwatch
+from .identity import inner_tensors, storages
 
 FREE_TO_MOVE = (KeepReason.LAST, KeepReason.PRESSURE, KeepReason.PLAN)
 """Reasons of one step only: what stayed for one of them may move in the next."""
@@ -39,21 +41,50 @@ class SavedStorage:
 
 
 @dataclass(slots=True, eq=False)
+class BlockInput:
+    """One tensor among the arguments of a block.
+
+    Attributes:
+        number: which argument it is, counted as `tree_flatten` lists them.
+        storage: the number of its storage.
+        nbytes: its size.
+        wanted: it needs a gradient.
+        recorded: a checkpoint's save of it makes a record.
+        saved_before: it had a record when the block began.
+        position: which saved storage it is, if the block saves it in a plain run.
+    """
+
+    number: int
+    storage: int
+    nbytes: int
+    wanted: bool
+    recorded: bool
+    saved_before: bool
+    position: int | None = None
+
+
+@dataclass(slots=True, eq=False)
 class RunBlock:
     """One run of a block's forward."""
 
     name: str
     begin: Stamp
-    inputs: dict[int, int]
+    inputs: list[BlockInput] = field(default_factory=list)
     end: Stamp = None
     tape: int | None = None
-    input: int | None = None
     repeatable: bool = True
 
     @property
+    def main_input(self) -> BlockInput | None:
+        """The input that a checkpoint is taken to save: the first one that needs a gradient, or else the first."""
+        return next((one for one in self.inputs if one.wanted), self.inputs[0] if self.inputs else None)
+
+    @property
     def complete(self) -> bool:
-        """Whether it could be run again, ended, and saved something."""
-        return self.repeatable and self.tape is not None and self.end is not None
+        """Whether it could be run again, ended, saved something, and its checkpoint's input is known for certain."""
+        main = self.main_input
+        borrowed = main is not None and main.recorded and main.saved_before and main.position is None
+        return self.repeatable and self.tape is not None and self.end is not None and not borrowed
 
 
 class Profiler:
@@ -61,10 +92,16 @@ class Profiler:
 
     Args:
         stopwatch: tells the time.
+
+    Attributes:
+        is_recorded: gives, while there is one, what says whether a tensor that is saved now gets a record.
+        checkpointed: by block, the numbers of the arguments that its checkpoint has to save where hooks see it.
     """
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self.stopwatch = stopwatch
+        self.is_recorded: Callable[[], Callable[[Tensor], bool] | None] = lambda: None
+        self.checkpointed: dict[str, frozenset[int]] = {}
         self._local = threading.local()
         self.running: list[None] = []
         """Not empty while a step is recorded: looked at for each tensor, in C as well."""
@@ -162,12 +199,24 @@ class Profiler:
         if number is not None:
             self._saved[number].death = self.stopwatch.stamp()
 
-    def block_began(self, name: str, inputs: tuple[Tensor, ...]) -> None:
-        """A block's forward begins in this thread."""
-        if self.running:
-            self._stack().append(len(self._blocks))
-            storages = {t.untyped_storage()._cdata: t.numel() * t.element_size() for t in inputs}
-            self._blocks.append(RunBlock(name, self.stopwatch.stamp(), storages))
+    def block_began(self, name: str, inputs: Mapping[int, Tensor]) -> None:
+        """A block's forward begins in this thread; ``inputs`` are its arguments, by their numbers."""
+        if not self.running:
+            return
+        self._stack().append(len(self._blocks))
+        block = RunBlock(name, self.stopwatch.stamp())
+        is_recorded = self.is_recorded()
+        identities = [record.identity for record in list(self._number_of)]
+        known = {identity.cdata for identity in identities if identity is not None}
+        for number, tensor in inputs.items():
+            recorded = is_recorded is None or all(map(is_recorded, inner_tensors(tensor)))
+            nbytes = tensor.numel() * tensor.element_size()
+            for storage in storages(tensor):
+                one = BlockInput(
+                    number, storage._cdata, nbytes, tensor.requires_grad, recorded, storage._cdata in known
+                )
+                block.inputs.append(one)
+        self._blocks.append(block)
 
     def block_ended(self, name: str, *, repeatable: bool) -> None:
         """It has ended."""
@@ -192,8 +241,10 @@ class Profiler:
         return number
 
     def _match_input(self, record: Record, number: int, block: int) -> None:
-        if record.identity is not None and record.identity.cdata in self._blocks[block].inputs:
-            self._blocks[block].input = number
+        identity = record.identity
+        for one in self._blocks[block].inputs:
+            if identity is not None and one.storage == identity.cdata and one.position is None:
+                one.position = number
 
     def _stack(self) -> list[int]:
         stack: list[int] | None = getattr(self._local, "stack", None)
@@ -228,12 +279,13 @@ class Profiler:
         if not self.stopwatch.end():
             return None
         blocks, renumbered = self._recomputable()
-        storages = tuple(self._storage(entry, renumbered) for entry in self._saved)
+        saved = tuple(self._storage(entry, renumbered) for entry in self._saved)
         profile = Profile(
-            storages=storages,
-            blocks=tuple(self._block(block, number, storages) for number, block in enumerate(blocks)),
+            storages=saved,
+            blocks=tuple(self._block(block, number, saved) for number, block in enumerate(blocks)),
             **{**self._durations(), **facts},
         )
+        self.checkpointed = {block.name: _checkpointed(block, saved) for block in blocks}
         self._clear()
         return profile
 
@@ -281,13 +333,23 @@ class Profiler:
         backward_s = forward_s * 2
         if first_need_s is not None and earlier:
             backward_s = max(0.0, min(n for n in [*earlier, float("inf")] if n >= first_need_s) - first_need_s)
-        input_ = run.input if run.input is not None and storages[run.input].block in (None, number) else None
+        main = run.main_input
         return Block(
             name=run.name,
             forward_s=forward_s,
             backward_s=backward_s if backward_s != float("inf") else forward_s * 2,
             recompute_s=forward_s,
-            input_bytes=sum(run.inputs.values()),
-            input=input_,
+            input_bytes=0 if main is None else main.nbytes,
+            input=None if main is None else main.position,
+            input_recorded=main is None or main.recorded,
             tape=run.tape,
         )
+
+
+def _checkpointed(run: RunBlock, storages: Sequence[Storage]) -> frozenset[int]:
+    """The arguments that a checkpoint of a block saves: its input, and what other blocks save as well.
+
+    So a step under a plan has the records that the profile knows, and no others.
+    """
+    shared = {one.number for one in run.inputs if one.position is not None and storages[one.position].block is None}
+    return frozenset(shared if run.main_input is None else shared | {run.main_input.number})

@@ -73,20 +73,23 @@ class Tiers:
             found.append(NOT_PAGE_LOCKED)
         return [*found, self._memory_remark] if self._memory_remark else found
 
-    def rates(self, *, full: bool = False) -> dict[tuple[str, str], float | None]:
-        """Return bytes per second of each link and direction since the last call; None where nothing went.
+    def rates(self) -> dict[tuple[str, str], tuple[float, bool]]:
+        """Return bytes per second of each link and direction that was used since the last call, and if it was full.
 
-        Args:
-            full: only of links that were full; the rate of another one is only a lower bound.
+        The rate of a link that was not full is only a lower bound.
         """
-        found: dict[tuple[str, str], float | None] = {}
+        found: dict[tuple[str, str], tuple[float, bool]] = {}
         meters = {("disk", kind.value): meter for kind, meter in self.spool.meters.items()} if self.spool else {}
         for key, meter in meters.items():
-            found[key] = meter.full_bytes_per_s if full else meter.bytes_per_s
+            rate = meter.bytes_per_s
+            if rate is not None:
+                found[key] = rate, meter.full_bytes_per_s is not None
             meter.restart()
         for tier in self._device_tiers:
-            if tier.copies.stopwatch is not None:
-                found.update({("host", way): tier.copies.stopwatch.rate(way) for way in ("write", "read")})
+            for way in ("write", "read"):
+                rate = tier.copies.stopwatch.rate(way) if tier.copies.stopwatch is not None else None
+                if rate is not None:
+                    found["host", way] = rate, True
         return found
 
     def stopwatch(self) -> Stopwatch:

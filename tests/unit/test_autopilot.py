@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,14 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from actoffload import Offloader, Plan
-from actoffload.autotune.autopilot import MAX_PLANS, WARM_UP, Autopilot
+from actoffload.autotune.autopilot import WARM_UP, Autopilot
 from actoffload.autotune.blocks import find_blocks
 from actoffload.autotune.observations import REVIEW_STEPS
 from actoffload.errors import BudgetError
 from actoffload.planning.plan import PlanEntry
 from actoffload.planning.planners.base import Limits
-from actoffload.planning.planners.feedback import Observed
-from actoffload.planning.profile import Link, Profile
+from actoffload.planning.profile import Profile
 from actoffload.testing.gpt import GPT, GPTConfig
 from tests.harness import Chain, MakeOffloader, assert_empty, assert_same_gradients, batch, gradients
 
@@ -89,7 +87,7 @@ def test_the_step_after_the_warm_up_is_planned_from_and_the_plan_is_followed(mak
     (profile,) = planner.profiles
     assert profile.disk is not None
     assert profile.saved_bytes > 0
-    assert pilot.history == ["first plan"]
+    assert list(pilot.history) == ["first plan"]
     assert pilot.plan is not None
     assert [e.action for e in offloader.plan.entries] == [e.action for e in pilot.plan.entries]
     assert {e.reason for e in offloader.plan.entries if e.action == "keep"} == {"plan"}
@@ -99,9 +97,7 @@ def test_the_step_after_the_warm_up_is_planned_from_and_the_plan_is_followed(mak
 
 
 def test_blocks_are_timed_once_under_each_plan(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actoffload.planning.planners.feedback.WAIT_SHARE", float("inf"))
-    monkeypatch.setattr("actoffload.planning.planners.feedback.BANDWIDTH_CHANGE", float("inf"))
-    monkeypatch.setattr("actoffload.planning.planners.feedback.COMPUTE_CHANGE", float("inf"))
+    monkeypatch.setattr("actoffload.planning.planners.feedback.StepModel.learn", lambda *_: "")
     torch.manual_seed(0)
     model = GPT(GPTConfig(width=64, layers=3, head_width=32, seq=32))
 
@@ -124,7 +120,7 @@ def test_blocks_are_timed_once_under_each_plan(make_offloader: MakeOffloader, mo
 
     offloader.store.profiler.begin = counted  # type: ignore[method-assign]
     run(REVIEW_STEPS + 1)
-    assert pilot.history == ["first plan"]
+    assert list(pilot.history) == ["first plan"]
     assert made == 1, "one step is recorded under the plan, and no other one"
     assert pilot.seen is not None
     times = dict(pilot.seen.blocks)
@@ -199,7 +195,11 @@ def test_another_shape_starts_over(make_offloader: MakeOffloader) -> None:
     assert pilot.plan is None
     assert offloader.plan.kept_bytes == 0, "until there is a plan again, all that may move moves"
     _step(offloader, model, batch(rows=64))
-    assert pilot.history == ["first plan", "the forward saved other sizes than the plan was made for", "first plan"]
+    assert list(pilot.history) == [
+        "first plan",
+        "the forward saved other sizes than the plan was made for",
+        "first plan",
+    ]
     assert len(planner.profiles) == 2
 
 
@@ -224,63 +224,6 @@ def test_a_planner_that_is_too_strict_is_not_believed(make_offloader: MakeOffloa
     assert len(planner.profiles) == 1
     assert len(pilot.history) == 1
     assert pilot.history[0].startswith("no plan: device_budget=")
-
-
-def _planned(make_offloader: MakeOffloader) -> tuple[Offloader, _Scripted, Autopilot]:
-    """An offloader that follows its first plan."""
-    offloader, planner = make_offloader(policy="auto"), _Scripted(lambda *_: False)
-    pilot = _with(offloader, planner)
-    _steps(offloader, WARM_UP + 2)
-    return offloader, planner, pilot
-
-
-def _review(pilot: Autopilot, steps: int = 1, **seen: Any) -> None:
-    for _ in range(steps):
-        pilot.review(replace(Observed(step_s=1.0, peak_bytes=0), **seen))
-
-
-def test_waits_make_the_next_plan_trust_the_links_less(make_offloader: MakeOffloader) -> None:
-    _, planner, pilot = _planned(make_offloader)
-    pilot.profile = replace(planner.profiles[0], disk=Link(write_bytes_per_s=1e9, read_bytes_per_s=2e9))
-    _review(pilot, REVIEW_STEPS - 1, backward_wait_s=0.1)
-    assert len(planner.profiles) == 1, "single steps are noisy"
-    _review(pilot, backward_wait_s=0.1)
-    assert planner.profiles[1].disk == Link(write_bytes_per_s=0.8e9, read_bytes_per_s=1.6e9)
-    assert pilot.history[-1] == "the step waited 0.1 of 1 s"
-    _review(pilot, REVIEW_STEPS - 1, backward_wait_s=0.1)
-    _review(pilot, 1, backward_wait_s=0.001)
-    assert len(planner.profiles) == 2, "each look is longer than the one before"
-    _review(pilot, REVIEW_STEPS, backward_wait_s=0.001)
-    assert len(planner.profiles) == 2, "a single wait in so many steps is no reason"
-
-
-def test_a_link_that_changed_makes_a_new_plan(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    offloader, planner, pilot = _planned(make_offloader)
-    pilot.profile = replace(planner.profiles[0], disk=Link(write_bytes_per_s=1e9, read_bytes_per_s=2e9))
-    monkeypatch.setattr(offloader.store.tiers, "rates", lambda full: {("disk", "write"): 0.5e9, ("disk", "read"): None})
-    _review(pilot, REVIEW_STEPS)
-    assert planner.profiles[1].disk == Link(write_bytes_per_s=0.75e9, read_bytes_per_s=2e9)
-    assert "write bandwidth" in pilot.history[-1]
-
-
-def test_steps_that_are_faster_than_the_recorded_one_are_planned_for(make_offloader: MakeOffloader) -> None:
-    _, planner, pilot = _planned(make_offloader)
-    recorded_s = planner.profiles[0].step_s
-    _review(pilot, REVIEW_STEPS, step_s=recorded_s / 2)
-    assert planner.profiles[1].step_s == pytest.approx(recorded_s / 2)
-    assert pilot.history[-1].startswith("the step computed for ")
-    _review(pilot, 2 * REVIEW_STEPS, step_s=recorded_s * 2)
-    assert planner.profiles[2].step_s == pytest.approx(recorded_s), "as long as recorded, but no longer"
-
-
-def test_it_comes_to_rest(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(policy="auto")
-    planner = _Scripted(lambda *_: False)
-    pilot = _with(offloader, planner)
-    model = Chain()
-    for rows in range(16, 16 + 6 * MAX_PLANS):
-        _step(offloader, model, batch(rows=rows * 8))
-    assert len(pilot.history) == MAX_PLANS
 
 
 def _listed(stays: list[bool]) -> Choose:

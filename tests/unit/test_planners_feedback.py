@@ -1,18 +1,24 @@
-"""What steps show corrects the profile, and so the next plan: where a bound is set, and where nothing may wait."""
+"""What steps show corrects the profile, and so the next plan."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from actoffload.errors import ConfigError
 from actoffload.planning.plan import Plan
-from actoffload.planning.planners import Limits, Observed, correct, make_planner
-from actoffload.planning.planners.feedback import COMPUTE_CHANGE, WAIT_SHARE, correct_hiding
+from actoffload.planning.planners import Limits, Observed, Rate, StepModel, make_planner
+from actoffload.planning.planners.feedback import LINK_CHANGE, TRUST_LESS, WAIT_SHARE, rescaled
 from actoffload.planning.profile import Link, Profile
 from actoffload.planning.simulator import simulate
 from tests.profiles import slow_profile
+
+HALF = Limits(device_budget=slow_profile().baseline_peak_bytes // 2)
+EACH = pytest.mark.parametrize(
+    "limits", [Limits(), Limits(max_slowdown=0.05), HALF], ids=["none", "slowdown", "budget"]
+)
 
 
 def _disk(profile: Profile) -> Link:
@@ -20,113 +26,129 @@ def _disk(profile: Profile) -> Link:
     return profile.disk
 
 
-# -- with a bound: the step as a whole counts -------------------------------------------------------------------------
-
-
-def _planned() -> tuple[Profile, Plan]:
+def _made(limits: Limits) -> tuple[StepModel, Plan]:
     profile = slow_profile()
-    return profile, make_planner("auto").plan(profile, Limits(max_slowdown=0.05))
+    return StepModel(profile, limits), make_planner("auto").plan(profile, limits)
 
 
-def test_a_step_as_predicted_changes_nothing() -> None:
-    profile, plan = _planned()
-    seen = simulate(profile, plan)
-    observed = Observed(step_s=seen.step_s, backward_wait_s=seen.backward_wait_s, peak_bytes=seen.peak_bytes)
-    after, reason = correct(profile, plan, observed)
-    assert _disk(after).cost_s_per_byte == pytest.approx(0.0, abs=1e-15)
-    assert reason == ""
+def _seen(real: Profile, plan: Plan, limits: Limits, **changes: Any) -> Observed:
+    """A step of what is really the case."""
+    seen = simulate(real, plan, limits)
+    return Observed(
+        step_s=seen.step_s,
+        forward_wait_s=changes.pop("forward_wait_s", seen.forward_wait_s),
+        backward_wait_s=seen.backward_wait_s,
+        peak_bytes=seen.peak_bytes,
+        **changes,
+    )
 
 
-def test_bandwidth_that_is_less_is_learned_and_moves_less() -> None:
-    profile, plan = _planned()
-    real = replace(profile, disk=_disk(profile).scaled(0.1))
-    for _ in range(6):
-        seen = simulate(real, plan)
-        observed = Observed(
-            step_s=seen.step_s,
-            forward_wait_s=seen.forward_wait_s,
-            backward_wait_s=seen.backward_wait_s,
-            disk_write_bytes_per_s=_disk(real).write_bytes_per_s,
-            disk_read_bytes_per_s=_disk(real).read_bytes_per_s,
-        )
-        profile, reason = correct(profile, plan, observed)
-        plan = make_planner("auto").plan(profile, Limits()) if reason else plan
-    assert _disk(profile).write_bytes_per_s == pytest.approx(_disk(real).write_bytes_per_s, rel=0.2)
-    assert simulate(real, plan).step_s <= 1.05 * real.step_s
+def _full(link: Link) -> dict[tuple[str, str], Rate]:
+    return {
+        ("disk", "write"): Rate(bytes_per_s=link.write_bytes_per_s, full=True),
+        ("disk", "read"): Rate(bytes_per_s=link.read_bytes_per_s, full=True),
+    }
 
 
-def test_moving_that_costs_compute_time_is_learned() -> None:
-    profile, plan = _planned()
-    cost_s = 0.3 * profile.step_s / profile.saved_bytes
-    real = replace(profile, disk=replace(_disk(profile), cost_s_per_byte=cost_s))
-    for _ in range(8):
-        seen = simulate(real, plan)
-        profile, _ = correct(profile, plan, Observed(step_s=seen.step_s, backward_wait_s=seen.backward_wait_s))
-    assert _disk(profile).cost_s_per_byte == pytest.approx(cost_s, rel=0.1)
+@EACH
+def test_a_step_as_predicted_changes_nothing(limits: Limits) -> None:
+    model, plan = _made(limits)
+    before = model.profile
+    assert model.learn(plan, _seen(before, plan, limits, rates=_full(_disk(before)))) == ""
+    assert model.profile.step_s == pytest.approx(before.step_s)
+    assert _disk(model.profile).write_bytes_per_s == _disk(before).write_bytes_per_s
+    assert _disk(model.profile).cost_s_per_byte == pytest.approx(0.0, abs=1e-15)
 
 
-def test_a_step_that_moved_nothing_corrects_the_times() -> None:
-    profile = slow_profile()
-    declined = make_planner("auto").plan(profile, Limits(device_budget=profile.baseline_peak_bytes))
-    after, _ = correct(profile, declined, Observed(step_s=2 * profile.step_s))
-    assert after.step_s == pytest.approx(1.5 * profile.step_s)
-    assert after.storages[3].birth_s == pytest.approx(1.5 * profile.storages[3].birth_s)
+@EACH
+@pytest.mark.parametrize("factor", [0.25, 0.8])
+def test_a_step_that_computes_faster_is_known_at_once(limits: Limits, factor: float) -> None:
+    model, plan = _made(limits)
+    recorded = model.profile
+    real = rescaled(recorded, factor)
+    assert model.learn(plan, _seen(real, plan, limits)).startswith("the step computes for ")
+    assert model.profile.step_s == pytest.approx(real.step_s)
+    assert model.profile.storages[3].birth_s == pytest.approx(factor * recorded.storages[3].birth_s)
+    assert model.predict(plan).step_s == pytest.approx(simulate(real, plan, limits).step_s)
 
 
-def test_when_to_plan_anew() -> None:
-    profile, plan = _planned()
-    seen = simulate(profile, plan)
-    same = Observed(step_s=seen.step_s, backward_wait_s=seen.backward_wait_s)
-    assert correct(profile, plan, same)[1] == ""
-    assert "bandwidth" in correct(profile, plan, replace(same, disk_write_bytes_per_s=1e8))[1]
-    assert "the step took" in correct(profile, plan, replace(same, step_s=1.2 * seen.step_s))[1]
-    assert "the peak was" in correct(profile, plan, replace(same, peak_bytes=2 * seen.peak_bytes))[1]
+def test_slower_compute_is_believed_under_a_budget_and_makes_no_room_without_one() -> None:
+    for limits, expected in ((HALF, 2.0), (Limits(), 1.0), (Limits(max_slowdown=0.05), 1.0)):
+        model, plan = _made(limits)
+        recorded_s = model.profile.step_s
+        model.learn(plan, _seen(rescaled(model.profile, 2.0), plan, limits))
+        assert model.profile.step_s == pytest.approx(expected * recorded_s)
+        if limits.device_budget is None:
+            model.learn(plan, _seen(rescaled(slow_profile(), 0.5), plan, limits))
+            assert model.profile.step_s == pytest.approx(0.5 * recorded_s)
+            if limits.max_slowdown is None:
+                model.learn(plan, _seen(rescaled(slow_profile(), 3.0), plan, limits))
+                assert model.profile.step_s == pytest.approx(recorded_s), "as long as recorded, but no longer"
+
+
+def test_what_moving_costs_is_learned_where_it_is_bounded() -> None:
+    limits = Limits(max_slowdown=0.05)
+    model, plan = _made(limits)
+    cost_s = 0.3 * model.profile.step_s / model.profile.saved_bytes
+    real = replace(model.profile, disk=replace(_disk(model.profile), cost_s_per_byte=cost_s))
+    for _ in range(3):
+        model.learn(plan, _seen(real, plan, limits))
+    assert _disk(model.profile).cost_s_per_byte == pytest.approx(cost_s, rel=0.1)
+    again = make_planner("auto").plan(model.profile, limits)
+    assert model.gains(again, plan), "the old one is too slow"
+    assert simulate(real, again).step_s <= 1.05 * real.step_s
+
+
+@pytest.mark.parametrize("limits", [Limits(), HALF], ids=["none", "budget"])
+def test_a_link_is_as_fast_as_it_was_seen_full(limits: Limits) -> None:
+    model, plan = _made(limits)
+    real = replace(model.profile, disk=_disk(model.profile).scaled(0.25))
+    assert "disk write bandwidth" in model.learn(plan, _seen(real, plan, limits, rates=_full(_disk(real))))
+    assert _disk(model.profile) == _disk(real)
+    again = make_planner("auto").plan(model.profile, limits)
+    assert model.gains(again, plan)
+    assert simulate(real, again, limits).step_s < simulate(real, plan, limits).step_s
+
+
+def test_a_link_that_was_not_full_is_at_least_as_fast() -> None:
+    model, plan = _made(Limits())
+    link = _disk(model.profile)
+    for factor, known in ((0.2, 1.0), (1 + 0.9 * LINK_CHANGE, 1.0), (3.0, 3.0)):
+        rates = {("disk", "write"): Rate(bytes_per_s=factor * link.write_bytes_per_s, full=False)}
+        model.learn(plan, _seen(model.profile, plan, Limits(), rates=rates))
+        assert _disk(model.profile).write_bytes_per_s == pytest.approx(known * link.write_bytes_per_s)
+
+
+@EACH
+def test_waits_that_nothing_predicted_make_a_link_slower(limits: Limits) -> None:
+    model, plan = _made(limits)
+    link, seen = _disk(model.profile), _seen(model.profile, plan, limits)
+    late_s = 2 * WAIT_SHARE * seen.step_s
+    little = replace(seen, step_s=seen.step_s + late_s / 4, backward_wait_s=seen.backward_wait_s + late_s / 4)
+    assert model.learn(plan, little) == ""
+    late = replace(seen, step_s=seen.step_s + late_s, backward_wait_s=seen.backward_wait_s + late_s)
+    assert model.learn(plan, late).startswith("the step waited ")
+    assert _disk(model.profile) == link.scaled(TRUST_LESS)
+    assert model.profile.step_s == pytest.approx(slow_profile().step_s), "what was waited is not computed"
+    slow = {("disk", "read"): Rate(bytes_per_s=0.3 * link.read_bytes_per_s, full=False)}
+    model.learn(plan, replace(late, step_s=3 * late.step_s, backward_wait_s=3 * late.step_s - seen.step_s, rates=slow))
+    assert _disk(model.profile).read_bytes_per_s == pytest.approx(0.3 * link.read_bytes_per_s)
+    other = _full(link.scaled(2))
+    model.learn(plan, replace(seen, rates=other))
+    assert _disk(model.profile).write_bytes_per_s == 2 * link.write_bytes_per_s, "another link is trusted anew"
+
+
+def test_plans_that_are_alike_do_not_take_turns() -> None:
+    model, plan = _made(HALF)
+    assert not model.gains(plan, plan)
+    slower = make_planner("ssdtrain").plan(model.profile, HALF)
+    assert model.predict(slower).step_s > 1.03 * model.predict(plan).step_s
+    assert model.gains(plan, slower)
+    assert not model.gains(slower, plan)
+    over = make_planner("auto").plan(model.profile, Limits(device_budget=model.profile.baseline_peak_bytes))
+    assert model.gains(plan, over), "it breaks the budget, however fast it is"
+
+
+def test_a_step_takes_time() -> None:
     with pytest.raises(ConfigError):
         Observed(step_s=0.0)
-
-
-# -- without a bound: nothing may wait --------------------------------------------------------------------------------
-
-
-def _seen(profile: Profile, share: float = 1.0, waited: float = 0.0) -> Observed:
-    step_s = share * profile.step_s
-    each_s = waited * step_s / 2
-    return Observed(step_s=step_s + 2 * each_s, forward_wait_s=each_s, backward_wait_s=each_s)
-
-
-def test_a_step_as_recorded_hides_as_much() -> None:
-    profile = slow_profile()
-    for share in (1.0, 1 - 0.9 * COMPUTE_CHANGE, 3.0):
-        assert correct_hiding(profile, _seen(profile, share), profile.step_s) == (profile, "")
-
-
-def test_steps_that_are_shorter_than_the_recorded_one_leave_less_time_to_hide_in() -> None:
-    profile = slow_profile()
-    plan = make_planner("auto").plan(profile, Limits())
-    after, reason = correct_hiding(profile, _seen(profile, 0.6, waited=0.3), profile.step_s)
-    assert reason.startswith("the step computed for ")
-    assert after.step_s == pytest.approx(0.6 * profile.step_s)
-    assert [s.birth_s for s in after.storages] == pytest.approx([0.6 * s.birth_s for s in profile.storages])
-    assert after.disk == profile.disk, "waits of shorter steps say nothing of the links"
-    again = make_planner("auto").plan(after, Limits())
-    assert 0 < again.offloaded_bytes < plan.offloaded_bytes
-    old, new = simulate(after, plan), simulate(after, again)
-    assert (new.step_s, new.peak_bytes) <= (old.step_s, old.peak_bytes), "the first plan is too much for such steps"
-
-
-def test_what_was_waited_is_not_computed() -> None:
-    profile = slow_profile()
-    after, reason = correct_hiding(profile, _seen(profile, waited=0.5), profile.step_s)
-    assert reason.startswith("the step waited ")
-    assert after == replace(profile, disk=_disk(profile).scaled(0.8))
-    assert correct_hiding(profile, _seen(profile, waited=0.5 * WAIT_SHARE), profile.step_s) == (profile, "")
-
-
-def test_a_link_that_was_full_at_another_rate_is_corrected_half_of_the_way() -> None:
-    profile = slow_profile()
-    rate = _disk(profile).read_bytes_per_s
-    after, reason = correct_hiding(profile, replace(_seen(profile), disk_read_bytes_per_s=2 * rate), profile.step_s)
-    assert "disk read bandwidth" in reason
-    assert after.disk == replace(_disk(profile), read_bytes_per_s=1.5 * rate)
-    near = replace(_seen(profile), disk_read_bytes_per_s=1.2 * rate)
-    assert correct_hiding(profile, near, profile.step_s) == (profile, "")

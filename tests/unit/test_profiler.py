@@ -14,7 +14,7 @@ from actoffload import Offloader, Profile, keep
 from actoffload.autotune.blocks import BlockWatch
 from actoffload.planning.profile import Storage
 from actoffload.testing.fakedevice import FakeDevice
-from actoffload.testing.faults import SlowEngine
+from actoffload.testing.faults import GateEngine, SlowEngine
 from actoffload.testing.gpt import GPT, GPTConfig
 from actoffload.tiers.timers import (
     Stamp,
@@ -153,7 +153,7 @@ def test_micro_batches_are_tapes_of_one_step(make_offloader: MakeOffloader) -> N
 
 
 def test_what_may_never_move_is_said_and_what_stayed_for_once_may(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(min_bytes=8 << 10, pending_bytes=1)
+    offloader = make_offloader(min_bytes=8 << 10, pending_bytes=1, engine=GateEngine)  # no write ends meanwhile
     x = torch.randn(64, 64, requires_grad=True)
     marked = keep(x * 3)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from ...errors import ConfigError
 from .auto import Auto
 from .base import Limits, Planner
-from .feedback import Observed, correct
+from .feedback import Observed, Rate, StepModel
 from .joint import Joint
 from .ssdtrain import SSDTrain
 
@@ -31,4 +31,6 @@ def make_planner(name: str = "auto") -> Planner:
     return PLANNERS[name]()
 
 
-__all__ = ["PLANNERS", "Auto", "Joint", "Limits", "Observed", "Planner", "SSDTrain", "correct", "make_planner"]
+__all__ = [
+    "PLANNERS", "Auto", "Joint", "Limits", "Observed", "Planner", "Rate", "SSDTrain", "StepModel", "make_planner",
+]  # fmt: skip

@@ -54,7 +54,9 @@ class Auto:
         if not bench.movable() and not bench.all_groups:
             if budget is not None:
                 return bench.finish(bench.keep, self.name)
-            return self._decline(bench, "no saved storage may move, and no block can be recomputed")
+            links = bench.to_host or bench.to_disk
+            why = "no saved storage may move" if links else "nothing has moved yet, so that no link is known"
+            return self._decline(bench, f"{why}, and no block can be recomputed")
         choice = self._search(bench)
         _choose_window(bench, (choice,), _windows(bench)[1::2] if _many(bench) else _windows(bench))
         if budget is None and bench.predict(choice).peak_bytes > (1 - MIN_GAIN) * bench.kept.peak_bytes:

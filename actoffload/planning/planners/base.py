@@ -256,7 +256,6 @@ class Bench:
             pending_bytes=seen.pending_peak_bytes,
             predicted_step_s=seen.step_s,
             predicted_peak_bytes=seen.peak_bytes,
-            keep_step_s=self.kept.step_s,
             baseline_peak_bytes=self.kept.peak_bytes,
         )
 

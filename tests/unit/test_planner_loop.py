@@ -1,0 +1,135 @@
+"""What ``policy="auto"`` makes of a machine that changes: many steps of the real offloader in virtual time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from actoffload.autotune.autopilot import WARM_UP
+from tests.planner_rig import MIB, MakeRig, Rig, rigs
+
+FAST, SLOW = 120e6, 15e6
+"""Disks, in bytes a second: one that takes all that a step saves, and one that takes a fraction."""
+BUDGET = 24 * MIB
+SOON = 10
+"""So many steps after a change a step is what the best plan makes it."""
+NEAR = 1.05
+
+
+@pytest.fixture
+def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
+    with rigs(tmp_path, monkeypatch) as make:
+        yield make
+
+
+def _settled(make_rig: MakeRig, bytes_per_s: float, budget: int | None, blocks: int = 8) -> tuple[float, int]:
+    """Seconds and peak of a step where nothing has ever changed."""
+    rig = make_rig(bytes_per_s=bytes_per_s, device_budget=budget, blocks=blocks)
+    return rig.steps(WARM_UP + 3), rig.peaks[-1]
+
+
+def _check(rig: Rig, best: tuple[float, int], first: int) -> None:
+    """From one step on, every one is nearly as short as the best, and with a budget it keeps that."""
+    config = rig.offloader.config
+    budget = None if config.device_budget is None else config.size("device_budget", 0)
+    for seconds, peak in zip(rig.seconds[first:], rig.peaks[first:], strict=True):
+        assert seconds <= NEAR * best[0]
+        assert peak <= (NEAR * best[1] if budget is None else budget)
+
+
+def test_slow_first_steps_are_unlearned_under_a_budget(make_rig: MakeRig) -> None:
+    """Compute that is fast only after the step that was recorded: the plan was for a machine that is not there."""
+    best = _settled(make_rig, SLOW, BUDGET)
+    rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET)
+    rig.clock.speed = 0.25
+    rig.steps(WARM_UP + 3)
+    rig.clock.speed = 1.0
+    changed = len(rig.seconds)
+    assert rig.steps(1) > 1.5 * best[0]
+    rig.steps(40)
+    _check(rig, best, changed + SOON)
+    pilot = rig.offloader.autopilot
+    assert pilot is not None
+    assert pilot.plan is not None
+    assert pilot.plan.predicted_step_s == pytest.approx(rig.seconds[-1], rel=0.05)
+
+
+@pytest.mark.parametrize("budget", [None, BUDGET])
+def test_a_disk_that_is_throttled_for_a_while(make_rig: MakeRig, budget: int | None) -> None:
+    """Under a small model, too, which moves too little to fill a link."""
+    _throttled(make_rig, budget, 8)
+    _throttled(make_rig, budget and budget // 4, 2)
+
+
+def _throttled(make_rig: MakeRig, budget: int | None, blocks: int) -> None:
+    fast, slow = (_settled(make_rig, rate, budget, blocks) for rate in (FAST, SLOW))
+    rig = make_rig(bytes_per_s=FAST, device_budget=budget, blocks=blocks)
+    rig.steps(2 * SOON)
+    _check(rig, fast, WARM_UP + 1)
+    rig.disk.bytes_per_s = SLOW
+    rig.steps(33)
+    _check(rig, slow, 3 * SOON)
+    rig.disk.bytes_per_s = FAST
+    rig.steps(40)
+    _check(rig, fast, 2 * SOON + 33 + SOON)
+
+
+@pytest.mark.parametrize(("factor", "soon"), [(50, SOON), (500, 2 * SOON)])
+def test_a_disk_that_no_plan_used_is_measured_now_and_then(make_rig: MakeRig, factor: int, soon: int) -> None:
+    """A disk that was too slow for anything at first: one of them has ended no write when the plan is made."""
+    best = _settled(make_rig, FAST, None)
+    rig = make_rig(bytes_per_s=FAST / factor)
+    rig.steps(3 * SOON)
+    assert sum(rig.moved[2 * SOON :]) <= 3 * 2 * MIB, "one storage at a time"
+    assert max(rig.seconds) <= 1.01 * min(rig.seconds), "and nothing waits for it"
+    assert "one storage in 5 steps moves only to be measured" in rig.offloader.explain()
+    rig.disk.bytes_per_s = FAST
+    rig.steps(40)
+    _check(rig, best, 3 * SOON + soon)
+    assert "only to be measured" not in rig.offloader.explain()
+
+
+def test_inputs_of_blocks_that_are_too_small_to_move(make_rig: MakeRig) -> None:
+    """A recomputed block keeps its input, which has no place in the plan if it is small."""
+    rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET, sizes=(2 * MIB,) * 4 + (MIB // 2,))
+    rig.steps(40)
+    assert rig.plans == 1
+    assert rig.seconds[-1] < 1.3 * 2.4, "a step that neither waits nor recomputes takes 2.4 s"
+    assert max(rig.peaks) <= BUDGET
+
+
+def test_it_comes_to_rest(make_rig: MakeRig) -> None:
+    """Steps and a disk that are a little faster or slower each time are no reason for other plans."""
+    noise = random.Random(0)
+    rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET)
+    for _ in range(200):
+        rig.clock.speed = noise.uniform(0.93, 1.07)
+        rig.disk.bytes_per_s = SLOW * noise.uniform(0.8, 1.2)
+        rig.step()
+    assert rig.plans <= 3
+    assert len(set(rig.moved[100:])) <= 2
+
+
+def test_shapes_that_take_turns_are_not_planned_for_each_time(make_rig: MakeRig) -> None:
+    """There is one plan at a time, so planning for them would gain nothing."""
+    rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET)
+    for step in range(200):
+        rig.step(1.0 + step % 2 / 2)
+    assert rig.plans <= 20
+    assert max(rig.peaks) <= BUDGET
+
+
+def test_what_is_explained_says_how_old_it_is(make_rig: MakeRig) -> None:
+    rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET)
+    rig.steps(WARM_UP + 2)
+    assert _measured(rig) == "saved tensors, times, disk write, disk read 1 step ago"
+    rig.steps(12)
+    assert _measured(rig) == "times, disk write, disk read 3 steps ago; saved tensors 13 steps ago"
+
+
+def _measured(rig: Rig) -> str:
+    lines = rig.offloader.explain().splitlines()
+    return next(line for line in lines if line.startswith("measured: ")).removeprefix("measured: ")
