@@ -37,7 +37,7 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     device: str,
 ) -> tuple[float, float]:
-    """Run one step, with the forward in ``context``; return the loss, and the seconds with the device's work included."""
+    """Run one step, with the forward in ``context``; return the loss, and the seconds with the device's work."""
     synchronize(device)
     begin_s = time.perf_counter()
     with context:
