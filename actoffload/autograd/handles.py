@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import SavedTensorModifiedError
 from ..runtime.identity import Counter, inner_names, same_counter
-from ..runtime.untraced import untraced_hook
+from ..runtime.untraced import untraced
 
 if TYPE_CHECKING:
     from ..runtime.profiler import SavedStorage
@@ -125,10 +125,10 @@ def _asked_by_pytorch() -> bool:
     return True
 
 
-_OUR_FRAMES = (__name__, untraced_hook.__module__)
+_OUR_FRAMES = (__name__, untraced.__module__)
 
 
-@untraced_hook
+@untraced
 def unpack(handle: Any) -> Tensor:
     """Return the tensor that a handle stands for: the unpack hook."""
     _handed_out.let_go()

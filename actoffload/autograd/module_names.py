@@ -1,7 +1,7 @@
 """What hangs on a module's forward: which module is running, by name, and the inputs of a model, which live anyway.
 
-Installed only where asked for. ``torch.compile`` never traces these hooks: run by PyTorch before and after a compiled
-module they work as ever; inside a compiled graph, where there are no modules, they are left out.
+Installed only where asked for. Run by PyTorch before and after a compiled module, these hooks work as ever; inside a
+compiled graph, where there are no modules, they do nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from ..runtime.identity import StorageSet
-from ..runtime.untraced import Hooking, _nothing, untraced
+from ..runtime.untraced import Hooking, skipped, untraced
 
 
 class _Running(threading.local):
@@ -75,10 +75,12 @@ class ModuleScopes(Hooking):
                 handle.remove()
         self._hooks.clear()
 
+    @untraced
     def push(self, name: str) -> None:
         """A module begins to run."""
         self._local.stack.append(name)
 
+    @untraced
     def pop(self, name: str) -> None:
         """A module has run."""
         stack = self._local.stack
@@ -111,6 +113,7 @@ class ModelInputs(Hooking):
             handle.remove()
         self._hooks.clear()
 
+    @untraced
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A model was called with these arguments."""
         for leaf in tree_leaves((args, kwargs)):
@@ -118,20 +121,19 @@ class ModelInputs(Hooking):
                 self._notes.add(leaf, "input")
 
 
-@untraced
+@skipped
 def _enter(scopes: ModuleScopes, name: str, module: nn.Module, args: object) -> None:
-    scopes.push(name)
+    if not torch.compiler.is_compiling():
+        scopes.push(name)
 
 
-@untraced
+@skipped
 def _leave(scopes: ModuleScopes, name: str, module: nn.Module, args: object, output: object) -> None:
-    scopes.pop(name)
+    if not torch.compiler.is_compiling():
+        scopes.pop(name)
 
 
-@untraced
+@skipped
 def _note(inputs: ModelInputs, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    inputs.note(args, kwargs)
-
-
-for _hook in (_enter, _leave, _note):
-    torch.compiler.substitute_in_graph(_hook, skip_signature_check=True)(_nothing)
+    if not torch.compiler.is_compiling():
+        inputs.note(args, kwargs)

@@ -14,7 +14,7 @@ from ..policy import KeepReason
 from ..runtime.identity import PLAIN_TYPES, Counter, byte_span, is_parameter, own_counter
 from ..runtime.store import ActivationStore
 from ..runtime.tape import Tape
-from ..runtime.untraced import untraced_hook
+from ..runtime.untraced import untraced
 from ..tiers.accounts import MANY_DEFERRED
 from ..tiers.record import Record
 from . import native
@@ -96,7 +96,7 @@ class Packer:
         )
         return pack, module.unpack
 
-    @untraced_hook
+    @untraced
     def pack(self, tensor: Tensor) -> Any:
         """Return the handle of a tensor that autograd saves: the pack hook."""
         try:
