@@ -11,13 +11,13 @@ import weakref
 from collections.abc import Callable
 from dataclasses import fields
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
 from .autograd.offloader import Offloader
-from .config import make_config
+from .config import OffloadConfig, Options, Target, make_config
 from .errors import ConfigError
 from .runtime.untraced import Hooking, skipped, untraced, untraced_frame
 
@@ -35,13 +35,8 @@ if hasattr(os, "register_at_fork"):
 
 
 @untraced
-def shared_offloader(options: dict[str, Any]) -> Offloader:
-    """The process-wide `Offloader` for these options; a new one where the old one was closed.
-
-    Raises:
-        ConfigError: an option does not exist or cannot work.
-    """
-    config = make_config(options)
+def shared_offloader(config: OffloadConfig) -> Offloader:
+    """The process-wide `Offloader` for these options; a new one where the old one was closed."""
     with _lock:
         key = (config.paths, *(_identity(getattr(config, field.name)) for field in fields(config)))
         offloader = _offloaders.get(key)
@@ -84,8 +79,8 @@ class offload_activations(contextlib.ContextDecorator):
     0
     """
 
-    def __init__(self, target: str = "auto", *, model: nn.Module | None = None, **options: Any) -> None:
-        self.offloader = shared_offloader({"target": target, **options})
+    def __init__(self, target: Target = "auto", *, model: nn.Module | None = None, **options: Unpack[Options]) -> None:
+        self.offloader = shared_offloader(make_config({"target": target, **options}))
         self._model: weakref.ref[nn.Module] | None = None
         if model is not None:
             self.offloader.use(model)
@@ -118,9 +113,12 @@ class Attachment(Hooking):
         self._methods = [_Method(self, module, "forward")]
         if callable(getattr(inner, STEP, None)):
             self._methods.append(_Method(self, inner, STEP))
+        _attachments[module] = weakref.ref(self)
 
     def detach(self) -> None:
         """Leave the module as it was, from its next call on. What was saved so far stays usable. Idempotent."""
+        if _attached(self.module) is self:
+            del _attachments[self.module]
         for method in self._methods:
             method.remove()
         if self._methods:
@@ -209,15 +207,27 @@ class _Method:
         return functools.partial, (getattr(type(self._module), self._name), self._module)
 
 
-def attach(module: nn.Module, **options: Any) -> Attachment:
+_attachments: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Attachment]] = weakref.WeakKeyDictionary()
+"""By module, which holds its attachment itself."""
+
+
+def _attached(module: nn.Module) -> Attachment | None:
+    found = _attachments.get(module)
+    return None if found is None else found()
+
+
+def attach(module: nn.Module, *, target: Target = "auto", **options: Unpack[Options]) -> Attachment:
     """Run every forward of a module inside an offloading context: the one line for any training loop.
+
+    Called again with equal options it returns the attachment that is there.
 
     Args:
         module: the model, or any part of it.
-        options: the fields of `OffloadConfig`.
+        target: ``"host"``, ``"nvme"``, ``"tiered"`` or ``"auto"``.
+        options: the other fields of `OffloadConfig`.
 
     Raises:
-        ConfigError: ``module`` is no module, or an option cannot work.
+        ConfigError: ``module`` is no module, or is attached with other options; or an option cannot work.
 
     >>> import torch
     >>> model = torch.nn.Linear(4, 4)
@@ -227,4 +237,14 @@ def attach(module: nn.Module, **options: Any) -> Attachment:
     """
     if not isinstance(module, nn.Module):
         raise ConfigError("module", module, "attach() takes an nn.Module")
-    return Attachment(module, shared_offloader(options).use(module))
+    config = make_config({"target": target, **options})
+    there = _attached(module)
+    if there is not None and (there.offloader.closed or there.offloader.forked):
+        there.detach()
+    elif there is not None:
+        for field in fields(config):
+            value, before = getattr(config, field.name), getattr(there.offloader.config, field.name)
+            if _identity(value) != _identity(before):
+                raise ConfigError(field.name, value, f"this module is attached with {before!r}: first detach()")
+        return there
+    return Attachment(module, shared_offloader(config).use(module))

@@ -21,6 +21,8 @@ class KeepReason(Enum):
     MARKED = "keep()"
     REGION = "no_offload()"
     POLICY = "policy"
+    FITS = "fits the budget"
+    NO_TIME = "no time to move"
     PLAN = "plan"
     EXCLUDED = "module excluded"
     LAST = "last saved layer"

@@ -2,33 +2,12 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..memory.process_memory import peak_rss_bytes, rss_bytes
 
-def peak_rss_bytes() -> int:
-    """The most resident memory of this process so far, in bytes.
-
-    ``VmHWM`` where there is one: it begins at zero with each program, while ``ru_maxrss`` is inherited from the
-    program that started this one.
-    """
-    peak = _proc_status("VmHWM")
-    if peak is not None:
-        return peak
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def rss_bytes() -> int:
-    """Resident memory of this process now, in bytes."""
-    now = _proc_status("VmRSS")
-    if now is not None:
-        return now
-    import psutil
-
-    return int(psutil.Process().memory_info().rss)
+__all__ = ["BlockIO", "block_io", "peak_rss_bytes", "rss_bytes"]
 
 
 @dataclass(frozen=True)
@@ -54,14 +33,3 @@ def block_io() -> BlockIO | None:
         return None
     fields = dict(line.split(": ") for line in text.splitlines())
     return BlockIO(int(fields["write_bytes"]), int(fields["read_bytes"]))
-
-
-def _proc_status(key: str) -> int | None:
-    try:
-        text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return None
-    for line in text.splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    return None

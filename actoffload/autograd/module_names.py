@@ -6,9 +6,12 @@ compiled graph, where there are no modules, they do nothing.
 
 from __future__ import annotations
 
+import difflib
 import functools
 import threading
 import weakref
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -16,6 +19,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from ..config import OffloadConfig
+from ..errors import ConfigError
 from ..runtime.identity import StorageSet
 from ..runtime.untraced import Hooking, skipped, untraced
 
@@ -50,7 +55,7 @@ class ModuleScopes(Hooking):
         """
         inside: tuple[str, ...] = ()
         for name, module in model.named_modules():
-            shown = ".".join(part for part in name.split(".") if part != "_orig_mod")
+            shown = _shown(name)
             if inside and name.startswith(inside):
                 for handle in self._hooks.pop(module, []):
                     handle.remove()
@@ -86,6 +91,28 @@ class ModuleScopes(Hooking):
         stack = self._local.stack
         if stack and stack[-1] == name:
             stack.pop()
+
+
+def _shown(name: str) -> str:
+    """A qualified name as it is without ``torch.compile``."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def check_patterns(config: OffloadConfig, models: Sequence[nn.Module]) -> None:
+    """Look for a module for each ``include`` and ``exclude`` pattern.
+
+    Raises:
+        ConfigError: a pattern matches none; names the pattern and a module that exists.
+    """
+    if not (config.include or config.exclude):
+        return
+    names = [_shown(name) for model in models for name, _ in model.named_modules()]
+    for field in ("include", "exclude"):
+        for pattern in getattr(config, field) or ():
+            if not any(fnmatchcase(name, pattern) for name in names):
+                near = difflib.get_close_matches(pattern, filter(None, names), 1, cutoff=0.0)
+                there = f"it has {near[0]!r}, for example" if near else "it has no modules inside"
+                raise ConfigError(field, getattr(config, field), f"{pattern!r} matches no module of the model; {there}")
 
 
 class ModelInputs(Hooking):

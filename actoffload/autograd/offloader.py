@@ -22,6 +22,7 @@ from ..config import OffloadConfig
 from ..errors import ConfigError, OffloaderClosedError, StateError
 from ..planning.plan import Plan
 from ..planning.profile import Profile
+from ..runtime.diagnosis import Planned, diagnose
 from ..runtime.pipeline import Direction, Hint, check_phase
 from ..runtime.report import Announcement, explain
 from ..runtime.saved_by_node import advice
@@ -34,7 +35,7 @@ from ..tiers.accelerator import Accelerator
 from ..tiers.record import Record
 from ..tiers.tiers import Tiers
 from .exclusions import Exclusions
-from .module_names import ModelInputs, ModuleScopes
+from .module_names import ModelInputs, ModuleScopes, check_patterns
 from .packing import Forwards, Packer
 
 _offloaders: weakref.WeakSet[Offloader] = weakref.WeakSet()
@@ -45,6 +46,12 @@ _stores: weakref.WeakSet[ActivationStore] = weakref.WeakSet()
 MUTATION_ADVICE = (
     "nothing moves inside torch.autograd.graph.allow_mutation_on_saved_tensors(), which has to see every tensor that "
     "is saved; leave it out, or use no actoffload context in it"
+)
+
+
+SECTION_ADVICE = (
+    'deepspeed.initialize does not read the "actoffload" section of this engine\'s configuration: call '
+    "actoffload.integrations.deepspeed.initialize in its place"
 )
 
 
@@ -132,9 +139,8 @@ class Offloader:
         models = list(self._models)
         self._remove_hooks()
         self._open()
-        self._models.clear()
         for model in models:
-            self.use(model)
+            self._watch(model)
 
     # -- the context --------------------------------------------------------------------------------------------------
 
@@ -142,18 +148,24 @@ class Offloader:
         """Know a model: its parameters and buffers from the start, its inputs, and its modules' names where needed.
 
         Raises:
-            ConfigError: ``model`` is no module.
+            ConfigError: ``model`` is no module, or an ``include`` or ``exclude`` pattern matches none in it.
         """
         if not isinstance(model, nn.Module):
             raise ConfigError("model", model, "give an nn.Module, or leave it out")
         if model not in self._models:
-            self._models.add(model)
-            self._inputs.watch(model)
-            if self.autopilot is not None:
-                self._blocks.watch(model)
-            if self._needs_names:
-                self._module_names.watch(model)
+            check_patterns(self.config, [model, *self._models])
+            if isinstance(config := getattr(model, "config", None), dict) and "actoffload" in config:
+                self.store.shared.reporter.advise("deepspeed", SECTION_ADVICE)
+            self._watch(model)
         return self
+
+    def _watch(self, model: nn.Module) -> None:
+        self._models.add(model)
+        self._inputs.watch(model)
+        if self.autopilot is not None:
+            self._blocks.watch(model)
+        if self._needs_names:
+            self._module_names.watch(model)
 
     def forget(self, model: nn.Module) -> None:
         """Undo `use`: the model is as it was before, without a hook of ours. Idempotent."""
@@ -209,11 +221,12 @@ class Offloader:
                 self._module_names.watch(model)
         store.tiers.begin_step()
         # Not in a forked child, nor while a graph is captured, when the device may not be asked.
-        if self.autopilot is not None and not (store.forked or store.tiers.capturing) and store.nothing_is_alive():
-            self.autopilot.between_steps()
-        with store.shared.lock:
-            store.shared.accounts.steps += 1
-        store.count_deferred()
+        first = not (store.forked or store.tiers.capturing) and store.nothing_is_alive()
+        if first:
+            store.shared.budget.begin_step()
+            if self.autopilot is not None:
+                self.autopilot.between_steps()
+        store.begin_forward(first=first)
 
     @untraced
     def __exit__(
@@ -313,8 +326,18 @@ class Offloader:
         return self.store.statistics()
 
     def report(self) -> str:
-        """Return what was done and why, for a person."""
-        return self.store.report()
+        """Return what was done and why, for a person: at the end what limits the step, and what to do next."""
+        concluded = diagnose(self.config, self.statistics(), self.store.elapsed_s, self._planned)
+        return "\n".join([self.store.report(), *concluded])
+
+    @property
+    def _planned(self) -> Planned | None:
+        pilot = self.autopilot
+        if pilot is None or pilot.profile is None or pilot.plan is None:
+            return None
+        return Planned(
+            profile=pilot.profile, plan=pilot.plan, limits=pilot.limits, planner=pilot.planner, seen=pilot.seen
+        )
 
     def explain(self) -> str:
         """Return what was decided in the last forward, storage by storage, and why."""

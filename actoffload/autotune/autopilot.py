@@ -61,6 +61,7 @@ class Following:
 
     def follow(self, profile: Profile | None, plan: Plan | None) -> None:
         """Do as a plan for this profile says from the next forward on; None: as before the first plan."""
+        self._shared.accounts.begin_plan()
         self._shared.largest_moved_bytes = 0  # what moved before there was this plan says nothing of what it moves
         self.placement.follow(plan)
         if plan is None or profile is None:
@@ -164,7 +165,7 @@ class Autopilot:
         if profile is None or self.plan is None or self._gave_up or self._stale:
             return Proposal()
         try:
-            limits = replace(self._limits, recompute=self._shared.config.recompute and self._bounded)
+            limits = replace(self.limits, recompute=self._shared.config.recompute and self._bounded)
             plan = self.planner.plan(profile, limits)
             text = plan.to_json()
         except Exception:  # as without: this rank goes on, and the others must not wait for it
@@ -194,14 +195,13 @@ class Autopilot:
         why = "".join(f"\nplan {number}: {reason}" for number, reason in enumerate(self.history, start=1))
         if self.plan is None or self.profile is None:
             return f"no plan yet: it is made from what the first {WARM_UP + 1} steps show{why}"
-        return render_plan(self.profile, self.plan, self._limits, seen=self.seen) + why
+        return render_plan(self.profile, self.plan, self.limits, seen=self.seen) + why
 
     # -- one step -----------------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
         accounts = self._shared.accounts
         accounts.recomputed(0)
-        accounts.step_peak_bytes = accounts.resident_bytes
         self._following.placement.mismatched_bytes = 0
         self._began = (now(), accounts.pack_wait_s, accounts.unpack_wait_s, accounts.packed_tensors)
         if self.plan is None or self._steps.blocks_are_due:
@@ -269,7 +269,7 @@ class Autopilot:
             return
         assert self.seen is not None, "the steps were looked at"
         if self._bounded:
-            conditions = Conditions(device_budget=self._limits.device_budget)
+            conditions = Conditions(device_budget=self.limits.device_budget)
             profile, reason = correct(self.profile, self.plan, self.seen, conditions)
         else:
             profile, reason = correct_hiding(self.profile, self.seen, self._recording.step_s)
@@ -285,9 +285,9 @@ class Autopilot:
     # -- plans --------------------------------------------------------------------------------------------------------
 
     def _make_plan(self, profile: Profile, observed: Observed, reason: str) -> None:
-        budget = self._limits.device_budget
+        budget = self.limits.device_budget
         try:
-            plan = self.planner.plan(profile, self._limits)
+            plan = self.planner.plan(profile, self.limits)
         except BudgetError as error:
             if budget is None or observed.peak_bytes is None or observed.peak_bytes > budget:
                 raise
@@ -319,7 +319,8 @@ class Autopilot:
         return config.device_budget is not None or config.max_slowdown is not None
 
     @property
-    def _limits(self) -> Limits:
+    def limits(self) -> Limits:
+        """What a plan has to respect."""
         config = self._shared.config
         tiers = {"host": ("host",), "nvme": ("nvme",)}.get(config.target, ("host", "nvme"))
         if self._tiers.spool is None:
