@@ -110,7 +110,7 @@ def test_the_plan_is_written_and_can_be_followed(tmp_path: Path) -> None:
     seen = following.plan
     following.close()
     moved = {entry.index for entry in plan.entries if entry.action == "offload"}
-    assert {entry.index for entry in seen.entries if entry.reason == "plan"} <= set(range(len(seen.entries))) - moved
+    assert {entry.index for entry in seen.entries if entry.reason == "policy"} <= set(range(len(seen.entries))) - moved
 
 
 def test_the_picture(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
