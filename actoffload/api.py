@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -19,19 +18,11 @@ from torch import nn
 from .autograd.offloader import Offloader
 from .config import OffloadConfig, Options, Target, make_config
 from .errors import ConfigError
+from .locks import renewed_in_child
 from .runtime.untraced import Hooking, skipped, untraced, untraced_frame
 
 _offloaders: dict[Any, Offloader] = {}
-_lock = threading.Lock()
-
-
-def _after_fork_in_child() -> None:
-    global _lock
-    _lock = threading.Lock()  # the other one may be held by a thread that this process does not have
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+_lock = renewed_in_child(threading.Lock())
 
 
 @untraced

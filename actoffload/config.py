@@ -202,17 +202,8 @@ class Options(TypedDict, total=False):
     debug: bool
 
 
-_SIZES = (
-    "device_budget",
-    "host_budget",
-    "nvme_budget",
-    "min_bytes",
-    "prefetch_bytes",
-    "pending_bytes",
-    "keep_last_bytes",
-    "drive_tbw",
-)
-_FLAGS = ("recompute", "strict", "verify", "allow_any_filesystem", "tune_malloc", "debug")
+_SIZES = tuple(field.name for field in fields(OffloadConfig) if field.type == "Size | None")
+_FLAGS = tuple(field.name for field in fields(OffloadConfig) if field.type == "bool")
 
 
 def make_config(options: dict[str, Any]) -> OffloadConfig:

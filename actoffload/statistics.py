@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from .policy import STATIC
+
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
@@ -77,7 +79,7 @@ class Statistics:
     @property
     def activation_bytes(self) -> int:
         """``saved_bytes`` without what lives anyway: parameters, buffers and the model's inputs."""
-        return self.saved_bytes - sum(self.kept_bytes.get(reason, 0) for reason in ("parameter", "buffer", "input"))
+        return self.saved_bytes - sum(self.kept_bytes.get(reason, 0) for reason in STATIC)
 
     @property
     def moved_bytes(self) -> int:

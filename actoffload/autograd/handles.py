@@ -6,7 +6,6 @@ and an alias of it where it stays.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SavedTensorModifiedError
+from ..locks import renewed_in_child
 from ..runtime.identity import Counter, inner_names, same_counter
 from ..runtime.untraced import untraced
 
@@ -26,18 +26,9 @@ if TYPE_CHECKING:
 
 NOTHING: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 """What `empty` gives each time."""
-_filling = threading.RLock()
+_filling = renewed_in_child(threading.RLock())
 """Held while a wrapper's alias has its inner tensors."""
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-
-
-def _after_fork_in_child() -> None:
-    global _filling
-    _filling = threading.RLock()  # the other one may be held by a thread that this process does not have
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def version_probe(alias: Tensor) -> Tensor:

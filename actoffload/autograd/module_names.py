@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import functools
 import threading
-import weakref
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from ..config import OffloadConfig
 from ..errors import ConfigError
@@ -39,8 +37,8 @@ class ModuleScopes(Hooking):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._local = _Running()
-        self._hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
     def innermost(self) -> str | None:
         """The qualified name of the innermost module that is running in this thread."""
@@ -57,8 +55,7 @@ class ModuleScopes(Hooking):
         for name, module in model.named_modules():
             shown = _shown(name)
             if inside and name.startswith(inside):
-                for handle in self._hooks.pop(module, []):
-                    handle.remove()
+                super().forget(module)
             elif shown and module not in self._hooks:
                 self._hooks[module] = [
                     module.register_forward_pre_hook(functools.partial(_enter, self, shown), prepend=True),
@@ -70,15 +67,7 @@ class ModuleScopes(Hooking):
     def forget(self, model: nn.Module) -> None:
         """Take the hooks away from the modules of one model."""
         for module in model.modules():
-            for handle in self._hooks.pop(module, []):
-                handle.remove()
-
-    def remove(self) -> None:
-        """Take every hook away again."""
-        for handles in self._hooks.values():
-            for handle in handles:
-                handle.remove()
-        self._hooks.clear()
+            super().forget(module)
 
     @untraced
     def push(self, name: str) -> None:
@@ -119,26 +108,14 @@ class ModelInputs(Hooking):
     """Notes the tensors that are handed to a model: the caller holds them, so moving them would free nothing."""
 
     def __init__(self, notes: StorageSet) -> None:
+        super().__init__()
         self._notes = notes
-        self._hooks: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
 
     def watch(self, model: nn.Module) -> None:
         """Note the inputs of every call of a model from now on."""
         if model not in self._hooks:
             hook = functools.partial(_note, self)
-            self._hooks[model] = model.register_forward_pre_hook(hook, with_kwargs=True)
-
-    def forget(self, model: nn.Module) -> None:
-        """Take the hook away from one model."""
-        handle = self._hooks.pop(model, None)
-        if handle is not None:
-            handle.remove()
-
-    def remove(self) -> None:
-        """Take every hook away again."""
-        for handle in self._hooks.values():
-            handle.remove()
-        self._hooks.clear()
+            self._hooks[model] = [model.register_forward_pre_hook(hook, with_kwargs=True)]
 
     @untraced
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

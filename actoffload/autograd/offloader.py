@@ -17,14 +17,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..autotune.autopilot import Autopilot, agree
 from ..autotune.blocks import BlockWatch
+from ..autotune.diagnosis import diagnose, planned_by
 from ..autotune.recompute import RecomputeMeter
 from ..config import OffloadConfig
 from ..errors import ConfigError, OffloaderClosedError, StateError
+from ..planning.explain import render_decisions
 from ..planning.plan import Plan
 from ..planning.profile import Profile
-from ..runtime.diagnosis import Planned, diagnose
 from ..runtime.pipeline import Direction, Hint, check_phase
-from ..runtime.report import Announcement, explain
+from ..runtime.report import Announcement, passes
 from ..runtime.saved_by_node import advice
 from ..runtime.store import ActivationStore
 from ..runtime.strict import MovedSince
@@ -327,22 +328,15 @@ class Offloader:
 
     def report(self) -> str:
         """Return what was done and why, for a person: at the end what limits the step, and what to do next."""
-        concluded = diagnose(self.config, self.statistics(), self.store.elapsed_s, self._planned)
+        concluded = diagnose(self.config, self.statistics(), self.store.elapsed_s, planned_by(self.autopilot))
         return "\n".join([self.store.report(), *concluded])
-
-    @property
-    def _planned(self) -> Planned | None:
-        pilot = self.autopilot
-        if pilot is None or pilot.profile is None or pilot.plan is None:
-            return None
-        return Planned(
-            profile=pilot.profile, plan=pilot.plan, limits=pilot.limits, planner=pilot.planner, seen=pilot.seen
-        )
 
     def explain(self) -> str:
         """Return what was decided in the last forward, storage by storage, and why."""
-        decided = explain(self.config, self.plan, self.statistics())
-        return decided if self.autopilot is None else f"{self.autopilot.explain()}\n{decided}"
+        found, s = [render_decisions(self.plan, self.config.target)], self.statistics()
+        if self.plan.entries:
+            found.append(f"forward and backward waited {s.wait_s:.3f} s in {passes(s)}")
+        return "\n".join(found if self.autopilot is None else [self.autopilot.explain(), *found])
 
     @property
     def plan(self) -> Plan:

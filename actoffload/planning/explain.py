@@ -325,6 +325,30 @@ def render_plan(
     )
 
 
+def render_decisions(plan: Plan, target: str) -> str:
+    """One line for each run of neighbouring storages of which the same was decided.
+
+    Args:
+        plan: what was decided in the last forward, as `Offloader.plan` says.
+        target: where storages were sent.
+    """
+    if not plan.entries:
+        return f"actoffload (target {target}): no forward has saved anything yet."
+    lines = [
+        f"last forward: {len(plan.entries)} storages saved, {format_size(plan.offloaded_bytes)} sent to "
+        f"{target}, {format_size(plan.kept_bytes)} kept"
+    ]
+    for (action, reason, module), run in groupby(plan.entries, key=lambda e: (e.action, e.reason, e.module)):
+        entries = list(run)
+        first, last = entries[0].index, entries[-1].index
+        place = f"{first}" if first == last else f"{first}-{last}"
+        size = format_size(sum(entry.nbytes for entry in entries))
+        why = f" ({reason})" if reason else ""
+        where = f" in {module}" if module else ""
+        lines.append(f"  {place:>9}  {size:>10}  {action}{why}{where}")
+    return "\n".join(lines)
+
+
 def _table(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
     """Lines with columns as wide as they need to be, the first ``left`` of them aligned left, the others right.
 

@@ -6,13 +6,7 @@ from torch import Tensor
 
 from ..config import OffloadConfig
 from ..planning.plan import Plan
-from ..policy import (
-    Decision,
-    KeepReason,
-    ModuleFilter,
-    Policy,
-    TensorFacts,
-)
+from ..policy import Decision, KeepReason, ModuleFilter, Policy, TensorFacts
 from ..tiers.record import Record
 from .pipeline import Phases
 from .tape import Tape, Window

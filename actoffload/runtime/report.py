@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from itertools import groupby
 
 import torch.distributed as dist
 
 from ..config import OffloadConfig
-from ..planning.plan import Plan, PlanEntry
+from ..policy import STATIC
 from ..sizes import format_size
 from ..statistics import Statistics
 from ..storage.arena import SpoolStatistics
@@ -43,8 +42,6 @@ KEPT_MEANINGS = {
     "forked process": "a child of the process that owns the spool",
 }
 """What a reason means; a reason that is not here is shown by its name."""
-STATIC_REASONS = ("parameter", "buffer", "input")
-"""What lives anyway and is no activation."""
 
 
 def render_report(
@@ -88,9 +85,9 @@ def render_announcement(config: OffloadConfig, s: Statistics, moving_bytes: int,
         spool: where on disk, and how; empty when there is no spool.
     """
     target = f"target {config.target}" + (f" ({spool})" if spool else "")
-    static = sum(s.kept_bytes.get(reason, 0) for reason in STATIC_REASONS)
+    static = sum(s.kept_bytes.get(reason, 0) for reason in STATIC)
     stays = sorted(
-        ((nbytes, reason) for reason, nbytes in s.kept_bytes.items() if nbytes and reason not in STATIC_REASONS),
+        ((nbytes, reason) for reason, nbytes in s.kept_bytes.items() if nbytes and reason not in STATIC),
         reverse=True,
     )
     why = ", ".join(f"{format_size(nbytes)} {reason}" for nbytes, reason in stays)
@@ -110,13 +107,13 @@ def _headline(config: OffloadConfig, s: Statistics) -> list[str]:
     if s.packed_tensors == 0:
         return [f"actoffload (target {config.target}): autograd saved nothing inside the context yet."]
     return [
-        f"actoffload (target {config.target}): in {_passes(s)}, moved {format_size(s.moved_bytes)} of "
+        f"actoffload (target {config.target}): in {passes(s)}, moved {format_size(s.moved_bytes)} of "
         f"{format_size(s.activation_bytes)} saved activations ({s.moved_share:.0%}); "
         f"waited {s.wait_s:.2f} s (forward {s.pack_wait_s:.2f}, backward {s.unpack_wait_s:.2f})."
     ]
 
 
-def _passes(s: Statistics) -> str:
+def passes(s: Statistics) -> str:
     """How much was done: optimizer steps, and the micro-batches in them, where an optimizer was seen to step."""
     if not s.optimizer_steps:
         return _count(s.steps, "forward pass", "forward passes")
@@ -189,37 +186,6 @@ def _wear(config: OffloadConfig, s: Statistics, elapsed_s: float) -> list[str]:
     tbw = config.drive_tbw
     rating = None if tbw is None else Rating(name="the drive", rated_written_bytes=config.size("drive_tbw", 0))
     return render_wear(s.nvme_written_bytes, elapsed_s, rating, drives=len(config.paths))
-
-
-def explain(config: OffloadConfig, plan: Plan, statistics: Statistics) -> str:
-    """One line for each run of neighbouring storages of which the same was decided.
-
-    Args:
-        config: the options.
-        plan: what was decided in the last forward.
-        statistics: what was counted so far.
-    """
-    if not plan.entries:
-        return f"actoffload (target {config.target}): no forward has saved anything yet."
-    lines = [
-        f"last forward: {len(plan.entries)} storages saved, {format_size(plan.offloaded_bytes)} sent to "
-        f"{config.target}, {format_size(plan.kept_bytes)} kept"
-    ]
-    for (action, reason, module), run in groupby(plan.entries, key=_key):
-        entries = list(run)
-        first, last = entries[0].index, entries[-1].index
-        place = f"{first}" if first == last else f"{first}-{last}"
-        size = format_size(sum(entry.nbytes for entry in entries))
-        why = f" ({reason})" if reason else ""
-        where = f" in {module}" if module else ""
-        lines.append(f"  {place:>9}  {size:>10}  {action}{why}{where}")
-    waits = statistics.pack_wait_s + statistics.unpack_wait_s
-    lines.append(f"forward and backward waited {waits:.3f} s in {_passes(statistics)}")
-    return "\n".join(lines)
-
-
-def _key(entry: PlanEntry) -> tuple[str, str, str]:
-    return entry.action, entry.reason, entry.module or ""
 
 
 class Announcement:

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from types import CodeType
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 F = TypeVar("F", bound=Callable[..., Any])
 _LOANS = 1000
@@ -89,7 +92,20 @@ def skipped(function: F) -> F:
 
 
 class Hooking:
-    """Something that a module's hooks hold: a copy of the module shares it, a pickled module leaves it behind."""
+    """Something that modules' hooks hold: a copy of such a module shares it, a pickled module leaves it behind."""
+
+    def __init__(self) -> None:
+        self._hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+
+    def forget(self, module: nn.Module) -> None:
+        """Take the hooks away that are noted for a module."""
+        for handle in self._hooks.pop(module, ()):
+            handle.remove()
+
+    def remove(self) -> None:
+        """Take every hook away again."""
+        for module in list(self._hooks):
+            self.forget(module)
 
     def __deepcopy__(self, memo: object) -> Hooking:
         return self

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from actoffload.autotune.diagnosis import MOST_STEPS, Planned, diagnose
 from actoffload.config import make_config
 from actoffload.planning.planners import Limits, Observed, make_planner
 from actoffload.planning.profile import Profile
-from actoffload.runtime.diagnosis import MOST_STEPS, Planned, diagnose
 from actoffload.statistics import Statistics
 from tests.harness import Chain, MakeOffloader, batch, train_step
 from tests.unit.test_explain import one_large_block, transformer

@@ -442,11 +442,22 @@ def test_noise_that_is_filled_after_it_was_saved_stays(make_offloader: MakeOfflo
 
 def test_a_region_is_left_by_the_thread_that_entered_it(make_offloader: MakeOffloader) -> None:
     region = actoffload.no_offload()
-    other = threading.Thread(target=region.__enter__)
+    entered, leave = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        with region:
+            entered.set()
+            leave.wait()
+
+    other = threading.Thread(target=stay)
     other.start()
-    other.join()
-    with pytest.raises(StateError, match="left in a thread that did not enter it"):
-        region.__exit__()
-    offloader = make_offloader()
-    train_step(Chain(), batch(), offloader)
-    assert offloader.statistics().moved_bytes > 0
+    entered.wait()
+    try:
+        with pytest.raises(StateError, match="left in a thread that did not enter it"):
+            region.__exit__()
+        offloader = make_offloader()
+        train_step(Chain(), batch(), offloader, between=offloader.synchronize)
+        assert offloader.statistics().moved_bytes > 0
+    finally:
+        leave.set()
+        other.join()

@@ -10,8 +10,10 @@ from ..planning.plan import Plan
 from ..planning.planners.base import Limits, Planner
 from ..planning.planners.feedback import Observed
 from ..planning.profile import Profile
+from ..policy import STATIC
 from ..sizes import format_size
 from ..statistics import Statistics
+from .autopilot import Autopilot
 
 SLOW = 0.05
 """A step that waits for this share of its time is slow."""
@@ -45,6 +47,13 @@ class Planned:
     seen: Observed | None
 
 
+def planned_by(pilot: Autopilot | None) -> Planned | None:
+    """What an autopilot knows; None before it has a plan."""
+    if pilot is None or pilot.profile is None or pilot.plan is None:
+        return None
+    return Planned(profile=pilot.profile, plan=pilot.plan, limits=pilot.limits, planner=pilot.planner, seen=pilot.seen)
+
+
 def diagnose(config: OffloadConfig, s: Statistics, elapsed_s: float, planned: Planned | None = None) -> list[str]:
     """Return what limits a step and at most `MOST_STEPS` things to do about it, as lines; none before the first step.
 
@@ -57,7 +66,7 @@ def diagnose(config: OffloadConfig, s: Statistics, elapsed_s: float, planned: Pl
     if not s.packed_tensors:
         return []
     share = _waited_share(s, elapsed_s, planned)
-    if s.activation_bytes and not s.moved_bytes:
+    if s.activation_bytes and not (s.moved_bytes or s.forwarded_bytes or s.cancelled_bytes):
         cause, steps = _nothing_moves(s, planned)
     elif s.degraded:
         cause, steps = _degraded(s)
@@ -76,7 +85,7 @@ def _waited_share(s: Statistics, elapsed_s: float, planned: Planned | None) -> f
 
 
 def _nothing_moves(s: Statistics, planned: Planned | None) -> tuple[str, list[str]]:
-    kept = {reason: nbytes for reason, nbytes in s.kept_bytes.items() if reason not in ("parameter", "buffer", "input")}
+    kept = {reason: nbytes for reason, nbytes in s.kept_bytes.items() if reason not in STATIC}
     reason = max(kept, key=lambda name: kept[name], default="")
     why = planned.plan.declined if planned is not None and planned.plan.declined else reason
     return f"nothing moves ({why or 'see above'})", [_WHEN_ALL_STAYS[reason]] if reason in _WHEN_ALL_STAYS else []
