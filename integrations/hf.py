@@ -175,7 +175,7 @@ class OffloadArguments:
 
     actoffload_target: Literal["none", "host", "nvme", "tiered", "auto"] = _flag("none", "the tier, or none: off")
     actoffload_path: list[str] | None = field(default=None, metadata={"help": "directories of the spool"})
-    actoffload_device_budget: str | None = _flag(None, "most bytes of saved activations on the device, such as 8GiB or 40%%")
+    actoffload_device_budget: str | None = _flag(None, "most bytes of saved activations on the device: 8GiB, 40%%")
     actoffload_host_budget: str | None = _flag(None, "most bytes of host memory")
     actoffload_nvme_budget: str | None = _flag(None, "most bytes on disk")
     actoffload_min_bytes: str | None = _flag(None, "smaller tensors stay")

@@ -219,11 +219,11 @@ def test_a_pattern_that_matches_no_module_is_an_error_that_names_it_and_one(
     options: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(ConfigError, match=rf"^{field}=.*'layer\.\*' matches no module of the model; it has 'layers"):
-        actoffload.attach(Chain(), **options, **{field: ["layers.*", "layer.*"]})
+        actoffload.attach(Chain(), **(options | {field: ["layers.*", "layer.*"]}))
     with pytest.raises(ConfigError, match="it has no modules inside"):
-        actoffload.attach(nn.Linear(2, 2), **options, **{field: "layer.*"})
+        actoffload.attach(nn.Linear(2, 2), **(options | {field: "layer.*"}))
     for pattern in ("layers", "layers.1", "*"):
-        attachment = actoffload.attach(Chain(), **options, **{field: pattern})
+        attachment = actoffload.attach(Chain(), **(options | {field: pattern}))
         attachment.detach()
         attachment.offloader.abort()
 
