@@ -64,7 +64,6 @@ def untraced(function: F) -> F:
         return disabled
     compiling, set_compiling = _frames.get_eval_frame_callback, _frames.set_eval_frame
 
-    @functools.wraps(function)
     def direct(*args: Any, **kwargs: Any) -> Any:
         if compiling() is None:
             return function(*args, **kwargs)
@@ -76,7 +75,7 @@ def untraced(function: F) -> F:
 
     _skip(direct.__code__)
     _mark(direct)
-    return direct  # type: ignore[return-value]
+    return functools.wraps(function)(direct)  # type: ignore[return-value]
 
 
 def untraced_frame(function: F) -> F:
@@ -87,7 +86,7 @@ def untraced_frame(function: F) -> F:
 
 def skipped(function: F) -> F:
     """Keep ``torch.compile`` from beginning at this frame of ours. What it calls is compiled; an export reads it."""
-    _skip(function.__code__)  # type: ignore[attr-defined]
+    _skip(function.__code__)
     return function
 
 

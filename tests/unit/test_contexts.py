@@ -430,7 +430,9 @@ def test_a_policy_that_has_the_offloader_wait_for_itself_is_told(make_offloader:
 
 def test_a_trace_callable_that_closes_the_offloader_is_told(make_offloader: MakeOffloader) -> None:
     """Also on an engine's thread, which `close` would wait for."""
-    offloader = make_offloader(trace=lambda event: offloader.close() if event.kind is EventKind.WRITE else None)
+    offloader: Offloader = make_offloader(
+        trace=lambda event: offloader.close() if event.kind is EventKind.WRITE else None
+    )
 
     def step_and_count() -> dict[str, Tensor]:
         found = train_step(Chain(), batch(), offloader, between=offloader.synchronize)
