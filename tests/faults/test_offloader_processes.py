@@ -234,7 +234,7 @@ def _script(body: str, path: Path) -> subprocess.CompletedProcess[str]:
         "kept = run('auto'); sys.exit(0)",
         "offloader, loss = run('auto'); offloader.close()",
         "offloader, loss = run(GateEngine); offloader.abort()",
-        "attach(model, target='nvme', path=path, min_bytes=0, announce='none'); kept = model(torch.ones(256, 64)).sum()",
+        "attach(model, target='nvme', path=path, min_bytes=0, announce='none'); kept = model(torch.ones(64, 64)).sum()",
     ],
 )
 def test_the_interpreter_exits_with_work_in_flight(tmp_path: Path, body: str) -> None:
