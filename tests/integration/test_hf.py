@@ -158,7 +158,7 @@ def test_detach_leaves_the_trainer_as_it_was(options: dict[str, Any], tmp_path: 
         one.offloader.close()
 
 
-def test_detaching_a_module_leaves_another_attachment_of_it_alone(tmp_path: Path) -> None:
+def test_a_module_attached_twice_is_detached_once_and_has_no_hook_left(tmp_path: Path) -> None:
     model: Any = llama()
     options: dict[str, Any] = {
         "target": "nvme",
