@@ -6,43 +6,29 @@ import contextlib
 import copy
 import copyreg
 import functools
-import os
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import fields
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
 
 from .autograd.offloader import Offloader
-from .config import make_config
+from .config import OffloadConfig, Options, Target, make_config
 from .errors import ConfigError
+from .locks import renewed_in_child
 from .runtime.untraced import Hooking, skipped, untraced, untraced_frame
 
 _offloaders: dict[Any, Offloader] = {}
-_lock = threading.Lock()
-
-
-def _after_fork_in_child() -> None:
-    global _lock
-    _lock = threading.Lock()  # the other one may be held by a thread that this process does not have
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+_lock = renewed_in_child(threading.Lock())
 
 
 @untraced
-def shared_offloader(options: dict[str, Any]) -> Offloader:
-    """The process-wide `Offloader` for these options; a new one where the old one was closed.
-
-    Raises:
-        ConfigError: an option does not exist or cannot work.
-    """
-    config = make_config(options)
+def shared_offloader(config: OffloadConfig) -> Offloader:
+    """The process-wide `Offloader` for these options; a new one where the old one was closed."""
     with _lock:
         key = (config.paths, *(_identity(getattr(config, field.name)) for field in fields(config)))
         offloader = _offloaders.get(key)
@@ -85,8 +71,8 @@ class offload_activations(contextlib.ContextDecorator):
     0
     """
 
-    def __init__(self, target: str = "auto", *, model: nn.Module | None = None, **options: Any) -> None:
-        self.offloader = shared_offloader({"target": target, **options})
+    def __init__(self, target: Target = "auto", *, model: nn.Module | None = None, **options: Unpack[Options]) -> None:
+        self.offloader = shared_offloader(make_config({"target": target, **options}))
         self._model: weakref.ref[nn.Module] | None = None
         if model is not None:
             self.offloader.use(model)
@@ -150,8 +136,8 @@ class Attachment(Hooking):
             self._entered.value = False
 
 
-ATTACHMENTS = "_actoffload_attachments"
-"""Where a module has its attachments, innermost first."""
+ATTACHMENT = "_actoffload_attachment"
+"""Where a module has its attachment. A copy has it too, and another may take its place there."""
 BEFORE = "_actoffload_class"
 """Where the class of an attached module has the one that the module had before."""
 
@@ -168,10 +154,10 @@ def _attached_class(kind: Any) -> Any:
         @skipped
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             call = functools.partial(getattr(kind, name), self)
-            if not torch.compiler.is_exporting():
-                for attachment in self.__dict__.get(ATTACHMENTS, ()):
-                    call = functools.partial(attachment.run, call)
-            return call(*args, **kwargs)
+            attachment = self.__dict__.get(ATTACHMENT)
+            if attachment is None or torch.compiler.is_exporting():
+                return call(*args, **kwargs)
+            return attachment.run(call, *args, **kwargs)
 
         return method
 
@@ -185,7 +171,7 @@ def _attached_class(kind: Any) -> Any:
             args = tuple(kind if each is type(self) else each for each in args)
             function = {copyreg.__newobj__: _new, type(self): kind}.get(function, function)  # type: ignore[attr-defined]
             if rest and isinstance(rest[0], dict):
-                rest[0] = {name: value for name, value in rest[0].items() if name != ATTACHMENTS}
+                rest[0] = {name: value for name, value in rest[0].items() if name != ATTACHMENT}
             return (function, args, *rest)
 
         def __copy__(self) -> Any:
@@ -211,27 +197,23 @@ def _new(kind: Any, *args: Any) -> Any:
 
 
 def _attach(module: nn.Module, attachment: Attachment) -> None:
-    known = module.__dict__.get(ATTACHMENTS, ())
     if isinstance(module, torch.fx.GraphModule):
         remedy = "torch.fx writes its class anew: attach() to a module around it, as nn.Sequential(module)"
         raise ConfigError("module", type(module).__name__, remedy)
     if not hasattr(type(module), BEFORE):
         kind: Any = type(module)
         object.__setattr__(module, "__class__", _attached_class(kind))
-    module.__dict__[ATTACHMENTS] = (*known, attachment)
+    module.__dict__[ATTACHMENT] = attachment
 
 
 def _detach(module: nn.Module, attachment: Attachment) -> bool:
     """Return whether it was attached."""
-    known = module.__dict__.get(ATTACHMENTS, ())
-    left = tuple(each for each in known if each is not attachment)
-    if left:
-        module.__dict__[ATTACHMENTS] = left
-    elif known:
-        del module.__dict__[ATTACHMENTS]
-        if BEFORE in type(module).__dict__:  # else `fully_shard` has made another class of it since
-            object.__setattr__(module, "__class__", getattr(type(module), BEFORE))
-    return len(left) < len(known)
+    if module.__dict__.get(ATTACHMENT) is not attachment:
+        return False
+    del module.__dict__[ATTACHMENT]
+    if BEFORE in type(module).__dict__:  # else `fully_shard` has made another class of it since
+        object.__setattr__(module, "__class__", getattr(type(module), BEFORE))
+    return True
 
 
 STEP = "training_step"
@@ -275,15 +257,18 @@ class _Step:
         return functools.partial, (getattr(type(self._module), STEP), self._module)
 
 
-def attach(module: nn.Module, **options: Any) -> Attachment:
+def attach(module: nn.Module, *, target: Target = "auto", **options: Unpack[Options]) -> Attachment:
     """Run every forward of a module inside an offloading context: the one line for any training loop.
+
+    Called again with equal options it returns the attachment that is there.
 
     Args:
         module: the model, or any part of it.
-        options: the fields of `OffloadConfig`.
+        target: ``"host"``, ``"nvme"``, ``"tiered"`` or ``"auto"``.
+        options: the other fields of `OffloadConfig`.
 
     Raises:
-        ConfigError: ``module`` is no module, or an option cannot work.
+        ConfigError: ``module`` is no module, or is attached with other options; or an option cannot work.
 
     >>> import torch
     >>> model = torch.nn.Linear(4, 4)
@@ -293,4 +278,16 @@ def attach(module: nn.Module, **options: Any) -> Attachment:
     """
     if not isinstance(module, nn.Module):
         raise ConfigError("module", module, "attach() takes an nn.Module")
-    return Attachment(module, shared_offloader(options).use(module))
+    config = make_config({"target": target, **options})
+    there: Attachment | None = module.__dict__.get(ATTACHMENT)
+    if there is not None and there.module is not module:
+        there = None  # that of the module of which this one is a copy
+    if there is not None and (there.offloader.closed or there.offloader.forked):
+        there.detach()
+    elif there is not None:
+        for field in fields(config):
+            value, before = getattr(config, field.name), getattr(there.offloader.config, field.name)
+            if _identity(value) != _identity(before):
+                raise ConfigError(field.name, value, f"this module is attached with {before!r}: first detach()")
+        return there
+    return Attachment(module, shared_offloader(config).use(module))

@@ -7,13 +7,13 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from .errors import ConfigError
 from .events import TraceEvent
 from .planning.plan import Plan
 from .policy import Policy
-from .sizes import Size, parse_size
+from .sizes import Size, parse_share, parse_size
 from .storage.engines.base import SpoolFile, StorageEngine
 
 Target = Literal["auto", "host", "nvme", "tiered"]
@@ -47,7 +47,8 @@ class OffloadConfig:
     """Directory of the spool, or several (striped). Default: ``$ACTOFFLOAD_PATH``, else the temporary directory."""
     device_budget: Size | None = None
     """Most bytes of saved activations on the device. When set, forward waits for room; without it, what cannot be
-    moved in time is kept."""
+    moved in time is kept. ``"40%"``: of the most that they have needed so far with nothing moved
+    (``Statistics.baseline_peak_bytes``); known from the end of the first step on, and no limit before."""
     host_budget: Size | None = None
     """Most bytes of (pinned) host memory for saved activations. Default: half of the memory that is available to this
     process's share of the machine; with ``"nvme"`` a staging window of at most 4 GiB. A value that is given is each
@@ -80,7 +81,7 @@ class OffloadConfig:
     """Raise `NothingOffloadedError` at the end of a context in which nothing was moved."""
     verify: bool = False
     """Checksum what is written and check it when it is read back."""
-    announce: str | Callable[[str], None] = "none"
+    announce: str | Callable[[str], None] = "first"
     """Say in one line, at the end of the first forward that saved something, what is active, what moves, what stays and
     why: ``"first"`` (rank 0, on stderr), ``"all"`` (every rank), a callable that takes the line, or ``"none"``."""
     trace: PathLike | Callable[[TraceEvent], None] | None = None
@@ -119,7 +120,9 @@ class OffloadConfig:
         for name in _SIZES:
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, parse_size(name, value))
+                share = parse_share(name, value) if name == "device_budget" else None
+                nbytes = parse_size(name, value) if share is None else 0
+                object.__setattr__(self, name, f"{100 * share:g}%" if share else nbytes)
         for name in ("include", "exclude", "devices"):
             object.__setattr__(self, name, _texts(name, getattr(self, name)))
         object.__setattr__(self, "path", _paths(self.path))
@@ -160,22 +163,47 @@ class OffloadConfig:
         value = getattr(self, name)
         return default if value is None else int(value)
 
+    @property
+    def device_share(self) -> float | None:
+        """The ``device_budget`` as a share; None unless it was given as one."""
+        return parse_share("device_budget", self.device_budget)
+
     def replace(self, **changes: Any) -> OffloadConfig:
         """A copy with some options changed, validated again."""
         return replace(self, **changes)
 
 
-_SIZES = (
-    "device_budget",
-    "host_budget",
-    "nvme_budget",
-    "min_bytes",
-    "prefetch_bytes",
-    "pending_bytes",
-    "keep_last_bytes",
-    "drive_tbw",
-)
-_FLAGS = ("recompute", "strict", "verify", "allow_any_filesystem", "tune_malloc", "debug")
+class Options(TypedDict, total=False):
+    """The fields of `OffloadConfig` but ``target``, as keyword arguments: so that editors know them."""
+
+    path: PathLike | Sequence[PathLike] | None
+    device_budget: Size | None
+    host_budget: Size | None
+    nvme_budget: Size | None
+    min_bytes: Size | None
+    policy: str | Policy | Plan
+    max_slowdown: float | None
+    recompute: bool
+    include: str | Sequence[str] | None
+    exclude: str | Sequence[str] | None
+    engine: EngineName | Callable[[SpoolFile], StorageEngine]
+    strict: bool
+    verify: bool
+    announce: str | Callable[[str], None]
+    trace: PathLike | Callable[[TraceEvent], None] | None
+    drive_tbw: Size | None
+    prefetch_bytes: Size | None
+    pending_bytes: Size | None
+    keep_last_bytes: Size | None
+    devices: str | Sequence[str] | None
+    io_threads: int | None
+    allow_any_filesystem: bool
+    tune_malloc: bool
+    debug: bool
+
+
+_SIZES = tuple(field.name for field in fields(OffloadConfig) if field.type == "Size | None")
+_FLAGS = tuple(field.name for field in fields(OffloadConfig) if field.type == "bool")
 
 
 def make_config(options: dict[str, Any]) -> OffloadConfig:

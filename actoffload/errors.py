@@ -100,21 +100,3 @@ class ChecksumError(StorageReadError):
 
 class EngineUnavailableError(StorageError, ValueError):
     """The storage engine that was asked for cannot run here."""
-
-
-__all__ = [
-    "ActOffloadError",
-    "BudgetError",
-    "ChecksumError",
-    "ConfigError",
-    "EngineUnavailableError",
-    "NothingOffloadedError",
-    "OffloaderClosedError",
-    "SavedTensorModifiedError",
-    "SpoolFullError",
-    "SpoolPathError",
-    "StateError",
-    "StorageError",
-    "StorageReadError",
-    "StorageWriteError",
-]

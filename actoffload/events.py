@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 
 class EventKind(Enum):
@@ -44,13 +44,8 @@ class TraceEvent:
     thread: int = field(default_factory=threading.get_ident)
 
 
-class EventSink(Protocol):
-    """Anything that takes events.
-
-    It is called from several threads, under the offloader's lock: it must not raise and must not call the offloader.
-    """
-
-    def __call__(self, event: TraceEvent, /) -> None: ...
+EventSink = Callable[[TraceEvent], None]
+"""Called from several threads, under the offloader's lock: it must not raise and must not call the offloader."""
 
 
 class ChromeTraceSink:
@@ -95,11 +90,7 @@ class ChromeTraceSink:
 
 def open_sink(trace: str | os.PathLike[str] | Callable[[TraceEvent], None] | None) -> EventSink | None:
     """The sink for a ``trace=`` option: a path becomes a Chrome trace, a callable is used as it is."""
-    if trace is None:
-        return None
-    if callable(trace):
-        return trace
-    return ChromeTraceSink(trace)
+    return trace if trace is None or callable(trace) else ChromeTraceSink(trace)
 
 
 now = time.monotonic

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import _thread
+import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
+
+L = TypeVar("L")
+
+
+def renewed_in_child(lock: L) -> L:
+    """Have a lock be free in a forked child, where the thread that held it does not exist; return it."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]  # as `threading` does
+    return lock
 
 
 class DrainingLock(_thread.RLock):  # type: ignore[misc]  # it may be subclassed, whatever its stub says
@@ -65,12 +75,6 @@ class Changed(threading.Condition):
 
     def __init__(self, lock: DrainingLock) -> None:
         super().__init__(cast(Any, lock))
-
-    @property
-    def waiters(self) -> deque[Any]:
-        """The threads that wait."""
-        found: deque[Any] = self._waiters  # type: ignore[attr-defined]
-        return found
 
     def notify_all(self) -> None:
         """As `threading.Condition.notify_all`. The caller holds the lock."""

@@ -21,6 +21,8 @@ class KeepReason(Enum):
     MARKED = "keep()"
     REGION = "no_offload()"
     POLICY = "policy"
+    FITS = "fits the budget"
+    NO_TIME = "no time to move"
     PLAN = "plan"
     EXCLUDED = "module excluded"
     LAST = "last saved layer"
@@ -34,6 +36,10 @@ class KeepReason(Enum):
     CAPTURE = "graph capture"
     DEGRADED = "degraded"
     FORKED = "forked process"
+
+
+STATIC = ("parameter", "buffer", "input")
+"""Reasons of what lives anyway, and is no activation."""
 
 
 class Decision(Enum):
@@ -90,22 +96,15 @@ class ModuleFilter:
         self.include = tuple(include or ())
         self.exclude = tuple(exclude or ())
 
-    @property
-    def allows_all(self) -> bool:
-        """Whether there is no pattern."""
-        return not self.include and not self.exclude
-
     def allows(self, module: str | None) -> bool:
         """Whether a tensor saved inside ``module`` may move."""
-        if self.allows_all:
-            return True
         name = module or ""
-        if self.include and not _covers(self.include, name):
-            return False
-        return not _covers(self.exclude, name)
+        return (not self.include or _covers(self.include, name)) and not _covers(self.exclude, name)
 
 
 def _covers(patterns: Sequence[str], name: str) -> bool:
+    if not patterns:
+        return False
     parts = name.split(".")
     scopes = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
     return any(fnmatch.fnmatchcase(scope, pattern) for pattern in patterns for scope in scopes)

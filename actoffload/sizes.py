@@ -42,6 +42,26 @@ def parse_size(field: str, value: Size) -> int:
     return nbytes
 
 
+def parse_share(field: str, value: object) -> float | None:
+    """The share that text such as ``"40%"`` means; None for anything that does not end with a percent sign.
+
+    Raises:
+        ConfigError: no number stands before it, or a negative one; names ``field``.
+
+    >>> parse_share("device_budget", "40%")
+    0.4
+    """
+    if not (isinstance(value, str) and value.rstrip().endswith("%")):
+        return None
+    try:
+        share = float(value.rstrip()[:-1]) / 100
+    except ValueError as error:
+        raise ConfigError(field, value, 'give a size such as "8GiB", or a share such as "40%"') from error
+    if not 0 <= share < float("inf"):
+        raise ConfigError(field, value, "give a share of 0 % or more")
+    return share
+
+
 def format_size(nbytes: float) -> str:
     """Bytes for a person: ``"1.5 GiB"``.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
+from .policy import STATIC
+
 
 @dataclass(frozen=True, kw_only=True)
 class Statistics:
@@ -54,6 +56,20 @@ class Statistics:
     """Saved storages that are alive now (a count)."""
     degraded: Mapping[str, int] = field(default_factory=dict)
     """Times that something below failed and the step went on without it (a count), by reason."""
+    microbatches: int = 0
+    """Forward passes in which autograd saved what may move (a count)."""
+    optimizer_steps: int = 0
+    """Steps of a ``torch.optim.Optimizer`` after such forward passes (a count); several at once count once."""
+    plan_peak_bytes: int = 0
+    """As ``resident_peak_bytes``, since the plan that is followed now was made."""
+    process_peak_bytes: int = field(default=0, compare=False)
+    """The most resident memory of this process, as the system counts it: since the program began, also before there was
+    an offloader. On Linux ``VmHWM``, which begins anew when ``5`` is written to ``/proc/self/clear_refs``."""
+    process_before_bytes: int = field(default=0, compare=False)
+    """Resident memory of this process when the first forward pass began."""
+    device_peak_bytes: int = field(default=0, compare=False)
+    """The most memory that PyTorch has had on the current accelerator, parameters included: since the program began or
+    the last ``torch.accelerator.reset_peak_memory_stats()``. 0 where no tensors of an accelerator move."""
 
     @property
     def saved_bytes(self) -> int:
@@ -63,7 +79,7 @@ class Statistics:
     @property
     def activation_bytes(self) -> int:
         """``saved_bytes`` without what lives anyway: parameters, buffers and the model's inputs."""
-        return self.saved_bytes - sum(self.kept_bytes.get(reason, 0) for reason in ("parameter", "buffer", "input"))
+        return self.saved_bytes - sum(self.kept_bytes.get(reason, 0) for reason in STATIC)
 
     @property
     def moved_bytes(self) -> int:

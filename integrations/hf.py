@@ -54,6 +54,11 @@ def attach(trainer: Trainer, **options: Any) -> TrainerAttachment:
     if hasattr(trainer, "actoffload"):
         raise ConfigError("trainer", kind, "is attached already; first call trainer.actoffload.detach()")
     _refuse_conflicts(trainer)
+    if "actoffload" in (getattr(getattr(trainer.args, "hf_deepspeed_config", None), "config", None) or {}):
+        _logger.warning(
+            'The "actoffload" section of the DeepSpeed configuration is not read by a trainer: pass its options to '
+            "attach(); only actoffload.integrations.deepspeed.initialize reads it."
+        )
     return TrainerAttachment(trainer, {"announce": _print_once, **options})
 
 
@@ -170,7 +175,7 @@ class OffloadArguments:
 
     actoffload_target: Literal["none", "host", "nvme", "tiered", "auto"] = _flag("none", "the tier, or none: off")
     actoffload_path: list[str] | None = field(default=None, metadata={"help": "directories of the spool"})
-    actoffload_device_budget: str | None = _flag(None, "most bytes of saved activations on the device, such as 8GiB")
+    actoffload_device_budget: str | None = _flag(None, "most bytes of saved activations on the device: 8GiB, 40%%")
     actoffload_host_budget: str | None = _flag(None, "most bytes of host memory")
     actoffload_nvme_budget: str | None = _flag(None, "most bytes on disk")
     actoffload_min_bytes: str | None = _flag(None, "smaller tensors stay")

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-import resource
-import sys
-from pathlib import Path
 from typing import Any
 
 import psutil
 
+from ..memory.process_memory import peak_rss_bytes, rss_bytes
 
-def peak_rss_bytes() -> int:
-    """Return the most resident memory of this process so far.
-
-    ``VmHWM`` where there is one: it begins at zero with each program, while ``ru_maxrss`` is inherited from the
-    program that started this one.
-    """
-    try:
-        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
-    except (OSError, IndexError):
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def rss_bytes() -> int:
-    """Return the resident memory of this process now."""
-    return int(psutil.Process().memory_info().rss)
+__all__ = ["block_io", "peak_rss_bytes", "rss_bytes"]
 
 
 def block_io() -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, StateError
-from ..policy import KeepReason
+from ..policy import STATIC, KeepReason
 from ..runtime.identity import ModuleOwners, StorageSet, is_parameter, live_modules
 from ..runtime.untraced import untraced
 
@@ -22,7 +22,7 @@ MARKED = StorageSet()
 RELEARN_EVERY = 100
 """Without ``model=``, the live modules are looked through at the first entries and then every so many."""
 
-_REASONS = {"parameter": KeepReason.PARAMETER, "buffer": KeepReason.BUFFER, "input": KeepReason.INPUT}
+_REASONS = {note: KeepReason(note) for note in STATIC}
 
 
 FILLED_LATER = frozenset({"rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noise_"})

@@ -6,7 +6,6 @@ and an alias of it where it stays.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import weakref
@@ -17,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ..errors import SavedTensorModifiedError
+from ..locks import renewed_in_child
 from ..runtime.identity import Counter, inner_names, same_counter
-from ..runtime.untraced import untraced_hook
+from ..runtime.untraced import untraced
 
 if TYPE_CHECKING:
     from ..runtime.profiler import SavedStorage
@@ -27,18 +27,9 @@ if TYPE_CHECKING:
 
 NOTHING: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 """What `empty` gives each time."""
-_filling = threading.RLock()
+_filling = renewed_in_child(threading.RLock())
 """Held while a wrapper's alias has its inner tensors."""
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-
-
-def _after_fork_in_child() -> None:
-    global _filling
-    _filling = threading.RLock()  # the other one may be held by a thread that this process does not have
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def version_probe(alias: Tensor) -> Tensor:
@@ -140,13 +131,13 @@ def _asked_by_pytorch() -> bool:
     return True
 
 
-_BETWEEN = (__name__, untraced_hook.__module__, "torch._dynamo.eval_frame")
+_BETWEEN = (__name__, untraced.__module__, "torch._dynamo.eval_frame")
 """Modules whose frames lie between the one that asks and ours; the last one's while `torch.compile` is at work."""
 _OF_FUNCTIONS = "torch._functorch.autograd_function"
 """It runs the custom Functions of `torch.func.vmap`."""
 
 
-@untraced_hook
+@untraced
 def unpack(handle: Any) -> Tensor:
     """Return the tensor that a handle stands for: the unpack hook."""
     _let_go()

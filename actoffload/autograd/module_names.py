@@ -1,23 +1,26 @@
 """What hangs on a module's forward: which module is running, by name, and the inputs of a model, which live anyway.
 
-Installed only where asked for. ``torch.compile`` never traces these hooks: run by PyTorch before and after a compiled
-module they work as ever; inside a compiled graph, where there are no modules, they are left out.
+Installed only where asked for. Run by PyTorch before and after a compiled module, these hooks work as ever; inside a
+compiled graph, where there are no modules, they do nothing.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 import threading
-import weakref
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
+from ..config import OffloadConfig
+from ..errors import ConfigError
 from ..runtime.identity import StorageSet
-from ..runtime.untraced import Hooking, _nothing, untraced
+from ..runtime.untraced import Hooking, skipped, untraced
 
 
 class _Running(threading.local):
@@ -34,8 +37,8 @@ class ModuleScopes(Hooking):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._local = _Running()
-        self._hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
     def innermost(self) -> str | None:
         """The qualified name of the innermost module that is running in this thread."""
@@ -50,10 +53,9 @@ class ModuleScopes(Hooking):
         """
         inside: tuple[str, ...] = ()
         for name, module in model.named_modules():
-            shown = ".".join(part for part in name.split(".") if part != "_orig_mod")
+            shown = _shown(name)
             if inside and name.startswith(inside):
-                for handle in self._hooks.pop(module, []):
-                    handle.remove()
+                super().forget(module)
             elif shown and module not in self._hooks:
                 self._hooks[module] = [
                     module.register_forward_pre_hook(functools.partial(_enter, self, shown), prepend=True),
@@ -65,20 +67,14 @@ class ModuleScopes(Hooking):
     def forget(self, model: nn.Module) -> None:
         """Take the hooks away from the modules of one model."""
         for module in model.modules():
-            for handle in self._hooks.pop(module, []):
-                handle.remove()
+            super().forget(module)
 
-    def remove(self) -> None:
-        """Take every hook away again."""
-        for handles in self._hooks.values():
-            for handle in handles:
-                handle.remove()
-        self._hooks.clear()
-
+    @untraced
     def push(self, name: str) -> None:
         """A module begins to run."""
         self._local.stack.append(name)
 
+    @untraced
     def pop(self, name: str) -> None:
         """A module has run."""
         stack = self._local.stack
@@ -86,31 +82,42 @@ class ModuleScopes(Hooking):
             stack.pop()
 
 
+def _shown(name: str) -> str:
+    """A qualified name as it is without ``torch.compile``."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def check_patterns(config: OffloadConfig, models: Sequence[nn.Module]) -> None:
+    """Look for a module for each ``include`` and ``exclude`` pattern.
+
+    Raises:
+        ConfigError: a pattern matches none; names the pattern and a module that exists.
+    """
+    if not (config.include or config.exclude):
+        return
+    names = [_shown(name) for model in models for name, _ in model.named_modules()]
+    for field in ("include", "exclude"):
+        for pattern in getattr(config, field) or ():
+            if not any(fnmatchcase(name, pattern) for name in names):
+                near = difflib.get_close_matches(pattern, filter(None, names), 1, cutoff=0.0)
+                there = f"it has {near[0]!r}, for example" if near else "it has no modules inside"
+                raise ConfigError(field, getattr(config, field), f"{pattern!r} matches no module of the model; {there}")
+
+
 class ModelInputs(Hooking):
     """Notes the tensors that are handed to a model: the caller holds them, so moving them would free nothing."""
 
     def __init__(self, notes: StorageSet) -> None:
+        super().__init__()
         self._notes = notes
-        self._hooks: weakref.WeakKeyDictionary[nn.Module, RemovableHandle] = weakref.WeakKeyDictionary()
 
     def watch(self, model: nn.Module) -> None:
         """Note the inputs of every call of a model from now on."""
         if model not in self._hooks:
             hook = functools.partial(_note, self)
-            self._hooks[model] = model.register_forward_pre_hook(hook, with_kwargs=True)
+            self._hooks[model] = [model.register_forward_pre_hook(hook, with_kwargs=True)]
 
-    def forget(self, model: nn.Module) -> None:
-        """Take the hook away from one model."""
-        handle = self._hooks.pop(model, None)
-        if handle is not None:
-            handle.remove()
-
-    def remove(self) -> None:
-        """Take every hook away again."""
-        for handle in self._hooks.values():
-            handle.remove()
-        self._hooks.clear()
-
+    @untraced
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A model was called with these arguments. While it is exported they are no real tensors."""
         if torch.compiler.is_exporting():
@@ -120,20 +127,19 @@ class ModelInputs(Hooking):
                 self._notes.add(leaf, "input")
 
 
-@untraced
+@skipped
 def _enter(scopes: ModuleScopes, name: str, module: nn.Module, args: object) -> None:
-    scopes.push(name)
+    if not torch.compiler.is_compiling():
+        scopes.push(name)
 
 
-@untraced
+@skipped
 def _leave(scopes: ModuleScopes, name: str, module: nn.Module, args: object, output: object) -> None:
-    scopes.pop(name)
+    if not torch.compiler.is_compiling():
+        scopes.pop(name)
 
 
-@untraced
+@skipped
 def _note(inputs: ModelInputs, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    inputs.note(args, kwargs)
-
-
-for _hook in (_enter, _leave, _note):
-    torch.compiler.substitute_in_graph(_hook, skip_signature_check=True)(_nothing)
+    if not torch.compiler.is_compiling():
+        inputs.note(args, kwargs)

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..locks import renewed_in_child
 from ..memory import native_build
 from ..memory.cpu_allocator import HeldBlock
 from ..memory.host_pool import Slot
 from ..memory.native_build import SWITCH, Refused, told
-from ..policy import KeepReason
-from ..runtime.untraced import untraced_hook
+from ..policy import STATIC, KeepReason
+from ..runtime.untraced import untraced
 from ..tiers.storage_ref import StorageRef
 from .exclusions import OPEN_REGIONS
 from .handles import Handle, KeptActivation, Stayed, check_version, hand_out, unpack
@@ -32,12 +33,6 @@ SOURCE = native_build.PACKAGE / "autograd" / "hooks.cpp"
 TESTED = ("2.9", "2.10", "2.11", "2.12", "2.13")
 """Releases of PyTorch in whose objects the module may look. ``ACTOFFLOAD_NATIVE=1`` (or ``=hooks``) has it try others:
 it still checks where a tensor lies in its Python object before it is used."""
-STATIC_REASONS = {
-    "parameter": KeepReason.PARAMETER.value,
-    "buffer": KeepReason.BUFFER.value,
-    "input": KeepReason.INPUT.value,
-}
-"""Why a storage stays, by its note in a `StorageSet`."""
 
 FINALIZED: tuple[Any, ...] = (Handle, Stayed, KeptActivation, Slot, StorageRef, HeldBlock)
 """What dies as autograd frees a graph, between kernels: no interrupt may be lost in these finalizers."""
@@ -46,7 +41,7 @@ FINALIZED: tuple[Any, ...] = (Handle, Stayed, KeptActivation, Slot, StorageRef, 
 class _Process:
     """What this process has: the module once it is loaded, or the reason why it is not."""
 
-    lock = threading.Lock()
+    lock = renewed_in_child(threading.Lock())
     module: Any = None
     reason: str | None = None
 
@@ -106,11 +101,11 @@ def _load() -> Any:
         tensor=Tensor,
         parameter=nn.Parameter,
         regions=OPEN_REGIONS,
-        reasons=STATIC_REASONS,
+        reasons={note: note for note in STATIC},  # why a storage stays, by its note in a `StorageSet`
         small=KeepReason.SMALL.value,
         changed=_changed,
         unpack=unpack,
-        hand_out=untraced_hook(hand_out),
+        hand_out=untraced(hand_out),
         samples=_samples(),
     )
     for owner in FINALIZED:
@@ -138,11 +133,3 @@ def _samples() -> tuple[Tensor, ...]:
         tensor = torch.empty(2, dtype=torch.float32, device="cpu")
         wanted = tensor.clone().requires_grad_()
         return tensor, tensor[1:], tensor.detach(), nn.Parameter(tensor), wanted, wanted * 1.0
-
-
-def _after_fork_in_child() -> None:
-    _Process.lock = threading.Lock()  # the other one may be held by a thread that this process does not have
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -17,13 +17,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..autotune.autopilot import Autopilot, agree
 from ..autotune.blocks import BlockWatch
+from ..autotune.diagnosis import diagnose, planned_by
 from ..autotune.recompute import RecomputeMeter
 from ..config import OffloadConfig
 from ..errors import ConfigError, OffloaderClosedError, StateError
+from ..planning.explain import render_decisions
 from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..runtime.pipeline import Direction, Hint, check_phase
-from ..runtime.report import Announcement, explain
+from ..runtime.report import Announcement, passes
 from ..runtime.saved_by_node import advice
 from ..runtime.store import ActivationStore
 from ..runtime.strict import MovedSince
@@ -34,7 +36,7 @@ from ..tiers.accelerator import Accelerator
 from ..tiers.record import Record
 from ..tiers.tiers import Tiers
 from .exclusions import Exclusions
-from .module_names import ModelInputs, ModuleScopes
+from .module_names import ModelInputs, ModuleScopes, check_patterns
 from .packing import Forwards, Packer
 
 _offloaders: weakref.WeakSet[Offloader] = weakref.WeakSet()
@@ -45,6 +47,12 @@ _stores: weakref.WeakSet[ActivationStore] = weakref.WeakSet()
 MUTATION_ADVICE = (
     "nothing moves inside torch.autograd.graph.allow_mutation_on_saved_tensors(), which has to see every tensor that "
     "is saved; leave it out, or use no actoffload context in it"
+)
+
+
+SECTION_ADVICE = (
+    'deepspeed.initialize does not read the "actoffload" section of this engine\'s configuration: call '
+    "actoffload.integrations.deepspeed.initialize in its place"
 )
 
 
@@ -133,9 +141,8 @@ class Offloader:
         models = list(self._models)
         self._remove_hooks()
         self._open()
-        self._models.clear()
         for model in models:
-            self.use(model)
+            self._watch(model)
 
     # -- the context --------------------------------------------------------------------------------------------------
 
@@ -143,18 +150,24 @@ class Offloader:
         """Know a model: its parameters and buffers from the start, its inputs, and its modules' names where needed.
 
         Raises:
-            ConfigError: ``model`` is no module.
+            ConfigError: ``model`` is no module, or an ``include`` or ``exclude`` pattern matches none in it.
         """
         if not isinstance(model, nn.Module):
             raise ConfigError("model", model, "give an nn.Module, or leave it out")
         if model not in self._models:
-            self._models.add(model)
-            self._inputs.watch(model)
-            if self.autopilot is not None:
-                self._blocks.watch(model)
-            if self._needs_names:
-                self._module_names.watch(model)
+            check_patterns(self.config, [model, *self._models])
+            if isinstance(config := getattr(model, "config", None), dict) and "actoffload" in config:
+                self.store.shared.reporter.advise("deepspeed", SECTION_ADVICE)
+            self._watch(model)
         return self
+
+    def _watch(self, model: nn.Module) -> None:
+        self._models.add(model)
+        self._inputs.watch(model)
+        if self.autopilot is not None:
+            self._blocks.watch(model)
+        if self._needs_names:
+            self._module_names.watch(model)
 
     def forget(self, model: nn.Module) -> None:
         """Undo `use`: the model is as it was before, without a hook of ours. Idempotent."""
@@ -210,11 +223,12 @@ class Offloader:
                 self._module_names.watch(model)
         store.tiers.begin_step()
         # Not in a forked child, nor while a graph is captured, when the device may not be asked.
-        if self.autopilot is not None and not (store.forked or store.tiers.capturing) and store.nothing_is_alive():
-            self.autopilot.between_steps()
-        with store.shared.lock:
-            store.shared.accounts.steps += 1
-        store.count_deferred()
+        first = not (store.forked or store.tiers.capturing) and store.nothing_is_alive()
+        if first:
+            store.shared.budget.begin_step()
+            if self.autopilot is not None:
+                self.autopilot.between_steps()
+        store.begin_forward(first=first)
 
     @untraced
     def __exit__(
@@ -314,13 +328,16 @@ class Offloader:
         return self.store.statistics()
 
     def report(self) -> str:
-        """Return what was done and why, for a person."""
-        return self.store.report()
+        """Return what was done and why, for a person: at the end what limits the step, and what to do next."""
+        concluded = diagnose(self.config, self.statistics(), self.store.elapsed_s, planned_by(self.autopilot))
+        return "\n".join([self.store.report(), *concluded])
 
     def explain(self) -> str:
         """Return what was decided in the last forward, storage by storage, and why."""
-        decided = explain(self.config, self.plan, self.statistics())
-        return decided if self.autopilot is None else f"{self.autopilot.explain()}\n{decided}"
+        found, s = [render_decisions(self.plan, self.config.target)], self.statistics()
+        if self.plan.entries:
+            found.append(f"forward and backward waited {s.wait_s:.3f} s in {passes(s)}")
+        return "\n".join(found if self.autopilot is None else [self.autopilot.explain(), *found])
 
     @property
     def plan(self) -> Plan:

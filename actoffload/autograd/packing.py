@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ..policy import KeepReason
+from ..policy import STATIC, KeepReason
 from ..runtime.identity import PLAIN_TYPES, Counter, byte_span, is_parameter, own_counter
 from ..runtime.store import ActivationStore
 from ..runtime.tape import Tape
-from ..runtime.untraced import untraced_hook
+from ..runtime.untraced import untraced
 from ..tiers.accounts import MANY_DEFERRED
 from ..tiers.record import Record
 from . import native
@@ -23,13 +23,6 @@ from .handles import Handle, Kept, KeptActivation, Stayed, Wrapped, unpack
 from .module_names import ModuleScopes
 
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
-_STATIC = (KeepReason.PARAMETER, KeepReason.BUFFER, KeepReason.INPUT)
-
-
-class Forward(Protocol):
-    """One entry of an offloader's context."""
-
-    tape: Tape[Record]
 
 
 class Forwards(threading.local):
@@ -45,9 +38,9 @@ class Forwards(threading.local):
         if not self.stack:  # hooks that PyTorch carried to one of its own threads
             self._without_entry = _open(self._without_entry)
             return self._without_entry
-        forward: Forward = self.stack[-1]
-        forward.tape = _open(forward.tape)
-        return forward.tape
+        tape: Tape[Record] = _open(self.stack[-1].tape)
+        self.stack[-1].tape = tape
+        return tape
 
 
 def _open(tape: Tape[Record]) -> Tape[Record]:
@@ -65,11 +58,7 @@ class Packer:
     """
 
     def __init__(
-        self,
-        store: ActivationStore,
-        exclusions: Exclusions,
-        module_names: ModuleScopes,
-        forwards: Forwards,
+        self, store: ActivationStore, exclusions: Exclusions, module_names: ModuleScopes, forwards: Forwards
     ) -> None:
         self._store = store
         self._exclusions = exclusions
@@ -96,7 +85,7 @@ class Packer:
         )
         return pack, module.unpack
 
-    @untraced_hook
+    @untraced
     def pack(self, tensor: Tensor) -> Any:
         """Return the handle of a tensor that autograd saves: the pack hook."""
         try:
@@ -169,7 +158,7 @@ class Packer:
         return Handle(self._store, record, alias, conj, neg)
 
     def _keep(self, tensor: Tensor, reason: KeepReason, nbytes: int) -> Kept:
-        if reason in _STATIC or not nbytes:
+        if reason._value_ in STATIC or not nbytes:
             self._store.keep_static(reason, nbytes)
             # A leaf itself, as autograd does: it makes no cycle, and its `.data` may be swapped.
             itself = reason is KeepReason.PARAMETER and tensor.is_leaf

@@ -69,6 +69,7 @@ class Following:
 
     def follow(self, profile: Profile | None, plan: Plan | None) -> None:
         """Do as a plan for this profile says from the next forward on; None: as before the first plan."""
+        self._shared.accounts.begin_plan()
         self._shared.largest_moved_bytes = 0  # what moved before there was this plan says nothing of what it moves
         self.placement.follow(plan)
         if plan is None or profile is None:
@@ -182,7 +183,7 @@ class Autopilot:
         if profile is None or self.plan is None or self._gave_up or self._stale:
             return Proposal()
         try:
-            limits = replace(self._limits, recompute=self._shared.config.recompute and self._bounded)
+            limits = replace(self.limits, recompute=self._shared.config.recompute and self._bounded)
             plan = self.planner.plan(profile, limits)
             text = plan.to_json()
         except Exception:  # as without: this rank goes on, and the others must not wait for it
@@ -212,7 +213,7 @@ class Autopilot:
         why = "".join(f"\nplan {number}: {reason}" for number, reason in enumerate(self.history, start=1))
         if self.plan is None or self.profile is None:
             return f"no plan yet: it is made from what the first {WARM_UP + 1} steps show{why}"
-        return f"{render_plan(self.profile, self.plan, self._limits, seen=self.seen)}\n{self._ages()}{why}"
+        return f"{render_plan(self.profile, self.plan, self.limits, seen=self.seen)}\n{self._ages()}{why}"
 
     def _ages(self) -> str:
         """How long ago each part of the profile was measured."""
@@ -228,7 +229,6 @@ class Autopilot:
     def _begin_step(self) -> None:
         accounts = self._shared.accounts
         accounts.recomputed(0)
-        accounts.step_peak_bytes = accounts.resident_bytes
         self._following.placement.mismatched_bytes = 0
         self._began = (now(), accounts.pack_wait_s, accounts.unpack_wait_s, accounts.packed_tensors)
         self._following.placement.probes = self._probes and self._steps.review_begins
@@ -340,13 +340,13 @@ class Autopilot:
     def _search(self, profile: Profile) -> Plan:
         began_s = now()
         try:
-            return self.planner.plan(profile, self._limits)
+            return self.planner.plan(profile, self.limits)
         finally:
             self._rest_until_s = now() + (now() - began_s) / PLANNING_SHARE
 
     def _make_plan(self, profile: Profile, observed: Observed) -> None:
         """Make the first plan for what was recorded."""
-        budget = self._limits.device_budget
+        budget = self.limits.device_budget
         try:
             plan = self._search(profile)
         except BudgetError as error:
@@ -355,7 +355,7 @@ class Autopilot:
             self.history.append(f"no plan: {error}")  # but the last step did keep it: go on as it was
             self._gave_up = True
             return
-        self._model = StepModel(profile, self._limits)
+        self._model = StepModel(profile, self.limits)
         self._following.checkpointed = self._recording.checkpointed
         self._measured_at.clear()
         links = [name for name, link in (("host", profile.host), ("disk", profile.disk)) if link is not None]
@@ -385,7 +385,8 @@ class Autopilot:
         return config.device_budget is not None or config.max_slowdown is not None
 
     @property
-    def _limits(self) -> Limits:
+    def limits(self) -> Limits:
+        """What a plan has to respect."""
         config = self._shared.config
         tiers = {"host": ("host",), "nvme": ("nvme",)}.get(config.target, ("host", "nvme"))
         if self._tiers.spool is None:

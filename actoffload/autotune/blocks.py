@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from ..runtime.untraced import Hooking, untraced
 
@@ -72,16 +71,16 @@ class BlockWatch(Hooking):
     """Tells a listener of the blocks of models as they run."""
 
     def __init__(self, listener: Listener) -> None:
+        super().__init__()
         self.blocks: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
         self._listener = listener
         self._local = threading.local()
-        self._handles: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
     def watch(self, model: nn.Module) -> None:
         """Watch the blocks of a model from now on."""
-        if model in self._handles:
+        if model in self._hooks:
             return
-        handles = self._handles[model] = []
+        handles = self._hooks[model] = []
         for name, block in find_blocks(model).items():
             name = self._free_name(name, block)
             self.blocks[name] = block
@@ -99,16 +98,10 @@ class BlockWatch(Hooking):
 
     def forget(self, model: nn.Module) -> None:
         """Watch the blocks of a model no more."""
-        for handle in self._handles.pop(model, []):
-            handle.remove()
+        super().forget(model)
         gone = set(find_blocks(model).values())
         for name in [name for name, block in self.blocks.items() if block in gone]:
             del self.blocks[name]
-
-    def remove(self) -> None:
-        """Take every hook away again."""
-        for model in list(self._handles):
-            self.forget(model)
 
     def enter(self, name: str, module: nn.Module, inputs: Any) -> None:
         """The forward of a block begins."""

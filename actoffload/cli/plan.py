@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,11 +12,20 @@ import typer
 
 from ..analysis.plots import draw_plan
 from ..errors import ConfigError
-from ..planning.explain import GIB, Analysis, analyse, one_more, render_plan
+from ..planning.explain import (
+    GIB,
+    Analysis,
+    BudgetRow,
+    analyse,
+    budget_table,
+    one_more,
+    render_budgets,
+    render_plan,
+)
 from ..planning.plan import Plan
 from ..planning.planners import Limits, make_planner
 from ..planning.profile import Link, Profile
-from ..sizes import parse_size
+from ..sizes import parse_share, parse_size
 from .console import JsonOption, explained_errors, fail, print_json
 
 TARGETS = {"host": ("host",), "nvme": ("nvme",), "tiered": ("host", "nvme"), "auto": ("host", "nvme")}
@@ -61,11 +71,12 @@ def command(
         extra = parse_size("more", more)
         plan = chosen.plan(step, limits)
         analysis = analyse(step, plan, limits, more=one_more(step, plan, limits, chosen, extra or GIB))
+        budgets = budget_table(step, limits, chosen)
     _write(step, plan, limits, analysis, plan_out, picture)
     if as_json:
-        print_json(as_dict(step, plan, analysis))
+        print_json(as_dict(step, plan, analysis, budgets))
     else:
-        typer.echo(render_plan(step, plan, limits, analysis=analysis))
+        typer.echo(f"{render_plan(step, plan, limits, analysis=analysis)}\n\n{render_budgets(budgets)}")
 
 
 def read_profile(path: Path) -> Profile:
@@ -107,15 +118,8 @@ def load(path: Path, rates: dict[str, tuple[float | None, float | None]]) -> Pro
 def _budget(profile: Profile, text: str | None) -> int | None:
     if text is None:
         return None
-    if not text.endswith("%"):
-        return parse_size("device_budget", text)
-    try:
-        share = float(text[:-1]) / 100
-    except ValueError as error:
-        raise ConfigError("device_budget", text, 'give a size such as "8GiB", or a share such as "40%"') from error
-    if not 0 <= share < float("inf"):
-        raise ConfigError("device_budget", text, "give a share of 0 % or more")
-    return int(share * profile.baseline_peak_bytes)
+    share = parse_share("device_budget", text)
+    return parse_size("device_budget", text) if share is None else int(share * profile.baseline_peak_bytes)
 
 
 def _write(
@@ -133,7 +137,7 @@ def _write(
         fail("--picture needs matplotlib: pip install actoffload[plots]")
 
 
-def as_dict(profile: Profile, plan: Plan, analysis: Analysis) -> dict[str, Any]:
+def as_dict(profile: Profile, plan: Plan, analysis: Analysis, budgets: Sequence[BudgetRow]) -> dict[str, Any]:
     """Return everything, ready for JSON; ``plan`` is what `Plan.from_json` takes."""
     return {
         "profile": {
@@ -145,5 +149,6 @@ def as_dict(profile: Profile, plan: Plan, analysis: Analysis) -> dict[str, Any]:
             "step_s": profile.step_s,
         },
         **analysis.as_dict(),
+        "budgets": [asdict(row) for row in budgets],
         "plan": json.loads(plan.to_json()),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+import resource
 import sys
 from pathlib import Path
 
@@ -89,3 +90,35 @@ def _cgroup_used_bytes(limit_file: Path) -> int:
         return 0
     cache = dict(line.split(maxsplit=1) for line in lines if " " in line).get(cache_name, "0")
     return max(0, used - int(cache))
+
+
+def peak_rss_bytes() -> int:
+    """The most resident memory of this process so far, in bytes.
+
+    ``VmHWM`` where there is one: it begins at zero with each program, while ``ru_maxrss`` is inherited from the
+    program that started this one.
+    """
+    peak = _proc_status("VmHWM")
+    if peak is not None:
+        return peak
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process now, in bytes."""
+    now = _proc_status("VmRSS")
+    if now is not None:
+        return now
+    return int(psutil.Process().memory_info().rss)
+
+
+def _proc_status(key: str) -> int | None:
+    try:
+        text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    for line in text.splitlines():
+        if line.startswith(f"{key}:"):
+            return int(line.split()[1]) * 1024
+    return None

@@ -19,6 +19,10 @@ from .workload import ABSENT, DROPPED, HOST, KEEP, NVME, Workload
 GIB = 1 << 30
 OUTSIDE = "(outside blocks)"
 NEARLY_ALL = 0.98
+BUDGET_SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)
+JUST_BELOW = 1.25
+"""A budget lies just below a block that is larger by no more than this factor."""
+ROOM_FOR_A_BLOCK = 1.07
 MOST_ROWS = 24
 """So many lines of blocks at most; neighbours that are treated alike share one."""
 
@@ -124,6 +128,62 @@ def one_more(profile: Profile, plan: Plan, limits: Limits, planner: Planner, nby
     return Alternative(device_budget=budget, step_s=step_s, peak_bytes=other.predicted_peak_bytes)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetRow:
+    """The step planned with one ``device_budget``: its time, its peak, how many blocks it recomputes. Bytes, seconds.
+
+    ``step_s`` and ``peak_bytes`` are None where no plan keeps the budget. ``note`` says what is special about it.
+    """
+
+    device_budget: int
+    step_s: float | None
+    peak_bytes: int | None
+    recomputed: int = 0
+    note: str = ""
+
+
+def budget_rows(profile: Profile, limits: Limits, planner: Planner, budgets: Sequence[int]) -> list[BudgetRow]:
+    """Plan a step with each of these budgets in place of the limits' own."""
+    rows = []
+    for budget in budgets:
+        block, _ = next_block(profile, budget) if limits.recompute else (0, 0)
+        note = f"just below one block ({format_size(block)}), which cannot be recomputed" if block else ""
+        try:
+            plan = planner.plan(profile, replace(limits, device_budget=budget, max_slowdown=None))
+        except BudgetError:
+            rows.append(BudgetRow(device_budget=budget, step_s=None, peak_bytes=None, note=note))
+            continue
+        seen = plan.predicted_step_s, plan.predicted_peak_bytes, len(plan.recompute)
+        rows.append(BudgetRow(device_budget=budget, step_s=seen[0], peak_bytes=seen[1], recomputed=seen[2], note=note))
+    return rows
+
+
+def budget_table(profile: Profile, limits: Limits, planner: Planner) -> list[BudgetRow]:
+    """What a step takes and how high it peaks with several budgets, the largest first.
+
+    They are `BUDGET_SHARES` of the peak with nothing moved, the limits' own, and for one that lies just below a block
+    the one from which on that block can be recomputed.
+    """
+    budgets = {int(share * profile.baseline_peak_bytes) for share in BUDGET_SHARES}
+    if limits.device_budget is not None:
+        budgets.add(limits.device_budget)
+        if limits.recompute:
+            budgets.add(next_block(profile, limits.device_budget)[1])
+    return budget_rows(profile, limits, planner, sorted(budgets - {0}, reverse=True))
+
+
+def next_block(profile: Profile, budget: int) -> tuple[int, int]:
+    """The smallest block that a budget lies just below, in bytes, and a budget that has room for it; else zeros.
+
+    To recompute a block, its input and all that it saves must be on the device at once.
+    """
+    work = Workload(profile)
+    blocks = [block for group in work.groups for block in group.blocks]
+    sizes = [work.dropped_bytes[block] + work.nbytes[work.block_input[block]] for block in blocks]
+    block = min((size for size in sizes if budget < size <= JUST_BELOW * budget), default=0)
+    return block, int(ROOM_FOR_A_BLOCK * block)
+
+
 class _Blocks:
     """Makes the rows of one plan."""
 
@@ -136,8 +196,8 @@ class _Blocks:
             self.modes[position] = KEEP
         self.recomputed = {b for group in choice.recompute for b in self.workload.groups[group].blocks}
         self.waited: dict[int, float] = {}
-        for position, seconds in prediction.waits:
-            self.waited[position] = self.waited.get(position, 0.0) + seconds
+        for position, wait_s in prediction.waits:
+            self.waited[position] = self.waited.get(position, 0.0) + wait_s
         self.at_peak = set(prediction.at_peak)
 
     def rows(self) -> tuple[BlockRow, ...]:
@@ -174,9 +234,9 @@ class _Blocks:
 
     def _why_recomputed(self, blocks: list[int]) -> str:
         freed = sum(self.workload.dropped_bytes[b] for b in blocks)
-        text = f"{_time(sum(self.profile.blocks[b].recompute_s for b in blocks))} frees {format_size(freed)}"
+        text = f"{format_time(sum(self.profile.blocks[b].recompute_s for b in blocks))} frees {format_size(freed)}"
         if self.link is not None:
-            text += f", moving takes {_time(self._move_s(freed))}"
+            text += f", moving takes {format_time(self._move_s(freed))}"
         leaves = any(self.modes[self.workload.block_input[b]] in (HOST, NVME) for b in blocks)
         return f"{text}; its input leaves" if leaves else text
 
@@ -186,9 +246,9 @@ class _Blocks:
         why_kept = self._why_kept(kept) if kept else ""
         if not moved:
             return why_kept or "saves nothing"
-        shortest, longest = (_time(extreme(map(self._idle_s, moved))) for extreme in (min, max))
-        text = f"idle {longest}" if shortest == longest else f"idle {shortest} to {longest}"
-        text += f", moved in {_time(self._move_s(sum(self.workload.nbytes[p] for p in moved)))}"
+        shortest, longest = (extreme(map(self._idle_s, moved)) for extreme in (min, max))
+        text = f"idle {_range(shortest, longest)}"
+        text += f", moved in {format_time(self._move_s(sum(self.workload.nbytes[p] for p in moved)))}"
         return f"{text}; rest: {why_kept}" if why_kept else text
 
     def _why_kept(self, positions: list[int]) -> str:
@@ -265,6 +325,30 @@ def render_plan(
     )
 
 
+def render_decisions(plan: Plan, target: str) -> str:
+    """One line for each run of neighbouring storages of which the same was decided.
+
+    Args:
+        plan: what was decided in the last forward, as `Offloader.plan` says.
+        target: where storages were sent.
+    """
+    if not plan.entries:
+        return f"actoffload (target {target}): no forward has saved anything yet."
+    lines = [
+        f"last forward: {len(plan.entries)} storages saved, {format_size(plan.offloaded_bytes)} sent to "
+        f"{target}, {format_size(plan.kept_bytes)} kept"
+    ]
+    for (action, reason, module), run in groupby(plan.entries, key=lambda e: (e.action, e.reason, e.module)):
+        entries = list(run)
+        first, last = entries[0].index, entries[-1].index
+        place = f"{first}" if first == last else f"{first}-{last}"
+        size = format_size(sum(entry.nbytes for entry in entries))
+        why = f" ({reason})" if reason else ""
+        where = f" in {module}" if module else ""
+        lines.append(f"  {place:>9}  {size:>10}  {action}{why}{where}")
+    return "\n".join(lines)
+
+
 def _table(rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
     """Lines with columns as wide as they need to be, the first ``left`` of them aligned left, the others right.
 
@@ -305,14 +389,14 @@ def _comparison(analysis: Analysis, seen: Observed | None) -> list[tuple[str, ..
     after, keep = analysis.prediction, analysis.keep
     step = forward = backward = peak = "-"
     if seen is not None:
-        step, forward, backward = map(_time, (seen.step_s, seen.forward_wait_s, seen.backward_wait_s))
+        step, forward, backward = map(format_time, (seen.step_s, seen.forward_wait_s, seen.backward_wait_s))
         peak = "-" if seen.peak_bytes is None else format_size(seen.peak_bytes)
     return [
         ("", "predicted", "seen", "nothing moved"),
-        ("step", _time(after.step_s), step, _time(keep.step_s)),
-        ("forward waits", _time(after.forward_wait_s), forward, "-"),
-        ("backward waits", _time(after.backward_wait_s), backward, "-"),
-        ("recomputing", _time(after.recompute_s), "-", "-"),
+        ("step", format_time(after.step_s), step, format_time(keep.step_s)),
+        ("forward waits", format_time(after.forward_wait_s), forward, "-"),
+        ("backward waits", format_time(after.backward_wait_s), backward, "-"),
+        ("recomputing", format_time(after.recompute_s), "-", "-"),
         ("activation peak", format_size(after.peak_bytes), peak, format_size(keep.peak_bytes)),
     ]
 
@@ -322,7 +406,7 @@ _COLUMNS = ("block", "what", "saves", "forward", "backward", "added", "seen", "a
 
 def _cells(row: BlockRow) -> tuple[str, ...]:
     times = (row.forward_s, row.backward_s, row.recompute_s + row.wait_s, row.seen_s)
-    shown = [_time(seconds) if seconds else "-" for seconds in times]
+    shown = [format_time(time_s) if time_s else "-" for time_s in times]
     return row.name, row.what, format_size(row.saved_bytes), *shown, format_size(row.peak_bytes)
 
 
@@ -350,7 +434,7 @@ def _peak(analysis: Analysis) -> list[str]:
     largest = sorted((row for row in analysis.rows if row.peak_bytes), key=lambda row: -row.peak_bytes)[:3]
     where = ", ".join(f"{row.name} {format_size(row.peak_bytes)}" for row in largest)
     total = format_size(analysis.prediction.peak_bytes)
-    return [f"the peak, {total}, is at {_time(peak.time_s)} in {peak.phase}: {kinds}", f"  most of it: {where}"]
+    return [f"the peak, {total}, is at {format_time(peak.time_s)} in {peak.phase}: {kinds}", f"  most of it: {where}"]
 
 
 def _more(analysis: Analysis, limits: Limits) -> list[str]:
@@ -365,9 +449,30 @@ def _more(analysis: Analysis, limits: Limits) -> list[str]:
     gain = now_s - more.step_s
     if gain <= 1e-4 * now_s:
         return [f"{extra} more of budget would buy no time"]
-    return [f"{extra} more of budget would buy {_time(gain)} a step ({gain / now_s:.1%}): {_time(more.step_s)}"]
+    bought = f"{format_time(gain)} a step ({gain / now_s:.1%}): {format_time(more.step_s)}"
+    return [f"{extra} more of budget would buy {bought}"]
 
 
-def _time(seconds: float) -> str:
+def render_budgets(rows: Sequence[BudgetRow]) -> str:
+    """The rows of `budget_table` as lines of text, under a heading."""
+    shown = [("device budget", "step", "peak", "blocks recomputed", "")]
+    for row in rows:
+        step = "no plan keeps it" if row.step_s is None else format_time(row.step_s)
+        peak = "-" if row.peak_bytes is None else format_size(row.peak_bytes)
+        shown.append((format_size(row.device_budget), step, peak, str(row.recomputed or "-"), row.note))
+    return "\n".join(["other budgets", *_table(shown, left=0)])
+
+
+def format_time(time_s: float) -> str:
     """A time for a person: ``"12.3 ms"``, from one second on ``"1.23 s"``."""
-    return f"{seconds:.3g} s" if seconds >= 0.9995 or not seconds else f"{1e3 * seconds:.3g} ms"
+    if time_s >= 999.5:
+        return f"{time_s:.0f} s"
+    return f"{time_s:.3g} s" if time_s >= 0.9995 or not time_s else f"{1e3 * time_s:.3g} ms"
+
+
+def _range(shortest_s: float, longest_s: float) -> str:
+    """A range of times in the unit of the longest."""
+    if format_time(shortest_s) == format_time(longest_s):
+        return format_time(longest_s)
+    scale = 1.0 if format_time(longest_s).endswith(" s") else 1e3
+    return f"{scale * shortest_s:.3g} to {format_time(longest_s)}"

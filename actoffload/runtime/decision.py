@@ -6,13 +6,7 @@ from torch import Tensor
 
 from ..config import OffloadConfig
 from ..planning.plan import Plan
-from ..policy import (
-    Decision,
-    KeepReason,
-    ModuleFilter,
-    Policy,
-    TensorFacts,
-)
+from ..policy import Decision, KeepReason, ModuleFilter, Policy, TensorFacts
 from ..tiers.record import Record
 from .pipeline import Phases
 from .tape import Tape, Window
@@ -37,7 +31,9 @@ class OffloadDecision:
         policy = config.policy
         # A plan is followed entry by entry instead.
         self._policy: Policy | None = None if isinstance(policy, str) or type(policy) is Plan else policy
-        self._planned = KeepReason.PLAN if isinstance(policy, str) else KeepReason.POLICY
+        self._planned = KeepReason.POLICY
+        if isinstance(policy, str):
+            self._planned = KeepReason.NO_TIME if config.device_budget is None else KeepReason.FITS
         self._filter = ModuleFilter(config.include, config.exclude)
         self._keeps_last = config.policy in ("auto", "greedy")
         self._plan: Plan | None = config.policy if isinstance(config.policy, Plan) else None

@@ -267,16 +267,14 @@ class ModuleOwners:
         self.sharded: dict[Any, Any] = self._sharded.data  # type: ignore[attr-defined]
         """The modules with a sharded parameter that was never seen gathered: see `note_gathered`."""
 
-    def add(self, modules: Iterable[nn.Module]) -> int:
-        """Remember the modules that own something directly; returns how many were new."""
-        before = len(self._owners)
+    def add(self, modules: Iterable[nn.Module]) -> None:
+        """Remember the modules that own something directly."""
         fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
         for module in modules:
             if module._parameters or module._buffers:
                 self._owners.add(module)
             if isinstance(module, fsdp) and module not in self._managed:
                 self._managed.update(module.modules())
-        return len(self._owners) - before
 
     def note_storages(self, notes: StorageSet) -> None:
         """Note every parameter and buffer as it is now (``.to()`` and resharding replace them)."""

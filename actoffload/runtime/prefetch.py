@@ -10,12 +10,7 @@ from ..tiers.record import Record, State
 from ..tiers.shared import Shared
 from ..tiers.tier import Tier
 from .pipeline import Hint, Phases
-from .tape import (
-    FOR_EVER,
-    LearnedOrders,
-    Tape,
-    Window,
-)
+from .tape import FOR_EVER, LearnedOrders, Tape, Window
 
 
 class Prefetch:

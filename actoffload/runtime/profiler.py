@@ -17,7 +17,7 @@ from ..tiers.record import Record
 from ..tiers.timers import Stamp, Stopwatch
 from .identity import inner_tensors, storages
 
-FREE_TO_MOVE = (KeepReason.LAST, KeepReason.PRESSURE, KeepReason.PLAN)
+FREE_TO_MOVE = (KeepReason.LAST, KeepReason.PRESSURE, KeepReason.PLAN, KeepReason.FITS, KeepReason.NO_TIME)
 """Reasons of one step only: what stayed for one of them may move in the next."""
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from itertools import groupby
 
 import torch.distributed as dist
 
 from ..config import OffloadConfig
-from ..planning.plan import Plan, PlanEntry
+from ..policy import STATIC
 from ..sizes import format_size
 from ..statistics import Statistics
 from ..storage.arena import SpoolStatistics
@@ -26,7 +25,9 @@ KEPT_MEANINGS = {
     "keep()": "you said so",
     "no_offload()": "you said so",
     "policy": "the policy said so",
-    "plan": "the planner found moving it would not pay, or not be needed",
+    "fits the budget": "the plan keeps device_budget with it",
+    "no time to move": "moving it would have made the step wait, by the plan",
+    "plan": "one step keeps everything, to see what moving costs",
     "module excluded": "saved in a module that `exclude` names, or that `include` does not",
     "last saved layer": "its backward follows at once",
     "pressure": "could not have been moved in time",
@@ -41,8 +42,6 @@ KEPT_MEANINGS = {
     "forked process": "a child of the process that owns the spool",
 }
 """What a reason means; a reason that is not here is shown by its name."""
-STATIC_REASONS = ("parameter", "buffer", "input")
-"""What lives anyway and is no activation."""
 
 
 def render_report(
@@ -58,14 +57,15 @@ def render_report(
         config: the options of the offloader.
         statistics: what it counted.
         spool: what the spool is, or None when there is none.
-        notes: further sentences, such as why the engine was chosen.
-        elapsed_s: seconds since the offloader began, by which the wear of the drives is told.
+        notes: further sentences, such as why an engine could not be used.
+        elapsed_s: seconds since the first forward began, by which the wear of the drives is told.
 
     Returns:
         Several lines: a paragraph to read first, then what moved, what was kept and why, and what went wrong.
     """
     sections = [
         _headline(config, statistics),
+        _peaks(statistics),
         _tiers(statistics, spool),
         _kept(statistics),
         _degraded(statistics),
@@ -85,9 +85,9 @@ def render_announcement(config: OffloadConfig, s: Statistics, moving_bytes: int,
         spool: where on disk, and how; empty when there is no spool.
     """
     target = f"target {config.target}" + (f" ({spool})" if spool else "")
-    static = sum(s.kept_bytes.get(reason, 0) for reason in STATIC_REASONS)
+    static = sum(s.kept_bytes.get(reason, 0) for reason in STATIC)
     stays = sorted(
-        ((nbytes, reason) for reason, nbytes in s.kept_bytes.items() if nbytes and reason not in STATIC_REASONS),
+        ((nbytes, reason) for reason, nbytes in s.kept_bytes.items() if nbytes and reason not in STATIC),
         reverse=True,
     )
     why = ", ".join(f"{format_size(nbytes)} {reason}" for nbytes, reason in stays)
@@ -106,13 +106,41 @@ def render_announcement(config: OffloadConfig, s: Statistics, moving_bytes: int,
 def _headline(config: OffloadConfig, s: Statistics) -> list[str]:
     if s.packed_tensors == 0:
         return [f"actoffload (target {config.target}): autograd saved nothing inside the context yet."]
-    steps = "1 step" if s.steps == 1 else f"{s.steps} steps"
     return [
-        f"actoffload (target {config.target}): in {steps}, moved {format_size(s.moved_bytes)} of "
-        f"{format_size(s.activation_bytes)} saved activations ({s.moved_share:.0%}); resident peak "
-        f"{format_size(s.resident_peak_bytes)} of {format_size(s.baseline_peak_bytes)} ({s.resident_share:.0%}); "
+        f"actoffload (target {config.target}): in {passes(s)}, moved {format_size(s.moved_bytes)} of "
+        f"{format_size(s.activation_bytes)} saved activations ({s.moved_share:.0%}); "
         f"waited {s.wait_s:.2f} s (forward {s.pack_wait_s:.2f}, backward {s.unpack_wait_s:.2f})."
     ]
+
+
+def passes(s: Statistics) -> str:
+    """How much was done: optimizer steps, and the micro-batches in them, where an optimizer was seen to step."""
+    if not s.optimizer_steps:
+        return _count(s.steps, "forward pass", "forward passes")
+    steps = _count(s.optimizer_steps, "step", "steps")
+    return f"{steps} ({s.microbatches} micro-batches)" if s.microbatches > s.optimizer_steps else steps
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number} {one if number == 1 else many}"
+
+
+def _peaks(s: Statistics) -> list[str]:
+    """The peak of what autograd saved beside that of the device or process, which has more in it."""
+    if not s.packed_tensors:
+        return []
+    lines = [
+        f"  saved activations  peak {format_size(s.resident_peak_bytes)} of {format_size(s.baseline_peak_bytes)} with "
+        f"nothing moved ({s.resident_share:.0%})"
+    ]
+    if 0 < s.plan_peak_bytes < s.resident_peak_bytes:
+        lines[0] += f"; {format_size(s.plan_peak_bytes)} under the plan that is followed now"
+    if s.device_peak_bytes:
+        lines.append(f"  whole device       peak {format_size(s.device_peak_bytes)} (all that PyTorch had allocated)")
+    elif s.process_peak_bytes:
+        peak, before = format_size(s.process_peak_bytes), format_size(s.process_before_bytes)
+        lines.append(f"  whole process      peak {peak}; {before} before the first forward")
+    return lines
 
 
 def _tiers(s: Statistics, spool: SpoolStatistics | None) -> list[str]:
@@ -131,7 +159,7 @@ def _tiers(s: Statistics, spool: SpoolStatistics | None) -> list[str]:
             "cancelled before they began"
         )
     if spool is not None:
-        directness = "direct I/O" if spool.direct else "buffered I/O"
+        directness = "direct I/O" if spool.direct else "buffered I/O (through the page cache)"
         lines.append(f"  storage engine {spool.engine}, {directness}, alignment {spool.alignment} B")
     return lines
 
@@ -158,37 +186,6 @@ def _wear(config: OffloadConfig, s: Statistics, elapsed_s: float) -> list[str]:
     tbw = config.drive_tbw
     rating = None if tbw is None else Rating(name="the drive", rated_written_bytes=config.size("drive_tbw", 0))
     return render_wear(s.nvme_written_bytes, elapsed_s, rating, drives=len(config.paths))
-
-
-def explain(config: OffloadConfig, plan: Plan, statistics: Statistics) -> str:
-    """One line for each run of neighbouring storages of which the same was decided.
-
-    Args:
-        config: the options.
-        plan: what was decided in the last forward.
-        statistics: what was counted so far.
-    """
-    if not plan.entries:
-        return f"actoffload (target {config.target}): no forward has saved anything yet."
-    lines = [
-        f"last forward: {len(plan.entries)} storages saved, {format_size(plan.offloaded_bytes)} sent to "
-        f"{config.target}, {format_size(plan.kept_bytes)} kept"
-    ]
-    for (action, reason, module), run in groupby(plan.entries, key=_key):
-        entries = list(run)
-        first, last = entries[0].index, entries[-1].index
-        place = f"{first}" if first == last else f"{first}-{last}"
-        size = format_size(sum(entry.nbytes for entry in entries))
-        why = f" ({reason})" if reason else ""
-        where = f" in {module}" if module else ""
-        lines.append(f"  {place:>9}  {size:>10}  {action}{why}{where}")
-    waits = statistics.pack_wait_s + statistics.unpack_wait_s
-    lines.append(f"forward and backward waited {waits:.3f} s in {statistics.steps} steps")
-    return "\n".join(lines)
-
-
-def _key(entry: PlanEntry) -> tuple[str, str, str]:
-    return entry.action, entry.reason, entry.module or ""
 
 
 class Announcement:

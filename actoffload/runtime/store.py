@@ -16,6 +16,7 @@ from torch import Tensor
 from ..config import OffloadConfig
 from ..errors import OffloaderClosedError
 from ..events import EventKind, now, open_sink
+from ..memory.process_memory import rss_bytes
 from ..planning.plan import Plan, decided
 from ..policy import KeepReason
 from ..statistics import Statistics
@@ -28,6 +29,7 @@ from ..tiers.tier import Tier
 from ..tiers.tiers import Tiers
 from .decision import OffloadDecision
 from .identity import Counter, IdentityMap
+from .optimizer_steps import optimizer_steps
 from .pipeline import Hint, Phases
 from .prefetch import Prefetch
 from .profiler import Profiler, SavedStorage
@@ -87,7 +89,10 @@ class ActivationStore:
         self.shared = Shared(config, open_sink(config.trace))
         self.closed = self.forked = self.interrupted = False
         self.identities: IdentityMap[Record] = IdentityMap()
-        self._began_s = now()
+        self._began_s: float | None = None
+        self._process_before_bytes = 0
+        self._optimizer_steps = optimizer_steps()
+        self._microbatches_stepped = 0
         self._dropped: deque[tuple[Record, int]] = self.shared.lock.noted
         self._decisions: list[tuple[int, KeepReason | None, str | None]] = []
         self._following_bytes: int | None = None
@@ -108,6 +113,27 @@ class ActivationStore:
         self.decision = OffloadDecision(config, window, phases)
 
     # -- forward ------------------------------------------------------------------------------------------------------
+
+    @_aborts_when_interrupted
+    def begin_forward(self, *, first: bool) -> None:
+        """A context is entered; ``first``: nothing is alive, so that a step begins with it."""
+        accounts = self.shared.accounts
+        with self.shared.lock:
+            self._count_dropped()
+            self._count_optimizer_steps()
+            if first:
+                accounts.begin_step()
+            if self._began_s is None:
+                self._began_s, self._process_before_bytes = now(), rss_bytes()
+            accounts.steps += 1
+
+    def _count_optimizer_steps(self) -> None:
+        """Count one step where an optimizer has stepped since a forward saved something; several may step in turn."""
+        accounts, before = self.shared.accounts, self._optimizer_steps
+        self._optimizer_steps = optimizer_steps()
+        if self._optimizer_steps > before and accounts.microbatches > self._microbatches_stepped:
+            accounts.optimizer_steps += 1
+            self._microbatches_stepped = accounts.microbatches
 
     @property
     def min_bytes(self) -> dict[str, int]:
@@ -161,6 +187,7 @@ class ActivationStore:
             record.identity = self.identities.add(storage, address, tensor, begin, end, record, counters)
             accounts.add_record(record.nbytes)
             if not len(tape):
+                accounts.microbatches += 1
                 self.prefetch.phases.begin_forward(tape)
             record.tape, record.index = tape, tape.append(record)
             record.handles = record.waiting = 1  # before anything that may let go of the lock
@@ -475,9 +502,10 @@ class ActivationStore:
         """Return what was done since the store began."""
         self.shared.reporter.warn()
         self.tiers.count_waits()
-        elsewhere = self.tiers.counts()
+        elsewhere = {**self.tiers.counts(), "process_before_bytes": self._process_before_bytes}
         with self.shared.lock:
             self._count_dropped()
+            self._count_optimizer_steps()
             statistics = self.shared.accounts.freeze(**elsewhere)
             last = self.closed and statistics.live_records == 0 and not self.shared.stopped
         if last:
@@ -489,7 +517,12 @@ class ActivationStore:
         spool = self.tiers.spool
         notes = [*self.tiers.remarks, *self.shared.reporter.advice.values()]
         spooled = spool.statistics() if spool else None
-        return render_report(self.shared.config, self.statistics(), spooled, notes, now() - self._began_s)
+        return render_report(self.shared.config, self.statistics(), spooled, notes, self.elapsed_s)
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the first forward began."""
+        return 0.0 if self._began_s is None else now() - self._began_s
 
     @property
     def plan(self) -> Plan:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from ..errors import NothingOffloadedError
 from ..tiers.accounts import Accounts
 
@@ -10,35 +12,26 @@ class MovedSince:
     """What was counted when a forward began."""
 
     def __init__(self, accounts: Accounts) -> None:
-        self._packed = accounts.packed_tensors
-        self._moved = accounts.moved_bytes
-        self._kept = dict(accounts.kept_bytes)
+        self._before = accounts.packed_tensors, accounts.moved_bytes, Counter(accounts.kept_bytes)
 
     def check(self, accounts: Accounts, *, with_gradients: bool) -> None:
-        """The forward has ended.
-
-        Args:
-            accounts: as they are now.
-            with_gradients: whether autograd should have saved something.
+        """The forward has ended; ``with_gradients``: autograd should have saved something.
 
         Raises:
             NothingOffloadedError: nothing was moved.
         """
-        packed = accounts.packed_tensors - self._packed
-        if accounts.moved_bytes > self._moved or (packed == 0 and not with_gradients):
+        packed, moved, kept = self._before
+        saved = accounts.packed_tensors - packed
+        if accounts.moved_bytes > moved or (saved == 0 and not with_gradients):
             return
-        if packed == 0:
+        if saved == 0:
             raise NothingOffloadedError(
                 "strict=True and autograd saved nothing inside the context: was the forward run inside it, with "
                 "gradients enabled, and on tensors that need them?"
             )
-        reasons = {
-            reason: nbytes - self._kept.get(reason, 0)
-            for reason, nbytes in accounts.kept_bytes.items()
-            if nbytes > self._kept.get(reason, 0)
-        }
-        told = ", ".join(f"{reason}: {nbytes} bytes" for reason, nbytes in sorted(reasons.items()))
+        stayed = sorted((accounts.kept_bytes - kept).items())
         raise NothingOffloadedError(
-            f"strict=True and nothing was moved: autograd saved {packed} tensors, all stayed ({told or 'no bytes'}). "
+            f"strict=True and nothing was moved: autograd saved {saved} tensors, all stayed "
+            f"({', '.join(f'{reason}: {nbytes} bytes' for reason, nbytes in stayed) or 'no bytes'}). "
             "Lower min_bytes, widen include/exclude or the policy, or check target and devices"
         )

@@ -1,12 +1,20 @@
-"""Keeps ``torch.compile`` out of our frames, and lets modules that carry our hooks be copied and pickled."""
+"""Keeps ``torch.compile`` out of our frames, and lets modules that carry our hooks be copied and pickled.
+
+Nothing here imports the compiler: that takes seconds, and most programs do not use it.
+"""
 
 from __future__ import annotations
 
+import functools
 import sys
+import weakref
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 F = TypeVar("F", bound=Callable[..., Any])
 _LOANS = 1000
@@ -17,29 +25,6 @@ UNTRACED_REASON = (
 )
 
 
-def untraced(function: F) -> F:
-    """Keep ``torch.compile`` out of our own frames; inside a compiled function they are a graph break."""
-    disabled: F = torch.compiler.disable(function, reason=UNTRACED_REASON)  # type: ignore[no-untyped-call]
-    return disabled
-
-
-def untraced_hook(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As `untraced`, for what only autograd calls, for each tensor: nearly free where nothing is being compiled."""
-    disabled: Callable[..., Any] = untraced(function)
-    # Private names, in the modules that `torch.compiler.disable` has just used: without them it is only slower.
-    compiling = getattr(sys.modules.get("torch._C._dynamo.eval_frame"), "get_eval_frame_callback", None)
-    skip_code = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
-    if compiling is None or skip_code is None or not _owned(compiling):
-        return disabled
-
-    def direct(*args: Any) -> Any:
-        return function(*args) if compiling() is None else disabled(*args)
-
-    skip_code(direct.__code__)
-    direct._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return direct
-
-
 def _owned(function: Callable[[], object]) -> bool:
     """Whether the None that a C function returns is the caller's own; one that is only lent would be worn out."""
     before = sys.getrefcount(None)
@@ -48,24 +33,78 @@ def _owned(function: Callable[[], object]) -> bool:
     return abs(sys.getrefcount(None) - before) < _LOANS // 2
 
 
+# Private names of PyTorch's own. Without them, what is below is only slower, and imports the compiler.
+_frames: Any = sys.modules.get("torch._C._dynamo.eval_frame")
+_NEEDED = ("get_eval_frame_callback", "set_eval_frame", "set_code_exec_strategy", "_FrameExecStrategy", "_FrameAction")
+_at_hand = all(hasattr(_frames, name) for name in _NEEDED) and _owned(_frames.get_eval_frame_callback)
+
+
+def _skip(code: CodeType) -> None:
+    """Have the compiler leave frames of this code as they are; what they call is compiled."""
+    if _at_hand:
+        action = _frames._FrameAction
+        _frames.set_code_exec_strategy(code, _frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
+    else:
+        torch._dynamo.eval_frame.skip_code(code)
+
+
+def _mark(function: Callable[..., Any]) -> None:
+    """Have the compiler break its graph at a call of this function, and say why."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = UNTRACED_REASON  # type: ignore[attr-defined]
+
+
+def untraced(function: F) -> F:
+    """Keep ``torch.compile`` out of our own frames; inside a compiled function they are a graph break.
+
+    Nearly free where nothing is being compiled, as autograd calls some of them for each tensor.
+    """
+    if not _at_hand:
+        disabled: F = torch.compiler.disable(function, reason=UNTRACED_REASON)  # type: ignore[no-untyped-call]
+        return disabled
+    compiling, set_compiling = _frames.get_eval_frame_callback, _frames.set_eval_frame
+
+    def direct(*args: Any, **kwargs: Any) -> Any:
+        if compiling() is None:
+            return function(*args, **kwargs)
+        before = set_compiling(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_compiling(before)
+
+    _skip(direct.__code__)
+    _mark(direct)
+    return functools.wraps(function)(direct)  # type: ignore[return-value]
+
+
 def untraced_frame(function: F) -> F:
     """Keep ``torch.compile`` out of this frame of ours, but not out of what it calls."""
-    disabled: F = torch.compiler.disable(  # type: ignore[no-untyped-call]
-        function, recursive=False, reason=UNTRACED_REASON
-    )
-    return disabled
+    _mark(skipped(function))
+    return function
 
 
 def skipped(function: F) -> F:
     """Keep ``torch.compile`` from beginning at this frame of ours. What it calls is compiled; an export reads it."""
-    skip_code = getattr(sys.modules.get("torch._dynamo.eval_frame"), "skip_code", None)
-    if skip_code is not None:
-        skip_code(function.__code__)
+    _skip(function.__code__)
     return function
 
 
 class Hooking:
-    """Something that a module's hooks hold: a copy of the module shares it, a pickled module leaves it behind."""
+    """Something that modules' hooks hold: a copy of such a module shares it, a pickled module leaves it behind."""
+
+    def __init__(self) -> None:
+        self._hooks: weakref.WeakKeyDictionary[nn.Module, list[RemovableHandle]] = weakref.WeakKeyDictionary()
+
+    def forget(self, module: nn.Module) -> None:
+        """Take the hooks away that are noted for a module."""
+        for handle in self._hooks.pop(module, ()):
+            handle.remove()
+
+    def remove(self) -> None:
+        """Take every hook away again."""
+        for module in list(self._hooks):
+            self.forget(module)
 
     def __deepcopy__(self, memo: object) -> Hooking:
         return self

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -247,3 +247,11 @@ def default_device_types() -> tuple[str, ...]:
         if current is not None:
             return (current.type,)
     return ("cpu",)
+
+
+def peak_allocated_bytes(device_types: Iterable[str]) -> int:
+    """The most memory that PyTorch has had on the current accelerator; 0 where it is of no such type, or not known."""
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is None or device.type not in device_types or not hasattr(torch.accelerator, "max_memory_allocated"):
+        return 0
+    return int(torch.accelerator.max_memory_allocated())

@@ -22,19 +22,21 @@ class Accounts:
     They are counted, in order, before any peak can be passed.
 
     Attributes:
-        step_peak_bytes: as ``resident_peak_bytes``, since it was last set back.
+        step_peak_bytes: as ``resident_peak_bytes``, in the step that runs; ``plan_peak_bytes``: in those before it that
+            ran under the same plan.
         recomputed_bytes: of the resident bytes, those that a recomputed block holds until its backward is over.
     """
 
     __slots__ = (
         "baseline_bytes", "baseline_peak_bytes", "cancelled_bytes", "deduplicated_bytes", "deferred", "degraded",
-        "forwarded_bytes", "kept_bytes", "live_records", "moved_bytes", "pack_wait_s", "packed_bytes", "packed_tensors",
-        "recomputed_bytes", "resident_bytes", "resident_peak_bytes", "step_peak_bytes", "steps", "unpack_wait_s",
+        "forwarded_bytes", "kept_bytes", "live_records", "microbatches", "moved_bytes", "optimizer_steps",
+        "pack_wait_s", "packed_bytes", "packed_tensors", "plan_peak_bytes", "recomputed_bytes", "resident_bytes",
+        "resident_peak_bytes", "step_peak_bytes", "steps", "unpack_wait_s",
     )  # fmt: skip
 
     def __init__(self) -> None:
         self.deferred: deque[Deferred] = deque()
-        self.steps = 0
+        self.steps = self.microbatches = self.optimizer_steps = 0
         self.packed_tensors = 0
         self.packed_bytes = 0
         self.deduplicated_bytes = 0
@@ -44,7 +46,7 @@ class Accounts:
         self.cancelled_bytes = 0
         self.resident_bytes = 0
         self.resident_peak_bytes = 0
-        self.step_peak_bytes = 0
+        self.step_peak_bytes = self.plan_peak_bytes = 0
         self.recomputed_bytes = 0
         self.baseline_bytes = 0
         self.baseline_peak_bytes = 0
@@ -52,6 +54,16 @@ class Accounts:
         self.unpack_wait_s = 0.0
         self.live_records = 0
         self.degraded: Counter[str] = Counter()
+
+    def begin_step(self) -> None:
+        """Nothing of the step before is alive: its peak counts for the plan that it ran under."""
+        self.plan_peak_bytes = max(self.plan_peak_bytes, self.step_peak_bytes)
+        self.step_peak_bytes = self.resident_bytes
+
+    def begin_plan(self) -> None:
+        """Another plan is followed from the step on that begins now."""
+        self.plan_peak_bytes = 0
+        self.step_peak_bytes = self.resident_bytes
 
     def add_record(self, nbytes: int) -> None:
         """Count a storage that autograd saves: a run without offloading would hold it from now on."""
@@ -141,5 +153,8 @@ class Accounts:
             unpack_wait_s=self.unpack_wait_s,
             live_records=self.live_records,
             degraded=dict(self.degraded),
+            microbatches=self.microbatches,
+            optimizer_steps=self.optimizer_steps,
+            plan_peak_bytes=max(self.plan_peak_bytes, self.step_peak_bytes),
             **elsewhere,
         )

@@ -16,16 +16,23 @@ class DeviceBudget:
     """The user's limit of saved bytes on the device, and what must fit beside what is fetched early.
 
     Attributes:
-        limit_bytes: the limit; None when there is none.
+        limit_bytes: the limit; None when there is none, or where it is a share of a peak that no step has shown yet.
         largest_bytes: the largest record so far, which the next one may be like.
         recompute_bytes: what backward needs at once where it recomputes a block.
     """
 
-    def __init__(self, limit_bytes: int | None, accounts: Accounts) -> None:
-        self.limit_bytes = limit_bytes
+    def __init__(self, config: OffloadConfig, accounts: Accounts) -> None:
+        self._share = config.device_share
+        limited = config.device_budget is not None and self._share is None
+        self.limit_bytes = config.size("device_budget", 0) if limited else None
         self.largest_bytes = 0
         self.recompute_bytes = 0
         self._accounts = accounts
+
+    def begin_step(self) -> None:
+        """A step has ended, and has shown the peak of which a share is the limit."""
+        if self._share is not None and self._accounts.baseline_peak_bytes:
+            self.limit_bytes = int(self._share * self._accounts.baseline_peak_bytes)
 
     def exceeded_by(self, nbytes: int) -> bool:
         """Whether ``nbytes`` more would pass the limit."""
@@ -117,8 +124,7 @@ class Shared:
         self.lock = DrainingLock()
         self.changed = Changed(self.lock)
         self.accounts = Accounts()
-        limit = None if config.device_budget is None else config.size("device_budget", 0)
-        self.budget = DeviceBudget(limit, self.accounts)
+        self.budget = DeviceBudget(config, self.accounts)
         self.reporter = Reporter(sink, self.accounts)
         self.pending_bytes = 0
         self.largest_moved_bytes = 0

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack, suppress
 from functools import cached_property
 
-from ..errors import ConfigError
+from ..config import PATH_VARIABLE
+from ..errors import ConfigError, SpoolPathError
 from ..memory import cpu_allocator
 from ..memory.host_pool import NOT_PAGE_LOCKED, HostPool
-from ..memory.process_memory import available_bytes, fix_mmap_threshold
+from ..memory.process_memory import available_bytes, fix_mmap_threshold, peak_rss_bytes
 from ..storage.spool import Spool
-from .accelerator import Accelerator, accelerator_for, default_device_types
+from .accelerator import Accelerator, accelerator_for, default_device_types, peak_allocated_bytes
 from .copy_streams import CopyStreams
 from .cpu_tier import CpuTier
 from .device_tier import DeviceTier
@@ -22,6 +24,10 @@ from .timers import DeviceStopwatch, HostStopwatch, Stopwatch
 STAGING_BYTES = 4 << 30
 CPU_SLAB_BYTES = 16 << 20
 PINNED_SLAB_BYTES = 256 << 20
+NO_DEFAULT_PATH = (
+    f"nothing moves, as the system's temporary directory cannot hold a spool: pass path=, or set {PATH_VARIABLE}, to a "
+    "directory on a local disk"
+)
 
 
 class Tiers:
@@ -59,6 +65,8 @@ class Tiers:
             "nvme_read_bytes": spool.read_bytes if spool else 0,
             "host_peak_bytes": sum(pool.peak_bytes for pool in self.pools),
             "nvme_peak_bytes": spool.peak_allocated_bytes if spool else 0,
+            "process_peak_bytes": peak_rss_bytes(),
+            "device_peak_bytes": peak_allocated_bytes(self.by_device),
         }
 
     @property
@@ -66,9 +74,9 @@ class Tiers:
         """What a person may want to know of how this was opened."""
         found = []
         if self.spool is not None:
-            name, reason = self.spool.engine_name, self.spool.engine_reason
-            remarks = dict.fromkeys(engine.remark for engine in self.spool.engines)
-            found = [f"{name} engine: {text}" for text in (reason, *(text for text in remarks if text not in reason))]
+            refused = self.spool.engine_reason.partition("; not ")[2]
+            remarks = dict.fromkeys([f"not {refused}" if refused else "", *(e.remark for e in self.spool.engines)])
+            found = [f"{self.spool.engine_name} engine: {text}" for text in remarks if text]
         if any(pool.pin_failed for pool in self.pools):
             found.append(NOT_PAGE_LOCKED)
         return [*found, self._memory_remark] if self._memory_remark else found
@@ -160,6 +168,11 @@ class Tiers:
                 self.by_device[device_type] = self._device_tier(device)
             elif device_type != "cpu":
                 raise ConfigError("devices", device_type, "no such device here; leave it out to take what there is")
+            elif config.target == "auto" and config.path is None and not os.environ.get(PATH_VARIABLE):
+                try:
+                    self.by_device[device_type] = self._cpu_tier()
+                except SpoolPathError as error:
+                    self.shared.reporter.advise("path", f"{NO_DEFAULT_PATH} ({error})")
             elif config.target != "host":
                 self.by_device[device_type] = self._cpu_tier()
         if config.tune_malloc and isinstance(self.by_device.get("cpu"), CpuTier):
@@ -181,10 +194,10 @@ class Tiers:
         return self.spool
 
     def _cpu_tier(self) -> Tier:
-        debug = self.shared.config.debug
-        pool = HostPool(self._host_budget(staging=False), slab_bytes=CPU_SLAB_BYTES, poison=debug)
+        spool = self._open_spool()
+        pool = HostPool(self._host_budget(staging=False), slab_bytes=CPU_SLAB_BYTES, poison=self.shared.config.debug)
         self.pools.append(pool)
-        return CpuTier(self.shared, self._open_spool(), pool)
+        return CpuTier(self.shared, spool, pool)
 
     def _tune_malloc(self) -> None:
         refused = cpu_allocator.install()

@@ -14,7 +14,7 @@ from actoffload.errors import ConfigError
 
 _FLAGS = {
     "path": ("path", "DIR", "directory of the spool, or several (striped)"),
-    "device_budget": ("device-budget", "SIZE", "most bytes of saved activations on the device"),
+    "device_budget": ("device-budget", "SIZE", "most bytes of saved activations on the device: 8GiB, or 40%%"),
     "host_budget": ("host-budget", "SIZE", "most bytes of host memory"),
     "nvme_budget": ("nvme-budget", "SIZE", "most bytes on disk"),
     "min_bytes": ("min-bytes", "SIZE", "smaller tensors stay"),

@@ -207,7 +207,7 @@ from actoffload.testing.faults import GateEngine, SlowEngine
 path = sys.argv[1]
 model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
 def run(engine):
-    offloader = Offloader(OffloadConfig(target="nvme", path=path, min_bytes=0, engine=engine))
+    offloader = Offloader(OffloadConfig(target="nvme", path=path, min_bytes=0, engine=engine, announce="none"))
     with offloader:
         loss = model(torch.randn(256, 64)).sin().exp().sum()
     return offloader, loss
@@ -234,7 +234,7 @@ def _script(body: str, path: Path) -> subprocess.CompletedProcess[str]:
         "kept = run('auto'); sys.exit(0)",
         "offloader, loss = run('auto'); offloader.close()",
         "offloader, loss = run(GateEngine); offloader.abort()",
-        "attachment = attach(model, target='nvme', path=path, min_bytes=0); loss = model(torch.randn(256, 64)).sum()",
+        "attach(model, target='nvme', path=path, min_bytes=0, announce='none'); kept = model(torch.ones(64, 64)).sum()",
     ],
 )
 def test_the_interpreter_exits_with_work_in_flight(tmp_path: Path, body: str) -> None:

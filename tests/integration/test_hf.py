@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -317,3 +318,12 @@ def test_two_processes_compute_the_same_bits(row: str, ranks: list[dict[str, Any
 
 def test_two_processes_say_it_once(ranks: list[dict[str, Any]]) -> None:
     assert [sum("actoffload: target nvme" in line for line in rank["printed"]) for rank in ranks] == [1, 0]
+
+
+def test_a_section_for_deepspeed_that_a_trainer_does_not_read_is_told(
+    tmp_path: Path, transformers_log: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.args.hf_deepspeed_config = SimpleNamespace(config={"actoffload": {"target": "nvme"}})
+    attach(trainer, target="nvme", path=tmp_path).detach()
+    assert "only actoffload.integrations.deepspeed.initialize reads it" in transformers_log.text

@@ -81,7 +81,7 @@ def test_the_step_after_the_warm_up_is_planned_from_and_the_plan_is_followed(mak
     pilot = _with(offloader, planner)
     _steps(offloader, WARM_UP + 1)
     assert planner.profiles == []
-    assert "plan" not in offloader.statistics().kept_bytes
+    assert "no time to move" not in offloader.statistics().kept_bytes
     assert offloader.explain().startswith("no plan yet: it is made from what the first 2 steps show\n")
     _steps(offloader, 1)
     (profile,) = planner.profiles
@@ -90,9 +90,9 @@ def test_the_step_after_the_warm_up_is_planned_from_and_the_plan_is_followed(mak
     assert list(pilot.history) == ["first plan"]
     assert pilot.plan is not None
     assert [e.action for e in offloader.plan.entries] == [e.action for e in pilot.plan.entries]
-    assert {e.reason for e in offloader.plan.entries if e.action == "keep"} == {"plan"}
+    assert {e.reason for e in offloader.plan.entries if e.action == "keep"} == {"no time to move"}
     text = offloader.explain()
-    assert all(part in text for part in ("scripted", "plan 1: first plan", "keep (plan)"))
+    assert all(part in text for part in ("scripted", "plan 1: first plan", "keep (no time to move)"))
     assert_empty(offloader)
 
 

@@ -57,7 +57,8 @@ def test_for_a_person(file: Path, tmp_path: Path) -> None:
 
 def test_json_holds_all(file: Path) -> None:
     parts = answer(str(file), "--device-budget", "1GiB", "--more", "512MiB")
-    assert set(parts) == {"profile", "blocks", "prediction", "keep", "more", "plan"}
+    assert set(parts) == {"profile", "blocks", "prediction", "keep", "more", "budgets", "plan"}
+    assert GIB in [row["device_budget"] for row in parts["budgets"]]
     assert parts["prediction"]["peak_bytes"] <= GIB
     assert parts["prediction"]["peak"]["phase"] in ("forward", "backward", "recompute")
     assert parts["more"]["device_budget"] == GIB + GIB // 2
@@ -109,7 +110,7 @@ def test_the_plan_is_written_and_can_be_followed(tmp_path: Path) -> None:
     seen = following.plan
     following.close()
     moved = {entry.index for entry in plan.entries if entry.action == "offload"}
-    assert {entry.index for entry in seen.entries if entry.reason == "plan"} <= set(range(len(seen.entries))) - moved
+    assert {entry.index for entry in seen.entries if entry.reason == "policy"} <= set(range(len(seen.entries))) - moved
 
 
 def test_the_picture(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack, get_type_hints
 
 import pytest
 import torch
 
 import actoffload
 from actoffload import OffloadConfig, Offloader, offload_activations
-from actoffload.config import make_config
+from actoffload.config import Options, Target, make_config
 from actoffload.errors import (
     ConfigError,
     OffloaderClosedError,
@@ -22,7 +23,7 @@ from actoffload.errors import (
 )
 from actoffload.sizes import format_size, parse_size
 from actoffload.storage.engines.base import SpoolFile
-from tests.harness import descriptors
+from tests.harness import Chain, MakeOffloader, accounts_of, assert_same_gradients, batch, descriptors, train_step
 
 
 @pytest.mark.parametrize(
@@ -249,6 +250,64 @@ def test_a_file_system_in_memory_is_refused_unless_allowed(enter: Any) -> None:
         enter(target="nvme", path="/dev/shm")
     offloader = Offloader(OffloadConfig(target="nvme", path="/dev/shm", allow_any_filesystem=True))
     offloader.close()
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no /dev/shm")
+def test_auto_without_a_path_on_a_temporary_directory_in_memory_moves_nothing_and_says_what_to_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
+    monkeypatch.delenv("ACTOFFLOAD_PATH", raising=False)
+    offloader = Offloader(OffloadConfig(target="auto", devices="cpu", min_bytes=0, announce="none"))
+    with pytest.warns(RuntimeWarning, match=r"nothing moves, .*: pass path=, or set ACTOFFLOAD_PATH, .*/dev/shm"):
+        train_step(Chain(), batch(), offloader)
+    assert offloader.statistics().moved_bytes == 0
+    assert "pass path=" in offloader.report()
+    offloader.close()
+    monkeypatch.setenv("ACTOFFLOAD_PATH", "/dev/shm")  # given by the user: an error, as with path=
+    with pytest.raises(SpoolPathError, match="path='/dev/shm'"):
+        Offloader(OffloadConfig(target="auto", devices="cpu"))
+
+
+def test_a_budget_as_a_share_holds_from_the_end_of_the_first_step_on(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(device_budget=" 40 %")
+    assert offloader.config.device_budget == "40%"
+    model, accounts = Chain(depth=8), accounts_of(offloader)
+    expected = train_step(model, batch())
+    for _ in range(3):
+        assert_same_gradients(train_step(model, batch(), offloader), expected)
+        limit = 0.4 * accounts.baseline_peak_bytes
+        accounts.resident_peak_bytes = accounts.resident_bytes
+    with offloader:
+        loss = model(batch()).sum()
+    assert 0 < accounts.resident_peak_bytes <= limit
+    loss.backward()
+    assert 0 < accounts.resident_peak_bytes <= limit
+
+
+@pytest.mark.parametrize(("bad", "told"), [("x%", "give a size"), ("-1%", "give a share"), ("0%", "above 0")])
+def test_a_share_that_is_none(bad: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=f"device_budget=.*{told}"):
+        OffloadConfig(device_budget=bad)
+    with pytest.raises(ConfigError, match="host_budget='40%': not a size"):
+        OffloadConfig(host_budget="40%")
+
+
+def test_the_typed_options_are_the_fields_of_the_configuration() -> None:
+    """`Options` is written out so that editors complete; it has every field but ``target``, with its type."""
+    fields = get_type_hints(OffloadConfig)
+    target = fields.pop("target")
+    assert get_type_hints(Options) == {name: fields[name] for name in Options.__annotations__}
+    assert set(fields) == set(Options.__annotations__)
+    assert target is Target
+    for function in (actoffload.attach, offload_activations.__init__):
+        parameters = inspect.signature(function, eval_str=True).parameters
+        assert parameters["options"].annotation == Unpack[Options]
+        assert parameters["target"].annotation is Target
+
+
+def test_what_is_active_is_announced_by_default() -> None:
+    assert OffloadConfig().announce == "first"
 
 
 def test_an_nvme_budget_without_room_for_anything(tmp_path: Path) -> None:

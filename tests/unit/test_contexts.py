@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import actoffload
 from actoffload import OffloadConfig, Offloader, offload_activations
 from actoffload.api import shared_offloader
+from actoffload.config import make_config
 from actoffload.errors import ConfigError, OffloaderClosedError, StateError
 from actoffload.events import EventKind, TraceEvent
 from actoffload.policy import Decision, TensorFacts
@@ -48,7 +49,7 @@ def options(tmp_path: Path) -> Iterator[dict[str, Any]]:
     """Options of a shared offloader of this test's own, which ends with it."""
     chosen = {"target": "nvme", "path": str(tmp_path), "min_bytes": 0, "policy": "greedy"}
     yield chosen
-    shared_offloader(chosen).abort()
+    shared_offloader(make_config(chosen)).abort()
 
 
 def test_one_offloader_per_configuration(options: dict[str, Any], tmp_path: Path) -> None:
@@ -170,6 +171,64 @@ def test_nested_modules_attached_twice(options: dict[str, Any]) -> None:
     for attachment in attachments:
         attachment.detach()
     assert_same_gradients(train_step(model, x), expected)
+
+
+def test_attached_twice_with_equal_options_it_counts_once(options: dict[str, Any]) -> None:
+    model = Chain()
+    attachment = actoffload.attach(model, **options)
+    assert actoffload.attach(model, **options) is attachment
+    train_step(model, batch())
+    assert attachment.offloader.statistics().steps == 1
+    attachment.detach()
+    assert "forward" not in vars(model)
+    again = actoffload.attach(model, **options)
+    assert again is not attachment
+    again.offloader.close()
+    assert actoffload.attach(model, **options) is not again, "a closed offloader takes nothing more"
+
+
+def test_attached_twice_with_other_options_is_an_error_that_names_one(options: dict[str, Any]) -> None:
+    model = Chain()
+    attachment = actoffload.attach(model, **options)
+    with pytest.raises(ConfigError, match=r"min_bytes=1: this module is attached with 0: first detach\(\)"):
+        actoffload.attach(model, **(options | {"min_bytes": 1}))
+    train_step(model, batch())
+    assert attachment.offloader.statistics().steps == 1
+    attachment.detach()
+    other = actoffload.attach(model, **(options | {"min_bytes": 1}))
+    other.detach()
+    other.offloader.abort()
+
+
+def test_a_deepspeed_engine_whose_section_nobody_read_is_told(options: dict[str, Any]) -> None:
+    engine = Chain()
+    engine.config = {"train_batch_size": 1, "actoffload": {"target": "nvme"}}  # type: ignore[assignment]
+    actoffload.attach(engine, **options)
+    with pytest.warns(RuntimeWarning, match=r"call actoffload\.integrations\.deepspeed\.initialize in its place"):
+        train_step(engine, batch())
+
+
+def test_an_attachment_holds_no_module_alive(options: dict[str, Any]) -> None:
+    model = Chain()
+    actoffload.attach(model, **options)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+
+
+@pytest.mark.parametrize("field", ["include", "exclude"])
+def test_a_pattern_that_matches_no_module_is_an_error_that_names_it_and_one(
+    options: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"^{field}=.*'layer\.\*' matches no module of the model; it has 'layers"):
+        actoffload.attach(Chain(), **(options | {field: ["layers.*", "layer.*"]}))
+    with pytest.raises(ConfigError, match="it has no modules inside"):
+        actoffload.attach(nn.Linear(2, 2), **(options | {field: "layer.*"}))
+    for pattern in ("layers", "layers.1", "*"):
+        attachment = actoffload.attach(Chain(), **(options | {field: pattern}))
+        attachment.detach()
+        attachment.offloader.abort()
 
 
 def test_a_module_that_calls_itself(options: dict[str, Any]) -> None:

@@ -22,7 +22,6 @@ from actoffload.policy import (
     TensorFacts,
 )
 from tests.harness import (
-    WAIT_S,
     Chain,
     MakeOffloader,
     assert_empty,
@@ -459,20 +458,22 @@ def test_noise_that_is_filled_after_it_was_saved_stays(make_offloader: MakeOfflo
 
 def test_a_region_is_left_by_the_thread_that_entered_it(make_offloader: MakeOffloader) -> None:
     region = actoffload.no_offload()
-    entered, tried = threading.Event(), threading.Event()
+    entered, leave = threading.Event(), threading.Event()
 
-    def enter() -> None:
+    def stay() -> None:
         with region:
             entered.set()
-            tried.wait(WAIT_S)
+            leave.wait()
 
-    other = threading.Thread(target=enter)
+    other = threading.Thread(target=stay)
     other.start()
-    assert entered.wait(WAIT_S)
-    with pytest.raises(StateError, match="left in a thread that did not enter it"):
-        region.__exit__()
-    tried.set()
-    other.join()
-    offloader = make_offloader()
-    train_step(Chain(), batch(), offloader)
-    assert offloader.statistics().moved_bytes > 0
+    entered.wait()
+    try:
+        with pytest.raises(StateError, match="left in a thread that did not enter it"):
+            region.__exit__()
+        offloader = make_offloader()
+        train_step(Chain(), batch(), offloader, between=offloader.synchronize)
+        assert offloader.statistics().moved_bytes > 0
+    finally:
+        leave.set()
+        other.join()

@@ -7,8 +7,18 @@ from dataclasses import replace
 import pytest
 
 from actoffload.errors import BudgetError, ConfigError
-from actoffload.planning.explain import MOST_ROWS, OUTSIDE, Alternative, BlockRow, analyse, one_more, render_plan
-from actoffload.planning.plan import Plan
+from actoffload.planning.explain import (
+    MOST_ROWS,
+    OUTSIDE,
+    Alternative,
+    BlockRow,
+    analyse,
+    budget_table,
+    one_more,
+    render_budgets,
+    render_plan,
+)
+from actoffload.planning.plan import Plan, PlanEntry
 from actoffload.planning.planners import Limits, Observed, make_planner
 from actoffload.planning.profile import Block, Link, Profile, Storage
 from actoffload.planning.simulator import simulate
@@ -157,3 +167,66 @@ def test_a_step_that_saves_nothing_and_a_plan_for_another_model() -> None:
     assert "no link was measured" in text
     with pytest.raises(ConfigError, match="these blocks cannot be recomputed"):
         render_plan(small(), Plan((), recompute=("c",)))
+
+
+def test_a_range_of_times_has_one_unit() -> None:
+    short = small()
+    storages = (short.storages[0], replace(short.storages[1], birth_s=100.0, need_s=100.5), short.storages[2])
+    together = tuple(replace(storage, block=0 if storage.block == 1 else storage.block) for storage in storages)
+    disk = Link(write_bytes_per_s=1e6, read_bytes_per_s=1e6)
+    profile = replace(short, storages=together, blocks=short.blocks[:1], disk=disk)
+    both = Plan(tuple(PlanEntry(index=n, nbytes=1000, action="offload") for n in (0, 1)))
+    assert "idle 0.5 to 900 s" in render_plan(profile, both)
+
+
+def one_large_block() -> Profile:
+    """Eight blocks of 1 MiB whose disk is too slow to help, so that only recomputing does."""
+    size, count = 1 << 20, 8
+    storages = tuple(
+        Storage(
+            index=n, nbytes=size // 4, birth_s=b + n % 4 / 4, need_s=24.0 - 2 * b, last_need_s=25.5 - 2 * b, block=b
+        )
+        for b in range(count)
+        for n in range(4 * b, 4 * b + 4)
+    )
+    blocks = tuple(
+        Block(name=f"h.{b}", forward_s=1.0, backward_s=2.0, recompute_s=1.0, input_bytes=1024) for b in range(count)
+    )
+    disk = Link(write_bytes_per_s=0.15 * size, read_bytes_per_s=0.15 * size)
+    return Profile(storages=storages, blocks=blocks, disk=disk, forward_s=8.0, backward_s=18.0)
+
+
+def test_the_table_of_budgets_has_the_steps_time_and_peak() -> None:
+    profile = one_large_block()
+    rows = budget_table(profile, Limits(), make_planner("auto"))
+    budgets = [row.device_budget for row in rows]
+    assert budgets == sorted(budgets, reverse=True)
+    assert budgets[0] == profile.baseline_peak_bytes
+    assert rows[0].step_s == pytest.approx(profile.step_s)
+    for row in rows:
+        plan = make(profile, Limits(device_budget=row.device_budget))
+        assert (row.step_s, row.peak_bytes) == (plan.predicted_step_s, plan.predicted_peak_bytes)
+        assert row.peak_bytes is not None
+        assert row.peak_bytes <= row.device_budget
+
+
+def test_the_table_says_when_a_budget_lies_just_below_a_block_and_what_one_above_it_gives() -> None:
+    profile, planner = one_large_block(), make_planner("auto")
+    limits = Limits(device_budget=int(0.95 * (1 << 20)))
+    rows = {row.device_budget: row for row in budget_table(profile, limits, planner)}
+    below = rows[limits.device_budget or 0]
+    assert below.note == "just below one block (1.0 MiB), which cannot be recomputed"
+    above = min((row for budget, row in rows.items() if budget > 1 << 20), key=lambda row: row.device_budget)
+    assert above.recomputed
+    assert above.step_s is not None
+    assert below.step_s is None or above.step_s < below.step_s
+    assert not any(row.note for row in budget_table(profile, replace(limits, recompute=False), planner))
+    text = render_budgets(list(rows.values()))
+    assert text.startswith("other budgets\n")
+    assert "just below one block" in text
+
+
+def test_a_budget_that_no_plan_keeps_is_in_the_table() -> None:
+    rows = budget_table(small(), Limits(device_budget=1), make_planner("auto"))
+    assert rows[-1].step_s is rows[-1].peak_bytes is None
+    assert "no plan keeps it" in render_budgets(rows)

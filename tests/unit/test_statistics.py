@@ -7,12 +7,15 @@ import json
 from typing import Any
 
 import pytest
+import torch
 
+from actoffload import Offloader
 from actoffload.config import make_config
 from actoffload.policy import KeepReason
 from actoffload.runtime.report import KEPT_MEANINGS, render_report
 from actoffload.statistics import Statistics
 from actoffload.tiers.accounts import Accounts
+from tests.harness import Chain, MakeOffloader, batch, train_step
 
 MIB = 1 << 20
 FIELDS = [
@@ -35,12 +38,20 @@ FIELDS = [
     "unpack_wait_s",
     "live_records",
     "degraded",
+    "microbatches",
+    "optimizer_steps",
+    "plan_peak_bytes",
+    "process_peak_bytes",
+    "process_before_bytes",
+    "device_peak_bytes",
 ]
 
 
 def _statistics(**changes: Any) -> Statistics:
     values: dict[str, Any] = {
-        "steps": 3,
+        "steps": 7,
+        "microbatches": 6,
+        "optimizer_steps": 3,
         "packed_tensors": 30,
         "packed_bytes": 120 * MIB,
         "deduplicated_bytes": 20 * MIB,
@@ -136,6 +147,64 @@ def test_what_another_thread_counts_meanwhile_hides_no_peak(change: str) -> None
     assert accounts.baseline_peak_bytes == (230 if change == "add_record" else 150)
 
 
+class _Accumulated:
+    """A training loop with so many micro-batches a step."""
+
+    def __init__(self, offloader: Offloader, microbatches: int) -> None:
+        self.offloader, self.microbatches = offloader, microbatches
+        self.model = Chain()
+        self.optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in self.model.layers]
+
+    def step(self) -> None:
+        for _ in range(self.microbatches):
+            with self.offloader:
+                loss = self.model(batch()).sum()
+            loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def test_micro_batches_and_optimizer_steps_are_told_apart(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader()
+    loop = _Accumulated(offloader, 3)
+    for _ in range(2):
+        loop.step()
+    with torch.no_grad(), offloader:
+        loop.model(batch())
+    loop.optimizers[0].step()  # nothing was trained since
+    found = offloader.statistics()
+    assert (found.steps, found.microbatches, found.optimizer_steps) == (7, 6, 2)
+    assert "in 2 steps (6 micro-batches), moved" in offloader.report()
+    assert "in 2 steps (6 micro-batches)" in offloader.explain()
+
+
+def test_without_an_optimizer_forward_passes_are_counted(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader()
+    train_step(Chain(), batch(), offloader)
+    assert offloader.statistics().optimizer_steps == 0
+    assert "in 1 forward pass, moved" in offloader.report()
+
+
+def test_the_peak_of_the_plan_that_is_followed_is_told_beside_the_worst_ever(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="auto", min_bytes="16KiB", device_budget="40%")
+    model = Chain(depth=8)
+    for _ in range(6):
+        train_step(model, batch(256), offloader)
+    found = offloader.statistics()
+    assert 0 < found.plan_peak_bytes <= 0.4 * found.baseline_peak_bytes
+    if found.plan_peak_bytes < found.resident_peak_bytes:
+        assert "under the plan that is followed now" in offloader.report()
+
+
+def test_the_peak_of_the_process_stands_beside_that_of_what_was_saved(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader()
+    train_step(Chain(), batch(), offloader)
+    found = offloader.statistics()
+    assert found.process_peak_bytes >= found.process_before_bytes > 0
+    assert found.device_peak_bytes == 0
+    assert "  whole process      peak " in offloader.report()
+
+
 # -- the report --------------------------------------------------------------------------------------------------------
 
 
@@ -143,9 +212,10 @@ def test_the_report_begins_with_what_matters_and_shows_only_what_is_in_use() -> 
     report = render_report(make_config({"target": "nvme"}), _statistics())
     lines = report.splitlines()
     assert lines[0] == (
-        "actoffload (target nvme): in 3 steps, moved 90.0 MiB of 92.0 MiB saved activations (98%); resident "
-        "peak 10.0 MiB of 40.0 MiB (25%); waited 1.25 s (forward 0.25, backward 1.00)."
+        "actoffload (target nvme): in 3 steps (6 micro-batches), moved 90.0 MiB of 92.0 MiB saved activations (98%); "
+        "waited 1.25 s (forward 0.25, backward 1.00)."
     )
+    assert lines[1] == "  saved activations  peak 10.0 MiB of 40.0 MiB with nothing moved (25%)"
     kept = lines[lines.index("kept where they were:") + 1 :]
     assert [line.split()[:3] for line in kept] == [["8.0", "MiB", "parameter"], ["2.0", "MiB", "below"]]
     assert "  nvme  written   90.0 MiB   read   80.0 MiB   peak   30.0 MiB" in report
