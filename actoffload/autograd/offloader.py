@@ -234,8 +234,10 @@ class Offloader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        entry: _Entry = self._forwards.stack.pop()
+        stack = self._forwards.stack
+        entry: _Entry = stack[-1]
         try:
+            del stack[-1]
             entry.hooks.__exit__(kind, error, trace)
             if self.store.interrupted:
                 self.store.speak()

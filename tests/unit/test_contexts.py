@@ -465,20 +465,23 @@ def test_an_attached_module_that_was_pickled_is_as_it_was_before(options: dict[s
     attachment.detach()
 
 
-def test_attachments_are_detached_in_any_order(options: dict[str, Any]) -> None:
+def test_a_copy_is_attached_and_detached_by_itself(options: dict[str, Any]) -> None:
     model = Scaled()
     names = set(vars(model))
     one = actoffload.attach(model, **options)
-    other = actoffload.attach(model, **{**options, "min_bytes": 64})
-    model(batch())
+    copied = copy.deepcopy(model)
+    other = actoffload.attach(copied, **{**options, "min_bytes": 64})
+    for each in (model, copied):
+        each(batch())
+    assert [attachment.offloader.statistics().steps for attachment in (one, other)] == [1, 1]
     one.detach()
-    model(batch())
+    for each in (model, copied):
+        each(batch())
     assert [attachment.offloader.statistics().steps for attachment in (one, other)] == [1, 2]
     other.detach()
-    model(batch())
-    assert other.offloader.statistics().steps == 2
-    assert type(model) is Scaled
-    assert set(vars(model)) == names
+    for each in (model, copied):
+        assert type(each) is Scaled
+        assert set(vars(each)) == names
 
 
 def test_a_module_of_torch_fx_is_refused(options: dict[str, Any]) -> None:
