@@ -143,3 +143,29 @@ def check(function: Callable[..., Any], samples: list[Any], offloader: Offloader
         assert after.nvme_written_bytes > before.nvme_written_bytes
         assert after.nvme_read_bytes > before.nvme_read_bytes
         assert after.forwarded_bytes == 0
+
+
+STATISTICS_UPDATED = {"native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"} | {
+    "nn.functional.batch_norm",
+    "nn.functional.instance_norm",
+}
+"""They save the running statistics and then update them; in training backward reads the batch's own instead."""
+
+
+def test_no_other_operator_fills_what_it_has_saved() -> None:
+    """A tensor that is written after it was saved, without a new version, cannot be copied as it is saved."""
+    found = set()
+    for op in OPS:
+        for sample in samples_of(op, MOST_INPLACE_SAMPLES):
+            saved: list[tuple[Tensor, Tensor, int]] = []
+
+            def pack(tensor: Tensor, saved: list[tuple[Tensor, Tensor, int]] = saved) -> Tensor:
+                if type(tensor) is Tensor and tensor.layout is torch.strided:
+                    saved.append((tensor.detach(), tensor.detach().clone(), tensor._version))
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                op(sample.input, *sample.args, **sample.kwargs)
+            if any(alias._version == version and not same_bits(alias, copy) for alias, copy, version in saved):
+                found.add(op.name)
+    assert found - STATISTICS_UPDATED == {"nn.functional.rrelu"}
