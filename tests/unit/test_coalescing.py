@@ -521,7 +521,7 @@ def test_a_tensor_that_is_larger_than_the_limit_by_itself_moves(make_offloader: 
     offloader = make_offloader(engine=GateEngine, pending_bytes=4 * NBYTES)
     saved = Saved(offloader, activations(2, 6 * NBYTES))
     assert states_of(offloader) == ["spilling", "resident"]
-    only_engine(offloader, GateEngine).open()
+    only_engine(offloader).open()
     offloader.synchronize()
     assert states_of(offloader) == ["spilled", "resident"]
     saved.check_rest()
