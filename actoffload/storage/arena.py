@@ -51,10 +51,6 @@ class SpoolStatistics:
 class PathArena:
     """One path: its file, its engine, and which bytes of the file are in use. Not thread-safe, but for the engine.
 
-    Args:
-        file: The open arena, which `close_file` closes.
-        engine: Works on that file.
-
     Attributes:
         extents: Which bytes are in use; offsets and sizes are multiples of the block size.
         grow_error: Why it could not grow last, if the file system said no.

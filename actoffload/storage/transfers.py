@@ -113,9 +113,7 @@ class Transfer:
         """For the spool: make the requests, one for each segment that is touched.
 
         Args:
-            arenas: The paths.
             memory: One range of memory; or several, where the extent has one segment.
-            alignment: Addresses and lengths must be multiples of this many bytes.
             verify: Keep a checksum of what is written, and check what is read.
 
         Raises:
@@ -140,9 +138,6 @@ class Transfer:
 
     def check_order(self, verify: bool) -> None:
         """For the spool: refuses what would be silent corruption, as engines serve reads before writes.
-
-        Args:
-            verify: Checksums are looked at, which are of all that was written.
 
         Raises:
             StateError: What it reads is not written yet, or what it overwrites is in use.
