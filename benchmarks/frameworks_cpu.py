@@ -40,9 +40,9 @@ QUIET |= dict(per_device_train_batch_size=BATCH, dataloader_pin_memory=False)
 
 
 def llama(layers: int = 6) -> Any:
-    sizes = dict(hidden_size=WIDTH, intermediate_size=3 * WIDTH, num_hidden_layers=layers, vocab_size=WORDS)
-    special = dict(pad_token_id=0, eos_token_id=1, bos_token_id=2)
-    return LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=4, **sizes, **special))
+    sizes: dict[str, Any] = dict(hidden_size=WIDTH, intermediate_size=3 * WIDTH, num_hidden_layers=layers)
+    sizes |= dict(vocab_size=WORDS, pad_token_id=0, eos_token_id=1, bos_token_id=2)
+    return LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=4, **sizes))
 
 
 def tokens(count: int, length: int = LENGTH) -> Tensor:
@@ -105,7 +105,7 @@ def fsdp2(options: Options) -> Program:
 def lightning(options: Options) -> Program:
     import lightning.pytorch as pl
 
-    class Language(pl.LightningModule):  # type: ignore[misc, name-defined]
+    class Language(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
             self.model = llama()
@@ -117,8 +117,10 @@ def lightning(options: Options) -> Program:
             return torch.optim.AdamW(self.parameters())
 
     model = Language()
-    quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
-    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=STEPS, **quiet)
+    quiet: dict[str, Any] = dict.fromkeys(
+        ("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+    )
+    trainer = pl.Trainer(accelerator="cpu", devices=1, max_steps=STEPS, logger=False, **quiet)
     data: Any = tokens(STEPS * BATCH)
     return lambda: trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=BATCH)), attach(model, options)
 
@@ -184,9 +186,13 @@ def megatron(options: Options) -> Program:
     args = pretrain_gpt.parse([*sizes.split(), *flags])
     steps: list[Any] = []
     wrap = pretrain_gpt.wrap_forward_step
-    pretrain_gpt.wrap_forward_step = lambda *given: steps.append(wrap(*given)) or steps[0]
+
+    def noted(*given: Any) -> Any:
+        steps.append(wrap(*given))
+        return steps[0]
 
     def train() -> None:
+        pretrain_gpt.wrap_forward_step = noted
         with pretrain_gpt.cpu_stands_in_for_cuda():
             pretrain_gpt.join()
             pretrain_gpt.set_up(args)
@@ -245,15 +251,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = [name for name, taken in samples.items() if any("error" in one for both in taken.values() for one in both)]
     rows = {name: summarise(**taken) for name, taken in samples.items() if name not in failed}
     shown = {"saved": "saved", "left": "left", "VmHWM, keep": "keep_peak", "offload": "offload_peak", "fell": "fell"}
-    columns: dict[str, Callable[[Row], object]] = {
-        what: lambda row, key=f"{key}_bytes": harness.mib(row[key]) for what, key in shown.items()
-    }
-    columns["fell / left"] = lambda row: f"{row['gone_share']:.0%}"
+    table = harness.markdown_table(
+        ("one thread, defaults", *shown, "fell / left"),
+        [
+            (name, *(harness.mib(row[f"{key}_bytes"]) for key in shown.values()), f"{row['gone_share']:.0%}")
+            for name, row in rows.items()
+        ],
+    )
     bounds = [
         Bound(what=f"{name}: fell / left", measured=row["gone_share"], bound=GONE_BOUND, at_most=False)
         for name, row in rows.items()
     ]
-    hold = results.finish(harness.table_of("one thread, defaults", rows, columns), bounds, summary=rows)
+    hold = results.finish(table, bounds, summary=rows)
     return 0 if hold and not failed else 1
 
 

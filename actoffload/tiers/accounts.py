@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..statistics import Statistics
 
@@ -118,6 +119,6 @@ class Accounts:
 
     def freeze(self, **elsewhere: int) -> Statistics:
         """Return the counts as `Statistics`; ``elsewhere``: those that pools, copies and engines count themselves."""
-        counts = {name: getattr(self, name) for name in self.__slots__ if name in Statistics.__dataclass_fields__}
-        counts |= {"kept_bytes": dict(self.kept_bytes), "degraded": dict(self.degraded)}
-        return Statistics(**counts, **elsewhere)
+        ours = {name: getattr(self, name) for name in self.__slots__ if name in Statistics.__dataclass_fields__}
+        counts: dict[str, Any] = {"kept_bytes": dict(self.kept_bytes), "degraded": dict(self.degraded), **elsewhere}
+        return Statistics(**{**ours, **counts})
