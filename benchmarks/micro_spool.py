@@ -19,7 +19,7 @@ FIO_ENGINES = ("io_uring", "libaio")
 """fio's engines that keep several transfers under way from one thread; which is faster differs between machines."""
 FIO_TIMEOUT_S = 60.0
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
-"""fio's buffers in huge pages, as the host pool's and the CPU allocator's are: in small ones it is half as fast."""
+"""fio's buffers in huge pages, as the host pool's are, and what is written: in small ones it is half as fast."""
 
 
 def against_fio(

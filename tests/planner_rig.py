@@ -67,7 +67,7 @@ class Disk(StorageEngine):
         self._clock = clock
         self._queues: dict[IoKind, deque[IoRequest]] = {kind: deque() for kind in IoKind}
         self._running: dict[IoKind, tuple[float, IoRequest]] = {}
-        self._moved = dict.fromkeys(IoKind, 0)
+        self.written_bytes = self.read_bytes = 0
         self._closed = False
         clock.disks.append(self)
 
@@ -96,7 +96,10 @@ class Disk(StorageEngine):
         """End the transfer that ends first, and start what follows it."""
         kind = min(self._running, key=lambda kind: self._running[kind][0])
         _, request = self._running.pop(kind)
-        self._moved[kind] += request.length
+        if kind is IoKind.WRITE:
+            self.written_bytes += request.length
+        else:
+            self.read_bytes += request.length
         request.finish(None)
         self._start(kind)
 
@@ -118,14 +121,6 @@ class Disk(StorageEngine):
         for request in itertools.chain(*self._queues.values()):
             request.cancel()
         self.close()
-
-    @property
-    def written_bytes(self) -> int:
-        return self._moved[IoKind.WRITE]
-
-    @property
-    def read_bytes(self) -> int:
-        return self._moved[IoKind.READ]
 
 
 class _Work(torch.autograd.Function):

@@ -4,6 +4,8 @@
 // dozen bytes between the blocks) or, with a low mmap threshold, gives every block back to the kernel and takes the next
 // one from it page by page. Here a freed block joins its free neighbours and the next tensor goes where it fits best;
 // memory that nothing has used for some steps goes back to the kernel, and all that is free once nobody offloads.
+// Huge pages are made only of what is to be written to disk: they would make a large tensor resident of which only a few
+// columns are used.
 //
 // Small tensors, and whatever does not fit, come from the allocator that was there before.
 
@@ -27,7 +29,9 @@
 namespace {
 
 constexpr std::uintptr_t kPage = 4096;
-constexpr std::uintptr_t kChunk = std::uintptr_t{2} << 20;  // a huge page: memory goes back in pieces of this size
+constexpr std::uintptr_t kChunk = std::uintptr_t{2} << 20;  // memory goes back in pieces of this size
+
+constexpr int kCollapse = 25;  // MADV_COLLAPSE, since Linux 6.1: older headers do not name it
 
 std::uintptr_t round_up(std::uintptr_t value, std::uintptr_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -36,7 +40,7 @@ std::uintptr_t round_up(std::uintptr_t value, std::uintptr_t unit) { return (val
 class Arena {
  public:
   Arena(std::uintptr_t begin, std::uintptr_t nbytes)
-      : begin_(begin), end_(begin + nbytes), top_(begin), touched_(begin), used_(nbytes / kChunk) {}
+      : begin_(begin), end_(begin + nbytes), top_(begin), touched_(begin), used_(nbytes / kChunk), huge_(nbytes / kChunk) {}
 
   bool contains(const void* pointer) const {
     const auto address = reinterpret_cast<std::uintptr_t>(pointer);
@@ -85,10 +89,12 @@ class Arena {
   // Keeps a block as it is, though it is freed, until `let_go` was called as often; false where there is no such block.
   bool hold(std::uintptr_t address) {
     const std::lock_guard<std::mutex> guard(lock_);
-    if (live_.find(address) == live_.end()) {
+    const auto block = live_.find(address);
+    if (block == live_.end()) {
       return false;
     }
     ++held_[address].times;
+    collapse(address, address + block->second);
     return true;
   }
 
@@ -189,6 +195,18 @@ class Arena {
     touched_ = std::max(touched_, begin_ + round_up(address + size - begin_, kChunk));
   }
 
+  // Makes huge pages of the chunks that lie wholly in [from, to) and are none yet: what is held is about to be written to
+  // disk, and direct I/O takes each page as a piece (1.2 GB/s from small pages, 3.4 GB/s from huge ones, on one machine).
+  // No page is added where all of the block was written. Where the kernel refuses, the small pages stay.
+  void collapse(std::uintptr_t from, std::uintptr_t to) {
+    const std::size_t end = (to - begin_) / kChunk;
+    for (std::size_t index = (round_up(from, kChunk) - begin_) / kChunk; index < end; ++index) {
+      if (!huge_[index]) {
+        huge_[index] = madvise(reinterpret_cast<void*>(begin_ + index * kChunk), kChunk, kCollapse) == 0;
+      }
+    }
+  }
+
   // The chunks that lie wholly in [from, to), have pages, and were in no block for so many epochs.
   void give_back(std::uintptr_t from, std::uintptr_t to, std::uint32_t epochs) {
     std::size_t index = (round_up(from, kChunk) - begin_) / kChunk;
@@ -201,6 +219,7 @@ class Arena {
       }
       std::size_t last = index;
       while (last < end && idle(last)) {
+        huge_[last] = false;
         used_[last++] = 0;
       }
       madvise(reinterpret_cast<void*>(begin_ + index * kChunk), (last - index) * kChunk, MADV_DONTNEED);
@@ -217,6 +236,7 @@ class Arena {
   std::unordered_map<std::uintptr_t, std::uintptr_t> live_;  // address, size
   std::unordered_map<std::uintptr_t, Held> held_;  // by address
   std::vector<std::uint32_t> used_;  // of each chunk, the last epoch in which a block was there; 0 without pages
+  std::vector<bool> huge_;  // of each chunk, whether `collapse` made it a huge page
   std::uint32_t epoch_ = 1;
   bool keep_ = true;
   std::uint64_t live_bytes_ = 0, peak_bytes_ = 0;
@@ -278,7 +298,6 @@ int actoffload_install(std::size_t reserve_bytes, std::size_t smallest_bytes) {
     return 2;
   }
   const std::uintptr_t begin = round_up(reinterpret_cast<std::uintptr_t>(place), kChunk);
-  madvise(reinterpret_cast<void*>(begin), nbytes, MADV_HUGEPAGE);
   small = c10::GetDefaultCPUAllocator();
   smallest = smallest_bytes;
   arena = new Arena(begin, nbytes);

@@ -28,6 +28,16 @@ NOT_PAGE_LOCKED = (
 )
 
 
+class _Piece(NamedTuple):
+    """A range of a slab that was handed out as a slot, and the events of the copies that use it."""
+
+    address: int
+    nbytes: int
+    slab: _Slab
+    offset: int
+    events: list[object]
+
+
 class Slot:
     """A piece of host memory: ``nbytes`` bytes at ``address``, 4096-aligned. It goes back when nobody holds it.
 
@@ -35,30 +45,16 @@ class Slot:
     after all of them have happened. Whoever reads or writes it from an I/O thread holds it meanwhile.
     """
 
-    __slots__ = ("_dropped", "address", "events", "nbytes", "offset", "slab")
+    __slots__ = ("_dropped", "_piece", "address", "events", "nbytes", "offset", "slab")
 
-    def __init__(self, address: int, nbytes: int, slab: _Slab, offset: int, dropped: deque[_Dropped]) -> None:
-        self.address = address
-        self.nbytes = nbytes
-        self.slab = slab
-        self.offset = offset
-        self.events: list[object] = []
+    def __init__(self, piece: _Piece, dropped: deque[_Piece]) -> None:
+        self.address, self.nbytes, self.slab, self.offset, self.events = self._piece = piece
         self._dropped = dropped
 
     def __del__(self) -> None:
         # It may run anywhere, also inside the pool's own lock: only an atomic operation.
         if hasattr(self, "_dropped"):
-            self._dropped.append(_Dropped(self.address, self.nbytes, self.slab, self.offset, self.events))
-
-
-class _Dropped(NamedTuple):
-    """What was a slot that nobody holds any more."""
-
-    address: int
-    nbytes: int
-    slab: _Slab
-    offset: int
-    events: list[object]
+            self._dropped.append(self._piece)
 
 
 class _SlotMemory(ctypes.c_char * (1 << 46)):  # type: ignore[misc]
@@ -147,8 +143,8 @@ class HostPool:
         self._is_done, self._wait_for = is_done, wait_for
         self._poison = poison
         self._slabs: list[_Slab] = []
-        self._in_copy: deque[_Dropped] = deque()  # a copy may still use them
-        self._dropped: deque[_Dropped] = deque()  # filled by finalizers, which take no lock
+        self._in_copy: deque[_Piece] = deque()  # a copy may still use them
+        self._dropped: deque[_Piece] = deque()  # filled by finalizers, which take no lock
         self._lock = threading.RLock()  # reentrant: an interrupt may leave it held by the thread that calls `close`
 
     @property
@@ -160,7 +156,6 @@ class HostPool:
         """Return a slot of at least ``nbytes`` bytes, or None when the capacity does not allow it now.
 
         Args:
-            nbytes: How many bytes.
             force: Map memory beyond the capacity rather than return None (backward must be able to go on).
         """
         with self._lock:
@@ -176,9 +171,6 @@ class HostPool:
         """Return ``nbytes`` bytes of a slot, from byte ``begin`` on, as a tensor of bytes.
 
         Args:
-            slot: Where.
-            begin: The first byte.
-            nbytes: How many bytes.
             owning: The tensor's storage holds the slot, which goes back to the pool when the last one that does has
                 died; else the caller holds it.
         """
@@ -275,12 +267,12 @@ class HostPool:
         offset = slab.extents.allocate(nbytes)
         if offset is None:
             return None
-        slot = Slot(slab.address + offset, slab.extents.round_up(nbytes), slab, offset, self._dropped)
+        slot = Slot(_Piece(slab.address + offset, slab.extents.round_up(nbytes), slab, offset, []), self._dropped)
         self.allocated_bytes += slot.nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         return slot
 
-    def _free(self, piece: _Dropped) -> None:
+    def _free(self, piece: _Piece) -> None:
         if self._poison:
             ctypes.memset(piece.address, 0xFF, piece.nbytes)
         piece.slab.extents.free(piece.offset, piece.nbytes)

@@ -46,10 +46,9 @@ def with_torch(*libraries: str) -> tuple[list[str], list[str]]:
 
 
 def build(source: Path, options: Sequence[str], key: Sequence[str]) -> Path:
-    """Compile a source into a shared library, unless that was done before; the library's path.
+    """Compile a C++ source into a shared library, unless that was done before; return the library's path.
 
     Args:
-        source: a file of C++.
         options: of the compiler: where headers and libraries are.
         key: what else the library depends on, such as PyTorch's version.
 

@@ -8,22 +8,24 @@ import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import ConfigError, SpoolFullError, StorageError
 from ..memory.best_fit import ExtentAllocator
 from .engines import EngineFactory, choose_engine, create_engine
 from .engines.base import SpoolFile, StorageEngine
-from .spool_files import (
-    MAX_BLOCK_BYTES,
-    check_directory,
-    free_bytes,
-    grow_arena,
-    open_arena,
-)
-from .transfers import Segment
+from .spool_files import MAX_BLOCK_BYTES, check_directory, free_bytes, grow_arena, open_arena
 
 _MIN_PIECE_BYTES = 1 << 20  # below this a piece is not worth its request, as long as there is room for larger ones
 _UNLIMITED_BYTES = 1 << 62
+
+
+class Segment(NamedTuple):
+    """A range of the file of one path."""
+
+    arena: int  # index of the path
+    offset: int  # where it starts in the file, in bytes
+    nbytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +50,6 @@ class SpoolStatistics:
 
 class PathArena:
     """One path: its file, its engine, and which bytes of the file are in use. Not thread-safe, but for the engine.
-
-    Args:
-        file: The open arena, which `close_file` closes.
-        engine: Works on that file.
 
     Attributes:
         extents: Which bytes are in use; offsets and sizes are multiples of the block size.

@@ -17,11 +17,7 @@ YEAR_S = 365 * DAY_S
 
 
 def check_positive(owner: object, *names: str) -> None:
-    """Numbers that must be above zero and finite; None, where a field allows it, passes.
-
-    Raises:
-        ConfigError: one is not; names the field.
-    """
+    """Raise a ConfigError that names the field, unless these are finite numbers above 0, or None."""
     for name in names:
         value = getattr(owner, name)
         if value is None:
@@ -31,11 +27,7 @@ def check_positive(owner: object, *names: str) -> None:
 
 
 def check_counts(owner: object, *names: str) -> None:
-    """Whole numbers of 1 or more; None, where a field allows it, passes.
-
-    Raises:
-        ConfigError: one is not; names the field.
-    """
+    """Raise a ConfigError that names the field, unless these are whole numbers of 1 or more, or None."""
     for name in names:
         value = getattr(owner, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -84,12 +76,10 @@ class Drive(Rating):
 
 @dataclass(frozen=True, kw_only=True)
 class Credits:
-    """Multipliers on the rated endurance. Every default is 1.0: no credit, rated TBW as it is.
+    """Multipliers on the rated endurance; 1.0 is no credit.
 
-    SSDTrain's lifetimes (arXiv 2408.10013, its model of endurance) rest on ``write_amplification_rated=2.5`` (what the
-    JESD219 rating is assumed to contain) against 1.0 for its own large sequential writes, and on
-    ``retention_credit=86`` (data kept for one day, not three years). A user of a commodity drive cannot switch the
-    second on, and no warranty follows either.
+    SSDTrain's lifetimes (arXiv 2408.10013) rest on ``write_amplification_rated=2.5`` (JESD219) and on
+    ``retention_credit=86`` (data kept for one day, not three years), which no commodity drive or warranty offers.
     """
 
     write_amplification_rated: float = 1.0
@@ -145,16 +135,9 @@ def render_wear(
     *,
     drives: int = 1,
 ) -> list[str]:
-    """The lines of a report on a measured run: bytes a day, and the projected days to rated TBW.
+    """Return the lines of a report on a measured run: bytes a day, and the projected days to rated TBW.
 
-    Args:
-        written_bytes: what the storage engine wrote in this run.
-        elapsed_s: seconds of the run, idle time included, as the drive counts that too.
-        drive: one of the drives written to, or None when it is not known.
-        drives: how many of them the writes are spread over.
-
-    Returns:
-        No line when nothing was written or no time has passed.
+    Idle time counts, as it does for the drive. There is no line when nothing was written or no time has passed.
     """
     per_day = written_per_day(written_bytes, elapsed_s)
     if per_day <= 0:

@@ -37,13 +37,7 @@ class RateMeter:
         return self._share[0], self._share[1]
 
     def ended(self, nbytes: int, time_s: float, before: LinkShare) -> None:
-        """Count a transfer of ``nbytes`` that has ended, 0 when it failed or was cancelled.
-
-        Args:
-            nbytes: What it has moved.
-            time_s: When.
-            before: What `began` returned.
-        """
+        """Count the end of a transfer, of 0 bytes when it failed or was cancelled; ``before`` is what `began` gave."""
         self._pass(time_s)
         alone, full = self._share[0] - before[0], self._share[1] - before[1]
         part = full / (alone + full) if alone + full > 0 else float(self._full)

@@ -19,12 +19,7 @@ from ..events import now
 from ..locks import DrainingLock
 from .arena import ArenaSet, SpoolStatistics
 from .engines import EngineFactory
-from .engines.base import (
-    IoKind,
-    Range,
-    SpoolFile,
-    StorageEngine,
-)
+from .engines.base import IoKind, Range, SpoolFile, StorageEngine
 from .meters import LinkShare, RateMeter
 from .transfers import Extent, Transfer, closed_error
 
@@ -161,9 +156,7 @@ class Spool:
     ) -> Transfer:
         """As ``write``, from several ranges of memory to one segment, one behind the other; only where ``vectored``."""
         length = sum([nbytes for _, nbytes in memory])
-        transfer = Transfer(
-            IoKind.WRITE, extent, length, before=before, on_done=on_done, on_end=self._post, keepalive=keepalive
-        )
+        transfer = Transfer(IoKind.WRITE, extent, length, self._post, 0, before, on_done, keepalive)
         return self._start(transfer, memory)
 
     def read(
@@ -193,9 +186,7 @@ class Spool:
     ) -> Transfer:
         """As ``read``, behind ``skip`` bytes of the extent, into several ranges of memory; as ``write_ranges``."""
         length = sum([nbytes for _, nbytes in memory])
-        transfer = Transfer(
-            IoKind.READ, extent, length, skip=skip, before=None, on_done=on_done, on_end=self._post, keepalive=keepalive
-        )
+        transfer = Transfer(IoKind.READ, extent, length, self._post, skip, None, on_done, keepalive)
         return self._start(transfer, memory)
 
     def free(self, extent: Extent) -> None:
@@ -233,7 +224,7 @@ class Spool:
         with self._lock:
             live = tuple(self._live)
         for transfer in live:
-            transfer.fail(closed_error())
+            transfer.cancel(closed_error())
         for engine in self.engines:
             engine.abort()
         self._arenas.close_files()
@@ -287,7 +278,7 @@ class Spool:
             transfer.start()
         except BaseException as exc:  # such as an engine that is closed
             if transfer in self._live:
-                transfer.fail(exc)
+                transfer.cancel(exc)
             raise
         return transfer
 

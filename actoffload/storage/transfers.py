@@ -6,178 +6,114 @@ any thread anywhere. The first entry of a list, whose ``append`` is atomic, deci
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import os
+import io
 import threading
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
 
 from ..errors import ChecksumError, OffloaderClosedError, StateError
-from .engines.base import (
-    Completion,
-    IoKind,
-    IoRequest,
-    Range,
-    SpoolFile,
-    StorageEngine,
-    report_uncaught,
-)
+from .arena import PathArena, Segment
+from .engines.base import Completion, IoKind, IoRequest, Range, StorageEngine, report_uncaught
 from .engines.queued import memory_view
 
 _CHUNK_BYTES = 1 << 20
 _MEMORY = "/proc/self/mem"
 
 
-class Segment(NamedTuple):
-    """A range of one arena."""
-
-    arena: int
-    """Index of the path it lies on."""
-    offset: int
-    """Where it starts in that arena, in bytes."""
-    nbytes: int
-    """Its size in bytes."""
-
-
+@dataclass(slots=True, eq=False)
 class Extent:
-    """Room on the spool for one storage, striped over segments; the spool makes and frees it.
+    """Room on the spool for one storage, striped over segments; the spool makes, changes and frees it."""
 
-    Attributes:
-        nbytes: Its size, rounded up to the spool's granularity.
-        segments: Where it lies, in the order of its bytes.
-        valid_bytes: How much the last write left here; 0: nothing that may be read.
-        checksums: Of each segment, where the spool verifies.
-        transfers: How many are in flight; this and what follows is changed under the spool's lock only.
-        writer: The write that is in flight.
-        freed: The caller has given it up.
-        release_due: The spool is to release it when the last transfer has ended.
-    """
+    segments: tuple[Segment, ...]  # where it lies, in the order of its bytes
+    nbytes: int = field(init=False)  # rounded up to the spool's granularity
+    checksums: list[int | None] = field(init=False)  # of each segment, where the spool verifies
+    valid_bytes: int = 0  # how much the last write left here; 0: nothing that may be read
+    transfers: int = 0  # how many are in flight
+    writer: Transfer | None = None  # the write that is in flight
+    freed: bool = False  # the caller has given it up
+    release_due: bool = False  # the spool is to release it when the last transfer has ended
 
-    __slots__ = (
-        "checksums",
-        "freed",
-        "nbytes",
-        "release_due",
-        "segments",
-        "transfers",
-        "valid_bytes",
-        "writer",
-    )
-
-    def __init__(self, segments: tuple[Segment, ...]) -> None:
-        self.segments = segments
-        self.nbytes = sum(segment.nbytes for segment in segments)
-        self.valid_bytes = 0
-        self.checksums: list[int | None] = [None] * len(segments)
-        self.transfers = 0
-        self.writer: Transfer | None = None
-        self.freed = self.release_due = False
+    def __post_init__(self) -> None:
+        self.nbytes = sum(segment.nbytes for segment in self.segments)
+        self.checksums = [None] * len(self.segments)
 
     def __repr__(self) -> str:
         return f"<Extent {self.nbytes} bytes in {len(self.segments)} segments>"
 
 
-_CANCELLED, _FAILED = object(), object()
+class _Cancelled:
+    """The outcome of a transfer that was cancelled; each attempt is its own."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Transfer:
     """A write or a read of one extent.
 
     ``wait`` returns once nothing of it touches memory or disk any more, finished or cancelled; ``on_done`` may run just
-    after.
-
-    It has more attributes than usual: the facts of the transfer, and the callbacks that it lets go of when it ends.
-
-    Attributes:
-        error: What went wrong, or None. After ``Spool.abort`` an ``OffloaderClosedError``.
-        done: Every segment has finished, or has been cancelled in time.
-        skip: Bytes of the extent before what is moved.
+    after. It has more attributes than usual: the facts of the transfer, and the callbacks that it lets go of when it
+    ends.
     """
 
-    __slots__ = (
-        "_before",
-        "_before_error",
-        "_before_lock",
-        "_ended",
-        "_keepalive",
-        "_left",
-        "_on_done",
-        "_on_end",
-        "_outcomes",
-        "_requests",
-        "done",
-        "error",
-        "extent",
-        "kind",
-        "length",
-        "skip",
-    )
-
-    def __init__(
-        self,
-        kind: IoKind,
-        extent: Extent,
-        length: int,
-        *,
-        skip: int = 0,
-        before: Callable[[], None] | None,
-        on_done: Callable[[Transfer], None] | None,
-        on_end: Callable[[Transfer], None],
-        keepalive: object,
-    ) -> None:
-        self.kind = kind
-        self.extent = extent
-        self.length = length
-        self.skip = skip
-        self.error: BaseException | None = None
-        self.done = False
-        self._before = before
-        self._before_error: BaseException | None = None
-        self._before_lock = threading.Lock()
-        self._on_done = on_done
-        self._on_end = on_end
-        self._keepalive = keepalive
-        self._ended = Completion()
-        self._requests: Sequence[tuple[StorageEngine, IoRequest]] = ()
-        self._left: set[int] = set()  # indices of the requests that have not ended
-        self._outcomes: list[object] = []  # the first one stands: cancelled, failed or finished
+    kind: IoKind
+    extent: Extent
+    length: int
+    on_end: Callable[[Transfer], None]  # of the spool, before `on_done`
+    skip: int = 0  # bytes of the extent before what is moved
+    before: Callable[[], None] | None = None  # as `Spool.write` says, and so on
+    on_done: Callable[[Transfer], None] | None = None
+    keepalive: object = None
+    error: BaseException | None = None  # what went wrong; after `Spool.abort` an `OffloaderClosedError`
+    done: bool = False  # every segment has finished, or has been cancelled in time
+    _before_error: BaseException | None = None
+    _before_lock: threading.Lock = field(default_factory=threading.Lock)
+    _ended: Completion = field(default_factory=Completion)
+    _requests: list[tuple[StorageEngine, IoRequest]] = field(default_factory=list)
+    _left: set[int] = field(default_factory=set)  # indices of the requests that have not ended
+    _outcomes: list[object] = field(default_factory=list)  # the first one stands: cancelled or finished
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait at most ``timeout`` seconds until nothing of it runs any more, and return whether that is so."""
         return self._ended.wait(timeout)
 
-    def cancel(self) -> bool:
+    def cancel(self, error: BaseException | None = None) -> bool:
         """Take back what has not started. Never blocks; may be called again.
+
+        Args:
+            error: What whoever waits is to find.
 
         Returns:
             True: ``on_done`` will not be called; what had started finishes by itself, and until then the extent stays
             busy and ``keepalive`` alive. False: it has finished, ``on_done`` has been or will be called.
         """
-        self._outcomes.append(_CANCELLED)
+        attempt = _Cancelled()
+        self._outcomes.append(attempt)
+        if error is not None and self._outcomes[0] is attempt:
+            self.error = error
         if self.cancelled:
-            self._cancel_queued()
+            for index, (_, request) in enumerate(self._requests):
+                if request.cancel():
+                    self._left.discard(index)
+            self._end_if_last()
         return self.cancelled
 
     @property
     def cancelled(self) -> bool:
         """``cancel`` came in time, so ``on_done`` is not called."""
-        return bool(self._outcomes) and self._outcomes[0] in (_CANCELLED, _FAILED)
+        return bool(self._outcomes) and isinstance(self._outcomes[0], _Cancelled)
 
     def promote(self) -> None:
         """Move what is still queued to the front of the queues."""
         for engine, request in reversed(self._requests):
             engine.promote(request)
 
-    def prepare(self, arenas: Sequence[Arena], memory: Sequence[Range], *, alignment: int, verify: bool) -> None:
+    def prepare(self, arenas: Sequence[PathArena], memory: Sequence[Range], *, alignment: int, verify: bool) -> None:
         """For the spool: make the requests, one for each segment that is touched.
 
         Args:
-            arenas: The paths.
             memory: One range of memory; or several, where the extent has one segment.
-            alignment: Addresses and lengths must be multiples of this many bytes.
             verify: Keep a checksum of what is written, and check what is read.
 
         Raises:
@@ -185,7 +121,6 @@ class Transfer:
         """
         extent, kind, left = self.extent, self.kind, self.length
         self._check_place(memory, alignment)
-        requests = []
         address = memory[0][0]
         for index, segment in enumerate(extent.segments):
             arena, length = arenas[segment.arena], min(segment.nbytes, left)
@@ -194,19 +129,15 @@ class Transfer:
             on_done = partial(self._request_done, index, arena.file.path, verify)
             offset = segment.offset + self.skip
             request = IoRequest(kind, address, length, offset, ranges=ranges, before=before, on_done=on_done)
-            requests.append((arena.engine, request))
+            self._requests.append((arena.engine, request))
             address += length
             left -= length
             if not left:
                 break
-        self._requests = requests
-        self._left = set(range(len(requests)))
+        self._left = set(range(len(self._requests)))
 
     def check_order(self, verify: bool) -> None:
         """For the spool: refuses what would be silent corruption, as engines serve reads before writes.
-
-        Args:
-            verify: Checksums are looked at, which are of all that was written.
 
         Raises:
             StateError: What it reads is not written yet, or what it overwrites is in use.
@@ -225,24 +156,15 @@ class Transfer:
         """For the spool: submit the requests.
 
         Raises:
-            OffloaderClosedError: An engine is closed; the caller is to `fail` the transfer.
+            OffloaderClosedError: An engine is closed; the caller is to cancel the transfer.
         """
         for engine, request in self._requests:
             engine.submit(request)
 
-    def fail(self, error: BaseException) -> None:
-        """For the spool: as ``cancel``, but whoever waits finds ``error``."""
-        self._outcomes.append(_FAILED)
-        if self._outcomes[0] is _FAILED:
-            self.error = error
-        if self.cancelled:
-            self._cancel_queued()
-
     def abandon(self, error: BaseException) -> None:
         """For a forked child, which has no engine threads: nothing will ever run, so wake whoever looks at it."""
-        self._outcomes.append(_FAILED)
-        if self._outcomes[0] is _FAILED:
-            self.error = error
+        self._outcomes.append(_Cancelled())
+        self.error = self.error or error
         self.extent.writer = None
         self.done = True
         self._ended.set()
@@ -263,7 +185,7 @@ class Transfer:
         if self.kind is IoKind.READ:
             return None
         if not verify:
-            return None if self._before is None else self._run_before
+            return None if self.before is None else self._run_before
 
         def before() -> None:
             self._run_before()
@@ -274,7 +196,7 @@ class Transfer:
     def _run_before(self) -> None:
         """Run ``before`` once, before the first segment; the others wait and share its failure."""
         with self._before_lock:
-            before, self._before = self._before, None
+            before, self.before = self.before, None
             if before is not None:
                 try:
                     before()
@@ -302,12 +224,6 @@ class Transfer:
         where = f"{request.length} bytes at offset {request.offset}"
         return ChecksumError(errno.EBADMSG, f"{where} read back with crc32 {found:08x}, written {expected:08x}", path)
 
-    def _cancel_queued(self) -> None:
-        for index, (_, request) in enumerate(self._requests):
-            if request.cancel():
-                self._left.discard(index)
-        self._end_if_last()
-
     def _end_if_last(self) -> None:
         """End it when no request is left: once if finished; cancelled perhaps in two threads, which does no harm."""
         if self._left:
@@ -322,10 +238,10 @@ class Transfer:
         if self.extent.writer is self:
             self.extent.valid_bytes = self.length if finished and self.error is None else 0
             self.extent.writer = None
-        on_done, keepalive = self._on_done, self._keepalive
-        self._on_done = self._before = self._keepalive = None
+        on_done, keepalive = self.on_done, self.keepalive
+        self.on_done = self.before = self.keepalive = None
         self.done = True
-        self._on_end(self)  # first: on_done may want to free the extent and find the room
+        self.on_end(self)  # first: on_done may want to free the extent and find the room
         self._ended.set()
         if finished and on_done is not None:
             try:
@@ -333,13 +249,6 @@ class Transfer:
             except BaseException as exc:  # it must not end the engine's thread, and must not be lost
                 report_uncaught(exc)
         del keepalive  # alive until here
-
-
-class Arena(Protocol):
-    """What a transfer has to know of a path."""
-
-    engine: StorageEngine
-    file: SpoolFile
 
 
 def crc32(ranges: Sequence[Range]) -> int:
@@ -353,21 +262,20 @@ def crc32(ranges: Sequence[Range]) -> int:
     """
     found = 0
     try:
-        memory = os.open(_MEMORY, os.O_RDONLY | os.O_CLOEXEC)
+        memory = io.FileIO(_MEMORY)
     except OSError:
         for address, length in ranges:
-            found = zlib.crc32((ctypes.c_char * length).from_address(address), found)
+            found = zlib.crc32(memory_view(address, length), found)
         return found
-    buffer = memoryview(bytearray(min(max(length for _, length in ranges), _CHUNK_BYTES)))
-    try:
+    with memory:
         for address, length in ranges:
-            for start in range(address, address + length, _CHUNK_BYTES):
-                wanted = buffer[: min(address + length - start, _CHUNK_BYTES)]
-                if os.preadv(memory, [wanted], start) != len(wanted):
-                    raise OSError(errno.EFAULT, f"the memory at {start:#x} cannot be read")
-                found = zlib.crc32(wanted, found)
-    finally:
-        os.close(memory)
+            memory.seek(address)
+            while length > 0:
+                chunk = memory.read(min(length, _CHUNK_BYTES))
+                if not chunk:
+                    raise OSError(errno.EFAULT, "the memory cannot be read")
+                found = zlib.crc32(chunk, found)
+                length -= len(chunk)
     return found
 
 

@@ -1,6 +1,6 @@
 """Devices with streams, behind one small interface; what is CUDA-only is isolated here.
 
-`transfer.py` orders every copy with nothing but the operations of `Accelerator`, so the simulated device of
+`copy_streams` orders every copy with nothing but the operations of `Accelerator`, so the simulated device of
 ``actoffload.testing.fakedevice`` can stand in for a real one and show each missing edge.
 """
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, deque
+from dataclasses import dataclass, field
+from typing import Any
 
 from ..statistics import Statistics
 
@@ -14,46 +16,37 @@ Deferred = int | tuple[str, int, bool]
 activation that died."""
 
 
+@dataclass(slots=True)
 class Accounts:
     """Counts in bytes unless named otherwise. The caller holds the store's lock.
 
-    It has more than fifteen fields, as `Statistics` has. Tensors that stay without a record are only appended to
-    ``deferred`` by those who save or drop them: one atomic list operation, which needs no lock, also in a finalizer.
-    They are counted, in order, before any peak can be passed.
-
-    Attributes:
-        step_peak_bytes: as ``resident_peak_bytes``, in the step that runs; ``plan_peak_bytes``: in those before it that
-            ran under the same plan.
-        recomputed_bytes: of the resident bytes, those that a recomputed block holds until its backward is over.
+    It has more than fifteen fields, as `Statistics` has; what is there by the same name is said there. Tensors that
+    stay without a record are only appended to ``deferred`` by those who save or drop them: one atomic list operation,
+    which needs no lock, also in a finalizer. They are counted, in order, before any peak can be passed.
     """
 
-    __slots__ = (
-        "baseline_bytes", "baseline_peak_bytes", "cancelled_bytes", "deduplicated_bytes", "deferred", "degraded",
-        "forwarded_bytes", "kept_bytes", "live_records", "microbatches", "moved_bytes", "optimizer_steps",
-        "pack_wait_s", "packed_bytes", "packed_tensors", "plan_peak_bytes", "recomputed_bytes", "resident_bytes",
-        "resident_peak_bytes", "step_peak_bytes", "steps", "unpack_wait_s",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.deferred: deque[Deferred] = deque()
-        self.steps = self.microbatches = self.optimizer_steps = 0
-        self.packed_tensors = 0
-        self.packed_bytes = 0
-        self.deduplicated_bytes = 0
-        self.moved_bytes = 0
-        self.kept_bytes: Counter[str] = Counter()
-        self.forwarded_bytes = 0
-        self.cancelled_bytes = 0
-        self.resident_bytes = 0
-        self.resident_peak_bytes = 0
-        self.step_peak_bytes = self.plan_peak_bytes = 0
-        self.recomputed_bytes = 0
-        self.baseline_bytes = 0
-        self.baseline_peak_bytes = 0
-        self.pack_wait_s = 0.0
-        self.unpack_wait_s = 0.0
-        self.live_records = 0
-        self.degraded: Counter[str] = Counter()
+    deferred: deque[Deferred] = field(default_factory=deque)
+    steps: int = 0
+    microbatches: int = 0
+    optimizer_steps: int = 0
+    packed_tensors: int = 0
+    packed_bytes: int = 0
+    deduplicated_bytes: int = 0
+    moved_bytes: int = 0
+    kept_bytes: Counter[str] = field(default_factory=Counter)
+    forwarded_bytes: int = 0
+    cancelled_bytes: int = 0
+    resident_bytes: int = 0
+    resident_peak_bytes: int = 0
+    step_peak_bytes: int = 0  # as `resident_peak_bytes`, in the step that runs
+    plan_peak_bytes: int = 0  # in the steps before it that ran under the same plan
+    recomputed_bytes: int = 0  # of the resident bytes, those that a recomputed block holds until its backward is over
+    baseline_bytes: int = 0
+    baseline_peak_bytes: int = 0
+    pack_wait_s: float = 0.0
+    unpack_wait_s: float = 0.0
+    live_records: int = 0
+    degraded: Counter[str] = field(default_factory=Counter)
 
     def begin_step(self) -> None:
         """Nothing of the step before is alive: its peak counts for the plan that it ran under."""
@@ -139,22 +132,11 @@ class Accounts:
 
     def freeze(self, **elsewhere: int) -> Statistics:
         """Return the counts as `Statistics`; ``elsewhere``: those that pools, copies and engines count themselves."""
-        return Statistics(
-            steps=self.steps,
-            packed_tensors=self.packed_tensors,
-            packed_bytes=self.packed_bytes,
-            deduplicated_bytes=self.deduplicated_bytes,
-            kept_bytes=dict(self.kept_bytes),
-            forwarded_bytes=self.forwarded_bytes,
-            cancelled_bytes=self.cancelled_bytes,
-            resident_peak_bytes=self.resident_peak_bytes,
-            baseline_peak_bytes=self.baseline_peak_bytes,
-            pack_wait_s=self.pack_wait_s,
-            unpack_wait_s=self.unpack_wait_s,
-            live_records=self.live_records,
-            degraded=dict(self.degraded),
-            microbatches=self.microbatches,
-            optimizer_steps=self.optimizer_steps,
-            plan_peak_bytes=max(self.plan_peak_bytes, self.step_peak_bytes),
+        ours = {name: getattr(self, name) for name in self.__slots__ if name in Statistics.__dataclass_fields__}
+        counts: dict[str, Any] = {
+            "kept_bytes": dict(self.kept_bytes),
+            "degraded": dict(self.degraded),
+            "plan_peak_bytes": max(self.plan_peak_bytes, self.step_peak_bytes),
             **elsewhere,
-        )
+        }
+        return Statistics(**{**ours, **counts})

@@ -7,6 +7,8 @@ the other, so backward gets none of them much too early. A large record is a bat
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 
 from ..errors import StateError
@@ -22,9 +24,12 @@ Ranges = list[tuple[int, int]]
 class Batch:
     """Records that share one extent; the body of each lies behind that of the one before.
 
-    Attributes:
+    Args:
         records: in the order of their bytes; emptied when the last of them has given up its room.
-        starts: where each begins in memory that holds all of them and keeps their addresses modulo the alignment.
+        step: addresses are kept modulo this many bytes.
+
+    Attributes:
+        starts: where each begins in memory that holds all of them and keeps their addresses.
         offsets: where the body of each begins in the extent.
         io_bytes: the bytes of all bodies.
         extent: the room on disk.
@@ -35,15 +40,12 @@ class Batch:
     __slots__ = ("extent", "io_bytes", "offsets", "read_apart", "records", "starts", "users")
 
     def __init__(self, records: list[Record], step: int) -> None:
-        """Lay the records out; ``step``: the addresses are kept modulo this many bytes."""
         self.records = records
         self.starts: list[int] = []
         self.offsets: list[int] = []
-        self.io_bytes = 0
+        self.io_bytes = self.users = end = 0
         self.extent: Extent | None = None
-        self.users = 0
         self.read_apart = False
-        end = 0
         for record in records:
             layout: Layout = record.layout
             start = -(-end // step) * step + layout.pad
@@ -68,28 +70,19 @@ class Batch:
         ]
 
 
+@dataclass(slots=True, eq=False)
 class BatchTransfer:
-    """One write or read of several records. Guarded by the store's lock.
+    """One write or read of several records. Guarded by the store's lock."""
 
-    Attributes:
-        records: those that it is for; a record that needs it no more leaves.
-        nbytes: their bytes.
-        transfer: None until it was begun.
-        places: of a write, each storage that is read where its owner holds it, with its address.
-        left_bytes: of records that left a write which was begun: it still holds their memory.
-        held: of a write, what keeps the memory of each record from being used again, though its owner frees it.
-    """
-
-    __slots__ = ("held", "left_bytes", "nbytes", "places", "records", "resized", "transfer")
-
-    def __init__(self) -> None:
-        self.records: dict[Record, None] = {}
-        self.nbytes = 0
-        self.transfer: Transfer | None = None
-        self.places: list[tuple[torch.UntypedStorage, int]] = []
-        self.resized = False
-        self.left_bytes = 0
-        self.held: dict[Record, HeldBlock] = {}
+    records: dict[Record, None] = field(default_factory=dict)  # those that it is for; who needs it no more leaves
+    nbytes: int = 0  # of those
+    transfer: Transfer | None = None  # once it was begun
+    places: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
+    """Of a write, each storage that is read where its owner holds it, with its address."""
+    held: dict[Record, HeldBlock] = field(default_factory=dict)
+    """Of a write, what keeps the memory of each record from being used again, though its owner frees it."""
+    resized: bool = False  # an owner had freed or resized a storage before it was read
+    left_bytes: int = 0  # of records that left a write which was begun: it still holds their memory
 
     def add(self, record: Record) -> None:
         """Transfer a record as well."""

@@ -84,11 +84,7 @@ class CopyStreams:
     # -- host to device -----------------------------------------------------------------------------------------------
 
     def begin_in(self, source: Tensor, index: int, after: Event | None = None) -> Incoming:
-        """Copy the flat bytes of ``source`` (host) into new memory of device ``index``.
-
-        Args:
-            after: the event that completes the host bytes, when a copy from a device makes them.
-        """
+        """Copy the flat bytes of ``source`` (host), complete after an event, into new memory of device ``index``."""
         compute = self.device.current_stream(index)
         self._saw(index, compute)
         tensor = self.device.empty(source.numel(), index, compute)

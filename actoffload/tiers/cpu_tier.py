@@ -42,12 +42,8 @@ class CpuTier(Tier):
     """CPU memory ↔ NVMe.
 
     Nothing is coalesced under a ``device_budget``, where each record is waited for alone; with ``verify``, as the
-    checksum would be that of the batch; or with an engine that takes one range of memory at a time.
-
-    Args:
-        shared: see `Tier`.
-        spool: the disk.
-        pool: memory for what is read back.
+    checksum would be that of the batch; or with an engine that takes one range of memory at a time. The pool is memory
+    for what is read back.
     """
 
     def __init__(self, shared: Shared, spool: Spool, pool: HostPool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -57,87 +58,50 @@ MOVING = (State.STAGING, State.SPILLING)
 _numbers = itertools.count(1)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Record:
     """One version of one saved storage (or of a span of it), shared by every handle on it.
 
     All fields are guarded by the store's lock. It has more than fifteen, as it is what the store, the tape and one tier
     know of a storage, and each of them looks at it for each tensor.
-
-    Attributes:
-        number: of the record in this process, for traces.
-        state: see `State`.
-        address: where the storage lay when it was saved.
-        begin: its first byte that a view needs.
-        end: one past the last byte that a view needs.
-        nbytes: bytes of that span.
-        has_gaps: the view that was saved first does not need all bytes of the span, so that others may change them.
-        device: of the storage; ``kind`` is its type.
-        data: the storage that views are made of while the bytes are on the device.
-        data_begin: the byte of the original storage that is the first of ``data``.
-        weak_data: the device copy that somebody else may still hold, after we let go of it.
-        identity: pins the storage's identity for as long as the record lives.
-        handles: how many there are.
-        waiting: how many of them were not unpacked in this round of backward.
-        round: how often backward has begun over (``retain_graph``).
-        tape: the forward that it was saved in, and ``index`` its place there.
-        module: the module that saved it, if names are known.
-        stays: it was decided that it never leaves.
-        planned_tier: where a plan sends it: ``"host"``, ``"nvme"``, or ``""`` for the tier's own choice.
-        counted: it counts among the resident bytes.
-        wanted: backward is about to need it.
-        on_disk: a complete copy is on disk, in ``extent``.
-        was_resized: its owner was seen to have freed or resized it while it was moved.
-        extent: its room on disk, which it may share.
-        transfer: the write or read that it is in.
-        layout: how a CPU tensor's bytes lie around its direct I/O.
-        slot: its host memory.
-        outgoing: the copy to the host that was begun.
-        incoming: the copy to the device that was begun.
-        error: why it could not be read; whoever asks next tries again.
     """
 
-    __slots__ = (
-        "address", "begin", "counted", "data", "data_begin", "device", "end", "error", "extent", "handles",
-        "has_gaps", "identity", "incoming", "index", "kind", "layout", "module", "nbytes", "number", "on_disk",
-        "outgoing", "planned_tier", "round", "slot", "state", "stays", "tape", "transfer", "waiting", "wanted",
-        "was_resized", "weak_data",
-    )  # fmt: skip
+    data: torch.UntypedStorage | None  # what views are made of while the bytes are on the device
+    address: int  # where the storage lay when it was saved
+    begin: int  # its first byte that a view needs
+    end: int  # one past the last byte that a view needs
+    device: torch.device
+    kind: str = field(init=False)  # the type of the device
+    nbytes: int = field(init=False)  # of the span
+    number: int = field(default_factory=_numbers.__next__)  # of the record in this process, for traces
+    state: State = State.RESIDENT
+    has_gaps: bool = False  # the first view does not need all bytes of the span, so that others may change them
+    data_begin: int = 0  # the byte of the original storage that is the first of `data`
+    weak_data: StorageRef | None = None  # the device copy that somebody else may still hold, after we let go of it
+    identity: StorageRef | None = None  # pins the storage's identity for as long as the record lives
+    handles: int = 0
+    waiting: int = 0  # handles that were not unpacked in this round of backward
+    round: int = 0  # how often backward has begun over (`retain_graph`)
+    tape: Any = None  # the forward that it was saved in
+    index: int = -1  # its place on the tape
+    module: str | None = None  # that saved it, if names are known
+    stays: bool = False  # it was decided that it never leaves
+    planned_tier: str = ""  # where a plan sends it: "host", "nvme", or "" for the tier's own choice
+    counted: bool = False  # among the resident bytes
+    wanted: bool = False  # backward is about to need it
+    on_disk: bool = False  # a complete copy is in `extent`
+    was_resized: bool = False  # its owner was seen to have freed or resized it while it was moved
+    extent: Any = None  # its room on disk, which it may share
+    transfer: Promotable | None = None  # the write or read that it is in
+    layout: Any = None  # how a CPU tensor's bytes lie around its direct I/O
+    slot: Slot | None = None  # its host memory
+    outgoing: Outgoing | None = None  # the copy to the host that was begun
+    incoming: Incoming | None = None  # the copy to the device that was begun
+    error: BaseException | None = None  # why it could not be read; whoever asks next tries again
 
-    def __init__(
-        self, storage: torch.UntypedStorage | None, address: int, begin: int, end: int, device: torch.device
-    ) -> None:
-        self.number = next(_numbers)
-        self.state = State.RESIDENT
-        self.address = address
-        self.begin = begin
-        self.end = end
-        self.nbytes = end - begin
-        self.has_gaps = False
-        self.device = device
-        self.kind = device.type
-        self.data: torch.UntypedStorage | None = storage
-        self.data_begin = 0
-        self.weak_data: StorageRef | None = None
-        self.identity: StorageRef | None = None
-        self.handles = 0
-        self.waiting = 0
-        self.round = 0
-        self.tape: Any = None
-        self.index = -1
-        self.module: str | None = None
-        self.stays = False
-        self.planned_tier = ""
-        self.counted = False
-        self.wanted = False
-        self.on_disk = False
-        self.was_resized = False
-        self.extent: Any = None
-        self.transfer: Promotable | None = None
-        self.layout: Any = None
-        self.slot: Slot | None = None
-        self.outgoing: Outgoing | None = None
-        self.incoming: Incoming | None = None
-        self.error: BaseException | None = None
+    def __post_init__(self) -> None:
+        self.nbytes = self.end - self.begin
+        self.kind = self.device.type
 
     def to(self, state: State) -> None:
         """Change the state.

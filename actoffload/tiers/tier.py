@@ -27,12 +27,7 @@ LOOK_AT = 16
 
 
 class Tier(ABC):
-    """What both kinds of tier are, and the steps that they share.
-
-    Args:
-        shared: the lock, the counts and the budget.
-        spool: the disk; None for host memory alone.
-    """
+    """What both kinds of tier are, and the steps that they share. Without a spool there is host memory alone."""
 
     def __init__(self, shared: Shared, spool: Spool | None) -> None:
         self.shared = shared

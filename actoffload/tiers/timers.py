@@ -68,9 +68,6 @@ class DeviceStopwatch(Stopwatch):
     """For an accelerator: timed events on the compute stream, less the waits of that stream that we caused.
 
     A step is timed on the device on which it began; what other devices wait for does not count.
-
-    Args:
-        device: the accelerator.
     """
 
     def __init__(self, device: Accelerator) -> None:
@@ -143,11 +140,7 @@ class WaitFor(Enum):
 
 
 class StreamWaits:
-    """Times the waits of compute streams by a pair of events around each. Nothing here blocks the host or fails.
-
-    Args:
-        device: the accelerator.
-    """
+    """Times the waits of compute streams by a pair of events around each. Nothing here blocks the host or fails."""
 
     def __init__(self, device: Accelerator) -> None:
         self._device = device

@@ -39,12 +39,12 @@ TORCH_FREE = (
 OPTIONAL = {
     "aiofiles": "storage.engines.aiofiles",
     "cupy": "storage.engines.gds",
-    "deepspeed": "integrations.deepspeed",
+    "deepspeed": "integrations.deepspeed benchmarks.frameworks_cpu",
     "kvikio": "storage.engines.gds cli.doctor",
     "matplotlib": "analysis.plots",
     "megatron": "integrations.megatron integrations.megatron.* benchmarks.peers",
     "rich": "cli.*",
-    "transformers": "integrations.hf cli.transformers_models benchmarks.workloads",
+    "transformers": "integrations.hf cli.transformers_models benchmarks.workloads benchmarks.frameworks_cpu",
     "typer": "cli.*",
 }
 """Third parties that need not be there (or are heavy), and the only modules that may import them."""

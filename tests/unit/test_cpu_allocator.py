@@ -314,3 +314,32 @@ with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
     gates[0].open()
     offloader.close()
 """)
+
+
+def test_a_buffer_that_is_touched_here_and_there_takes_only_the_pages_that_were_touched() -> None:
+    """As the loss of TRL does, which computes the logits of a few tokens at a time into a large buffer."""
+    run("""
+before = rss()
+sparse = torch.empty(2000, 32768)  # 250 MiB
+sparse[:, :512] = 1.0
+assert rss() - before < 24 * MIB, (rss() - before) / MIB
+""")
+
+
+def test_what_is_to_be_written_lies_in_huge_pages_and_takes_no_more_memory() -> None:
+    run("""
+import re
+def huge(): return 1024 * sum(int(n) for n in re.findall(r"AnonHugePages: *(\\d+) kB", open("/proc/self/smaps").read()))
+sparse = torch.empty(64 * MIB, dtype=torch.uint8)
+dense = full(33 * MIB, 7)
+assert huge() < 2 * MIB
+before = rss()
+held = cpu_allocator.HeldBlock(dense.data_ptr())
+assert rss() - before < MIB and int(dense.sum()) == 7 * dense.numel()
+if tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 1):
+    assert huge() >= 28 * MIB, huge()
+del held, dense
+cpu_allocator.give_back()
+again = full(33 * MIB, 8)
+assert huge() < 2 * MIB  # new pages are small until they are written, too
+""")

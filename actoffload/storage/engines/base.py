@@ -9,7 +9,7 @@ import contextlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, unique
 from typing import ClassVar
 
@@ -74,17 +74,19 @@ Range = tuple[int, int]
 """A range of memory: its address and its length in bytes."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class IoRequest:
     """One positional transfer between memory and the engine's file, and its own ticket.
 
     The memory must stay valid until the request is final. ``cancel`` may run in a finalizer, inside any other method of
-    the same request, so no lock is used here, only atomic operations of one list.
+    the same request, so no lock is used here, only atomic operations of one list. Address, length and offset are
+    multiples of the engine's alignment.
 
     Args:
         kind: READ (file to memory) or WRITE (memory to file).
-        address: Address of the memory, a multiple of the engine's alignment.
-        length: Bytes to move, a multiple of the engine's alignment.
-        offset: Position in the file, a multiple of the engine's alignment.
+        address: Address of the memory.
+        length: Bytes to move.
+        offset: Position in the file.
         ranges: Where the memory is in several pieces, whose bytes lie one behind the other in the file: all of them,
             in that order; ``address`` is then the first one's, and ``length`` that of all. Only for engines whose
             capabilities say ``vectored``.
@@ -94,42 +96,17 @@ class IoRequest:
             CANCELLED. Whoever waits may be woken before it has run.
     """
 
-    __slots__ = (
-        "_claims",
-        "_final",
-        "address",
-        "before",
-        "error",
-        "kind",
-        "length",
-        "offset",
-        "on_done",
-        "ranges",
-        "state",
-    )
-
-    def __init__(
-        self,
-        kind: IoKind,
-        address: int,
-        length: int,
-        offset: int,
-        *,
-        ranges: Sequence[Range] = (),
-        before: Callable[[], None] | None = None,
-        on_done: Callable[[IoRequest], None] | None = None,
-    ) -> None:
-        self.kind = kind
-        self.address = address
-        self.length = length
-        self.offset = offset
-        self.ranges = ranges
-        self.before = before
-        self.on_done = on_done
-        self.state = RequestState.QUEUED
-        self.error: BaseException | None = None
-        self._claims: list[object] = []  # the first one decides: it was started, or it was cancelled
-        self._final = Completion()
+    kind: IoKind
+    address: int
+    length: int
+    offset: int
+    ranges: Sequence[Range] = ()
+    before: Callable[[], None] | None = None
+    on_done: Callable[[IoRequest], None] | None = None
+    state: RequestState = RequestState.QUEUED
+    error: BaseException | None = None
+    _claims: list[object] = field(default_factory=list)  # the first one decides: it was started, or it was cancelled
+    _final: Completion = field(default_factory=Completion)
 
     @property
     def memory(self) -> Sequence[Range]:
@@ -232,6 +209,12 @@ class StorageEngine(ABC):
     """
 
     default_name: ClassVar[str] = ""
+    written_bytes: int
+    """Bytes that really went to the file."""
+    read_bytes: int
+    """Bytes that really came from the file."""
+    remark: str = ""
+    """How it works on this machine, for reports; empty: there is nothing to say."""
 
     @abstractmethod
     def __init__(self, file: SpoolFile, *, threads: int | None = None) -> None: ...
@@ -240,11 +223,6 @@ class StorageEngine(ABC):
     @abstractmethod
     def capabilities(self) -> EngineCapabilities:
         """What this engine does and needs."""
-
-    @property
-    def remark(self) -> str:
-        """How it works on this machine, for reports; empty: there is nothing to say."""
-        return ""
 
     @abstractmethod
     def submit(self, request: IoRequest) -> None:
@@ -265,16 +243,6 @@ class StorageEngine(ABC):
     @abstractmethod
     def abort(self) -> None:
         """Cancel what is queued, wait for what runs, end the threads. Idempotent; not from an engine's thread."""
-
-    @property
-    @abstractmethod
-    def written_bytes(self) -> int:
-        """Bytes that really went to the file."""
-
-    @property
-    @abstractmethod
-    def read_bytes(self) -> int:
-        """Bytes that really came from the file."""
 
     def after_fork_in_child(self) -> None:  # noqa: B027 - most engines own nothing that a child must close
         """In a forked child: closes the engine's own descriptors. Takes no lock, touches no thread."""

@@ -48,7 +48,7 @@ class GdsEngine(QueuedEngine):
         compat = why_compat()
         direct = file.direct and not compat
         super().__init__(file, EngineCapabilities(self.default_name, direct, PAGE_BYTES, threads=count, vectored=True))
-        self._remark = (
+        self.remark = (
             f"compatibility mode, through host memory: {compat}" if compat else "GPUDirect Storage, past host memory"
         )
         if file.reopen_path is None:
@@ -67,12 +67,7 @@ class GdsEngine(QueuedEngine):
         if problem is not None:
             self.abort()
             raise _unavailable(problem)
-        self._written_bytes = self._read_bytes = 0
-
-    @property
-    def remark(self) -> str:
-        """See ``StorageEngine``."""
-        return self._remark
+        self.written_bytes = self.read_bytes = 0
 
     def close(self) -> None:
         """See ``StorageEngine``."""

@@ -12,20 +12,8 @@ from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
 
-from ...errors import (
-    OffloaderClosedError,
-    StateError,
-    StorageReadError,
-    StorageWriteError,
-)
-from .base import (
-    EngineCapabilities,
-    IoKind,
-    IoRequest,
-    Range,
-    SpoolFile,
-    StorageEngine,
-)
+from ...errors import OffloaderClosedError, StateError, StorageReadError, StorageWriteError
+from .base import EngineCapabilities, IoKind, IoRequest, Range, SpoolFile, StorageEngine
 
 _RETRY_ERRNOS = frozenset({errno.EINTR, errno.EAGAIN, errno.EWOULDBLOCK})
 _MAX_STALLS = 1000  # attempts in a row that moved nothing; with the pause below, about a second
@@ -147,8 +135,8 @@ class QueuedEngine(StorageEngine):
         self._closing = False
         self._idle_workers = 0  # workers that wait, or are about to take what they were woken for
         self._counter_lock = threading.Lock()
-        self._written_bytes = 0
-        self._read_bytes = 0
+        self.written_bytes = 0
+        self.read_bytes = 0
         self._threads: list[threading.Thread] = []
 
     def start_threads(self, count: int) -> None:
@@ -160,16 +148,6 @@ class QueuedEngine(StorageEngine):
     def capabilities(self) -> EngineCapabilities:
         """See ``StorageEngine``."""
         return self._capabilities
-
-    @property
-    def written_bytes(self) -> int:
-        """See ``StorageEngine``."""
-        return self._written_bytes
-
-    @property
-    def read_bytes(self) -> int:
-        """See ``StorageEngine``."""
-        return self._read_bytes
 
     def submit(self, request: IoRequest) -> None:
         """See ``StorageEngine``."""
@@ -280,9 +258,9 @@ class QueuedEngine(StorageEngine):
     def _count(self, kind: IoKind, moved: int) -> None:
         with self._counter_lock:
             if kind is IoKind.READ:
-                self._read_bytes += moved
+                self.read_bytes += moved
             else:
-                self._written_bytes += moved
+                self.written_bytes += moved
 
     def _queue(self, request: IoRequest) -> deque[IoRequest]:
         return self._reads if request.kind is IoKind.READ else self._writes

@@ -16,12 +16,7 @@ from collections import deque
 from typing import ClassVar
 
 from ...errors import EngineUnavailableError
-from .base import (
-    EngineCapabilities,
-    IoKind,
-    IoRequest,
-    SpoolFile,
-)
+from .base import EngineCapabilities, IoKind, IoRequest, SpoolFile
 from .queued import Cursor, QueuedEngine
 from .ring import Ring
 
