@@ -24,7 +24,7 @@ T = TypeVar("T")
 PACKAGE = Path(__file__).parents[1]
 SWITCH = "ACTOFFLOAD_NATIVE"
 """Set to 0, this environment variable has nothing built or loaded, set to a program's name only that program."""
-COMPILE_S = 120
+COMPILE_S = 300
 
 
 class Refused(Exception):

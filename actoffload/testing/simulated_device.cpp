@@ -1,0 +1,973 @@
+// A simulated accelerator as a PyTorch device of the kind PrivateUse1, written against PyTorch's extension interface.
+//
+// Device memory is host memory that only streams touch. A stream is a thread that runs what it is given in order. A
+// kernel is queued: the shapes of its outputs come from the Meta backend, the work is done later by the CPU kernel, by
+// address, as on a real device. So an edge that is missing between two streams shows as wrong bytes. The caching
+// allocator fills each block with 0xFF, in the order of the stream that gets it: whoever still reads it sees NaN.
+//
+// Each stream has a clock: a task begins when its stream, the events that it waits for and the host are there, and takes
+// as long as a model of a GPU says. These virtual times depend on no real time.
+
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <set>
+#include <thread>
+#include <unordered_map>
+
+namespace {
+
+constexpr auto kSim = c10::DeviceType::PrivateUse1;
+constexpr int kDevices = 2;
+constexpr size_t kAlignment = 512;
+
+// -- streams and events -----------------------------------------------------------------------------------------------
+
+// What `actoffload_sim_configure` sets; see simulated_device.py.
+struct Model {
+  double flops = 1e13;
+  double memory_bytes_per_s = 1e12;
+  double to_device_bytes_per_s = 1e10;
+  double to_host_bytes_per_s = 1e10;
+  double latency_s = 1e-5;
+  double longest_delay_s = 0;
+} model;
+
+// A point in the work of a stream.
+struct Moment {
+  bool done = false;
+  double time = 0;
+};
+using MomentPtr = std::shared_ptr<Moment>;
+
+struct Task {
+  std::function<void()> run;
+  MomentPtr after;   // what the task waits for, if anything
+  MomentPtr moment;  // what it brings about, if anything
+  double duration = 0;
+  double launched = 0;
+};
+
+struct Machine;
+Machine& machine();
+
+struct Queue {
+  int device;
+  c10::StreamId id;
+  std::deque<Task> tasks;
+  bool busy = false;
+  bool paused = false;
+  double clock = 0;
+  std::mt19937_64 random;
+  double delay_probability = 0;
+
+  // Some streams are never delayed, some now and then, some at nearly every task.
+  void seed(uint64_t number) {
+    constexpr double kProbabilities[] = {0, 0.3, 0.9};
+    random.seed(number * 1000003 + static_cast<uint64_t>(device) * 1009 + static_cast<uint64_t>(id));
+    random.discard(16);
+    delay_probability = kProbabilities[random() % 3];
+  }
+};
+
+// All streams. One mutex guards them; it is not held while a task runs.
+struct Machine {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::map<std::pair<int, c10::StreamId>, Queue*> queues;  // never freed: threads run them until the process ends
+  c10::StreamId next_id = 1;
+  double host_clock = 0;
+  uint64_t seed = 0;
+  std::string error;  // the first error of a kernel; the next synchronization raises it
+
+  Queue& queue(const c10::Stream& stream) { return queue(stream.device_index(), stream.id()); }
+
+  Queue& queue(int device, c10::StreamId id) {  // with the mutex held
+    Queue*& found = queues[{device, id}];
+    if (found == nullptr) {
+      found = new Queue{device, id};
+      found->seed(seed);
+      std::thread(&Machine::work, this, std::ref(*found)).detach();
+    }
+    return *found;
+  }
+
+  void add(const c10::Stream& stream, Task task) {
+    const std::lock_guard<std::mutex> guard(mutex);
+    task.launched = host_clock;
+    queue(stream).tasks.push_back(std::move(task));
+    changed.notify_all();
+  }
+
+  void work(Queue& queue) {
+    std::unique_lock<std::mutex> lock(mutex);
+    for (;;) {
+      changed.wait(lock, [&] {
+        return !queue.paused && !queue.tasks.empty() && (!queue.tasks.front().after || queue.tasks.front().after->done);
+      });
+      Task task = std::move(queue.tasks.front());
+      queue.tasks.pop_front();
+      queue.busy = true;
+      std::uniform_real_distribution<> chance;
+      const bool delayed = model.longest_delay_s > 0 && chance(queue.random) < queue.delay_probability;
+      const double delay_s = delayed ? model.longest_delay_s * chance(queue.random) : 0;
+      lock.unlock();
+      if (delayed) {
+        std::this_thread::sleep_for(std::chrono::duration<double>(delay_s));
+      }
+      std::string failed;
+      if (task.run) {
+        try {
+          task.run();
+        } catch (const std::exception& error) {
+          failed = error.what();
+        }
+        task.run = nullptr;
+      }
+      lock.lock();
+      double begin = std::max(queue.clock, task.launched);
+      if (task.after) {
+        begin = std::max(begin, task.after->time);
+      }
+      queue.clock = begin + task.duration;
+      if (task.moment) {
+        task.moment->done = true;
+        task.moment->time = queue.clock;
+      }
+      if (!failed.empty() && error.empty()) {
+        error = failed;
+      }
+      queue.busy = false;
+      changed.notify_all();
+    }
+  }
+
+  MomentPtr record(const c10::Stream& stream) {
+    auto moment = std::make_shared<Moment>();
+    add(stream, Task{nullptr, nullptr, moment});
+    return moment;
+  }
+
+  void wait_for(const MomentPtr& moment) {
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait(lock, [&] { return moment->done; });
+    host_clock = std::max(host_clock, moment->time);
+    raise(lock);
+  }
+
+  bool is_done(const MomentPtr& moment) {
+    const std::lock_guard<std::mutex> guard(mutex);
+    return moment->done;
+  }
+
+  void synchronize(int device, const c10::Stream* only = nullptr) {
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait(lock, [&] {
+      for (auto& [key, queue] : queues) {
+        if (key.first == device && (only == nullptr || key.second == only->id()) && (queue->busy || !queue->tasks.empty())) {
+          return false;
+        }
+      }
+      return true;
+    });
+    for (auto& [key, queue] : queues) {
+      if (key.first == device && (only == nullptr || key.second == only->id())) {
+        host_clock = std::max(host_clock, queue->clock);
+      }
+    }
+    raise(lock);
+  }
+
+  bool is_idle(const c10::Stream& stream) {
+    const std::lock_guard<std::mutex> guard(mutex);
+    const Queue& found = queue(stream);
+    return found.tasks.empty() && !found.busy;
+  }
+
+  void raise(std::unique_lock<std::mutex>& lock) {
+    if (!error.empty()) {
+      const std::string text = std::move(error);
+      error.clear();
+      lock.unlock();
+      TORCH_CHECK(false, "simulated device: a kernel failed: ", text);
+    }
+  }
+};
+
+Machine& machine() {
+  static Machine* const made = new Machine;  // its threads outlive main
+  return *made;
+}
+
+thread_local int current_device = 0;
+thread_local c10::StreamId current_streams[kDevices] = {};
+
+c10::Stream current_stream(int device) {
+  return c10::Stream(c10::Stream::UNSAFE, c10::Device(kSim, static_cast<c10::DeviceIndex>(device)),
+                     current_streams[device]);
+}
+
+c10::Stream current_stream() { return current_stream(current_device); }
+
+int checked(c10::DeviceIndex index) {
+  TORCH_CHECK(index < kDevices, "simulated device: there is no device ", int(index), ", only ", kDevices);
+  return index < 0 ? current_device : index;
+}
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kSim; }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const c10::Device before = getDevice();
+    setDevice(device);
+    return before;
+  }
+  c10::Device getDevice() const override { return c10::Device(kSim, static_cast<c10::DeviceIndex>(current_device)); }
+  void setDevice(c10::Device device) const override { current_device = checked(device.index()); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    if (device.index() >= 0 && device.index() < kDevices) {
+      current_device = device.index();
+    }
+  }
+  c10::Stream getStream(c10::Device device) const override { return current_stream(checked(device.index())); }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::DEFAULT, c10::Device(kSim, static_cast<c10::DeviceIndex>(checked(device.index()))));
+  }
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    const std::lock_guard<std::mutex> guard(machine().mutex);
+    return c10::Stream(c10::Stream::UNSAFE, c10::Device(kSim, static_cast<c10::DeviceIndex>(checked(device.index()))),
+                       machine().next_id++);
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    const c10::Stream before = current_stream(stream.device_index());
+    current_streams[stream.device_index()] = stream.id();
+    return before;
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
+  bool queryStream(const c10::Stream& stream) const override { return machine().is_idle(stream); }
+  void synchronizeStream(const c10::Stream& stream) const override { machine().synchronize(stream.device_index(), &stream); }
+  void synchronizeDevice(const c10::DeviceIndex device) const override { machine().synchronize(checked(device)); }
+
+  // An event is a pointer to the moment that was recorded last.
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    if (*event == nullptr) {
+      *event = new MomentPtr;
+    }
+    *static_cast<MomentPtr*>(*event) = machine().record(stream);
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<MomentPtr*>(event); }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event != nullptr) {
+      machine().add(stream, Task{nullptr, *static_cast<MomentPtr*>(event), nullptr});
+    }
+  }
+  bool queryEvent(void* event) const override {
+    return event == nullptr || machine().is_done(*static_cast<MomentPtr*>(event));
+  }
+  void synchronizeEvent(void* event) const override {
+    if (event != nullptr) {
+      machine().wait_for(*static_cast<MomentPtr*>(event));
+    }
+  }
+  double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {
+    return 1e3 * ((*static_cast<MomentPtr*>(end))->time - (*static_cast<MomentPtr*>(begin))->time);
+  }
+  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override;
+};
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
+
+// -- memory -----------------------------------------------------------------------------------------------------------
+
+struct Block {
+  void* address;
+  size_t size;
+  c10::Stream owner;
+  std::vector<c10::Stream> used_on = {};
+};
+
+// Blocks are cached by the stream that owns them, whole. What `record_stream` was told of waits for those streams.
+struct Allocator final : c10::DeviceAllocator {
+  std::mutex mutex;
+  std::map<std::pair<int, c10::StreamId>, std::multimap<size_t, Block*>> cached;
+  std::vector<std::pair<Block*, std::vector<MomentPtr>>> lent;
+  size_t reserved[kDevices] = {}, limit[kDevices];
+  c10::CachingDeviceAllocator::DeviceStats stats[kDevices];
+  int64_t flushes = 0;
+
+  Allocator() { std::fill(std::begin(limit), std::end(limit), size_t(1) << 40); }
+
+  c10::DataPtr allocate(size_t nbytes) override {
+    const int index = current_device;
+    const c10::Device device(kSim, static_cast<c10::DeviceIndex>(index));
+    if (nbytes == 0) {
+      return {nullptr, device};
+    }
+    const c10::Stream stream = current_stream(index);
+    const size_t size = (nbytes + kAlignment - 1) / kAlignment * kAlignment;
+    Block* block = take(stream, size);
+    if (block == nullptr) {
+      block = reserve(stream, size);
+    }
+    {
+      const std::lock_guard<std::mutex> guard(mutex);
+      stats[index].allocated_bytes[0].increase(block->size);
+      stats[index].active_bytes[0].increase(block->size);
+      stats[index].allocation[0].increase(1);
+    }
+    void* const address = block->address;
+    machine().add(stream, Task{[address, size] { std::memset(address, 0xFF, size); }});
+    return {address, block, &Allocator::release, device};
+  }
+
+  Block* take(const c10::Stream& stream, size_t size) {
+    const std::lock_guard<std::mutex> guard(mutex);
+    return_lent(false);
+    auto& blocks = cached[{stream.device_index(), stream.id()}];
+    const auto found = blocks.lower_bound(size);
+    if (found == blocks.end() || found->first > size + size / 4) {
+      return nullptr;
+    }
+    Block* const block = found->second;
+    blocks.erase(found);
+    return block;
+  }
+
+  Block* reserve(const c10::Stream& stream, size_t size) {
+    const int index = stream.device_index();
+    for (int attempt = 0;; ++attempt) {
+      {
+        const std::lock_guard<std::mutex> guard(mutex);
+        if (reserved[index] + size <= limit[index]) {
+          void* address = nullptr;
+          TORCH_CHECK(posix_memalign(&address, 4096, size) == 0, "simulated device: the host has no memory");
+          reserved[index] += size;
+          stats[index].reserved_bytes[0].increase(size);
+          return new Block{address, size, stream};
+        }
+        if (attempt > 0) {
+          ++stats[index].num_ooms;
+          TORCH_CHECK_WITH(OutOfMemoryError, false, "simulated device: out of memory: ", size, " bytes were asked for, ",
+                           reserved[index], " of ", limit[index], " are reserved");
+        }
+        ++stats[index].num_alloc_retries;
+      }
+      emptyCache();
+    }
+  }
+
+  static void release(void* context);
+
+  void put(Block* block) {  // with the mutex held
+    cached[{block->owner.device_index(), block->owner.id()}].emplace(block->size, block);
+  }
+
+  void return_lent(bool wait) {  // with the mutex held
+    for (auto it = lent.begin(); it != lent.end();) {
+      bool free = true;
+      for (const MomentPtr& moment : it->second) {
+        if (wait) {
+          machine().wait_for(moment);
+        }
+        free = free && machine().is_done(moment);
+      }
+      if (free) {
+        put(it->first);
+        it = lent.erase(it);
+      } else {
+        ++it;
+      }
+    }
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* destination, const void* source, size_t count) const override {
+    machine().synchronize(current_device);
+    std::memcpy(destination, source, count);
+  }
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t = {0, 0}) override {
+    for (int device = 0; device < kDevices; ++device) {
+      machine().synchronize(device);
+    }
+    const std::lock_guard<std::mutex> guard(mutex);
+    ++flushes;
+    return_lent(true);
+    for (auto& [stream, blocks] : cached) {
+      for (auto& [size, block] : blocks) {
+        reserved[stream.first] -= size;
+        stats[stream.first].reserved_bytes[0].decrease(size);
+        std::free(block->address);
+        delete block;
+      }
+      blocks.clear();
+    }
+  }
+  void recordStream(const c10::DataPtr& pointer, c10::Stream stream) override {
+    if (pointer.get_context() != nullptr) {
+      auto* const block = static_cast<Block*>(pointer.get_context());
+      const std::lock_guard<std::mutex> guard(mutex);
+      if (stream != block->owner) {
+        block->used_on.push_back(stream);
+      }
+    }
+  }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    const std::lock_guard<std::mutex> guard(mutex);
+    return stats[checked(device)];
+  }
+  void resetAccumulatedStats(c10::DeviceIndex device) override {
+    const std::lock_guard<std::mutex> guard(mutex);
+    stats[checked(device)].allocated_bytes[0].reset_accumulated();
+  }
+  void resetPeakStats(c10::DeviceIndex device) override {
+    const std::lock_guard<std::mutex> guard(mutex);
+    auto& s = stats[checked(device)];
+    s.allocated_bytes[0].reset_peak();
+    s.reserved_bytes[0].reset_peak();
+    s.active_bytes[0].reset_peak();
+  }
+  // Virtual from PyTorch 2.10 on.
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) {
+    const std::lock_guard<std::mutex> guard(mutex);
+    return {limit[checked(device)] - reserved[checked(device)], limit[checked(device)]};
+  }
+};
+
+Allocator& allocator() {
+  static Allocator* const made = new Allocator;
+  return *made;
+}
+
+void Allocator::release(void* context) {
+  auto* const block = static_cast<Block*>(context);
+  Allocator& all = allocator();
+  const std::lock_guard<std::mutex> guard(all.mutex);
+  auto& stats = all.stats[block->owner.device_index()];
+  stats.allocated_bytes[0].decrease(block->size);
+  stats.active_bytes[0].decrease(block->size);
+  if (block->used_on.empty()) {
+    all.put(block);
+    return;
+  }
+  std::vector<MomentPtr> moments;
+  for (const c10::Stream& stream : block->used_on) {
+    moments.push_back(machine().record(stream));
+  }
+  block->used_on.clear();
+  all.lent.emplace_back(block, std::move(moments));
+}
+
+void Guard::recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const {
+  allocator().recordStream(pointer, stream);
+}
+
+// Host memory that a stream may read and write by itself: registered by us, or given out by the pinned allocator.
+struct PageLocked {
+  std::mutex mutex;
+  std::map<uintptr_t, size_t> ranges;
+
+  bool has(const void* pointer, size_t nbytes = 1) {
+    const auto address = reinterpret_cast<uintptr_t>(pointer);
+    const std::lock_guard<std::mutex> guard(mutex);
+    auto range = ranges.upper_bound(address);
+    return range != ranges.begin() && address + nbytes <= (--range)->first + range->second;
+  }
+  bool add(uintptr_t address, size_t nbytes) {
+    const std::lock_guard<std::mutex> guard(mutex);
+    auto above = ranges.lower_bound(address);
+    if (above != ranges.end() && above->first < address + nbytes) {
+      return false;
+    }
+    if (above != ranges.begin() && std::prev(above)->first + std::prev(above)->second > address) {
+      return false;
+    }
+    return ranges.emplace(address, nbytes).second;
+  }
+  bool remove(uintptr_t address) {
+    const std::lock_guard<std::mutex> guard(mutex);
+    return ranges.erase(address) != 0;
+  }
+};
+
+PageLocked& page_locked() {
+  static PageLocked* const made = new PageLocked;
+  return *made;
+}
+
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t nbytes) override {
+    void* address = nullptr;
+    TORCH_CHECK(posix_memalign(&address, 4096, std::max<size_t>(nbytes, 1)) == 0, "the host has no memory");
+    page_locked().add(reinterpret_cast<uintptr_t>(address), nbytes);
+    return {address, address, &PinnedAllocator::release, c10::Device(c10::DeviceType::CPU)};
+  }
+  static void release(void* address) {
+    for (int device = 0; device < kDevices; ++device) {
+      machine().synchronize(device);
+    }
+    page_locked().remove(reinterpret_cast<uintptr_t>(address));
+    std::free(address);
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &PinnedAllocator::release; }
+  void copy_data(void* destination, const void* source, size_t count) const override {
+    std::memcpy(destination, source, count);
+  }
+};
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return kDevices; }
+  void setCurrentDevice(c10::DeviceIndex device) const override { current_device = checked(device); }
+  c10::DeviceIndex getCurrentDevice() const override { return static_cast<c10::DeviceIndex>(current_device); }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
+    const int before = current_device;
+    current_device = checked(device);
+    return static_cast<c10::DeviceIndex>(before);
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
+  bool isPinnedPtr(const void* pointer) const override { return page_locked().has(pointer); }
+  at::Allocator* getPinnedMemoryAllocator() const override {
+    static PinnedAllocator* const made = new PinnedAllocator;
+    return made;
+  }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override {
+    return at::globalContext().defaultGenerator(c10::Device(c10::DeviceType::CPU));
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex = -1) const override {
+    return at::globalContext().defaultGenerator(c10::Device(c10::DeviceType::CPU)).clone();
+  }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
+    const c10::OptionalDeviceGuard guard(storage.device());
+    c10::DataPtr fresh = allocator().allocate(nbytes);
+    const size_t kept = std::min(nbytes, storage.nbytes());
+    if (kept != 0) {
+      void* const to = fresh.get();
+      const void* const from = storage.data();
+      machine().add(current_stream(), Task{[to, from, kept] { std::memcpy(to, from, kept); }});
+    }
+    c10::StorageImpl* const impl = storage.unsafeGetStorageImpl();
+    impl->set_data_ptr_noswap(std::move(fresh));
+    impl->set_nbytes(nbytes);
+  }
+};
+
+// -- kernels ----------------------------------------------------------------------------------------------------------
+
+bool on_device(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == kSim; }
+
+// A tensor without its memory's ownership, as a kernel has it.
+struct View {
+  void* address;
+  std::vector<int64_t> sizes, strides;
+  at::ScalarType type;
+
+  explicit View(const at::Tensor& tensor)
+      : address(tensor.storage().mutable_data() == nullptr
+                    ? nullptr
+                    : static_cast<char*>(tensor.storage().mutable_data()) + tensor.storage_offset() * tensor.element_size()),
+        sizes(tensor.sizes().vec()),
+        strides(tensor.strides().vec()),
+        type(tensor.scalar_type()) {}
+
+  at::Tensor open() const {
+    const auto options = at::TensorOptions().dtype(type).device(at::kCPU);
+    return address == nullptr ? at::empty_strided(sizes, strides, options) : at::from_blob(address, sizes, strides, options);
+  }
+};
+
+at::Tensor as_meta(const at::Tensor& tensor, std::unordered_map<c10::TensorImpl*, at::Tensor>& known) {
+  at::Tensor& found = known[tensor.unsafeGetTensorImpl()];
+  if (!found.defined()) {
+    found = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(at::kMeta));
+  }
+  return found;
+}
+
+// Apply `change` to each tensor of an argument, also inside of lists.
+template <typename Change>
+c10::IValue map_tensors(const c10::IValue& value, const Change& change) {
+  if (value.isTensor()) {
+    return value.toTensor().defined() ? c10::IValue(change(value.toTensor())) : value;
+  }
+  if (value.isTensorList()) {
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& tensor : value.toTensorVector()) {
+      list.push_back(change(tensor));
+    }
+    return list;
+  }
+  if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
+      list.push_back(tensor && tensor->defined() ? std::optional<at::Tensor>(change(*tensor)) : tensor);
+    }
+    return list;
+  }
+  return value;
+}
+
+double seconds_of(const std::string& name, const std::vector<View>& inputs, const std::vector<View>& outputs) {
+  double elements = 0;
+  for (const auto* views : {&inputs, &outputs}) {
+    for (const View& view : *views) {
+      elements += static_cast<double>(c10::multiply_integers(view.sizes)) * static_cast<double>(c10::elementSize(view.type));
+    }
+  }
+  double seconds = elements / model.memory_bytes_per_s;
+  if ((name == "aten::mm" || name == "aten::addmm" || name == "aten::bmm" || name == "aten::baddbmm") && !outputs.empty()) {
+    const View& last = inputs.back();
+    const int64_t inner = last.sizes[last.sizes.size() - 2];
+    seconds = std::max(seconds, 2.0 * static_cast<double>(c10::multiply_integers(outputs[0].sizes) * inner) / model.flops);
+  }
+  return seconds + model.latency_s;
+}
+
+// Queue an operator on the current stream; false where its outputs cannot be known before it has run.
+bool launch(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& schema = op.schema();
+  const size_t count = schema.arguments().size();
+  for (const auto& returned : schema.returns()) {
+    const auto kind = returned.type()->kind();
+    const bool list = kind == c10::TypeKind::ListType && returned.type()->containedType(0)->kind() == c10::TypeKind::TensorType;
+    if (kind != c10::TypeKind::TensorType && !list) {
+      return false;
+    }
+  }
+  torch::jit::Stack arguments(stack->end() - static_cast<std::ptrdiff_t>(count), stack->end());
+  torch::jit::Stack metas;
+  std::unordered_map<c10::TensorImpl*, at::Tensor> known;
+  std::unordered_map<c10::TensorImpl*, at::Tensor> originals;  // by their meta tensors
+  bool fits = true;
+  for (const c10::IValue& argument : arguments) {
+    if (argument.isDevice()) {
+      metas.emplace_back(c10::Device(at::kMeta));
+      continue;
+    }
+    metas.push_back(map_tensors(argument, [&](const at::Tensor& tensor) {
+      if (!on_device(tensor)) {
+        fits = fits && tensor.dim() == 0;  // a number; a larger one lies where a stream must not look later
+        return tensor;
+      }
+      fits = fits && tensor.layout() == at::kStrided && !tensor.is_conj() && !tensor.is_neg();
+      if (!fits) {
+        return tensor;
+      }
+      at::Tensor meta = as_meta(tensor, known);
+      originals[meta.unsafeGetTensorImpl()] = tensor;
+      return meta;
+    }));
+  }
+  if (!fits) {
+    return false;
+  }
+  try {
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.callBoxed(&metas);
+  } catch (const std::exception&) {
+    return false;
+  }
+  std::vector<View> inputs, outputs;
+  torch::jit::Stack kernel;
+  for (const c10::IValue& argument : arguments) {
+    kernel.push_back(argument.isDevice() ? c10::IValue(c10::Device(at::kCPU)) : argument);
+  }
+  // Tensors of the device become their views when the kernel runs; until then the list holds their places.
+  std::vector<std::vector<std::optional<View>>> views;
+  for (c10::IValue& argument : kernel) {
+    std::vector<std::optional<View>> own;
+    argument = map_tensors(argument, [&](const at::Tensor& tensor) {
+      if (on_device(tensor)) {
+        own.emplace_back(View(tensor));
+        inputs.push_back(*own.back());
+        return at::Tensor(at::empty({0}));
+      }
+      own.emplace_back(std::nullopt);
+      return tensor.clone();  // a number
+    });
+    views.push_back(std::move(own));
+  }
+  torch::jit::Stack results;
+  std::vector<std::optional<View>> targets;  // of each result, where its bytes go; none for an argument
+  bool possible = true;
+  for (const c10::IValue& meta : metas) {
+    results.push_back(map_tensors(meta, [&](const at::Tensor& shape) {
+      const auto original = originals.find(shape.unsafeGetTensorImpl());
+      if (original != originals.end()) {
+        possible = possible && original->second.sizes() == shape.sizes();
+        targets.emplace_back(std::nullopt);
+        return original->second;
+      }
+      for (const auto& [impl, tensor] : known) {
+        possible = possible && !(tensor.has_storage() && shape.has_storage() && tensor.is_alias_of(shape));
+      }
+      at::Tensor made = at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(c10::Device(
+          kSim, static_cast<c10::DeviceIndex>(current_device))));
+      targets.emplace_back(View(made));
+      outputs.push_back(*targets.back());
+      return made;
+    }));
+  }
+  if (!possible) {
+    return false;
+  }
+  const double seconds = seconds_of(schema.name(), inputs, outputs);
+  auto run = [op, kernel = std::move(kernel), views = std::move(views), targets = std::move(targets)] {
+    c10::InferenceMode inference(true);
+    at::AutoDispatchBelowADInplaceOrView below;
+    torch::jit::Stack opened;
+    for (size_t i = 0; i < kernel.size(); ++i) {
+      size_t place = 0;
+      opened.push_back(map_tensors(kernel[i], [&](const at::Tensor& tensor) {
+        const auto& view = views[i][place++];
+        return view ? view->open() : tensor;
+      }));
+    }
+    op.callBoxed(&opened);
+    size_t place = 0;
+    for (const c10::IValue& result : opened) {
+      map_tensors(result, [&](const at::Tensor& tensor) {
+        const auto& target = targets[place++];
+        if (target) {
+          target->open().copy_(tensor);
+        }
+        return tensor;
+      });
+    }
+  };
+  machine().add(current_stream(), Task{std::move(run), nullptr, nullptr, seconds});
+  stack->erase(stack->end() - static_cast<std::ptrdiff_t>(count), stack->end());
+  stack->insert(stack->end(), results.begin(), results.end());
+  return true;
+}
+
+int64_t synchronous = 0;  // kernels that could not be queued
+
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  c10::OptionalDeviceGuard guard;
+  const size_t count = op.schema().arguments().size();
+  for (auto value = stack->end() - static_cast<std::ptrdiff_t>(count); value != stack->end(); ++value) {
+    std::optional<c10::Device> found;
+    map_tensors(*value, [&](const at::Tensor& tensor) {
+      if (on_device(tensor) && !found) {
+        found = tensor.device();
+      }
+      return tensor;
+    });
+    if (value->isDevice() && value->toDevice().type() == kSim) {
+      found = value->toDevice();
+    }
+    if (found) {
+      guard.reset_device(*found);
+      break;
+    }
+  }
+  if (!launch(op, stack)) {
+    ++synchronous;
+    at::native::cpu_fallback(op, stack);
+  }
+}
+
+at::Tensor empty_memory_format(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                               std::optional<at::Device> device, std::optional<bool>,
+                               std::optional<at::MemoryFormat> format) {
+  const c10::OptionalDeviceGuard guard(device);
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                   dtype.value_or(at::get_default_dtype_as_scalartype()), format);
+}
+
+at::Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
+                         std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
+  const c10::OptionalDeviceGuard guard(device);
+  return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &allocator(),
+                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
+                                           dtype.value_or(at::get_default_dtype_as_scalartype()));
+}
+
+bool is_page_locked(const at::Tensor& tensor) {
+  return tensor.numel() == 0 || page_locked().has(tensor.storage().data(), tensor.storage().nbytes());
+}
+
+// As CUDA does it: from and to page-locked memory the host does not wait; other memory is copied at once.
+at::Tensor copy_from(const at::Tensor& source, const at::Tensor& destination, bool non_blocking) {
+  if (destination.numel() == 0) {
+    return destination;
+  }
+  const bool inward = on_device(destination), outward = on_device(source);
+  const c10::OptionalDeviceGuard guard(inward ? destination.device() : source.device());
+  const at::Tensor from = source.expand_as(destination);
+  const auto nbytes = static_cast<double>(destination.numel() * destination.element_size());
+  double rate = model.memory_bytes_per_s;
+  bool waits = false;
+  if (inward != outward) {
+    rate = inward ? model.to_device_bytes_per_s : model.to_host_bytes_per_s;
+    waits = !non_blocking || !is_page_locked(inward ? source : destination);
+  }
+  const bool conj = from.is_conj() != destination.is_conj(), neg = from.is_neg() != destination.is_neg();
+  auto run = [read = View(from), write = View(destination), conj, neg] {
+    c10::InferenceMode inference(true);
+    at::Tensor bytes = read.open();
+    bytes = conj ? at::conj_physical(bytes) : bytes;
+    write.open().copy_(neg ? at::neg(bytes) : bytes);
+  };
+  machine().add(current_stream(), Task{run, nullptr, nullptr, nbytes / rate + model.latency_s});
+  if (waits) {
+    machine().wait_for(machine().record(current_stream()));
+  }
+  return destination;
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& source, const at::Tensor& destination) {
+  destination.resize_(source.sizes());
+  return copy_from(source, destination, false);
+}
+
+at::Scalar local_scalar(const at::Tensor& self) {
+  at::Tensor host = at::empty({}, self.options().device(at::kCPU));
+  copy_from(self, host, false);
+  return host.item();
+}
+
+at::Tensor as_strided(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
+                      std::optional<c10::SymInt> offset) {
+  return at::native::as_strided_tensorimpl(
+      self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
+      offset ? std::optional<int64_t>(offset->guard_int(__FILE__, __LINE__)) : std::nullopt);
+}
+
+const at::Tensor& resize(const at::Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat>) {
+  const auto sizes = C10_AS_INTARRAYREF_SLOW(size);
+  c10::TensorImpl* const impl = self.unsafeGetTensorImpl();
+  impl->set_sizes_contiguous(sizes);
+  const size_t needed = (self.storage_offset() + self.numel()) * self.element_size();
+  if (needed > self.storage().nbytes()) {
+    at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(self.storage(), needed);
+  }
+  return self;
+}
+
+at::Tensor& set_storage(at::Tensor& self, at::Storage storage, c10::SymInt offset, c10::SymIntArrayRef size,
+                        c10::SymIntArrayRef stride) {
+  self.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(storage));
+  self.unsafeGetTensorImpl()->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
+                                                    offset.guard_int(__FILE__, __LINE__));
+  return self;
+}
+
+at::Tensor& set_whole_storage(at::Tensor& self, at::Storage storage) {
+  const int64_t count = static_cast<int64_t>(storage.nbytes() / self.element_size());
+  return set_storage(self, std::move(storage), 0, {c10::SymInt(count)}, {c10::SymInt(1)});
+}
+
+void record_stream(at::Tensor& self, at::Stream stream) { allocator().recordStream(self.storage().data_ptr(), stream); }
+
+int64_t sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&, const std::optional<at::Tensor>&, double, bool,
+                   std::optional<double>, bool) {
+  return 0;  // the mathematical one: it is made of operators that every backend has
+}
+
+at::Tensor reshape_alias(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  return as_strided(self, size, stride, self.storage_offset());
+}
+
+at::Tensor unfold(const at::Tensor& self, int64_t dimension, int64_t size, int64_t step) {
+  return at::native::unfold(self, dimension, size, step);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", &empty_memory_format);
+  m.impl("empty_strided", &empty_strided);
+  m.impl("_copy_from", &copy_from);
+  m.impl("_copy_from_and_resize", &copy_from_and_resize);
+  m.impl("_local_scalar_dense", &local_scalar);
+  m.impl("as_strided", &as_strided);
+  m.impl("view", &at::native::view);
+  m.impl("_reshape_alias", &reshape_alias);
+  m.impl("unfold", &unfold);
+  m.impl("resize_", &resize);
+  m.impl("set_.source_Storage", &set_whole_storage);
+  m.impl("set_.source_Storage_storage_offset", &set_storage);
+  m.impl("record_stream", &record_stream);
+  m.impl("_fused_sdp_choice", &sdp_choice);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Register the device with PyTorch; once.
+void actoffload_sim_install() {
+  c10::SetAllocator(kSim, &allocator(), 1);
+  at::RegisterPrivateUse1HooksInterface(new Hooks);
+}
+
+void actoffload_sim_configure(double flops, double memory, double to_device, double to_host, double latency) {
+  const std::lock_guard<std::mutex> guard(machine().mutex);
+  model.flops = flops;
+  model.memory_bytes_per_s = memory;
+  model.to_device_bytes_per_s = to_device;
+  model.to_host_bytes_per_s = to_host;
+  model.latency_s = latency;
+}
+
+// The longest delay of a task, 0 for none; restarts the random numbers of every stream.
+void actoffload_sim_delays(double longest_s, uint64_t seed) {
+  Machine& all = machine();
+  const std::lock_guard<std::mutex> guard(all.mutex);
+  model.longest_delay_s = longest_s;
+  all.seed = seed;
+  for (auto& [key, queue] : all.queues) {
+    queue->seed(seed);
+  }
+}
+
+void actoffload_sim_pause(int device, int64_t stream, int paused) {
+  Machine& all = machine();
+  const std::lock_guard<std::mutex> guard(all.mutex);
+  all.queue(device, stream).paused = paused != 0;
+  all.changed.notify_all();
+}
+
+void actoffload_sim_limit(int device, size_t nbytes) {
+  const std::lock_guard<std::mutex> guard(allocator().mutex);
+  allocator().limit[device] = nbytes;
+}
+
+int actoffload_sim_register(uintptr_t address, size_t nbytes) { return page_locked().add(address, nbytes) ? 1 : 0; }
+
+int actoffload_sim_unregister(uintptr_t address) {
+  for (int device = 0; device < kDevices; ++device) {
+    machine().synchronize(device);
+  }
+  return page_locked().remove(address) ? 1 : 0;
+}
+
+// Virtual seconds at which the host is.
+double actoffload_sim_clock() {
+  const std::lock_guard<std::mutex> guard(machine().mutex);
+  return machine().host_clock;
+}
+
+int64_t actoffload_sim_synchronous() { return synchronous; }
+
+int64_t actoffload_sim_flushes() {
+  const std::lock_guard<std::mutex> guard(allocator().mutex);
+  return allocator().flushes;
+}
+}

@@ -1,0 +1,147 @@
+"""A simulated accelerator that PyTorch takes for a real one: ``torch.device("sim")``, with streams, events and limits.
+
+`install` compiles ``simulated_device.cpp`` once, registers it as PyTorch's `PrivateUse1` backend under the name `NAME`,
+and returns a `SimulatedDevice`, by which a test sets delays, a model of a GPU and a limit of memory.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from ..memory import native_build
+from ..tiers.accelerator import TorchAccelerator
+
+NAME = "sim"
+DEVICES = 2
+SOURCE = Path(__file__).with_name("simulated_device.cpp")
+
+
+class SimulatedAccelerator(TorchAccelerator):
+    """Drives the simulated device as any other, and page-locks memory for it, as `CudaAccelerator` does for CUDA."""
+
+    def __init__(self) -> None:
+        super().__init__(NAME)
+        self._library = _library()
+
+    def pin(self, address: int, nbytes: int) -> bool:
+        return bool(self._library.actoffload_sim_register(ctypes.c_size_t(address), ctypes.c_size_t(nbytes)))
+
+    def unpin(self, address: int) -> bool:
+        self._library.actoffload_sim_unregister(ctypes.c_size_t(address))
+        return True
+
+
+class SimulatedDevice:
+    """What a test sets and reads of the simulated device. Make it with `install`."""
+
+    def __init__(self) -> None:
+        self._library = _library()
+
+    def model(
+        self,
+        *,
+        flops: float = 1e13,
+        memory_bytes_per_s: float = 1e12,
+        to_device_bytes_per_s: float = 1e10,
+        to_host_bytes_per_s: float = 1e10,
+        latency_s: float = 1e-5,
+    ) -> None:
+        """Set how long kernels and copies take in virtual time."""
+        rates = (flops, memory_bytes_per_s, to_device_bytes_per_s, to_host_bytes_per_s, latency_s)
+        self._library.actoffload_sim_configure(*map(ctypes.c_double, rates))
+
+    def delay(self, longest_s: float, seed: int = 0) -> None:
+        """Have some streams sleep, in real time, before some of their tasks; 0 for no delays.
+
+        Args:
+            longest_s: seconds of the longest sleep.
+            seed: says which streams are slow, and when: another run for each seed.
+        """
+        self._library.actoffload_sim_delays(ctypes.c_double(longest_s), ctypes.c_uint64(seed))
+
+    @contextlib.contextmanager
+    def paused(self, stream: torch.Stream) -> Iterator[None]:
+        """Let a stream begin nothing inside of the context. Whoever waits for it there waits for ever."""
+        place = (stream.device_index, ctypes.c_int64(stream.stream_id))
+        self._library.actoffload_sim_pause(*place, 1)
+        try:
+            yield
+        finally:
+            self._library.actoffload_sim_pause(*place, 0)
+
+    def limit(self, nbytes: int | None, index: int = 0) -> None:
+        """Set how much memory a device has; None for as much as the host gives."""
+        self._library.actoffload_sim_limit(index, ctypes.c_size_t(1 << 40 if nbytes is None else nbytes))
+
+    @property
+    def clock_s(self) -> float:
+        """Virtual seconds at which the host is: when the last work that it waited for had ended."""
+        return float(self._library.actoffload_sim_clock())
+
+    @property
+    def flushes(self) -> int:
+        """How often the allocator has given all its cached memory back."""
+        return int(self._library.actoffload_sim_flushes())
+
+    @property
+    def synchronous_kernels(self) -> int:
+        """Kernels whose outputs could not be known beforehand, so that the host waited for them."""
+        return int(self._library.actoffload_sim_synchronous())
+
+    def synchronize(self) -> None:
+        """Wait for all streams of all devices.
+
+        Raises:
+            RuntimeError: a kernel failed.
+        """
+        for index in range(DEVICES):
+            torch.accelerator.synchronize(index)
+
+
+@functools.cache
+def install() -> SimulatedDevice:
+    """Register the device with PyTorch, for as long as the process lives.
+
+    Raises:
+        native_build.Refused: there is no C++ compiler, or it failed.
+    """
+    library = _library()
+    torch.utils.rename_privateuse1_backend(NAME)
+    library.actoffload_sim_install()
+    module = types.ModuleType(f"torch.{NAME}")
+    functions = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: DEVICES,
+        "current_device": torch.accelerator.current_device_index,
+        "set_device": torch.accelerator.set_device_index,
+        "synchronize": torch.accelerator.synchronize,
+        "manual_seed_all": lambda seed: None,
+        "_is_in_bad_fork": lambda: False,
+        "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
+    }
+    for name, function in functions.items():
+        setattr(module, name, function)
+    torch._register_device_module(NAME, module)
+    sys.modules[module.__name__] = module
+    device = SimulatedDevice()
+    atexit.register(device.synchronize)
+    return device
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    options, key = native_build.with_torch("torch_cpu")
+    library = native_build.load(lambda: native_build.build(SOURCE, options, key), lambda path: ctypes.CDLL(str(path)))
+    library.actoffload_sim_clock.restype = ctypes.c_double
+    library.actoffload_sim_flushes.restype = library.actoffload_sim_synchronous.restype = ctypes.c_int64
+    return library
