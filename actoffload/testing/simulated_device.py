@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch.utils.backend_registration import rename_privateuse1_backend
 
 from ..memory import native_build
 from ..tiers.accelerator import TorchAccelerator
@@ -115,7 +116,7 @@ def install() -> SimulatedDevice:
         native_build.Refused: there is no C++ compiler, or it failed.
     """
     library = _library()
-    torch.utils.rename_privateuse1_backend(NAME)
+    rename_privateuse1_backend(NAME)
     library.actoffload_sim_install()
     module = types.ModuleType(f"torch.{NAME}")
     functions = {
@@ -131,7 +132,7 @@ def install() -> SimulatedDevice:
     }
     for name, function in functions.items():
         setattr(module, name, function)
-    torch._register_device_module(NAME, module)
+    torch._register_device_module(NAME, module)  # type: ignore[no-untyped-call]
     sys.modules[module.__name__] = module
     device = SimulatedDevice()
     atexit.register(device.synchronize)
