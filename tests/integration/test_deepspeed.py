@@ -17,6 +17,7 @@ from tests.integration.processes import launch
 pytest.importorskip("deepspeed")
 
 import deepspeed
+
 from actoffload.integrations import deepspeed as adapter
 
 WORKER = "tests.integration.workers.deepspeed_rows"

@@ -15,11 +15,11 @@ from typing import Any
 
 import deepspeed
 import torch
-from actoffload.integrations import deepspeed as adapter
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from torch import Tensor, nn
 
 from actoffload import Offloader
+from actoffload.integrations import deepspeed as adapter
 from tests.integration.evidence import Run, counting_owners
 from tests.integration.processes import main, scratch
 
