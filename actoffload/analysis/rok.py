@@ -11,6 +11,8 @@ from statistics import median, quantiles
 from typing import Any
 
 SERIES = ("keep", "recompute", "offload", "hybrid")
+SIMULATED = "sim"
+"""The type of the simulated device of `actoffload.testing.simulated_device`."""
 BACKWARD_FACTOR = 3
 """FLOPs of a step over those of its forward."""
 
@@ -68,6 +70,7 @@ class Preset:
         repeats: rounds, each in a process of its own.
         threads: CPU threads of PyTorch; None for its own choice.
         device: ``"cpu"`` or the accelerator's type; empty for the accelerator where there is one.
+        series: what is run, ``keep`` first.
     """
 
     cases: tuple[Case, ...]
@@ -77,11 +80,12 @@ class Preset:
     repeats: int = 2
     threads: int | None = None
     device: str = ""
+    series: tuple[str, ...] = SERIES
 
     @property
     def variants(self) -> tuple[Variant, ...]:
         """What is run of each case, those first that others need."""
-        plain = [Variant(series=name) for name in SERIES]
+        plain = [Variant(series=name) for name in self.series]
         return (*plain, *(Variant(series="hybrid", level=level) for level in self.levels))
 
 
@@ -107,6 +111,17 @@ PRESETS = {
         repeats=1,
         threads=1,
         device="cpu",
+    ),
+    # In virtual time, so that it is the same on every machine. The planner times the host, which has no such time.
+    "simulated": Preset(
+        cases=_grid(("gpt-small",), ((256, 8, (2, 4, 8)),), seq=256, vocab=_SMALL_VOCAB),
+        series=("keep", "recompute", "offload"),
+        levels=(),
+        warm_up=1,
+        steps=2,
+        repeats=1,
+        threads=1,
+        device=SIMULATED,
     ),
     "tiny": Preset(
         cases=_grid(("gpt-small",), ((128, 2, (2, 4)),), seq=128, vocab=_SMALL_VOCAB),

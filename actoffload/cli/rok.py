@@ -15,7 +15,7 @@ from rich.table import Table
 
 from ..analysis.environment import describe_environment
 from ..analysis.plots import draw_rok
-from ..analysis.rok import PRESETS, SERIES, Point, Preset, points_of
+from ..analysis.rok import PRESETS, SERIES, SIMULATED, Point, Preset, points_of
 from ..analysis.rok_run import RokRun, busy_share, load_results
 from ..errors import ConfigError
 from ..sizes import format_size
@@ -27,7 +27,9 @@ INTERRUPTED = 130
 
 
 def command(
-    preset: Annotated[str, typer.Option(help="ssdtrain (for a GPU), cpu or tiny.")] = "cpu",
+    preset: Annotated[
+        str, typer.Option(help="ssdtrain (for a GPU), cpu, simulated (a small GPU in virtual time) or tiny.")
+    ] = "cpu",
     out: Annotated[
         Path | None, typer.Option(help="Results (JSON); continued if it exists. Default: rok_PRESET.json.")
     ] = None,
@@ -112,8 +114,10 @@ def finish(payload: dict[str, Any], file: Path, as_json: bool) -> int:
     """
     points = points_of(payload["samples"])
     machine = payload["environment"]
-    title = f"Recompute, offload, keep: {machine.get('gpu') or machine.get('cpu')}, torch {machine.get('torch')}"
-    share = busy_share(payload)
+    simulated = payload["measured_with"]["device"] == SIMULATED
+    where = "simulated GPU, virtual time" if simulated else machine.get("gpu") or machine.get("cpu")
+    title = f"Recompute, offload, keep: {where}, torch {machine.get('torch')}"
+    share = 0.0 if simulated else busy_share(payload)
     busy = f"the machine was busy: others took up to {share:.0%} of the processors" if share else ""
     picture = file.with_suffix(".png")
     drawn = draw_rok(points, picture, f"{title}\n{busy}" if busy else title)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,16 +28,27 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .. import OffloadConfig, Offloader
 from ..analysis.process_usage import peak_rss_bytes
-from ..analysis.rok import BACKWARD_FACTOR, SERIES, Case, Variant
+from ..analysis.rok import BACKWARD_FACTOR, SERIES, SIMULATED, Case, Variant
 from ..autotune.recompute import Recompute, RecomputeMeter
 from ..errors import ActOffloadError, BudgetError
 from ..memory import cpu_allocator
 from ..policy import Decision, TensorFacts
+from ..testing import simulated_device
+from ..tiers.accelerator import Accelerator
 from .rok_models import Workload, build
 from .training import prepare_process, say, synchronize
 
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory")
 FAILURES = (ActOffloadError, MemoryError, RuntimeError, OSError)
+SIMULATED_GPU = {
+    "flops": 250e12 / 96,
+    "memory_bytes_per_s": 1.5e12,
+    "to_device_bytes_per_s": 25e9,
+    "to_host_bytes_per_s": 25e9,
+    "latency_s": 2e-6,
+}
+"""An A100 on PCIe 4 (80 % of its FLOP/s in bfloat16) that computes 96 times as slowly: a model of width 256 in float32
+has so many fewer FLOPs for each byte that it saves than one of width 12288 in bfloat16, as SSDTrain measured."""
 OFFLOAD_READS_AHEAD = 1 << 20
 """Bytes that the series ``offload`` reads ahead; the library makes that twice the largest tensor (SSDTrain reads one
 module ahead). Its default, a quarter of what a forward saves, is a whole block of four, which is recompute's peak."""
@@ -78,8 +90,14 @@ class Round:
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.spec = spec
+        if spec["device"] == SIMULATED:
+            simulated_device.install()  # PyTorch knows its name from now on
         self.device = torch.device(spec["device"])
         self.on_cpu = self.device.type == "cpu"
+        self.accelerator: Accelerator | None = None
+        self.now: Callable[[], float] = time.perf_counter
+        if self.device.type == SIMULATED:
+            self.accelerator, self.now = simulated_device.SimulatedAccelerator(), self._simulate()
         case = Case(**spec["case"])
         tokens = torch.randint(1, case.vocab, (case.batch, case.seq + 1))
         with self.device:
@@ -93,6 +111,12 @@ class Round:
             parameter.grad = torch.zeros_like(parameter)
         self.modes: dict[Variant, Mode] = {}
         self.expected: tuple[Any, ...] | None = None
+
+    def _simulate(self) -> Callable[[], float]:
+        """Make the simulated device a small A100; return its clock."""
+        simulated = simulated_device.install()
+        simulated.model(**SIMULATED_GPU)
+        return lambda: simulated.clock_s
 
     def run(self) -> list[dict[str, Any]]:
         """Warm every mode up, let them take their turns, and return their samples."""
@@ -126,7 +150,8 @@ class Round:
             self._attempt(mode, self._step)
 
     def _offloader(self, mode: Mode, **options: Any) -> Offloader:
-        return Offloader(OffloadConfig(path=self.spec["path"], **options)).use(mode.workload.model)
+        config = OffloadConfig(path=self.spec["path"], **options)
+        return Offloader(config, accelerator=self.accelerator).use(mode.workload.model)
 
     def _budget(self, level: str) -> int | None:
         """Return the bytes of a level: saved bytes, as counted."""
@@ -168,13 +193,13 @@ class Round:
             if parameter.grad is not None:
                 parameter.grad.zero_()
         synchronize(self.device.type)
-        begin_s = time.perf_counter()
+        begin_s = self.now()
         with context or mode.offloader or nullcontext():
             loss = mode.workload.loss(self.tokens)
         torch.autograd.backward(loss)
         self.optimizer.step()
         synchronize(self.device.type)
-        step_s = time.perf_counter() - begin_s
+        step_s = self.now() - begin_s
         bits = (
             float(loss.detach()).hex(),
             *(_sum_of_bits(parameter.grad) for parameter in self.workload.model.parameters()),

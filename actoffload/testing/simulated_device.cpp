@@ -629,10 +629,13 @@ double seconds_of(const std::string& name, const std::vector<View>& inputs, cons
     }
   }
   double seconds = elements / model.memory_bytes_per_s;
-  if ((name == "aten::mm" || name == "aten::addmm" || name == "aten::bmm" || name == "aten::baddbmm") && !outputs.empty()) {
-    const View& last = inputs.back();
-    const int64_t inner = last.sizes[last.sizes.size() - 2];
-    seconds = std::max(seconds, 2.0 * static_cast<double>(c10::multiply_integers(outputs[0].sizes) * inner) / model.flops);
+  static const std::set<std::string> matrix_products = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"};
+  if (matrix_products.count(name) != 0) {
+    const bool into = outputs.empty();  // the form that is given its output, as the last tensor
+    const View& result = into ? inputs.back() : outputs[0];
+    const View& right = inputs[inputs.size() - (into ? 2 : 1)];
+    const int64_t inner = right.sizes[right.sizes.size() - 2];
+    seconds = std::max(seconds, 2.0 * static_cast<double>(c10::multiply_integers(result.sizes) * inner) / model.flops);
   }
   return seconds + model.latency_s;
 }

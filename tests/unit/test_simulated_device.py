@@ -176,6 +176,17 @@ def test_virtual_time_is_that_of_the_model(device: SimulatedDevice) -> None:
     assert begin.elapsed_time(end) == pytest.approx(1e3 * (1 << 20) / 1e9)
 
 
+def test_a_matrix_product_takes_its_operations(device: SimulatedDevice) -> None:
+    device.model(flops=1e9, memory_bytes_per_s=1e15, latency_s=0)
+    layer, x = nn.Linear(64, 32).to(NAME), torch.ones(2, 8, 64, device=NAME, requires_grad=True)
+    for what, products in ((lambda: layer(x), 1), (lambda: layer(x).sum().backward(), 3)):
+        device.synchronize()
+        before_s = device.clock_s
+        what()
+        device.synchronize()
+        assert device.clock_s - before_s == pytest.approx(products * 2 * 16 * 64 * 32 / 1e9, rel=1e-3)
+
+
 def test_an_error_of_a_kernel_is_raised_by_the_next_synchronization(device: SimulatedDevice) -> None:
     logits, target = torch.zeros(2, 3, device=NAME), torch.tensor([0, 7], device=NAME)
     nn.functional.nll_loss(logits, target)
