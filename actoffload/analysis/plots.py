@@ -70,10 +70,11 @@ def draw_rok(points: Sequence[rok.Point], path: Path, title: str) -> bool:
     groups = _grouped(points, lambda point: point.case.panel)
     if not groups or not has_matplotlib():
         return False
-    with _panels(groups, path, title, width=3.6, height=3.1, fontsize=7.5) as axes:
+    width, columns = (3.6, 5) if len(groups) > 1 else (4.8, 3)
+    with _panels(groups, path, title, width=width, height=3.1, fontsize=7.5) as axes:
         for (group, mine), axis in zip(groups.items(), axes, strict=True):
             _draw_rok_panel(axis, group, mine)
-        axes[0].figure.legend(handles=_rok_legend(points), loc="outside lower center", ncols=5, frameon=False)
+        axes[0].figure.legend(handles=_rok_legend(points), loc="outside lower center", ncols=columns, frameon=False)
     return True
 
 
@@ -123,13 +124,11 @@ def _rok_legend(points: Sequence[rok.Point]) -> list[Any]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    series = [
-        Line2D([], [], color=COLOURS[name], marker=MARKERS[name], linestyle="none", label=name) for name in rok.SERIES
-    ]
-    styles = [
-        Line2D([], [], color="black", linestyle="-", linewidth=1, label="hybrid over its budgets"),
-        Line2D([], [], color="black", linestyle=":", linewidth=1, label="a series over batches"),
-    ]
+    there = [name for name in rok.SERIES if any(p.variant.series == name for p in points)]
+    series = [Line2D([], [], color=COLOURS[name], marker=MARKERS[name], linestyle="none", label=name) for name in there]
+    styles = [Line2D([], [], color="black", linestyle=":", linewidth=1, label="a series over batches")]
+    if "hybrid" in there:
+        styles.append(Line2D([], [], color="black", linestyle="-", linewidth=1, label="hybrid over its budgets"))
     sizes = [
         Line2D([], [], color="black", marker="o", markersize=size, linestyle="none", label=f"batch {batch}")
         for batch, size in _batch_sizes(points).items()
