@@ -15,6 +15,7 @@ from typing import Any, Unpack
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from .autograd.offloader import Offloader
 from .config import OffloadConfig, Options, Target, make_config
@@ -161,7 +162,9 @@ def _attached_class(kind: Any) -> Any:
 
         return method
 
-    class Attached(kind):  # type: ignore[misc]
+    plain = not any(vars(one).get("__slots__") for one in kind.__mro__)
+
+    class Attached(nn.Module if plain else kind, metaclass=type(kind)):  # type: ignore[misc, metaclass]
         __call__ = inside("__call__")
         _call_impl = inside("_call_impl")  # where `torch.compile` had bound the other before it was attached
 
@@ -186,6 +189,8 @@ def _attached_class(kind: Any) -> Any:
         def __prepare_scriptable__(self) -> Any:
             raise ConfigError("module", kind.__name__, "detach() it before torch.jit.script compiles it")
 
+    if plain:
+        Attached.__bases__ = (kind,)  # afterwards, so that no ``__init_subclass__`` of its sees one more class
     setattr(Attached, BEFORE, kind)
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):
         setattr(Attached, name, getattr(kind, name))
@@ -200,6 +205,8 @@ def _attach(module: nn.Module, attachment: Attachment) -> None:
     if isinstance(module, torch.fx.GraphModule):
         remedy = "torch.fx writes its class anew: attach() to a module around it, as nn.Sequential(module)"
         raise ConfigError("module", type(module).__name__, remedy)
+    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+        raise ConfigError("module", type(module).__name__, "it becomes another class: run one forward, then attach()")
     if not hasattr(type(module), BEFORE):
         kind: Any = type(module)
         object.__setattr__(module, "__class__", _attached_class(kind))

@@ -224,10 +224,10 @@ class Offloader:
         store.tiers.begin_step()
         # Not in a forked child, nor while a graph is captured, when the device may not be asked.
         first = not (store.forked or store.tiers.capturing) and store.nothing_is_alive()
-        if first:
-            store.shared.budget.begin_step()
-            if self.autopilot is not None:
-                self.autopilot.between_steps()
+        with store.shared.lock:
+            store.shared.budget.begin_forward(first=first)
+        if first and self.autopilot is not None:
+            self.autopilot.between_steps()
         store.begin_forward(first=first)
 
     @untraced

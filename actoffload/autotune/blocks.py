@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import random
 import threading
 import weakref
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -112,17 +113,15 @@ class BlockWatch(Hooking):
         leaves = enumerate(tree_leaves(inputs))
         tensors = {place: leaf for place, leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()}
         given = [(tensor, tensor._version) for tensor in tensors.values()]
-        self._local.running.append((name, module, _versions(module), given))
+        self._local.running.append(_Running(name, module, _versions(module), _attributes(module), given))
         self._listener.block_began(name, tensors)
 
     def leave(self, module: nn.Module) -> None:
         """It has ended."""
-        running: list[tuple[str, nn.Module, int, list[tuple[Tensor, int]]]] = getattr(self._local, "running", [])
-        if running and running[-1][1] is module:
-            name, _, versions, given = running.pop()
-            unchanged = all(tensor._version == version for tensor, version in given)
-            repeatable = unchanged and _versions(module) == versions and not why_not_recomputed(module)
-            self._listener.block_ended(name, repeatable=repeatable)
+        running: list[_Running] = getattr(self._local, "running", [])
+        if running and running[-1].module is module:
+            block = running.pop()
+            self._listener.block_ended(block.name, repeatable=block.unchanged() and not why_not_recomputed(module))
 
 
 @untraced
@@ -135,5 +134,45 @@ def _leave(watch: BlockWatch, module: nn.Module, args: object, output: object) -
     watch.leave(module)
 
 
+class _Running(NamedTuple):
+    """A block whose forward runs, and what it has to leave as it found it to be run again."""
+
+    name: str
+    module: nn.Module
+    versions: int
+    attributes: list[Any]
+    given: list[tuple[Tensor, int]]
+
+    def unchanged(self) -> bool:
+        """Whether the forward has left everything as it was, as far as that can be seen."""
+        after = _attributes(self.module)
+        return (
+            all(tensor._version == version for tensor, version in self.given)
+            and _versions(self.module) == self.versions
+            and len(after) == len(self.attributes)
+            and all(map(_same, after, self.attributes))
+        )
+
+
 def _versions(module: nn.Module) -> int:
     return sum(buffer._version for buffer in module.buffers() if not buffer.is_inference())
+
+
+def _attributes(module: nn.Module) -> list[Any]:
+    """Return what its modules hold, the states of their generators, and the state of Python's own."""
+    found: list[Any] = []
+    for one in module.modules():
+        for value in vars(one).values():
+            found.append(value)
+            if isinstance(value, dict):  # the buffers among them
+                found += value.values()
+            elif isinstance(value, list | set):
+                found += value
+            elif isinstance(value, torch.Generator):
+                found.append(bytes(value.get_state().numpy()))
+    return [*found, random.getstate()]
+
+
+def _same(after: Any, before: Any) -> bool:
+    states = type(after) in (bytes, tuple) and type(before) is type(after)
+    return after is before or (states and bool(after == before))

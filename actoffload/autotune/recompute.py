@@ -135,10 +135,18 @@ class Checkpointed:
         held = {place: leaf for place, leaf in enumerate(leaves) if place not in saved}
         versions = {place: leaf._version for place, leaf in held.items() if _counts(leaf)}
 
+        own = [(args, kwargs)]  # for the first run: what it adds to a list that it is given, the caller is to see
+
         def run(*given: Any) -> Any:
+            if own:
+                positional, named = own.pop()
+                return self.forward(*positional, **named)
             inputs = held | dict(zip(saved, given, strict=True))
             if any(held[place]._version != version for place, version in versions.items()):
-                raise RuntimeError("an argument of a recomputed block was changed in place after the block had run")
+                raise RuntimeError(
+                    "an argument of a recomputed block was changed in place after the block had run: do that after "
+                    "backward, or pass recompute=False"
+                )
             again, keywords = tree_unflatten([inputs[place] for place in range(len(inputs))], shape)
             if self._meter is None or torch._C._current_graph_task_id() == -1:
                 return self.forward(*again, **keywords)

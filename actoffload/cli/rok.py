@@ -114,7 +114,7 @@ def finish(payload: dict[str, Any], file: Path, as_json: bool) -> int:
     """
     points = points_of(payload["samples"])
     machine = payload["environment"]
-    simulated = payload["measured_with"]["device"] == SIMULATED
+    simulated = payload["measured_with"].get("device") == SIMULATED
     where = "simulated GPU, virtual time" if simulated else machine.get("gpu") or machine.get("cpu")
     title = f"Recompute, offload, keep: {where}, torch {machine.get('torch')}"
     share = 0.0 if simulated else busy_share(payload)

@@ -87,14 +87,16 @@ class Arena {
   }
 
   // Keeps a block as it is, though it is freed, until `let_go` was called as often; false where there is no such block.
-  bool hold(std::uintptr_t address) {
+  bool hold(std::uintptr_t address, bool dense) {
     const std::lock_guard<std::mutex> guard(lock_);
     const auto block = live_.find(address);
     if (block == live_.end()) {
       return false;
     }
     ++held_[address].times;
-    collapse(address, address + block->second);
+    if (dense) {
+      collapse(address, address + block->second);
+    }
     return true;
   }
 
@@ -309,7 +311,9 @@ int actoffload_install(std::size_t reserve_bytes, std::size_t smallest_bytes) {
 
 void actoffload_keep(int keep) { arena->keep(keep != 0); }
 
-int actoffload_hold(void* address) { return arena->hold(reinterpret_cast<std::uintptr_t>(address)) ? 1 : 0; }
+int actoffload_hold(void* address, int dense) {
+  return arena->hold(reinterpret_cast<std::uintptr_t>(address), dense != 0) ? 1 : 0;
+}
 
 void actoffload_let_go(void* address) { arena->let_go(reinterpret_cast<std::uintptr_t>(address)); }
 

@@ -86,13 +86,15 @@ class HeldBlock:
 
     Args:
         address: where the memory of the tensor's storage begins.
+        dense: all of it is in use; else the kernel is not asked for huge pages, which would make the rest resident.
     """
 
     __slots__ = ("_address",)
 
-    def __init__(self, address: int) -> None:
+    def __init__(self, address: int, *, dense: bool = True) -> None:
         library = _Process.library
-        self._address = address if library is not None and library.actoffload_hold(ctypes.c_void_p(address)) else 0
+        held = library is not None and library.actoffload_hold(ctypes.c_void_p(address), int(dense))
+        self._address = address if held else 0
 
     def __del__(self) -> None:
         address, self._address = getattr(self, "_address", 0), 0  # an interrupt may have come before there was one

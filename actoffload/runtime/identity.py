@@ -17,6 +17,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from ..tiers.storage_ref import StorageRef
 
@@ -220,8 +221,10 @@ def inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def storages(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
-    """The storages of a tensor: of each inner one, for a wrapper subclass; a sparse or meta tensor has none."""
+    """The storages of a tensor: of each inner one, for a wrapper subclass; a sparse, meta or lazy tensor has none."""
     for inner in inner_tensors(tensor):
+        if is_lazy(inner):
+            continue
         with contextlib.suppress(NotImplementedError, RuntimeError):
             yield inner.untyped_storage()
 

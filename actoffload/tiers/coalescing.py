@@ -93,7 +93,7 @@ class BatchTransfer:
     def add_in_place(self, record: Record) -> None:
         """Write a record as well, from where its owner holds it."""
         self.add(record)
-        self.held[record] = HeldBlock(record.address)
+        self.held[record] = HeldBlock(record.address, dense=not record.has_gaps)
 
     def leave(self, record: Record) -> None:
         """Transfer a record no more."""

@@ -29,10 +29,13 @@ class DeviceBudget:
         self.recompute_bytes = 0
         self._accounts = accounts
 
-    def begin_step(self) -> None:
-        """A step has ended, and has shown the peak of which a share is the limit."""
-        if self._share is not None and self._accounts.baseline_peak_bytes:
-            self.limit_bytes = int(self._share * self._accounts.baseline_peak_bytes)
+    def begin_forward(self, *, first: bool) -> None:
+        """Set a limit that is a share of the peak, once a step has shown that; ``first``: nothing is alive."""
+        peak = self._accounts.baseline_peak_bytes
+        # Where one tensor lives on for ever, nothing ever is: then the first step is over when less is alive than was.
+        over = first or (self.limit_bytes is None and self._accounts.baseline_bytes < peak)
+        if self._share is not None and peak and over:
+            self.limit_bytes = int(self._share * peak)
 
     def exceeded_by(self, nbytes: int) -> bool:
         """Whether ``nbytes`` more would pass the limit."""

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import pickle
+import random
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -145,6 +146,73 @@ def test_a_block_that_changes_its_input_is_not_run_twice_and_one_that_fails_is_l
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         blocks[1](torch.randn(3, 5))
     assert [word[:3] for word in heard.words] == ["+0(", "-0!", "+1(", "-1!"]
+
+
+class _Changes(nn.Module):
+    """A block that is another one after each forward, without a new version of any tensor."""
+
+    scale: Tensor
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(()))
+        self.what, self.count, self.dice = what, 0, torch.Generator()
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "buffer":
+            self.scale = self.scale * 0.9
+        elif self.what == "number":
+            self.count += 1
+        elif self.what == "list":
+            self.seen.append(1.0)
+        elif self.what == "random":
+            random.random()
+        elif self.what == "generator":
+            torch.rand(1, generator=self.dice)
+        y: Tensor = self.linear(x)
+        return y
+
+
+@pytest.mark.parametrize("what", ["nothing", "buffer", "number", "list", "random", "generator"])
+def test_a_block_that_another_run_would_find_changed_is_not_run_twice(what: str) -> None:
+    heard = _Heard()
+    watch = BlockWatch(heard)
+    blocks = nn.Sequential(_Changes(what), _Changes(what))
+    watch.watch(blocks)
+    blocks(torch.randn(2, 8))
+    end = "" if what == "nothing" else "!"
+    assert heard.words == ["+0(1)", f"-0{end}", "+1(1)", f"-1{end}"]
+
+
+class _Tells(nn.Module):
+    """Adds a loss to the list and the dictionary that it is given, as mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, losses: list[Tensor], named: dict[str, Tensor]) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        losses.append(y.square().mean())
+        named[str(len(named))] = y.sum()
+        return y
+
+
+def test_what_a_recomputed_block_adds_to_its_arguments_is_the_callers() -> None:
+    found = []
+    for names in ([], ["0", "1"]):
+        torch.manual_seed(0)
+        blocks = nn.ModuleList([_Tells(), _Tells()])
+        Recompute().follow({str(place): block for place, block in enumerate(blocks)}, names)
+        x, losses, named = torch.linspace(-1, 1, 32).view(4, 8), list[Tensor](), dict[str, Tensor]()
+        for block in blocks:
+            x = block(x, losses, named)
+        assert len(losses) == len(named) == 2
+        (x.sum() + sum(losses) + sum(named.values())).backward()
+        found.append(gradients(blocks))
+    assert_same_gradients(found[1], found[0])
 
 
 @pytest.mark.parametrize("names", [["layers.a"], ["layers.b", "layers.c"], ["layers.a", "layers.b", "layers.c"]])

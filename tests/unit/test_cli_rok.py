@@ -236,7 +236,7 @@ def test_redraw_fails_when_bits_differ_or_a_point_failed(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--preset", "huge"], "preset='huge': choose one of 'ssdtrain', 'cpu', 'tiny'"),
+        (["--preset", "huge"], "preset='huge': choose one of 'ssdtrain', 'cpu', 'simulated', 'tiny'"),
         (["--redraw", "/no/such/file"], "no results of `actoffload rok`"),
         (["--batch", "7"], "batch=7: the preset has no such case"),
     ],

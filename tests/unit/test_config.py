@@ -285,6 +285,18 @@ def test_a_budget_as_a_share_holds_from_the_end_of_the_first_step_on(make_offloa
     assert 0 < accounts.resident_peak_bytes <= limit
 
 
+def test_a_budget_as_a_share_holds_although_a_tensor_lives_on(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(device_budget="40%", policy="greedy")
+    with offloader:
+        alive = Chain(depth=1)(batch()).sum()
+    for _ in range(2):
+        train_step(Chain(depth=8), batch(), offloader)
+    limit, peak = offloader.store.shared.budget.limit_bytes, accounts_of(offloader).baseline_peak_bytes
+    assert limit is not None
+    assert 0.3 * peak < limit < 0.5 * peak
+    alive.backward()
+
+
 @pytest.mark.parametrize(("bad", "told"), [("x%", "give a size"), ("-1%", "give a share"), ("0%", "above 0")])
 def test_a_share_that_is_none(bad: str, told: str) -> None:
     with pytest.raises(ConfigError, match=f"device_budget=.*{told}"):

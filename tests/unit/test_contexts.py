@@ -484,6 +484,35 @@ def test_a_copy_is_attached_and_detached_by_itself(options: dict[str, Any]) -> N
         assert set(vars(each)) == names
 
 
+def test_a_class_that_looks_at_its_subclasses_sees_none_of_ours(options: dict[str, Any]) -> None:
+    known: list[type] = []
+
+    class Registered(Chain):
+        def __init_subclass__(cls, *, tag: str, **rest: Any) -> None:
+            known.append(cls)
+
+    model = Registered()
+    attachment = actoffload.attach(model, **options)
+    assert isinstance(model, Registered)
+    assert_same_gradients(train_step(model, batch()), train_step(Chain(), batch()))
+    assert attachment.offloader.statistics().steps == 1
+    attachment.detach()
+    assert type(model) is Registered
+    assert known == []
+
+
+def test_a_lazy_module_is_attached_after_its_first_forward(options: dict[str, Any]) -> None:
+    lazy = nn.LazyLinear(4)
+    with pytest.raises(ConfigError, match="run one forward, then attach"):
+        actoffload.attach(lazy, **options)
+    model = nn.Sequential(lazy, nn.Tanh())
+    attachment = actoffload.attach(model, **options)
+    for _ in range(2):
+        model(batch()).sum().backward()
+    assert attachment.offloader.statistics().steps == 2
+    attachment.detach()
+
+
 def test_a_module_of_torch_fx_is_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="attach\\(\\) to a module around it"):
         actoffload.attach(torch.fx.symbolic_trace(Scaled()), **options)
