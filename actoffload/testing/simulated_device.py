@@ -110,7 +110,9 @@ class SimulatedDevice:
 
 @functools.cache
 def install() -> SimulatedDevice:
-    """Register the device with PyTorch, for as long as the process lives.
+    """Register the device with PyTorch, for as long as the process lives, before its first backward.
+
+    PyTorch starts autograd's threads at the first backward, one for each device that it knows then.
 
     Raises:
         native_build.Refused: there is no C++ compiler, or it failed.
