@@ -87,6 +87,7 @@ class Arena {
   }
 
   // Keeps a block as it is, though it is freed, until `let_go` was called as often; false where there is no such block.
+  // A dense one is written whole, so huge pages make nothing of it resident that was not.
   bool hold(std::uintptr_t address, bool dense) {
     const std::lock_guard<std::mutex> guard(lock_);
     const auto block = live_.find(address);

@@ -1,4 +1,4 @@
-"""Builds the two C++ programs: each once, into the user's cache directory, with the user's compiler.
+"""Builds the C++ programs: each once, into the user's cache directory, with the user's compiler.
 
 Nothing here is needed for a right gradient: where there is no compiler, a reason says so and Python does the work.
 """
