@@ -12,8 +12,8 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
@@ -70,7 +70,7 @@ class NullDevice:
     def side_stream(self, index: int, role: str) -> str:
         return role
 
-    def record(self, stream: str) -> int:
+    def record(self, stream: str, again: int | None = None) -> int:
         self.asked["records"] += 1
         self._recorded += 1
         return self._recorded
@@ -90,8 +90,8 @@ class NullDevice:
     def synchronize(self, event: int) -> None:
         self.asked["synchronizations"] += 1
 
-    def copy(self, destination: Tensor, source: Tensor, stream: str) -> None:
-        self.asked["copies"] += 1
+    def copy(self, copies: Collection[Any], stream: str) -> None:
+        self.asked["copies"] += len(copies)
 
     def empty(self, nbytes: int, index: int, stream: str) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)

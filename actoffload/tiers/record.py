@@ -14,7 +14,7 @@ from ..errors import StateError
 
 if TYPE_CHECKING:
     from ..memory.host_pool import Slot
-    from .copy_streams import Incoming, Outgoing
+    from .copy_streams import Batch
     from .storage_ref import StorageRef
 
 
@@ -95,8 +95,8 @@ class Record:
     transfer: Promotable | None = None  # the write or read that it is in
     layout: Any = None  # how a CPU tensor's bytes lie around its direct I/O
     slot: Slot | None = None  # its host memory
-    outgoing: Outgoing | None = None  # the copy to the host that was begun
-    incoming: Incoming | None = None  # the copy to the device that was begun
+    outgoing: Batch | None = None  # the copies to the host that it is among, until its device memory is let go
+    incoming: Batch | None = None  # the copies to the device that it is among
     error: BaseException | None = None  # why it could not be read; whoever asks next tries again
 
     def __post_init__(self) -> None:

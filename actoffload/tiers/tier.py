@@ -29,6 +29,9 @@ LOOK_AT = 16
 class Tier(ABC):
     """What both kinds of tier are, and the steps that they share. Without a spool there is host memory alone."""
 
+    gathers = False
+    """Whether what is brought back by one look ahead is copied together."""
+
     def __init__(self, shared: Shared, spool: Spool | None) -> None:
         self.shared = shared
         self.spool = spool
@@ -75,6 +78,9 @@ class Tier(ABC):
 
     def poll(self) -> None:  # noqa: B027 - a tier may have nothing to do here
         """Make progress that only the training thread can make."""
+
+    def begin_copies(self) -> None:  # noqa: B027
+        """Begin the copies that wait for others to go with them."""
 
     def flush(self) -> None:  # noqa: B027
         """Begin everything that waits for a later moment."""

@@ -216,19 +216,20 @@ class Tiers:
         elif config.target == "auto":
             with suppress(OSError):  # no usable path: host memory only
                 spool = self._open_spool()
+        copies = CopyStreams(device)
         pool = HostPool(
             self._host_budget(staging=config.target == "nvme"),
             slab_bytes=PINNED_SLAB_BYTES,
             pin=device.pin,
             unpin=device.unpin,
-            is_done=device.done,
-            wait_for=device.synchronize,
+            is_done=copies.done,
+            wait_for=copies.synchronize,
             poison=config.debug,
         )
         self.pools.append(pool)
         spill = {"host": "never", "nvme": "always"}.get(config.target, "overflow")
         window = None if config.pending_bytes is None else config.size("pending_bytes", 0)
-        return DeviceTier(self.shared, spool, pool, CopyStreams(device), spill, window)
+        return DeviceTier(self.shared, spool, pool, copies, spill, window)
 
     def _host_budget(self, *, staging: bool) -> int:
         config = self.shared.config
