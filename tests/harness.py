@@ -207,8 +207,8 @@ def recompute_in(offloader: Offloader, names: list[str]) -> None:
 
 def records_of(offloader: Offloader) -> list[Any]:
     """The records that are alive, in the order in which they were saved."""
-    entries = offloader.store.identities.entries.values()
-    return sorted((entry.record for found in entries for entry in found), key=lambda record: int(record.number))
+    records = offloader.store.identities.records.values()
+    return sorted((record for found in records for record in found), key=lambda record: int(record.number))
 
 
 def tape_records(offloader: Offloader) -> list[Any]:
@@ -320,19 +320,17 @@ def simulated(device: FakeDevice, **options: Any) -> Iterator[Offloader]:
 
 def copy_out(copies: CopyStreams, source: Tensor, host: Tensor) -> Batch:
     """Begin one copy to the host."""
-    batch = copies.gather(0, None)
-    batch.add("source", host, source, host.nbytes)
+    batch = copies.gather("out", 0, None)
+    batch.add("source", host, source, host.nbytes, [])
     copies.begin_out(batch)
     return batch
 
 
 def copy_in(copies: CopyStreams, host: Tensor, after: Batch | None = None) -> tuple[Batch, Tensor]:
     """Begin one copy to the device; returns the memory that it fills as well."""
-    batch = copies.gather(0, None)
+    batch = copies.gather("in", 0, None)
     filled = copies.destination(batch, host.nbytes)
-    batch.add("host", filled, host, host.nbytes)
-    if after is not None:
-        batch.is_made_by(after)
+    batch.add("host", filled, host, host.nbytes, [] if after is None else [after])
     copies.begin_in(batch)
     return batch, filled
 

@@ -28,26 +28,41 @@ BATCH_COPIES = 16
 class Batch:
     """Copies of one direction that begin together, and the one event after them."""
 
+    way: str  # "out" or "in"
     index: int  # of the device
     stream: Stream  # that computes: it has made what leaves, or it owns the memory that is filled
     copies: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)
     """Destination and source, flat bytes both, by owner. Those on the way out are held until they are released."""
     nbytes: int = 0
     event: Event | None = None  # none: the copies have not begun
-    number: int = 0  # of the batches out of this device, in order, from 1
-    after: Batch | None = None  # on the way in: the last batch out that makes what is copied
+    number: int = 0  # among the batches of this way and device, as they began, from 1
+    after: dict[tuple[str, int], Batch] = field(default_factory=dict)
+    """The last batch of each way and device that used the host memory before."""
+    replaced: dict[object, tuple[Batch, ...]] = field(default_factory=dict)
+    """The batches whose place this one has taken, by owner, until it begins."""
     happened: bool = False  # the event is known to have happened
-    awaited_by: list[Stream] = field(default_factory=list)
+    settled: bool = False  # on the way in: the stream that owns the memory has waited for the copies
+    awaited_by: list[Stream] = field(default_factory=list)  # other streams that have
 
-    def add(self, owner: object, destination: Tensor, source: Tensor, nbytes: int) -> None:
-        """Have one more copy of ``nbytes`` begin with the others."""
+    def add(self, owner: object, destination: Tensor, source: Tensor, nbytes: int, used_by: list[Any]) -> None:
+        """Have one more copy of ``nbytes`` begin with the others.
+
+        Args:
+            owner: whose copy it is.
+            destination: flat bytes.
+            source: flat bytes.
+            nbytes: how many.
+            used_by: the batches that have used the host memory before; this one takes their place.
+        """
         self.copies[owner] = destination, source
         self.nbytes += nbytes
-
-    def is_made_by(self, out: Batch) -> None:
-        """Note that a batch out makes bytes that are copied here."""
-        if self.after is None or out.number > self.after.number:
-            self.after = out
+        for before in used_by:
+            place = before.way, before.index
+            if place not in self.after or self.after[place].number < before.number:
+                self.after[place] = before
+        if used_by:
+            self.replaced[owner] = tuple(used_by)
+        used_by[:] = [self]
 
 
 class CopyStreams:
@@ -62,15 +77,16 @@ class CopyStreams:
         self.waits = StreamWaits(device)
         self._inert = False
         self._events = EventPool(device)
-        self._numbers: dict[int, int] = {}
-        self._host_bytes_until: dict[int, int] = {}
-        """The number of the last batch out that the side stream of the way in has waited for, by device."""
+        self._numbers: dict[tuple[str, int], int] = {}
+        self._awaited: dict[tuple[str, int, str, int], int] = {}
+        """The number of the last batch that a side stream has waited for, by both ways and devices."""
         self._compute_streams: dict[int, list[Stream]] = {}
 
-    def gather(self, index: int, batch: Batch | None) -> Batch:
+    def gather(self, way: str, index: int, batch: Batch | None) -> Batch:
         """Return a batch for copies of the memory of the current stream of device ``index``.
 
         Args:
+            way: ``"out"`` or ``"in"``.
             index: the device's.
             batch: the last one, which is returned if it has not begun and is for that stream; else it is a new one.
         """
@@ -79,7 +95,7 @@ class CopyStreams:
         if batch is not None and fits and self.device.same_stream(stream, batch.stream):
             return batch
         self._saw(index, stream)
-        return Batch(index, stream)
+        return Batch(way, index, stream)
 
     # -- device to host -----------------------------------------------------------------------------------------------
 
@@ -87,8 +103,8 @@ class CopyStreams:
         """Copy to the host, once what the batch's stream was given so far is done."""
         side = self.device.side_stream(out.index, "out")
         self._order_after_producer(side, out)
+        self._order_after_host_copies(side, out)
         self._copy("write", out, side)
-        out.number = self._numbers[out.index] = self._numbers.get(out.index, 0) + 1
         self.written_bytes += out.nbytes
 
     def release_sources(self, out: Batch) -> None:
@@ -111,7 +127,7 @@ class CopyStreams:
         """Copy to memory of the device, complete after the batches that make the host's bytes."""
         side = self.device.side_stream(incoming.index, "in")
         self._order_after_allocation(side, incoming)
-        self._order_after_host_bytes(side, incoming)
+        self._order_after_host_copies(side, incoming)
         self._copy("read", incoming, side)
         incoming.copies.clear()
         self.read_bytes += incoming.nbytes
@@ -124,9 +140,13 @@ class CopyStreams:
             filled: returns a tensor in the memory that is to be used.
         """
         current = self.device.current_stream(incoming.index)
-        if not self.device.same_stream(current, incoming.stream):
-            self._saw(incoming.index, current)
-            self.device.used_on(filled(), current)
+        if self.device.same_stream(current, incoming.stream):
+            if not incoming.settled:
+                self._order_use_after_fill(current, incoming)
+                incoming.settled = True
+            return
+        self._saw(incoming.index, current)
+        self.device.used_on(filled(), current)
         for stream in incoming.awaited_by:
             if self.device.same_stream(current, stream):
                 return
@@ -134,10 +154,10 @@ class CopyStreams:
         incoming.awaited_by.append(current)
 
     def drop_unused(self, incoming: Batch) -> None:
-        """Before memory that was filled (or is being filled) and never used is dropped: reuse waits for the copy."""
-        if incoming.event is not None and not incoming.awaited_by and not self._inert:
+        """Before memory that was filled (or is being filled) and never used is dropped: reuse waits for the copies."""
+        if not incoming.settled and not self._inert:
             self._order_reuse_after_fill(incoming)
-            incoming.awaited_by.append(incoming.stream)
+            incoming.settled = True
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -187,12 +207,16 @@ class CopyStreams:
     def _order_after_allocation(self, side: Stream, incoming: Batch) -> None:
         self.device.wait(side, self._events.record(incoming.stream, incoming.index))
 
-    def _order_after_host_bytes(self, side: Stream, incoming: Batch) -> None:
-        after, index = incoming.after, incoming.index
-        if after is None or after.happened or after.number <= self._host_bytes_until.get(index, 0):
-            return  # one stream makes all copies out, in order: who has waited for one has waited for those before it
-        self.device.wait(side, after.event)
-        self._host_bytes_until[index] = after.number
+    def _order_after_host_copies(self, side: Stream, batch: Batch) -> None:
+        for (way, index), before in batch.after.items():
+            # One stream makes all copies of a way, in order: who has waited for one has waited for those before it.
+            key = (batch.way, batch.index, way, index)
+            ordered = (way, index) == (batch.way, batch.index) or before.number <= self._awaited.get(key, 0)
+            if not ordered and not before.happened:
+                self.device.wait(side, before.event)
+                self._awaited[key] = before.number
+        batch.after.clear()
+        batch.replaced.clear()
 
     def _order_use_after_fill(self, current: Stream, incoming: Batch) -> None:
         self._compute_waits(WaitFor.DATA, current, incoming)
@@ -207,6 +231,8 @@ class CopyStreams:
         if stopwatch is not None:
             stopwatch.copied(way, batch.nbytes, side, before)
         batch.event = self._events.record(side, batch.index)
+        place = batch.way, batch.index
+        batch.number = self._numbers[place] = self._numbers.get(place, 0) + 1
 
     def _compute_waits(self, why: WaitFor, stream: Stream, batch: Batch) -> None:
         if self.done(batch):
@@ -278,15 +304,15 @@ class ReleaseWindow:
         """Whether so many bytes more may be held, so that nothing waits; more than the limit only by themselves."""
         return not self._batches or self.held_bytes + nbytes <= self._limit_for(nbytes)
 
-    def hold(self, owner: object, destination: Tensor, source: Tensor, index: int) -> Batch:
+    def hold(self, owner: object, destination: Tensor, source: Tensor, index: int, used_by: list[Any]) -> Batch:
         """Have bytes of device ``index`` copied to the host, soon, and hold them until the window is past them."""
         nbytes = destination.nbytes
         last = self._batches[-1] if self._batches else None
-        batch = self._copies.gather(index, last)
+        batch = self._copies.gather("out", index, last)
         if batch is not last:
             self.begin()
             self._batches.append(batch)
-        batch.add(owner, destination, source, nbytes)
+        batch.add(owner, destination, source, nbytes, used_by)
         self.held_bytes += nbytes
         self._limit_bytes = self._limit_for(nbytes)
         full = len(batch.copies) >= BATCH_COPIES or batch.nbytes >= min(BATCH_BYTES, self._limit_bytes // 4)
@@ -304,12 +330,21 @@ class ReleaseWindow:
         if self.gathers:
             self._copies.begin_out(self._batches[-1])
 
-    def withdraw(self, owner: object, batch: Batch) -> bool:
-        """Take a copy out of its batch; return False when it has begun: its memory is held until it is complete."""
+    def withdraw(self, owner: object, batch: Batch, used_by: list[Any] | None) -> bool:
+        """Take a copy out of its batch; return False when it has begun: its memory is held until it is complete.
+
+        Args:
+            owner: whose copy it is.
+            batch: its batch.
+            used_by: the batches that use its host memory, as before `hold`; None: nobody has that any more.
+        """
         if batch.event is not None:
             return False
         nbytes = batch.copies.pop(owner)[1].nbytes
         batch.nbytes -= nbytes
+        before = batch.replaced.pop(owner, ())
+        if used_by is not None:
+            used_by[:] = before
         self.held_bytes -= nbytes
         if not batch.copies:
             self._batches.pop()  # only the last one has not begun

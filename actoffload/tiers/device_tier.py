@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -86,8 +87,7 @@ class DeviceTier(Tier):
             self.window.advance()
             return KeepReason.PRESSURE
         index = record.device.index or 0
-        out = self.window.hold(record, self._pool.tensor(slot, 0, nbytes), record.flat(), index)
-        slot.events.append(out)
+        out = self.window.hold(record, self._pool.tensor(slot, 0, nbytes), record.flat(), index, slot.events)
         record.slot = slot
         record.outgoing = out
         record.to(State.STAGING)
@@ -228,9 +228,8 @@ class DeviceTier(Tier):
         out, slot = record.outgoing, record.slot
         assert out is not None, "a record on its way out is among others"
         assert slot is not None, "and it has a slot"
-        if self.window.withdraw(record, out):
+        if self.window.withdraw(record, out, slot.events):
             record.outgoing = None
-            slot.events.clear()
         self.forwarded(record)
         record.slot = None
         record.to(State.RESIDENT)
@@ -293,22 +292,16 @@ class DeviceTier(Tier):
                 record.to(State.HOSTED)
         slot = record.slot
         assert slot is not None, "a hosted record has a slot"
-        incoming = self.copies.gather(record.device.index or 0, self._incoming)
+        incoming = self.copies.gather("in", record.device.index or 0, self._incoming)
         if incoming is not self._incoming:
             self._begin_reloads()
             self._incoming = incoming
         filled = self.copies.destination(incoming, record.nbytes)
-        incoming.add(record, filled, self._pool.tensor(slot, 0, record.nbytes), record.nbytes)
-        made_by = slot.events[0] if slot.events else None
-        if isinstance(made_by, Batch):
-            incoming.is_made_by(made_by)
-        slot.events.append(incoming)
+        incoming.add(record, filled, self._pool.tensor(slot, 0, record.nbytes), record.nbytes, slot.events)
         record.incoming = incoming
         self.add_resident(record, filled.untyped_storage(), record.begin)
         record.to(State.RELOADING)
         self.shared.reporter.event(EventKind.READ, record, "to device")
-        if record.on_disk:
-            record.slot = None
         if incoming.nbytes >= BATCH_BYTES or len(incoming.copies) >= BATCH_COPIES:
             self._begin_reloads()
 
@@ -320,7 +313,11 @@ class DeviceTier(Tier):
     def _begin_reloads(self) -> None:
         if self._incoming is not None:
             incoming, self._incoming = self._incoming, None
+            records: list[Any] = list(incoming.copies)
             self.copies.begin_in(incoming)
+            for record in records:
+                if record.on_disk:
+                    record.slot = None
 
     def ready(self, record: Record) -> torch.UntypedStorage | None:
         incoming = record.incoming
@@ -342,6 +339,8 @@ class DeviceTier(Tier):
         return record.data
 
     def recover(self, record: Record) -> bool:
+        if record.weak_data is None:
+            return False
         if not self.copies.on_the_one_compute_stream(record.device.index or 0):
             record.weak_data = None  # another stream than the one that awaited the copy may ask for it
         return super().recover(record)
@@ -351,13 +350,12 @@ class DeviceTier(Tier):
     def order_reuse(self, record: Record) -> None:
         """See `Tier`. This may run on any thread, so the device is asked nothing: what needs that waits for `poll`."""
         out, incoming = record.outgoing, record.incoming
-        if out is not None and self.window.withdraw(record, out):
+        events = record.slot.events if record.slot is not None else None
+        if out is not None and self.window.withdraw(record, out, events):
             record.outgoing = None
-            if record.slot is not None:
-                record.slot.events.clear()
         if incoming is not None:
             record.incoming = None
-            if not incoming.awaited_by:
+            if not incoming.settled:
                 self._unused.append((record.data, incoming))
 
     def remove_resident(self, record: Record) -> None:
@@ -368,6 +366,7 @@ class DeviceTier(Tier):
 
     def _drop_unused(self) -> None:
         """Let go of memory that was filled and not used, in stream order."""
+        self._begin_reloads()
         for _, incoming in self._unused:
             self.copies.drop_unused(incoming)
         self._unused.clear()

@@ -22,7 +22,7 @@ from .storage_ref import StorageRef
 
 PENDING_MARGIN = 1.25
 """What a plan expects to be on its way out at once may be exceeded by this factor: steps differ a little."""
-LOOK_AT = 16
+LOOK_AT = 8
 """How many of the copies under way are looked at on each occasion, as that is on the training thread's way."""
 
 
@@ -211,9 +211,10 @@ class Tier(ABC):
         turn = self._copied_in_place  # with many under way each is seen every few saves
         for _ in range(min(LOOK_AT, len(turn))):
             record = turn.popleft()
-            if record.data is not None and record.state in MOVING:
+            data = record.data
+            if data is not None and record.state in MOVING:
                 turn.append(record)
-                if record.lies_elsewhere:
+                if data.data_ptr() != record.address:
                     record.was_resized = True
 
     def stay(self, record: Record) -> None:

@@ -332,7 +332,7 @@ def _copies_that_an_interrupt_left_are_dropped_safely(monkeypatch: pytest.Monkey
 
 SINGLE: list[tuple[str, Callable[[pytest.MonkeyPatch, str | None], bool]]] = [
     ("_order_after_producer", _copy_out_waits_for_the_producer),
-    ("_order_after_host_bytes", _copy_in_waits_for_the_host_bytes),
+    ("_order_after_host_copies", _copy_in_waits_for_the_host_bytes),
     ("_order_reuse_after_fill", _unused_reload_is_dropped_safely),
     ("order_all_reuse", _copies_that_an_interrupt_left_are_dropped_safely),
 ]
@@ -543,3 +543,21 @@ def test_a_read_that_ends_as_its_last_handle_dies_is_no_error(tmp_path: Path, mo
             assert offloader.statistics().live_records == 0
         offloader.close()  # joins the engine's threads
     assert raised == []
+
+
+def test_memory_that_nobody_used_waits_for_its_copy_though_another_stream_has_used_its_neighbour() -> None:
+    """Copies that begin together share an event. That a second stream has waited for it says nothing of the first."""
+    device = FakeDevice("lazy")
+    transfers = CopyStreams(device)
+    batch = transfers.gather("in", 0, None)
+    hosts, filled = [_filled(7), _filled(8)], [transfers.destination(batch, 4096) for _ in range(2)]
+    for owner, (host, tensor) in enumerate(zip(hosts, filled, strict=True)):
+        batch.add(owner, tensor, host, 4096, [])
+    transfers.begin_in(batch)
+    with device.on(FakeStream("second compute")):
+        transfers.before_use(batch, lambda: filled[0])
+    transfers.drop_unused(batch)
+    del filled[1]
+    device.before_kernel()  # the memory gets its next owner here
+    device.finish()
+    assert device.violations == []
