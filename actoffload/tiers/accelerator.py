@@ -130,10 +130,12 @@ class TorchAccelerator(Accelerator):
         stream.wait_event(event)
 
     def done(self, event: Event) -> bool:
-        return bool(event.query())
+        with self._device_of(event):
+            return bool(event.query())
 
     def synchronize(self, event: Event) -> None:
-        event.synchronize()
+        with self._device_of(event):
+            event.synchronize()
 
     def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
         with self._on(stream):
@@ -157,6 +159,12 @@ class TorchAccelerator(Accelerator):
 
     def unpin(self, address: int) -> bool:
         raise NotImplementedError(f"{self.type} pins nothing")
+
+    def _device_of(self, event: Event) -> contextlib.AbstractContextManager[None]:
+        """Make the event's device current: on CUDA a call for an event makes a context on whatever device is."""
+        index = event.device.index
+        here = torch.accelerator.current_device_index() == index
+        return contextlib.nullcontext() if here else torch.accelerator.device_index(index)
 
     @contextlib.contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:
