@@ -12,6 +12,7 @@ import mmap
 import os
 import threading
 import warnings
+from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -29,7 +30,7 @@ NOT_PAGE_LOCKED = (
 
 
 class _Piece(NamedTuple):
-    """A range of a slab that was handed out as a slot, and the events of the copies that use it."""
+    """A range of a slab that was handed out as a slot, and the events of the copies that use it or did."""
 
     address: int
     nbytes: int
@@ -41,8 +42,9 @@ class _Piece(NamedTuple):
 class Slot:
     """A piece of host memory: ``nbytes`` bytes at ``address``, 4096-aligned. It goes back when nobody holds it.
 
-    Whoever copies into or out of a slot on a stream adds the copy's event to ``events``: the memory is reused only
-    after all of them have happened. Whoever reads or writes it from an I/O thread holds it meanwhile.
+    A copy may still use the memory when it is handed out again: whoever writes to it, or has a stream do so, waits for
+    ``events`` first. Whoever copies into or out of it on a stream that has waited for them puts the copy's event in
+    their place. Whoever reads or writes it from an I/O thread holds it meanwhile.
     """
 
     __slots__ = ("_dropped", "_piece", "address", "events", "nbytes", "offset", "slab")
@@ -67,15 +69,54 @@ class _Slab:
     """One mapping, and what of it is in use.
 
     Attributes:
+        number: Tells slabs of the same room apart.
+        room: The largest slot that it has room for, as it is listed; -1 when it is not.
         locked: Whether it may be page-locked: from before that is asked for until the device has let go of it.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, number: int) -> None:
         self.mapping = map_private(nbytes)
         self.nbytes = nbytes
+        self.number = number
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.mapping))
         self.extents = ExtentAllocator(nbytes, ALIGNMENT)
+        self.room = -1
         self.locked = False
+        self._used: list[tuple[int, int, list[object]]] = []  # free ranges that copies use, by where they begin
+
+    def carve(self, nbytes: int, dropped: deque[_Piece]) -> Slot:
+        """Return a slot for which there is room, with the events of the copies that may still use its memory."""
+        offset = self.extents.allocate(nbytes)
+        assert offset is not None, "the slab is listed by its room"
+        size = self.extents.round_up(nbytes)
+        return Slot(
+            _Piece(self.address + offset, size, self, offset, self._take_events(offset, offset + size)), dropped
+        )
+
+    def free(self, piece: _Piece) -> None:
+        """Take a slot's memory back."""
+        if piece.events:
+            insort(self._used, (piece.offset, piece.offset + piece.nbytes, piece.events))
+        self.extents.free(piece.offset, piece.nbytes)
+
+    def events(self) -> list[object]:
+        """Return the events of the copies that may still use what is free."""
+        return [event for _, _, events in self._used for event in events]
+
+    def _take_events(self, begin: int, end: int) -> list[object]:
+        first, last = bisect_right(self._used, (begin,)), bisect_left(self._used, (end,))
+        if first and self._used[first - 1][1] > begin:
+            first -= 1
+        found: dict[object, None] = {}
+        rest = []
+        for used_begin, used_end, events in self._used[first:last]:
+            found.update(dict.fromkeys(events))
+            if used_begin < begin:
+                rest.append((used_begin, begin, events))
+            if end < used_end:
+                rest.append((end, used_end, events))
+        self._used[first:last] = rest
+        return list(found)
 
     def lock(self, pin: Callable[[int, int], bool]) -> bool:
         """Page-lock it; return False where that cannot be had. After an error it counts as locked."""
@@ -120,6 +161,7 @@ class HostPool:
     Attributes:
         allocated_bytes: Bytes in slots.
         peak_bytes: The most there were.
+        mapped_bytes: Bytes of all slabs.
         pin_failed: Some memory could not be page-locked.
     """
 
@@ -142,15 +184,13 @@ class HostPool:
         self._pin, self._unpin = pin, unpin
         self._is_done, self._wait_for = is_done, wait_for
         self._poison = poison
+        self.mapped_bytes = 0
         self._slabs: list[_Slab] = []
-        self._in_copy: deque[_Piece] = deque()  # a copy may still use them
+        self._slabs_made = 0
+        self._by_room: list[tuple[int, int, _Slab]] = []
+        self._idle: dict[_Slab, None] = {}  # of which nothing is handed out
         self._dropped: deque[_Piece] = deque()  # filled by finalizers, which take no lock
         self._lock = threading.RLock()  # reentrant: an interrupt may leave it held by the thread that calls `close`
-
-    @property
-    def mapped_bytes(self) -> int:
-        """Bytes of all slabs."""
-        return sum(slab.nbytes for slab in tuple(self._slabs))
 
     def acquire(self, nbytes: int, *, force: bool = False) -> Slot | None:
         """Return a slot of at least ``nbytes`` bytes, or None when the capacity does not allow it now.
@@ -158,6 +198,8 @@ class HostPool:
         Args:
             force: Map memory beyond the capacity rather than return None (backward must be able to go on).
         """
+        if nbytes < 1:
+            raise ValueError(f"nbytes={nbytes}: must be positive")
         with self._lock:
             self._reclaim()
             slot = self._find(nbytes)
@@ -181,7 +223,7 @@ class HostPool:
         return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
 
     def reclaim(self) -> None:
-        """Take back the slots that nobody holds and whose events have happened."""
+        """Take back the slots that nobody holds."""
         with self._lock:
             self._reclaim()
 
@@ -195,13 +237,12 @@ class HostPool:
         """
         with self._lock:
             _CLOSED.add(self)  # first, so that page-locked memory is not forgotten after an error
-            self._take_dropped()
-            if wait and self._wait_for is not None:
-                for event in [event for piece in self._in_copy for event in piece.events]:
-                    self._wait_for(event)
             self._reclaim()
             for slab in tuple(self._slabs):
-                if slab.extents.allocated_bytes == 0 or not slab.locked:  # a slot keeps the mapping that it lies in
+                if wait and self._wait_for is not None:
+                    for event in slab.events():
+                        self._wait_for(event)
+                if slab in self._idle or not slab.locked:  # a slot keeps the mapping that it lies in
                     self._unmap(slab)
             if not any(slab.locked for slab in self._slabs):
                 _CLOSED.discard(self)
@@ -214,69 +255,87 @@ class HostPool:
             self._is_done = _never
 
     def _find(self, nbytes: int) -> Slot | None:
-        for slab in self._slabs:
-            slot = self._carve(slab, nbytes)
-            if slot is not None:
-                return slot
-        return None
+        place = bisect_left(self._by_room, (nbytes,))
+        if place == len(self._by_room):
+            return None
+        slab = self._by_room[place][2]
+        slot = slab.carve(nbytes, self._dropped)
+        self._list(slab)
+        self.allocated_bytes += slot.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+        return slot
+
+    def _list(self, slab: _Slab) -> None:
+        """List a slab by the room that it has now."""
+        self._unlist(slab)
+        slab.room = slab.extents.largest_free_bytes
+        insort(self._by_room, (slab.room, slab.number, slab))
+        if slab.extents.allocated_bytes == 0:
+            self._idle[slab] = None
+
+    def _unlist(self, slab: _Slab) -> None:
+        self._idle.pop(slab, None)
+        place = bisect_left(self._by_room, (slab.room, slab.number))
+        if place < len(self._by_room) and self._by_room[place][2] is slab:
+            del self._by_room[place]
 
     def _grow(self, nbytes: int, force: bool) -> Slot | None:
         need = -(-nbytes // ALIGNMENT) * ALIGNMENT
         self._unmap_idle(need)
         room = self.capacity_bytes - self.mapped_bytes
         size = max(need, min(self._slab_bytes, room - room % ALIGNMENT))
-        return self._carve(self._map(size), nbytes) if force or size <= room else None
+        if size > room and not force:
+            return None
+        self._map(size)
+        return self._find(nbytes)
 
-    def _map(self, nbytes: int) -> _Slab:
-        slab = _Slab(nbytes)
+    def _map(self, nbytes: int) -> None:
+        self._slabs_made += 1
+        slab = _Slab(nbytes, self._slabs_made)
         self._slabs.append(slab)  # before it is locked: after an error `close` must find it
+        self.mapped_bytes += nbytes
+        self._list(slab)
         if self._pin is not None and not slab.lock(self._pin) and not self.pin_failed:
             self.pin_failed = True
             warnings.warn(f"actoffload: {NOT_PAGE_LOCKED}", RuntimeWarning, stacklevel=3)
-        return slab
 
     def _unmap_idle(self, need: int) -> None:
-        """Let slabs go that are free from end to end, if only that makes room for a slab of ``need`` bytes."""
-        for slab in tuple(self._slabs):
+        """Let slabs go that are free from end to end, if that makes room for a slab of ``need`` bytes."""
+        if self.mapped_bytes - sum(slab.nbytes for slab in self._idle) + need > self.capacity_bytes:
+            return
+        for slab in tuple(self._idle):
             if self.mapped_bytes + need <= self.capacity_bytes:
                 return
-            if slab.extents.allocated_bytes == 0:
-                self._unmap(slab)
+            self._unmap(slab)
 
     def _unmap(self, slab: _Slab) -> None:
         """Let a slab go that nobody uses, if the device does; its mapping goes with its last view."""
+        if slab.locked and self._is_done is not None and not all(map(self._is_done, slab.events())):
+            return
         if slab.unlock(self._unpin):
             self._slabs.remove(slab)
-
-    def _take_dropped(self) -> None:
-        while self._dropped:
-            self._in_copy.append(self._dropped.popleft())
+            self._unlist(slab)
+            slab.room = -1
+            self.mapped_bytes -= slab.nbytes
 
     def _reclaim(self) -> None:
-        self._take_dropped()
-        for _ in range(len(self._in_copy)):
-            if not self._all_done(self._in_copy[0].events):
-                self._in_copy.rotate(-1)
-            else:
-                self._free(self._in_copy.popleft())  # off the list first: after an error it is not freed twice
+        while self._dropped:
+            piece = self._dropped.popleft()
+            if self._poison:
+                self._overwrite(piece)
+            self.allocated_bytes -= piece.nbytes
+            piece.slab.free(piece)
+            if piece.slab.room >= 0:
+                self._list(piece.slab)
 
-    def _all_done(self, events: list[object]) -> bool:
-        return self._is_done is None or all(map(self._is_done, events))
-
-    def _carve(self, slab: _Slab, nbytes: int) -> Slot | None:
-        offset = slab.extents.allocate(nbytes)
-        if offset is None:
-            return None
-        slot = Slot(_Piece(slab.address + offset, slab.extents.round_up(nbytes), slab, offset, []), self._dropped)
-        self.allocated_bytes += slot.nbytes
-        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-        return slot
-
-    def _free(self, piece: _Piece) -> None:
-        if self._poison:
+    def _overwrite(self, piece: _Piece) -> None:
+        """For debugging: overwrite what is given back, once no copy uses it any more."""
+        if self._wait_for is not None:
+            for event in piece.events:
+                self._wait_for(event)
+            piece.events.clear()
+        if not piece.events:
             ctypes.memset(piece.address, 0xFF, piece.nbytes)
-        piece.slab.extents.free(piece.offset, piece.nbytes)
-        self.allocated_bytes -= piece.nbytes
 
 
 def _never(event: object) -> bool:

@@ -7,7 +7,7 @@ can take it away and see the simulated device show the corruption. No method blo
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -59,13 +59,20 @@ class CopyStreams:
 
     # -- device to host -----------------------------------------------------------------------------------------------
 
-    def begin_out(self, source: Tensor, destination: Tensor) -> Outgoing:
-        """Copy the flat bytes of ``source`` (device) to ``destination`` (host) once what produced them is done."""
+    def begin_out(self, source: Tensor, destination: Tensor, after: Iterable[Event] = ()) -> Outgoing:
+        """Copy the flat bytes of ``source`` (device) to ``destination`` (host) once what produced them is done.
+
+        Args:
+            source: flat bytes on the device.
+            destination: as many in host memory.
+            after: the events of the copies that used the host memory before.
+        """
         index = self.device.index_of(source)
         producer = self.device.current_stream(index)
         self._saw(index, producer)
         side = self.device.side_stream(index, "out")
         self._order_after_producer(side, producer)
+        self._order_after_host_copies(side, after)
         self._copy("write", destination, source, side)
         self.written_bytes += destination.numel()
         return Outgoing(source, destination.numel(), index, producer, self.device.record(side))
@@ -83,15 +90,14 @@ class CopyStreams:
 
     # -- host to device -----------------------------------------------------------------------------------------------
 
-    def begin_in(self, source: Tensor, index: int, after: Event | None = None) -> Incoming:
-        """Copy the flat bytes of ``source`` (host), complete after an event, into new memory of device ``index``."""
+    def begin_in(self, source: Tensor, index: int, after: Iterable[Event] = ()) -> Incoming:
+        """Copy the flat bytes of ``source`` (host), complete after events, into new memory of device ``index``."""
         compute = self.device.current_stream(index)
         self._saw(index, compute)
         tensor = self.device.empty(source.numel(), index, compute)
         side = self.device.side_stream(index, "in")
         self._order_after_allocation(side, compute)
-        if after is not None:
-            self._order_after_host_bytes(side, after)
+        self._order_after_host_copies(side, after)
         self._copy("read", tensor, source, side)
         self.read_bytes += source.numel()
         return Incoming(tensor, index, compute, self.device.record(side))
@@ -147,8 +153,9 @@ class CopyStreams:
     def _order_after_allocation(self, side: Stream, compute: Stream) -> None:
         self.device.wait(side, self.device.record(compute))
 
-    def _order_after_host_bytes(self, side: Stream, after: Event) -> None:
-        self.device.wait(side, after)
+    def _order_after_host_copies(self, side: Stream, after: Iterable[Event]) -> None:
+        for event in after:
+            self.device.wait(side, event)
 
     def _order_use_after_fill(self, current: Stream, incoming: Incoming) -> None:
         self._compute_waits(WaitFor.DATA, current, incoming.event, incoming.index)

@@ -17,6 +17,7 @@ from ..memory.host_pool import HostPool
 from ..policy import KeepReason
 from ..storage.spool import Spool
 from ..storage.transfers import Transfer
+from .accelerator import Event
 from .copy_streams import CopyStreams, Incoming, Outgoing, ReleaseWindow
 from .record import Record, State
 from .shared import Shared
@@ -69,8 +70,8 @@ class DeviceTier(Tier):
         if slot is None:
             self.window.advance()
             return KeepReason.PRESSURE
-        out = self.copies.begin_out(record.flat(), self._pool.tensor(slot, 0, record.nbytes))
-        slot.events.append(out.event)
+        out = self.copies.begin_out(record.flat(), self._pool.tensor(slot, 0, record.nbytes), slot.events)
+        slot.events[:] = [out.event]
         record.slot = slot
         record.outgoing = out
         record.to(State.STAGING)
@@ -137,22 +138,20 @@ class DeviceTier(Tier):
         extent = record.extent = self.allocate(record, slot.nbytes)
         if extent is None:
             return
-        written = list(slot.events)
-
-        def wait_for_copy() -> None:
-            for event in written:
-                self.copies.device.synchronize(event)
-
         record.transfer = self.spool.write(
             extent,
             slot.address,
             slot.nbytes,
-            before=wait_for_copy,
+            before=partial(self._wait_for, list(slot.events)),
             on_done=partial(self._written, record, now()),
             keepalive=slot,
         )
         record.to(State.SPILLING)
         self.shared.pending_bytes += record.nbytes
+
+    def _wait_for(self, events: list[Event]) -> None:
+        for event in events:
+            self.copies.device.synchronize(event)
 
     def _written(self, record: Record, since_s: float, transfer: Transfer) -> None:
         with self.shared.lock:
@@ -206,9 +205,13 @@ class DeviceTier(Tier):
             return False
         assert self.spool is not None, "a spilled record has a spool"
         record.transfer = self.spool.read(
-            record.extent, slot.address, slot.nbytes, on_done=partial(self._arrived_on_host, record, now()),
+            record.extent,
+            slot.address,
+            slot.nbytes,
+            before=partial(self._wait_for, list(slot.events)) if slot.events else None,
+            on_done=partial(self._arrived_on_host, record, now()),
             keepalive=slot,
-        )  # fmt: skip
+        )
         record.slot = slot
         record.wanted = True
         record.to(State.FETCHING)
@@ -256,9 +259,8 @@ class DeviceTier(Tier):
         slot = record.slot
         assert slot is not None, "a hosted record has a slot"
         source = self._pool.tensor(slot, 0, record.nbytes)
-        after = slot.events[0] if slot.events else None
-        incoming = self.copies.begin_in(source, record.device.index or 0, after=after)
-        slot.events.append(incoming.event)
+        incoming = self.copies.begin_in(source, record.device.index or 0, slot.events)
+        slot.events[:] = [incoming.event]
         record.incoming = incoming
         self.add_resident(record, incoming.tensor.untyped_storage(), record.begin)
         record.to(State.RELOADING)

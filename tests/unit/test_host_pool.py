@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from actoffload.memory.best_fit import ExtentAllocator
 from actoffload.memory.host_pool import ALIGNMENT, HostPool, Slot
 from tests.harness import no_garbage_collection, run_in_threads
 
@@ -85,35 +86,59 @@ def test_a_tensor_that_does_not_own_its_slot_does_not_hold_it() -> None:
     assert tensor.numel() == 1000
 
 
-def test_a_slot_is_used_again_when_every_event_is_done() -> None:
-    done: set[object] = {"done"}
-    pool = _pool(is_done=done.__contains__)
-    slot, other = _acquire(pool, SLAB // 2), _acquire(pool, SLAB // 2)
-    slot.events += ["copy out", "copy in"]
-    other.events.append("done")
-    del slot, other
-    assert _in_use(pool) == SLAB // 2, "one does not hold up another"
-    assert pool.acquire(SLAB) is None
-    done.add("copy in")
-    assert pool.acquire(SLAB) is None
-    assert _in_use(pool) == SLAB // 2
-    done.add("copy out")
-    assert _acquire(pool, SLAB) is not None
+def test_memory_comes_with_the_events_of_the_copies_that_used_it() -> None:
+    pool = _pool(is_done=lambda event: pytest.fail("nobody has to ask"))
+    for step in range(2):
+        halves = [_acquire(pool, SLAB // 2) for _ in range(2)]
+        assert [half.events for half in halves] == ([[], []] if step == 0 else [["second", "first"]] * 2)
+        for half, event in zip(halves, ("first", "second"), strict=True):
+            half.events[:] = [event]
+        del half, halves
+        if step == 0:
+            whole = _acquire(pool, SLAB)
+            assert sorted(map(str, whole.events)) == ["first", "second"]
+            whole.events.sort(key=str, reverse=True)
+            del whole
+    quarter = _acquire(pool, SLAB // 4)
+    three = _acquire(pool, 3 * SLAB // 4)
+    assert (quarter.events, three.events) == (["first"], ["first", "second"])
 
 
-def test_freed_slots_are_poisoned_and_only_then() -> None:
-    done: set[object] = set()
-    pool = _pool(is_done=done.__contains__, poison=True)
+def test_acquiring_looks_at_one_slab_and_no_event_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    slabs = 240
+    pool = HostPool(slabs * 4 * ALIGNMENT, slab_bytes=4 * ALIGNMENT, is_done=lambda event: pytest.fail("was asked"))
+    held = [_acquire(pool, ALIGNMENT) for _ in range(4 * slabs)]
+    waiting = held[: len(held) // 2 : 2]
+    for slot in waiting:
+        slot.events.append(f"copy {slot.address}")
+    del held[: len(held) // 2 : 2], waiting, slot
+    pool.reclaim()
+    looked_at: list[int] = []
+    plain = ExtentAllocator.allocate
+    monkeypatch.setattr(
+        ExtentAllocator, "allocate", lambda extents, nbytes: looked_at.append(nbytes) or plain(extents, nbytes)
+    )
+    more = [_acquire(pool, ALIGNMENT) for _ in range(100)]
+    assert len(looked_at) == len(more)
+    assert all(slot.events == [f"copy {slot.address}"] for slot in more)
+    assert pool.acquire(3 * ALIGNMENT) is None
+    assert len(looked_at) == len(more)
+
+
+def test_freed_slots_are_poisoned_once_no_copy_uses_them() -> None:
+    bytes_seen: list[torch.Tensor] = []
+
+    def copied(event: object) -> None:
+        assert bool((bytes_seen[0] == 1).all())
+
+    pool = _pool(wait_for=copied, poison=True)
     slot = _acquire(pool, 8192)
-    bytes_seen = pool.tensor(slot, 0, 8192).fill_(1)
+    bytes_seen.append(pool.tensor(slot, 0, 8192).fill_(1))
     slot.events.append("copy")
     del slot
     pool.reclaim()
-    assert bool((bytes_seen == 1).all())
-    done.add("copy")
-    pool.reclaim()
-    assert bool((bytes_seen == 0xFF).all())
-    assert bool(bytes_seen.view(torch.float32).isnan().all())
+    assert bool((bytes_seen[0] == 0xFF).all())
+    assert bool(bytes_seen[0].view(torch.float32).isnan().all())
 
 
 class _Pins:

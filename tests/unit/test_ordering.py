@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from actoffload import OffloadConfig, Offloader
-from actoffload.memory.host_pool import HostPool
+from actoffload.storage.spool import Spool
 from actoffload.testing.fakedevice import Adversary, FakeDevice, FakeStream
 from actoffload.tiers.copy_streams import CopyStreams, Outgoing
 from actoffload.tiers.device_tier import DeviceTier
@@ -61,7 +61,14 @@ def _loss(model: nn.Sequential, x: Tensor) -> Tensor:
 
 
 def _gradients_survive(
-    path: Path, adversary: Adversary, target: str, *, seed: int = 0, steps: int = 3, engine: str = "auto"
+    path: Path,
+    adversary: Adversary,
+    target: str,
+    *,
+    seed: int = 0,
+    steps: int = 3,
+    engine: str = "auto",
+    debug: bool = True,
 ) -> bool:
     model, x = _model()
     _loss(model, x).backward()
@@ -75,7 +82,7 @@ def _gradients_survive(
         engine=engine,
         pending_bytes=RECORD_BYTES,
         prefetch_bytes=2 * RECORD_BYTES,
-        debug=True,
+        debug=debug,
         host_budget="1MiB",
     ) as offloader:
         for _ in range(steps):
@@ -111,9 +118,13 @@ def _nothing(*_: Any) -> None:
     return None
 
 
-def _any_failure(path: Path, target: str) -> bool:
+def _any_failure(path: Path, target: str, *, debug: bool = True) -> bool:
     """On no disk, which could be so slow that nothing leaves."""
-    return not all(_gradients_survive(path, adversary, target, engine="memory") for adversary in ADVERSARIES)
+
+    def survives(adversary: Adversary) -> bool:
+        return _gradients_survive(path, adversary, target, engine="memory", debug=debug)
+
+    return not all(map(survives, ADVERSARIES))
 
 
 @pytest.mark.parametrize(
@@ -129,13 +140,13 @@ def test_removing_an_edge_breaks_training(tmp_path: Path, monkeypatch: pytest.Mo
 def test_reusing_a_host_slot_before_its_copies_are_done_breaks_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = HostPool.__init__
+    plain = Spool.read
 
-    def hasty(self: HostPool, *args: Any, **kwargs: Any) -> None:
-        plain(self, *args, **{**kwargs, "is_done": None})
+    def hasty(self: Spool, *args: Any, **kwargs: Any) -> Any:
+        return plain(self, *args, **{**kwargs, "before": None})
 
-    monkeypatch.setattr(HostPool, "__init__", hasty)
-    assert _any_failure(tmp_path, "nvme")
+    monkeypatch.setattr(Spool, "read", hasty)
+    assert _any_failure(tmp_path, "nvme", debug=False)
 
 
 def test_spilling_waits_for_the_host_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +304,7 @@ def _copy_in_waits_for_the_host_bytes(monkeypatch: pytest.MonkeyPatch, edge: str
     device.launch(lambda: source.fill_(7))
     out = transfers.begin_out(source, host)
     with _without(monkeypatch, edge), device.on(FakeStream("other compute")):  # nothing else orders the two copies
-        incoming = transfers.begin_in(host, 0, after=out.event)
+        incoming = transfers.begin_in(host, 0, after=[out.event])
         device.advance(1.0)
         device.before_kernel()
         transfers.before_use(incoming)
@@ -330,7 +341,7 @@ def _copies_that_an_interrupt_left_are_dropped_safely(monkeypatch: pytest.Monkey
 
 SINGLE: list[tuple[str, Callable[[pytest.MonkeyPatch, str | None], bool]]] = [
     ("_order_after_producer", _copy_out_waits_for_the_producer),
-    ("_order_after_host_bytes", _copy_in_waits_for_the_host_bytes),
+    ("_order_after_host_copies", _copy_in_waits_for_the_host_bytes),
     ("_order_reuse_after_fill", _unused_reload_is_dropped_safely),
     ("order_all_reuse", _copies_that_an_interrupt_left_are_dropped_safely),
 ]
