@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 Stream = Any
 Event = Any
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Accelerator(ABC):
@@ -86,6 +88,10 @@ class Accelerator(ABC):
     @abstractmethod
     def unpin(self, address: int) -> bool:
         """Undo `pin`; False when the device may still use the pages that it was told of."""
+
+    def bind(self, work: Callable[P, T]) -> Callable[P, T]:
+        """Return ``work``, to be called in another thread with this thread's device."""
+        return work
 
     def index_of(self, tensor: Tensor) -> int:
         """The index of the device that a tensor is on."""
@@ -159,6 +165,15 @@ class TorchAccelerator(Accelerator):
 
     def unpin(self, address: int) -> bool:
         raise NotImplementedError(f"{self.type} pins nothing")
+
+    def bind(self, work: Callable[P, T]) -> Callable[P, T]:
+        index = torch.accelerator.current_device_index()
+
+        def run(*args: P.args, **options: P.kwargs) -> T:
+            with torch.accelerator.device_index(index):
+                return work(*args, **options)
+
+        return run
 
     def _device_of(self, event: Event) -> contextlib.AbstractContextManager[None]:
         """Make the event's device current: on CUDA a call for an event makes a context on whatever device is."""

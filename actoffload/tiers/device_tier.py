@@ -55,6 +55,7 @@ class DeviceTier(Tier):
         self._pool = pool
         self._spill_mode = spill if spool is not None else "never"
         self._hosted: dict[Record, None] = {}
+        self._reading: set[Record] = set()
         self._arrived: deque[Record] = deque()
         """Records that were read from disk and wait for a thread that may begin their copy to the device."""
         self._unordered: list[tuple[Outgoing | None, Incoming | None]] = []
@@ -64,8 +65,14 @@ class DeviceTier(Tier):
     # -- device → host ------------------------------------------------------------------------------------------------
 
     def offload(self, record: Record) -> KeepReason | None:
+        limited = self.shared.budget.limit_bytes is not None
         slot = self._pool.acquire(record.nbytes)
-        while slot is None and self.shared.budget.limit_bytes is not None and self._wait_for_slots():
+        while slot is None and (self._pool.growing or limited):
+            since_s, growing = now(), self._pool.growing
+            if not self._wait_for_host_memory():
+                break
+            if not growing:  # which happens once, and in no step that is like the others
+                self.shared.accounts.pack_wait_s += now() - since_s
             slot = self._pool.acquire(record.nbytes)
         if slot is None:
             self.window.advance()
@@ -97,15 +104,14 @@ class DeviceTier(Tier):
             self._hosted[record] = None
             self._spill_overflow()
 
-    def _wait_for_slots(self) -> bool:
-        """Wait until something on its way to disk has given host memory back; False when nothing is on its way."""
+    def _wait_for_host_memory(self) -> bool:
+        """Wait until there may be more of it; return False when none is on its way."""
         shared = self.shared
-        self.window.advance(0)
-        if shared.pending_bytes == 0 or shared.stopped:
+        if not self._pool.growing:
+            self.window.advance(0)
+        if shared.stopped or not (self._pool.growing or shared.pending_bytes or self._reading):
             return False
-        since_s = now()
         shared.changed.wait()
-        shared.accounts.pack_wait_s += now() - since_s
         return True
 
     def wait_for_room(self, nbytes: int, limit_bytes: int) -> None:
@@ -200,9 +206,12 @@ class DeviceTier(Tier):
         return True
 
     def _read(self, record: Record, urgent: bool) -> bool:
-        slot = self._pool.acquire(record.nbytes, force=urgent)
-        if slot is None:
-            return False
+        slot = self._pool.acquire(record.nbytes)
+        while slot is None and urgent and record.state is State.SPILLED:
+            more = self._let_go_of_what_is_ahead() or self._wait_for_host_memory()
+            slot = self._pool.acquire(record.nbytes, force=not more)
+        if slot is None or record.state is not State.SPILLED:  # another thread has begun to read it meanwhile
+            return slot is not None
         assert self.spool is not None, "a spilled record has a spool"
         record.transfer = self.spool.read(
             record.extent,
@@ -215,10 +224,22 @@ class DeviceTier(Tier):
         record.slot = slot
         record.wanted = True
         record.to(State.FETCHING)
+        self._reading.add(record)
         return True
+
+    def _let_go_of_what_is_ahead(self) -> bool:
+        """Give back the host memory of the record that was read last, and is still on disk; False: there is none."""
+        while self._arrived:
+            record = self._arrived.pop()
+            if record.state is State.HOSTED and record.on_disk:
+                record.slot = None
+                record.to(State.SPILLED)
+                return True
+        return False
 
     def _arrived_on_host(self, record: Record, since_s: float, transfer: Transfer) -> None:
         with self.shared.lock:
+            self._reading.discard(record)
             if self.shared.interrupted or record.transfer is not transfer:
                 return
             record.transfer = None
@@ -305,6 +326,7 @@ class DeviceTier(Tier):
 
     def release(self, record: Record) -> None:
         self._hosted.pop(record, None)
+        self._reading.discard(record)
         super().release(record)
 
     def abandon(self) -> None:
@@ -313,6 +335,7 @@ class DeviceTier(Tier):
         self._unordered.clear()
         self.window.forget()
         self._hosted.clear()
+        self._reading.clear()
         self._arrived.clear()
 
     def count_waits(self) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers.copy_streams import CopyStreams
-from tests.unit.simulated_device_cases import _gradients, _model, _offloader, device
+from actoffload.tiers.record import State
+from tests.harness import acquire_slot, lock_of, pools_of, records_of, run_in_threads, tier_of, wait_until
+from tests.unit.simulated_device_cases import RECORD_BYTES, _equal, _gradients, _model, _offloader, device
 
 __all__ = ["device"]
 
@@ -27,7 +33,12 @@ def test_no_thread_of_ours_touches_another_device_than_that_of_its_event(
         for _ in range(2):
             _gradients(model, x, offloader)
         assert offloader.statistics().nvme_read_bytes > 0
+        with offloader:
+            losses = [model(x).square().sum()]
         offloader.close()
+        run_in_threads(losses.clear)  # with the last handle the pools go, in a thread of ours
+        wait_until(lambda: not any(thread.name == "actoffload-close" for thread in threading.enumerate()))
+        assert pools_of(offloader)[0].mapped_bytes == 0
     assert device.calls(0) == before[0]
     assert device.calls(1) > before[1]
 
@@ -52,3 +63,57 @@ def test_host_memory_is_written_again_after_the_copy_that_reads_it(
     found = copies.before_use(incoming).cpu()
     assert bool((found == (7 if ordered else 9)).all())
     assert bool((host == 9).all())
+
+
+def test_host_memory_keeps_its_budget_when_backward_comes_in_an_unforeseen_order(
+    device: SimulatedDevice, tmp_path: Path
+) -> None:
+    """What was read ahead is let go of; it is on disk."""
+    model, x = _model()
+    expected = _gradients(model, x, contextlib.nullcontext())
+    budgets = {"host_budget": 3 * RECORD_BYTES, "device_budget": 3 * RECORD_BYTES}
+    with _offloader(tmp_path, target="nvme", **budgets) as offloader:
+        model.zero_grad()
+        with offloader:
+            loss = model(x).square().sum()
+        offloader.synchronize()
+        (pool,), tier = pools_of(offloader), tier_of(offloader)
+        on_disk = [record for record in records_of(offloader) if record.state is State.SPILLED]
+        assert len(on_disk) > 4
+        with lock_of(offloader):
+            assert [tier.fetch(record, urgent=False) for record in on_disk] == [True] * 3 + [False] * (len(on_disk) - 3)
+            assert tier.fetch(on_disk[-1], urgent=True)
+            assert pool.mapped_bytes <= pool.capacity_bytes
+        loss.backward()
+        found = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+        assert pool.mapped_bytes <= pool.capacity_bytes
+    assert _equal(found, expected)
+
+
+@pytest.mark.parametrize("offered", [True, False])
+def test_memory_that_cannot_be_registered_is_page_locked_by_pytorch(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offered: bool
+) -> None:
+    """As on devices other than CUDA's; else it is pageable, which is said once."""
+    monkeypatch.setattr(SimulatedAccelerator, "pin", lambda *_: False)
+    if not offered:
+        plain = torch.empty
+
+        def empty(*sizes: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+            if pin_memory:
+                raise RuntimeError("in this test")
+            return plain(*sizes, **options)
+
+        monkeypatch.setattr(torch, "empty", empty)
+    model, x = _model()
+    expected = _gradients(model, x, contextlib.nullcontext())
+    said = contextlib.nullcontext() if offered else pytest.warns(RuntimeWarning, match="could not be page-locked")
+    with said, _offloader(tmp_path, target="host") as offloader:
+        for _ in range(2):
+            assert _equal(_gradients(model, x, offloader), expected)
+        (pool,) = pools_of(offloader)
+        slot = acquire_slot(pool, NBYTES)
+        assert pool.tensor(slot, 0, NBYTES).is_pinned() == offered
+        assert pool.pin_failed != offered
+        assert ("could not be page-locked" in offloader.report()) != offered
+        assert pool.mapped_bytes <= pool.capacity_bytes

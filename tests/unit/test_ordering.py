@@ -24,6 +24,7 @@ from actoffload.tiers.copy_streams import CopyStreams, Outgoing
 from actoffload.tiers.device_tier import DeviceTier
 from actoffload.tiers.record import State
 from tests.harness import (
+    acquire_slot,
     forget_failed_backward,
     gradients,
     lock_of,
@@ -194,7 +195,7 @@ def test_host_memory_stays_locked_and_mapped_as_long_as_a_copy_may_use_it(tmp_pa
     gc.collect()
     assert device.locked == ({} if leave == "close" else locked)
     second = open_one()
-    slot = pools_of(second)[0].acquire(1)
+    slot = acquire_slot(pools_of(second)[0], 1)
     assert slot is not None
     assert device.locked.keys() > (set() if leave == "close" else locked.keys())
     del slot
@@ -206,7 +207,7 @@ def test_host_memory_stays_locked_and_mapped_as_long_as_a_copy_may_use_it(tmp_pa
     second.close()
     assert device.violations == []
     third = open_one()
-    assert pools_of(third)[0].acquire(1) is not None
+    assert acquire_slot(pools_of(third)[0], 1) is not None
     assert len(device.locked) == 1, "what was left is given back when memory is mapped"
     third.close()
     assert device.locked == {}
