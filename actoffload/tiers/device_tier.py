@@ -6,7 +6,6 @@ that has read a record back marks it hosted, and whoever comes next begins its c
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from functools import partial
 
@@ -58,6 +57,7 @@ class DeviceTier(Tier):
         self._reading: set[Record] = set()
         self._arrived: deque[Record] = deque()
         """Records that were read from disk and wait for a thread that may begin their copy to the device."""
+        self._reloading: dict[Record, None] = {}
         self._unordered: list[tuple[Outgoing | None, Incoming | None]] = []
         """Copies of records that died while a graph was captured; their device memory is held until it was."""
         self._in_child = False
@@ -202,7 +202,7 @@ class DeviceTier(Tier):
         elif record.state is State.FETCHING and urgent and record.transfer is not None:
             record.transfer.promote()
         elif record.state in (State.HOSTED, State.SPILLING):
-            self._reload(record)
+            (self._reload_now if urgent else self._reload)(record)
         return True
 
     def _read(self, record: Record, urgent: bool) -> bool:
@@ -261,12 +261,27 @@ class DeviceTier(Tier):
         while self._arrived and not self.shared.stopped:
             record = self._arrived[0]
             early = record.state is State.HOSTED and record.wanted
-            if early and not self.shared.budget.has_room_early(record.nbytes):
+            if early and (self.shared.no_memory_ahead or not self.shared.budget.has_room_early(record.nbytes)):
                 return
             self._arrived.popleft()
-            if early:
-                with contextlib.suppress(torch.OutOfMemoryError):  # it is only early; backward asks again
+            try:
+                if early:
                     self._reload(record)
+            except torch.OutOfMemoryError:  # backward asks again
+                self.shared.no_memory_ahead = True
+
+    def _reload_now(self, record: Record) -> None:
+        """As `_reload`; where the device has no memory what was fetched ahead, and what leaves, makes room."""
+        try:
+            self._reload(record)
+        except torch.OutOfMemoryError:
+            self.shared.no_memory_ahead = True
+            self.window.advance(0)
+            for ahead in tuple(self._reloading):
+                del self._reloading[ahead]
+                ahead.to(State.RESIDENT)
+                self.evict(ahead)
+            self._reload(record)
 
     def _reload(self, record: Record) -> None:
         """Begin the copy of a hosted record to the device."""
@@ -285,16 +300,18 @@ class DeviceTier(Tier):
         record.incoming = incoming
         self.add_resident(record, incoming.tensor.untyped_storage(), record.begin)
         record.to(State.RELOADING)
+        self._reloading[record] = None
         self.shared.reporter.event(EventKind.READ, record, "to device")
         if record.on_disk:
             record.slot = None
 
     def ready(self, record: Record) -> torch.UntypedStorage | None:
         if record.state in (State.HOSTED, State.SPILLING):
-            self._reload(record)
+            self._reload_now(record)
         if record.incoming is not None:
             self.copies.before_use(record.incoming)
         if record.state is State.RELOADING:
+            del self._reloading[record]
             record.to(State.RESIDENT)
         return record.data
 
@@ -327,6 +344,7 @@ class DeviceTier(Tier):
     def release(self, record: Record) -> None:
         self._hosted.pop(record, None)
         self._reading.discard(record)
+        self._reloading.pop(record, None)
         super().release(record)
 
     def abandon(self) -> None:
@@ -336,6 +354,7 @@ class DeviceTier(Tier):
         self.window.forget()
         self._hosted.clear()
         self._reading.clear()
+        self._reloading.clear()
         self._arrived.clear()
 
     def count_waits(self) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers.copy_streams import CopyStreams
+from actoffload.tiers.device_tier import DeviceTier
 from actoffload.tiers.record import State
 from tests.harness import acquire_slot, lock_of, pools_of, records_of, run_in_threads, tier_of, wait_until
 from tests.unit.simulated_device_cases import RECORD_BYTES, _equal, _gradients, _model, _offloader, device
@@ -117,3 +118,66 @@ def test_memory_that_cannot_be_registered_is_page_locked_by_pytorch(
         assert pool.pin_failed != offered
         assert ("could not be page-locked" in offloader.report()) != offered
         assert pool.mapped_bytes <= pool.capacity_bytes
+
+
+@pytest.mark.parametrize("target", ["host", "nvme"])
+def test_what_was_fetched_ahead_makes_room_for_what_backward_waits_for(
+    device: SimulatedDevice, tmp_path: Path, target: str
+) -> None:
+    model, x = _model()
+    expected = _gradients(model, x, contextlib.nullcontext())
+    with _offloader(tmp_path, target=target) as offloader:
+        model.zero_grad()
+        with offloader:
+            loss = model(x).square().sum()
+        offloader.synchronize()
+        device.synchronize()
+        tier = tier_of(offloader)
+        away = [record for record in records_of(offloader) if not record.on_device]
+        torch.accelerator.empty_cache()
+        device.limit(torch.accelerator.memory_reserved() + 3 * RECORD_BYTES)
+        with lock_of(offloader):
+            for record in away[:3]:
+                tier.fetch(record, urgent=False)
+        wait_until(lambda: all(record.state is not State.FETCHING for record in away[:3]))
+        with lock_of(offloader):
+            tier.poll()
+            assert [record.state for record in away[:3]] == [State.RELOADING] * 3
+        flushes = device.flushes
+        found = offloader.store.obtain(away[-1], 0)
+        assert found[0].nbytes() == RECORD_BYTES
+        assert device.flushes == flushes + 1
+        assert not any(record.on_device for record in away[:3])
+        device.limit(None)
+        loss.backward()
+        gradients = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+    assert _equal(gradients, expected)
+
+
+def test_a_prefetch_that_found_no_memory_is_tried_once_a_step_and_half_as_far_in_the_next(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = _model()
+    expected = _gradients(model, x, contextlib.nullcontext())
+    refused: list[int] = []
+
+    def early(*_: Any) -> Tensor:
+        refused.append(1)
+        raise torch.OutOfMemoryError("in this test")
+
+    fetch = DeviceTier.fetch
+
+    def without_memory_ahead(tier: DeviceTier, record: Any, *, urgent: bool) -> bool:
+        with monkeypatch.context() as patch:
+            if not urgent:
+                patch.setattr(SimulatedAccelerator, "empty", early)
+            return fetch(tier, record, urgent=urgent)
+
+    monkeypatch.setattr(DeviceTier, "fetch", without_memory_ahead)
+    with _offloader(tmp_path, target="host") as offloader:
+        windows = []
+        for step in range(3):
+            assert _equal(_gradients(model, x, offloader), expected)
+            assert len(refused) == step + 1
+            windows.append(offloader.store.prefetch.window.nbytes)
+        assert windows == [2 * RECORD_BYTES, RECORD_BYTES, RECORD_BYTES // 2]

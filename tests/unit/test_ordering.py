@@ -268,7 +268,7 @@ def test_running_out_of_memory_for_what_is_early_fails_nothing(monkeypatch: pyte
             monkeypatch.setattr(device, "empty", only_what_is_needed)
             (found,) = torch.autograd.grad(loss, w)
         assert same_bits(found, expected)
-        assert refused[0] > 0
+        assert refused[0] == 1, "each time the allocator gives back all that it keeps"
         assert offloader.statistics().host_read_bytes >= 7 * RECORD_BYTES
 
 
