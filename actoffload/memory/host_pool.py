@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .slab import ALIGNMENT, Slab
+from .slab import ALIGNMENT, OwnedMemory, Slab
 
 
 class _Piece(NamedTuple):
@@ -50,12 +50,6 @@ class Slot:
         # It may run anywhere, also inside the pool's own lock: only an atomic operation.
         if hasattr(self, "_dropped"):
             self._dropped.append(self._piece)
-
-
-class _SlotMemory(ctypes.c_char * (1 << 46)):  # type: ignore[misc]
-    """What a tensor holds that owns its slot. It says nothing of the size: ctypes makes a class for each."""
-
-    slot: Slot
 
 
 _CLOSED: set[HostPool] = set()
@@ -149,9 +143,9 @@ class HostPool:
                 died; else the caller holds it.
         """
         if not owning:
-            return slot.slab.memory[slot.offset + begin : slot.offset + begin + nbytes]
-        memory = _SlotMemory.from_address(slot.address + begin)
-        memory.slot = slot
+            return torch.frombuffer(slot.slab.buffer, dtype=torch.uint8, count=nbytes, offset=slot.offset + begin)
+        memory = OwnedMemory.from_address(slot.address + begin)
+        memory.owner = slot
         return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
 
     def reclaim(self) -> None:
@@ -301,11 +295,10 @@ class HostPool:
 
     def _overwrite(self, piece: _Piece) -> None:
         """For debugging: overwrite what is given back, once no copy uses it any more."""
-        if self._wait_for is not None:
-            for event in piece.events:
-                self._wait_for(event)
+        for event in piece.events if self._wait_for is not None else ():
+            self._wait_for(event)
+        if self._is_done is None or all(map(self._is_done, piece.events)):  # one may not even have begun
             piece.events.clear()
-        if not piece.events:
             ctypes.memset(piece.address, 0xFF, piece.nbytes)
 
 

@@ -29,6 +29,12 @@ address instead must not go with it.
 """
 
 
+class OwnedMemory(ctypes.c_char * (1 << 46)):  # type: ignore[misc]
+    """Memory at an address that holds its ``owner``. It says nothing of the size: ctypes makes a class for each."""
+
+    owner: object
+
+
 class Slab:
     """Host memory in one piece, and what of it is in use.
 
@@ -37,17 +43,21 @@ class Slab:
         page_locked: Memory of PyTorch that is page-locked and belongs to the slab from now on; None to map some.
 
     Attributes:
-        memory: All of it, as a tensor of bytes.
+        buffer: What begins where it does and keeps it alive.
         number: Tells slabs of the same room apart; the pool's, as is the next.
         room: The largest slot that it has room for, as it is listed; -1 when it is not.
         locked: Whether it may be page-locked: from before that is asked for until the device has let go of it.
     """
 
     def __init__(self, nbytes: int, page_locked: Tensor | None = None) -> None:
-        self._mapping = map_private(nbytes) if page_locked is None else None
-        self.memory = torch.frombuffer(self._mapping, dtype=torch.uint8) if page_locked is None else page_locked
+        self.buffer: mmap.mmap | OwnedMemory
+        if page_locked is None:
+            self.buffer = map_private(nbytes)
+        else:
+            self.buffer = OwnedMemory.from_address(page_locked.data_ptr())
+            self.buffer.owner = page_locked
         self.nbytes = nbytes
-        self.address = self.memory.data_ptr()
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
         self.extents = ExtentAllocator(nbytes, ALIGNMENT)
         self.number = 0
         self.room = -1
@@ -92,19 +102,21 @@ class Slab:
 
         A forked child does not get it: pages that a device uses would be copied for each child.
         """
-        assert self._mapping is not None, "memory of PyTorch is page-locked"
-        _LOCKED[self.address] = self._mapping
+        assert isinstance(self.buffer, mmap.mmap), "memory of PyTorch is page-locked"
+        _LOCKED[self.address] = self.buffer
         self.locked = True
-        self._advise("MADV_DONTFORK")
+        if hasattr(mmap, "MADV_DONTFORK"):
+            self.buffer.madvise(mmap.MADV_DONTFORK)
         self.locked = pin(self.address, self.nbytes)
         if not self.locked:
-            self._advise("MADV_DOFORK")
+            if hasattr(mmap, "MADV_DOFORK"):
+                self.buffer.madvise(mmap.MADV_DOFORK)
             del _LOCKED[self.address]
         return self.locked
 
     def unlock(self, unpin: Callable[[int], bool] | None) -> bool:
         """Undo `lock`; return False when the device does not let go of the memory, which has to stay mapped then."""
-        if self.locked and self._mapping is not None and (unpin is None or not unpin(self.address)):
+        if self.locked and isinstance(self.buffer, mmap.mmap) and (unpin is None or not unpin(self.address)):
             return False
         self.locked = False
         _LOCKED.pop(self.address, None)
@@ -140,7 +152,3 @@ class Slab:
                 rest.append((end, used_end, events))
         self._used[first:last] = rest
         return list(found)
-
-    def _advise(self, name: str) -> None:
-        if self._mapping is not None and hasattr(mmap, name):
-            self._mapping.madvise(getattr(mmap, name))

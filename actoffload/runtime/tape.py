@@ -189,7 +189,7 @@ class Tape(Generic[R]):
         """Backward starts over (``retain_graph``): the same order again. What is ahead stays ahead."""
         self._cursor = self._frontier = 0
 
-    def fetch_ahead(self, window_bytes: int, fetch: Callable[[R, bool], int | None]) -> None:
+    def fetch_ahead(self, window_bytes: int, fetch: Callable[[R, bool], int | None], refill_below: float = 1.0) -> None:
         """Fetch the records that backward will want within the next ``window_bytes``.
 
         Records that are near count for that distance: one that is wanted last of all takes memory last of all, also
@@ -199,7 +199,10 @@ class Tape(Generic[R]):
             window_bytes: how far ahead to look, and how much to have under way at most (one record at least).
             fetch: begins to bring a record, unless it is away and the second argument says that it is too early;
                 returns the bytes that makes (0 when it was near already), or None when it did nothing.
+            refill_below: do nothing while this share of the window, or more, is under way.
         """
+        if self._ahead_bytes >= refill_below * window_bytes:
+            return
         while self._frontier < len(self.order) and self._ahead_bytes < window_bytes:
             index = self.order[self._frontier]
             record = self.records[index]

@@ -215,12 +215,13 @@ class Tiers:
         elif config.target == "auto":
             with suppress(OSError):  # no usable path: host memory only
                 spool = self._open_spool()
+        copies = CopyStreams(device)
         pool = HostPool(
             self._host_budget(),
             pin=device.pin,
             unpin=device.unpin,
-            is_done=device.done,
-            wait_for=device.synchronize,
+            is_done=copies.done,
+            wait_for=copies.synchronize,
             bind=device.bind,
             on_growth=self._pool_grew,
             poison=config.debug,
@@ -228,7 +229,7 @@ class Tiers:
         self.pools.append(pool)
         spill = {"host": "never", "nvme": "always"}.get(config.target, "overflow")
         window = None if config.pending_bytes is None else config.size("pending_bytes", 0)
-        return DeviceTier(self.shared, spool, pool, CopyStreams(device), spill, window)
+        return DeviceTier(self.shared, spool, pool, copies, spill, window)
 
     def _pool_grew(self) -> None:
         """More host memory is there, or none is to be had: on the thread that page-locks it."""

@@ -15,7 +15,7 @@ from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, Simu
 from actoffload.tiers.copy_streams import CopyStreams
 from actoffload.tiers.device_tier import DeviceTier
 from actoffload.tiers.record import State
-from tests.harness import acquire_slot, lock_of, pools_of, records_of, run_in_threads, tier_of, wait_until
+from tests.harness import acquire_slot, copy_in, lock_of, pools_of, records_of, run_in_threads, tier_of, wait_until
 from tests.unit.simulated_device_cases import RECORD_BYTES, _equal, _gradients, _model, _offloader, device
 
 __all__ = ["device"]
@@ -56,13 +56,15 @@ def test_host_memory_is_written_again_after_the_copy_that_reads_it(
         monkeypatch.setattr(CopyStreams, "_order_after_host_copies", lambda *_: None)
     out_stream = accelerator.side_stream(0, "out")
     with device.paused(accelerator.side_stream(0, "in")):
-        incoming = copies.begin_in(host, 0)
-        out = copies.begin_out(other, host, [incoming.event])
+        incoming, filled = copy_in(copies, host)
+        out = copies.gather("out", 0, None)
+        out.add("other", host, other, NBYTES, [incoming])
+        copies.begin_out(out)
         if not ordered:
             out_stream.synchronize()
-    accelerator.synchronize(out.event)
-    found = copies.before_use(incoming).cpu()
-    assert bool((found == (7 if ordered else 9)).all())
+    copies.synchronize(out)
+    copies.before_use(incoming, lambda: filled)
+    assert bool((filled.cpu() == (7 if ordered else 9)).all())
     assert bool((host == 9).all())
 
 

@@ -43,7 +43,7 @@ def test_sizes_are_exact_to_a_page(nbytes: int) -> None:
     assert slot.address % ALIGNMENT == 0
     assert nbytes <= slot.nbytes < nbytes + ALIGNMENT
     assert pool.allocated_bytes == slot.nbytes
-    assert pool.tensor(slot, 0, nbytes).numel() == nbytes
+    assert pool.tensor(slot, 0, nbytes).untyped_storage().nbytes() == nbytes
     del slot
     assert _in_use(pool) == 0
     assert pool.peak_bytes == -(-nbytes // ALIGNMENT) * ALIGNMENT
