@@ -257,6 +257,13 @@ def spool_statistics(offloader: Offloader) -> SpoolStatistics:
     return spool_of(offloader).statistics()
 
 
+def acquire_slot(pool: Any, nbytes: int, **options: Any) -> Any:
+    """A slot of host memory, after all that is being page-locked, if need be; None where there is none."""
+    while (slot := pool.acquire(nbytes, **options)) is None and pool.growing:
+        time.sleep(0.001)
+    return slot
+
+
 def pool_bytes(offloader: Offloader) -> int:
     """Host memory that is in use."""
     for pool in pools_of(offloader):

@@ -34,6 +34,12 @@ class Prefetch:
         self._tiers = tiers
         self._refill_below = REFILL_BELOW if any(tier.gathers for tier in tiers.values()) else 1.0
 
+    def begin_forward(self) -> None:
+        """Fetch ahead again, half as far, where the device had no memory for it in the step before."""
+        if self._shared.no_memory_ahead:
+            self._shared.no_memory_ahead = False
+            self.window.halve()
+
     def expect(self, hint: Hint) -> None:
         """A phase is about to begin; the first bytes of a backward are fetched at once."""
         tape = self.phases.hint(hint)
@@ -128,7 +134,7 @@ class Prefetch:
         limited = shared.budget.limit_bytes is not None
         if on_device and record.stays and not limited:
             return 0  # it takes nothing and gives nothing
-        if not on_device and (early or shared.stopped):
+        if not on_device and (early or shared.stopped or shared.no_memory_ahead):
             return None
         if record.state is State.FETCHING and not limited:
             record.wanted = True
@@ -138,7 +144,7 @@ class Prefetch:
             return None
         try:
             brought = self._tiers[record.kind].fetch(record, urgent=False)
-        except torch.OutOfMemoryError:
-            brought = False  # it is only early: what backward needs now is there
+        except torch.OutOfMemoryError:  # it is only early: what backward needs now is there
+            brought, shared.no_memory_ahead = False, True
         record.wanted = True  # after: the tier counts what it forwards when it is first wanted
         return (0 if on_device else record.nbytes) if brought else None

@@ -121,6 +121,7 @@ class ActivationStore:
         with self.shared.lock:
             self._count_dropped()
             self._count_optimizer_steps()
+            self.prefetch.begin_forward()
             if first:
                 accounts.begin_step()
             if self._began_s is None:

@@ -59,6 +59,7 @@ class Window:
     def __init__(self, first_bytes: int, *, fixed: bool = False) -> None:
         self.nbytes = first_bytes
         self._first_bytes = first_bytes
+        self._most_bytes = first_bytes * GROWTH_LIMIT
         self._fixed = fixed
         self._planned = False
 
@@ -80,7 +81,11 @@ class Window:
     def waited(self) -> None:
         """Backward had to wait for a fetch that the window had not begun in time."""
         if not self._fixed and not self._planned:
-            self.nbytes = min(self._first_bytes * GROWTH_LIMIT, int(self.nbytes * GROWTH))
+            self.nbytes = min(self._most_bytes, int(self.nbytes * GROWTH))
+
+    def halve(self) -> None:
+        """The device had no memory for what was fetched ahead: fetch half as far from now on, whoever fixed it."""
+        self.nbytes = self._most_bytes = max(1, self.nbytes // 2)
 
 
 class Tape(Generic[R]):

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 Stream = Any
 Event = Any
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 _SIDES: dict[str, dict[tuple[int, str], torch.Stream]] = {}
@@ -91,6 +93,10 @@ class Accelerator(ABC):
     def unpin(self, address: int) -> bool:
         """Undo `pin`; False when the device may still use the pages that it was told of."""
 
+    def bind(self, work: Callable[P, T]) -> Callable[P, T]:
+        """Return ``work``, to be called in another thread with this thread's device."""
+        return work
+
     def index_of(self, tensor: Tensor) -> int:
         """The index of the device that a tensor is on."""
         index = tensor.device.index
@@ -134,10 +140,12 @@ class TorchAccelerator(Accelerator):
         stream.wait_event(event)
 
     def done(self, event: Event) -> bool:
-        return bool(event.query())
+        with self._device_of(event):
+            return bool(event.query())
 
     def synchronize(self, event: Event) -> None:
-        event.synchronize()
+        with self._device_of(event):
+            event.synchronize()
 
     def copy(self, copies: Iterable[tuple[Tensor, Tensor]], stream: Stream) -> None:
         with self._on(stream):
@@ -161,6 +169,21 @@ class TorchAccelerator(Accelerator):
 
     def unpin(self, address: int) -> bool:
         raise NotImplementedError(f"{self.type} pins nothing")
+
+    def bind(self, work: Callable[P, T]) -> Callable[P, T]:
+        index = torch.accelerator.current_device_index()
+
+        def run(*args: P.args, **options: P.kwargs) -> T:
+            with torch.accelerator.device_index(index):
+                return work(*args, **options)
+
+        return run
+
+    def _device_of(self, event: Event) -> contextlib.AbstractContextManager[None]:
+        """Make the event's device current: on CUDA a call for an event makes a context on whatever device is."""
+        index = event.device.index
+        here = torch.accelerator.current_device_index() == index
+        return contextlib.nullcontext() if here else torch.accelerator.device_index(index)
 
     @contextlib.contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:

@@ -168,8 +168,8 @@ class CopyStreams:
         return bool(batch.happened)
 
     def synchronize(self, batch: Any) -> None:
-        """Block the calling thread until the copies of a batch are complete."""
-        if not batch.happened and not self._inert:
+        """Block the calling thread until the copies of a batch are complete, if they have begun."""
+        if not batch.happened and batch.event is not None and not self._inert:
             self.device.synchronize(batch.event)
 
     def order_all_reuse(self) -> None:

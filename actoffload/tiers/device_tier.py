@@ -6,7 +6,6 @@ that has read a record back marks it hosted, and whoever comes next begins its c
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from functools import partial
 from typing import Any
@@ -62,8 +61,10 @@ class DeviceTier(Tier):
         self._pool = pool
         self._spill_mode = spill if spool is not None else "never"
         self._hosted: dict[Record, None] = {}
+        self._reading: set[Record] = set()
         self._arrived: deque[Record] = deque()
         """Records that were read from disk and wait for a thread that may begin their copy to the device."""
+        self._reloading: dict[Record, None] = {}
         self._incoming: Batch | None = None
         """Copies to the device that are about to begin."""
         self._unused: list[tuple[object, Batch]] = []
@@ -80,7 +81,12 @@ class DeviceTier(Tier):
             if not self.window.has_room(nbytes):
                 return KeepReason.PRESSURE
         slot = self._pool.acquire(nbytes)
-        while slot is None and limited and self._wait_for_slots():
+        while slot is None and (self._pool.growing or limited):
+            since_s, growing = now(), self._pool.growing
+            if not self._wait_for_host_memory():
+                break
+            if not growing:  # which happens once, and in no step that is like the others
+                self.shared.accounts.pack_wait_s += now() - since_s
             slot = self._pool.acquire(nbytes)
         if slot is None:
             self.window.begin()
@@ -117,15 +123,14 @@ class DeviceTier(Tier):
             self._hosted[record] = None
             self._spill_overflow()
 
-    def _wait_for_slots(self) -> bool:
-        """Wait until something on its way to disk has given host memory back; False when nothing is on its way."""
+    def _wait_for_host_memory(self) -> bool:
+        """Wait until there may be more of it; return False when none is on its way."""
         shared = self.shared
-        self.window.advance(0)
-        if shared.pending_bytes == 0 or shared.stopped:
+        if not self._pool.growing:
+            self.window.advance(0)
+        if shared.stopped or not (self._pool.growing or shared.pending_bytes or self._reading):
             return False
-        since_s = now()
         shared.changed.wait()
-        shared.accounts.pack_wait_s += now() - since_s
         return True
 
     def wait_for_room(self, nbytes: int, limit_bytes: int) -> None:
@@ -160,22 +165,20 @@ class DeviceTier(Tier):
         extent = record.extent = self.allocate(record, slot.nbytes)
         if extent is None:
             return
-        written = list(slot.events)
-
-        def wait_for_copy() -> None:
-            for event in written:
-                self.copies.synchronize(event)
-
         record.transfer = self.spool.write(
             extent,
             slot.address,
             slot.nbytes,
-            before=wait_for_copy,
+            before=partial(self._wait_for, list(slot.events)),
             on_done=partial(self._written, record, now()),
             keepalive=slot,
         )
         record.to(State.SPILLING)
         self.shared.pending_bytes += record.nbytes
+
+    def _wait_for(self, batches: list[object]) -> None:
+        for batch in batches:
+            self.copies.synchronize(batch)
 
     def _written(self, record: Record, since_s: float, transfer: Transfer) -> None:
         with self.shared.lock:
@@ -220,7 +223,7 @@ class DeviceTier(Tier):
         elif record.state is State.FETCHING and urgent and record.transfer is not None:
             record.transfer.promote()
         elif record.state in (State.HOSTED, State.SPILLING):
-            self._reload(record)
+            (self._reload_now if urgent else self._reload)(record)
         return True
 
     def _take_original(self, record: Record) -> None:
@@ -235,26 +238,47 @@ class DeviceTier(Tier):
         record.to(State.RESIDENT)
 
     def _read(self, record: Record, urgent: bool) -> bool:
-        slot = self._pool.acquire(record.nbytes, force=urgent)
-        if slot is None:
-            return False
+        slot = self._pool.acquire(record.nbytes)
+        while slot is None and urgent and record.state is State.SPILLED:
+            more = self._let_go_of_what_is_ahead() or self._wait_for_host_memory()
+            slot = self._pool.acquire(record.nbytes, force=not more)
+        if slot is None or record.state is not State.SPILLED:  # another thread has begun to read it meanwhile
+            return slot is not None
         assert self.spool is not None, "a spilled record has a spool"
         record.transfer = self.spool.read(
-            record.extent, slot.address, slot.nbytes, on_done=partial(self._arrived_on_host, record, now()),
+            record.extent,
+            slot.address,
+            slot.nbytes,
+            before=partial(self._wait_for, list(slot.events)) if slot.events else None,
+            on_done=partial(self._arrived_on_host, record, now()),
             keepalive=slot,
-        )  # fmt: skip
+        )
         record.slot = slot
         record.wanted = True
         record.to(State.FETCHING)
+        self._reading.add(record)
         return True
+
+    def _let_go_of_what_is_ahead(self) -> bool:
+        """Give back the host memory of the record that was read last, and is still on disk; False: there is none."""
+        while self._arrived:
+            record = self._arrived.pop()
+            if record.state is State.HOSTED and record.on_disk:
+                record.slot = None
+                record.to(State.SPILLED)
+                return True
+        return False
 
     def _arrived_on_host(self, record: Record, since_s: float, transfer: Transfer) -> None:
         with self.shared.lock:
+            self._reading.discard(record)
             if self.shared.interrupted or record.transfer is not transfer:
                 return
             record.transfer = None
             if record.state is State.RELEASED:  # its last handle died as the read ended
                 return
+            assert record.slot is not None, "what is read has a slot"
+            record.slot.events.clear()  # the read has waited for them
             if transfer.error is not None:
                 record.error = transfer.error
                 record.slot = None
@@ -273,13 +297,30 @@ class DeviceTier(Tier):
         while self._arrived and not self.shared.stopped:
             record = self._arrived[0]
             early = record.state is State.HOSTED and record.wanted
-            if early and not self.shared.budget.has_room_early(record.nbytes):
+            if early and (self.shared.no_memory_ahead or not self.shared.budget.has_room_early(record.nbytes)):
                 break
             self._arrived.popleft()
-            if early:
-                with contextlib.suppress(torch.OutOfMemoryError):  # it is only early; backward asks again
+            try:
+                if early:
                     self._reload(record)
+            except torch.OutOfMemoryError:  # backward asks again
+                self.shared.no_memory_ahead = True
         self._begin_reloads()
+
+    def _reload_now(self, record: Record) -> None:
+        """As `_reload`; where the device has no memory what was fetched ahead, and what leaves, makes room."""
+        try:
+            self._reload(record)
+        except torch.OutOfMemoryError:
+            self.shared.no_memory_ahead = True
+            self._begin_reloads()
+            for ahead in tuple(self._reloading):
+                del self._reloading[ahead]
+                ahead.to(State.RESIDENT)
+                self.evict(ahead)
+            self._drop_unused()
+            self.window.advance(0)
+            self._reload(record)
 
     def _reload(self, record: Record) -> None:
         """Have a hosted record copied to the device, with those that are brought back by the same call."""
@@ -301,6 +342,7 @@ class DeviceTier(Tier):
         record.incoming = incoming
         self.add_resident(record, filled.untyped_storage(), record.begin)
         record.to(State.RELOADING)
+        self._reloading[record] = None
         self.shared.reporter.event(EventKind.READ, record, "to device")
         if incoming.nbytes >= BATCH_BYTES or len(incoming.copies) >= BATCH_COPIES:
             self._begin_reloads()
@@ -328,13 +370,14 @@ class DeviceTier(Tier):
         if self.window.held_bytes:
             self.window.advance()
         if record.state in (State.HOSTED, State.SPILLING):
-            self._reload(record)
+            self._reload_now(record)
             incoming = record.incoming
         if incoming is not None:
             if incoming.event is None:
                 self._begin_reloads()
             self.copies.before_use(incoming, record.flat)
         if record.state is State.RELOADING:
+            del self._reloading[record]
             record.to(State.RESIDENT)
         return record.data
 
@@ -373,6 +416,8 @@ class DeviceTier(Tier):
 
     def release(self, record: Record) -> None:
         self._hosted.pop(record, None)
+        self._reading.discard(record)
+        self._reloading.pop(record, None)
         super().release(record)
 
     def abandon(self) -> None:
@@ -382,6 +427,8 @@ class DeviceTier(Tier):
         self._unused.clear()
         self.window.forget()
         self._hosted.clear()
+        self._reading.clear()
+        self._reloading.clear()
         self._arrived.clear()
 
     def count_waits(self) -> None:

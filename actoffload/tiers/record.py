@@ -43,7 +43,7 @@ class State(Enum):
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.RESIDENT: frozenset({State.STAGING, State.SPILLING, State.HOSTED, State.SPILLED}),
     State.STAGING: frozenset({State.HOSTED, State.RESIDENT}),
-    State.HOSTED: frozenset({State.SPILLING, State.RELOADING, State.RESIDENT}),
+    State.HOSTED: frozenset({State.SPILLING, State.SPILLED, State.RELOADING, State.RESIDENT}),
     State.SPILLING: frozenset({State.SPILLED, State.HOSTED, State.RESIDENT, State.RELOADING}),
     State.SPILLED: frozenset({State.FETCHING, State.RESIDENT}),
     State.FETCHING: frozenset({State.HOSTED, State.RESIDENT, State.SPILLED}),

@@ -118,9 +118,9 @@ class _Capturing(SimulatedAccelerator):
             self._capturing = False
 
     def __getattribute__(self, name: str) -> Any:
-        if name in {"record", "timestamp", "wait", "done", "synchronize", "copy", "empty", "used_on"}:
-            if self._capturing:
-                self.asked.append(name)
+        watched = name in {"record", "timestamp", "wait", "done", "synchronize", "copy", "empty", "used_on"}
+        if watched and self._capturing:
+            self.asked.append(name)
         return super().__getattribute__(name)
 
 
