@@ -52,8 +52,8 @@ class OffloadConfig:
     (``Statistics.baseline_peak_bytes``); known from the end of the first step on, and no limit before."""
     host_budget: Size | None = None
     """Most bytes of (pinned) host memory for saved activations. Default: half of the memory that is available to this
-    process's share of the machine; with ``"nvme"`` a staging window of at most 4 GiB. A value that is given is each
-    process's own."""
+    process's share of the machine. With ``"nvme"`` it is what may wait for the disk. It is taken as needed. A value
+    that is given is each process's own."""
     nvme_budget: Size | None = None
     """Most bytes on disk over all paths. Default: what is free there when the spool is opened, less 256 MiB, divided by
     the processes of this machine. A value that is given is each process's own."""

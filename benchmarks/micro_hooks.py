@@ -2,7 +2,7 @@
 
 The options come as one JSON argument: ``kind`` (of `KINDS`), ``tensors`` (saved and alive at once), ``chains`` (how
 often that is done in one measurement), ``pairs`` (measurements with a bare pair of hooks and with ours, in turns),
-``path`` and, for ``moves``, ``nbytes`` of each tensor.
+``path`` and, for what moves, ``nbytes`` of each tensor.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +28,13 @@ KINDS = {
     "small": "stays: below min_bytes",
     "policy": "stays: a policy keeps it",
     "moves": "moves, memory engine",
+    "device": "moves to host, null device",
+    "device kept": "stays on a null device: a policy keeps it",
 }
-REASONS = {"parameter": "parameter", "small": "below min_bytes", "policy": "policy", "moves": None}
+REASONS = {
+    "parameter": "parameter", "small": "below min_bytes", "policy": "policy", "moves": None, "device": None,
+    "device kept": "policy",
+}  # fmt: skip
 """Why each kind stays, in ``Statistics.kept_bytes``."""
 ELEMENTS = 4
 PARAMETERS = 64
@@ -37,6 +43,73 @@ PLENTY = "64GiB"
 
 Forward = Callable[[], Tensor]
 ContextManager = Callable[[], AbstractContextManager[Any]]
+
+
+class NullDevice:
+    """An accelerator that does nothing, and counts what it is asked: CPU tensors lie on it.
+
+    Events are numbers. One has happened when ``LAG`` others have been recorded after it.
+    """
+
+    LAG = 4
+    type = "cpu"
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+        self._recorded = 0
+
+    def current_index(self) -> int:
+        return 0
+
+    def index_of(self, tensor: Tensor) -> int:
+        return 0
+
+    def current_stream(self, index: int) -> str:
+        return "compute"
+
+    def side_stream(self, index: int, role: str) -> str:
+        return role
+
+    def record(self, stream: str, again: int | None = None) -> int:
+        self.asked["records"] += 1
+        self._recorded += 1
+        return self._recorded
+
+    timestamp = record
+
+    def seconds_between(self, begin: int, end: int) -> float:
+        return 0.0
+
+    def wait(self, stream: str, event: int) -> None:
+        self.asked["waits"] += 1
+
+    def done(self, event: int) -> bool:
+        self.asked["queries"] += 1
+        return event + self.LAG <= self._recorded
+
+    def synchronize(self, event: int) -> None:
+        self.asked["synchronizations"] += 1
+
+    def copy(self, copies: Collection[Any], stream: str) -> None:
+        self.asked["copies"] += len(copies)
+
+    def empty(self, nbytes: int, index: int, stream: str) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def same_stream(self, one: str, other: str) -> bool:
+        return one == other
+
+    def used_on(self, tensor: Tensor, stream: str) -> None:
+        self.asked["reports"] += 1
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def pin(self, address: int, nbytes: int) -> bool:
+        return True
+
+    def unpin(self, address: int) -> bool:
+        return True
 
 
 class Save(torch.autograd.Function):
@@ -58,7 +131,7 @@ class Save(torch.autograd.Function):
 def make_forward(kind: str, tensors: int, nbytes: int) -> Forward:
     """A forward that saves exactly so many tensors."""
     x = torch.ones(ELEMENTS, requires_grad=True)
-    if kind == "moves":
+    if kind in ("moves", "device"):
         values = [torch.ones(nbytes // 4) for _ in range(tensors)]
 
         def save() -> Tensor:
@@ -83,13 +156,16 @@ def make_forward(kind: str, tensors: int, nbytes: int) -> Forward:
     return chain
 
 
-def make_offloader(kind: str, tensors: int, path: str) -> actoffload.Offloader:
+def make_offloader(kind: str, tensors: int, path: str, device: NullDevice) -> actoffload.Offloader:
     """An offloader that does with every tensor of the forward what ``kind`` says."""
     options: dict[str, Any] = {"min_bytes": 1 << 20 if kind == "small" else 1, "policy": "all"}
-    if kind == "policy":
+    if REASONS[kind] == "policy":
         entry = {"nbytes": ELEMENTS * 4, "action": "keep"}
         entries = [{"index": index, **entry} for index in range(tensors)]
         options["policy"] = actoffload.Plan.from_json(json.dumps({"version": 1, "entries": entries}))
+    if kind.startswith("device"):
+        config = actoffload.OffloadConfig(target="host", path=path, host_budget=PLENTY, **options)
+        return actoffload.Offloader(config, accelerator=cast(Any, device))
     config = actoffload.OffloadConfig(
         target="nvme", engine="memory", path=path, devices="cpu", pending_bytes=PLENTY, host_budget=PLENTY, **options
     )
@@ -125,11 +201,13 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     torch.set_num_threads(1)
     kind, tensors, chains = spec["kind"], spec["tensors"], spec["chains"]
     forward = make_forward(kind, tensors, spec.get("nbytes") or 0)
-    offloader = make_offloader(kind, tensors, spec.get("path") or tempfile.gettempdir())
+    device = NullDevice()
+    offloader = make_offloader(kind, tensors, spec.get("path") or tempfile.gettempdir(), device)
+    settle = _nothing if kind == "device" else offloader.synchronize  # a device's stream orders itself
     pairs = [
         {
-            "bare": once(forward, lambda: saved_tensors_hooks(_same, _same), lambda: None, chains),
-            "ours": once(forward, lambda: offloader, offloader.synchronize, chains),
+            "bare": once(forward, lambda: saved_tensors_hooks(_same, _same), _nothing, chains),
+            "ours": once(forward, lambda: offloader, settle, chains),
         }
         for _ in range(spec["pairs"] + 1)
     ]
@@ -137,11 +215,16 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     statistics = offloader.statistics()
     offloader.close()
     saved = tensors * chains * len(pairs)
-    moved = statistics.nvme_read_bytes > 0
+    moved = statistics.nvme_read_bytes + statistics.host_read_bytes > 0
     reasons = {REASONS[kind]} - {None}
     if statistics.packed_tensors != saved or moved == bool(reasons) or set(statistics.kept_bytes) != reasons:
         return {"error": f"not what was to be measured: {statistics.as_dict()}"}
-    return {"tensors": tensors * chains, "pairs": pairs[1:], "statistics": statistics.as_dict()}
+    calls = {name: count / saved for name, count in device.asked.items()}
+    return {"tensors": tensors * chains, "pairs": pairs[1:], "calls": calls, "statistics": statistics.as_dict()}
+
+
+def _nothing() -> None:
+    """Nothing is to settle."""
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ class Spool:
             address: Where from, a multiple of ``alignment``; must stay valid until the transfer is done (see
                 ``keepalive``).
             length: Bytes, a multiple of ``alignment``.
-            before: Runs once, in an engine's thread, before the first byte is read from memory.
+            before: Runs once, in an engine's thread, before the memory is touched.
             on_done: Called at most once with the transfer, in an engine's thread, with no lock held.
             keepalive: Kept alive until nothing touches the memory any more.
 
@@ -165,6 +165,7 @@ class Spool:
         address: int,
         length: int,
         *,
+        before: Callable[[], None] | None = None,
         on_done: Callable[[Transfer], None] | None = None,
         keepalive: object = None,
     ) -> Transfer:
@@ -173,7 +174,7 @@ class Spool:
         Arguments and errors as in ``write``; also a StateError when that write has not finished, has failed or was
         shorter. With ``verify`` the length must be the one that was written.
         """
-        return self.read_ranges(extent, ((address, length),), on_done=on_done, keepalive=keepalive)
+        return self.read_ranges(extent, ((address, length),), before=before, on_done=on_done, keepalive=keepalive)
 
     def read_ranges(
         self,
@@ -181,12 +182,13 @@ class Spool:
         memory: Sequence[Range],
         *,
         skip: int = 0,
+        before: Callable[[], None] | None = None,
         on_done: Callable[[Transfer], None] | None = None,
         keepalive: object = None,
     ) -> Transfer:
         """As ``read``, behind ``skip`` bytes of the extent, into several ranges of memory; as ``write_ranges``."""
         length = sum([nbytes for _, nbytes in memory])
-        transfer = Transfer(IoKind.READ, extent, length, self._post, skip, None, on_done, keepalive)
+        transfer = Transfer(IoKind.READ, extent, length, self._post, skip, before, on_done, keepalive)
         return self._start(transfer, memory)
 
     def free(self, extent: Extent) -> None:

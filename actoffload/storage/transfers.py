@@ -182,9 +182,7 @@ class Transfer:
             raise StateError(f"{kind} from byte {skip} of {extent!r}: not a multiple of {alignment} bytes")
 
     def _before_request(self, index: int, memory: Sequence[Range], verify: bool) -> Callable[[], None] | None:
-        if self.kind is IoKind.READ:
-            return None
-        if not verify:
+        if not verify or self.kind is IoKind.READ:
             return None if self.before is None else self._run_before
 
         def before() -> None:

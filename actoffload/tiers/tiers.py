@@ -9,7 +9,7 @@ from functools import cached_property
 from ..config import PATH_VARIABLE
 from ..errors import ConfigError, SpoolPathError
 from ..memory import cpu_allocator
-from ..memory.host_pool import NOT_PAGE_LOCKED, HostPool
+from ..memory.host_pool import HostPool
 from ..memory.process_memory import available_bytes, fix_mmap_threshold, peak_rss_bytes
 from ..storage.spool import Spool
 from .accelerator import Accelerator, accelerator_for, default_device_types, peak_allocated_bytes
@@ -21,9 +21,10 @@ from .shared import Shared
 from .tier import Tier
 from .timers import DeviceStopwatch, HostStopwatch, Stopwatch
 
-STAGING_BYTES = 4 << 30
 CPU_SLAB_BYTES = 16 << 20
-PINNED_SLAB_BYTES = 256 << 20
+NOT_PAGE_LOCKED = (
+    "host memory could not be page-locked (see `ulimit -l`); copies go through pageable memory and block the host"
+)
 NO_DEFAULT_PATH = (
     f"nothing moves, as the system's temporary directory cannot hold a spool: pass path=, or set {PATH_VARIABLE}, to a "
     "directory on a local disk"
@@ -77,8 +78,6 @@ class Tiers:
             refused = self.spool.engine_reason.partition("; not ")[2]
             remarks = dict.fromkeys([f"not {refused}" if refused else "", *(e.remark for e in self.spool.engines)])
             found = [f"{self.spool.engine_name} engine: {text}" for text in remarks if text]
-        if any(pool.pin_failed for pool in self.pools):
-            found.append(NOT_PAGE_LOCKED)
         return [*found, self._memory_remark] if self._memory_remark else found
 
     def rates(self) -> dict[tuple[str, str], tuple[float, bool]]:
@@ -195,7 +194,7 @@ class Tiers:
 
     def _cpu_tier(self) -> Tier:
         spool = self._open_spool()
-        pool = HostPool(self._host_budget(staging=False), slab_bytes=CPU_SLAB_BYTES, poison=self.shared.config.debug)
+        pool = HostPool(self._host_budget(), slab_bytes=CPU_SLAB_BYTES, poison=self.shared.config.debug)
         self.pools.append(pool)
         return CpuTier(self.shared, spool, pool)
 
@@ -216,26 +215,34 @@ class Tiers:
         elif config.target == "auto":
             with suppress(OSError):  # no usable path: host memory only
                 spool = self._open_spool()
+        copies = CopyStreams(device)
         pool = HostPool(
-            self._host_budget(staging=config.target == "nvme"),
-            slab_bytes=PINNED_SLAB_BYTES,
+            self._host_budget(),
             pin=device.pin,
             unpin=device.unpin,
-            is_done=device.done,
-            wait_for=device.synchronize,
+            is_done=copies.done,
+            wait_for=copies.synchronize,
+            bind=device.bind,
+            on_growth=self._pool_grew,
             poison=config.debug,
         )
         self.pools.append(pool)
         spill = {"host": "never", "nvme": "always"}.get(config.target, "overflow")
         window = None if config.pending_bytes is None else config.size("pending_bytes", 0)
-        return DeviceTier(self.shared, spool, pool, CopyStreams(device), spill, window)
+        return DeviceTier(self.shared, spool, pool, copies, spill, window)
 
-    def _host_budget(self, *, staging: bool) -> int:
+    def _pool_grew(self) -> None:
+        """More host memory is there, or none is to be had: on the thread that page-locks it."""
+        with self.shared.lock:
+            if any(pool.pin_failed for pool in self.pools):
+                self.shared.reporter.advise("page-locking", NOT_PAGE_LOCKED)
+            self.shared.changed.notify_all()
+
+    def _host_budget(self) -> int:
         config = self.shared.config
         if config.host_budget is not None:
             return config.size("host_budget", 0)
-        default = available_bytes() // 2 // self._processes
-        return min(STAGING_BYTES, default) if staging else default
+        return available_bytes() // 2 // self._processes
 
     @cached_property
     def _processes(self) -> int:

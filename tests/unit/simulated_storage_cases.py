@@ -1,0 +1,185 @@
+"""Host memory and disk behind the simulated accelerator; run by test_simulated_device.py in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
+from actoffload.tiers.copy_streams import CopyStreams
+from actoffload.tiers.device_tier import DeviceTier
+from actoffload.tiers.record import State
+from tests.harness import acquire_slot, copy_in, lock_of, pools_of, records_of, run_in_threads, tier_of, wait_until
+from tests.unit.simulated_device_cases import RECORD_BYTES, _equal, _gradients, _model, _offloader, device
+
+__all__ = ["device"]
+
+NBYTES = 1 << 12
+
+
+def test_no_thread_of_ours_touches_another_device_than_that_of_its_event(
+    device: SimulatedDevice, tmp_path: Path
+) -> None:
+    """On CUDA that would make a context on device 0 from the process of every rank."""
+    model, x = _model(1)
+    device.delay(0.002, 1)
+    before = [device.calls(index) for index in range(2)]
+    with torch.accelerator.device_index(1), _offloader(tmp_path, target="nvme") as offloader:
+        for _ in range(2):
+            _gradients(model, x, offloader)
+        assert offloader.statistics().nvme_read_bytes > 0
+        with offloader:
+            losses = [model(x).square().sum()]
+        offloader.close()
+        run_in_threads(losses.clear)  # with the last handle the pools go, in a thread of ours
+        wait_until(lambda: not any(thread.name == "actoffload-close" for thread in threading.enumerate()))
+        assert pools_of(offloader)[0].mapped_bytes == 0
+    assert device.calls(0) == before[0]
+    assert device.calls(1) > before[1]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_host_memory_is_written_again_after_the_copy_that_reads_it(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, ordered: bool
+) -> None:
+    accelerator = SimulatedAccelerator()
+    copies = CopyStreams(accelerator)
+    host = torch.full((NBYTES,), 7, dtype=torch.uint8).pin_memory()
+    other = torch.full((NBYTES,), 9, dtype=torch.uint8, device=NAME)
+    if not ordered:
+        monkeypatch.setattr(CopyStreams, "_order_after_host_copies", lambda *_: None)
+    out_stream = accelerator.side_stream(0, "out")
+    with device.paused(accelerator.side_stream(0, "in")):
+        incoming, filled = copy_in(copies, host)
+        out = copies.gather("out", 0, None)
+        out.add("other", host, other, NBYTES, [incoming])
+        copies.begin_out(out)
+        if not ordered:
+            out_stream.synchronize()
+    copies.synchronize(out)
+    copies.before_use(incoming, lambda: filled)
+    assert bool((filled.cpu() == (7 if ordered else 9)).all())
+    assert bool((host == 9).all())
+
+
+def test_host_memory_keeps_its_budget_when_backward_comes_in_an_unforeseen_order(
+    device: SimulatedDevice, tmp_path: Path
+) -> None:
+    """What was read ahead is let go of; it is on disk."""
+    model, x = _model()
+    expected = _gradients(model, x, contextlib.nullcontext())
+    budgets = {"host_budget": 3 * RECORD_BYTES, "device_budget": 3 * RECORD_BYTES}
+    with _offloader(tmp_path, target="nvme", **budgets) as offloader:
+        model.zero_grad()
+        with offloader:
+            loss = model(x).square().sum()
+        offloader.synchronize()
+        (pool,), tier = pools_of(offloader), tier_of(offloader)
+        on_disk = [record for record in records_of(offloader) if record.state is State.SPILLED]
+        assert len(on_disk) > 4
+        with lock_of(offloader):
+            assert [tier.fetch(record, urgent=False) for record in on_disk] == [True] * 3 + [False] * (len(on_disk) - 3)
+            assert tier.fetch(on_disk[-1], urgent=True)
+            assert pool.mapped_bytes <= pool.capacity_bytes
+        loss.backward()
+        found = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+        assert pool.mapped_bytes <= pool.capacity_bytes
+    assert _equal(found, expected)
+
+
+@pytest.mark.parametrize("offered", [True, False])
+def test_memory_that_cannot_be_registered_is_page_locked_by_pytorch(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offered: bool
+) -> None:
+    """As on devices other than CUDA's; else it is pageable, which is said once."""
+    monkeypatch.setattr(SimulatedAccelerator, "pin", lambda *_: False)
+    if not offered:
+        plain = torch.empty
+
+        def empty(*sizes: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+            if pin_memory:
+                raise RuntimeError("in this test")
+            return plain(*sizes, **options)
+
+        monkeypatch.setattr(torch, "empty", empty)
+    model, x = _model()
+    expected = _gradients(model, x, contextlib.nullcontext())
+    said = contextlib.nullcontext() if offered else pytest.warns(RuntimeWarning, match="could not be page-locked")
+    with said, _offloader(tmp_path, target="host") as offloader:
+        for _ in range(2):
+            assert _equal(_gradients(model, x, offloader), expected)
+        (pool,) = pools_of(offloader)
+        slot = acquire_slot(pool, NBYTES)
+        assert pool.tensor(slot, 0, NBYTES).is_pinned() == offered
+        assert pool.pin_failed != offered
+        assert ("could not be page-locked" in offloader.report()) != offered
+        assert pool.mapped_bytes <= pool.capacity_bytes
+
+
+@pytest.mark.parametrize("target", ["host", "nvme"])
+def test_what_was_fetched_ahead_makes_room_for_what_backward_waits_for(
+    device: SimulatedDevice, tmp_path: Path, target: str
+) -> None:
+    model, x = _model()
+    expected = _gradients(model, x, contextlib.nullcontext())
+    with _offloader(tmp_path, target=target) as offloader:
+        model.zero_grad()
+        with offloader:
+            loss = model(x).square().sum()
+        offloader.synchronize()
+        device.synchronize()
+        tier = tier_of(offloader)
+        away = [record for record in records_of(offloader) if not record.on_device]
+        torch.accelerator.empty_cache()
+        device.limit(torch.accelerator.memory_reserved() + 3 * RECORD_BYTES)
+        with lock_of(offloader):
+            for record in away[:3]:
+                tier.fetch(record, urgent=False)
+        wait_until(lambda: all(record.state is not State.FETCHING for record in away[:3]))
+        with lock_of(offloader):
+            tier.poll()
+            assert [record.state for record in away[:3]] == [State.RELOADING] * 3
+        flushes = device.flushes
+        found = offloader.store.obtain(away[-1], 0)
+        assert found[0].nbytes() == RECORD_BYTES
+        assert device.flushes == flushes + 1
+        assert not any(record.on_device for record in away[:3])
+        device.limit(None)
+        loss.backward()
+        gradients = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+    assert _equal(gradients, expected)
+
+
+def test_a_prefetch_that_found_no_memory_is_tried_once_a_step_and_half_as_far_in_the_next(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = _model()
+    expected = _gradients(model, x, contextlib.nullcontext())
+    refused: list[int] = []
+
+    def early(*_: Any) -> Tensor:
+        refused.append(1)
+        raise torch.OutOfMemoryError("in this test")
+
+    fetch = DeviceTier.fetch
+
+    def without_memory_ahead(tier: DeviceTier, record: Any, *, urgent: bool) -> bool:
+        with monkeypatch.context() as patch:
+            if not urgent:
+                patch.setattr(SimulatedAccelerator, "empty", early)
+            return fetch(tier, record, urgent=urgent)
+
+    monkeypatch.setattr(DeviceTier, "fetch", without_memory_ahead)
+    with _offloader(tmp_path, target="host") as offloader:
+        windows = []
+        for step in range(3):
+            assert _equal(_gradients(model, x, offloader), expected)
+            assert len(refused) == step + 1
+            windows.append(offloader.store.prefetch.window.nbytes)
+        assert windows == [2 * RECORD_BYTES, RECORD_BYTES, RECORD_BYTES // 2]
