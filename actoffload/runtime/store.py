@@ -151,7 +151,7 @@ class ActivationStore:
         span: tuple[int, int],
         storage: Any,
         tape: Tape[Record],
-        module: str | None,
+        names: tuple[str | None, str | None],
         counters: tuple[Counter, ...] = (),
     ) -> Record:
         """Return a handle's record for a span of a storage: an earlier one that holds the same bytes, else a new one.
@@ -161,7 +161,7 @@ class ActivationStore:
             span: the bytes of the storage that it needs.
             storage: its storage.
             tape: the forward that it is saved in.
-            module: the name of the module that is running, if names are known.
+            names: of the module that is running, and of the tensor, where they are known.
             counters: of the wrapper subclasses around the tensor, outermost first.
         """
         shared, accounts = self.shared, self.shared.accounts
@@ -179,9 +179,11 @@ class ActivationStore:
                 self.profiler.saved_again(record)
                 record.handles += 1
                 record.waiting += 1
+                if names[1] is not None and record.name is None:
+                    self.decision.named_late(record, names[1])
                 return record
             record = Record(storage, storage.data_ptr(), begin, end, tensor.device)
-            record.module = module
+            record.module, record.name = names
             record.has_gaps = tensor.nbytes < record.nbytes
             self.identities.add(record, tensor, counters)
             accounts.add_record(record.nbytes)
