@@ -57,7 +57,7 @@ class DeviceTier(Tier):
     ) -> None:
         super().__init__(shared, spool)
         self.copies = copies
-        self.window = ReleaseWindow(copies, window_bytes, self._source_released)
+        self.window = ReleaseWindow(copies, window_bytes, self._source_released, self._has_its_source)
         self._pool = pool
         self._spill_mode = spill if spool is not None else "never"
         self._hosted: dict[Record, None] = {}
@@ -103,6 +103,17 @@ class DeviceTier(Tier):
         if out.event is not None:
             self.window.advance()
         return None
+
+    def _has_its_source(self, record: Record) -> bool:
+        """Whether a copy out may begin: its source was not freed or resized while it waited for others."""
+        if not self.resized(record):
+            return True
+        assert record.outgoing is not None, "it waits among others"
+        assert record.slot is not None, "and has a slot"
+        self.window.withdraw(record, record.outgoing, record.slot.events)
+        record.outgoing = None
+        self.stay(record)
+        return False
 
     def _source_released(self, record: Record) -> None:
         """Go on with a record whose device memory the window has let go of."""
