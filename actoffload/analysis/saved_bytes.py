@@ -48,20 +48,25 @@ class SavedBytes:
     fused_attention: int = 0
 
 
+def call(model: nn.Module, inputs: Any) -> Any:
+    """Return what a model makes of a tensor, a tuple of positional or a dict of keyword arguments."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
 def count_saved(model: nn.Module, inputs: Any, *, min_bytes: int = MIN_BYTES) -> SavedBytes:
     """Run one forward and count what autograd saves.
 
     Args:
         model: the model, in training mode; on ``torch.device("meta")``, or on a device where it fits.
-        inputs: a tensor, a tuple of positional or a mapping of keyword arguments, on the same device.
+        inputs: its arguments as `call` takes them, on the same device.
         min_bytes: storages below this count as small.
     """
     found = SavedBytes()
     seen: dict[int, torch.UntypedStorage] = {}  # held, so that no storage is taken for another
     running: list[str] = []
-    arguments = inputs if isinstance(inputs, (tuple, Mapping)) else (inputs,)
-    given = tree_leaves(dict(arguments) if isinstance(arguments, Mapping) else arguments)
-    for tensor in (*model.parameters(), *model.buffers(), *given):
+    for tensor in (*model.parameters(), *model.buffers(), *tree_leaves(inputs)):
         if isinstance(tensor, Tensor):
             seen[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
 
@@ -94,7 +99,7 @@ def count_saved(model: nn.Module, inputs: Any, *, min_bytes: int = MIN_BYTES) ->
     try:
         counter, accelerator = FlopCounterMode(display=False, custom_mapping=_FLOPS), AsOnAccelerator()
         with counter, accelerator, saved_tensors_hooks(pack, lambda tensor: tensor):
-            result = model(**arguments) if isinstance(arguments, Mapping) else model(*arguments)
+            result = call(model, inputs)
     finally:
         for handle in handles:
             handle.remove()

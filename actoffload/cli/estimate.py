@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
+from itertools import groupby
 from typing import Annotated, Any
+from unittest.mock import patch
 
+import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
@@ -14,10 +17,12 @@ from rich.table import Table
 from ..analysis.estimate import Activations, Estimate, Hardware, estimate, megatron_activations
 from ..analysis.estimate_presets import DRIVES, GPUS, LINK_SOURCE, MODELS, TB, CountedModel, preset
 from ..analysis.megatron import MegatronModel, Parallelism
+from ..analysis.saved_bytes import MIN_BYTES, SavedBytes, count_saved
 from ..errors import ConfigError
 from ..sizes import format_size
 from ..storage.endurance import Credits, format_decimal, format_duration
 from .console import JsonOption, explained_errors, print_facts, print_json
+from .models import build_own, build_transformers, import_transformers, is_own, read_configuration
 
 Count = Annotated[int | None, typer.Option(min=1, rich_help_panel="Model and its split; default: the preset's")]
 Flag = Annotated[bool | None, typer.Option(rich_help_panel="Model and its split; default: the preset's")]
@@ -106,26 +111,76 @@ def _activations(
     *,
     recompute: bool,
 ) -> Activations:
-    """Return what the model saves: by formula, or counted, which is when PyTorch is imported."""
+    """Return what the model saves: by formula, or counted."""
     if source is None and isinstance(model, MegatronModel):
         return megatron_activations(replace(model, **batch), split, recompute=recompute)
-    from . import estimate_models as models
-    from . import transformers_models
-
-    if source is not None and ".py:" in source:
-        if batch:
-            raise ConfigError(next(iter(batch)), next(iter(batch.values())), "the function's inputs say it")
-        return models.activations(models.count_own(source), source, split, recompute=recompute)
+    if source is not None and is_own(source):
+        if "sequence" in batch:
+            raise ConfigError("sequence", batch["sequence"], "your own make_batch(size) says it; leave it out")
+        size = batch.get("micro_batch", 1)
+        own = build_own("from_model", source, torch.device("meta"))
+        counted = count_saved(own.model, own.batch(size))
+        return counted_activations(counted, f"{source}, micro-batch {size}", split, recompute=recompute)
     if source is not None:
-        config, default = models.read_configuration(source), FROM_MODEL_BATCH
+        config, default = read_configuration(source), FROM_MODEL_BATCH
     else:
         assert isinstance(model, CountedModel)
-        config = transformers_models.configuration(model.model_type, model.config)
+        config = import_transformers(model.model_type).AutoConfig.for_model(model.model_type, **model.config)
         default = (model.sequence, model.micro_batch)
     sequence, micro_batch = batch.get("sequence", default[0]), batch.get("micro_batch", default[1])
-    counted = models.count_transformers(config, sequence=sequence, micro_batch=micro_batch)
+    counted = count_transformers(config, sequence=sequence, micro_batch=micro_batch)
     label = f"{config.model_type}, sequence {sequence}, micro-batch {micro_batch}"
-    return models.activations(counted, label, split, recompute=recompute)
+    return counted_activations(counted, label, split, recompute=recompute)
+
+
+def count_transformers(
+    config: Any, *, sequence: int, micro_batch: int, min_bytes: int = MIN_BYTES, dtype: torch.dtype = torch.bfloat16
+) -> SavedBytes:
+    """Count a model of Transformers in training, with its head and loss where its type has one.
+
+    Args:
+        config: its configuration.
+        sequence: tokens of a sequence.
+        micro_batch: sequences.
+        min_bytes: smaller tensors stay.
+        dtype: what it computes in.
+    """
+    workload = build_transformers(config, sequence=sequence, dtype=dtype, device=torch.device("meta"))
+    # It asks the positions' values whether sequences are packed, and meta tensors have none: they are not packed.
+    with patch("transformers.masking_utils.find_packed_sequence_indices", return_value=None):
+        return count_saved(workload.model, workload.batch(micro_batch), min_bytes=min_bytes)
+
+
+def counted_activations(saved: SavedBytes, label: str, split: Parallelism, *, recompute: bool) -> Activations:
+    """Return what was counted as `estimate` takes it, on one tensor- and context-parallel rank.
+
+    Raises:
+        ConfigError: it cannot be split so, or nothing was found that repeats.
+    """
+    if not saved.blocks:
+        raise ConfigError(
+            "from_model", label, "no blocks found: an estimate is of layers in a ModuleList or Sequential"
+        )
+    if split.tensor > 1 and not split.sequence_parallel:
+        remedy = "a counted model needs --sequence-parallel, under which every tensor is split"
+        raise ConfigError("tensor", split.tensor, remedy)
+    ranks = split.tensor * split.context
+    blocks = saved.inputs if recompute else saved.blocks
+    attention = "flash attention" if saved.fused_attention else "the model's own attention, whose matrices are kept"
+    return Activations(
+        label=f"{label}: {kinds_of(saved)}",
+        blocks=tuple(nbytes / ranks for nbytes in blocks.values()),
+        small_bytes=0 if recompute else saved.small / ranks,
+        ends_bytes=saved.ends / ranks,
+        flops=(4 if recompute else 3) * saved.flops,
+        source=f"counting on meta tensors, with {attention}",
+    )
+
+
+def kinds_of(saved: SavedBytes) -> str:
+    """Return the layers in runs of equal size, such as ``"3 × 464.0 MiB, 58 × 725.2 MiB"``."""
+    runs = [(len(list(run)), size) for size, run in groupby(map(format_size, saved.blocks.values()))]
+    return ", ".join(f"{count} × {size}" for count, size in runs[:4]) + (", …" if len(runs) > 4 else "")
 
 
 def _names(kind: type) -> list[str]:

@@ -113,8 +113,8 @@ def test_a_config_json_is_counted_with_the_batch_that_is_named(tmp_path: Path) -
 def test_a_function_of_ones_own_is_counted(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     model = "torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 512))"
-    file.write_text(f"import torch\ndef build():\n    return {model}, torch.ones(4096, 512)\n")
-    parts = answer("--from-model", f"{file}:build")
+    file.write_text(f"import torch\ndef build():\n    return {model}, lambda size: torch.ones(size, 512)\n")
+    parts = answer("--from-model", f"{file}:build", "--micro-batch", "4096")
     assert parts["activations"]["blocks"] == [0.0, 4096 * 512 * 4]
     assert parts["hardware"]["name"] == "h100-sxm"
 
@@ -129,7 +129,7 @@ def test_a_function_of_ones_own_is_counted(tmp_path: Path) -> None:
         (["--pipeline", "5"], "pipeline=5: pipeline × interleave must divide layers=96"),
         (["--micro-batch", "0"], "--micro-batch"),
         (["--from-model", "no.py:build"], "there is no file no.py"),
-        (["--from-model", "x.py:build", "--sequence", "5"], "sequence=5: the function's inputs say it"),
+        (["--from-model", "x.py:build", "--sequence", "5"], "sequence=5: your own make_batch(size) says it"),
         (["--utilisation", "40"], "utilisation=40.0: is a share"),
         (["--ssd-write", "0"], "--ssd-write"),
         (["--step-s", "-1"], "step_s=-1.0"),

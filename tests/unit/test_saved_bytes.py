@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from actoffload import OffloadConfig, Offloader
 from actoffload.analysis.megatron import MegatronModel, Parallelism, ends_bytes, layer_bytes, model_flops
 from actoffload.analysis.saved_bytes import SavedBytes, count_saved
-from actoffload.cli import estimate_models as models
+from actoffload.cli.estimate import count_transformers, counted_activations
+from actoffload.cli.models import build_transformers, import_transformers, read_configuration
 from actoffload.cli.rok_worker import KeepAll
-from actoffload.cli.transformers_models import build_transformers, configuration
 from actoffload.errors import ConfigError
 from actoffload.testing.gpt import GPT, GPTConfig
 
@@ -45,9 +44,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+def configuration(model_type: str) -> Any:
+    return import_transformers(model_type).AutoConfig.for_model(model_type, **FAMILIES[model_type])
+
+
 def count(model_type: str, dtype: torch.dtype = torch.bfloat16) -> SavedBytes:
-    config = configuration(model_type, FAMILIES[model_type])
-    return models.count_transformers(config, **TOKENS, min_bytes=1, dtype=dtype)
+    return count_transformers(configuration(model_type), **TOKENS, min_bytes=1, dtype=dtype)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -56,10 +58,10 @@ def test_meta_tensors_count_what_a_real_step_saves(model_type: str, tmp_path: Pa
     torch.manual_seed(0)
     # Experts run in bfloat16 alone. In it, the CPU's layer norm keeps its statistics in bfloat16, too, unlike a GPU's.
     dtype = torch.float32 if model_type in ("gpt2", "bert") else torch.bfloat16
-    config = configuration(model_type, FAMILIES[model_type])
-    model, inputs = build_transformers(config, **TOKENS, dtype=dtype)
-    with Offloader(OffloadConfig(path=str(tmp_path), policy=KeepAll(), min_bytes=1)).use(model) as offloader:
-        loss = model(**inputs).loss
+    made = build_transformers(configuration(model_type), sequence=64, dtype=dtype, device=torch.device("cpu"))
+    batch = made.batch(2)
+    with Offloader(OffloadConfig(path=str(tmp_path), policy=KeepAll(), min_bytes=1)).use(made.model) as offloader:
+        loss = made.loss(batch)
     torch.autograd.backward(loss)
     seen = offloader.statistics().activation_bytes
     offloader.close()
@@ -148,55 +150,32 @@ def test_small_tensors_and_inputs_of_blocks_are_apart() -> None:
 # -- what a user names ------------------------------------------------------------------------------------------------
 
 
-def test_ones_own_model(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "import torch\n"
-        "def build():\n"
-        "    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), (torch.ones(16, 8),)\n"
-        "def other():\n"
-        "    return 5\n"
-    )
-    saved = models.count_own(f"{file}:build", min_bytes=1)
-    assert saved.blocks == {"0": 0, "1": 16 * 8 * 4}
-    with FlopCounterMode(display=False) as counter:
-        nn.Linear(8, 8)(torch.ones(16, 8))
-    assert saved.flops == 2 * counter.get_total_flops()
-    for source, message in (
-        (f"{file}:nothing", "has no function 'nothing'"),
-        (f"{file}:other", "must return a model and its inputs"),
-        (f"{tmp_path}/no.py:build", "there is no file"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            models.count_own(source)
-
-
 def test_configurations_are_files_or_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     file = tmp_path / "config.json"
     file.write_text('{"model_type": "llama", "num_hidden_layers": 3}')
-    assert models.read_configuration(str(file)).num_hidden_layers == 3
-    assert models.read_configuration(str(tmp_path)).num_hidden_layers == 3
-    assert models.read_configuration("gpt2").n_layer == 12
+    assert read_configuration(str(file)).num_hidden_layers == 3
+    assert read_configuration(str(tmp_path)).num_hidden_layers == 3
+    assert read_configuration("gpt2").n_layer == 12
     file.write_text("{}")
     with pytest.raises(ConfigError, match="holds no configuration"):
-        models.read_configuration(str(file))
+        read_configuration(str(file))
     with pytest.raises(ConfigError, match=r"from_model='gpt9': give FILE.py:FUNCTION, a config.json"):
-        models.read_configuration("gpt9")
+        read_configuration("gpt9")
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"pip install actoffload\[hf\]"):
-        models.read_configuration("gpt2")
+        read_configuration("gpt2")
 
 
 def test_activations_of_a_rank() -> None:
     saved = SavedBytes(blocks={"0": 80, "1": 160, "2": 160}, small=8, inputs={"0": 8, "1": 8, "2": 8}, ends=40, flops=5)
     split = Parallelism(tensor=2, sequence_parallel=True, context=2)
-    kept = models.activations(saved, "x", split, recompute=False)
+    kept = counted_activations(saved, "x", split, recompute=False)
     assert (kept.blocks, kept.small_bytes, kept.ends_bytes, kept.flops) == ((20, 40, 40), 2, 10, 15)
     assert kept.label == "x: 1 × 80 B, 2 × 160 B"
-    again = models.activations(saved, "x", ONE, recompute=True)
+    again = counted_activations(saved, "x", ONE, recompute=True)
     assert (again.blocks, again.small_bytes, again.flops) == ((8, 8, 8), 0, 20)
     with pytest.raises(ConfigError, match="tensor=2: a counted model needs --sequence-parallel"):
-        models.activations(saved, "x", Parallelism(tensor=2), recompute=False)
+        counted_activations(saved, "x", Parallelism(tensor=2), recompute=False)
     with pytest.raises(ConfigError, match="no blocks found"):
-        models.activations(SavedBytes(ends=5), "x", ONE, recompute=False)
+        counted_activations(SavedBytes(ends=5), "x", ONE, recompute=False)
