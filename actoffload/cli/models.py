@@ -14,16 +14,18 @@ import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from ..analysis.rok import Case
-from ..analysis.saved_bytes import call
+from ..analysis.saved_bytes import MIN_BYTES, SavedBytes, call, count_saved
 from ..autotune.blocks import find_blocks
 from ..errors import ConfigError
 from ..testing.gpt import GPT, GPTConfig
@@ -196,6 +198,25 @@ def read_configuration(source: str) -> Any:
         raise ConfigError("from_model", source, remedy) from error
 
 
+def configuration(model_type: str, changes: Mapping[str, Any]) -> Any:
+    """Return the default configuration of a type of model with some fields changed.
+
+    Raises:
+        ConfigError: Transformers is not installed.
+        ValueError: it has no such type.
+    """
+    return import_transformers(model_type).AutoConfig.for_model(model_type, **changes)
+
+
+def count(workload: Workload, size: int, *, min_bytes: int = MIN_BYTES) -> SavedBytes:
+    """Count what ``size`` samples save in a workload on the meta device; smaller tensors than ``min_bytes`` stay."""
+    masks = sys.modules.get("transformers.masking_utils")
+    # It asks the positions' values whether sequences are packed, and meta tensors have none: they are not packed.
+    unpacked = patch.object(masks, "find_packed_sequence_indices", return_value=None) if masks else nullcontext()
+    with unpacked:
+        return count_saved(workload.model, workload.batch(size), min_bytes=min_bytes)
+
+
 # -- the cases of `rok` -----------------------------------------------------------------------------------------------
 
 
@@ -221,7 +242,7 @@ def build(case: Case, device: torch.device | None = None) -> Workload:
     if case.model not in TRANSFORMERS:
         raise ConfigError("model", case.model, f"choose one of 'gpt-small', {', '.join(map(repr, TRANSFORMERS))}")
     model_type, block, configure = TRANSFORMERS[case.model]
-    config = import_transformers(case.model).AutoConfig.for_model(model_type, **configure(case))
+    config = configuration(model_type, configure(case))
     built = build_transformers(config, sequence=case.seq, dtype=dtype, device=device)
     # A decoder of one layer is no container of equals.
     names = (name for name, module in built.model.named_modules() if type(module).__name__ == block)

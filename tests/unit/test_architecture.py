@@ -31,7 +31,7 @@ FLOORS = {
 
 TORCH_FREE = (
     "errors config events locks policy sizes statistics version memory.best_fit memory.native_build storage storage.* "
-    "planning planning.* analysis.megatron analysis.estimate analysis.estimate_* analysis.rok "
+    "planning planning.* analysis.estimate analysis.estimate_* analysis.rok "
     "analysis.bench"
 )
 """Modules that never import torch, directly or through another module of the package."""
