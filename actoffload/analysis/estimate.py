@@ -2,7 +2,7 @@
 
 The model is SSDTrain's (arXiv 2408.10013, its section on modelling): a step of ``t`` seconds that saves ``S`` bytes on
 a GPU writes them in one half and reads them in the other, so it needs ``S / (t/2)`` each way; a drive lives
-``endurance · t / S``. The endurance is the rated one unless credits are entered.
+``endurance · t / S``. The endurance is the rated one.
 """
 
 from __future__ import annotations
@@ -12,13 +12,10 @@ from dataclasses import asdict, dataclass
 
 from ..errors import ConfigError
 from ..storage.endurance import (
-    RATED,
-    Credits,
     Drive,
     check_counts,
     check_positive,
     endurance_bytes,
-    format_duration,
     lifetime_s,
     written_per_day,
 )
@@ -209,7 +206,6 @@ class Estimate:
         moved_bytes_per_step: that share of S; the rest is kept.
         written_bytes_per_day: of the moved share, over all of the GPU's drives.
         rated_life_s: of the drives, on rated TBW.
-        credited_life_s: of the drives, with the credits.
         ssd_price_usd: of all of the GPU's drives.
         memory: what is on the GPU, and what fits.
         notes: what a reader must know before quoting a number.
@@ -228,7 +224,6 @@ class Estimate:
     moved_bytes_per_step: float
     written_bytes_per_day: float
     rated_life_s: float
-    credited_life_s: float
     ssd_price_usd: float | None
     memory: Memory
     notes: tuple[str, ...] = ()
@@ -243,7 +238,6 @@ def estimate(
     split: Parallelism,
     hardware: Hardware,
     *,
-    credits: Credits = RATED,
     step_s: float | None = None,
 ) -> Estimate:
     """Estimate what offloading a model's activations needs, per GPU.
@@ -252,11 +246,10 @@ def estimate(
         activations: the model and its micro-batch; tensor and context parallelism taken into account.
         split: how a step is split over GPUs; the stages of a pipeline are taken as equal.
         hardware: one GPU's share of a machine.
-        credits: multipliers on the drives' rated endurance; none unless given.
         step_s: seconds of a step as measured. Default: the step's FLOPs over what the GPU achieves.
 
     Raises:
-        ConfigError: the layers cannot be split so, or credits are given for a drive without NAND.
+        ConfigError: the layers cannot be split so.
     """
     split.check_layers(len(activations.blocks))
     flops = activations.flops * split.micro_batches * split.data / split.gpus
@@ -268,8 +261,6 @@ def estimate(
     required = required_bytes_per_s(per_step, seconds)
     share = min(1.0, hardware.write_bytes_per_s / required, hardware.read_bytes_per_s / required)
     moved = share * per_step
-    rated = lifetime_s(endurance_bytes(hardware.drive, hardware.drives), seconds, moved)
-    credited = lifetime_s(endurance_bytes(hardware.drive, hardware.drives, credits), seconds, moved)
     price = None if hardware.drive.price_usd is None else hardware.drive.price_usd * hardware.drives
     in_flight = per_microbatch * split.microbatches_in_flight
     small = activations.small_bytes / split.pipeline * split.microbatches_in_flight
@@ -286,11 +277,10 @@ def estimate(
         share_hidden=share,
         moved_bytes_per_step=moved,
         written_bytes_per_day=written_per_day(moved, seconds),
-        rated_life_s=rated,
-        credited_life_s=credited,
+        rated_life_s=lifetime_s(endurance_bytes(hardware.drive, hardware.drives), seconds, moved),
         ssd_price_usd=price,
         memory=_memory(activations, split, hardware, in_flight=in_flight, small=small, share=share),
-        notes=tuple(_notes(activations, hardware, credits, share, rated, share * in_flight)),
+        notes=tuple(_notes(activations, hardware, share, share * in_flight)),
     )
 
 
@@ -330,15 +320,8 @@ def required_bytes_per_s(step_bytes: float, step_s: float) -> float:
     return step_bytes / (step_s / 2)
 
 
-def _notes(
-    activations: Activations, hardware: Hardware, credits: Credits, share: float, rated_life: float, spool: float
-) -> list[str]:
+def _notes(activations: Activations, hardware: Hardware, share: float, spool: float) -> list[str]:
     notes = []
-    if credits.factor != 1.0:
-        notes.append(
-            f"The life with credits is {credits.factor:.3g} × the rated one; on rated TBW alone it is "
-            f"{format_duration(rated_life)}, and that is what a warranty follows."
-        )
     if share < 1.0:
         notes.append(f"{share:.0%} hides; moving more would make the step longer, so the rest is kept.")
     if hardware.drive.nand and hardware.ssd_write_bytes_per_s is None:

@@ -131,11 +131,6 @@ def _ssdtrain(width: int, layers: int) -> ModelPreset:
     )
 
 
-_GPT2_XL = {"n_embd": 1600, "n_layer": 48, "n_head": 25, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-_T5_LARGE = {"d_model": 1024, "d_ff": 4096, "num_layers": 24, "num_heads": 16, "dropout_rate": 0.0}
-_T5_TOKENS = {"decoder_start_token_id": 0, "pad_token_id": 0}
-
-
 def _sizes(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocab: int) -> dict[str, Any]:
     return {
         "num_hidden_layers": layers,
@@ -149,10 +144,8 @@ def _sizes(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, voca
 
 _LLAMA_8B = _sizes(32, 4096, 14_336, 32, 8, 128_256)
 _LLAMA_70B = _sizes(80, 8192, 28_672, 64, 8, 128_256)
-_QWEN3_8B = {**_sizes(36, 4096, 12_288, 32, 8, 151_936), "head_dim": 128}
 _QWEN3_30B = {**_sizes(48, 2048, 6144, 32, 4, 151_936), "head_dim": 128}
 _QWEN3_EXPERTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-_GPT_OSS_20B = {**_sizes(24, 2880, 2880, 64, 8, 201_088), "num_local_experts": 32, "num_experts_per_tok": 4}
 MODELS: dict[str, ModelPreset] = {
     "megatron-22b": _megatron((48, 6144, 64), 4, pipeline=1, micro_batches=1, interleave=1, mfu=0.415),
     "gpt3-175b": _megatron((96, 12288, 96), 1, pipeline=8, micro_batches=64, interleave=3, mfu=0.514),
@@ -161,16 +154,11 @@ MODELS: dict[str, ModelPreset] = {
     "ssdtrain-8192": _ssdtrain(8192, 4),
     "ssdtrain-12288": _ssdtrain(12288, 3),
     "ssdtrain-16384": _ssdtrain(16384, 2),
-    "gpt2-xl": ModelPreset(model_type="gpt2", config=_GPT2_XL, sequence=1024, micro_batch=8),
-    "t5-large": ModelPreset(model_type="t5", config=_T5_LARGE | _T5_TOKENS, sequence=512, micro_batch=8),
     "llama3-8b": ModelPreset(model_type="llama", config=_LLAMA_8B, sequence=8192),
     "llama3-70b": ModelPreset(
         model_type="llama", config=_LLAMA_70B, sequence=8192, split=Parallelism(tensor=8, sequence_parallel=True)
     ),
-    "qwen3-8b": ModelPreset(model_type="qwen3", config=_QWEN3_8B, sequence=8192),
     "qwen3-30b-a3b": ModelPreset(model_type="qwen3_moe", config=_QWEN3_30B | _QWEN3_EXPERTS, sequence=8192),
-    "gpt-oss-20b": ModelPreset(model_type="gpt_oss", config=_GPT_OSS_20B, sequence=4096),
-    "deepseek-v3": ModelPreset(model_type="deepseek_v3", config={}, sequence=4096),
 }
 
 

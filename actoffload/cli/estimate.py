@@ -30,7 +30,7 @@ from ..analysis.estimate_presets import (
 from ..analysis.saved_bytes import SavedBytes
 from ..errors import ConfigError
 from ..sizes import format_size, parse_size
-from ..storage.endurance import Credits, format_decimal, format_duration
+from ..storage.endurance import format_decimal, format_duration
 from ..testing.gpt import GPTConfig
 from .console import JsonOption, explained_errors, print_facts, print_json
 from .models import (
@@ -54,7 +54,6 @@ FROM_MODEL_BATCH = (2048, 1)
 """Tokens and sequences there."""
 _MACHINE = "Machine, per GPU; default: the preset's"
 Rate = Annotated[float | None, typer.Option(help="GB/s, as measured.", min=LEAST, rich_help_panel=_MACHINE)]
-Multiplier = Annotated[float, typer.Option(rich_help_panel="Credits on the rated TBW; 1.0 is none")]
 
 
 def command(
@@ -93,9 +92,6 @@ def command(
     ssd_read: Rate = None,
     drives: Annotated[int, typer.Option(min=1, help="SSDs per GPU.", rich_help_panel=_MACHINE)] = 4,
     tbw: Annotated[float | None, typer.Option(help="Of one SSD, TB.", min=LEAST, rich_help_panel=_MACHINE)] = None,
-    write_amplification_rated: Multiplier = 1.0,
-    write_amplification_workload: Multiplier = 1.0,
-    retention_credit: Multiplier = 1.0,
     presets: Annotated[bool, typer.Option("--presets", help="List the presets and leave.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Set published figures beside ours and leave.")] = False,
     as_json: JsonOption = False,
@@ -111,7 +107,7 @@ def command(
         question = ask(ctx.params)
         result = estimate(**question)
     if as_json:
-        parts = {name: asdict(question[name]) for name in ("activations", "split", "hardware", "credits")}
+        parts = {name: asdict(question[name]) for name in ("activations", "split", "hardware")}
         print_json({**parts, "estimate": result.as_dict()})
     else:
         show(from_model or model, question, result)
@@ -131,7 +127,6 @@ def ask(options: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "split": split,
         "hardware": _hardware(given, gpu, published),
-        "credits": Credits(**{name: given[name] for name in _names(Credits)}),
         "step_s": options["step_s"],
         "activations": _activations(given, start, split),  # last, as it takes long
     }
@@ -252,7 +247,7 @@ def show(model: str, question: Mapping[str, Any], result: Estimate) -> None:
     title = f"{model} on {question['hardware'].name}, per GPU of {question['split'].gpus}"
     print_facts(title, _activation_rows(question["activations"], question["split"], result))
     print_facts("memory of a GPU at its peak", _memory_rows(result.memory))
-    print_facts("links and SSDs", _machine_rows(question["hardware"], question["credits"].factor, result))
+    print_facts("links and SSDs", _machine_rows(question["hardware"], result))
     for note in result.notes:
         Console().print(f"- {escape(note)}")
 
@@ -264,7 +259,6 @@ def _activation_rows(activations: Activations, split: Parallelism, result: Estim
     return [
         ("model", activations.label),
         ("split", f"{ranks}, {split.micro_batches} micro-batches"),
-        ("activations of a layer", f"{format_size(max(activations.blocks))} a micro-batch"),
         ("activations of a step", f"{format_size(result.activation_bytes_per_step)} (S)"),
         ("in flight with all kept", f"{format_size(result.activation_bytes_in_flight)}{small}"),
         ("ends (stay)", f"{format_size(result.ends_bytes)} of embedding, last norm and loss"),
@@ -288,7 +282,7 @@ def _memory_rows(memory: Memory) -> list[tuple[str, str]]:
     return rows
 
 
-def _machine_rows(hardware: Hardware, factor: float, result: Estimate) -> list[tuple[str, str]]:
+def _machine_rows(hardware: Hardware, result: Estimate) -> list[tuple[str, str]]:
     rated = hardware.drive.rated_written_bytes * hardware.drives
     rows = [
         ("needed, each way", f"{result.required_bytes_per_s / 1e9:.1f} GB/s (S / (t/2))"),
@@ -301,8 +295,6 @@ def _machine_rows(hardware: Hardware, factor: float, result: Estimate) -> list[t
         ("written", f"{format_decimal(result.written_bytes_per_day)} a day"),
         ("life on rated TBW", format_duration(result.rated_life_s)),
     ]
-    if factor != 1.0:
-        rows.append((f"life with credits × {factor:g}", format_duration(result.credited_life_s)))
     if result.ssd_price_usd is not None:
         rows.append(("price", f"${result.ssd_price_usd:,.0f}"))
     return rows
@@ -328,7 +320,6 @@ def list_presets(as_json: bool) -> None:
 def list_published(as_json: bool) -> None:
     """Set published figures beside the estimates of the same runs."""
     options: dict[str, Any] = {"drive": "980pro-1tb", "drives": 4, "recompute": False, "step_s": None}
-    options |= {name: 1.0 for name in _names(Credits)}
     models = dict.fromkeys(one.model for one in PUBLISHED)
     found = {model: estimate(**ask(options | {"model": model})).as_dict() for model in models}
     rows = [asdict(one) | {"ours": float(found[one.model][one.figure]) / UNITS[one.unit]} for one in PUBLISHED]

@@ -15,7 +15,6 @@ from actoffload.cli.app import app
 
 runner = CliRunner()
 TWO_LAYERS = ("--model", "ssdtrain-16384")
-SSDTRAIN = ["--write-amplification-rated", "2.5", "--retention-credit", "86"]
 
 
 def run(*arguments: str) -> str:
@@ -29,7 +28,7 @@ def answer(*arguments: str) -> Any:
 
 
 def test_for_a_person() -> None:
-    text = run("--model", "gpt3-175b", "--gpu", "a100-pcie", *SSDTRAIN)
+    text = run("--model", "gpt3-175b", "--gpu", "a100-pcie")
     for part in (
         "96 layers × 12288",
         "memory of a GPU at its peak",
@@ -37,23 +36,15 @@ def test_for_a_person() -> None:
         "needed, each way",
         "share that hides",
         "life on rated TBW",
-        "× 215",
         "$360",
     ):
         assert part in text
-    assert "on rated TBW alone it is" in text
     assert "(recalled, not measured)" in text
 
 
 def test_json_holds_question_and_answer() -> None:
     parts = answer(*TWO_LAYERS)
-    assert set(parts) == {"activations", "split", "hardware", "credits", "estimate"}
-    assert parts["credits"] == {
-        "write_amplification_rated": 1.0,
-        "write_amplification_workload": 1.0,
-        "retention_credit": 1.0,
-    }
-    assert parts["estimate"]["credited_life_s"] == parts["estimate"]["rated_life_s"]
+    assert set(parts) == {"activations", "split", "hardware", "estimate"}
     assert parts["hardware"]["utilisation"] == 0.5
     assert parts["activations"]["label"].startswith("GPT of 2 layers × 16384, sequence 1024, micro-batch 16: 2 × ")
 
@@ -62,7 +53,7 @@ def test_options_go_over_the_presets() -> None:
     parts = answer(
         *("--model", "megatron-22b", "--micro-batch", "2", "--micro-batches", "3", "--context", "2"),
         *("--peak-tflops", "100", "--utilisation", "0.25", "--link", "20"),
-        *("--ssd-write", "2", "--ssd-read", "3", "--drives", "2", "--tbw", "1200", "--retention-credit", "2"),
+        *("--ssd-write", "2", "--ssd-read", "3", "--drives", "2", "--tbw", "1200"),
     )
     whole = answer("--model", "megatron-22b", "--micro-batch", "4")["activations"]
     assert sum(parts["activations"]["blocks"]) == pytest.approx(sum(whole["blocks"]) / 4)
@@ -73,7 +64,6 @@ def test_options_go_over_the_presets() -> None:
     assert (result["write_bytes_per_s"], result["read_bytes_per_s"]) == (2e9, 3e9)
     assert hardware["drive"]["rated_written_bytes"] == 1200 * 10**12
     assert result["ssd_price_usd"] == 180.0
-    assert result["credited_life_s"] == pytest.approx(2 * result["rated_life_s"])
     assert not any("line rate" in note for note in result["notes"])
 
 
@@ -109,7 +99,7 @@ def test_presets_are_listed() -> None:
     listed = answer("--presets")
     assert {"--model", "--gpu", "--drive"} == {entry["option"] for entry in listed}
     assert all(entry["source"] for entry in listed)
-    assert "deepseek-v3" in run("--presets")
+    assert "qwen3-30b-a3b" in run("--presets")
 
 
 COUNTED = [name for name, entry in MODELS.items() if entry.model_type != BUILT_IN]
@@ -120,10 +110,9 @@ def test_presets_of_transformers_are_counted(model: str) -> None:
     """The layers of the real model; a short sequence, so that it is quick."""
     pytest.importorskip("transformers")
     parts = answer("--model", model, "--sequence", "128")
-    assert len(parts["activations"]["blocks"]) in (24, 32, 36, 48, 61, 80)
+    assert len(parts["activations"]["blocks"]) in (32, 48, 80)
     assert parts["estimate"]["required_bytes_per_s"] > 0
-    own = "the model's own attention, whose matrices are kept"
-    assert parts["activations"]["source"].endswith(own if model == "gpt-oss-20b" else "flash attention")
+    assert parts["activations"]["source"].endswith("flash attention")
 
 
 def test_a_config_json_is_counted_with_the_batch_that_is_named(tmp_path: Path) -> None:
@@ -165,8 +154,6 @@ def test_the_documented_model_of_ones_own_is_counted(tmp_path: Path) -> None:
         (["--utilisation", "40"], "utilisation=40.0: is a share"),
         (["--ssd-write", "0"], "--ssd-write"),
         ([*TWO_LAYERS, "--step-s", "-1"], "step_s=-1.0"),
-        (["--retention-credit", "0"], "retention_credit=0.0: must be a number above 0"),
-        ([*TWO_LAYERS, "--drive", "p5800x-1.6tb", "--retention-credit", "86"], "retention_credit=86.0: Intel Optane"),
         (["--modle", "x"], "modle"),
     ],
 )

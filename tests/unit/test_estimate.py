@@ -14,7 +14,6 @@ from actoffload.errors import ConfigError
 from actoffload.storage.endurance import (
     DAY_S,
     YEAR_S,
-    Credits,
     Drive,
     endurance_bytes,
     lifetime_s,
@@ -41,15 +40,12 @@ def test_micro_batches_in_flight_are_those_of_1f1b() -> None:
     assert Parallelism(pipeline=8, micro_batches=64, interleave=3).microbatches_in_flight == pytest.approx(8 + 7 / 3)
 
 
-def test_ssdtrains_lifetime_holds_only_with_its_credits() -> None:
-    def life(credits: Credits, drive: str = "980pro-1tb") -> float:
-        return lifetime_s(endurance_bytes(DRIVES[drive], 4, credits), 2.0, 12.1e9)
+def test_ssdtrains_lifetime_on_rated_endurance_is_days() -> None:
+    def life(drive: str) -> float:
+        return lifetime_s(endurance_bytes(DRIVES[drive], 4), 2.0, 12.1e9)
 
-    assert life(Credits()) / DAY_S == pytest.approx(4.6, abs=0.05)
-    assert life(Credits(write_amplification_rated=2.5)) / DAY_S == pytest.approx(11.5, abs=0.05)
-    both = Credits(write_amplification_rated=2.5, retention_credit=86.0)
-    assert life(both) / YEAR_S == pytest.approx(2.70, abs=0.01)
-    assert life(Credits(), "p5800x-1.6tb") / YEAR_S == pytest.approx(6.1, abs=0.05)
+    assert life("980pro-1tb") / DAY_S == pytest.approx(4.6, abs=0.05)
+    assert life("p5800x-1.6tb") / YEAR_S == pytest.approx(6.1, abs=0.05)
 
 
 def test_the_share_that_hides_is_the_lesser_of_write_and_read() -> None:
@@ -71,14 +67,9 @@ def test_the_share_that_hides_is_the_lesser_of_write_and_read() -> None:
         assert any("hides" in note for note in result.notes) == (result.share_hidden < 1)
 
 
-def test_no_credit_is_given_unasked() -> None:
+def test_the_life_is_that_of_the_rated_endurance() -> None:
     result = estimate(SOME, ONE, machine())
-    assert result.credited_life_s == result.rated_life_s
     assert result.rated_life_s * result.written_bytes_per_day / DAY_S == pytest.approx(4 * DRIVE.rated_written_bytes)
-    credited = estimate(SOME, ONE, machine(), credits=Credits(retention_credit=86))
-    assert credited.credited_life_s == pytest.approx(86 * result.rated_life_s)
-    assert credited.rated_life_s == result.rated_life_s
-    assert "on rated TBW alone" in credited.notes[0]
 
 
 def test_cost_and_a_measured_step() -> None:
