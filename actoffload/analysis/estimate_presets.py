@@ -124,10 +124,14 @@ def _megatron(
 
 def _ssdtrain(width: int, layers: int) -> ModelPreset:
     config = {"layers": layers, "width": width, "head_width": 128, "vocab": 30_592, "dropout": 0.1}
-    split = Parallelism(tensor=2)
     return ModelPreset(
-        **{"model_type": BUILT_IN, "config": config, "sequence": 1024, "micro_batch": 16, "split": split},
-        **{"gpu": "a100-pcie", "source": _SSDTRAIN},
+        model_type=BUILT_IN,
+        config=config,
+        sequence=1024,
+        micro_batch=16,
+        split=Parallelism(tensor=2),
+        gpu="a100-pcie",
+        source=_SSDTRAIN,
     )
 
 

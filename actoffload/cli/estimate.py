@@ -32,7 +32,7 @@ from ..errors import ConfigError
 from ..sizes import format_size, parse_size
 from ..storage.endurance import format_decimal, format_duration
 from ..testing.gpt import GPTConfig
-from .console import JsonOption, explained_errors, print_facts, print_json
+from .console import LEAST, JsonOption, explained_errors, print_facts, print_json
 from .models import (
     Workload,
     build_gpt,
@@ -47,7 +47,6 @@ from .models import (
 _SPLIT = "Model and its split; default: the preset's"
 Count = Annotated[int | None, typer.Option(min=1, rich_help_panel=_SPLIT)]
 Flag = Annotated[bool | None, typer.Option(rich_help_panel=_SPLIT)]
-LEAST = 1e-6
 COUNTED_GPU = "h100-sxm"
 """The GPU where ``--from-model`` is given and no ``--gpu``."""
 FROM_MODEL_BATCH = (2048, 1)
@@ -321,8 +320,8 @@ def list_published(as_json: bool) -> None:
     """Set published figures beside the estimates of the same runs."""
     options: dict[str, Any] = {"drive": "980pro-1tb", "drives": 4, "recompute": False, "step_s": None}
     models = dict.fromkeys(one.model for one in PUBLISHED)
-    found = {model: estimate(**ask(options | {"model": model})).as_dict() for model in models}
-    rows = [asdict(one) | {"ours": float(found[one.model][one.figure]) / UNITS[one.unit]} for one in PUBLISHED]
+    found = {model: estimate(**ask(options | {"model": model})) for model in models}
+    rows = [asdict(one) | {"ours": getattr(found[one.model], one.figure) / UNITS[one.unit]} for one in PUBLISHED]
     if as_json:
         print_json(rows)
         return

@@ -237,8 +237,10 @@ def build(case: Case, device: torch.device | None = None) -> Workload:
         raise ConfigError("hidden", case.hidden, f"must be a multiple of head_width={case.head_width}")
     dtype = getattr(torch, case.dtype)
     if case.model == "gpt-small":
-        sizes = {"layers": case.layers, "width": case.hidden, "seq": case.seq, "vocab": case.vocab}
-        return build_gpt(GPTConfig(head_width=case.head_width, **sizes), dtype=dtype, device=device)
+        sizes = GPTConfig(
+            layers=case.layers, width=case.hidden, seq=case.seq, head_width=case.head_width, vocab=case.vocab
+        )
+        return build_gpt(sizes, dtype=dtype, device=device)
     if case.model not in TRANSFORMERS:
         raise ConfigError("model", case.model, f"choose one of 'gpt-small', {', '.join(map(repr, TRANSFORMERS))}")
     model_type, block, configure = TRANSFORMERS[case.model]

@@ -30,7 +30,7 @@ from ..planning.plan import Plan
 from ..planning.planners import Limits, make_planner
 from ..planning.profile import Link, Profile
 from ..sizes import parse_share, parse_size
-from .console import JsonOption, PathOption, explained_errors, fail, print_json, strings
+from .console import LEAST, JsonOption, PathOption, explained_errors, fail, print_json, strings
 from .models import build_own, is_own
 from .training import prepare_process
 
@@ -38,7 +38,7 @@ RECORDED_STEPS = 3
 """The second is recorded; the profile is there in the third."""
 TARGETS = {"host": ("host",), "nvme": ("nvme",), "tiered": ("host", "nvme"), "auto": ("host", "nvme")}
 _LINKS = "Links; default: what the profile measured"
-Rate = Annotated[float | None, typer.Option(help="GB/s.", rich_help_panel=_LINKS)]
+Rate = Annotated[float | None, typer.Option(help="GB/s.", min=LEAST, rich_help_panel=_LINKS)]
 Bytes = Annotated[str | None, typer.Option(help='Bytes, or text such as "8GiB".')]
 
 
@@ -134,16 +134,9 @@ def record(source: str, batch: int, path: list[str] | None) -> Profile:
 
 
 def with_rates(profile: Profile, rates: dict[str, tuple[float | None, float | None]]) -> Profile:
-    """Return a profile, with other links where rates in GB/s (write, read) are given.
-
-    Raises:
-        ConfigError: a rate is not above 0.
-    """
+    """Return a profile, with other links where rates in GB/s (write, read) are given."""
     changed = {}
     for name, (write, read) in rates.items():
-        for way, rate in (("write", write), ("read", read)):
-            if rate is not None and rate <= 0:
-                raise ConfigError(f"{name}_{way}", rate, "must be above 0 GB/s; leave it out for the profile's")
         known = getattr(profile, name)
         first, second = write or read, read or write
         if known is None and first and second:  # as fast both ways unless told otherwise

@@ -91,7 +91,7 @@ def test_what_is_too_small_stays() -> None:
 
 def test_memory_of_a_gpu_at_its_peak() -> None:
     """Everything but two layers leaves where all hides; half of it stays where half hides."""
-    states = {"parameter_bytes": 2.0 * GIB, "gradient_bytes": 2.0 * GIB, "optimizer_bytes": 8.0 * GIB}
+    states: dict[str, Any] = {"parameter_bytes": 2.0 * GIB, "gradient_bytes": 2.0 * GIB, "optimizer_bytes": 8.0 * GIB}
     layers = (1.0 * GIB,) * 8
     some = Activations(label="x", micro_batch=2, blocks=layers, small_bytes=1e6, ends_bytes=GIB, flops=1e15, **states)
     free = estimate(some, ONE, machine(memory_bytes=25 * GIB))
@@ -107,7 +107,7 @@ def test_memory_of_a_gpu_at_its_peak() -> None:
 
 
 def test_states_are_split_over_stages_and_by_zero_over_data_parallel_ranks() -> None:
-    states = {"parameter_bytes": 64.0, "gradient_bytes": 64.0, "optimizer_bytes": 64.0}
+    states: dict[str, Any] = {"parameter_bytes": 64.0, "gradient_bytes": 64.0, "optimizer_bytes": 64.0}
     some = Activations(label="x", blocks=(1.0,) * 2, flops=1e12, **states)
     found = []
     for zero in range(4):
