@@ -259,7 +259,7 @@ def estimate(
     per_microbatch = sum(activations.blocks) / split.pipeline
     per_step = per_microbatch * split.micro_batches
     required = required_bytes_per_s(per_step, seconds)
-    share = min(1.0, hardware.write_bytes_per_s / required, hardware.read_bytes_per_s / required)
+    share = min(1.0, min(hardware.write_bytes_per_s, hardware.read_bytes_per_s) / max(1.0, required))
     moved = share * per_step
     price = None if hardware.drive.price_usd is None else hardware.drive.price_usd * hardware.drives
     in_flight = per_microbatch * split.microbatches_in_flight
@@ -298,7 +298,7 @@ def _memory(
     def peak(moves: float) -> Peak:
         in_transit = min(moves * in_flight, LAYERS_IN_TRANSIT * max(activations.blocks))
         saved = rest + (1 - moves) * in_flight + in_transit
-        return Peak(saved, int(free * activations.micro_batch / saved))
+        return Peak(saved, int(free * activations.micro_batch / max(1.0, saved)))
 
     return Memory(
         capacity_bytes=capacity,

@@ -106,6 +106,12 @@ def test_memory_of_a_gpu_at_its_peak() -> None:
     assert [peak.micro_batch for peak in (half.kept, half.hidden, half.moved)] == [0, 0, 0]
 
 
+def test_a_model_that_saves_nothing_that_may_move_has_nothing_to_hide() -> None:
+    result = estimate(Activations(label="x", blocks=(0.0, 0.0), small_bytes=5.0, flops=1e12), ONE, machine())
+    assert (result.share_hidden, result.rated_life_s) == (1.0, math.inf)
+    assert result.memory.kept == result.memory.moved
+
+
 def test_states_are_split_over_stages_and_by_zero_over_data_parallel_ranks() -> None:
     states: dict[str, Any] = {"parameter_bytes": 64.0, "gradient_bytes": 64.0, "optimizer_bytes": 64.0}
     some = Activations(label="x", blocks=(1.0,) * 2, flops=1e12, **states)
