@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -126,15 +127,19 @@ class AsOnAccelerator(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Replace the two where they are given meta tensors."""
-        kwargs = kwargs or {}
-        ours: Any = {nn.functional.scaled_dot_product_attention: _attention, nn.functional.dropout: _dropout}.get(
-            function
-        )
+        kwargs, functional = kwargs or {}, nn.functional
         first = args[0] if args else kwargs.get("query", kwargs.get("input"))
-        if ours is None or not isinstance(first, Tensor) or first.device.type != "meta":
+        if not isinstance(first, Tensor) or first.device.type != "meta":
             return function(*args, **kwargs)
-        self.attentions += ours is _attention
-        return ours(*args, **kwargs)
+        if function is functional.multi_head_attention_forward:  # what it calls is not seen here
+            with patch.object(functional, "scaled_dot_product_attention", self._attend):
+                return function(*args, **kwargs)
+        ours = {functional.scaled_dot_product_attention: self._attend, functional.dropout: _dropout}
+        return ours.get(function, function)(*args, **kwargs)
+
+    def _attend(self, *args: Any, **kwargs: Any) -> Any:
+        self.attentions += 1
+        return _attention(*args, **kwargs)
 
 
 def _attention(

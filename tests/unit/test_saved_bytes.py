@@ -109,6 +109,15 @@ def test_attention_is_a_fused_kernel(options: dict[str, Any], more: int) -> None
     assert total < 4 * tensor + more + 2 * 4 * 16 * 16 * 4
 
 
+def test_attention_of_pytorchs_own_layers_is_a_fused_kernel() -> None:
+    with META:
+        model = nn.Sequential(*(nn.TransformerEncoderLayer(64, 2, 64, batch_first=True) for _ in range(2)))
+        short, long = torch.ones(1, 128, 64), torch.ones(1, 256, 64)
+    once, twice = count_saved(model, short, min_bytes=1), count_saved(model, long, min_bytes=1)
+    assert once.fused_attention == 2
+    assert twice.blocks["1"] == pytest.approx(2 * once.blocks["1"], rel=0.01), "no matrix of tokens × tokens"
+
+
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_the_built_in_gpt_saves_what_korthikanti_counts(tensor: int) -> None:
     """A layer: s·b·h·(10 + 24/t) bytes in 16 bits; the ends: last norm and head, and the logits (arXiv 2205.05198)."""
