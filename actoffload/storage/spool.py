@@ -127,6 +127,7 @@ class Spool:
         before: Callable[[], None] | None = None,
         on_done: Callable[[Transfer], None] | None = None,
         keepalive: object = None,
+        held: bool = False,
     ) -> Transfer:
         """Start to write ``length`` bytes of memory to an extent that nothing else reads or writes.
 
@@ -138,12 +139,14 @@ class Spool:
             before: Runs once, in an engine's thread, before the memory is touched.
             on_done: Called at most once with the transfer, in an engine's thread, with no lock held.
             keepalive: Kept alive until nothing touches the memory any more.
+            held: Begin nothing: the caller says by ``Transfer.start`` how many bytes may be written, as they are ready.
 
         Raises:
             OffloaderClosedError: The spool is closed.
             StateError: The extent is freed, too small or in use, or something is not aligned.
         """
-        return self.write_ranges(extent, ((address, length),), before=before, on_done=on_done, keepalive=keepalive)
+        transfer = Transfer(IoKind.WRITE, extent, length, self._post, 0, before, on_done, keepalive)
+        return self._start(transfer, ((address, length),), held)
 
     def write_ranges(
         self,
@@ -168,13 +171,16 @@ class Spool:
         before: Callable[[], None] | None = None,
         on_done: Callable[[Transfer], None] | None = None,
         keepalive: object = None,
+        on_part: Callable[[], None] | None = None,
     ) -> Transfer:
         """Start to read the first ``length`` bytes of what the last successful write left in an extent.
 
         Arguments and errors as in ``write``; also a StateError when that write has not finished, has failed or was
-        shorter. With ``verify`` the length must be the one that was written.
+        shorter. With ``verify`` the length must be the one that was written. ``on_part`` is called as ``on_done`` is,
+        after each part but the last: see ``Transfer.moved_bytes``.
         """
-        return self.read_ranges(extent, ((address, length),), before=before, on_done=on_done, keepalive=keepalive)
+        transfer = Transfer(IoKind.READ, extent, length, self._post, 0, before, on_done, keepalive, on_part)
+        return self._start(transfer, ((address, length),))
 
     def read_ranges(
         self,
@@ -182,13 +188,12 @@ class Spool:
         memory: Sequence[Range],
         *,
         skip: int = 0,
-        before: Callable[[], None] | None = None,
         on_done: Callable[[Transfer], None] | None = None,
         keepalive: object = None,
     ) -> Transfer:
         """As ``read``, behind ``skip`` bytes of the extent, into several ranges of memory; as ``write_ranges``."""
         length = sum([nbytes for _, nbytes in memory])
-        transfer = Transfer(IoKind.READ, extent, length, self._post, skip, before, on_done, keepalive)
+        transfer = Transfer(IoKind.READ, extent, length, self._post, skip, None, on_done, keepalive)
         return self._start(transfer, memory)
 
     def free(self, extent: Extent) -> None:
@@ -262,7 +267,7 @@ class Spool:
                 busy_extents=len({transfer.extent for transfer in self._live}),
             )
 
-    def _start(self, transfer: Transfer, memory: Sequence[Range]) -> Transfer:
+    def _start(self, transfer: Transfer, memory: Sequence[Range], held: bool = False) -> Transfer:
         transfer.prepare(self._arenas.arenas, memory, alignment=self.alignment, verify=self._verify)
         extent = transfer.extent
         try:
@@ -277,7 +282,8 @@ class Spool:
                 extent.transfers += 1
                 if transfer.kind is IoKind.WRITE:
                     extent.writer, extent.valid_bytes = transfer, 0
-            transfer.start()
+            if not held:
+                transfer.start()
         except BaseException as exc:  # such as an engine that is closed
             if transfer in self._live:
                 transfer.cancel(exc)

@@ -142,6 +142,8 @@ class Tiers:
                 last_first.callback(pool.close, wait=wait)
             if self.spool is not None:
                 last_first.callback(self.spool.close if wait else self.spool.abort)
+            for tier in self.by_device.values():
+                last_first.callback(tier.close)
 
     def after_fork_in_child(self) -> None:
         """Give up what belongs to the parent."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,24 @@ import pytest
 import torch
 from torch import Tensor
 
+from actoffload.storage.spool import Spool
+from actoffload.testing.faults import GateEngine
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
+from actoffload.tiers import device_tier, tiers
 from actoffload.tiers.copy_streams import CopyStreams
 from actoffload.tiers.device_tier import DeviceTier
 from actoffload.tiers.record import State
 from tests.harness import acquire_slot, copy_in, lock_of, pools_of, records_of, run_in_threads, tier_of, wait_until
-from tests.unit.simulated_device_cases import RECORD_BYTES, _equal, _gradients, _model, _offloader, device
+from tests.unit.simulated_device_cases import (
+    RECORD_BYTES,
+    SIZE,
+    _equal,
+    _gradients,
+    _is_right,
+    _model,
+    _offloader,
+    device,
+)
 
 __all__ = ["device"]
 
@@ -183,3 +196,81 @@ def test_a_prefetch_that_found_no_memory_is_tried_once_a_step_and_half_as_far_in
             assert len(refused) == step + 1
             windows.append(offloader.store.prefetch.window.nbytes)
         assert windows == [2 * RECORD_BYTES, RECORD_BYTES, RECORD_BYTES // 2]
+
+
+# -- parts of one tensor -----------------------------------------------------------------------------------------------
+
+CHUNK = 4096
+
+
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record is copied and written in four parts."""
+    assert RECORD_BYTES == 4 * CHUNK
+    monkeypatch.setattr(device_tier, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(tiers, "Spool", partial(Spool, stripe_bytes=CHUNK))
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("target", ["host", "nvme", "tiered"])
+def test_gradients_have_the_same_bits_in_parts(device: SimulatedDevice, tmp_path: Path, target: str) -> None:
+    assert all(_is_right(device, tmp_path, seed, target=target, debug=seed % 2 == 0) for seed in range(4))
+
+
+def _one_record() -> Tensor:
+    return torch.linspace(-1, 1, SIZE * SIZE).to(NAME).requires_grad_()
+
+
+@pytest.mark.usefixtures("chunks")
+def test_a_tensor_is_written_while_the_rest_of_it_is_copied(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck, event, begun = torch.Stream(torch.device(NAME, 0)), torch.Event(NAME), [0]
+    plain = SimulatedAccelerator.copy
+
+    def stuck_at_the_third(accelerator: SimulatedAccelerator, copies: Any, stream: Any) -> None:
+        begun[0] += 1
+        if begun[0] == 3:
+            stream.wait_event(event)
+        plain(accelerator, copies, stream)
+
+    monkeypatch.setattr(SimulatedAccelerator, "copy", stuck_at_the_third)
+    w = _one_record()
+    with _offloader(tmp_path, target="nvme", pending_bytes="1MiB") as offloader:
+        with device.paused(stuck):
+            event.record(stuck)
+            with offloader:
+                out = (w * 2).sin()
+            wait_until(lambda: offloader.statistics().nvme_written_bytes == 2 * CHUNK, "two parts are written")
+            (record,) = records_of(offloader)
+            assert record.state is State.STAGING
+        offloader.synchronize()
+        assert offloader.statistics().nvme_written_bytes == RECORD_BYTES
+        (found,) = torch.autograd.grad(out.sum(), w)
+    assert torch.equal(found.cpu(), (2 * (w * 2).cos()).cpu())
+
+
+@pytest.mark.usefixtures("chunks")
+def test_a_tensor_is_copied_to_the_device_while_the_rest_of_it_is_read(device: SimulatedDevice, tmp_path: Path) -> None:
+    w, gates, found = _one_record(), [], []
+
+    def gate(file: Any) -> GateEngine:
+        gates.append(GateEngine(file, threads=1))
+        gates[0].open()
+        return gates[0]
+
+    with _offloader(tmp_path, target="nvme", engine=gate) as offloader:
+        with offloader:
+            out = (w * 2).sin()
+        offloader.synchronize()
+        (record,) = records_of(offloader)
+        assert record.state is State.SPILLED
+        gates[0].shut()
+        backward = threading.Thread(target=lambda: found.extend(torch.autograd.grad(out.sum(), w)))
+        backward.start()
+        gates[0].release(2)
+        wait_until(lambda: record.filled_bytes == 2 * CHUNK, "two parts are on their way to the device")
+        assert record.state is State.FETCHING
+        gates[0].open()
+        backward.join()
+    assert torch.equal(found[0].cpu(), (2 * (w * 2).cos()).cpu())
