@@ -29,7 +29,8 @@ class Spool:
 
     Args:
         paths: Directories; extents are striped over them.
-        engine: Name of an engine, ``"auto"``, or a factory that makes one for a file.
+        engine: Name of an engine, ``"auto"``, names of which the first that works is taken, or a factory that makes one
+            for a file.
         capacity_bytes: Most bytes on disk, all paths together; None: what the file systems have free, less a reserve.
         processes: How many processes open a spool like this one on the machine: without ``capacity_bytes`` each takes
             at most its share of what is free when it begins, so that none fills the disk of the others.
@@ -51,7 +52,7 @@ class Spool:
         self,
         paths: Sequence[str | os.PathLike[str]],
         *,
-        engine: str | EngineFactory = "auto",
+        engine: str | tuple[str, ...] | EngineFactory = "auto",
         capacity_bytes: int | None = None,
         processes: int = 1,
         stripe_bytes: int = 8 << 20,
@@ -90,6 +91,7 @@ class Spool:
         self.alignment = self._arenas.alignment
         self.direct = self._arenas.direct
         self.vectored = self._arenas.vectored
+        self.device_memory = self._arenas.device_memory
         self.engine_name = self._arenas.engine_name
         self.engine_reason = self._arenas.engine_reason
 
@@ -172,6 +174,7 @@ class Spool:
         on_done: Callable[[Transfer], None] | None = None,
         keepalive: object = None,
         on_part: Callable[[], None] | None = None,
+        held: bool = False,
     ) -> Transfer:
         """Start to read the first ``length`` bytes of what the last successful write left in an extent.
 
@@ -180,7 +183,7 @@ class Spool:
         after each part but the last: see ``Transfer.moved_bytes``.
         """
         transfer = Transfer(IoKind.READ, extent, length, self._post, 0, before, on_done, keepalive, on_part)
-        return self._start(transfer, ((address, length),))
+        return self._start(transfer, ((address, length),), held)
 
     def read_ranges(
         self,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import threading
+import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,12 +15,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from actoffload.storage.engines.base import IoKind, SpoolFile
+from actoffload.storage.engines.memory import MemoryEngine
 from actoffload.storage.spool import Spool
 from actoffload.testing.faults import GateEngine
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers import device_tier, tiers
 from actoffload.tiers.copy_streams import CopyStreams
 from actoffload.tiers.device_tier import DeviceTier
+from actoffload.tiers.direct_tier import DirectTier
 from actoffload.tiers.record import State
 from tests.harness import acquire_slot, copy_in, lock_of, pools_of, records_of, run_in_threads, tier_of, wait_until
 from tests.unit.simulated_device_cases import (
@@ -34,6 +40,8 @@ from tests.unit.simulated_device_cases import (
 __all__ = ["device"]
 
 NBYTES = 1 << 12
+LONGEST_DELAY_S = 0.002
+SEEDS = 40
 
 
 def test_no_thread_of_ours_touches_another_device_than_that_of_its_event(
@@ -274,3 +282,43 @@ def test_a_tensor_is_copied_to_the_device_while_the_rest_of_it_is_read(device: S
         gates[0].open()
         backward.join()
     assert torch.equal(found[0].cpu(), (2 * (w * 2).cos()).cpu())
+
+
+# -- an engine that takes device memory --------------------------------------------------------------------------------
+
+
+class LateEngine(MemoryEngine):
+    """Takes addresses of the simulated device's memory, and looks at it late."""
+
+    def __init__(self, file: SpoolFile) -> None:
+        super().__init__(file, threads=2)
+        self._capabilities = replace(self._capabilities, device_memory=True)
+        self._random = random.Random(0)
+
+    def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
+        time.sleep(LONGEST_DELAY_S * self._random.random())
+        return super()._transfer_once(kind, views, offset)
+
+
+def _direct_is_right(device: SimulatedDevice, path: Path, seed: int) -> bool:
+    device.delay(0)
+    model, x = _model()
+    expected = _gradients(model, x, contextlib.nullcontext())
+    device.delay(LONGEST_DELAY_S, seed)
+    with _offloader(path, target="nvme", engine=LateEngine, device_budget=4 * RECORD_BYTES) as offloader:
+        right = all(_equal(_gradients(model, x, offloader), expected) for _ in range(3))
+        statistics = offloader.statistics()
+        assert statistics.nvme_read_bytes > 0
+        assert statistics.host_written_bytes == statistics.host_peak_bytes == 0
+    return right
+
+
+def test_an_engine_that_takes_device_memory_needs_none_of_the_host(device: SimulatedDevice, tmp_path: Path) -> None:
+    assert all(_direct_is_right(device, tmp_path, seed) for seed in range(6))
+
+
+def test_such_an_engine_waits_for_the_device(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DirectTier, "_wait_for", lambda *_: None)
+    assert not all(_direct_is_right(device, tmp_path, seed) for seed in range(SEEDS))
