@@ -115,8 +115,8 @@ class Prefetch:
         self._fill(tape, nbytes)
 
     def _fill(self, tape: Tape[Record], nbytes: int) -> None:
-        tape.fetch_ahead(nbytes, self._bring, self._refill_below)
-        self.begin_copies()
+        if tape.fetch_ahead(nbytes, self._bring, self._refill_below):
+            self.begin_copies()
 
     def begin_copies(self) -> None:
         """Begin the copies that wait for others to go with them: no others come for now."""

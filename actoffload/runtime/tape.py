@@ -189,7 +189,7 @@ class Tape(Generic[R]):
         """Backward starts over (``retain_graph``): the same order again. What is ahead stays ahead."""
         self._cursor = self._frontier = 0
 
-    def fetch_ahead(self, window_bytes: int, fetch: Callable[[R, bool], int | None], refill_below: float = 1.0) -> None:
+    def fetch_ahead(self, window_bytes: int, fetch: Callable[[R, bool], int | None], refill_below: float = 1.0) -> bool:
         """Fetch the records that backward will want within the next ``window_bytes``.
 
         Records that are near count for that distance: one that is wanted last of all takes memory last of all, also
@@ -200,9 +200,12 @@ class Tape(Generic[R]):
             fetch: begins to bring a record, unless it is away and the second argument says that it is too early;
                 returns the bytes that makes (0 when it was near already), or None when it did nothing.
             refill_below: do nothing while this share of the window, or more, is under way.
+
+        Returns:
+            Whether it has looked for records.
         """
         if self._ahead_bytes >= refill_below * window_bytes:
-            return
+            return False
         while self._frontier < len(self.order) and self._ahead_bytes < window_bytes:
             index = self.order[self._frontier]
             record = self.records[index]
@@ -210,10 +213,11 @@ class Tape(Generic[R]):
                 early = self._reach[self._frontier] - self._reach[self._cursor] >= window_bytes
                 nbytes = fetch(record, early)
                 if nbytes is None:
-                    return
+                    break
                 self._ahead[index] = nbytes
                 self._ahead_bytes += nbytes
             self._frontier += 1
+        return True
 
     @property
     def exhausted(self) -> bool:

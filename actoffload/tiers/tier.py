@@ -22,7 +22,7 @@ from .storage_ref import StorageRef
 
 PENDING_MARGIN = 1.25
 """What a plan expects to be on its way out at once may be exceeded by this factor: steps differ a little."""
-LOOK_AT = 8
+LOOK_AT = 4
 """How many of the copies under way are looked at on each occasion, as that is on the training thread's way."""
 
 
