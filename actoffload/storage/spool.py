@@ -74,7 +74,7 @@ class Spool:
         self._closed = False
         self._inert = False  # in a forked child, to which nothing here belongs
         self._ended: deque[Extent | Transfer] = deque()  # what is freed or over, and not yet worked off
-        self._live: dict[Transfer, LinkShare] = {}
+        self._live: dict[Transfer, LinkShare | None] = {}  # None: nothing of it has begun
         self.meters = {IoKind.WRITE: RateMeter(), IoKind.READ: RateMeter()}
         self._verify = verify
         self._arenas = ArenaSet(
@@ -141,7 +141,7 @@ class Spool:
             before: Runs once, in an engine's thread, before the memory is touched.
             on_done: Called at most once with the transfer, in an engine's thread, with no lock held.
             keepalive: Kept alive until nothing touches the memory any more.
-            held: Begin nothing: the caller says by ``Transfer.start`` how many bytes may be written, as they are ready.
+            held: Begin nothing: the caller says by ``go_on`` how many bytes may be written, as they are ready.
 
         Raises:
             OffloaderClosedError: The spool is closed.
@@ -198,6 +198,17 @@ class Spool:
         length = sum([nbytes for _, nbytes in memory])
         transfer = Transfer(IoKind.READ, extent, length, self._post, skip, None, on_done, keepalive)
         return self._start(transfer, memory)
+
+    def go_on(self, transfer: Transfer, nbytes: int | None = None) -> None:
+        """Begin what of a held transfer lies within its first ``nbytes`` bytes (None: all). For one thread at a time.
+
+        Raises:
+            OffloaderClosedError: An engine is closed; the caller is to ``Transfer.fail`` the transfer.
+        """
+        with self._lock:
+            if transfer in self._live and self._live[transfer] is None:
+                self._live[transfer] = self.meters[transfer.kind].began(now())
+        transfer.start(nbytes)
 
     def free(self, extent: Extent) -> None:
         """Give an extent up; its room is used again once nothing is in flight on it.
@@ -281,7 +292,7 @@ class Spool:
                 if extent.freed:
                     raise StateError(f"{transfer.kind.value}: {extent!r} is freed")
                 transfer.check_order(self._verify)
-                self._live[transfer] = self.meters[transfer.kind].began(now())
+                self._live[transfer] = None if held else self.meters[transfer.kind].began(now())
                 extent.transfers += 1
                 if transfer.kind is IoKind.WRITE:
                     extent.writer, extent.valid_bytes = transfer, 0
@@ -311,9 +322,11 @@ class Spool:
             extent = item.extent if isinstance(item, Transfer) else item
             if isinstance(item, Extent):
                 extent.release_due = True
-            elif (share := self._live.pop(item, None)) is not None:
-                moved = item.done and not item.cancelled and item.error is None
-                self.meters[item.kind].ended(item.length if moved else 0, now(), share)
+            elif item in self._live:
+                share = self._live.pop(item)
+                if share is not None:
+                    moved = item.done and not item.cancelled and item.error is None
+                    self.meters[item.kind].ended(item.length if moved else 0, now(), share)
                 extent.transfers -= 1
             if extent.release_due and not extent.transfers:
                 self._release(extent)

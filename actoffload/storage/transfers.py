@@ -157,7 +157,7 @@ class Transfer:
             raise StateError(f"read of {self.length} bytes: {extent!r} {state}")
 
     def start(self, nbytes: int | None = None) -> None:
-        """Submit the requests within the first ``nbytes`` bytes (None: all) that were not. For one thread at a time.
+        """For the spool: submit the requests within the first ``nbytes`` bytes (None: all) that were not.
 
         Raises:
             OffloaderClosedError: An engine is closed; the caller is to `fail` or to cancel the transfer.
@@ -169,7 +169,7 @@ class Transfer:
             self._submitted += 1
 
     def fail(self, error: BaseException) -> None:
-        """End what was not submitted with an error; instead of `start`, on its thread."""
+        """End what has not begun of a held transfer with an error; instead of ``Spool.go_on``, on its thread."""
         for _, request in self._requests[self._submitted :]:
             if request.try_start():
                 request.finish(error)

@@ -209,17 +209,17 @@ class DeviceTier(Tier):
             record.to(State.SPILLING)
         self.shared.pending_bytes += record.nbytes
         parts = outs or [(batch, slot.nbytes) for batch in slot.events]
-        self._waiter.submit(self._write_when_copied, transfer, parts)
+        self._waiter.submit(self._write_when_copied, self.spool, transfer, parts)
 
-    def _write_when_copied(self, transfer: Transfer, parts: list[tuple[Any, int]]) -> None:
+    def _write_when_copied(self, spool: Spool, transfer: Transfer, parts: list[tuple[Any, int]]) -> None:
         """On the one thread that waits for copies, in the order in which they were begun: write what is there."""
         try:
             for batch, nbytes in parts:
                 assert batch.event is not None, "the copies have begun"
                 self.copies.synchronize(batch)
                 if nbytes < parts[-1][1]:
-                    transfer.start(nbytes)
-            transfer.start()
+                    spool.go_on(transfer, nbytes)
+            spool.go_on(transfer)
         except Exception as error:  # a broken device, or an engine that is closed
             transfer.fail(error)
 
@@ -339,7 +339,8 @@ class DeviceTier(Tier):
             if record.state is State.RELEASED:  # its last handle died as the read ended
                 return
             assert record.slot is not None, "what is read has a slot"
-            record.slot.events.clear()  # the read has waited for them
+            if not record.filled_bytes:  # no copy of it has begun, and the read has waited for those before
+                record.slot.events.clear()
             if transfer.error is not None:
                 record.error = transfer.error
                 record.slot = None

@@ -43,6 +43,8 @@ class DirectTier(Tier):
         self._fixed = pending_bytes is not None
         self._pending_limit_bytes = PENDING_BYTES if pending_bytes is None else pending_bytes
         self._waiter = ThreadPoolExecutor(1, "actoffload-direct")
+        self._ahead: dict[Record, None] = {}
+        """Records that are read, or were, and that backward has not come to."""
         self._in_child = False
 
     # -- out ----------------------------------------------------------------------------------------------------------
@@ -79,7 +81,7 @@ class DirectTier(Tier):
     def _start_after(self, event: Event, transfer: Transfer) -> None:
         try:
             self._wait_for(event)
-            transfer.start()
+            self._disk.go_on(transfer)
         except Exception as error:  # a broken device, or an engine that is closed
             transfer.fail(error)
 
@@ -138,10 +140,26 @@ class DirectTier(Tier):
                 self.free_extent(record)
                 record.to(State.RESIDENT)
         elif record.state is State.SPILLED and not self.capturing() and not self.recover(record):
-            self._read(record)
+            (self._read_now if urgent else self._read)(record)
         elif record.state is State.FETCHING and urgent and record.transfer is not None:
             record.transfer.promote()
         return True
+
+    def _read_now(self, record: Record) -> None:
+        """As `_read`; where the device has no memory what was read ahead, and what leaves, makes room."""
+        while record.state is State.SPILLED:
+            try:
+                self._read(record)
+            except torch.OutOfMemoryError:
+                self.shared.no_memory_ahead = True
+                ahead = [one for one in self._ahead if one.state is State.RESIDENT]
+                if not ahead and (self.shared.pending_bytes == 0 or self.shared.stopped):
+                    raise
+                for one in ahead:
+                    del self._ahead[one]
+                    self.evict(one)
+                if not ahead:
+                    self.shared.changed.wait()
 
     def _read(self, record: Record) -> None:
         device, index = self.copies.device, record.device.index or 0
@@ -152,6 +170,7 @@ class DirectTier(Tier):
         transfer = self._disk.read(extent, address, record.nbytes, on_done=on_done, keepalive=tensor, held=True)
         record.transfer = transfer
         record.to(State.FETCHING)
+        self._ahead[record] = None
         self.count_resident(record)
         self._waiter.submit(self._start_after, event, transfer)
 
@@ -173,14 +192,25 @@ class DirectTier(Tier):
             self.shared.changed.notify_all()
 
     def ready(self, record: Record) -> torch.UntypedStorage | None:
-        if record.data is not None and record.on_disk:
+        if record.state is State.FETCHING:
+            return None
+        self._ahead.pop(record, None)
+        if record.data is not None and record.on_disk:  # perhaps filled for another stream
             self._used_here(record, record.flat())
-        return None if record.state is State.FETCHING else record.data
+        return record.data
 
     def order_reuse(self, record: Record) -> None:
         """Do nothing: transfers hold the memory they use."""
 
     # -- the end ------------------------------------------------------------------------------------------------------
+
+    def release(self, record: Record) -> None:
+        self._ahead.pop(record, None)
+        super().release(record)
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._ahead.clear()
 
     def capturing(self) -> bool:
         return not self._in_child and self.copies.device.is_capturing()

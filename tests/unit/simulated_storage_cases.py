@@ -143,40 +143,6 @@ def test_memory_that_cannot_be_registered_is_page_locked_by_pytorch(
         assert pool.mapped_bytes <= pool.capacity_bytes
 
 
-@pytest.mark.parametrize("target", ["host", "nvme"])
-def test_what_was_fetched_ahead_makes_room_for_what_backward_waits_for(
-    device: SimulatedDevice, tmp_path: Path, target: str
-) -> None:
-    model, x = _model()
-    expected = _gradients(model, x, contextlib.nullcontext())
-    with _offloader(tmp_path, target=target) as offloader:
-        model.zero_grad()
-        with offloader:
-            loss = model(x).square().sum()
-        offloader.synchronize()
-        device.synchronize()
-        tier = tier_of(offloader)
-        away = [record for record in records_of(offloader) if not record.on_device]
-        torch.accelerator.empty_cache()
-        device.limit(torch.accelerator.memory_reserved() + 3 * RECORD_BYTES)
-        with lock_of(offloader):
-            for record in away[:3]:
-                tier.fetch(record, urgent=False)
-        wait_until(lambda: all(record.state is not State.FETCHING for record in away[:3]))
-        with lock_of(offloader):
-            tier.poll()
-            assert [record.state for record in away[:3]] == [State.RELOADING] * 3
-        flushes = device.flushes
-        found = offloader.store.obtain(away[-1], 0)
-        assert found[0].nbytes() == RECORD_BYTES
-        assert device.flushes == flushes + 1
-        assert not any(record.on_device for record in away[:3])
-        device.limit(None)
-        loss.backward()
-        gradients = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
-    assert _equal(gradients, expected)
-
-
 def test_a_prefetch_that_found_no_memory_is_tried_once_a_step_and_half_as_far_in_the_next(
     device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,3 +288,40 @@ def test_such_an_engine_waits_for_the_device(
 ) -> None:
     monkeypatch.setattr(DirectTier, "_wait_for", lambda *_: None)
     assert not all(_direct_is_right(device, tmp_path, seed) for seed in range(SEEDS))
+
+
+@pytest.mark.parametrize(
+    ("target", "engine", "ahead"),
+    [("host", "memory", State.RELOADING), ("nvme", "memory", State.RELOADING), ("nvme", LateEngine, State.RESIDENT)],
+)
+def test_what_was_fetched_ahead_makes_room_for_what_backward_waits_for(
+    device: SimulatedDevice, tmp_path: Path, target: str, engine: Any, ahead: State
+) -> None:
+    model, x = _model()
+    expected = _gradients(model, x, contextlib.nullcontext())
+    with _offloader(tmp_path, target=target, engine=engine) as offloader:
+        model.zero_grad()
+        with offloader:
+            loss = model(x).square().sum()
+        offloader.synchronize()
+        device.synchronize()
+        tier = tier_of(offloader)
+        away = [record for record in records_of(offloader) if not record.on_device]
+        torch.accelerator.empty_cache()
+        device.limit(torch.accelerator.memory_reserved() + 3 * RECORD_BYTES)
+        with lock_of(offloader):
+            for record in away[:3]:
+                tier.fetch(record, urgent=False)
+        wait_until(lambda: all(record.state is not State.FETCHING for record in away[:3]))
+        with lock_of(offloader):
+            tier.poll()
+            assert [record.state for record in away[:3]] == [ahead] * 3
+        flushes = device.flushes
+        found = offloader.store.obtain(away[-1], 0)
+        assert found[0].nbytes() == RECORD_BYTES
+        assert device.flushes == flushes + 1
+        assert not any(record.on_device for record in away[:3])
+        device.limit(None)
+        loss.backward()
+        gradients = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+    assert _equal(gradients, expected)
