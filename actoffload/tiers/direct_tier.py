@@ -12,12 +12,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..errors import StateError
 from ..events import EventKind, now
 from ..policy import KeepReason
 from ..storage.spool import Spool
 from ..storage.transfers import Extent, Transfer
 from .accelerator import Event
 from .copy_streams import CopyStreams
+from .device_tier import CAPTURED
 from .record import Record, State
 from .shared import Shared
 from .tier import PENDING_MARGIN, Tier
@@ -139,7 +141,9 @@ class DirectTier(Tier):
             if self.cancel(record):
                 self.free_extent(record)
                 record.to(State.RESIDENT)
-        elif record.state is State.SPILLED and not self.capturing() and not self.recover(record):
+        elif self.capturing():
+            return False
+        elif record.state is State.SPILLED and not self.recover(record):
             (self._read_now if urgent else self._read)(record)
         elif record.state is State.FETCHING and urgent and record.transfer is not None:
             record.transfer.promote()
@@ -192,6 +196,8 @@ class DirectTier(Tier):
             self.shared.changed.notify_all()
 
     def ready(self, record: Record) -> torch.UntypedStorage | None:
+        if record.data is None and self.capturing():
+            raise StateError(CAPTURED)
         if record.state is State.FETCHING:
             return None
         self._ahead.pop(record, None)

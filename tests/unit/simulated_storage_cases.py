@@ -25,7 +25,17 @@ from actoffload.tiers.copy_streams import CopyStreams
 from actoffload.tiers.device_tier import DeviceTier
 from actoffload.tiers.direct_tier import DirectTier
 from actoffload.tiers.record import State
-from tests.harness import acquire_slot, copy_in, lock_of, pools_of, records_of, run_in_threads, tier_of, wait_until
+from tests.harness import (
+    acquire_slot,
+    copy_in,
+    lock_of,
+    pools_of,
+    records_of,
+    run_in_threads,
+    spool_of,
+    tier_of,
+    wait_until,
+)
 from tests.unit.simulated_device_cases import (
     RECORD_BYTES,
     SIZE,
@@ -170,6 +180,12 @@ def test_a_prefetch_that_found_no_memory_is_tried_once_a_step_and_half_as_far_in
             assert len(refused) == step + 1
             windows.append(offloader.store.prefetch.window.nbytes)
         assert windows == [2 * RECORD_BYTES, RECORD_BYTES, RECORD_BYTES // 2]
+
+
+def test_uring_is_tried_first_behind_a_device(device: SimulatedDevice, tmp_path: Path) -> None:
+    with _offloader(tmp_path, target="nvme", engine="auto") as offloader:
+        spool = spool_of(offloader)
+        assert spool.engine_name == "uring" or "not uring" in spool.engine_reason
 
 
 # -- parts of one tensor -----------------------------------------------------------------------------------------------
