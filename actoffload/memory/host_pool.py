@@ -30,6 +30,7 @@ class _Piece(NamedTuple):
     slab: Slab
     offset: int
     events: list[object]
+    views: list[Tensor]  # the last tensor from its first byte on, which is mostly asked for again
 
 
 class Slot:
@@ -40,10 +41,10 @@ class Slot:
     their place. Whoever reads or writes it from an I/O thread holds it meanwhile.
     """
 
-    __slots__ = ("_dropped", "_piece", "address", "events", "nbytes", "offset", "slab")
+    __slots__ = ("_dropped", "_piece", "address", "events", "nbytes", "offset", "slab", "views")
 
     def __init__(self, piece: _Piece, dropped: deque[_Piece]) -> None:
-        self.address, self.nbytes, self.slab, self.offset, self.events = self._piece = piece
+        self.address, self.nbytes, self.slab, self.offset, self.events, self.views = self._piece = piece
         self._dropped = dropped
 
     def __del__(self) -> None:
@@ -109,6 +110,7 @@ class HostPool:
         self._slabs_made = 0
         self._by_room: list[tuple[int, int, Slab]] = []
         self._idle: dict[Slab, None] = {}  # of which nothing is handed out
+        self._kept: dict[int, list[_Piece]] = {}  # given back, but not to their slabs, by size
         self._dropped: deque[_Piece] = deque()  # filled by finalizers, which take no lock
         self._grown: deque[Slab | None] = deque()  # filled by the thread that page-locks, which takes none either
         self._thread: threading.Thread | None = None
@@ -123,8 +125,10 @@ class HostPool:
         if nbytes < 1:
             raise ValueError(f"nbytes={nbytes}: must be positive")
         with self._lock:
-            self._reclaim()
-            slot = self._find(nbytes)
+            slot = self._find_again(nbytes)
+            if slot is None:
+                self._reclaim()
+                slot = self._find(nbytes)
             if slot is not None:
                 if self._pin is not None and 2 * (self.mapped_bytes - self.allocated_bytes) < self._slab_bytes:
                     self._grow(1)
@@ -143,7 +147,12 @@ class HostPool:
                 died; else the caller holds it.
         """
         if not owning:
-            return torch.frombuffer(slot.slab.buffer, dtype=torch.uint8, count=nbytes, offset=slot.offset + begin)
+            if begin == 0 and slot.views and slot.views[0].numel() == nbytes:
+                return slot.views[0]
+            view = torch.frombuffer(slot.slab.buffer, dtype=torch.uint8, count=nbytes, offset=slot.offset + begin)
+            if begin == 0:
+                slot.views[:] = [view]
+            return view
         memory = OwnedMemory.from_address(slot.address + begin)
         memory.owner = slot
         return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
@@ -181,7 +190,8 @@ class HostPool:
         The child has no page-locked memory: who is given some there reads and writes nothing.
         """
         self._lock = threading.RLock()
-        self._thread = None
+        self._thread, self.growing = None, False
+        self._kept.clear()
         if self._pin is not None:
             self._by_room.clear()
             for slab in self._slabs:
@@ -192,6 +202,12 @@ class HostPool:
         if self._is_done is not None:
             self._is_done = _never
 
+    def _find_again(self, nbytes: int) -> Slot | None:
+        """Hand out a piece of just this size that was given back: a step asks for what the one before has asked for."""
+        self._take_dropped()
+        kept = self._kept.get(-(-nbytes // ALIGNMENT) * ALIGNMENT)
+        return self._hand_out(kept.pop()) if kept and self.mapped_bytes <= self.capacity_bytes else None
+
     def _find(self, nbytes: int) -> Slot | None:
         place = bisect_left(self._by_room, (nbytes,))
         if place == len(self._by_room):
@@ -199,10 +215,12 @@ class HostPool:
         slab = self._by_room[place][2]
         offset, events = slab.take(nbytes)
         self._list(slab)
-        slot = Slot(_Piece(slab.address + offset, slab.extents.round_up(nbytes), slab, offset, events), self._dropped)
-        self.allocated_bytes += slot.nbytes
+        return self._hand_out(_Piece(slab.address + offset, slab.extents.round_up(nbytes), slab, offset, events, []))
+
+    def _hand_out(self, piece: _Piece) -> Slot:
+        self.allocated_bytes += piece.nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-        return slot
+        return Slot(piece, self._dropped)
 
     def _list(self, slab: Slab) -> None:
         """List a slab by the room that it has now."""
@@ -281,17 +299,23 @@ class HostPool:
                 self.capacity_bytes = self.mapped_bytes  # the system has no more
             else:
                 self._add(slab)
+        self._take_dropped()
+        while self._kept:
+            for piece in self._kept.popitem()[1]:
+                slab = piece.slab
+                slab.give_back(piece.offset, piece.nbytes, piece.events)
+                if slab.room >= 0:
+                    self._list(slab)
+                    if slab in self._idle and self.mapped_bytes > self.capacity_bytes:
+                        self._unmap(slab)
+
+    def _take_dropped(self) -> None:
         while self._dropped:
             piece = self._dropped.popleft()
-            slab = piece.slab
             if self._poison:
                 self._overwrite(piece)
             self.allocated_bytes -= piece.nbytes
-            slab.give_back(piece.offset, piece.nbytes, piece.events)
-            if slab.room >= 0:
-                self._list(slab)
-                if slab in self._idle and self.mapped_bytes > self.capacity_bytes:
-                    self._unmap(slab)
+            self._kept.setdefault(piece.nbytes, []).append(piece)
 
     def _overwrite(self, piece: _Piece) -> None:
         """For debugging: overwrite what is given back, once no copy uses it any more."""
