@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
-
-from torch import nn
 
 from ..errors import BudgetError
 from ..events import now
@@ -19,14 +15,12 @@ from ..planning.planners.auto import Auto
 from ..planning.planners.base import Limits, Planner
 from ..planning.planners.feedback import Observed, StepModel
 from ..planning.profile import Profile
-from ..runtime.decision import OffloadDecision
-from ..runtime.prefetch import Prefetch
-from ..runtime.profiler import Profiler
 from ..tiers.shared import Shared
 from ..tiers.tiers import Tiers
 from .agreement import Proposal, choose, exchange, several_ranks
+from .following import Following
 from .observations import REVIEW_STEPS, Recording, StepsUnderPlan
-from .recompute import Recompute, RecomputeMeter
+from .recompute import Recompute
 
 WARM_UP = 1
 """Steps before the one that is planned from: the first one allocates what the later ones use again."""
@@ -46,55 +40,14 @@ ROOM_TO_KEEP = 1.5
 """A step that keeps all is tried only where so many times its peak is free."""
 
 
-class Following:
-    """Makes an offloader do as a plan says: what moves, how far ahead is read, which blocks are recomputed."""
-
-    def __init__(
-        self,
-        shared: Shared,
-        tiers: Tiers,
-        placement: OffloadDecision,
-        prefetch: Prefetch,
-        blocks: Mapping[str, nn.Module],
-        meter: RecomputeMeter,
-    ) -> None:
-        self.checkpointed: Mapping[str, frozenset[int]] = {}
-        """By block, the arguments that its checkpoint saves, see `Profiler`; from a step without recomputation."""
-        self.placement = placement
-        self.blocks = blocks
-        self.recompute = Recompute(meter)
-        self._shared = shared
-        self._tiers = tiers
-        self._prefetch = prefetch
-
-    def follow(self, profile: Profile | None, plan: Plan | None) -> None:
-        """Do as a plan for this profile says from the next forward on; None: as before the first plan."""
-        self._shared.accounts.begin_plan()
-        self._shared.largest_moved_bytes = 0  # what moved before there was this plan says nothing of what it moves
-        self.placement.follow(plan)
-        if plan is None or profile is None:
-            self._shared.budget.recompute_bytes = 0
-            self._prefetch.window.start_over()
-        else:
-            self._shared.budget.recompute_bytes = _largest_recomputation(profile, plan)
-            # A plan that names no window was made for the profile's.
-            self._prefetch.window.follow(plan.prefetch_bytes or profile.prefetch_bytes)
-        for tier in self._tiers.by_device.values():
-            tier.expect_pending(None if plan is None else plan.pending_bytes)
-        self.recompute.follow(self.blocks, () if plan is None else plan.recompute, self.checkpointed)
-
-
 class Autopilot:
     """One offloader's planning. Called between steps, when nothing that was saved is alive.
 
     Args:
         shared: the counts and the options.
         tiers: the links that are measured.
-        placement: follows the plan.
-        prefetch: reads as far ahead as the plan says.
-        profiler: makes profiles.
-        blocks: the blocks of the models by name, as they are known at any time.
-        meter: counts what recomputed blocks hold.
+        recording: makes profiles.
+        following: follows the plan.
 
     Attributes:
         plan: the plan that is followed; None before there is one.
@@ -102,23 +55,14 @@ class Autopilot:
         planner: how to plan.
     """
 
-    def __init__(
-        self,
-        shared: Shared,
-        tiers: Tiers,
-        placement: OffloadDecision,
-        prefetch: Prefetch,
-        profiler: Profiler,
-        blocks: Mapping[str, nn.Module],
-        meter: RecomputeMeter,
-    ) -> None:
+    def __init__(self, shared: Shared, tiers: Tiers, recording: Recording, following: Following) -> None:
         self.plan: Plan | None = None
         self.history: deque[str] = deque(maxlen=MOST_REASONS)
         self.planner: Planner = Auto()
         self._shared = shared
         self._tiers = tiers
-        self._following = Following(shared, tiers, placement, prefetch, blocks, meter)
-        self._recording = Recording(profiler, tiers, prefetch)
+        self._following = following
+        self._recording = recording
         self._steps = StepsUnderPlan()
         self._model: StepModel | None = None
         self._began: tuple[float, float, float, int] | None = None
@@ -131,8 +75,6 @@ class Autopilot:
         self._gave_up = self._agreed = self._stale = False
         self._misled = 0
         """Plans in a row that recompute, under which the first forward saved something else."""
-        # Dropped without close(): the model is as it was.
-        weakref.finalize(self, self._following.recompute.undo).atexit = False
 
     @property
     def recompute(self) -> Recompute:
@@ -172,10 +114,6 @@ class Autopilot:
             self._shared.reporter.advise(
                 "plan", f"policy='auto' could not plan ({error!r}); what can be moved in time moves"
             )
-
-    def forgot_blocks(self) -> None:
-        """Some blocks are not ours any more: leave them as they were."""
-        self.recompute.follow(self._following.blocks, self.recompute.names, self._following.checkpointed)
 
     def proposal(self) -> Proposal:
         """The plan that this rank would follow if all ranks did, recomputed blocks included."""
@@ -356,7 +294,6 @@ class Autopilot:
             self._gave_up = True
             return
         self._model = StepModel(profile, self.limits)
-        self._following.checkpointed = self._recording.checkpointed
         self._measured_at.clear()
         links = [name for name, link in (("host", profile.host), ("disk", profile.disk)) if link is not None]
         self._measured("saved tensors", "times", *(f"{name} {way}" for name in links for way in ("write", "read")))
@@ -367,7 +304,7 @@ class Autopilot:
         self.plan = plan
         self._recording.forget()
         self._steps.start_over()
-        self._following.follow(self.profile, plan)
+        self._following.follow(plan)
 
     def _start_over(self, reason: str) -> None:
         """Record anew; until there is a plan again, what moves is decided as before the first one."""
@@ -377,7 +314,7 @@ class Autopilot:
         self.plan = None
         self._recording.forget()
         self._steps.start_over()
-        self._following.follow(None, None)
+        self._following.follow(None)
 
     @property
     def _bounded(self) -> bool:
@@ -399,15 +336,6 @@ class Autopilot:
             tiers=tiers,
             recompute=config.recompute and self._bounded and self._misled < MOST_MISLED and not several_ranks(),
         )
-
-
-def _largest_recomputation(profile: Profile, plan: Plan) -> int:
-    """The most bytes that one of the plan's recomputed blocks saves."""
-    held = dict.fromkeys((n for n, block in enumerate(profile.blocks) if block.name in plan.recompute), 0)
-    for storage in profile.storages:
-        if storage.block in held:
-            held[storage.block] += storage.nbytes
-    return max(held.values(), default=0)
 
 
 def agree(pilot: Autopilot | None, group: Any, problem: str) -> bool:

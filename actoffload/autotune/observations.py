@@ -25,8 +25,6 @@ class Recording:
     def __init__(self, profiler: Profiler, tiers: Tiers, prefetch: Prefetch) -> None:
         self.steps = 0
         """Steps that were recorded."""
-        self.checkpointed: dict[str, frozenset[int]] = {}
-        """Of the last of them, see `Profiler`."""
         self._profiler = profiler
         self._tiers = tiers
         self._prefetch = prefetch
@@ -59,7 +57,6 @@ class Recording:
         if profile is None:
             return None
         self.steps += 1
-        self.checkpointed = self._profiler.checkpointed
         self.rates()
         window = self._prefetch.window.nbytes
         return replace(profile, host=self._link("host"), disk=self._link("disk"), prefetch_bytes=window)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..config import OffloadConfig
-from ..planning.plan import Plan
+from ..errors import ConfigError
+from ..planning.plan import Plan, PlanEntry
 from ..policy import Decision, KeepReason, ModuleFilter, Policy, TensorFacts
 from ..tiers.record import Record
 from .pipeline import Phases
@@ -36,7 +37,10 @@ class OffloadDecision:
             self._planned = KeepReason.NO_TIME if config.device_budget is None else KeepReason.FITS
         self._filter = ModuleFilter(config.include, config.exclude)
         self._keeps_last = config.policy in ("auto", "greedy")
-        self._plan: Plan | None = config.policy if isinstance(config.policy, Plan) else None
+        self._plan: Plan | None = None
+        self._unproven = isinstance(policy, Plan) and bool(policy.entries)
+        """The user's plan has not been followed yet: the first forward has to save what it says."""
+        self._forwards = 0
         self.keep_all = False
         """Move nothing for now."""
         self.probes = False
@@ -63,6 +67,8 @@ class OffloadDecision:
         if self.keep_all:
             return KeepReason.PLAN
         entry = self._plan.entry(record.index, record.nbytes) if self._plan is not None else None
+        if self._unproven:
+            self._check(record, entry)
         if entry is not None:
             record.planned_tier = entry.tier
             if self.probes and entry.action == _KEEP and not entry.reason:
@@ -72,6 +78,25 @@ class OffloadDecision:
         if self._plan is not None:
             self.mismatched_bytes += record.nbytes
         return KeepReason.LAST if self._keeps_last and self._is_last(tape) else None
+
+    def _check(self, record: Record, entry: PlanEntry | None) -> None:
+        """Raise an error where the first forward saves something else than the user's plan says."""
+        self._forwards += not record.index
+        if self._forwards > 1:
+            self._unproven = False
+        elif entry is None:
+            assert self._plan is not None, "the user gave one"
+            entries, place = self._plan.entries, record.index
+            planned = "nothing more"
+            if place < len(entries):
+                planned = f"{entries[place].nbytes} bytes in {entries[place].module or 'a module without a name'}"
+            raise ConfigError(
+                "policy",
+                f"a plan of {len(entries)} storages",
+                f"it was made for another step: at place {place} it has {planned}, and the forward saves "
+                f"{record.nbytes} bytes in {record.module or 'no module of model='}; the model, its input's shape and "
+                "min_bytes must be those of the step that was recorded",
+            )
 
     def following_bytes(self, record: Record) -> int | None:
         """What the forward saves after this record, as far as a plan says; None: no plan knows."""

@@ -95,13 +95,11 @@ class Profiler:
 
     Attributes:
         is_recorded: gives, while there is one, what says whether a tensor that is saved now gets a record.
-        checkpointed: by block, the numbers of the arguments that its checkpoint has to save where hooks see it.
     """
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self.stopwatch = stopwatch
         self.is_recorded: Callable[[], Callable[[Tensor], bool] | None] = lambda: None
-        self.checkpointed: dict[str, frozenset[int]] = {}
         self._local = threading.local()
         self.running: list[None] = []
         """Not empty while a step is recorded: looked at for each tensor, in C as well."""
@@ -148,7 +146,8 @@ class Profiler:
         kept = "" if reason is None or reason in FREE_TO_MOVE else reason.value
         number = len(self._saved)
         block = self._running()
-        self._saved.append(SavedStorage(record.nbytes, birth, tape, record.index, record.module, block, kept))
+        module = record.module or self._block_name(block)
+        self._saved.append(SavedStorage(record.nbytes, birth, tape, record.index, module, block, kept))
         self._number_of[record] = number
         if block is not None:
             self._blocks[block].tape = tape
@@ -171,7 +170,8 @@ class Profiler:
         """An activation stays without a record; returns what `kept_died` takes."""
         if not self.running:
             return None
-        entry = SavedStorage(nbytes, self.stopwatch.stamp(), 0, None, None, self._running(), reason.value)
+        block = self._running()
+        entry = SavedStorage(nbytes, self.stopwatch.stamp(), 0, None, self._block_name(block), block, reason.value)
         self._saved.append(entry)
         return entry
 
@@ -256,6 +256,10 @@ class Profiler:
         stack = self._stack()
         return stack[-1] if stack else None
 
+    def _block_name(self, block: int | None) -> str | None:
+        """Return what stands for a module's name where no names are asked for."""
+        return None if block is None else self._blocks[block].name
+
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
@@ -285,7 +289,6 @@ class Profiler:
             blocks=tuple(self._block(block, number, saved) for number, block in enumerate(blocks)),
             **{**self._durations(), **facts},
         )
-        self.checkpointed = {block.name: _checkpointed(block, saved) for block in blocks}
         self._clear()
         return profile
 
@@ -342,14 +345,15 @@ class Profiler:
             input_bytes=0 if main is None else main.nbytes,
             input=None if main is None else main.position,
             input_recorded=main is None or main.recorded,
+            arguments=_checkpointed(run, storages),
             tape=run.tape,
         )
 
 
-def _checkpointed(run: RunBlock, storages: Sequence[Storage]) -> frozenset[int]:
+def _checkpointed(run: RunBlock, storages: Sequence[Storage]) -> tuple[int, ...]:
     """The arguments that a checkpoint of a block saves: its input, and what other blocks save as well.
 
     So a step under a plan has the records that the profile knows, and no others.
     """
     shared = {one.number for one in run.inputs if one.position is not None and storages[one.position].block is None}
-    return frozenset(shared if run.main_input is None else shared | {run.main_input.number})
+    return tuple(sorted(shared if run.main_input is None else shared | {run.main_input.number}))

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from actoffload import Plan
 from actoffload.autotune.autopilot import WARM_UP
+from actoffload.errors import ConfigError
+from actoffload.planning.planners import Limits, make_planner
+from actoffload.planning.profile import Profile
 from tests.planner_rig import MIB, MakeRig, Rig, rigs
 
 FAST, SLOW = 120e6, 15e6
@@ -99,6 +103,50 @@ def test_inputs_of_blocks_that_are_too_small_to_move(make_rig: MakeRig) -> None:
     assert rig.plans == 1
     assert rig.seconds[-1] < 1.3 * 2.4, "a step that neither waits nor recomputes takes 2.4 s"
     assert max(rig.peaks) <= BUDGET
+
+
+def test_a_plan_from_a_file_gives_what_it_predicts(make_rig: MakeRig) -> None:
+    rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET)
+    rig.steps(WARM_UP + 2)
+    pilot = rig.offloader.autopilot
+    assert pilot is not None
+    assert pilot.profile is not None
+    profile = Profile.from_json(pilot.profile.to_json())
+    plan = Plan.from_json(make_planner().plan(profile, Limits(device_budget=BUDGET)).to_json())
+    assert plan.recompute
+    assert plan.offloaded_bytes
+    given = make_rig(bytes_per_s=SLOW, device_budget=BUDGET, policy=plan)
+    given.steps(5)
+    assert given.seconds[-1] == pytest.approx(plan.predicted_step_s, rel=0.03)
+    assert max(given.peaks) <= BUDGET
+    given.offloader.forget(given.model)
+    with pytest.raises(ConfigError, match=r"it recomputes 'layers\.\d', which is no block of the models: give model="):
+        given.step()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "blocks", "where"),
+    [
+        ((2 * MIB, 3 * MIB, 2 * MIB, 2 * MIB), 8, r"at place \d+ it has 2097152 bytes in layers\.\d"),
+        ((2 * MIB,) * 4, 9, r"at place \d+ it has nothing more, and the forward saves 2097152 bytes in layers\.8"),
+    ],
+)
+def test_a_plan_for_another_model_says_where_it_differs(
+    make_rig: MakeRig, sizes: tuple[int, ...], blocks: int, where: str
+) -> None:
+    rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET)
+    rig.steps(WARM_UP + 2)
+    pilot = rig.offloader.autopilot
+    assert pilot is not None
+    given = make_rig(bytes_per_s=SLOW, device_budget=BUDGET, policy=pilot.plan, sizes=sizes, blocks=blocks)
+    with pytest.raises(ConfigError, match=where):
+        given.step()
+
+
+def test_a_plan_that_declines_says_where_the_peak_is(make_rig: MakeRig) -> None:
+    rig = make_rig(bytes_per_s=SLOW / 10)
+    rig.steps(WARM_UP + 2)
+    assert "of the peak of 64.0 MiB the most, 8.0 MiB, is layers." in rig.offloader.explain()
 
 
 def test_it_comes_to_rest(make_rig: MakeRig) -> None:

@@ -133,8 +133,9 @@ def _why_declined(bench: Bench) -> str:
     choices = bench.offload_all(), bench.offload_all(bench.all_groups)
     lowest = min(bench.predict(choice).peak_bytes for choice in choices)
     peak = run(bench.workload, bench.keep, bench.limits, detail=True).peak
-    where = next(iter(peak.bytes_by_module), "") if peak is not None else ""
-    sets = f"; most of the peak of {format_size(bench.kept.peak_bytes)} is {where or 'outside any module'}"
+    where, nbytes = next(iter(peak.bytes_by_module.items()), ("", 0)) if peak is not None else ("", 0)
+    sets = f"; of the peak of {format_size(bench.kept.peak_bytes)} the most, {format_size(nbytes)}, is "
+    sets += where or "outside any block"
     if lowest > (1 - MIN_GAIN) * bench.kept.peak_bytes:
         return f"moving lowers the peak by less than {MIN_GAIN:.0%}{sets}"
     allowed = bench.allowed_s / bench.kept.step_s - 1 if bench.kept.step_s else 0.0
