@@ -301,8 +301,7 @@ class Spool:
             if isinstance(item, Extent):
                 extent.release_due = True
             elif (share := self._live.pop(item, None)) is not None:
-                moved = item.done and not item.cancelled and item.error is None
-                self.meters[item.kind].ended(item.length if moved else 0, now(), share)
+                self.meters[item.kind].ended(item.moved_bytes, now(), share)
                 extent.transfers -= 1
             if extent.release_due and not extent.transfers:
                 self._release(extent)

@@ -143,6 +143,17 @@ def test_a_plan_for_another_model_says_where_it_differs(
         given.step()
 
 
+@pytest.mark.parametrize("bytes_per_s", [1.5e6, 3e6, 7e6, FAST])
+def test_a_disk_is_known_after_the_first_steps(make_rig: MakeRig, bytes_per_s: float) -> None:
+    """A write that runs when backward takes its storage has used the disk, as any other."""
+    rig = make_rig(bytes_per_s=bytes_per_s)
+    rig.steps(WARM_UP + 2)
+    profile = rig.offloader.profile
+    assert profile is not None
+    assert profile.disk is not None
+    assert profile.disk.write_bytes_per_s == pytest.approx(bytes_per_s, rel=0.05)
+
+
 def test_a_plan_that_declines_says_where_the_peak_is(make_rig: MakeRig) -> None:
     rig = make_rig(bytes_per_s=SLOW / 10)
     rig.steps(WARM_UP + 2)
