@@ -22,6 +22,8 @@ from actoffload.errors import OffloaderClosedError
 from actoffload.storage.engines.base import EngineCapabilities, IoKind, IoRequest, SpoolFile, StorageEngine
 
 MIB = 1 << 20
+TOKENS = 1000
+"""Numbers in the model's input, which has their share of all sizes."""
 
 
 class Clock:
@@ -171,7 +173,8 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(_Layer(clock, forward_s, sizes) for _ in range(blocks))
         self.first_bytes = sizes[-1]
 
-    def forward(self, scale: float = 1.0) -> Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
+        scale = len(tokens) / TOKENS
         x = torch.empty(int(self.first_bytes * scale) // 4)
         for layer in self.layers:
             x = layer(x, scale)
@@ -202,7 +205,7 @@ class Rig:
         """Train one step; ``scale``: of all sizes, as another sequence length has it."""
         began_s, moved = self.clock.now_s, self.disk.written_bytes
         with self.offloader:
-            out = self.model(scale)
+            out = self.model(torch.empty(int(TOKENS * scale)))
         out.backward(torch.empty_like(out))
         accounts = self.offloader.store.shared.accounts
         self.seconds.append(self.clock.now_s - began_s)

@@ -125,7 +125,6 @@ class Offloader:
         _stores.add(store)
         self.exclusions = Exclusions()
         self._module_names = ModuleScopes()
-        self._inputs = ModelInputs(self.exclusions.static)
         self._blocks = BlockWatch(store.profiler)
         self.packer = Packer(store, self.exclusions, self._module_names, self._forwards)
         store.profiler.is_recorded = weakref.WeakMethod(self.packer.is_recorded)
@@ -139,6 +138,8 @@ class Offloader:
         elif self.config.policy == "auto":
             recording = Recording(store.profiler, store.tiers, store.prefetch)
             self.autopilot = Autopilot(store.shared, store.tiers, recording, following)
+        called = None if self.autopilot is None else weakref.WeakMethod(self.autopilot.forward_begins)
+        self._inputs = ModelInputs(self.exclusions.static, called)
         # Dropped without close(): its threads and files go too. Not at exit, where `_at_exit` does it.
         weakref.finalize(store, _close_later, store.tiers).atexit = False
 

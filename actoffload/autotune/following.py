@@ -47,13 +47,17 @@ class Following:
         # Dropped without close(): the model is as it was.
         weakref.finalize(self, self.recompute.undo).atexit = False
 
-    def follow(self, plan: Plan | None) -> None:
-        """Do as a plan says; None: as before the first plan."""
+    def follow(self, plan: Plan | None, *, borrowed: bool = False) -> None:
+        """Do as a plan says; None: as before the first plan.
+
+        Args:
+            plan: the plan.
+            borrowed: it was made for larger inputs, and is followed by place alone.
+        """
         self.plan = plan
-        self._shared.accounts.begin_plan()
         self._shared.largest_moved_bytes = 0  # what moved before there was this plan says nothing of what it moves
         self._shared.budget.recompute_bytes = 0 if plan is None else plan.recompute_bytes
-        self.placement.follow(plan)
+        self.placement.follow(plan, borrowed=borrowed)
         if plan is None or plan.prefetch_bytes is None:
             self._prefetch.window.start_over()
         else:

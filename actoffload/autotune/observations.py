@@ -41,9 +41,8 @@ class Recording:
         return self._profiler.finished
 
     def begin(self) -> None:
-        """Record the step that begins now, unless there is a recorded one that nobody has looked at."""
-        if not self._profiler.finished:
-            self._profiler.begin()
+        """Record the step that begins now."""
+        self._profiler.begin()
 
     def forget(self) -> None:
         """Drop what was recorded."""
@@ -92,7 +91,7 @@ class Recording:
 
 
 class StepsUnderPlan:
-    """The steps since a plan was made: their medians, and once how long each block takes.
+    """The steps under one plan: their medians, and once how long each block takes.
 
     Attributes:
         seen: the median of the last steps that were looked at.
@@ -102,11 +101,6 @@ class StepsUnderPlan:
         self.seen: Observed | None = None
         self._blocks: tuple[tuple[str, float], ...] = ()
         self._steps: list[Observed] = []
-
-    def start_over(self) -> None:
-        """There is another plan: look at the blocks again, and at other steps."""
-        self._blocks = ()
-        self._steps.clear()
 
     @property
     def blocks_are_due(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,10 +30,12 @@ def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRi
         yield make
 
 
-def _settled(make_rig: MakeRig, bytes_per_s: float, budget: int | None, blocks: int = 8) -> tuple[float, int]:
+def _settled(
+    make_rig: MakeRig, bytes_per_s: float, budget: int | None, blocks: int = 8, scale: float = 1.0
+) -> tuple[float, int]:
     """Seconds and peak of a step where nothing has ever changed."""
     rig = make_rig(bytes_per_s=bytes_per_s, device_budget=budget, blocks=blocks)
-    return rig.steps(WARM_UP + 3), rig.peaks[-1]
+    return rig.steps(WARM_UP + 3, scale), rig.peaks[-1]
 
 
 def _check(rig: Rig, best: tuple[float, int], first: int) -> None:
@@ -172,12 +175,39 @@ def test_it_comes_to_rest(make_rig: MakeRig) -> None:
     assert len(set(rig.moved[100:])) <= 2
 
 
-def test_shapes_that_take_turns_are_not_planned_for_each_time(make_rig: MakeRig) -> None:
-    """There is one plan at a time, so planning for them would gain nothing."""
-    rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET)
-    for step in range(200):
+def test_shapes_that_take_turns_have_a_plan_each(make_rig: MakeRig) -> None:
+    best = {scale: _settled(make_rig, SLOW, BUDGET // 2, 4, scale)[0] for scale in (1.0, 1.5)}
+    rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET // 2, blocks=4)
+    for step in range(60):
         rig.step(1.0 + step % 2 / 2)
-    assert rig.plans <= 20
+        assert step < 2 * SOON or rig.seconds[-1] <= NEAR * best[1.0 + step % 2 / 2]
+    assert rig.plans <= 4
+    assert max(rig.peaks) <= BUDGET // 2
+    lines = rig.offloader.explain().splitlines()
+    (other,) = [line for line in lines if line.startswith("inputs 1000: ")]
+    assert re.fullmatch(
+        r"inputs 1000: .* leave, .* stay, . recomputed, a step is predicted to take .*, takes .* s", other
+    )
+    assert any(line.startswith("plan 2: first plan (inputs 1") for line in lines)
+
+
+def test_where_too_many_shapes_take_turns_the_nearest_larger_ones_plan_is_followed(
+    make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actoffload.autotune.shapes.MOST_SHAPES", 2)
+    rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET)
+    for step in range(10):
+        rig.step(1.0 + step % 2 / 2)
+    known = rig.seconds[-2:]
+    plans = rig.plans
+    for scale, bound in ((0.95, known[0]), (1.45, known[1]), (0.9, known[0]), (1.0, NEAR * known[0])):
+        rig.step(scale)
+        assert rig.seconds[-1] <= bound
+        follows = f"inputs {round(1000 * scale)} have no plan of their own: they follow this one, for 1"
+        assert (follows in rig.offloader.explain()) == (scale != 1.0)
+    assert rig.plans == plans
+    rig.steps(3, 2.0)
+    assert rig.plans == plans + 1, "a larger one is always planned for: another's plan might not keep the budget"
     assert max(rig.peaks) <= BUDGET
 
 
