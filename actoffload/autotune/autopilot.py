@@ -355,6 +355,8 @@ class Autopilot:
             lines.insert(0, f"inputs {self._shape} have no plan of their own: they follow this one, for {shape}")
         if shape.plan is None or shape.profile is None:
             first = f"no plan yet: it is made from what the first {WARM_UP + 1} steps show"
+            if len(self._shapes) > 1:
+                first = f"no plan yet for inputs {shape}: it is made from what a step shows"
         else:
             first = f"{render_plan(shape.profile, shape.plan, self.limits, seen=shape.steps.seen)}\n{self._ages(shape)}"
         return "\n".join([first, *lines])
