@@ -14,7 +14,7 @@ from ..planning.explain import render_plan
 from ..planning.plan import Plan
 from ..planning.planners.auto import Auto
 from ..planning.planners.base import Limits, Planner
-from ..planning.planners.feedback import Observed, StepModel
+from ..planning.planners.feedback import Observed, StepModel, rescaled
 from ..planning.profile import Profile
 from ..runtime.decision import InputShapes
 from ..tiers.shared import Shared
@@ -173,7 +173,7 @@ class Autopilot:
         just fast enough to write it in time.
         """
         plan = self._shape.plan
-        return plan is not None and not plan.offloaded_bytes and not self._agreed
+        return plan is not None and not plan.offloaded_bytes
 
     def _finish_step(self) -> None:
         if self._began is None:
@@ -288,7 +288,8 @@ class Autopilot:
             self._rest_until_s = now() + (now() - began_s) / PLANNING_SHARE
 
     def _follow(self, shape: Shape, plan: Plan, reason: str) -> None:
-        self.history.append(reason if len(self._shapes) < 2 else f"{reason} (inputs {shape})")
+        several = len(self._shapes) > 1 and not self._agreed
+        self.history.append(f"{reason} (inputs {shape})" if several else reason)
         shape.plan = plan
         shape.steps = StepsUnderPlan()
         self._shared.accounts.begin_plan()
@@ -313,11 +314,22 @@ class Autopilot:
 
     # -- for all ranks ------------------------------------------------------------------------------------------------
 
-    def proposal(self) -> Proposal:
-        """The plan that this rank would follow if all ranks did, recomputed blocks included."""
-        profile = self.profile
-        if profile is None or self.plan is None or self._gave_up or self._stale:
+    def compute_s(self) -> float | None:
+        """How long a step of this rank computes, waits for slower ranks included; None without a plan."""
+        shape = self._shapes.latest()
+        if shape is None or shape.profile is None or self._gave_up or self._stale:
+            return None
+        return shape.profile.step_s
+
+    def proposal(self, compute_s: float) -> Proposal:
+        """The plan that this rank would follow if all ranks did, recomputed blocks included.
+
+        ``compute_s``: how long a step computes on the rank that waits the least for others.
+        """
+        shape = self._shapes.latest()
+        if shape is None or shape.profile is None or self.compute_s() is None:
             return Proposal()
+        profile = rescaled(shape.profile, compute_s / shape.profile.step_s)
         try:
             limits = replace(self.limits, recompute=self._shared.config.recompute and self._bounded)
             plan = self.planner.plan(profile, limits)
@@ -333,9 +345,10 @@ class Autopilot:
         """Follow a plan that all ranks follow, and stay with it; None: they do not agree, or not any more."""
         with self._shared.lock:
             if plan is not None:
-                assert self.profile is not None, "only ranks with a profile agree"
-                self._agreed = True
-                self._follow(self._shape, plan, told)
+                shape = self._shapes.latest()
+                assert shape is not None, "only ranks with a plan agree"
+                self._agreed, self._shape = True, shape
+                self._follow(shape, plan, told)
             elif self._agreed:  # on every rank, as all know what all have proposed
                 self._agreed = self._stale = False
                 self._start_over(self._shape, "the ranks agree no more")
@@ -409,7 +422,11 @@ def agree(pilot: Autopilot | None, group: Any, problem: str) -> bool:
         return pilot is not None and pilot.plan is not None
     if pilot is None:
         problem = problem or "its policy is not 'auto'"
-    mine = pilot.proposal() if pilot is not None and not problem else Proposal(problem=problem)
+    compute_s = pilot.compute_s() if pilot is not None and not problem else None
+    known = [each for each in exchange(compute_s, group) if each is not None]
+    mine = Proposal(problem=problem)
+    if compute_s is not None and pilot is not None:
+        mine = pilot.proposal(min(known))  # all compute the same, and what is more is waiting for others
     plan, told = choose(exchange(mine, group))
     assert pilot is not None, "a rank without a planner has a problem, which raises on all ranks"
     pilot.agreed(plan, told)

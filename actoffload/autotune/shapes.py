@@ -105,6 +105,6 @@ class Shapes:
         shape.last = step
         return shape
 
-    def forget(self, shape: Shape) -> None:
-        """Know no more of a shape: its steps are not what they were."""
-        self._known.pop(shape.key, None)
+    def latest(self) -> Shape | None:
+        """The last one that was used and has a plan."""
+        return next((shape for shape in reversed(self._known.values()) if shape.plan is not None), None)

@@ -6,10 +6,12 @@ import random
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from actoffload import Plan
+from actoffload.autotune.agreement import Proposal
 from actoffload.autotune.autopilot import WARM_UP
 from actoffload.errors import ConfigError
 from actoffload.planning.planners import Limits, make_planner
@@ -209,6 +211,35 @@ def test_where_too_many_shapes_take_turns_the_nearest_larger_ones_plan_is_follow
     rig.steps(3, 2.0)
     assert rig.plans == plans + 1, "a larger one is always planned for: another's plan might not keep the budget"
     assert max(rig.peaks) <= BUDGET
+
+
+def test_ranks_agree_on_what_they_have_learned(make_rig: MakeRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second call knows how the steps were under the plan of the first; the time spent on a peer is no compute."""
+    brought: list[Any] = []
+    peer = 1.0
+
+    def exchange(mine: Any, group: object) -> list[Any]:
+        brought.append(mine)
+        return [mine, mine if isinstance(mine, Proposal) else peer * mine]
+
+    monkeypatch.setattr("actoffload.autotune.autopilot.several_ranks", lambda group=None: True)
+    monkeypatch.setattr("actoffload.autotune.autopilot.exchange", exchange)
+    rig = make_rig(bytes_per_s=SLOW / 10, device_budget=BUDGET)
+    rig.steps(WARM_UP + 2)
+    pilot = rig.offloader.autopilot
+    assert pilot is not None
+    assert rig.offloader.agree()
+    first = pilot.plan
+    assert first is not None
+    assert first.recompute
+    rig.disk.bytes_per_s = FAST
+    slow_s = rig.steps(SOON)
+    assert pilot.plan is first, "it stays until the next call"
+    assert rig.offloader.agree()
+    assert rig.steps(2) < 0.8 * slow_s
+    peer = 0.5
+    assert rig.offloader.agree()
+    assert Plan.from_json(brought[-1].plan).predicted_step_s == pytest.approx(1.2, rel=0.15), "of 2.4 s, half is a wait"
 
 
 def test_what_is_explained_says_how_old_it_is(make_rig: MakeRig) -> None:
