@@ -21,7 +21,7 @@ from ..tiers.shared import Shared
 from ..tiers.tiers import Tiers
 from .agreement import Proposal, choose, exchange, several_ranks
 from .following import Following
-from .observations import REVIEW_STEPS, Recording, StepsUnderPlan
+from .observations import AFTER_A_CHANGE, REVIEW_STEPS, Recording, StepsUnderPlan
 from .recompute import Recompute
 from .shapes import Shape, Shapes
 
@@ -290,8 +290,8 @@ class Autopilot:
     def _follow(self, shape: Shape, plan: Plan, reason: str) -> None:
         several = len(self._shapes) > 1 and not self._agreed
         self.history.append(f"{reason} (inputs {shape})" if several else reason)
+        shape.steps = StepsUnderPlan(REVIEW_STEPS if shape.plan is None else AFTER_A_CHANGE)
         shape.plan = plan
-        shape.steps = StepsUnderPlan()
         self._shared.accounts.begin_plan()
         if shape is self._shape:
             self._recording.forget()

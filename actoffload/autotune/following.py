@@ -57,6 +57,8 @@ class Following:
         self.plan = plan
         self._shared.largest_moved_bytes = 0  # what moved before there was this plan says nothing of what it moves
         self._shared.budget.recompute_bytes = 0 if plan is None else plan.recompute_bytes
+        if plan is not None:  # forwards of larger inputs may have come before
+            self._shared.budget.largest_bytes = max((entry.nbytes for entry in plan.entries), default=0)
         self.placement.follow(plan, borrowed=borrowed)
         if plan is None or plan.prefetch_bytes is None:
             self._prefetch.window.start_over()

@@ -15,6 +15,8 @@ from ..tiers.tiers import Tiers
 
 REVIEW_STEPS = 5
 """A plan is compared with the median of so many steps, as single ones are noisy."""
+AFTER_A_CHANGE = 3
+"""So many the first time under a corrected plan, which was made from steps before and after something had changed."""
 LOOK_AT_STEP = 3
 """The step under a new plan in which the blocks' times are taken."""
 
@@ -93,12 +95,16 @@ class Recording:
 class StepsUnderPlan:
     """The steps under one plan: their medians, and once how long each block takes.
 
+    Args:
+        count: how many steps are looked at the first time.
+
     Attributes:
         seen: the median of the last steps that were looked at.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = REVIEW_STEPS) -> None:
         self.seen: Observed | None = None
+        self._count = count
         self._blocks: tuple[tuple[str, float], ...] = ()
         self._steps: list[Observed] = []
 
@@ -121,8 +127,9 @@ class StepsUnderPlan:
     def add(self, observed: Observed, recording: Recording) -> Observed | None:
         """Add a step; once there are enough, their median, which is `seen` from then on."""
         self._steps.append(observed)
-        if len(self._steps) < REVIEW_STEPS:
+        if len(self._steps) < self._count:
             return None
+        self._count = REVIEW_STEPS
         self.seen = replace(_median(self._steps), blocks=self._blocks, rates=recording.rates())
         self._steps.clear()
         return self.seen
