@@ -176,6 +176,7 @@ def run(make_rig: MakeRig, model: str, scenario: str, limited: bool) -> dict[str
                 soonest = max(soonest, step // turns + 1)
             if step == AT_REST * turns:
                 rest = rig.plans
+    most = NEAR if budget is None else 1.0
     kept = [peak <= budget for peak in rig.peaks[3 * len(scales) :]] if budget is not None else []
     return {
         "late": max(late),
@@ -184,9 +185,6 @@ def run(make_rig: MakeRig, model: str, scenario: str, limited: bool) -> dict[str
         "plans": rig.plans,
         "plans_at_rest": rig.plans - rest,
         "budget_kept": all(kept) if budget is not None else None,
-        "holds": rig.plans - rest <= 1
-        and max(late) <= NEAR
-        and max(high) <= (NEAR if budget is None else 1.0)
-        and all(kept),
+        "holds": rig.plans - rest <= 1 and max(late) <= NEAR and max(high) <= most and all(kept),
         "best_s": [round(best.step_s, 4) for best in bests.values()],
     }

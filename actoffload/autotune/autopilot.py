@@ -14,7 +14,7 @@ from ..planning.explain import render_plan
 from ..planning.plan import Plan
 from ..planning.planners.auto import Auto
 from ..planning.planners.base import Limits, Planner
-from ..planning.planners.feedback import Observed, StepModel, rescaled
+from ..planning.planners.feedback import Observed, StepModel, rescaled, with_cost
 from ..planning.profile import Profile
 from ..runtime.decision import InputShapes
 from ..tiers.shared import Shared
@@ -70,6 +70,7 @@ class Autopilot:
         self._shapes = Shapes()
         self._shape_is_known = False
         self._began: tuple[float, float, float, int] | None = None
+        self._began_with_bytes = 0
         self._rest_until_s = 0.0
         """No plan is looked for before."""
         self._count = self._changes = self._record_from = 0
@@ -129,6 +130,7 @@ class Autopilot:
         accounts.recomputed(0)
         self._following.placement.mismatched_bytes = 0
         self._began = (now(), accounts.pack_wait_s, accounts.unpack_wait_s, accounts.packed_tensors)
+        self._began_with_bytes = self._moved_bytes
         self._shape_is_known = self._agreed  # on one plan, whatever the shape
         self._begin_shape()
 
@@ -172,8 +174,19 @@ class Autopilot:
         It is the first one of the forward, which backward needs last, so nothing waits for it but on a link that is
         just fast enough to write it in time.
         """
-        plan = self._shape.plan
-        return plan is not None and not plan.offloaded_bytes
+        plan, profile = self._shape.plan, self._shape.profile
+        if plan is None or profile is None or plan.offloaded_bytes:
+            return False
+        costs = profile.disk is not None and profile.disk.cost_s_per_byte > 0  # known only where it is bounded
+        return not costs
+
+    @property
+    def _moved_bytes(self) -> int:
+        """What has gone to the disk and back so far, where somebody bounds what that costs."""
+        if self._tiers.spool is None or self._shared.config.max_slowdown is None:
+            return 0
+        counts = self._tiers.spool.statistics()
+        return counts.written_bytes + counts.read_bytes
 
     def _finish_step(self) -> None:
         if self._began is None:
@@ -212,9 +225,10 @@ class Autopilot:
             return
         if shape.tries_keeping:
             shape.tries_keeping = False
-            self._make_plan(shape, profile, observed)
+            self._make_plan(shape, with_cost(profile, *shape.moving), observed)
         elif self._recording.steps > WARM_UP and now() >= self._rest_until_s:
             shape.tries_keeping = self._can_try_keeping(profile)
+            shape.moving = observed.step_s - observed.wait_s, self._moved_bytes - self._began_with_bytes
             if not shape.tries_keeping:
                 self._make_plan(shape, profile, observed)
 

@@ -30,6 +30,7 @@ class Shape:
         model: the step that the plan was made from, as later steps have corrected it.
         steps: what the steps under the plan were like.
         tries_keeping: the next step moves nothing, to show what moving costs.
+        moving: seconds that a step which moved all computed, and the bytes that it moved both ways.
         hopeless: no plan was found, and none is looked for.
         measured_at: in which step each part of the profile was measured last.
         last: the last of these steps, by its number.
@@ -42,6 +43,7 @@ class Shape:
         self.model: StepModel | None = None
         self.steps = StepsUnderPlan()
         self.tries_keeping = self.hopeless = False
+        self.moving = 0.0, 0
         self.measured_at: dict[str, int] = {}
         self.last = 0
 

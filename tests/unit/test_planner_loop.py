@@ -13,7 +13,7 @@ import pytest
 from actoffload import Plan
 from actoffload.autotune.agreement import Proposal
 from actoffload.autotune.autopilot import WARM_UP
-from actoffload.errors import ConfigError
+from actoffload.errors import BudgetError, ConfigError
 from actoffload.planning.planners import Limits, make_planner
 from actoffload.planning.profile import Profile
 from tests.planner_rig import MIB, MakeRig, Rig, rigs
@@ -240,6 +240,33 @@ def test_ranks_agree_on_what_they_have_learned(make_rig: MakeRig, monkeypatch: p
     peer = 0.5
     assert rig.offloader.agree()
     assert Plan.from_json(brought[-1].plan).predicted_step_s == pytest.approx(1.2, rel=0.15), "of 2.4 s, half is a wait"
+
+
+@pytest.mark.parametrize("cost_s_per_byte", [0.0, 2e-9, 1e-8])
+@pytest.mark.parametrize("max_slowdown", [0.02, 0.05])
+def test_the_bound_of_what_moving_costs_is_kept_from_the_first_plan_on(
+    make_rig: MakeRig, cost_s_per_byte: float, max_slowdown: float
+) -> None:
+    """Also by steps that move something only to measure a link."""
+    rig = make_rig(bytes_per_s=FAST, max_slowdown=max_slowdown, cost_s_per_byte=cost_s_per_byte)
+    rig.steps(20)
+    assert max(rig.seconds[WARM_UP + 2 :]) <= (1 + max_slowdown) * 2.4
+    assert bool(rig.moved[-1]) == (cost_s_per_byte < 1e-9 * 50 * max_slowdown)
+
+
+def test_nothing_moves_where_next_to_nothing_is_gained(make_rig: MakeRig) -> None:
+    rig = make_rig(bytes_per_s=FAST, blocks=2, sizes=(MIB,) * 8)
+    rig.steps(2 * SOON)
+    assert "moving lowers the peak by less than 16.0 MiB" in rig.offloader.explain()
+    assert sum(rig.moved[WARM_UP + 1 :]) <= 4 * MIB, "but for what measures the link"
+
+
+def test_a_budget_that_the_first_steps_pass_is_named_by_them(make_rig: MakeRig) -> None:
+    rig = make_rig(bytes_per_s=SLOW, device_budget=3 * MIB)
+    with pytest.warns(RuntimeWarning, match=r"device_budget='3.0 MiB' is passed: 4.0 MiB are on the device at once"):
+        rig.steps(WARM_UP + 1)
+    with pytest.raises(BudgetError, match="the floor is 4194304 bytes"):
+        rig.step()
 
 
 def test_what_is_explained_says_how_old_it_is(make_rig: MakeRig) -> None:

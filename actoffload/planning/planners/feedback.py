@@ -235,6 +235,14 @@ class StepModel:
         return ""
 
 
+def with_cost(profile: Profile, computed_s: float, moved_bytes: int) -> Profile:
+    """The profile of a step that moved nothing, with what moving costs: one that moved bytes computed for longer."""
+    if profile.disk is None or not moved_bytes:
+        return profile
+    cost_s = min(max(0.0, computed_s - profile.step_s), MAX_COST_SHARE * profile.step_s)
+    return profile.with_links(disk=replace(profile.disk, cost_s_per_byte=cost_s / moved_bytes))
+
+
 def rescaled(profile: Profile, factor: float) -> Profile:
     """The profile of a step that computes ``factor`` times as long, everywhere alike."""
 
