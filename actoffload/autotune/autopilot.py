@@ -415,6 +415,7 @@ class Autopilot:
             device_budget=self._shared.budget.limit_bytes,
             host_budget=sum(pool.capacity_bytes for pool in self._tiers.pools) or None,
             nvme_budget=None if config.nvme_budget is None else config.size("nvme_budget", 0),
+            pending_bytes=None if config.pending_bytes is None else config.size("pending_bytes", 0),
             max_slowdown=config.max_slowdown,
             tiers=tiers,
             recompute=config.recompute and self._bounded and self._misled < MOST_MISLED and not several_ranks(),

@@ -44,14 +44,17 @@ class Conditions:
         device_budget: forward waits for room, and nothing is fetched ahead beyond it.
         host_budget: most bytes of host memory.
         nvme_budget: most bytes on disk.
+        pending_bytes: most bytes on their way out of the device at once: its compute stream waits for more to have
+            left, and a CPU tensor beyond it stays unless there is a ``device_budget``, for which forward waits.
     """
 
     device_budget: int | None = None
     host_budget: int | None = None
     nvme_budget: int | None = None
+    pending_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("device_budget", "host_budget", "nvme_budget"):
+        for name in ("device_budget", "host_budget", "nvme_budget", "pending_bytes"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
                 raise ConfigError(name, value, "give a number of bytes, 0 or more, or None")
@@ -265,6 +268,7 @@ class _Step:
         self.refused: list[int] = []
         """What was to leave, and stays as there is no room where it goes."""
         self._has_budget = conditions.device_budget is not None
+        self._most_pending = conditions.pending_bytes
         self._at_peak: tuple[list[bool], list[int], list[bool]] | None = None
 
     def run(self) -> None:
@@ -313,6 +317,10 @@ class _Step:
     def _admit(self, p: int, mode: int, now: float) -> float:
         """Take room where ``p`` is going; the time when there was some, or -1 when it has to stay."""
         nbytes, transfers = self.workload.nbytes[p], self.transfers
+        if self._most_pending is not None:
+            now = self._wait_for_pending(nbytes, self._most_pending, now)
+            if now < 0:
+                return now
         to_disk = mode == NVME and transfers.disk.has_room(nbytes)
         if mode == NVME and not to_disk and not transfers.has_host:
             return -1.0
@@ -328,6 +336,18 @@ class _Step:
         if to_disk:
             transfers.disk.add(p)
         return now
+
+    def _wait_for_pending(self, nbytes: int, most: int, now: float) -> float:
+        """Wait until so many bytes more may be on their way out; the time then, or -1 where nobody waits for that."""
+        transfers = self.transfers
+        counted = nbytes if nbytes <= most else (most + 1) // 2
+        if not transfers.has_host:
+            return -1.0 if transfers.pending + counted > most and not self._has_budget else now
+        until = now
+        while transfers.pending and transfers.pending + counted > most:
+            until = max(until, transfers.complete_next())
+        self.clock.wait(until - now, FORWARD)
+        return until
 
     def _need(self, p: int, now: float, place: int) -> None:
         self.device.phase = "backward"

@@ -165,6 +165,18 @@ def test_a_plan_that_declines_says_where_the_peak_is(make_rig: MakeRig) -> None:
     assert "of the peak of 64.0 MiB the most, 8.0 MiB, is layers." in rig.offloader.explain()
 
 
+def test_what_may_be_on_its_way_out_bounds_the_plan(make_rig: MakeRig) -> None:
+    """A disk takes all in time, but not all at once."""
+    rig = make_rig(bytes_per_s=FAST, pending_bytes="3MiB", forward_s=0.05)
+    rig.steps(WARM_UP + 6)
+    pilot = rig.offloader.autopilot
+    assert pilot is not None
+    assert pilot.plan is not None
+    assert pilot.plan.offloaded_bytes == pytest.approx(rig.moved[-1], rel=0.01)
+    assert pilot.plan.predicted_peak_bytes == pytest.approx(rig.peaks[-1], rel=0.1)
+    assert (pilot.plan.pending_bytes or 0) <= 3 * MIB
+
+
 def test_it_comes_to_rest(make_rig: MakeRig) -> None:
     """Steps and a disk that are a little faster or slower each time are no reason for other plans."""
     noise = random.Random(0)
