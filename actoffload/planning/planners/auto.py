@@ -73,7 +73,7 @@ class Auto:
         everything = every_choice(bench)
         if everything is not None:
             return min(everything, key=bench.score)
-        choices = [bench.keep, bench.offload_all(), first_cut(bench), smallest_cut(bench)]
+        choices = [bench.keep, bench.offload_all(), first_cut(bench)]
         best = bench.best([*choices, *map(bench.relieved, choices[1:])])
         windows = _windows(bench)
         if _many(bench):
@@ -97,12 +97,6 @@ def first_cut(bench: Bench) -> Choice:
     return bench.search_cut(bench.movable())
 
 
-def smallest_cut(bench: Bench) -> Choice:
-    """The smallest leave, the largest stay: as DeepSpeed's DeepCompile pass brings back what there is headroom for."""
-    items = bench.workload.items
-    return bench.search_cut(sorted(bench.movable(), key=lambda n: (items[n].nbytes, items[n].birth_s)))
-
-
 def _windows(bench: Bench) -> list[int]:
     """How far ahead backward may read, in bytes, from near to far."""
     own, whole = bench.workload.profile.prefetch_bytes, bench.workload.reach[-1]
@@ -117,7 +111,7 @@ def _under(bench: Bench, windows: Sequence[int]) -> list[Choice]:
     found = []
     for window in windows:
         bench.window = window
-        found.append(smallest_cut(bench))
+        found.append(first_cut(bench))
     bench.window = usual
     return found
 
