@@ -13,10 +13,11 @@ from ..memory.process_memory import available_bytes
 from ..planning.explain import render_plan
 from ..planning.plan import Plan
 from ..planning.planners.auto import Auto
-from ..planning.planners.base import Limits, Planner
+from ..planning.planners.base import Bench, Limits, Planner
 from ..planning.planners.feedback import Observed, StepModel, rescaled, with_cost
 from ..planning.profile import Profile
 from ..runtime.decision import InputShapes
+from ..sizes import format_size
 from ..tiers.shared import Shared
 from ..tiers.tiers import Tiers
 from .agreement import Proposal, choose, exchange, several_ranks
@@ -223,6 +224,8 @@ class Autopilot:
         profile = self._recording.profile()
         if profile is None:
             return
+        if self._recording.steps <= WARM_UP:
+            self._say_if_too_low(profile)
         if shape.tries_keeping:
             shape.tries_keeping = False
             self._make_plan(shape, with_cost(profile, *shape.moving), observed)
@@ -231,6 +234,19 @@ class Autopilot:
             shape.moving = observed.step_s - observed.wait_s, self._moved_bytes - self._began_with_bytes
             if not shape.tries_keeping:
                 self._make_plan(shape, profile, observed)
+
+    def _say_if_too_low(self, profile: Profile) -> None:
+        """Say before another step passes a budget that no plan will keep."""
+        budget = self.limits.device_budget
+        if budget is None or (profile.host is None and profile.disk is None):
+            return
+        floor = Bench(profile, self.limits).floor()[0]
+        if floor > budget:
+            self._shared.reporter.advise(
+                "budget",
+                f"device_budget={format_size(budget)!r} is less than a step needs: {format_size(floor)} with all that "
+                "can be moved or recomputed; give that much, or make the batch or what a block saves smaller",
+            )
 
     def _can_try_keeping(self, profile: Profile) -> bool:
         """Whether a step moves nothing first: only that shows what moving costs, and only ``max_slowdown`` asks."""

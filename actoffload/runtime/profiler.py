@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..planning.profile import Block, Profile, Storage
 from ..policy import KeepReason
 from ..tiers.record import Record
 from ..tiers.timers import Stamp, Stopwatch
+from .even import Stretch, evened
 from .identity import inner_tensors, storages
 
 FREE_TO_MOVE = (KeepReason.LAST, KeepReason.PRESSURE, KeepReason.PLAN, KeepReason.FITS, KeepReason.NO_TIME)
@@ -114,6 +115,7 @@ class Profiler:
         self._tapes: dict[int, tuple[int, object]] = {}
         self._in_backward: set[int] = set()
         self._end: Stamp = None
+        self._even: Callable[[float], float] = float
         self.finished = False
         """The step has ended, and its profile may be asked for."""
 
@@ -283,6 +285,7 @@ class Profiler:
         if not self.stopwatch.end():
             return None
         blocks, renumbered = self._recomputable()
+        self._even = evened(self._stretches(renumbered))
         saved = tuple(self._storage(entry, renumbered) for entry in self._saved)
         profile = Profile(
             storages=saved,
@@ -292,17 +295,44 @@ class Profiler:
         self._clear()
         return profile
 
+    def _seconds(self, stamp: Stamp) -> float:
+        return self._even(self.stopwatch.seconds(stamp))
+
+    def _stretches(self, blocks: Iterable[int]) -> list[Stretch]:
+        """The forwards and backwards of blocks, by what they save: those of equal blocks are equal."""
+        seconds = self.stopwatch.seconds
+        own: dict[int, list[SavedStorage]] = {number: [] for number in blocks}
+        for entry in self._saved:
+            if entry.block in own:
+                own[entry.block].append(entry)
+        found = []
+        needs: dict[int, list[float]] = {}
+        """By forward, when backward reached the blocks before."""
+        for number, entries in own.items():
+            block = self._blocks[number]
+            assert block.tape is not None, "a usable block saved something"
+            sizes = tuple(entry.nbytes for entry in entries)
+            found.append(Stretch(seconds(block.begin), seconds(block.end), ("forward", sizes)))
+            first_need_s = min((seconds(entry.need) for entry in entries if entry.need is not None), default=None)
+            earlier = needs.setdefault(block.tape, [])
+            if first_need_s is not None:
+                end_s = min((need_s for need_s in earlier if need_s >= first_need_s), default=None)
+                if end_s is not None:
+                    found.append(Stretch(first_need_s, end_s, ("backward", sizes)))
+                earlier.append(first_need_s)
+        return found
+
     def _durations(self) -> dict[str, Any]:
         found = {"forward": 0.0, "backward": 0.0, "other": 0.0}
         phase, since_s = "forward", 0.0
         for following, stamp in [*self._phases, ("other", self._end)]:
-            time_s = max(since_s, self.stopwatch.seconds(stamp))
+            time_s = max(since_s, self._seconds(stamp))
             found[phase] += time_s - since_s
             phase, since_s = following, time_s
         return {f"{name}_s": seconds for name, seconds in found.items()}
 
     def _storage(self, entry: SavedStorage, renumbered: dict[int, int]) -> Storage:
-        seconds = self.stopwatch.seconds
+        seconds = self._seconds
         birth_s = seconds(entry.birth)
         need_s = None if entry.need is None else max(birth_s, seconds(entry.need))
         death = self._end if entry.death is None else entry.death
@@ -328,7 +358,7 @@ class Profiler:
         return [self._blocks[n] for n in usable], {old: new for new, old in enumerate(usable)}
 
     def _block(self, run: RunBlock, number: int, storages: tuple[Storage, ...]) -> Block:
-        begin_s, end_s = self.stopwatch.seconds(run.begin), self.stopwatch.seconds(run.end)
+        begin_s, end_s = self._seconds(run.begin), self._seconds(run.end)
         forward_s = max(0.0, end_s - begin_s)
         assert run.tape is not None, "a usable block saved something"
         first_need_s = min((s.need_s for s in storages if s.block == number and s.need_s is not None), default=None)

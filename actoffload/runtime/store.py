@@ -19,7 +19,6 @@ from ..events import EventKind, now, open_sink
 from ..memory.process_memory import rss_bytes
 from ..planning.plan import Plan, decided
 from ..policy import KeepReason
-from ..sizes import format_size
 from ..statistics import Statistics
 from ..tiers.accelerator import Accelerator
 from ..tiers.accounts import MANY_DEFERRED
@@ -234,19 +233,6 @@ class ActivationStore:
     def _make_room(self, tier: Tier) -> None:
         following = self.shared.budget.largest_bytes if self._following_bytes is None else self._following_bytes
         self.shared.accounts.pack_wait_s += tier.make_room(following)
-        self._say_if_passed(0)
-
-    def _say_if_passed(self, nbytes: int) -> None:
-        """Say once that the budget cannot be kept, as ``nbytes`` come and nothing more can leave meanwhile."""
-        if not self.shared.budget.exceeded_by(nbytes):
-            return
-        budget = format_size(self.shared.budget.limit_bytes or 0)
-        needed = format_size(self.shared.accounts.resident_bytes + nbytes)
-        self.shared.reporter.advise(
-            "budget",
-            f"device_budget={budget!r} is passed: {needed} are on the device at once, and nothing more can leave "
-            "meanwhile; raise it, or make the batch or what a block saves smaller",
-        )
 
     def keep_static(self, reason: KeepReason, nbytes: int) -> None:
         """Count a tensor that stays and is no activation."""
@@ -307,7 +293,6 @@ class ActivationStore:
             first, on_device, since_s = record.state, record.on_device, now()
             if not on_device and not record.counted:
                 tier.make_room(record.nbytes)
-                self._say_if_passed(record.nbytes)
             storage = self._fetch_now(record, tier)
             if not on_device and first in (State.FETCHING, State.SPILLED):
                 self.shared.accounts.unpack_wait_s += now() - since_s

@@ -165,6 +165,22 @@ def test_a_plan_that_declines_says_where_the_peak_is(make_rig: MakeRig) -> None:
     assert "of the peak of 64.0 MiB the most, 8.0 MiB, is layers." in rig.offloader.explain()
 
 
+def test_equal_blocks_are_equal_in_a_profile(make_rig: MakeRig) -> None:
+    """However long each took in the step that was recorded."""
+    noise = random.Random(0)
+    rig = make_rig(bytes_per_s=FAST, device_budget=BUDGET, sizes=((2 * MIB,) * 4,) * 8 + ((4 * MIB,) * 4,) * 2)
+    for layer in rig.model.layers:
+        layer.forward_s *= noise.uniform(0.5, 1.5)
+    rig.steps(WARM_UP + 2)
+    profile = rig.offloader.profile
+    assert profile is not None
+    for part in ("forward_s", "backward_s"):
+        times = [getattr(block, part) for block in profile.blocks]
+        assert max(times[2:8]) == pytest.approx(min(times[2:8])), part
+    assert profile.blocks[8].forward_s != pytest.approx(profile.blocks[9].forward_s), "of two nobody knows"
+    assert [storage.birth_s for storage in profile.storages] == sorted(storage.birth_s for storage in profile.storages)
+
+
 def test_what_may_be_on_its_way_out_bounds_the_plan(make_rig: MakeRig) -> None:
     """A disk takes all in time, but not all at once."""
     rig = make_rig(bytes_per_s=FAST, pending_bytes="3MiB", forward_s=0.05)
@@ -273,10 +289,14 @@ def test_nothing_moves_where_next_to_nothing_is_gained(make_rig: MakeRig) -> Non
     assert sum(rig.moved[WARM_UP + 1 :]) <= 4 * MIB, "but for what measures the link"
 
 
-def test_a_budget_that_the_first_steps_pass_is_named_by_them(make_rig: MakeRig) -> None:
+def test_a_budget_that_no_plan_will_keep_is_named_before_a_step_passes_it(make_rig: MakeRig) -> None:
     rig = make_rig(bytes_per_s=SLOW, device_budget=3 * MIB)
-    with pytest.warns(RuntimeWarning, match=r"device_budget='3.0 MiB' is passed: 4.0 MiB are on the device at once"):
-        rig.steps(WARM_UP + 1)
+    rig.step()
+    assert rig.peaks == [2 * MIB]
+    with pytest.warns(
+        RuntimeWarning, match=r"device_budget='3.0 MiB' is less than a step needs: 4.0 MiB with all that"
+    ):
+        rig.step()
     with pytest.raises(BudgetError, match="the floor is 4194304 bytes"):
         rig.step()
 
