@@ -11,7 +11,7 @@ from typing import Any
 
 from actoffload import Plan
 from actoffload.errors import BudgetError
-from actoffload.planning.planners.auto import Auto
+from actoffload.planning.planners.auto import MIN_GAIN_BYTES, Auto
 from actoffload.planning.planners.base import Bench, Limits, Planner
 from actoffload.planning.planners.joint import Joint
 from actoffload.planning.planners.search import every_choice
@@ -124,7 +124,10 @@ def best_plan(make_rig: MakeRig, work: Workload, phase: Phase, scale: float, bud
         rig.steps(3, scale)
         if budget is not None or rig.seconds[-1] <= NO_LOSS * profile.step_s:
             found.append(Best(rig.seconds[-1], rig.peaks[-1], plan))
-    return min(found, key=lambda best: (best.step_s if budget is not None else best.peak_bytes, best.step_s))
+    if budget is not None:
+        return min(found, key=lambda best: best.step_s)
+    enough = [best for best in found if best.peak_bytes <= profile.baseline_peak_bytes - MIN_GAIN_BYTES]
+    return min(enough or [best for best in found if not best.plan.offloaded_bytes], key=lambda best: best.peak_bytes)
 
 
 def _plans(profile: Profile, limits: Limits) -> list[Plan]:

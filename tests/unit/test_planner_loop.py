@@ -16,6 +16,7 @@ from actoffload.autotune.autopilot import WARM_UP
 from actoffload.errors import BudgetError, ConfigError
 from actoffload.planning.planners import Limits, make_planner
 from actoffload.planning.profile import Profile
+from tests import planner_cases
 from tests.planner_rig import MIB, MakeRig, Rig, rigs
 
 FAST, SLOW = 120e6, 15e6
@@ -299,6 +300,15 @@ def test_a_budget_that_no_plan_will_keep_is_named_before_a_step_passes_it(make_r
         rig.step()
     with pytest.raises(BudgetError, match="the floor is 4194304 bytes"):
         rig.step()
+
+
+@pytest.mark.parametrize(
+    ("model", "scenario"), [("two blocks", "throttled for a while"), ("small inputs", planner_cases.FROM_A_FILE)]
+)
+def test_a_sample_of_the_cases(make_rig: MakeRig, model: str, scenario: str) -> None:
+    """All of them are in the table that ``python -m benchmarks.planner_cpu --virtual`` makes."""
+    row = planner_cases.run(make_rig, model, scenario, True)
+    assert row["holds"], row
 
 
 def test_what_is_explained_says_how_old_it_is(make_rig: MakeRig) -> None:
