@@ -68,7 +68,7 @@ class Recompute:
         self,
         blocks: Mapping[str, nn.Module],
         names: Iterable[str],
-        saved: Mapping[str, frozenset[int]] | None = None,
+        saved: Mapping[str, tuple[int, ...] | None] | None = None,
     ) -> None:
         """Recompute exactly these blocks from the next forward on; a name that is no block is left out.
 
@@ -121,7 +121,7 @@ class Checkpointed:
         self.forward = forward
         self.was_attribute = was_attribute
         self.active = True
-        self.saved: frozenset[int] | None = None
+        self.saved: tuple[int, ...] | None = None
         self._meter = meter
 
     def __reduce__(self) -> Any:  # a copy of the module, or a pickled one, is as it was before us

@@ -103,11 +103,6 @@ class ActivationStore:
         on_cpu = isinstance(self.tiers.by_device.get("cpu"), CpuTier)
         first = CPU_PREFETCH_BYTES if on_cpu else DEVICE_PREFETCH_BYTES
         window = Window(config.size("prefetch_bytes", first), fixed=config.prefetch_bytes is not None)
-        if isinstance(config.policy, Plan):
-            if config.policy.prefetch_bytes is not None:
-                window.follow(config.policy.prefetch_bytes)
-            for tier in self.tiers.by_device.values():
-                tier.expect_pending(config.policy.pending_bytes)
         phases: Phases[Tape[Record]] = Phases()
         self.prefetch = Prefetch(self.shared, self.tiers.by_device, window, phases)
         self.decision = OffloadDecision(config, window, phases)

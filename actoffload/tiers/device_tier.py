@@ -398,7 +398,7 @@ class DeviceTier(Tier):
 
     def _reload_arrived(self, record: Record) -> None:
         """Begin the copies of those parts of a record that have come from disk; backward waits for it."""
-        end = record.transfer.moved_bytes // CHUNK_BYTES * CHUNK_BYTES if isinstance(record.transfer, Transfer) else 0
+        end = record.transfer.arrived_bytes // CHUNK_BYTES * CHUNK_BYTES if isinstance(record.transfer, Transfer) else 0
         if end > record.filled_bytes:
             with contextlib.suppress(torch.OutOfMemoryError):  # all of it makes room when it is there
                 self._fill(record, end)
