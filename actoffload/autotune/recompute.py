@@ -185,9 +185,14 @@ class _Counted:
                 self._saved.update((storage._cdata, storage.nbytes()) for storage in storages(tensor))
             return pack(tensor)
 
+        # As on a checkpoint's own hooks: whoever looks for the user's (PyTorch, from 2.14 on) has to look behind them.
+        # Only while they are active, as a graph keeps them.
+        hooks: Any = counted
+        hooks._checkpoint_internal, hooks._user_hooks = True, getattr(pack, "_user_hooks", None)
         self._hooks = torch.autograd.graph.saved_tensors_hooks(counted, unpack)
         self._hooks.__enter__()
 
     def __exit__(self, *error: object) -> None:  # also when the checkpoint ends the recomputation early
         self._hooks.__exit__(*error)
+        del self._hooks.pack_hook._user_hooks
         self._meter.recomputed(sum(nbytes for key, nbytes in self._saved.items() if key not in self._inputs))
