@@ -143,6 +143,7 @@ class Suite:
     def _spec(self, case: GpuCase, modes: Sequence[str], limit_s: float) -> dict[str, Any]:
         tiny = self.options.tiny
         accelerator = None if tiny else torch.accelerator.current_accelerator()
+        known = [p["result"].get("statistics", {}) for p in self.points if p["case"]["name"] == case.name]
         return case.spec | {
             "device": simulated_device.NAME if accelerator is None else accelerator.type,
             "reference": case.reference,
@@ -150,6 +151,7 @@ class Suite:
             "steps": self.options.steps or (1 if tiny else 3),
             "path": self.options.path,
             "untimed": 4 if tiny else 8,
+            "baseline_bytes": max((counts.get("baseline_peak_bytes", 0) for counts in known), default=0),
             "threads": 1 if tiny else None,
             "limit_s": limit_s,
         }

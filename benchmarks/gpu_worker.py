@@ -4,7 +4,8 @@ The model is made once. Every mode stands between two blocks of steps in the ref
 of the machine falls on both sides of each ratio. The gradients of its first step, and of one after those that are
 timed, are compared with the reference's. A mode that fails in a way that may spoil the process ends it; the rest is the
 next process's. The options come as one JSON argument: those of `benchmarks.worker`, and ``modes``, ``reference``,
-``untimed`` (steps of each mode before those that are timed) and ``limit_s``.
+``untimed`` (steps of each mode before those that are timed), ``baseline_bytes`` (what all saved tensors take, if that
+was counted before) and ``limit_s``.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Series:
         self.available_bytes = psutil.virtual_memory().available
         self.reference_s: list[float] = []
         self.gradients = ""
-        self.baseline_bytes: int | None = None
+        self.baseline_bytes: int = spec.get("baseline_bytes", 0)
 
     def reference(self) -> dict[str, Any]:
         """The reference itself, with its deterministic step three times; what it measures."""
@@ -130,7 +131,7 @@ class Series:
         share = MODES[name].options.get("device_budget")
         if share is None:
             return {}
-        if self.baseline_bytes is None:
+        if not self.baseline_bytes:
             raise Unavailable("what is saved in all is not known: no earlier mode of the library has counted it")
         return {"device_budget": int(share * self.baseline_bytes)}
 
