@@ -19,7 +19,7 @@ from ..tiers.accounts import MANY_DEFERRED
 from ..tiers.record import Record
 from . import native
 from .exclusions import MARKED, Exclusions, is_filled_later
-from .handles import Handle, Kept, KeptActivation, Stayed, Wrapped, unpack
+from .handles import Handle, Kept, KeptActivation, Stayed, Wrapped, sharing_counters, unpack
 from .module_names import ModuleScopes
 from .tensor_names import name_of
 
@@ -90,7 +90,8 @@ class Packer:
     def pack(self, tensor: Tensor) -> Any:
         """Return the handle of a tensor that autograd saves: the pack hook."""
         try:
-            return self._pack(tensor, ())
+            with sharing_counters():
+                return self._pack(tensor, ())
         except Exception:
             raise
         except BaseException:
