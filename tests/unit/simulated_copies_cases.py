@@ -186,7 +186,7 @@ def test_what_its_owner_frees_before_its_copy_has_begun_stays(
                 factors[-1].untyped_storage().resize_(0)
         for value, factor in enumerate(factors, start=2):
             factor.untyped_storage().resize_(factor.nbytes)
-            with torch.autograd._unsafe_preserve_version_counter(factor):
+            with torch.autograd.grad_mode._unsafe_preserve_version_counter(factor):
                 factor.fill_(float(value))
         y.sum().backward()
         assert offloader.statistics().kept_bytes["resized"] > 0
