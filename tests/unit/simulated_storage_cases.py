@@ -315,7 +315,7 @@ def test_what_was_fetched_ahead_makes_room_for_what_backward_waits_for(
 ) -> None:
     model, x = _model()
     expected = _gradients(model, x, contextlib.nullcontext())
-    with _offloader(tmp_path, target=target, engine=engine) as offloader:
+    with _offloader(tmp_path, target=target, engine=engine, pending_bytes="1MiB") as offloader:
         model.zero_grad()
         with offloader:
             loss = model(x).square().sum()
@@ -332,6 +332,10 @@ def test_what_was_fetched_ahead_makes_room_for_what_backward_waits_for(
         with lock_of(offloader):
             tier.poll()
             assert [record.state for record in away[:3]] == [ahead] * 3
+        rest = []
+        with contextlib.suppress(torch.OutOfMemoryError):
+            while True:
+                rest.append(torch.empty(RECORD_BYTES, dtype=torch.uint8, device=NAME))
         flushes = device.flushes
         found = offloader.store.obtain(away[-1], 0)
         assert found[0].nbytes() == RECORD_BYTES
