@@ -65,9 +65,6 @@ class NullDevice:
     def current_index(self) -> int:
         return 0
 
-    def index_of(self, tensor: Tensor) -> int:
-        return 0
-
     def current_stream(self, index: int) -> str:
         return "compute"
 
