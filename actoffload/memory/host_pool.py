@@ -190,7 +190,7 @@ class HostPool:
         The child has no page-locked memory: who is given some there reads and writes nothing.
         """
         self._lock = threading.RLock()
-        self._thread = None
+        self._thread, self.growing = None, False
         self._kept.clear()
         if self._pin is not None:
             self._by_room.clear()

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
@@ -16,6 +17,8 @@ from torch import Tensor
 
 Stream = Any
 Event = Any
+NAP_S = 1e-4
+"""How long an I/O thread sleeps between two looks at an event."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -220,6 +223,10 @@ class CudaAccelerator(TorchAccelerator):
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(stream)
         return event
+
+    def synchronize(self, event: Event) -> None:
+        while not self.done(event):  # cudaEventSynchronize would keep a core busy, as PyTorch's events do not block
+            time.sleep(NAP_S)
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

@@ -306,8 +306,19 @@ class ReleaseWindow:
         """Whether so many bytes more may be held, so that nothing waits; more than the limit only by themselves."""
         return not self._batches or self.held_bytes + nbytes <= self._limit_for(nbytes)
 
-    def hold(self, owner: object, destination: Tensor, source: Tensor, index: int, used_by: list[Any]) -> Batch:
-        """Have bytes of device ``index`` copied to the host, soon, and hold them until the window is past them."""
+    def hold(
+        self, owner: object, destination: Tensor, source: Tensor, index: int, used_by: list[Any], of_bytes: int
+    ) -> Batch:
+        """Have bytes of device ``index`` copied to the host, soon, and hold them until the window is past them.
+
+        Args:
+            owner: whose bytes they are.
+            destination: host memory, flat bytes.
+            source: device memory, likewise.
+            index: the device's.
+            used_by: see `Batch.add`.
+            of_bytes: of how many bytes these are a part, which are let go together.
+        """
         nbytes = destination.nbytes
         last = self._batches[-1] if self._batches else None
         batch = self._copies.gather("out", index, last)
@@ -316,7 +327,7 @@ class ReleaseWindow:
             self._batches.append(batch)
         batch.add(owner, destination, source, nbytes, used_by)
         self.held_bytes += nbytes
-        self._limit_bytes = self._limit_for(nbytes)
+        self._limit_bytes = self._limit_for(of_bytes)
         full = len(batch.copies) >= BATCH_COPIES or batch.nbytes >= min(BATCH_BYTES, self._limit_bytes // 4)
         if full or self.held_bytes > self._limit_bytes:
             self.begin()

@@ -6,7 +6,9 @@ that has read a record back marks it hosted, and whoever comes next begins its c
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -14,12 +16,12 @@ import torch
 
 from ..errors import StateError
 from ..events import EventKind, now
-from ..memory.host_pool import HostPool
+from ..memory.host_pool import HostPool, Slot
 from ..policy import KeepReason
 from ..storage.spool import Spool
 from ..storage.transfers import Transfer
 from .copy_streams import BATCH_BYTES, BATCH_COPIES, Batch, CopyStreams, ReleaseWindow
-from .record import Record, State
+from .record import MOVING, Record, State
 from .shared import Shared
 from .tier import PENDING_MARGIN, Tier
 from .timers import WaitFor
@@ -28,6 +30,8 @@ CAPTURED = (
     "backward in a captured graph asks for a tensor that was moved before the capture: run the forward in the same "
     "capture, where nothing moves, or run it in no_offload()"
 )
+CHUNK_BYTES = 64 << 20
+"""A larger record is copied and written, or read and copied, in parts of so many bytes, so that both go on at once."""
 SPILL_ABOVE = 0.75
 """Tiered: the oldest records go to disk while more than this share of the host budget is taken."""
 
@@ -71,6 +75,7 @@ class DeviceTier(Tier):
         """Memory that was filled for records which died before they were used, and the copies that fill it."""
         self._keeps_backlog = shared.config.policy in ("auto", "greedy")
         self._in_child = False
+        self._waiter = ThreadPoolExecutor(1, "actoffload-copies")
 
     # -- device → host ------------------------------------------------------------------------------------------------
 
@@ -92,36 +97,63 @@ class DeviceTier(Tier):
             self.window.begin()
             self.window.advance()
             return KeepReason.PRESSURE
-        index = record.device.index or 0
-        out = self.window.hold(record, self._pool.tensor(slot, 0, nbytes), record.flat(), index, slot.events)
+        outs = self._copy_out(record, slot)
+        out, _ = outs[-1]
         record.slot = slot
         record.outgoing = out
         record.to(State.STAGING)
         self._copied_in_place.append(record)
+        if len(outs) > 1 and self._goes_to_disk(record):
+            self._spill(record, outs)
         if limited:
             self.window.begin()  # what waits for others would take room meanwhile
         if out.event is not None:
             self.window.advance()
         return None
 
-    def _source_released(self, record: Record) -> None:
+    def _copy_out(self, record: Record, slot: Slot) -> list[tuple[Batch, int]]:
+        """Have a record copied to the host; return its parts: the batch of each, and how many bytes it completes."""
+        nbytes, index, source = record.nbytes, record.device.index or 0, record.flat()
+        outs: list[tuple[Batch, int]] = []
+        for begin in range(0, nbytes, CHUNK_BYTES):
+            end = min(begin + CHUNK_BYTES, nbytes)
+            owner = record if end == nbytes else object()  # the last part stands for all
+            part = source if nbytes <= CHUNK_BYTES else source[begin:end]
+            host = self._pool.tensor(slot, begin, end - begin)
+            outs.append((self.window.hold(owner, host, part, index, slot.events, nbytes), end))
+            if nbytes > CHUNK_BYTES:
+                self.window.begin()  # a thread waits for each
+        return outs
+
+    def _source_released(self, owner: object) -> None:
         """Go on with a record whose device memory the window has let go of."""
+        if not isinstance(owner, Record):
+            return
+        record = owner
         record.outgoing = None
         if record.state is State.RELEASED:
             self.remove_resident(record)
         if record.state is not State.STAGING:  # backward has taken the original
             return
         if self.resized(record):
+            self._give_up_write(record)
             self.stay(record)
             return
         record.to(State.HOSTED)
         self.remove_resident(record)
         self.shared.reporter.event(EventKind.WRITE, record, "to host")
-        if self._spill_mode == "always" or (self._spill_mode == "overflow" and record.planned_tier == "nvme"):
+        if record.transfer is not None:
+            record.to(State.SPILLING)
+        elif record.on_disk:
+            record.to(State.SPILLED)
+        elif self._goes_to_disk(record):
             self._spill(record)
         elif self._spill_mode == "overflow":
             self._hosted[record] = None
             self._spill_overflow()
+
+    def _goes_to_disk(self, record: Record) -> bool:
+        return self._spill_mode == "always" or (self._spill_mode == "overflow" and record.planned_tier == "nvme")
 
     def _wait_for_host_memory(self) -> bool:
         """Wait until there may be more of it; return False when none is on its way."""
@@ -157,28 +189,51 @@ class DeviceTier(Tier):
             if record.state is State.HOSTED:
                 self._spill(record)
 
-    def _spill(self, record: Record) -> None:
-        """Begin to write a hosted record, once its bytes are complete in host memory."""
+    def _spill(self, record: Record, outs: list[tuple[Any, int]] | None = None) -> None:
+        """Have a record written to disk as its bytes come to host memory.
+
+        Args:
+            record: what to write.
+            outs: its parts, as `_copy_out` returns them, while they are copied; None where the record is hosted.
+        """
         slot = record.slot
-        assert slot is not None, "a hosted record has a slot"
+        assert slot is not None, "what is written has a slot"
         assert self.spool is not None, "spilling needs a spool"
         extent = record.extent = self.allocate(record, slot.nbytes)
         if extent is None:
             return
-        record.transfer = self.spool.write(
-            extent,
-            slot.address,
-            slot.nbytes,
-            before=partial(self._wait_for, list(slot.events)),
-            on_done=partial(self._written, record, now()),
-            keepalive=slot,
-        )
-        record.to(State.SPILLING)
+        on_done = partial(self._written, record, now())
+        transfer = self.spool.write(extent, slot.address, slot.nbytes, on_done=on_done, keepalive=slot, held=True)
+        record.transfer = transfer
+        if record.state is State.HOSTED:
+            record.to(State.SPILLING)
         self.shared.pending_bytes += record.nbytes
+        parts = outs or [(batch, slot.nbytes) for batch in slot.events]
+        self._waiter.submit(self._write_when_copied, self.spool, transfer, parts)
+
+    def _write_when_copied(self, spool: Spool, transfer: Transfer, parts: list[tuple[Any, int]]) -> None:
+        """On the one thread that waits for copies, in the order in which they were begun: write what is there."""
+        try:
+            for batch, nbytes in parts:
+                assert batch.event is not None, "the copies have begun"
+                self.copies.synchronize(batch)
+                if nbytes < parts[-1][1]:
+                    spool.go_on(transfer, nbytes)
+            spool.go_on(transfer)
+        except Exception as error:  # a broken device, or an engine that is closed
+            transfer.fail(error)
 
     def _wait_for(self, batches: list[object]) -> None:
         for batch in batches:
             self.copies.synchronize(batch)
+
+    def _give_up_write(self, record: Record) -> None:
+        """The bytes on disk are not wanted any more, or may not be the right ones."""
+        transfer, record.transfer = record.transfer, None
+        if isinstance(transfer, Transfer):
+            transfer.cancel()
+            self.write_cancelled(record)
+        self.free_extent(record)
 
     def _written(self, record: Record, since_s: float, transfer: Transfer) -> None:
         with self.shared.lock:
@@ -199,7 +254,7 @@ class DeviceTier(Tier):
         if not isinstance(transfer, Transfer) or not transfer.cancel():
             return False
         record.transfer = None
-        if record.state is State.SPILLING:
+        if record.state in MOVING:
             self.write_cancelled(record)
         return True
 
@@ -230,9 +285,9 @@ class DeviceTier(Tier):
         """Give the host's copy up: nobody watches any more whether the owner resizes what it is made from."""
         out, slot = record.outgoing, record.slot
         assert out is not None, "a record on its way out is among others"
-        assert slot is not None, "and it has a slot"
-        if self.window.withdraw(record, out, slot.events):
+        if self.window.withdraw(record, out, slot.events if slot is not None else None):
             record.outgoing = None
+        self._give_up_write(record)
         self.forwarded(record)
         record.slot = None
         record.to(State.RESIDENT)
@@ -252,8 +307,10 @@ class DeviceTier(Tier):
             before=partial(self._wait_for, list(slot.events)) if slot.events else None,
             on_done=partial(self._arrived_on_host, record, now()),
             keepalive=slot,
+            on_part=self._part_arrived if record.nbytes > CHUNK_BYTES else None,
         )
         record.slot = slot
+        record.filled_bytes = 0
         record.wanted = True
         record.to(State.FETCHING)
         self._reading.add(record)
@@ -269,6 +326,10 @@ class DeviceTier(Tier):
                 return True
         return False
 
+    def _part_arrived(self) -> None:
+        with self.shared.lock:
+            self.shared.changed.notify_all()
+
     def _arrived_on_host(self, record: Record, since_s: float, transfer: Transfer) -> None:
         with self.shared.lock:
             self._reading.discard(record)
@@ -278,7 +339,8 @@ class DeviceTier(Tier):
             if record.state is State.RELEASED:  # its last handle died as the read ended
                 return
             assert record.slot is not None, "what is read has a slot"
-            record.slot.events.clear()  # the read has waited for them
+            if not record.filled_bytes:  # no copy of it has begun, and the read has waited for those before
+                record.slot.events.clear()
             if transfer.error is not None:
                 record.error = transfer.error
                 record.slot = None
@@ -322,6 +384,29 @@ class DeviceTier(Tier):
             self.window.advance(0)
             self._reload(record)
 
+    def _reload_arrived(self, record: Record) -> None:
+        """Begin the copies of those parts of a record that have come from disk; backward waits for it."""
+        end = record.transfer.moved_bytes // CHUNK_BYTES * CHUNK_BYTES if isinstance(record.transfer, Transfer) else 0
+        if end > record.filled_bytes:
+            with contextlib.suppress(torch.OutOfMemoryError):  # all of it makes room when it is there
+                self._fill(record, end)
+
+    def _fill(self, record: Record, end: int) -> None:
+        """Copy a record to device memory of its own up to byte ``end``."""
+        slot, begin = record.slot, record.filled_bytes
+        assert slot is not None, "what was read has a slot"
+        self._begin_reloads()
+        incoming = self.copies.gather("in", record.device.index or 0, None)
+        if record.filling is None or record.incoming is None:
+            record.filling = self.copies.destination(incoming, record.nbytes)
+            self.count_resident(record)
+        else:
+            incoming.stream = record.incoming.stream  # which owns the memory
+        part = record.filling[begin:end]
+        incoming.add(record, part, self._pool.tensor(slot, begin, end - begin), end - begin, slot.events)
+        self.copies.begin_in(incoming)
+        record.incoming, record.filled_bytes = incoming, end
+
     def _reload(self, record: Record) -> None:
         """Have a hosted record copied to the device, with those that are brought back by the same call."""
         if record.state is State.HOSTED and self.recover(record):
@@ -333,6 +418,13 @@ class DeviceTier(Tier):
                 record.to(State.HOSTED)
         slot = record.slot
         assert slot is not None, "a hosted record has a slot"
+        if record.filling is not None:
+            self._fill(record, record.nbytes)
+            self._reloads(record, record.filling)
+            record.filling = None
+            if record.on_disk:
+                record.slot = None
+            return
         incoming = self.copies.gather("in", record.device.index or 0, self._incoming)
         if incoming is not self._incoming:
             self._begin_reloads()
@@ -340,12 +432,15 @@ class DeviceTier(Tier):
         filled = self.copies.destination(incoming, record.nbytes)
         incoming.add(record, filled, self._pool.tensor(slot, 0, record.nbytes), record.nbytes, slot.events)
         record.incoming = incoming
+        self._reloads(record, filled)
+        if incoming.nbytes >= BATCH_BYTES or len(incoming.copies) >= BATCH_COPIES:
+            self._begin_reloads()
+
+    def _reloads(self, record: Record, filled: torch.Tensor) -> None:
         self.add_resident(record, filled.untyped_storage(), record.begin)
         record.to(State.RELOADING)
         self._reloading[record] = None
         self.shared.reporter.event(EventKind.READ, record, "to device")
-        if incoming.nbytes >= BATCH_BYTES or len(incoming.copies) >= BATCH_COPIES:
-            self._begin_reloads()
 
     def begin_copies(self) -> None:
         if (self._incoming is not None or self.window.gathers) and not self.capturing():
@@ -372,6 +467,9 @@ class DeviceTier(Tier):
         if record.state in (State.HOSTED, State.SPILLING):
             self._reload_now(record)
             incoming = record.incoming
+        elif record.state is State.FETCHING:
+            self._reload_arrived(record)
+            return None
         if incoming is not None:
             if incoming.event is None:
                 self._begin_reloads()
@@ -399,7 +497,8 @@ class DeviceTier(Tier):
         if incoming is not None:
             record.incoming = None
             if not incoming.settled:
-                self._unused.append((record.data, incoming))
+                self._unused.append((record.data if record.filling is None else record.filling, incoming))
+            record.filling = None
 
     def remove_resident(self, record: Record) -> None:
         if record.outgoing is None:
@@ -430,6 +529,9 @@ class DeviceTier(Tier):
         self._reading.clear()
         self._reloading.clear()
         self._arrived.clear()
+
+    def close(self) -> None:
+        self._waiter.shutdown(wait=False, cancel_futures=True)
 
     def count_waits(self) -> None:
         if self.capturing():

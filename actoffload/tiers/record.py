@@ -103,6 +103,8 @@ class Record:
     slot: Slot | None = None  # its host memory
     outgoing: Batch | None = None  # the copies to the host that it is among, until its device memory is let go
     incoming: Batch | None = None  # the copies to the device that it is among
+    filling: Tensor | None = None  # device memory that is filled as the bytes come from disk
+    filled_bytes: int = 0  # of them, those whose copies have begun
     error: BaseException | None = None  # why it could not be read; whoever asks next tries again
 
     def __post_init__(self) -> None:

@@ -89,6 +89,9 @@ class Tier(ABC):
         """Forget every record after an interrupt; what their copies touch is used again only after these."""
         self._copied_in_place.clear()
 
+    def close(self) -> None:  # noqa: B027
+        """End the threads, if there are any. Idempotent."""
+
     def count_waits(self) -> None:  # noqa: B027
         """Count what streams have waited for since the last time; the host does not see that."""
 

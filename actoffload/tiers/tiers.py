@@ -11,11 +11,13 @@ from ..errors import ConfigError, SpoolPathError
 from ..memory import cpu_allocator
 from ..memory.host_pool import HostPool
 from ..memory.process_memory import available_bytes, fix_mmap_threshold, peak_rss_bytes
+from ..storage.engines import BEHIND_A_DEVICE
 from ..storage.spool import Spool
 from .accelerator import Accelerator, accelerator_for, default_device_types, peak_allocated_bytes
 from .copy_streams import CopyStreams
 from .cpu_tier import CpuTier
 from .device_tier import DeviceTier
+from .direct_tier import DirectTier
 from .processes import processes_here
 from .shared import Shared
 from .tier import Tier
@@ -142,6 +144,8 @@ class Tiers:
                 last_first.callback(pool.close, wait=wait)
             if self.spool is not None:
                 last_first.callback(self.spool.close if wait else self.spool.abort)
+            for tier in self.by_device.values():
+                last_first.callback(tier.close)
 
     def after_fork_in_child(self) -> None:
         """Give up what belongs to the parent."""
@@ -153,8 +157,8 @@ class Tiers:
             self.spool.after_fork_in_child()
 
     @property
-    def _device_tiers(self) -> list[DeviceTier]:
-        return [tier for tier in self.by_device.values() if isinstance(tier, DeviceTier)]
+    def _device_tiers(self) -> list[DeviceTier | DirectTier]:
+        return [tier for tier in self.by_device.values() if isinstance(tier, DeviceTier | DirectTier)]
 
     # -- opening ------------------------------------------------------------------------------------------------------
 
@@ -177,12 +181,12 @@ class Tiers:
         if config.tune_malloc and isinstance(self.by_device.get("cpu"), CpuTier):
             self._tune_malloc()  # last: nobody would end its use if something above failed
 
-    def _open_spool(self) -> Spool:
+    def _open_spool(self, auto: str | tuple[str, ...] = "auto") -> Spool:
         if self.spool is None:
             config = self.shared.config
             self.spool = Spool(
                 config.paths,
-                engine=config.engine,
+                engine=auto if config.engine == "auto" else config.engine,
                 capacity_bytes=None if config.nvme_budget is None else config.size("nvme_budget", 0),
                 processes=1 if config.nvme_budget is not None else self._processes,
                 threads=config.io_threads,
@@ -211,11 +215,14 @@ class Tiers:
         config = self.shared.config
         spool: Spool | None = None
         if config.target in ("nvme", "tiered"):
-            spool = self._open_spool()
+            spool = self._open_spool(BEHIND_A_DEVICE)
         elif config.target == "auto":
             with suppress(OSError):  # no usable path: host memory only
-                spool = self._open_spool()
+                spool = self._open_spool(BEHIND_A_DEVICE)
         copies = CopyStreams(device)
+        window = None if config.pending_bytes is None else config.size("pending_bytes", 0)
+        if config.target == "nvme" and spool is not None and spool.device_memory and not config.verify:
+            return DirectTier(self.shared, spool, copies, window)
         pool = HostPool(
             self._host_budget(),
             pin=device.pin,
@@ -228,7 +235,6 @@ class Tiers:
         )
         self.pools.append(pool)
         spill = {"host": "never", "nvme": "always"}.get(config.target, "overflow")
-        window = None if config.pending_bytes is None else config.size("pending_bytes", 0)
         return DeviceTier(self.shared, spool, pool, copies, spill, window)
 
     def _pool_grew(self) -> None:
