@@ -1,8 +1,8 @@
 """One sample of what the hooks cost the training thread. The last line of output is one JSON object.
 
-The options come as one JSON argument: ``kind`` (of `KINDS`), ``tensors`` (saved and alive at once), ``chains`` (how
-often that is done in one measurement), ``pairs`` (measurements with a bare pair of hooks and with ours, in turns),
-``path`` and, for what moves, ``nbytes`` of each tensor.
+The options come as one JSON argument: ``kind`` (of `KINDS`, or `STEP`), ``tensors`` (saved and alive at once),
+``chains`` (how often that is done in one measurement), ``pairs`` (measurements with a bare pair of hooks and with ours,
+in turns), ``path`` and, for ``moves``, ``nbytes`` of each tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import actoffload
+from actoffload.testing.gpt import GPT, GPTConfig
 
 KINDS = {
     "parameter": "stays: a parameter",
@@ -31,6 +33,8 @@ KINDS = {
     "device": "moves to host, null device",
     "device kept": "stays on a null device: a policy keeps it",
 }
+STEP = "step"
+"""Whole steps of a small GPT under a plan that keeps everything, against steps without the library."""
 REASONS = {
     "parameter": "parameter", "small": "below min_bytes", "policy": "policy", "moves": None, "device": None,
     "device kept": "policy",
@@ -59,9 +63,6 @@ class NullDevice:
         self._recorded = 0
 
     def current_index(self) -> int:
-        return 0
-
-    def index_of(self, tensor: Tensor) -> int:
         return 0
 
     def current_stream(self, index: int) -> str:
@@ -175,6 +176,40 @@ def make_offloader(kind: str, tensors: int, path: str, device: NullDevice) -> ac
     return actoffload.Offloader(config)
 
 
+def measure_steps(spec: dict[str, Any]) -> dict[str, Any]:
+    """Steps of a GPT of 4 blocks of width 128, alone and under a plan that keeps everything, in turns."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, tokens = GPT(GPTConfig(layers=4, width=128)), torch.randint(0, 256, (8, 256))
+    path = spec.get("path") or tempfile.gettempdir()
+    options: dict[str, Any] = {"target": "nvme", "engine": "memory", "path": path, "devices": "cpu"}
+
+    def forward() -> Tensor:
+        logits: Tensor = model(tokens)
+        return logits.square().mean()
+
+    with actoffload.Offloader(actoffload.OffloadConfig(policy="all", **options)) as first:
+        saved = forward()
+    del saved
+    entries = [replace(entry, action="keep", reason="") for entry in first.plan.entries]
+    first.close()
+    offloader = actoffload.Offloader(actoffload.OffloadConfig(policy=actoffload.Plan(tuple(entries)), **options))
+    offloader.use(model)
+    pairs = [
+        {
+            "bare": once(forward, nullcontext, _nothing, 1),
+            "ours": once(forward, lambda: offloader, _nothing, 1),
+        }
+        for _ in range(spec["pairs"] + 1)
+    ]
+    statistics = offloader.statistics()
+    offloader.close()
+    if statistics.moved_bytes or not statistics.kept_bytes.get("policy"):
+        return {"error": f"not what was to be measured: {statistics.as_dict()}"}
+    tensors = statistics.packed_tensors // statistics.steps
+    return {"tensors": tensors, "pairs": pairs[1:], "statistics": statistics.as_dict()}
+
+
 def once(forward: Forward, hooks: ContextManager, settle: Callable[[], None], chains: int) -> dict[str, float]:
     """Seconds of forward and backward, ``chains`` times; what settles in between is not counted."""
     seconds = {"wall_s": 0.0, "thread_s": 0.0}
@@ -201,6 +236,8 @@ def timed(seconds: dict[str, float]) -> Iterator[None]:
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """All pairs of one sample, after one of each that is not counted."""
+    if spec["kind"] == STEP:
+        return measure_steps(spec)
     torch.set_num_threads(1)
     kind, tensors, chains = spec["kind"], spec["tensors"], spec["chains"]
     forward = make_forward(kind, tensors, spec.get("nbytes") or 0)

@@ -100,11 +100,6 @@ class Accelerator(ABC):
         """Return ``work``, to be called in another thread with this thread's device."""
         return work
 
-    def index_of(self, tensor: Tensor) -> int:
-        """The index of the device that a tensor is on."""
-        index = tensor.device.index
-        return 0 if index is None else index
-
 
 class TorchAccelerator(Accelerator):
     """Any device that PyTorch drives through ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``."""

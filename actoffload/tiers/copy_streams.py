@@ -252,6 +252,8 @@ class CopyStreams:
         seen.append(stream)
 
 
+LOOK_AT = 8
+"""Events that are looked at before another one is made."""
 _UNUSED = sys.getrefcount(deque([object()])[0])
 """The references to what only a list holds; the interpreter may count itself."""
 
@@ -268,11 +270,11 @@ class EventPool:
         """Return an event after all that ``stream``, of device ``index``, has been given so far."""
         made = self._made.setdefault(index, deque())
         again = None
-        if made:
+        for _ in range(min(LOOK_AT, len(made))):
             if sys.getrefcount(made[0]) == _UNUSED:
                 again = made.popleft()
-            else:
-                made.rotate(-1)
+                break
+            made.rotate(-1)
         event = self._device.record(stream, again)
         made.append(event)
         return event

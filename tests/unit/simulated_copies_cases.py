@@ -15,7 +15,16 @@ from torch import Tensor
 from actoffload import Offloader
 from actoffload.errors import StateError
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
-from tests.unit.simulated_device_cases import RECORD_BYTES, SIZE, _current, _equal, _model, _offloader, device
+from tests.unit.simulated_device_cases import (
+    RECORD_BYTES,
+    SIZE,
+    _current,
+    _equal,
+    _is_right,
+    _model,
+    _offloader,
+    device,
+)
 
 __all__ = ["device"]
 
@@ -45,6 +54,14 @@ def _ends_without_copies_out(device: SimulatedDevice, offloader: Offloader, copi
     found = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
     assert _equal(found, expected)
     return finished
+
+
+@pytest.mark.parametrize("target", ["host", "nvme"])
+def test_gradients_have_the_same_bits_where_copies_go_together(
+    device: SimulatedDevice, tmp_path: Path, target: str
+) -> None:
+    sizes = {"pending_bytes": 8 * RECORD_BYTES, "prefetch_bytes": 8 * RECORD_BYTES}
+    assert all(_is_right(device, tmp_path, seed, target=target, **sizes) for seed in range(3))
 
 
 def test_backward_waits_for_no_copy_out_of_what_it_still_has(device: SimulatedDevice, tmp_path: Path) -> None:
