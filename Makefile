@@ -93,7 +93,7 @@ versions: $(VENV)/.installed-test
 	$(BIN)/python -m tests.versions $(VERSIONS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .versions .gpu-wheels build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
