@@ -23,7 +23,8 @@ DEMO_ARGS ?=
 PYTEST_ARGS ?= -n auto --dist loadscope --no-loadscope-reorder --durations=30
 GPU_ARGS ?=
 # What a machine with PyTorch, Transformers, Accelerate, PEFT and pytest lacks.
-GPU_WHEELS ?= trl datasets dill multiprocess megatron-core psutil rich typer
+GPU_WHEELS ?= trl datasets dill multiprocess megatron-core einops psutil expecttest pytest-timeout \
+  rich markdown-it-py mdurl pygments typer click shellingham annotated-doc
 
 BIN := $(VENV)/bin
 # Python compiles what it imports, once; pip would compile all that it brings, which takes longer than installing it.
@@ -92,7 +93,7 @@ versions: $(VENV)/.installed-test
 	$(BIN)/python -m tests.versions $(VERSIONS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .versions .gpu-wheels build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
