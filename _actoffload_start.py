@@ -39,7 +39,8 @@ class _AfterImport:
 
             def execute_and_hand_on(module: ModuleType) -> None:
                 execute(module)
-                _notice_steps(module) if name == STEPS else _patch(module)
+                if module.__name__ == name:  # a zip file has one loader for all modules
+                    _notice_steps(module) if name == STEPS else _patch(module)
 
             spec.loader.exec_module = execute_and_hand_on  # type: ignore[method-assign]
         return spec
@@ -60,8 +61,8 @@ def _notice_steps(module: Any) -> None:
 
 
 def _warn_if_nothing_was_attached() -> None:
-    api = sys.modules.get("actoffload.api")
-    if _stepped and not getattr(api, "_offloaders", None):
+    counted = getattr(sys.modules.get("actoffload.runtime.optimizer_steps"), "_steps", None)  # by any offloader
+    if _stepped and not counted and os.environ.get("RANK", "0") == "0":
         text = f"ACTOFFLOAD={os.environ.get('ACTOFFLOAD')} moved nothing: this program trained with no Trainer of "
         text += "transformers, Accelerator or DeepSpeed engine. In a loop of your own call actoffload.attach(model)."
         print(f"actoffload: {text}", file=sys.stderr)

@@ -109,6 +109,12 @@ class Attachment(Hooking):
             self._step = _Step(self, inner, inner.__dict__.get(STEP))
             setattr(inner, STEP, self._step)
 
+    @staticmethod
+    def of(module: nn.Module) -> Attachment | None:
+        """Return the attachment of a module, or None; a copy of an attached module has none of its own."""
+        there: Attachment | None = module.__dict__.get(ATTACHMENT)
+        return there if there is not None and there.module is module else None
+
     def detach(self) -> None:
         """Leave the module as it was, from its next call on. What was saved so far stays usable. Idempotent."""
         if not _detach(self.module, self):
@@ -286,9 +292,7 @@ def attach(module: nn.Module, *, target: Target = "auto", **options: Unpack[Opti
     if not isinstance(module, nn.Module):
         raise ConfigError("module", module, "attach() takes an nn.Module")
     config = make_config({"target": target, **options})
-    there: Attachment | None = module.__dict__.get(ATTACHMENT)
-    if there is not None and there.module is not module:
-        there = None  # that of the module of which this one is a copy
+    there = Attachment.of(module)
     if there is not None and (there.offloader.closed or there.offloader.forked):
         there.detach()
     elif there is not None:

@@ -188,7 +188,8 @@ class OffloadConfig:
         Raises:
             ConfigError: a variable names no option, or its value cannot work; names the variable.
         """
-        options: dict[str, Any] = {"target": environment.get(SWITCH, "auto")}
+        target = environment.get(SWITCH, "auto")
+        options: dict[str, Any] = {} if target == "auto" else {"target": target}  # else what a framework's flag says
         for variable in sorted(environment):
             if variable.startswith(f"{SWITCH}_") and variable not in _OTHER_VARIABLES:
                 name = variable.removeprefix(f"{SWITCH}_").lower()

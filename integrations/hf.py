@@ -94,7 +94,8 @@ class TrainerAttachment(TrainerCallback):
             return
         self._attached = False
         self._undo.close()
-        self.offloader.forget(self.trainer.model)
+        if self.trainer.model is not None:
+            self.offloader.forget(self.trainer.model)
         self.trainer.remove_callback(self)
         del self.trainer.actoffload
         if vars(self.trainer).get(self._name) is self._outer:  # else somebody wrapped it since, and ours does nothing
@@ -166,7 +167,7 @@ def _refuse_conflicts(trainer: Any) -> None:
     if trainer.args.n_gpu > 1:
         remedy = "nn.DataParallel runs the model in threads, outside every context: start with torchrun or accelerate"
         raise ConfigError("n_gpu", trainer.args.n_gpu, remedy)
-    for module in trainer.model.modules():
+    for module in trainer.model.modules() if trainer.model is not None else ():  # Ray Tune has taken it away
         function = getattr(module, "_gradient_checkpointing_func", None)
         function = getattr(function, "func", function)
         if "activation_checkpointing_enable.<locals>" in getattr(function, "__qualname__", ""):

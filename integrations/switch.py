@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from actoffload import OffloadConfig, attach
+from actoffload import Attachment, OffloadConfig, attach
 
 _in_trainer = contextvars.ContextVar("in_trainer", default=False)
 """A trainer is attached as a whole: what it prepares is not attached again."""
@@ -36,10 +36,10 @@ def _patch_trainer(module: Any) -> None:
     def attached(self: Any, *args: Any, **kwargs: Any) -> Any:
         from . import hf
 
-        token = _in_trainer.set(True)
         attachment = (
             None if hasattr(self, "actoffload") else hf.attach(self, **OffloadConfig.options_from_environment())
         )
+        token = _in_trainer.set(True)
         try:
             return train(self, *args, **kwargs)
         finally:
@@ -62,7 +62,9 @@ def _patch_accelerate(module: Any) -> None:
             plugin.activation_checkpointing_offload = False  # what it moves, we move
         prepared = prepare(self, *args, **kwargs)
         for each in prepared if isinstance(prepared, tuple) else (prepared,):
-            if isinstance(each, nn.Module) and not hasattr(each, "actoffload"):  # a DeepSpeed engine has it
+            if not isinstance(each, nn.Module) or hasattr(each, "actoffload"):  # a DeepSpeed engine has it
+                continue
+            if not any(map(Attachment.of, each.modules())):  # else the program attached it, with options of its own
                 attach(each, **OffloadConfig.options_from_environment())
         return prepared
 

@@ -66,6 +66,7 @@ class Packer:
         self._module_names = module_names
         self._forwards = forwards
         self._min_bytes = store.min_bytes
+        self._only_boundaries = store.shared.config.boundaries == "only"
 
     def hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         """Return pack and unpack: compiled for tensors that stay without a record, where that is at hand."""
@@ -154,7 +155,7 @@ class Packer:
             alias = alias.conj()
         if neg:
             alias = alias._neg_view()
-        names = (self._module_names.innermost(), name_of(storage))
+        names = (self._module_names.innermost(), name_of(storage, only_boundaries=self._only_boundaries))
         record = self._store.admit(alias, span, storage, self._forwards.tape, names, counters)
         if record.stays and not conj and not neg:
             return Stayed(self._store, record, alias)

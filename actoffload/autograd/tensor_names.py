@@ -50,9 +50,9 @@ def name(tensor: Tensor, name: str) -> Tensor:
     return tensor
 
 
-def name_of(storage: torch.UntypedStorage) -> str | None:
-    """The name of a tensor that is being saved: a given one, `CHECKPOINT_INPUT`, or None."""
-    known = _NAMES.get(storage) if len(_NAMES) else None
+def name_of(storage: torch.UntypedStorage, *, only_boundaries: bool = False) -> str | None:
+    """The name of a tensor that is being saved: a given one unless ``only_boundaries``, `CHECKPOINT_INPUT`, or None."""
+    known = _NAMES.get(storage) if len(_NAMES) and not only_boundaries else None
     if known is not None:
         return known
     frame = sys._getframe(1)

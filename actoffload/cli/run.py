@@ -23,7 +23,7 @@ def command(
     program: Annotated[
         list[str], typer.Argument(help="A script (train.py), Python's options (-m trainer) or a command (torchrun).")
     ],
-    target: Annotated[str, typer.Option(help="host, nvme, tiered or auto.")] = "auto",
+    target: Annotated[str, typer.Option(envvar=SWITCH, help="host, nvme, tiered or auto.")] = "auto",
     path: PathOption = None,
     device_budget: Annotated[
         str | None, typer.Option(help="Most bytes of saved activations on the device: 8GiB, 40%.")

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
 import sys
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+from torch import nn
 from typer.testing import CliRunner
 
-from actoffload import OffloadConfig
+import _actoffload_start
+from actoffload import Attachment, OffloadConfig, attach
 from actoffload.cli.app import app
 from actoffload.errors import ConfigError
+from actoffload.integrations import switch
 from tests.integration.processes import launch
 
 for _package in ("accelerate", "datasets", "deepspeed", "transformers", "trl"):
@@ -126,3 +132,75 @@ def test_a_loop_that_nothing_is_attached_to_is_told() -> None:
     assert done.returncode == 0
     assert "ACTOFFLOAD=auto moved nothing" in done.stderr
     assert "call actoffload.attach(model)" in done.stderr
+
+
+def test_modules_in_a_zip_file_share_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    patched: list[str] = []
+    monkeypatch.setattr(_actoffload_start, "SEAMS", {"seam.one"})
+    monkeypatch.setattr(_actoffload_start, "_patch", lambda module: patched.append(module.__name__))
+    monkeypatch.setattr(sys, "meta_path", [_actoffload_start._AfterImport(), *sys.meta_path])
+    with zipfile.ZipFile(tmp_path / "seam.zip", "w") as archive:
+        for name in ("__init__", "one", "two"):
+            archive.writestr(f"seam/{name}.py", "")
+    monkeypatch.syspath_prepend(tmp_path / "seam.zip")
+    importlib.import_module("seam.one")
+    importlib.import_module("seam.two")
+    assert patched == ["seam.one"]
+
+
+def test_a_loop_with_an_offloader_of_its_own_is_not_told() -> None:
+    code = "import torch; from actoffload import *; o = Offloader(OffloadConfig(target='nvme'))\n"
+    code += "w = torch.nn.Linear(2, 2); s = torch.optim.SGD(w.parameters(), lr=1.0)\n"
+    done = run("--", "-c", f"{code}with o:\n    y = w(torch.ones(2)).sum()\ny.backward(); s.step(); o.close()")
+    assert (done.returncode, "moved nothing" in done.stderr) == (0, False), done.stderr
+
+
+def test_the_target_of_the_environment_holds_unless_one_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "execve", pytest.fail)
+    done = CliRunner().invoke(app, ["run", "--", "-c", "pass"], env={"ACTOFFLOAD": "floppy"})
+    assert "ACTOFFLOAD='floppy': choose one of" in " ".join(done.stderr.replace("│", " ").split())
+
+
+def test_auto_leaves_the_target_to_the_flags_of_a_framework() -> None:
+    assert OffloadConfig.options_from_environment({"ACTOFFLOAD": "auto"}) == {}
+
+
+def patched(name: str, kind: type) -> Any:
+    """A class of a framework, as it is once the module is imported that has it."""
+    module: Any = ModuleType(name)
+    setattr(module, kind.__name__, kind)
+    switch.patch(module)
+    return kind
+
+
+class Trainer:
+    """Is none of transformers'."""
+
+    def train(self) -> None:
+        """Train nothing."""
+
+
+class Accelerator:
+    """Prepares nothing."""
+
+    state = None
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Return the model."""
+        return model
+
+
+def test_what_a_program_attaches_itself_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACTOFFLOAD", "nvme")
+    accelerator = patched("accelerate.accelerator", Accelerator)()
+    with pytest.raises(ConfigError, match=r"give a transformers\.Trainer"):
+        patched("transformers.trainer", Trainer)().train()  # an error leaves what follows as it was
+    other, model = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))
+    attachment = attach(model, target="nvme", path=tmp_path)
+    for each in (model, nn.Sequential(model), other, other):
+        accelerator.prepare(each)
+    assert Attachment.of(model) is attachment
+    made = Attachment.of(other)
+    assert made is not None
+    made.detach()
+    attachment.detach()

@@ -534,6 +534,7 @@ def test_only_boundaries_move(make_offloader: MakeOffloader, reentrant: bool) ->
         with offloader:
             y = x.exp()
             for block in blocks:
+                y = actoffload.name(y, "a boundary with a name of its own")
                 y = torch.utils.checkpoint.checkpoint(block, y, use_reentrant=reentrant)
             loss = y.sigmoid().sum()
         loss.backward()
