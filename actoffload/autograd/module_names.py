@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..config import OffloadConfig
 from ..errors import ConfigError
+from ..policy import module_patterns
 from ..runtime.decision import ForwardBegins
 from ..runtime.identity import StorageSet
 from ..runtime.untraced import Hooking, skipped, untraced
@@ -98,7 +99,7 @@ def check_patterns(config: OffloadConfig, models: Sequence[nn.Module]) -> None:
         return
     names = [_shown(name) for model in models for name, _ in model.named_modules()]
     for field in ("include", "exclude"):
-        for pattern in getattr(config, field) or ():
+        for pattern in module_patterns(getattr(config, field)):
             if not any(fnmatchcase(name, pattern) for name in names):
                 near = difflib.get_close_matches(pattern, filter(None, names), 1, cutoff=0.0)
                 there = f"it has {near[0]!r}, for example" if near else "it has no modules inside"

@@ -26,6 +26,7 @@ from ..errors import ConfigError, OffloaderClosedError, StateError
 from ..planning.explain import render_decisions
 from ..planning.plan import Plan
 from ..planning.profile import Profile
+from ..policy import module_patterns
 from ..runtime.pipeline import Direction, Hint, check_phase
 from ..runtime.report import Announcement, passes
 from ..runtime.saved_by_node import advice
@@ -201,9 +202,9 @@ class Offloader:
             ended = self.store
             self._open_anew()
             ended.speak()
-        if (self.config.include or self.config.exclude) and not len(self._models):
-            field = "include" if self.config.include else "exclude"
-            raise ConfigError(field, getattr(self.config, field), "needs model= to know the modules' names")
+        for field in () if len(self._models) else ("include", "exclude"):
+            if module_patterns(getattr(self.config, field)):
+                raise ConfigError(field, getattr(self.config, field), "needs model= to know the modules' names")
         store, stack = self.store, self._forwards.stack
         depth = len(stack)
         try:
@@ -266,6 +267,10 @@ class Offloader:
         said = advice(entry.tape.by_node, entry.tape.total_bytes)
         if said is not None:
             store.shared.reporter.advise("burst", said)
+        unmatched = store.decision.unmatched_names() if entry.tape.live else []
+        if unmatched:
+            given = ", ".join(f"tensor:{pattern}" for pattern in unmatched)
+            store.shared.reporter.advise("names", f"no saved tensor was given a name() for these patterns: {given}")
         store.shared.reporter.warn()
         if failed:
             return

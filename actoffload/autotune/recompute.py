@@ -185,9 +185,15 @@ class _Counted:
                 self._saved.update((storage._cdata, storage.nbytes()) for storage in storages(tensor))
             return pack(tensor)
 
+        # As on a checkpoint's own hooks: whoever looks for the user's (PyTorch, from 2.14 on) has to look behind them.
+        # Only while they are active, as a graph keeps them.
+        self._counted: Any = counted
+        counted._checkpoint_internal = True  # type: ignore[attr-defined]
+        counted._user_hooks = getattr(pack, "_user_hooks", None)  # type: ignore[attr-defined]
         self._hooks = torch.autograd.graph.saved_tensors_hooks(counted, unpack)
         self._hooks.__enter__()
 
     def __exit__(self, *error: object) -> None:  # also when the checkpoint ends the recomputation early
         self._hooks.__exit__(*error)
+        del self._counted._user_hooks
         self._meter.recomputed(sum(nbytes for key, nbytes in self._saved.items() if key not in self._inputs))

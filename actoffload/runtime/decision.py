@@ -9,7 +9,7 @@ from torch import Tensor
 from ..config import OffloadConfig
 from ..errors import ConfigError
 from ..planning.plan import Plan, PlanEntry
-from ..policy import Decision, KeepReason, ModuleFilter, Policy, TensorFacts
+from ..policy import Decision, KeepReason, NameFilter, Policy, TensorFacts
 from ..tiers.record import Record
 from .pipeline import Phases
 from .tape import Tape, Window
@@ -42,8 +42,10 @@ class OffloadDecision:
         self._planned = KeepReason.POLICY
         if isinstance(policy, str):
             self._planned = KeepReason.NO_TIME if config.device_budget is None else KeepReason.FITS
-        self._filter = ModuleFilter(config.include, config.exclude)
+        self._filter = NameFilter(config.include, config.exclude, only_boundaries=config.boundaries == "only")
         self._keeps_last = config.policy in ("auto", "greedy")
+        self._names: set[str] = set()
+        self._late_names: dict[tuple[int, int], str] = {}
         self._plan: Plan | None = None
         self._borrowed = False
         self.forward_begins: ForwardBegins = lambda: None
@@ -70,7 +72,11 @@ class OffloadDecision:
             tensor: the view of it that was saved first.
             tape: the forward that it is saved in.
         """
-        if not self._filter.allows(record.module):
+        if record.name is None and self._late_names:
+            record.name = self._late_names.get((record.index, record.nbytes))
+        if record.name is not None:
+            self._names.add(record.name)
+        if not self._filter.allows(record.module, record.name):
             return KeepReason.EXCLUDED
         if self._policy is not None and self._policy.decide(_facts(record, tensor)) is Decision.KEEP:
             return KeepReason.POLICY
@@ -90,6 +96,16 @@ class OffloadDecision:
         if self._plan is not None:
             self.mismatched_bytes += record.nbytes
         return KeepReason.LAST if self._keeps_last and self._is_last(tape) else None
+
+    def named_late(self, record: Record, name: str) -> None:
+        """A record got its name when it was saved again: the next forward's at its place has it from the start."""
+        record.name = name
+        self._names.add(name)
+        self._late_names[record.index, record.nbytes] = name
+
+    def unmatched_names(self) -> list[str]:
+        """The patterns over names of tensors under which nothing was saved yet."""
+        return self._filter.without(self._names)
 
     def _check(self, record: Record, entry: PlanEntry | None) -> None:
         """Raise an error where the first forward saves something else than the user's plan says."""
@@ -143,5 +159,6 @@ def _facts(record: Record, tensor: Tensor) -> TensorFacts:
         dtype=str(tensor.dtype).removeprefix("torch."),
         device=str(tensor.device),
         module=record.module,
+        name=record.name,
         index=record.index,
     )

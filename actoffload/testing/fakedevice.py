@@ -21,7 +21,7 @@ import random
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -183,7 +183,7 @@ class FakeDevice(Accelerator):
     def side_stream(self, index: int, role: str) -> FakeStream:
         return self._sides.setdefault(role, FakeStream(role))
 
-    def record(self, stream: FakeStream) -> FakeEvent:
+    def record(self, stream: FakeStream, again: FakeEvent | None = None) -> FakeEvent:
         with self._lock:
             event = self._mark(stream)
             self._tick()
@@ -205,7 +205,11 @@ class FakeDevice(Accelerator):
         with self._lock:
             self._run_until(event)
 
-    def copy(self, destination: Tensor, source: Tensor, stream: FakeStream) -> None:
+    def copy(self, copies: Iterable[tuple[Tensor, Tensor]], stream: FakeStream) -> None:
+        for destination, source in copies:
+            self._copy(destination, source, stream)
+
+    def _copy(self, destination: Tensor, source: Tensor, stream: FakeStream) -> None:
         to, from_, nbytes = destination.data_ptr(), source.data_ptr(), source.numel()
         with self._lock:
             outward = stream is self._sides.get("out")

@@ -83,6 +83,13 @@ class SimulatedDevice:
         """Set how much memory a device has; None for as much as the host gives."""
         self._library.actoffload_sim_limit(index, ctypes.c_size_t(1 << 40 if nbytes is None else nbytes))
 
+    def calls(self, index: int) -> int:
+        """How often an event was asked for or awaited, or memory page-locked, by a thread on device ``index``.
+
+        On CUDA such a call makes a context on the thread's current device, which takes hundreds of megabytes there.
+        """
+        return int(self._library.actoffload_sim_calls(index))
+
     @property
     def clock_s(self) -> float:
         """Virtual seconds at which the host is: when the last work that it waited for had ended."""
@@ -124,6 +131,7 @@ def install() -> SimulatedDevice:
     functions = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,  # without it PyTorch 2.9 synchronizes nothing
         "device_count": lambda: DEVICES,
         "current_device": torch.accelerator.current_device_index,
         "set_device": torch.accelerator.set_device_index,
@@ -147,4 +155,5 @@ def _library() -> ctypes.CDLL:
     library = native_build.load(lambda: native_build.build(SOURCE, options, key), lambda path: ctypes.CDLL(str(path)))
     library.actoffload_sim_clock.restype = ctypes.c_double
     library.actoffload_sim_flushes.restype = library.actoffload_sim_synchronous.restype = ctypes.c_int64
+    library.actoffload_sim_calls.restype = ctypes.c_int64
     return library

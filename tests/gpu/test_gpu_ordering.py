@@ -38,10 +38,10 @@ def delay_copies(monkeypatch: pytest.MonkeyPatch, cycles: int) -> None:
     """Every copy is late by ``cycles``, and what it fills on the device holds NaN before."""
     copy, empty = CudaAccelerator.copy, CudaAccelerator.empty
 
-    def late(self: CudaAccelerator, destination: Tensor, source: Tensor, stream: Any) -> None:
+    def late(self: CudaAccelerator, copies: Any, stream: Any) -> None:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(cycles)
-        copy(self, destination, source, stream)
+        copy(self, copies, stream)
 
     def poisoned(self: CudaAccelerator, nbytes: int, index: int, stream: Any) -> Tensor:
         memory = empty(self, nbytes, index, stream)

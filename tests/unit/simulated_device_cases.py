@@ -56,13 +56,13 @@ def _gradients(model: nn.Module, x: Tensor, context: Any) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def _offloader(path: Path, **options: Any) -> Iterator[Offloader]:
+def _offloader(path: Path, *, accelerator: Any = None, **options: Any) -> Iterator[Offloader]:
     """Moves all that it can; so little may be on its way that copies, kernels and memory come close to each other."""
     fields: dict[str, Any] = {
         "policy": "all", "min_bytes": 1, "keep_last_bytes": 0, "path": str(path), "engine": "memory", "debug": True,
         "announce": "none", "pending_bytes": RECORD_BYTES, "prefetch_bytes": 2 * RECORD_BYTES, "host_budget": "1MiB",
     }  # fmt: skip
-    offloader = Offloader(OffloadConfig(**(fields | options)), accelerator=SimulatedAccelerator())
+    offloader = Offloader(OffloadConfig(**(fields | options)), accelerator=accelerator or SimulatedAccelerator())
     try:
         yield offloader
     finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-CASES = Path(__file__).with_name("simulated_device_cases.py")
+CASES = [Path(__file__).with_name(f"simulated_{name}_cases.py") for name in ("device", "copies", "storage")]
 
 
 @pytest.mark.slow
@@ -21,7 +21,7 @@ def test_the_cases_pass_in_a_process_that_knows_the_device_from_the_start() -> N
     And from then on the process has an accelerator, which other tests do not expect.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, CASES)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=environment)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout

@@ -18,6 +18,8 @@ from tests.harness import (
     after_fork_in_child,
     assert_same_gradients,
     batch,
+    copy_in,
+    copy_out,
     gradients,
     recorder_of,
     simulated,
@@ -35,7 +37,7 @@ def _bytes(nbytes: int) -> torch.Tensor:
 def _copy_out_that_is_waited_for(transfers: CopyStreams, nbytes: int = 1_000_000) -> torch.Tensor:
     """The host's side, which has to live until the copy is done."""
     host = _bytes(nbytes)
-    transfers.release_source(transfers.begin_out(_bytes(nbytes), host))
+    transfers.release_sources(copy_out(transfers, _bytes(nbytes), host))
     return host
 
 
@@ -45,17 +47,17 @@ def test_waits_for_room_and_for_data_are_counted_apart() -> None:
     written, read = _copy_out_that_is_waited_for(transfers), _bytes(2_000_000)
     device.before_kernel()
     assert transfers.waits.take() == pytest.approx({WaitFor.ROOM: 1.0, WaitFor.DATA: 0.0})
-    incoming = transfers.begin_in(read, 0)
-    transfers.before_use(incoming)
-    transfers.before_use(incoming)  # it has been waited for
+    incoming, filled = copy_in(transfers, read)
+    transfers.before_use(incoming, lambda: filled)
+    transfers.before_use(incoming, lambda: filled)  # it has been waited for
     device.before_kernel()
     assert transfers.waits.take() == pytest.approx({WaitFor.ROOM: 0.0, WaitFor.DATA: 2.0})
-    unused = transfers.begin_in(read[:500_000], 0)
+    unused, _ = copy_in(transfers, read[:500_000])
     transfers.drop_unused(unused)
     device.before_kernel()
     assert transfers.waits.take() == pytest.approx({WaitFor.ROOM: 0.5, WaitFor.DATA: 0.0})
     assert device.stall_s == pytest.approx(3.5)
-    assert bool((incoming.tensor == written[0]).all())
+    assert bool((filled == written[0]).all())
 
 
 def _step(device: FakeDevice, offloader: Offloader, model: nn.Module) -> None:
@@ -110,23 +112,22 @@ def test_a_forked_child_asks_the_device_nothing(monkeypatch: pytest.MonkeyPatch)
 def test_waits_that_nobody_takes_are_not_timed_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actoffload.tiers.timers.MOST_OPEN", 2)
     device = FakeDevice("lazy")
-    waits, pending = StreamWaits(device), device.record(FakeStream("a copy"))
+    waits = StreamWaits(device)
     for _ in range(2):
-        begin = waits.begin(device.compute, pending)
+        begin = waits.begin(device.compute)
         assert begin is not None
         waits.end(WaitFor.ROOM, 0, device.compute, begin)
-    assert waits.begin(device.compute, pending) is None
+    assert waits.begin(device.compute) is None
     device.before_kernel()
     assert waits.take() == NOTHING
-    assert waits.begin(device.compute, pending) is not None
+    assert waits.begin(device.compute) is not None
 
 
 @pytest.mark.parametrize("what", ["done", "seconds_between", "timestamp"])
 def test_a_device_that_breaks_is_not_timed_any_more(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     device = FakeDevice("lazy")
     waits = StreamWaits(device)
-    pending = device.record(FakeStream("a copy"))
-    begin = waits.begin(device.compute, pending)
+    begin = waits.begin(device.compute)
     assert begin is not None
     device.before_kernel()
     if what != "timestamp":
@@ -140,7 +141,7 @@ def test_a_device_that_breaks_is_not_timed_any_more(monkeypatch: pytest.MonkeyPa
     if what == "timestamp":
         assert waits.end(WaitFor.ROOM, 0, device.compute, begin) is None
     assert waits.take() == NOTHING
-    assert waits.begin(device.compute, pending) is None
+    assert waits.begin(device.compute) is None
 
 
 def test_a_device_without_timed_events_works(monkeypatch: pytest.MonkeyPatch) -> None:
