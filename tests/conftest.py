@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from actoffload import OffloadConfig, Offloader
+from actoffload.memory import native_build
+from actoffload.testing.simulated_device import SimulatedDevice, install
 
 try:
     import hypothesis
@@ -24,19 +26,36 @@ else:
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Let the settings of pytest-timeout stand where that is not installed; `--strict-config` would refuse them."""
+    parser.addoption("--simulated", action="store_true", help="run what needs an accelerator, on the simulated one")
     if not pluginmanager.hasplugin("timeout"):
         for name in ("timeout", "timeout_method"):
             parser.addini(name, "for pytest-timeout, which is not installed here")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked ``gpu`` where there is no accelerator."""
-    if torch.accelerator.is_available():
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the simulated device before the first backward, as it has to be; then the process has an accelerator."""
+    if config.getoption("simulated"):
+        try:
+            install()
+        except native_build.Refused as error:
+            pytest.exit(f"the simulated device cannot be had: {error}", returncode=0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run the tests marked ``gpu`` where there is an accelerator, and with ``--simulated`` no others."""
+    if config.getoption("simulated"):
+        chosen = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("simulated")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
         return
-    skip = pytest.mark.skip(reason="needs an accelerator")
+    skips = {"simulated": pytest.mark.skip(reason="needs the simulated device: pytest --simulated")}
+    if not torch.accelerator.is_available():
+        skips["gpu"] = pytest.mark.skip(reason="needs an accelerator")
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        for marker, skip in skips.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(skip)
 
 
 def pytest_collection_finish() -> None:
@@ -59,3 +78,12 @@ def make_offloader(tmp_path: Path) -> Iterator[Callable[..., Offloader]]:
     yield make
     for offloader in made:
         offloader.abort()
+
+
+@pytest.fixture
+def device() -> Iterator[SimulatedDevice]:
+    """The simulated device; nothing may have touched memory that was not its own."""
+    installed = install()
+    yield installed
+    installed.reset()
+    assert installed.take_violations() == 0

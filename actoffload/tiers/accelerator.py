@@ -1,7 +1,7 @@
 """Devices with streams, behind one small interface; what is CUDA-only is isolated here.
 
-`copy_streams` orders every copy with nothing but the operations of `Accelerator`, so the simulated device of
-``actoffload.testing.fakedevice`` can stand in for a real one and show each missing edge.
+`copy_streams` orders every copy with nothing but the operations of `Accelerator`. On the simulated device of
+``actoffload.testing.simulated_device`` each missing edge shows.
 """
 
 from __future__ import annotations
