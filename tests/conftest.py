@@ -35,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 def pytest_configure(config: pytest.Config) -> None:
     """Register the simulated device before the first backward, as it has to be; then the process has an accelerator."""
     if config.getoption("simulated"):
+        torch.set_num_threads(1)  # each stream is a thread already
         try:
             install()
         except native_build.Refused as error:

@@ -30,6 +30,7 @@
 #include <mutex>
 #include <random>
 #include <set>
+#include <sstream>
 #include <thread>
 #include <unordered_map>
 
@@ -709,6 +710,109 @@ double seconds_of(const std::string& name, const std::vector<View>& inputs, cons
   return seconds + model.latency_s;
 }
 
+// What an operator returns: for each value its tensors, which are new ones or arguments.
+struct Outline {
+  struct Result {
+    bool defined = true;
+    int64_t argument = -1;  // which of the tensors among the arguments; -1 for a new one
+    std::vector<int64_t> sizes = {}, strides = {};
+    at::ScalarType type = at::kFloat;
+  };
+  struct Value {
+    bool list;
+    std::vector<Result> results = {};
+  };
+  bool possible = true;
+  std::vector<Value> values = {};
+};
+
+// What decides over the shapes of the results, in words.
+std::string key_of(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
+  std::ostringstream key;
+  key << std::hexfloat << op.operator_name();
+  std::unordered_map<c10::TensorImpl*, size_t> places;
+  for (const c10::IValue& argument : arguments) {
+    key << '|';
+    bool tensors = false;
+    map_tensors(argument, [&](const at::Tensor& tensor) {
+      tensors = true;
+      c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+      key << places.emplace(impl, places.size()).first->second << tensor.sizes() << tensor.strides() << tensor.dtype()
+          << impl->is_wrapped_number() << ';';
+      return tensor;
+    });
+    if (!tensors && !argument.isGenerator()) {
+      key << argument.tagKind() << argument;
+    }
+  }
+  return key.str();
+}
+
+// Have the Meta backend tell the results; not possible where they depend on values, or share memory with an argument.
+Outline outline_of(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
+  torch::jit::Stack metas;
+  std::unordered_map<c10::TensorImpl*, at::Tensor> known;
+  std::vector<std::pair<at::Tensor, at::Tensor>> tensors;  // of the arguments, with their meta tensors
+  for (const c10::IValue& argument : arguments) {
+    if (argument.isDevice()) {
+      metas.emplace_back(c10::Device(at::kMeta));
+      continue;
+    }
+    metas.push_back(map_tensors(argument, [&](const at::Tensor& tensor) {
+      tensors.emplace_back(tensor, on_device(tensor) ? as_meta(tensor, known) : tensor);
+      return tensors.back().second;
+    }));
+  }
+  try {
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.callBoxed(&metas);
+  } catch (const std::exception&) {
+    return Outline{false};
+  }
+  Outline outline;
+  for (const c10::IValue& value : metas) {
+    outline.values.push_back({value.isTensorList()});
+    for (const at::Tensor& shape : value.isTensorList() ? value.toTensorVector() : std::vector<at::Tensor>{value.toTensor()}) {
+      Outline::Result result{shape.defined()};
+      for (size_t i = 0; shape.defined() && i < tensors.size(); ++i) {
+        const auto& [original, meta] = tensors[i];
+        if (meta.is_same(shape)) {
+          result.argument = result.argument < 0 ? static_cast<int64_t>(i) : result.argument;
+          outline.possible = outline.possible && original.sizes() == shape.sizes();
+        } else if (meta.has_storage() && shape.has_storage() && meta.is_alias_of(shape)) {
+          outline.possible = false;
+        }
+      }
+      if (shape.defined()) {
+        result.sizes = shape.sizes().vec();
+        result.strides = shape.strides().vec();
+        // The CPU's norms have their statistics in the type of the input, which the Meta backend does not know.
+        const std::string& name = op.schema().name();
+        const bool norm = name == "aten::native_layer_norm" || name == "aten::native_group_norm";
+        result.type = norm ? tensors[0].first.scalar_type() : shape.scalar_type();
+      }
+      outline.values.back().results.push_back(std::move(result));
+    }
+  }
+  return outline;
+}
+
+const Outline& cached_outline(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
+  static std::mutex mutex;
+  static std::unordered_map<std::string, Outline> outlines;
+  const std::string key = key_of(op, arguments);
+  {
+    const std::lock_guard<std::mutex> guard(mutex);
+    const auto found = outlines.find(key);
+    if (found != outlines.end()) {
+      return found->second;
+    }
+  }
+  Outline outline = outline_of(op, arguments);  // without the lock: it may run Python
+  const std::lock_guard<std::mutex> guard(mutex);
+  return outlines.emplace(key, std::move(outline)).first->second;
+}
+
 // Queue an operator on the current stream; false where its outputs cannot be known before it has run.
 bool launch(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
@@ -721,36 +825,21 @@ bool launch(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
   }
   torch::jit::Stack arguments(stack->end() - static_cast<std::ptrdiff_t>(count), stack->end());
-  torch::jit::Stack metas;
-  std::unordered_map<c10::TensorImpl*, at::Tensor> known;
-  std::unordered_map<c10::TensorImpl*, at::Tensor> originals;  // by their meta tensors
+  std::vector<at::Tensor> tensors;
   bool fits = true;
   for (const c10::IValue& argument : arguments) {
-    if (argument.isDevice()) {
-      metas.emplace_back(c10::Device(at::kMeta));
-      continue;
-    }
-    metas.push_back(map_tensors(argument, [&](const at::Tensor& tensor) {
-      if (!on_device(tensor)) {
-        fits = fits && tensor.dim() == 0;  // a number; a larger one lies where a stream must not look later
-        return tensor;
-      }
+    map_tensors(argument, [&](const at::Tensor& tensor) {
+      tensors.push_back(tensor);
       fits = fits && tensor.layout() == at::kStrided && !tensor.is_conj() && !tensor.is_neg();
-      if (!fits) {
-        return tensor;
-      }
-      at::Tensor meta = as_meta(tensor, known);
-      originals[meta.unsafeGetTensorImpl()] = tensor;
-      return meta;
-    }));
+      fits = fits && (on_device(tensor) || tensor.dim() == 0);  // a number; a larger one lies where a stream must not look
+      return tensor;
+    });
   }
   if (!fits) {
     return false;
   }
-  try {
-    at::AutoDispatchBelowADInplaceOrView below;
-    op.callBoxed(&metas);
-  } catch (const std::exception&) {
+  const Outline& outline = cached_outline(op, arguments);
+  if (!outline.possible) {
     return false;
   }
   std::vector<View> inputs, outputs;
@@ -775,30 +864,24 @@ bool launch(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   torch::jit::Stack results;
   std::vector<std::optional<View>> targets;  // of each result, where its bytes go; none for an argument
-  bool possible = true;
-  for (const c10::IValue& meta : metas) {
-    results.push_back(map_tensors(meta, [&](const at::Tensor& shape) {
-      const auto original = originals.find(shape.unsafeGetTensorImpl());
-      if (original != originals.end()) {
-        possible = possible && original->second.sizes() == shape.sizes();
-        targets.emplace_back(std::nullopt);
-        return original->second;
+  const c10::Device device(kSim, static_cast<c10::DeviceIndex>(current_device));
+  for (const Outline::Value& value : outline.values) {
+    std::vector<at::Tensor> made;
+    for (const Outline::Result& result : value.results) {
+      if (result.argument >= 0) {
+        made.push_back(tensors[static_cast<size_t>(result.argument)]);
+      } else if (!result.defined) {
+        made.emplace_back();
+      } else {
+        made.push_back(at::empty_strided(result.sizes, result.strides, at::dtype(result.type).device(device)));
+        outputs.emplace_back(made.back());
       }
-      for (const auto& [impl, tensor] : known) {
-        possible = possible && !(tensor.has_storage() && shape.has_storage() && tensor.is_alias_of(shape));
+      if (result.defined || value.list) {
+        const bool fresh = result.defined && result.argument < 0;
+        targets.push_back(fresh ? std::optional<View>(outputs.back()) : std::nullopt);
       }
-      const c10::Device device(kSim, static_cast<c10::DeviceIndex>(current_device));
-      // The CPU's norms have their statistics in the type of the input, which the Meta backend does not know.
-      const bool norm = schema.name() == "aten::native_layer_norm" || schema.name() == "aten::native_group_norm";
-      const at::ScalarType type = norm ? inputs[0].type : shape.scalar_type();
-      at::Tensor made = at::empty_strided(shape.sizes(), shape.strides(), shape.options().dtype(type).device(device));
-      targets.emplace_back(View(made));
-      outputs.push_back(*targets.back());
-      return made;
-    }));
-  }
-  if (!possible) {
-    return false;
+    }
+    results.push_back(value.list ? c10::IValue(c10::List<at::Tensor>(made)) : c10::IValue(made[0]));
   }
   const double seconds = seconds_of(schema.name(), inputs, outputs);
   auto run = [op, kernel = std::move(kernel), views = std::move(views), targets = std::move(targets)] {
