@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ else:
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Let the settings of pytest-timeout stand where that is not installed; `--strict-config` would refuse them."""
     parser.addoption("--simulated", action="store_true", help="run what needs an accelerator, on the simulated one")
+    parser.addoption("--thorough", action="store_true", help="run all cases of what is sampled otherwise")
     if not pluginmanager.hasplugin("timeout"):
         for name in ("timeout", "timeout_method"):
             parser.addini(name, "for pytest-timeout, which is not installed here")
@@ -47,6 +49,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Run the tests marked ``gpu`` where there is an accelerator, and with ``--simulated`` no others."""
     if config.getoption("simulated"):
         chosen = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("simulated")]
+        if not config.getoption("thorough"):
+            chosen = _sampled(chosen)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
         return
@@ -57,6 +61,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, skip in skips.items():
             if item.get_closest_marker(marker):
                 item.add_marker(skip)
+
+
+def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
+    """One in so many of the cases of each test that is marked ``sampled``; all of the others."""
+    chosen, seen = [], Counter[str]()
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        test = item.nodeid.partition("[")[0]
+        if marker is None or seen[test] % marker.args[0] == 0:
+            chosen.append(item)
+        seen[test] += 1
+    return chosen
 
 
 def pytest_collection_finish() -> None:

@@ -972,6 +972,19 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
+// The CPU has none for whole numbers, which mixtures of experts ask a device for.
+void histc(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  c10::IValue& input = *(stack->end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size()));
+  const at::ScalarType type = input.toTensor().scalar_type();
+  if (!at::isIntegralType(type, false)) {
+    fallback(op, stack);
+    return;
+  }
+  input = input.toTensor().to(at::kDouble);
+  fallback(op, stack);
+  stack->back() = stack->back().toTensor().to(type);
+}
+
 at::Tensor empty_memory_format(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                                std::optional<at::Device> device, std::optional<bool>,
                                std::optional<at::MemoryFormat> format) {
@@ -1104,6 +1117,10 @@ at::Tensor unfold(const at::Tensor& self, int64_t dimension, int64_t size, int64
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
+// A copy makes conjugates and negatives real itself; PyTorch would clone them first, which is a copy again.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty_memory_format);
   m.impl("empty_strided", &empty_strided);
@@ -1118,10 +1135,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", &set_whole_storage);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
   m.impl("record_stream", &record_stream);
+  m.impl("histc", torch::CppFunction::makeFromBoxedFunction<&histc>());
   m.impl("_fused_sdp_choice", &sdp_choice);
   m.impl("native_dropout", &dropout);
-  // Their backward is the CPU's kernel, so forward must be as well, and not what they are made of elsewhere.
-  for (const char* name : {"native_layer_norm", "native_group_norm"}) {
+  // What PyTorch would make of other operators, or of some that only this kind of device has, for want of a kernel.
+  for (const char* name : {"native_layer_norm", "native_group_norm", "convolution", "convolution_backward"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
 }

@@ -119,6 +119,17 @@ def test_gradients_with_a_budget_and_several_micro_batches(target: str, make_off
     assert offloader.statistics().moved_bytes > 0
 
 
+@pytest.mark.parametrize("target", ["host", "nvme"])
+def test_gradients_under_a_plan(target: str, make_offloader: MakeOffloader) -> None:
+    model = make_model()
+    reference = gradients(model, nullcontext())
+    offloader = make_offloader(target=target, policy="auto", device_budget=2 * LITTLE_BYTES)
+    for _ in range(6):
+        assert_identical(gradients(model, offloader), reference)
+    assert offloader.plan is not None
+    assert offloader.statistics().moved_bytes > 0
+
+
 def test_gradients_when_forward_runs_on_a_stream_of_the_users(make_offloader: MakeOffloader) -> None:
     model = make_model()
     reference = gradients(model, nullcontext())

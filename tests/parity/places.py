@@ -53,7 +53,7 @@ SIMULATED = [
     Place("simulated nvme", {"target": "nvme", "debug": True, "host_budget": "1MiB"}, device=NAME),
     Place("simulated tiered", {"target": "tiered", "host_budget": "1MiB"}, device=NAME, medium="host"),
 ]
-"""The simulated device runs the eager part of the matrix."""
+"""With ``pytest --simulated``."""
 
 
 class Maker:

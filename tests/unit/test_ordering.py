@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import random
 import threading
 from collections.abc import Callable
@@ -44,8 +43,8 @@ from tests.harness import (
 
 pytestmark = pytest.mark.simulated
 
-RUNS = int(os.environ.get("ACTOFFLOAD_SEEDED_RUNS", "12"))
-"""How many seeded runs have to be right; ``pytest --simulated tests/unit/test_ordering.py -k seeded_runs`` is those."""
+SEEDED_RUNS = {False: 12, True: 1000}
+"""How many seeded runs have to be right; the second with ``--thorough``."""
 TARGETS = ("host", "nvme", "tiered")
 SIZE = 64
 RECORD_BYTES = SIZE * SIZE * 4
@@ -145,8 +144,9 @@ def test_gradients_survive_every_adversary(
     assert _run(device, tmp_path, 0, adversary=adversary, target=target, engine="auto")
 
 
-def test_seeded_runs_are_right(device: SimulatedDevice, tmp_path: Path) -> None:
-    wrong = [seed for seed in range(RUNS) if not _run(device, tmp_path, seed)]
+def test_seeded_runs_are_right(device: SimulatedDevice, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    runs = SEEDED_RUNS[pytestconfig.getoption("thorough")]
+    wrong = [seed for seed in range(runs) if not _run(device, tmp_path, seed)]
     assert wrong == []
 
 
