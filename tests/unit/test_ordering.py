@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from actoffload import OffloadConfig, Offloader
 from actoffload.memory import host_pool
@@ -111,7 +112,8 @@ def _run(
         _loss(model, x).backward()
     expected = [_gradients(model) for model, _ in models.values()]
     accelerator = SimulatedAccelerator()
-    hinder(device, accelerator, adversary or draw.choice(ADVERSARIES), seed)
+    drawn: Adversary = draw.choice(ADVERSARIES)
+    hinder(device, accelerator, adversary or drawn, seed)
     right = True
     with simulated(accelerator, **options) as offloader:
         for _ in range(steps):
@@ -635,6 +637,7 @@ def test_what_its_owner_fills_again_while_its_copy_out_is_queued_is_the_owners(
         del hidden, storage
         loss.backward()
     expected = 2 * 3.0 * 3.0 if again else 3.0
+    assert weight.grad is not None
     assert same_bits(weight.grad.cpu(), torch.full((SIZE, SIZE), expected)), len(others)
     device.reset()
     device.take_violations()  # the copy that was given up
@@ -672,7 +675,7 @@ def _freed_and_filled(context: Any, meanwhile: Callable[[], None]) -> Tensor:
     storage.resize_(0)
     meanwhile()
     storage.resize_(nbytes)
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(result):
+    with torch.no_grad(), _unsafe_preserve_version_counter(result):
         result.copy_(bytes_)
     result.sum().backward(retain_graph=True)
     result.sum().backward()
