@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypedDict, get_args
 
@@ -172,6 +173,28 @@ class OffloadConfig:
         """A copy with some options changed, validated again."""
         return replace(self, **changes)
 
+    @staticmethod
+    def options_from_environment(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+        """The options that ``ACTOFFLOAD=nvme`` (the target) and ``ACTOFFLOAD_<OPTION>`` give, checked.
+
+        ``ACTOFFLOAD_PATH`` takes several directories with ``:`` between them, lists of names take ``,``, flags ``1`` or
+        ``0``.
+
+        Raises:
+            ConfigError: a variable names no option, or its value cannot work; names the variable.
+        """
+        options: dict[str, Any] = {"target": environment.get(SWITCH, "auto")}
+        for variable in sorted(environment):
+            if variable.startswith(f"{SWITCH}_") and variable not in _OTHER_VARIABLES:
+                name = variable.removeprefix(f"{SWITCH}_").lower()
+                options[name] = _from_text(name, environment[variable])
+        try:
+            make_config(options)
+        except ConfigError as error:
+            variable = SWITCH if error.field == "target" else f"{SWITCH}_{error.field.upper()}"
+            raise ConfigError(variable, environment.get(variable), error.remedy) from None
+        return options
+
 
 class Options(TypedDict, total=False):
     """The fields of `OffloadConfig` but ``target``, as keyword arguments: so that editors know them."""
@@ -221,6 +244,25 @@ def make_config(options: dict[str, Any]) -> OffloadConfig:
             hint = f"did you mean {near[0]}?" if near else f"known options: {', '.join(known)}"
             raise ConfigError(name, value, f"no such option; {hint}")
     return OffloadConfig(**options)
+
+
+SWITCH = "ACTOFFLOAD"
+"""The environment variable whose value is the target, and the first part of those of the other options."""
+_OTHER_VARIABLES = {"ACTOFFLOAD_NATIVE"}
+_TRUE_OR_FALSE = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+
+
+def _from_text(name: str, text: str) -> Any:
+    """The value of an option from its text; as it is where it cannot be read, for the check of the option to refuse."""
+    kind = {field.name: field.type for field in fields(OffloadConfig)}.get(name)
+    if kind == "bool":
+        return _TRUE_OR_FALSE.get(text.lower(), text)
+    if kind in ("int | None", "float | None"):
+        with contextlib.suppress(ValueError):
+            return int(text) if kind == "int | None" else float(text)
+    if name == "path":
+        return text.split(os.pathsep)
+    return text.split(",") if kind == "str | Sequence[str] | None" else text
 
 
 def _check_choice(field: str, value: object, choices: Sequence[str]) -> None:

@@ -35,6 +35,8 @@ try:
 except ImportError as error:
     raise ImportError(f"needs DeepSpeed, tested with 0.19.8 (pip install actoffload[deepspeed]): {error}") from error
 
+_initialize = deepspeed.initialize
+"""DeepSpeed's own: `switch` puts another in its place, which calls `initialize_with`."""
 SECTION = "actoffload"
 _CONFLICTS = (
     ("compile", "deepcompile", "DeepCompile hides gathered parameters and activations in graphs of its own"),
@@ -48,9 +50,10 @@ _attached: weakref.WeakSet[Attachment] = weakref.WeakSet()
 def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     """``deepspeed.initialize``, which also reads and removes the ``"actoffload"`` section of the configuration.
 
-    The section's keys are the fields of `OffloadConfig` and ``"enabled"`` (default true). Without the section, or with
-    ``"enabled": false``, ``engine.actoffload`` is None; else it is an `EngineAttachment`. ``announce`` is by default
-    DeepSpeed's print of rank 0. What was handed in is not changed.
+    The section's keys are the fields of `OffloadConfig` and ``"enabled"`` (default true). ``"device"`` (``"cpu"`` or
+    ``"nvme"``) and ``"nvme_path"`` in the section ``"activation_checkpointing"`` stand for its target and path. With
+    none of these, or with ``"enabled": false``, ``engine.actoffload`` is None; else it is an `EngineAttachment`.
+    ``announce`` is by default DeepSpeed's print of rank 0. What was handed in is not changed.
 
     Args:
         args: as ``deepspeed.initialize`` takes them.
@@ -60,12 +63,17 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         ConfigError: the section has an unknown key or a value that cannot work, or DeepSpeed moves the same tensors.
         SpoolPathError: no spool can be made at ``path``.
     """
-    call = inspect.signature(deepspeed.initialize).bind(*args, **kwargs)
+    return initialize_with(None, *args, **kwargs)
+
+
+def initialize_with(defaults: dict[str, Any] | None, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """As `initialize`, and ``defaults`` are what the configuration's options are added to; None for no options."""
+    call = inspect.signature(_initialize).bind(*args, **kwargs)
     given: dict[str, Any] = call.arguments
     place = next((name for name in ("config", "config_params") if given.get(name) is not None), None)
     found = given[place] if place else getattr(given.get("args"), "deepspeed_config", None)
     config = {} if found is None else load_ds_config(found)
-    options = _read_section(config) if SECTION in config else None
+    options = read_section(config, defaults)
     with contextlib.ExitStack() as stack:
         if SECTION in config:
             config = {name: value for name, value in config.items() if name != SECTION}
@@ -74,7 +82,7 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
             else:
                 stack.callback(setattr, given["args"], "deepspeed_config", found)
                 given["args"].deepspeed_config = config
-        engine, optimizer, loader, scheduler = deepspeed.initialize(*call.args, **call.kwargs)
+        engine, optimizer, loader, scheduler = _initialize(*call.args, **call.kwargs)
     engine.actoffload = None if options is None else EngineAttachment(engine, options, _shared_bandwidth(config))
     return engine, optimizer, loader, scheduler
 
@@ -105,16 +113,22 @@ class EngineAttachment(Attachment):
         _attached.discard(self)
 
 
-def _read_section(config: dict[str, Any]) -> dict[str, Any] | None:
-    """The options of the section once they are checked, or None if it is switched off."""
-    section = config[SECTION]
+def read_section(config: dict[str, Any], defaults: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """The options of a configuration, added to ``defaults``, once they are checked; None where there are none at all.
+
+    Raises:
+        ConfigError: a key is unknown, a value cannot work, or DeepSpeed moves the same tensors.
+    """
+    section = config.get(SECTION, {})
     if not isinstance(section, dict):
         raise ConfigError(SECTION, section, "give an object with the fields of OffloadConfig and 'enabled'")
     known = ["enabled", *(field.name for field in fields(OffloadConfig))]
     for name in section.keys() - set(known):
         near = difflib.get_close_matches(str(name), known, 1) or [f"one of {', '.join(known)}"]
         raise ConfigError(f"{SECTION}.{name}", section[name], f"no such key; did you mean {near[0]}?")
-    options = {"enabled": True, **section}
+    checkpointed = _checkpointing_options(config)
+    asked = SECTION in config or bool(checkpointed) or defaults is not None
+    options = {"enabled": asked, **(defaults or {}), **checkpointed, **section}
     if not isinstance(enabled := options.pop("enabled"), bool):
         raise ConfigError(f"{SECTION}.enabled", enabled, "give true or false")
     OffloadConfig(**options)  # says what is wrong before DeepSpeed builds anything
@@ -125,6 +139,19 @@ def _read_section(config: dict[str, Any]) -> dict[str, Any] | None:
         if _part({**config, **configured}, part).get(name):
             raise ConfigError(f"{part}.{name}", True, f"{why}; switch one of the two off ({SECTION}.enabled: false)")
     return options
+
+
+def _checkpointing_options(config: dict[str, Any]) -> dict[str, Any]:
+    """What ``"device"`` and ``"nvme_path"`` of the section "activation_checkpointing" say, as DeepSpeed's others do."""
+    part, name = _part(config, "activation_checkpointing"), "activation_checkpointing"
+    device, path = part.get("device"), part.get("nvme_path")
+    if device not in (None, "none", "cpu", "nvme"):
+        raise ConfigError(f"{name}.device", device, "choose one of 'none', 'cpu', 'nvme'")
+    if path is not None and device != "nvme":
+        raise ConfigError(f"{name}.nvme_path", path, f'is read only with "device": "nvme" in {name}')
+    if device in (None, "none"):
+        return {}
+    return {"target": "host" if device == "cpu" else "nvme"} | ({} if path is None else {"path": path})
 
 
 def _part(config: dict[str, Any], name: str) -> dict[str, Any]:

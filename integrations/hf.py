@@ -35,6 +35,11 @@ _logger = transformers.utils.logging.get_logger("transformers.actoffload")
 def attach(trainer: Trainer, **options: Any) -> TrainerAttachment:
     """Run every forward of a trainer's training steps inside an offloading context; rank 0 says so in one line.
 
+    What the trainer's own flags would move is moved here instead: TRL's ``activation_offloading``, ``"offload"`` in
+    ``gradient_checkpointing_kwargs`` and ``activation_checkpointing_offload`` of Accelerate's FSDP plugin. The value
+    of the first two may be a target (``"nvme"``, ...), which is taken where ``options`` have none. What an
+    ``"actoffload"`` section of a DeepSpeed configuration says holds where ``options`` do not say otherwise.
+
     Args:
         trainer: a ``transformers.Trainer`` or any subclass of it (TRL's trainers are), before ``train()``.
         options: the fields of `actoffload.OffloadConfig`: ``target``, ``path``, ...; ``announce="none"`` for silence.
@@ -43,8 +48,8 @@ def attach(trainer: Trainer, **options: Any) -> TrainerAttachment:
         The attachment, also found as ``trainer.actoffload``: ``.offloader`` and ``.detach()``.
 
     Raises:
-        ConfigError: ``trainer`` is none, is attached already, offloads activations in another way or runs on
-            ``nn.DataParallel``; transformers is too old; or an option cannot work.
+        ConfigError: ``trainer`` is none, is attached already, was told to offload activations in a way that cannot be
+            taken over, or runs on ``nn.DataParallel``; transformers is too old; or an option or a flag cannot work.
     """
     version, kind = transformers.__version__, type(trainer).__name__
     if [int(part) for part in version.split(".")[:2]] < [4, 46]:
@@ -54,11 +59,10 @@ def attach(trainer: Trainer, **options: Any) -> TrainerAttachment:
     if hasattr(trainer, "actoffload"):
         raise ConfigError("trainer", kind, "is attached already; first call trainer.actoffload.detach()")
     _refuse_conflicts(trainer)
-    if "actoffload" in (getattr(getattr(trainer.args, "hf_deepspeed_config", None), "config", None) or {}):
-        _logger.warning(
-            'The "actoffload" section of the DeepSpeed configuration is not read by a trainer: pass its options to '
-            "attach(); only actoffload.integrations.deepspeed.initialize reads it."
-        )
+    options = {**_deepspeed_section(trainer), **options}
+    targets = [flag.target for flag in _flags(trainer) if flag.target is not None]
+    if targets:
+        options.setdefault("target", targets[0])
     return TrainerAttachment(trainer, {"announce": _print_once, **options})
 
 
@@ -74,7 +78,10 @@ class TrainerAttachment(TrainerCallback):
         self._attached, self._began_at, self._runs = True, 0, 0
         setattr(trainer, self._name, self._outer)
         trainer.actoffload = self
-        trainer.add_callback(self)
+        trainer.callback_handler.callbacks.insert(0, self)  # before what reports `on_log`
+        self._reported, self._profile = self.offloader.statistics(), self.offloader.profile
+        self._undo = contextlib.ExitStack()
+        self._take_over()
 
     @property
     def offloader(self) -> Offloader:
@@ -86,6 +93,7 @@ class TrainerAttachment(TrainerCallback):
         if not self._attached:
             return
         self._attached = False
+        self._undo.close()
         self.offloader.forget(self.trainer.model)
         self.trainer.remove_callback(self)
         del self.trainer.actoffload
@@ -101,8 +109,32 @@ class TrainerAttachment(TrainerCallback):
         with self._context:
             return self._inner(*args, **kwargs)
 
+    def _take_over(self) -> None:
+        for flag in _flags(self.trainer):
+            self._undo.callback(flag.write, flag.value)
+            flag.write(flag.off)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Add what was done since the last log, for all that report logs: W&B, TensorBoard, MLflow, trackio, ..."""
+        if logs is None or "loss" not in logs:
+            return
+        before, now = self._reported, self.offloader.statistics()
+        self._reported = now
+        new = {
+            "moved_bytes": now.moved_bytes - before.moved_bytes,
+            "wait_s": now.wait_s - before.wait_s,
+            "host_written_bytes": now.host_written_bytes - before.host_written_bytes,
+            "nvme_written_bytes": now.nvme_written_bytes - before.nvme_written_bytes,
+            "resident_peak_bytes": now.resident_peak_bytes,
+            "baseline_peak_bytes": now.baseline_peak_bytes,
+            "planned_anew": int(self.offloader.profile is not self._profile),
+        }
+        self._profile = self.offloader.profile
+        logs.update({f"actoffload/{name}": value for name, value in new.items()})
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        _refuse_conflicts(self.trainer)  # what was switched on since
+        self._take_over()  # what was switched on since
+        _refuse_conflicts(self.trainer)
         self._began_at, self._runs = state.global_step, 0
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -131,31 +163,65 @@ def _print_once(line: str) -> None:
 
 
 def _refuse_conflicts(trainer: Any) -> None:
-    for name, value, owner in _other_offloading(trainer):
-        remedy = f"{owner} would move activations too, and only one can: switch this off, or leave actoffload out"
-        raise ConfigError(name, value, remedy)  # of nested hooks only the innermost act
     if trainer.args.n_gpu > 1:
         remedy = "nn.DataParallel runs the model in threads, outside every context: start with torchrun or accelerate"
         raise ConfigError("n_gpu", trainer.args.n_gpu, remedy)
-
-
-def _other_offloading(trainer: Any) -> Iterator[tuple[str, object, str]]:
-    """What else moves activations here: the switch, its value, and whose it is."""
-    args, plugin = trainer.args, getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    context = getattr(trainer, "maybe_activation_offload_context", None)
-    if getattr(args, "activation_offloading", False) or not isinstance(context, contextlib.nullcontext | None):
-        yield "activation_offloading", True, "TRL"
-    for name in ("activation_checkpointing", "gradient_checkpointing"):  # the second is the older name
-        options = getattr(args, f"{name}_kwargs", None) or {}
-        if getattr(args, name, False) and options.get("offload"):
-            yield f"{name}_kwargs", options, "transformers"
-    if getattr(plugin, "activation_checkpointing_offload", False):
-        yield "activation_checkpointing_offload", True, "Accelerate's FSDP plugin"
     for module in trainer.model.modules():
         function = getattr(module, "_gradient_checkpointing_func", None)
         function = getattr(function, "func", function)
         if "activation_checkpointing_enable.<locals>" in getattr(function, "__qualname__", ""):
-            yield "activation_checkpointing_enable(offload=...)", True, "transformers"
+            remedy = "it was called by hand, and of nested hooks only the innermost act: call it without offload"
+            raise ConfigError("activation_checkpointing_enable(offload=...)", True, remedy)
+
+
+@dataclass
+class _Switch:
+    """A flag by which a trainer would move activations itself."""
+
+    value: Any
+    off: Any
+    write: Callable[[Any], None]
+    target: Any = None
+    """The target that the flag names; None where it is just on."""
+
+
+def _flags(trainer: Any) -> Iterator[_Switch]:
+    """The flags that are on."""
+    args, plugin = trainer.args, getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    context = getattr(trainer, "maybe_activation_offload_context", None)
+    value = getattr(args, "activation_offloading", False)
+    if value or not isinstance(context, contextlib.nullcontext | None):
+        write = functools.partial(setattr, trainer, "maybe_activation_offload_context")
+        yield _Switch(context, contextlib.nullcontext(), write, _target("activation_offloading", value))
+    for name in ("activation_checkpointing", "gradient_checkpointing"):  # the second is the older name
+        name_of_options = f"{name}_kwargs"
+        options = getattr(args, name_of_options, None) or {}
+        if getattr(args, name, False) and options.get("offload"):
+            others = {key: value for key, value in options.items() if key != "offload"}
+            write = functools.partial(setattr, args, name_of_options)
+            yield _Switch(options, others, write, _target(f"{name_of_options}['offload']", options["offload"]))
+    if getattr(plugin, "activation_checkpointing_offload", False):
+        yield _Switch(True, False, functools.partial(setattr, plugin, "activation_checkpointing_offload"))
+
+
+def _target(name: str, value: object) -> str | None:
+    """The target that the value of a flag names; None for one that is only on."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return OffloadConfig(target=value).target  # type: ignore[arg-type]
+    except ConfigError as error:
+        raise ConfigError(name, value, f"{error.remedy}, or True") from None
+
+
+def _deepspeed_section(trainer: Any) -> dict[str, Any]:
+    """The options in the DeepSpeed configuration of a trainer."""
+    config = getattr(getattr(trainer.args, "hf_deepspeed_config", None), "config", None) or {}
+    if not config:
+        return {}
+    from .deepspeed import read_section
+
+    return read_section(config) or {}
 
 
 def _flag(default: Any, text: str) -> Any:

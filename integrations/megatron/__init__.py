@@ -2,7 +2,10 @@
 
 from actoffload.integrations.megatron import add_actoffload_args, wrap_forward_step
 
-pretrain(..., wrap_forward_step(forward_step), extra_args_provider=add_actoffload_args)
+pretrain(..., wrap_forward_step(forward_step), extra_args_provider=add_actoffload_args)  # megatron-core 0.16
+
+args = parse_and_validate_args(extra_args_provider=add_actoffload_args)  # Megatron-LM's main branch
+pretrain(..., wrap_forward_step(forward_step))
 """
 
 from __future__ import annotations

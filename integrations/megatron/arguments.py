@@ -34,7 +34,7 @@ _SWITCHES = ("strict", "verify")
 
 
 def add_actoffload_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the flags of actoffload to a parser and return it; fits ``pretrain(extra_args_provider=...)``.
+    """Add the flags of actoffload to a parser and return it; Megatron's ``extra_args_provider``.
 
     Every flag begins with ``--actoffload-``; without ``--actoffload-target`` nothing is switched on. Sizes are bytes,
     or text such as ``8GiB``. A bad value ends the program with a message that names its flag.

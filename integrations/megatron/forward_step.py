@@ -29,13 +29,13 @@ _CONFLICTS = {
 def wrap_forward_step(forward_step: Callable[..., Any], args: Any = None) -> OffloadedForwardStep:
     """A forward step for ``pretrain`` or ``get_forward_backward_func()`` whose saved activations leave the device.
 
-        pretrain(..., wrap_forward_step(forward_step), extra_args_provider=add_actoffload_args)
+        pretrain(..., wrap_forward_step(forward_step))
 
     Args:
         forward_step: Megatron's, which takes ``(data_iterator, model)`` or ``(data_iterator, model,
             checkpoint_activations_microbatch)`` and returns ``(output, loss function)``.
         args: parsed arguments with the flags of `add_actoffload_args`. Default: Megatron's ``get_args()``, asked for
-            at the first call, as they do not exist before ``pretrain`` has parsed them.
+            at the first call, when they have been parsed and the process has its device.
 
     Returns:
         A callable of the same signature. Its ``offloader`` is the `Offloader`; None with ``--actoffload-target none``,

@@ -37,7 +37,7 @@ def launch(module: str, world: int, directory: Path, *arguments: str, env: dict[
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "OMP_NUM_THREADS": "1",
-        "ACTOFFLOAD_TEST_DIRECTORY": str(directory),
+        "RANKS_DIRECTORY": str(directory),
         "TMPDIR": str(directory),
         "PYTHONPATH": str(ROOT),
         # Used only by frameworks that insist on them; the group itself meets through a file.
@@ -98,7 +98,7 @@ def _all_logs(logs: Sequence[Any]) -> str:
 
 def scratch() -> Path:
     """The directory that `launch` was given."""
-    return Path(os.environ["ACTOFFLOAD_TEST_DIRECTORY"])
+    return Path(os.environ["RANKS_DIRECTORY"])
 
 
 def join_group() -> None:

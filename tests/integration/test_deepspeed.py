@@ -105,7 +105,7 @@ def never_built(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("DeepSpeed was asked to build an engine")
 
     build.__signature__ = adapter.inspect.signature(deepspeed.initialize)  # type: ignore[attr-defined]
-    monkeypatch.setattr(deepspeed, "initialize", build)
+    monkeypatch.setattr(adapter, "_initialize", build)
 
 
 @pytest.mark.usefixtures("never_built")

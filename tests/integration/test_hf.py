@@ -320,10 +320,10 @@ def test_two_processes_say_it_once(ranks: list[dict[str, Any]]) -> None:
     assert [sum("actoffload: target nvme" in line for line in rank["printed"]) for rank in ranks] == [1, 0]
 
 
-def test_a_section_for_deepspeed_that_a_trainer_does_not_read_is_told(
-    tmp_path: Path, transformers_log: pytest.LogCaptureFixture
-) -> None:
+def test_a_section_for_deepspeed_holds_for_a_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
     trainer = make_trainer(tmp_path)
-    trainer.args.hf_deepspeed_config = SimpleNamespace(config={"actoffload": {"target": "nvme"}})
-    attach(trainer, target="nvme", path=tmp_path).detach()
-    assert "only actoffload.integrations.deepspeed.initialize reads it" in transformers_log.text
+    section = {"target": "nvme", "path": str(tmp_path), "min_bytes": 2048}
+    trainer.args.hf_deepspeed_config = SimpleNamespace(config={"actoffload": section})
+    with attached(trainer, min_bytes=1024) as offloader:
+        assert (offloader.config.target, offloader.config.min_bytes) == ("nvme", 1024)

@@ -59,17 +59,28 @@ def test_an_old_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         attach(trainer)
 
 
-def test_the_offloading_of_transformers_is_refused(tmp_path: Path) -> None:
+def test_the_flag_of_transformers_is_taken_over(tmp_path: Path) -> None:
     options: dict[str, Any] = checkpointing(reentrant=False)
-    options["activation_checkpointing_kwargs"] = {"offload": True}
-    with pytest.raises(ConfigError, match=r"activation_checkpointing_kwargs=.*transformers would move activations too"):
-        attach(make_trainer(tmp_path, **options))
-    options["activation_checkpointing"] = False  # then it does nothing
+    options["activation_checkpointing_kwargs"] = {"use_reentrant": False, "offload": "nvme"}
     trainer = make_trainer(tmp_path, **options)
-    with attached(trainer, target="nvme", path=tmp_path, min_bytes=1024):
-        trainer.args.activation_checkpointing = True
-        with pytest.raises(ConfigError, match="activation_checkpointing_kwargs"):
+    attachment = attach(trainer, path=tmp_path)
+    assert attachment.offloader.config.target == "nvme"
+    assert trainer.args.activation_checkpointing_kwargs == {"use_reentrant": False}
+    trainer.train()
+    attachment.detach()
+    assert trainer.args.activation_checkpointing_kwargs == {"use_reentrant": False, "offload": "nvme"}
+    with attached(trainer, path=tmp_path):
+        trainer.args.activation_checkpointing_kwargs = {"offload": True}  # switched on since, and enabled by train()
+        with pytest.raises(ConfigError, match="activation_checkpointing_enable"):
             trainer.train()
+
+
+@pytest.mark.parametrize("value", ["floppy", 3])
+def test_a_flag_with_a_value_that_cannot_work_is_refused(value: object, tmp_path: Path) -> None:
+    options: dict[str, Any] = checkpointing(reentrant=False)
+    options["activation_checkpointing_kwargs"] = {"offload": value}
+    with pytest.raises(ConfigError, match=r"activation_checkpointing_kwargs\['offload'\]=.*choose one of .*, or True"):
+        attach(make_trainer(tmp_path, **options))
 
 
 def test_the_offloading_of_transformers_by_hand_is_refused(tmp_path: Path) -> None:
@@ -82,7 +93,7 @@ def test_the_offloading_of_transformers_by_hand_is_refused(tmp_path: Path) -> No
         pass
 
 
-def test_the_offloading_of_accelerate_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_flag_of_accelerate_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(
@@ -90,8 +101,9 @@ def test_the_offloading_of_accelerate_is_refused(tmp_path: Path, monkeypatch: py
     )
     trainer = make_trainer(tmp_path)
     monkeypatch.setitem(trainer.accelerator.state.__dict__, "fsdp_plugin", plugin)
-    with pytest.raises(ConfigError, match="Accelerate's FSDP plugin"):
-        attach(trainer)
+    with attached(trainer, target="nvme", path=tmp_path):
+        assert not plugin.activation_checkpointing_offload
+    assert plugin.activation_checkpointing_offload
 
 
 def test_data_parallel_threads_are_refused(tmp_path: Path) -> None:

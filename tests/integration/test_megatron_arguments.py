@@ -37,6 +37,58 @@ def parse(text: str) -> argparse.Namespace:
     return found
 
 
+# -- the lines of docs/integrations.md --------------------------------------------------------------------------------
+
+
+def documented_lines() -> list[str]:
+    """The two ways to call ``pretrain`` in docs/integrations.md, as source text."""
+    text = (Path(__file__).parents[2] / "docs/integrations.md").read_text(encoding="utf-8")
+    block = text.split("## Megatron-core")[1].split("```python\n")[1].split("```")[0]
+    _, released, newest, _ = block.split("\n# ")
+    return [part.partition("\n")[2] for part in (released, newest)]
+
+
+def test_the_documented_lines_fit_what_megatron_offers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The signatures are those of Megatron-LM at its commits 001b00c2734d and d98e8a64ddf3 (22 August 2026)."""
+    seen: list[tuple[Any, Any]] = []
+    defaults: dict[str, Any] = {}
+
+    def released_pretrain(
+        train_valid_test_dataset_provider: Any,
+        model_provider: Any,
+        model_type: Any,
+        forward_step_func: Any,
+        process_non_loss_data_func: Any = None,
+        extra_args_provider: Any = None,
+        args_defaults: Any = defaults,
+    ) -> None:
+        seen.append((extra_args_provider(argparse.ArgumentParser()).parse_args(), forward_step_func))
+
+    def parse_and_validate_args(
+        extra_args_provider: Any = None, ignore_unknown_args: bool = False, args_defaults: Any = defaults
+    ) -> argparse.Namespace:
+        found: argparse.Namespace = extra_args_provider(argparse.ArgumentParser()).parse_args()
+        return found
+
+    def newest_pretrain(
+        cfg_container: Any,
+        train_valid_test_dataset_provider: Any,
+        model_type: Any,
+        forward_step_func: Any,
+        model_provider: Any = None,
+    ) -> None:
+        seen.append((cfg_container, forward_step_func))
+
+    monkeypatch.setattr(sys, "argv", ["pretrain.py", "--actoffload-target", "nvme", "--actoffload-path", str(tmp_path)])
+    names: dict[str, Any] = {name: None for name in ("datasets", "model_provider", "model_type")}
+    names |= {"config_of": lambda args: args, "forward_step": no_step, "wrap_forward_step": wrap_forward_step}
+    names |= {"add_actoffload_args": add_actoffload_args, "parse_and_validate_args": parse_and_validate_args}
+    for line, pretrain in zip(documented_lines(), (released_pretrain, newest_pretrain), strict=True):
+        exec(line, {**names, "pretrain": pretrain})
+    assert [args.actoffload_path for args, _ in seen] == [[str(tmp_path)]] * 2
+    assert all(callable(step) and step.offloader is None for _, step in seen)
+
+
 # -- the command line -------------------------------------------------------------------------------------------------
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
-from actoffload.integrations.hf import attach
 
-from actoffload.errors import ConfigError
 from benchmarks import frameworks_cpu
 from benchmarks.harness import run_sample
 from tests.integration.evidence import assert_evidence
@@ -134,27 +133,28 @@ def test_a_trainer_computes_the_same_bits(trainer: Any, kind: str, model_path: s
 
 
 @pytest.mark.parametrize("kind", [sft, dpo])
-def test_its_own_offloading_is_refused(
+def test_its_own_flag_is_taken_over(
     kind: Any, model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # TRL's context cannot be made without an accelerator ('NoneType' object has no attribute 'type'); this one can.
+    theirs: Any = NoOpManager()
     for module in ("sft", "dpo"):
-        monkeypatch.setattr(f"trl.trainer.{module}_trainer.get_act_offloading_ctx_manager", lambda model: NoOpManager())
+        monkeypatch.setattr(f"trl.trainer.{module}_trainer.get_act_offloading_ctx_manager", lambda model: theirs)
     trainer = kind(model_path, tmp_path / "out", "plain", activation_offloading=True)
-    with pytest.raises(ConfigError, match="activation_offloading=True: TRL would move activations too"):
-        attach(trainer, target="nvme", path=tmp_path)
-    assert not hasattr(trainer, "actoffload")
-    trainer.args.activation_offloading = False  # switched off too late: the context is there already
-    with pytest.raises(ConfigError, match="activation_offloading"):
-        attach(trainer, target="nvme", path=tmp_path)
-
-
-def test_its_own_offloading_is_refused_when_it_comes_later(model_path: str, tmp_path: Path) -> None:
-    trainer = sft(model_path, tmp_path / "out", "plain")
     with attached(trainer, target="nvme", path=tmp_path):
-        trainer.maybe_activation_offload_context = NoOpManager()
-        with pytest.raises(ConfigError, match="activation_offloading"):
-            trainer.train()
+        assert isinstance(trainer.maybe_activation_offload_context, nullcontext)
+    assert trainer.maybe_activation_offload_context is theirs
+
+
+def test_its_own_flag_is_taken_over_when_it_comes_later(model_path: str, tmp_path: Path) -> None:
+    trainer = sft(model_path, tmp_path / "out", "plain")
+    with attached(trainer, target="nvme", path=tmp_path, min_bytes=1024) as offloader:
+        theirs: Any = NoOpManager()
+        trainer.maybe_activation_offload_context = theirs
+        trainer.train()
+        assert isinstance(trainer.maybe_activation_offload_context, nullcontext)
+        assert offloader.statistics().moved_bytes > 0
+    assert trainer.maybe_activation_offload_context is theirs
 
 
 @pytest.mark.slow

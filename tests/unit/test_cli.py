@@ -26,7 +26,7 @@ runner = CliRunner()
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, as a user runs it."""
-    command = [sys.executable, "-m", "actoffload.cli", *arguments]
+    command = [sys.executable, "-m", "actoffload", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
 
 

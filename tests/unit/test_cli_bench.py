@@ -238,7 +238,7 @@ def test_too_little_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     arguments = ["--path", str(tmp_path), "--engine", "posix", "--size", "64KiB", "--region", "8MiB"]
-    command = [sys.executable, "-m", "actoffload.cli", "bench", "--json", *arguments, "--seconds", "100"]
+    command = [sys.executable, "-m", "actoffload", "bench", "--json", *arguments, "--seconds", "100"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             deadline = time.monotonic() + 60

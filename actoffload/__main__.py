@@ -1,0 +1,5 @@
+"""``python -m actoffload``: the same as the console script."""
+
+from .cli import main
+
+main()

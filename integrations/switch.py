@@ -1,0 +1,95 @@
+"""``ACTOFFLOAD=auto``: what a program trains with transformers, TRL, Accelerate or DeepSpeed is attached by itself.
+
+    ACTOFFLOAD=nvme ACTOFFLOAD_PATH=/mnt/nvme0 accelerate launch train.py
+    actoffload run --target nvme --path /mnt/nvme0 -- train.py
+
+The value is the target, ``ACTOFFLOAD_<OPTION>`` any other option (`OffloadConfig.options_from_environment`). These
+places are patched when the program imports them: ``Trainer.train``, ``Accelerator.prepare``, ``deepspeed.initialize``
+and TRL's ``get_act_offloading_ctx_manager``. A trainer is detached again when its training ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from actoffload import OffloadConfig, attach
+
+_in_trainer = contextvars.ContextVar("in_trainer", default=False)
+"""A trainer is attached as a whole: what it prepares is not attached again."""
+
+
+def patch(module: ModuleType) -> None:
+    """Patch a module of `_actoffload_start.SEAMS` that has just been imported."""
+    _PATCHES[module.__name__](module)
+
+
+def _patch_trainer(module: Any) -> None:
+    train = module.Trainer.train
+
+    @functools.wraps(train)
+    def attached(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from . import hf
+
+        token = _in_trainer.set(True)
+        attachment = (
+            None if hasattr(self, "actoffload") else hf.attach(self, **OffloadConfig.options_from_environment())
+        )
+        try:
+            return train(self, *args, **kwargs)
+        finally:
+            if attachment is not None:
+                attachment.detach()
+            _in_trainer.reset(token)
+
+    module.Trainer.train = attached
+
+
+def _patch_accelerate(module: Any) -> None:
+    prepare = module.Accelerator.prepare
+
+    @functools.wraps(prepare)
+    def attached(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _in_trainer.get():
+            return prepare(self, *args, **kwargs)
+        plugin: Any = getattr(self.state, "fsdp_plugin", None)
+        if getattr(plugin, "activation_checkpointing_offload", False):
+            plugin.activation_checkpointing_offload = False  # what it moves, we move
+        prepared = prepare(self, *args, **kwargs)
+        for each in prepared if isinstance(prepared, tuple) else (prepared,):
+            if isinstance(each, nn.Module) and not hasattr(each, "actoffload"):  # a DeepSpeed engine has it
+                attach(each, **OffloadConfig.options_from_environment())
+        return prepared
+
+    module.Accelerator.prepare = attached
+
+
+def _patch_deepspeed(module: Any) -> None:
+    initialize = module.initialize
+    from . import deepspeed  # before the function below takes the other's place
+
+    @functools.wraps(initialize)
+    def attached(*args: Any, **kwargs: Any) -> Any:
+        if _in_trainer.get():
+            return initialize(*args, **kwargs)
+        return deepspeed.initialize_with(OffloadConfig.options_from_environment(), *args, **kwargs)
+
+    module.initialize = attached
+
+
+def _patch_trl(module: Any) -> None:
+    """``activation_offloading=True`` makes no context of TRL's, which needs an accelerator: the trainer is attached."""
+    module.get_act_offloading_ctx_manager = lambda *args, **kwargs: contextlib.nullcontext()
+
+
+_PATCHES = {
+    "accelerate.accelerator": _patch_accelerate,
+    "deepspeed": _patch_deepspeed,
+    "transformers.trainer": _patch_trainer,
+    "trl.models.activation_offloading": _patch_trl,
+}
