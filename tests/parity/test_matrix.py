@@ -109,6 +109,8 @@ def cases() -> Iterator[tuple[str | None, str, str]]:
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 @pytest.mark.parametrize(("backend", "shape", "kind"), list(cases()), ids=lambda value: value or "eager")
 def test_matrix(backend: str | None, shape: str, kind: str, inside: bool, make_offloader: Maker) -> None:
+    if (backend, kind) == ("aot_eager", "selective") and make_offloader.place.device != "cpu":
+        pytest.skip("PyTorch's compiler knows no random numbers of the simulated device")
     model = tower(kind, backend, make_offloader.place.device)
     check(model, shape, make_offloader(debug=True), make_offloader, inside=inside)
 
