@@ -327,16 +327,18 @@ def hinder(device: SimulatedDevice, accelerator: SimulatedAccelerator, adversary
 
 
 @contextlib.contextmanager
-def on_stream(stream: torch.Stream) -> Iterator[None]:
-    """Make a stream current, between all that the one before was given until now and what it is given from then on."""
+def on_stream(stream: torch.Stream, *, ordered: bool = True) -> Iterator[None]:
+    """Make a stream current; if ordered, after all of the one before, which goes on after it."""
     before = torch.accelerator.current_stream()
-    stream.wait_stream(before)
+    if ordered:
+        stream.wait_stream(before)
     torch.accelerator.set_stream(stream)
     try:
         yield
     finally:
         torch.accelerator.set_stream(before)
-        before.wait_stream(stream)
+        if ordered:
+            before.wait_stream(stream)
 
 
 @contextlib.contextmanager

@@ -223,11 +223,10 @@ def test_a_cached_tensor_and_a_saved_one_share_a_record(offloader: Offloader) ->
     assert offloader.statistics().deduplicated_bytes >= 2 * x.nbytes
 
 
-@pytest.mark.parametrize("target", ["host", "nvme", "tiered"])
-@pytest.mark.parametrize("adversary", ADVERSARIES)
 @pytest.mark.simulated
+@pytest.mark.parametrize("adversary", ADVERSARIES)
 def test_gradients_survive_every_adversary_of_the_simulated_device(
-    device: SimulatedDevice, tmp_path: Path, adversary: Adversary, target: str
+    device: SimulatedDevice, tmp_path: Path, adversary: Adversary
 ) -> None:
     model, x = Blocks(save_all, dropout=0.0).to(NAME), batch().to(NAME)
     model.make = plain_contexts
@@ -237,7 +236,7 @@ def test_gradients_survive_every_adversary_of_the_simulated_device(
     hinder(device, accelerator, adversary)
     with simulated(
         accelerator,
-        target=target,
+        target="nvme",
         path=tmp_path,
         policy="all",
         pending_bytes=x.nbytes,

@@ -5,26 +5,14 @@ What the library does on it is in test_ordering.py, and in each test that asks f
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import nn
 
 from actoffload.testing.simulated_device import NAME, SimulatedDevice
+from tests.harness import on_stream
 
 pytestmark = pytest.mark.simulated
-
-
-@contextlib.contextmanager
-def _current(stream: torch.Stream) -> Iterator[None]:
-    before = torch.accelerator.current_stream()
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)
 
 
 def test_kernels_run_late_and_in_order(device: SimulatedDevice) -> None:
@@ -43,7 +31,7 @@ def test_a_stream_sees_what_another_one_did_only_after_its_event(device: Simulat
     main, side = torch.accelerator.current_stream(), torch.Stream(torch.device(NAME, 0))
     event, host = torch.Event(NAME), torch.ones(1 << 10).pin_memory()
     with device.paused(side):
-        with _current(side):
+        with on_stream(side, ordered=False):
             x.copy_(host, non_blocking=True)
             event.record(side)
         assert not event.query()
@@ -60,7 +48,7 @@ def test_a_lazy_stream_does_nothing_before_it_is_waited_for(device: SimulatedDev
     x, host = torch.zeros(1 << 10, device=NAME), torch.ones(1 << 10).pin_memory()
     device.synchronize()
     device.lazy(side)
-    with _current(side):
+    with on_stream(side, ordered=False):
         x.copy_(host, non_blocking=True)
     before = x * 2
     main.synchronize()
@@ -75,7 +63,7 @@ def test_who_touches_memory_of_another_is_counted(device: SimulatedDevice) -> No
     x = torch.zeros(1 << 10, device=NAME)
     device.synchronize()
     device.lazy(side)
-    with _current(side):
+    with on_stream(side, ordered=False):
         x.add_(1)
     del x
     again = torch.zeros(1 << 10, device=NAME)
@@ -101,7 +89,7 @@ def test_memory_that_another_stream_uses_waits_for_it(device: SimulatedDevice) -
     address = x.data_ptr()
     device.synchronize()
     with device.paused(side):
-        with _current(side):
+        with on_stream(side, ordered=False):
             x.add_(1)
         x.record_stream(side)
         del x
