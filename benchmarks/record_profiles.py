@@ -14,7 +14,7 @@ import torch
 
 from actoffload import OffloadConfig, Offloader
 from actoffload.analysis.rok import Case
-from actoffload.cli.rok_models import build
+from actoffload.cli.models import build
 from benchmarks import harness
 
 CASES = (
@@ -31,13 +31,13 @@ def record(case: Case, path: str | None) -> Offloader:
     """An offloader that has a profile of a model's training step."""
     torch.manual_seed(0)
     workload = build(case)
-    tokens = torch.randint(1, case.vocab, (case.batch, case.seq + 1))
+    batch = workload.batch(case.batch)
     optimizer = torch.optim.SGD(workload.model.parameters(), lr=1e-3)
     # A budget that everything fits: without one a planner does not ask for blocks to recompute.
     offloader = Offloader(OffloadConfig(path=path, target="nvme", device_budget="64GiB")).use(workload.model)
     for _ in range(STEPS):
         with offloader:
-            loss = workload.loss(tokens)
+            loss = workload.loss(batch)
         torch.autograd.backward(loss)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)

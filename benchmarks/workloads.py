@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from actoffload.analysis.rok import Case
-from actoffload.cli.rok_models import build as build_language_model
+from actoffload.cli.models import build as build_language_model
 from actoffload.testing.gpt import GPT, GPTConfig
 
 Start = tuple[Tensor, Tensor | None]
@@ -72,8 +72,8 @@ def _language(spec: dict[str, Any]) -> Workload:
     """GPT-2, BERT or T5; the sizes are the fields of `Case`."""
     case = Case(model=LANGUAGE_MODELS[spec["model"]], batch=spec["batch"], dtype=spec["dtype"], **spec["sizes"])
     made = build_language_model(case)
-    tokens = torch.randint(1, case.vocab, (case.batch, case.seq + 1))
-    return Workload(model=made.model, forward=lambda: (made.loss(tokens), None), blocks=made.blocks)
+    batch = made.batch(case.batch)
+    return Workload(model=made.model, forward=lambda: (made.loss(batch), None), blocks=made.blocks)
 
 
 def _vit(spec: dict[str, Any]) -> Workload:

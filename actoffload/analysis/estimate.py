@@ -1,8 +1,8 @@
-"""What offloading would need and cost, on paper: bytes, bandwidth, the share that hides, an SSD's life, dollars.
+"""What offloading would need and cost, on paper: memory, bandwidth, the share that hides, an SSD's life, dollars.
 
 The model is SSDTrain's (arXiv 2408.10013, its section on modelling): a step of ``t`` seconds that saves ``S`` bytes on
 a GPU writes them in one half and reads them in the other, so it needs ``S / (t/2)`` each way; a drive lives
-``endurance · t / S``. The endurance is the rated one unless credits are entered.
+``endurance · t / S``. The endurance is the rated one.
 """
 
 from __future__ import annotations
@@ -12,17 +12,67 @@ from dataclasses import asdict, dataclass
 
 from ..errors import ConfigError
 from ..storage.endurance import (
-    RATED,
-    Credits,
     Drive,
     check_counts,
     check_positive,
     endurance_bytes,
-    format_duration,
     lifetime_s,
     written_per_day,
 )
-from .megatron import MegatronModel, Parallelism, ends_bytes, layer_bytes, model_flops
+
+RESERVED_BYTES = 1 << 30
+"""What a GPU holds besides tensors: the CUDA context and libraries' workspaces (a round figure, recalled)."""
+LAYERS_IN_TRANSIT = 2
+"""Layers whose tensors are on the device at once though they move: the one that runs and the one that is copied."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism:
+    """How a step is split over GPUs."""
+
+    tensor: int = 1
+    sequence_parallel: bool = False
+    """Norms and dropout are split over the tensor-parallel ranks too (Korthikanti et al. 2022)."""
+    pipeline: int = 1
+    interleave: int = 1
+    """Model chunks of a pipeline stage."""
+    context: int = 1
+    """Ranks that a sequence is split over."""
+    data: int = 1
+    micro_batches: int = 1
+    """Micro-batches of a step and data-parallel rank."""
+    zero: int = 0
+    """Stage of ZeRO (FSDP is 3): 1 splits optimizer states over the data-parallel ranks, 2 gradients, 3 parameters."""
+
+    def __post_init__(self) -> None:
+        check_counts(self, "tensor", "pipeline", "interleave", "context", "data", "micro_batches")
+        if self.zero not in range(4):
+            raise ConfigError("zero", self.zero, "is a stage, 0 to 3")
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of the job."""
+        return self.tensor * self.pipeline * self.context * self.data
+
+    @property
+    def microbatches_in_flight(self) -> float:
+        """Micro-batches that the first stage holds at once under 1F1B, in whole stages' worth.
+
+        ``p``, and ``p·(1 + (p-1)/(p·v))`` with ``v`` chunks per stage (Korthikanti et al. 2022, section 4.2.3); never
+        more than there are.
+        """
+        chunks = (self.pipeline - 1) / (self.pipeline * self.interleave) if self.interleave > 1 else 0.0
+        return min(self.micro_batches, self.pipeline * (1 + chunks))
+
+    def check_layers(self, layers: int) -> None:
+        """Check that so many layers can be split so.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        if layers % (self.pipeline * self.interleave):
+            stages = "pipeline × interleave" if self.interleave > 1 else "it"
+            raise ConfigError("pipeline", self.pipeline, f"{stages} must divide layers={layers}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,31 +81,29 @@ class Activations:
 
     Attributes:
         label: the model, for a person.
+        micro_batch: samples of it.
         blocks: bytes of each layer.
+        recomputed_bytes: what comes back while a layer is recomputed.
         small_bytes: bytes of all layers in tensors that are too small to move.
         ends_bytes: what the rest of the model saves.
         flops: forward, backward and what is recomputed.
+        parameter_bytes: of all layers' parameters on this GPU.
+        gradient_bytes: of their gradients.
+        optimizer_bytes: of the optimizer's states.
         source: how the bytes are known.
     """
 
     label: str
+    micro_batch: int = 1
     blocks: tuple[float, ...]
+    recomputed_bytes: float = 0.0
     small_bytes: float = 0.0
     ends_bytes: float = 0.0
     flops: float
+    parameter_bytes: float = 0.0
+    gradient_bytes: float = 0.0
+    optimizer_bytes: float = 0.0
     source: str = ""
-
-
-def megatron_activations(model: MegatronModel, split: Parallelism, *, recompute: bool = False) -> Activations:
-    """Return those of a Megatron-LM model by its published formulas; with ``recompute`` only layers' inputs stay."""
-    sizes = f"{model.layers} layers × {model.hidden}, sequence {model.sequence}, micro-batch {model.micro_batch}"
-    return Activations(
-        label=f"GPT of Megatron-LM, {sizes}",
-        blocks=(layer_bytes(model, split, recompute=recompute),) * model.layers,
-        ends_bytes=ends_bytes(model, split),
-        flops=model_flops(model, recompute=recompute),
-        source="Korthikanti et al.'s formulas, flash attention",
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +118,8 @@ class Hardware:
     nothing is recomputed; what is recomputed runs at the same rate)."""
     link_bytes_per_s: float
     """Between device and host."""
+    memory_bytes: int
+    """Of the GPU."""
     drive: Drive
     drives: int = 4
     """SSDs per GPU. SSDTrain's paper assumes four."""
@@ -81,7 +131,7 @@ class Hardware:
     """Where the numbers are from."""
 
     def __post_init__(self) -> None:
-        check_positive(self, "peak_flops", "utilisation", "link_bytes_per_s")
+        check_positive(self, "peak_flops", "utilisation", "link_bytes_per_s", "memory_bytes")
         check_positive(self, "ssd_write_bytes_per_s", "ssd_read_bytes_per_s")
         check_counts(self, "drives")
         if self.utilisation > 1:
@@ -98,6 +148,42 @@ class Hardware:
         """SSD to device: the slower of the drives and the link."""
         drives = self.drive.read_bytes_per_s * self.drives
         return min(self.link_bytes_per_s, self.ssd_read_bytes_per_s or drives)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Saved bytes on the fullest GPU at its peak, and samples of the largest micro-batch that fits so; 0 for none."""
+
+    saved_bytes: float
+    micro_batch: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What a GPU must hold at its peak, in bytes. What operators need while they run is not in it.
+
+    Attributes:
+        capacity_bytes: what the GPU has for tensors.
+        parameter_bytes: of this GPU's share of the model.
+        gradient_bytes: likewise.
+        optimizer_bytes: likewise.
+        kept: with everything kept.
+        hidden: after moving what hides, so that the step is not longer.
+        moved: after moving everything.
+    """
+
+    capacity_bytes: float
+    parameter_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
+    kept: Peak
+    hidden: Peak
+    moved: Peak
+
+    @property
+    def states_bytes(self) -> float:
+        """Parameters, gradients and optimizer states."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +206,8 @@ class Estimate:
         moved_bytes_per_step: that share of S; the rest is kept.
         written_bytes_per_day: of the moved share, over all of the GPU's drives.
         rated_life_s: of the drives, on rated TBW.
-        credited_life_s: of the drives, with the credits.
         ssd_price_usd: of all of the GPU's drives.
+        memory: what is on the GPU, and what fits.
         notes: what a reader must know before quoting a number.
     """
 
@@ -138,8 +224,8 @@ class Estimate:
     moved_bytes_per_step: float
     written_bytes_per_day: float
     rated_life_s: float
-    credited_life_s: float
     ssd_price_usd: float | None
+    memory: Memory
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
@@ -152,7 +238,6 @@ def estimate(
     split: Parallelism,
     hardware: Hardware,
     *,
-    credits: Credits = RATED,
     step_s: float | None = None,
 ) -> Estimate:
     """Estimate what offloading a model's activations needs, per GPU.
@@ -161,11 +246,10 @@ def estimate(
         activations: the model and its micro-batch; tensor and context parallelism taken into account.
         split: how a step is split over GPUs; the stages of a pipeline are taken as equal.
         hardware: one GPU's share of a machine.
-        credits: multipliers on the drives' rated endurance; none unless given.
         step_s: seconds of a step as measured. Default: the step's FLOPs over what the GPU achieves.
 
     Raises:
-        ConfigError: the layers cannot be split so, or credits are given for a drive without NAND.
+        ConfigError: the layers cannot be split so.
     """
     split.check_layers(len(activations.blocks))
     flops = activations.flops * split.micro_batches * split.data / split.gpus
@@ -175,10 +259,8 @@ def estimate(
     per_microbatch = sum(activations.blocks) / split.pipeline
     per_step = per_microbatch * split.micro_batches
     required = required_bytes_per_s(per_step, seconds)
-    share = min(1.0, hardware.write_bytes_per_s / required, hardware.read_bytes_per_s / required)
+    share = min(1.0, min(hardware.write_bytes_per_s, hardware.read_bytes_per_s) / max(1.0, required))
     moved = share * per_step
-    rated = lifetime_s(endurance_bytes(hardware.drive, hardware.drives), seconds, moved)
-    credited = lifetime_s(endurance_bytes(hardware.drive, hardware.drives, credits), seconds, moved)
     price = None if hardware.drive.price_usd is None else hardware.drive.price_usd * hardware.drives
     in_flight = per_microbatch * split.microbatches_in_flight
     small = activations.small_bytes / split.pipeline * split.microbatches_in_flight
@@ -195,10 +277,37 @@ def estimate(
         share_hidden=share,
         moved_bytes_per_step=moved,
         written_bytes_per_day=written_per_day(moved, seconds),
-        rated_life_s=rated,
-        credited_life_s=credited,
+        rated_life_s=lifetime_s(endurance_bytes(hardware.drive, hardware.drives), seconds, moved),
         ssd_price_usd=price,
-        notes=tuple(_notes(activations, hardware, credits, share, rated, share * in_flight)),
+        memory=_memory(activations, split, hardware, in_flight=in_flight, small=small, share=share),
+        notes=tuple(_notes(activations, hardware, share, share * in_flight)),
+    )
+
+
+def _memory(
+    activations: Activations, split: Parallelism, hardware: Hardware, *, in_flight: float, small: float, share: float
+) -> Memory:
+    """Return what is on the fullest GPU: the first stage of a pipeline, which is not the one with the loss."""
+    shards = [split.pipeline * (split.data if split.zero >= stage else 1) for stage in (3, 2, 1)]
+    parts = (activations.parameter_bytes, activations.gradient_bytes, activations.optimizer_bytes)
+    parameters, gradients, optimizer = (nbytes / ranks for nbytes, ranks in zip(parts, shards, strict=True))
+    capacity = hardware.memory_bytes - RESERVED_BYTES
+    free = max(0.0, capacity - parameters - gradients - optimizer)
+    rest = small + activations.recomputed_bytes + (activations.ends_bytes if split.pipeline == 1 else 0.0)
+
+    def peak(moves: float) -> Peak:
+        in_transit = min(moves * in_flight, LAYERS_IN_TRANSIT * max(activations.blocks))
+        saved = rest + (1 - moves) * in_flight + in_transit
+        return Peak(saved, int(free * activations.micro_batch / max(1.0, saved)))
+
+    return Memory(
+        capacity_bytes=capacity,
+        parameter_bytes=parameters,
+        gradient_bytes=gradients,
+        optimizer_bytes=optimizer,
+        kept=peak(0.0),
+        hidden=peak(share),
+        moved=peak(1.0),
     )
 
 
@@ -211,15 +320,8 @@ def required_bytes_per_s(step_bytes: float, step_s: float) -> float:
     return step_bytes / (step_s / 2)
 
 
-def _notes(
-    activations: Activations, hardware: Hardware, credits: Credits, share: float, rated_life: float, spool: float
-) -> list[str]:
+def _notes(activations: Activations, hardware: Hardware, share: float, spool: float) -> list[str]:
     notes = []
-    if credits.factor != 1.0:
-        notes.append(
-            f"The life with credits is {credits.factor:.3g} × the rated one; on rated TBW alone it is "
-            f"{format_duration(rated_life)}, and that is what a warranty follows."
-        )
     if share < 1.0:
         notes.append(f"{share:.0%} hides; moving more would make the step longer, so the rest is kept.")
     if hardware.drive.nand and hardware.ssd_write_bytes_per_s is None:

@@ -13,6 +13,8 @@ from typing import Any
 SERIES = ("keep", "recompute", "offload", "hybrid")
 SIMULATED = "sim"
 """The type of the simulated device of `actoffload.testing.simulated_device`."""
+OWN = "own"
+"""The preset of a user's own model: on the accelerator where there is one."""
 BACKWARD_FACTOR = 3
 """FLOPs of a step over those of its forward."""
 
@@ -21,20 +23,25 @@ Sample = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Case:
-    """One workload. ``hidden`` elements, ``seq`` tokens, ``batch`` sequences, ``vocab`` rows of the head."""
+    """One workload. ``hidden`` elements, ``seq`` tokens, ``batch`` sequences, ``vocab`` rows of the head.
+
+    A user's own model (``FILE.py:FUNCTION``) has its sizes itself.
+    """
 
     model: str
-    hidden: int
-    layers: int
     batch: int
-    seq: int
-    vocab: int
+    hidden: int = 0
+    layers: int = 0
+    seq: int = 0
+    vocab: int = 0
     head_width: int = 64
     dtype: str = "float32"
 
     @property
     def panel(self) -> str:
         """What it shares a panel of the picture with."""
+        if not self.hidden:
+            return self.model
         return f"{self.model}, hidden {self.hidden} × {self.layers} layers, {self.seq} tokens"
 
     @property
@@ -123,6 +130,7 @@ PRESETS = {
         threads=1,
         device=SIMULATED,
     ),
+    OWN: Preset(cases=()),
     "tiny": Preset(
         cases=_grid(("gpt-small",), ((128, 2, (2, 4)),), seq=128, vocab=_SMALL_VOCAB),
         levels=("0.6",),

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,7 @@ VERSION = 2
 
 LIMIT_S = 3600.0
 """The longest that one round may take."""
-
-
-def launch_worker(spec: dict[str, Any]) -> dict[str, Any]:
-    """Take one round in a process of its own; a failure, also by running out of memory or time, is a result."""
-    return run_worker(WORKER, spec, limit_s=LIMIT_S)
+in_a_process = partial(run_worker, WORKER, limit_s=LIMIT_S)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +45,7 @@ class RokRun:
         environment: the machine and the software.
         command: what repeats this run.
         path: directories of the spool; not written to the results.
-        launch: takes a round; tests give their own.
+        launch: takes a round, in a process of its own; a failure is a result. Tests give their own.
 
     Raises:
         ConfigError: the file holds something else, or was measured with other options.
@@ -62,7 +59,7 @@ class RokRun:
         environment: dict[str, Any],
         command: str,
         path: Sequence[str] | None = None,
-        launch: Callable[[dict[str, Any]], dict[str, Any]] = launch_worker,
+        launch: Callable[[dict[str, Any]], dict[str, Any]] = in_a_process,
     ) -> None:
         self.file = file
         self._preset = preset

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -48,20 +49,25 @@ class SavedBytes:
     fused_attention: int = 0
 
 
+def call(model: nn.Module, inputs: Any) -> Any:
+    """Return what a model makes of a tensor, a tuple of positional or a dict of keyword arguments."""
+    if isinstance(inputs, dict):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+
+
 def count_saved(model: nn.Module, inputs: Any, *, min_bytes: int = MIN_BYTES) -> SavedBytes:
     """Run one forward and count what autograd saves.
 
     Args:
         model: the model, in training mode; on ``torch.device("meta")``, or on a device where it fits.
-        inputs: a tensor, a tuple of positional or a mapping of keyword arguments, on the same device.
+        inputs: its arguments as `call` takes them, on the same device.
         min_bytes: storages below this count as small.
     """
     found = SavedBytes()
     seen: dict[int, torch.UntypedStorage] = {}  # held, so that no storage is taken for another
     running: list[str] = []
-    arguments = inputs if isinstance(inputs, (tuple, Mapping)) else (inputs,)
-    given = tree_leaves(dict(arguments) if isinstance(arguments, Mapping) else arguments)
-    for tensor in (*model.parameters(), *model.buffers(), *given):
+    for tensor in (*model.parameters(), *model.buffers(), *tree_leaves(inputs)):
         if isinstance(tensor, Tensor):
             seen[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
 
@@ -94,7 +100,7 @@ def count_saved(model: nn.Module, inputs: Any, *, min_bytes: int = MIN_BYTES) ->
     try:
         counter, accelerator = FlopCounterMode(display=False, custom_mapping=_FLOPS), AsOnAccelerator()
         with counter, accelerator, saved_tensors_hooks(pack, lambda tensor: tensor):
-            result = model(**arguments) if isinstance(arguments, Mapping) else model(*arguments)
+            result = call(model, inputs)
     finally:
         for handle in handles:
             handle.remove()
@@ -121,15 +127,19 @@ class AsOnAccelerator(TorchFunctionMode):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Replace the two where they are given meta tensors."""
-        kwargs = kwargs or {}
-        ours: Any = {nn.functional.scaled_dot_product_attention: _attention, nn.functional.dropout: _dropout}.get(
-            function
-        )
+        kwargs, functional = kwargs or {}, nn.functional
         first = args[0] if args else kwargs.get("query", kwargs.get("input"))
-        if ours is None or not isinstance(first, Tensor) or first.device.type != "meta":
+        if not isinstance(first, Tensor) or first.device.type != "meta":
             return function(*args, **kwargs)
-        self.attentions += ours is _attention
-        return ours(*args, **kwargs)
+        if function is functional.multi_head_attention_forward:  # what it calls is not seen here
+            with patch.object(functional, "scaled_dot_product_attention", self._attend):
+                return function(*args, **kwargs)
+        ours = {functional.scaled_dot_product_attention: self._attend, functional.dropout: _dropout}
+        return ours.get(function, function)(*args, **kwargs)
+
+    def _attend(self, *args: Any, **kwargs: Any) -> Any:
+        self.attentions += 1
+        return _attention(*args, **kwargs)
 
 
 def _attention(

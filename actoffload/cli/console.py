@@ -29,6 +29,8 @@ PathOption = Annotated[
     list[Path] | None,
     typer.Option(help="Directory of the spool; repeat to stripe. Default: $ACTOFFLOAD_PATH, else the temporary one."),
 ]
+LEAST = 1e-6
+"""The least of an option that must be above 0."""
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import sysconfig
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from .. import OffloadConfig, Offloader, errors
 from ..analysis.environment import find_device
 from ..analysis.process_usage import block_io, peak_rss_bytes
 from ..testing.gpt import GPT, GPTConfig
-from .training import prepare_process, say, train_step
+from .training import prepare_process, say, synchronize
 
 TEXT_BYTES = 4 << 20
 """How much of the standard library's text is read: enough that a short run sees no byte twice."""
@@ -52,10 +53,18 @@ def train(spec: dict[str, Any]) -> None:
     step_s: list[float] = []
     say({"turn": 0})
     for _ in sys.stdin:
-        loss, seconds = train_step(offloader or nullcontext(), forward, optimizer, device)
-        losses.append(loss)
-        step_s.append(seconds)
-        say({"turn": len(losses), "loss": loss})
+        synchronize(device)
+        begin_s = time.perf_counter()
+        with offloader or nullcontext():
+            loss = forward()
+        torch.autograd.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        del loss
+        synchronize(device)
+        step_s.append(time.perf_counter() - begin_s)
+        say({"turn": len(losses), "loss": losses[-1]})
     end: dict[str, Any] = {
         "peak_rss_bytes": peak_rss_bytes(),
         "peak_device_bytes": None if device == "cpu" else int(torch.accelerator.max_memory_allocated()),

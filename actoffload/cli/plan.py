@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
+from .. import OffloadConfig, Offloader
+from ..analysis.environment import find_device
 from ..analysis.plots import draw_plan
 from ..errors import ConfigError
 from ..planning.explain import (
@@ -26,16 +30,23 @@ from ..planning.plan import Plan
 from ..planning.planners import Limits, make_planner
 from ..planning.profile import Link, Profile
 from ..sizes import parse_share, parse_size
-from .console import JsonOption, explained_errors, fail, print_json
+from .console import LEAST, JsonOption, PathOption, explained_errors, fail, print_json, strings
+from .models import build_own, is_own
+from .training import prepare_process
 
+RECORDED_STEPS = 3
+"""The second is recorded; the profile is there in the third."""
 TARGETS = {"host": ("host",), "nvme": ("nvme",), "tiered": ("host", "nvme"), "auto": ("host", "nvme")}
 _LINKS = "Links; default: what the profile measured"
-Rate = Annotated[float | None, typer.Option(help="GB/s.", rich_help_panel=_LINKS)]
+Rate = Annotated[float | None, typer.Option(help="GB/s.", min=LEAST, rich_help_panel=_LINKS)]
 Bytes = Annotated[str | None, typer.Option(help='Bytes, or text such as "8GiB".')]
 
 
 def command(
-    profile: Annotated[Path, typer.Argument(help="A recorded step: what `actoffload demo --profile FILE` writes.")],
+    profile: Annotated[
+        Path,
+        typer.Argument(help="A recorded step, as `actoffload demo --profile FILE` writes it; or FILE.py:FUNCTION."),
+    ],
     device_budget: Annotated[
         str | None, typer.Option(help='Most saved bytes on the device: "8GiB", or "40%" of the peak with all kept.')
     ] = None,
@@ -50,13 +61,19 @@ def command(
     host_read: Rate = None,
     disk_write: Rate = None,
     disk_read: Rate = None,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of FUNCTION's batch.")] = 1,
+    path: PathOption = None,
     plan_out: Annotated[Path | None, typer.Option(help="Write the plan here; Plan.from_json reads it.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw bytes on the device over the step (PNG).")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Plan a recorded step: what each block keeps, offloads or recomputes, why, and what that does to time and peak."""
+    """Plan a recorded step: what each block keeps, offloads or recomputes, why, and what that does to time and peak.
+
+    FUNCTION returns a model and make_batch(size), which returns the model's arguments; the model returns its loss.
+    """
     with explained_errors():
-        step = load(profile, {"host": (host_write, host_read), "disk": (disk_write, disk_read)})
+        recorded = record(str(profile), batch, strings(path)) if is_own(str(profile)) else read_profile(profile)
+        step = with_rates(recorded, {"host": (host_write, host_read), "disk": (disk_write, disk_read)})
         chosen = make_planner(planner)
         if target not in TARGETS:
             raise ConfigError("target", target, f"choose one of {', '.join(map(repr, TARGETS))}")
@@ -93,18 +110,33 @@ def read_profile(path: Path) -> Profile:
         raise ConfigError("profile", str(path), f"{problem}; give a recorded step: {remedy}") from error
 
 
-def load(path: Path, rates: dict[str, tuple[float | None, float | None]]) -> Profile:
-    """Return the profile of a file, with other links where rates in GB/s (write, read) are given.
+def record(source: str, batch: int, path: list[str] | None) -> Profile:
+    """Return the profile of a user's own model: three steps without an optimizer, each of the same batch.
 
     Raises:
-        ConfigError: the file cannot be read or holds no profile, or a rate is not above 0.
+        ConfigError: the function or what it returns is not as `models` asks for, or nothing that is saved may move.
     """
-    profile = read_profile(path)
+    device = find_device()
+    prepare_process(device, None, seed=0)
+    workload = build_own("profile", source, torch.device(device))
+    inputs = workload.batch(batch)
+    # Blocks are recorded only under a budget; this one holds everything.
+    config = OffloadConfig(path=path, target="nvme" if device == "cpu" else "auto", device_budget=1 << 60)
+    with closing(Offloader(config).use(workload.model)) as offloader:
+        for _ in range(RECORDED_STEPS):
+            with offloader:
+                loss = workload.loss(inputs)
+            torch.autograd.backward(loss)
+            workload.model.zero_grad()
+        if offloader.profile is None:
+            raise ConfigError("batch", batch, "nothing that its step saves may move; give a larger one")
+        return offloader.profile
+
+
+def with_rates(profile: Profile, rates: dict[str, tuple[float | None, float | None]]) -> Profile:
+    """Return a profile, with other links where rates in GB/s (write, read) are given."""
     changed = {}
     for name, (write, read) in rates.items():
-        for way, rate in (("write", write), ("read", read)):
-            if rate is not None and rate <= 0:
-                raise ConfigError(f"{name}_{way}", rate, "must be above 0 GB/s; leave it out for the profile's")
         known = getattr(profile, name)
         first, second = write or read, read or write
         if known is None and first and second:  # as fast both ways unless told otherwise

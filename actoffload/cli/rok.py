@@ -15,43 +15,57 @@ from rich.table import Table
 
 from ..analysis.environment import describe_environment
 from ..analysis.plots import draw_rok
-from ..analysis.rok import PRESETS, SERIES, SIMULATED, Point, Preset, points_of
+from ..analysis.rok import OWN, PRESETS, SERIES, SIMULATED, Case, Point, Preset, points_of
 from ..analysis.rok_run import RokRun, busy_share, load_results
 from ..errors import ConfigError
 from ..sizes import format_size
 from .console import JsonOption, PathOption, explained_errors, print_json, progress_bar, strings
+from .models import import_function, is_own
 
 Count = Annotated[int | None, typer.Option(min=1, help="Default: the preset's.")]
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
+OWN_BATCHES = (1, 2, 4)
+"""Samples of a batch of a user's own model, unless told otherwise."""
 
 
 def command(
     preset: Annotated[
-        str, typer.Option(help="ssdtrain (for a GPU), cpu, simulated (a small GPU in virtual time) or tiny.")
-    ] = "cpu",
+        str | None,
+        typer.Option(help="cpu (the default), ssdtrain (for a GPU), simulated (a small GPU in virtual time) or tiny."),
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Results (JSON); continued if it exists. Default: rok_PRESET.json.")
+        Path | None, typer.Option(help="Results (JSON); continued if it exists. Default: rok_NAME.json.")
     ] = None,
     redraw: Annotated[Path | None, typer.Option(help="Measure nothing; draw and compare these results.")] = None,
-    model: Annotated[str | None, typer.Option(help="Only the preset's cases of this model ...")] = None,
-    batch: Annotated[int | None, typer.Option(help="... and only those of this batch.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Your own, FILE.py:FUNCTION; or a name: only the preset's cases of this model.")
+    ] = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Samples of your own model's batches; repeat. Or only the preset's cases of these."),
+    ] = None,
     steps: Count = None,
     repeats: Count = None,
     path: PathOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure the recompute-offload-keep curve: variants take their steps in turns, each round is kept at once."""
+    """Measure the recompute-offload-keep curve: variants take their steps in turns, each round is kept at once.
+
+    FUNCTION returns a model and make_batch(size), which returns the model's arguments; the model returns its loss.
+    """
     with explained_errors():
         if redraw is not None:
             raise typer.Exit(finish(load_results(redraw), redraw, as_json))
+        own = model is not None and is_own(model)
+        preset = preset or (OWN if own else "cpu")
         if preset not in PRESETS:
             raise ConfigError("preset", preset, f"choose one of {', '.join(map(repr, PRESETS))}")
         given: dict[str, Any] = {"steps": steps, "repeats": repeats}
         chosen = replace(PRESETS[preset], **{name: value for name, value in given.items() if value is not None})
         run = RokRun(
-            select(chosen, model=model, batch=batch),
-            out or Path(f"rok_{preset}.json"),
+            replace(chosen, cases=cases_of(chosen, model, batch)),
+            out or Path(f"rok_{Path(model).stem if model and own else preset}.json"),
             environment=describe_environment(),
             command=f"actoffload rok --preset {preset} --steps {chosen.steps} --repeats {chosen.repeats}",
             path=strings(path),
@@ -75,19 +89,22 @@ def how_to_go_on(run: RokRun) -> str:
     )
 
 
-def select(preset: Preset, **wanted: str | int | None) -> Preset:
-    """Return a preset with those of its cases that have what is wanted.
+def cases_of(preset: Preset, model: str | None, batches: Sequence[int] | None) -> tuple[Case, ...]:
+    """Return a user's own model in each batch, or the preset's cases of a model and of some batches.
 
     Raises:
         ConfigError: there are none.
     """
+    if model is not None and is_own(model):
+        import_function("model", model)  # what is wrong there is said now, not in every round
+        return tuple(Case(model=model, batch=size) for size in batches or OWN_BATCHES)
     cases = preset.cases
-    for name, value in wanted.items():
-        if value is not None:
-            cases = tuple(case for case in cases if getattr(case, name) == value)
-            if not cases:
-                raise ConfigError(name, value, "the preset has no such case")
-    return replace(preset, cases=cases)
+    for name, wanted in (("model", [model] if model else None), ("batch", batches)):
+        if wanted:
+            cases = tuple(case for case in cases if getattr(case, name) in wanted)
+        if not cases:
+            raise ConfigError(name, wanted and wanted[0], "the preset has no such case; your own is FILE.py:FUNCTION")
+    return cases
 
 
 def measure(run: RokRun, *, quiet: bool) -> None:

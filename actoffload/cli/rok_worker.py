@@ -5,7 +5,7 @@ The options come as one JSON argument: ``case`` (the fields of `Case`), ``varian
 
 All variants live in this one process and take their steps in turns, so that what the machine does meanwhile, the
 allocator and where memory lies are the same for all. Each has modules of its own that share the parameters. The
-optimizer's learning rate is 0: every step starts from the same weights and must give the same bits.
+optimizer's learning rate is 0: every step starts from the same weights and seed and must give the same bits.
 
 The peak: on an accelerator what its allocator says, less what was there before the step; on the CPU what the offloader
 counts, for ``keep`` and ``recompute`` in a step of their own in which it counts and moves nothing.
@@ -35,10 +35,11 @@ from ..memory import cpu_allocator
 from ..policy import Decision, TensorFacts
 from ..testing import simulated_device
 from ..tiers.accelerator import Accelerator
-from .rok_models import Workload, build
+from .models import Workload, build
 from .training import prepare_process, say, synchronize
 
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory")
+SEED = 0
 FAILURES = (ActOffloadError, MemoryError, RuntimeError, OSError)
 SIMULATED_GPU = {
     "flops": 250e12 / 96,
@@ -99,15 +100,14 @@ class Round:
         if self.device.type == SIMULATED:
             self.accelerator, self.now = simulated_device.SimulatedAccelerator(), self._simulate()
         case = Case(**spec["case"])
-        tokens = torch.randint(1, case.vocab, (case.batch, case.seq + 1))
-        with self.device:
-            self.workload = build(case)
-        self.tokens = tokens.to(self.device)
+        self.workload = build(case, self.device)
+        self.inputs = self.workload.batch(case.batch)
         with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            self.workload.loss(self.tokens[:1])
+            self.workload.loss(self.workload.batch(1))
         self.flops = int(counter.get_total_flops()) * case.batch * BACKWARD_FACTOR
-        self.optimizer = torch.optim.SGD(self.workload.model.parameters(), lr=0.0)
-        for parameter in self.workload.model.parameters():  # gradients are static memory
+        self.parameters = [parameter for parameter in self.workload.model.parameters() if parameter.requires_grad]
+        self.optimizer = torch.optim.SGD(self.parameters, lr=0.0)
+        for parameter in self.parameters:  # gradients are static memory
             parameter.grad = torch.zeros_like(parameter)
         self.modes: dict[Variant, Mode] = {}
         self.expected: tuple[Any, ...] | None = None
@@ -135,6 +135,10 @@ class Round:
         if variant.series in ("keep", "recompute"):
             self._attempt(mode, self._count)
         if variant.series == "recompute":
+            if not mode.workload.blocks:
+                error = "there are no blocks to recompute: layers of one class in a ModuleList or Sequential"
+                mode.failure = {"error": error, "oom": False}
+                return
             blocks = {name: mode.workload.model.get_submodule(name) for name in mode.workload.blocks}
             Recompute().follow(blocks, blocks)
         elif variant.series == "offload":
@@ -189,20 +193,21 @@ class Round:
 
     def _step(self, mode: Mode, context: AbstractContextManager[Any] | None = None) -> float:
         """Run one step and compare its bits; return its seconds, the device's work included."""
-        for parameter in self.workload.model.parameters():
+        for parameter in self.parameters:
             if parameter.grad is not None:
                 parameter.grad.zero_()
+        torch.manual_seed(SEED)  # the same dropout in every step
         synchronize(self.device.type)
         begin_s = self.now()
         with context or mode.offloader or nullcontext():
-            loss = mode.workload.loss(self.tokens)
+            loss = mode.workload.loss(self.inputs)
         torch.autograd.backward(loss)
         self.optimizer.step()
         synchronize(self.device.type)
         step_s = self.now() - begin_s
         bits = (
             float(loss.detach()).hex(),
-            *(_sum_of_bits(parameter.grad) for parameter in self.workload.model.parameters()),
+            *(_sum_of_bits(parameter.grad) for parameter in self.parameters),
         )
         self.expected = self.expected or bits
         mode.identical = bits == self.expected and mode.identical is not False
@@ -266,7 +271,7 @@ def _forget_peak(offloader: Offloader) -> None:
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """Run one round; ``samples``: one for each variant. Bytes and seconds."""
-    prepare_process(spec["device"], spec["threads"], seed=0)
+    prepare_process(spec["device"], spec["threads"], SEED)
     cpu_allocator.install()
     use = cpu_allocator.Use()
     samples = Round(spec).run()

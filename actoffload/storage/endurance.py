@@ -1,13 +1,14 @@
-"""What writing does to an SSD: a drive's rating, the credits that some claim on it, and the days until it is used up.
+"""What writing does to an SSD: a drive's rating, and the days until it is used up.
 
-Everything here counts against the *rated* terabytes written (TBW), which is what a warranty follows. A credit is never
-assumed: each one is a number that the caller enters, 1.0 unless given.
+Everything here counts against the *rated* terabytes written (TBW), which is what a warranty follows. SSDTrain's
+lifetimes (arXiv 2408.10013) are 215 times as long: 2.5 for sequential writes (JESD219), 86 for data that is kept for a
+day instead of three years, which no commodity drive offers.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from ..errors import ConfigError
 
@@ -51,7 +52,7 @@ class Rating:
     rated_written_bytes: int
     """Rated endurance: TBW × 10¹²."""
     nand: bool = True
-    """Flash. Credits for write amplification and retention mean nothing on another medium."""
+    """Flash, which writes slower once its cache is full."""
 
     def __post_init__(self) -> None:
         check_positive(self, "rated_written_bytes")
@@ -74,44 +75,9 @@ class Drive(Rating):
         check_positive(self, "capacity_bytes", "write_bytes_per_s", "read_bytes_per_s", "price_usd")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Credits:
-    """Multipliers on the rated endurance; 1.0 is no credit.
-
-    SSDTrain's lifetimes (arXiv 2408.10013) rest on ``write_amplification_rated=2.5`` (JESD219) and on
-    ``retention_credit=86`` (data kept for one day, not three years), which no commodity drive or warranty offers.
-    """
-
-    write_amplification_rated: float = 1.0
-    """NAND bytes per host byte that the rating assumes."""
-    write_amplification_workload: float = 1.0
-    """NAND bytes per host byte of this workload."""
-    retention_credit: float = 1.0
-    """Times the program/erase cycles that a shorter retention allows."""
-
-    def __post_init__(self) -> None:
-        check_positive(self, "write_amplification_rated", "write_amplification_workload", "retention_credit")
-
-    @property
-    def factor(self) -> float:
-        """Endurance with the credits over rated endurance."""
-        return self.write_amplification_rated / self.write_amplification_workload * self.retention_credit
-
-
-RATED = Credits()
-"""No credits."""
-
-
-def endurance_bytes(drive: Rating, drives: int = 1, credits: Credits = RATED) -> float:
-    """Host bytes that ``drives`` drives take before their rating, multiplied by the credits, is used up.
-
-    Raises:
-        ConfigError: credits on a drive without NAND.
-    """
-    for name, value in asdict(credits).items():
-        if not drive.nand and value != 1.0:
-            raise ConfigError(name, value, f"{drive.name} has no NAND to credit; leave it at 1.0")
-    return drive.rated_written_bytes * drives * credits.factor
+def endurance_bytes(drive: Rating, drives: int = 1) -> float:
+    """Host bytes that ``drives`` drives take before their rating is used up."""
+    return float(drive.rated_written_bytes * drives)
 
 
 def lifetime_s(endurance: float, step_s: float, step_bytes: float) -> float:

@@ -22,6 +22,8 @@ class GPTConfig:
     dropout: float = 0.0
     recompute: bool = False
     """Checkpoint every block (non-reentrant)."""
+    tensor: int = 1
+    """Ranks of tensor parallelism: the model is one rank's share, without communication, to be counted."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "width", "seq", "head_width", "vocab"):
@@ -29,6 +31,8 @@ class GPTConfig:
                 raise ValueError(f"{name}={getattr(self, name)}: must be 1 or more")
         if self.width > self.head_width and self.width % self.head_width:
             raise ValueError(f"width={self.width}: must be a multiple of head_width={self.head_width}")
+        if self.tensor < 1 or self.heads % self.tensor:
+            raise ValueError(f"tensor={self.tensor}: must divide heads={self.heads}")
 
     @property
     def heads(self) -> int:
@@ -41,14 +45,15 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.heads = config.heads // config.tensor
         self.dropout = config.dropout
+        inner = config.width // config.tensor
         self.norm1 = nn.LayerNorm(config.width)
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.proj = nn.Linear(config.width, config.width)
+        self.qkv = nn.Linear(config.width, 3 * inner)
+        self.proj = nn.Linear(inner, config.width)
         self.norm2 = nn.LayerNorm(config.width)
-        self.up = nn.Linear(config.width, 4 * config.width)
-        self.down = nn.Linear(4 * config.width, config.width)
+        self.up = nn.Linear(config.width, 4 * inner)
+        self.down = nn.Linear(4 * inner, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
         """One block on ``x`` (batch, seq, width)."""
@@ -56,14 +61,11 @@ class Block(nn.Module):
         return x + self._drop(self.down(F.gelu(self.up(self.norm2(x)))))
 
     def _attend(self, x: Tensor) -> Tensor:
-        batch, seq, width = x.shape
-        q, k, v = (
-            part.view(batch, seq, self.heads, width // self.heads).transpose(1, 2)
-            for part in self.qkv(x).split(width, dim=2)
-        )
+        batch, seq, _ = x.shape
+        q, k, v = (part.view(batch, seq, self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=2))
         dropout = self.dropout if self.training else 0.0
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout)
-        projected: Tensor = self.proj(out.transpose(1, 2).reshape(batch, seq, width))
+        projected: Tensor = self.proj(out.transpose(1, 2).flatten(2))
         return projected
 
     def _drop(self, x: Tensor) -> Tensor:
@@ -91,11 +93,11 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.tokens = nn.Embedding(config.vocab, config.width)
+        self.tokens = nn.Embedding(config.vocab // config.tensor, config.width)
         self.positions = nn.Embedding(config.seq, config.width)
         self.stack = Stack(config)
         self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, config.vocab, bias=False)
+        self.head = nn.Linear(config.width, config.vocab // config.tensor, bias=False)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Mean cross-entropy in nats when ``targets`` are given, else logits (batch, seq, vocab).

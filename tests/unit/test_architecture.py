@@ -31,8 +31,8 @@ FLOORS = {
 
 TORCH_FREE = (
     "errors config events locks policy sizes statistics version memory.best_fit memory.native_build storage storage.* "
-    "planning planning.* analysis.megatron analysis.estimate analysis.estimate_* analysis.rok "
-    "analysis.bench cli.plan"
+    "planning planning.* analysis.estimate analysis.estimate_* analysis.rok "
+    "analysis.bench"
 )
 """Modules that never import torch, directly or through another module of the package."""
 
@@ -44,14 +44,14 @@ OPTIONAL = {
     "matplotlib": "analysis.plots",
     "megatron": "integrations.megatron integrations.megatron.* benchmarks.peers",
     "rich": "cli.*",
-    "transformers": "integrations.hf cli.transformers_models benchmarks.workloads benchmarks.frameworks_cpu",
+    "transformers": "integrations.hf cli.models benchmarks.workloads benchmarks.frameworks_cpu",
     "typer": "cli.*",
 }
 """Third parties that need not be there (or are heavy), and the only modules that may import them."""
 
 PUBLIC_MODULES = (
     "__init__ errors planning.planners planning.planners.* planning.profile planning.simulator testing testing.* "
-    "analysis analysis.* integrations.* cli.rok_models"
+    "analysis analysis.* integrations.* cli.models"
 )
 """What integrations and benchmarks may import; from the package itself only what ``__all__`` names."""
 

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from actoffload.analysis.plots import has_matplotlib
 from actoffload.analysis.rok import Preset, Variant, points_of
 from actoffload.analysis.rok_run import RokRun, load_results
+from actoffload.cli import models, rok_worker
 from actoffload.cli import rok as rok_command
-from actoffload.cli import rok_models, rok_worker
 from actoffload.cli.app import app
 from actoffload.errors import ActOffloadError, BudgetError, ConfigError
 from tests.rok_samples import CASE, MACHINE, PRESET, all_points, failed, sample
@@ -132,10 +132,10 @@ def test_the_worker_measures_the_same_training_in_every_series(tmp_path: Path) -
 def test_a_bit_that_differs_is_seen_by_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong(rok_worker.Round):
         def _step(self, mode: rok_worker.Mode, context: Any = None) -> float:
-            tokens = self.tokens
-            self.tokens = tokens.roll(1, dims=1) if mode.variant.series == "recompute" else tokens
+            inputs = self.inputs
+            self.inputs = tuple(reversed(inputs)) if mode.variant.series == "recompute" else inputs
             step_s = super()._step(mode, context)
-            self.tokens = tokens
+            self.inputs = inputs
             return step_s
 
     monkeypatch.setattr(rok_worker, "Round", Wrong)
@@ -174,21 +174,94 @@ def test_the_worker_turns_failures_into_results(capsys: pytest.CaptureFixture[st
 
 def test_models_need_sizes_that_fit_and_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="hidden=100: must be a multiple of head_width=64"):
-        rok_models.build(replace(CASE, hidden=100))
+        models.build(replace(CASE, hidden=100))
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"needs Transformers: pip install actoffload\[hf\]"):
-        rok_models.build(replace(CASE, model="bert"))
+        models.build(replace(CASE, model="bert"))
+
+
+OWN = """
+from __future__ import annotations
+from dataclasses import dataclass
+import torch
+from beside import WIDTH
+from torch.nn import GELU, Linear, Sequential
+
+@dataclass
+class Sizes:
+    layers: int = 3
+
+class Mine(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            Sequential(Linear(WIDTH, WIDTH), GELU(), Linear(WIDTH, WIDTH)) for _ in range(Sizes().layers)
+        )
+
+    def forward(self, x, target):
+        for layer in self.layers:
+            x = torch.nn.functional.dropout(layer(x), 0.1)
+        return {"loss": torch.nn.functional.mse_loss(x, target)}
+
+def build():
+    return Mine(), lambda size: (torch.randn(size, WIDTH), torch.ones(size, WIDTH, device="cpu"))
+
+def five():
+    return 5
+
+def no_loss():
+    return torch.nn.Linear(2, 2), lambda size: torch.ones(size, 2)
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    """A user's file, which imports one beside it."""
+    (tmp_path / "beside.py").write_text("WIDTH = 512\n")
+    file = tmp_path / "mine.py"
+    file.write_text(OWN)
+    return str(file)
+
+
+def test_ones_own_model_is_measured_with_its_dropout(own: str, tmp_path: Path) -> None:
+    case = {"model": f"{own}:build", "batch": 1024}
+    variants = [Variant(series=name) for name in ("keep", "recompute", "offload")]
+    spec = worker_spec(*variants, case=case, path=[str(tmp_path)], warm_up=1, steps=1)
+    keep, recompute, offload = rok_worker.measure(spec)["samples"]
+    assert [s.get("error") for s in (keep, recompute, offload)] == [None] * 3
+    assert all(s["identical"] for s in (keep, recompute, offload))
+    assert keep["flops"] == 3 * 6 * 2 * 1024 * 512 * 512
+    assert recompute["peak_bytes"][0] < keep["peak_bytes"][0]
+
+
+def test_ones_own_model_is_on_the_device_that_is_used(own: str) -> None:
+    workload = models.build_own("model", f"{own}:build", torch.device("meta"))
+    assert workload.blocks == ("layers.0", "layers.1", "layers.2")
+    assert [tensor.device.type for tensor in (*workload.batch(2), *workload.model.parameters())] == ["meta"] * 14
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("nothing", "has no function 'nothing'; give FILE.py:FUNCTION"),
+        ("five", r"must return a model and a function make_batch\(size\)"),
+        ("no_loss", "model='Linear': must return its loss: a tensor of one element"),
+    ],
+)
+def test_what_ones_own_function_must_return_is_said(own: str, function: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rok_worker.measure(worker_spec(Variant(series="keep"), case={"model": f"{own}:{function}", "batch": 1}))
 
 
 @pytest.mark.parametrize("model", ["gpt", "bert", "t5"])
 def test_transformers_models(model: str) -> None:
     pytest.importorskip("transformers")
     torch.manual_seed(0)
-    workload = rok_models.build(replace(CASE, model=model, layers=3))
+    workload = models.build(replace(CASE, model=model, layers=3))
     assert len(workload.blocks) == 3
     for name in workload.blocks:
         workload.model.get_submodule(name)
-    loss = workload.loss(torch.randint(1, 64, (2, 129)))
+    loss = workload.loss(workload.batch(2))
     torch.autograd.backward(loss)
     assert torch.isfinite(loss)
     assert workload.model.training
@@ -236,9 +309,11 @@ def test_redraw_fails_when_bits_differ_or_a_point_failed(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--preset", "huge"], "preset='huge': choose one of 'ssdtrain', 'cpu', 'simulated', 'tiny'"),
+        (["--preset", "huge"], "preset='huge': choose one of 'ssdtrain', 'cpu', 'simulated', 'own'"),
         (["--redraw", "/no/such/file"], "no results of `actoffload rok`"),
         (["--batch", "7"], "batch=7: the preset has no such case"),
+        (["--preset", "own"], "model=None: the preset has no such case; your own is FILE.py:FUNCTION"),
+        (["--model", "no.py:build"], "model='no.py:build': there is no file no.py"),
     ],
 )
 def test_bad_options_end_with_2_and_say_why(arguments: list[str], message: str) -> None:
@@ -255,6 +330,20 @@ def test_options_select_from_the_preset(tmp_path: Path, monkeypatch: pytest.Monk
     assert [(job.case.model, job.case.batch, job.repeat) for job in chosen[0].missing()] == [
         ("bert", 4, repeat) for repeat in range(3)
     ]
+
+
+def test_a_model_of_ones_own_takes_the_place_of_the_presets_cases(
+    own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[RokRun] = []
+    monkeypatch.setattr(rok_command, "measure", lambda run, *, quiet: chosen.append(run))
+    monkeypatch.setattr(rok_command, "finish", lambda *_: 0)
+    monkeypatch.chdir(tmp_path)
+    invoke("--model", "mine.py:build", "--batch", "3", "--repeats", "1")
+    invoke("--model", "mine.py:build", "--preset", "tiny")
+    assert [run.file.name for run in chosen] == ["rok_mine.json"] * 2
+    assert [job.label for job in chosen[0].missing()] == ["mine.py:build, batch 3, round 1"]
+    assert [job.case.batch for job in chosen[1].missing()] == [1, 2, 4]
 
 
 @pytest.mark.slow

@@ -8,19 +8,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from actoffload import OffloadConfig, Offloader
-from actoffload.analysis.megatron import MegatronModel, Parallelism, ends_bytes, layer_bytes, model_flops
 from actoffload.analysis.saved_bytes import SavedBytes, count_saved
-from actoffload.cli import estimate_models as models
+from actoffload.cli.models import build_gpt, build_transformers, configuration, count, read_configuration
 from actoffload.cli.rok_worker import KeepAll
-from actoffload.cli.transformers_models import build_transformers, configuration
 from actoffload.errors import ConfigError
-from actoffload.testing.gpt import GPT, GPTConfig
+from actoffload.testing.gpt import GPTConfig
 
-TOKENS = {"sequence": 64, "micro_batch": 2}
-ONE = Parallelism()
+META = torch.device("meta")
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 100}
 _SIZES = _HEADS | {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 2}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
@@ -45,9 +41,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def count(model_type: str, dtype: torch.dtype = torch.bfloat16) -> SavedBytes:
+def count_family(model_type: str, dtype: torch.dtype = torch.bfloat16) -> SavedBytes:
     config = configuration(model_type, FAMILIES[model_type])
-    return models.count_transformers(config, **TOKENS, min_bytes=1, dtype=dtype)
+    return count(build_transformers(config, sequence=64, dtype=dtype, device=META), 2, min_bytes=1)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -56,21 +52,23 @@ def test_meta_tensors_count_what_a_real_step_saves(model_type: str, tmp_path: Pa
     torch.manual_seed(0)
     # Experts run in bfloat16 alone. In it, the CPU's layer norm keeps its statistics in bfloat16, too, unlike a GPU's.
     dtype = torch.float32 if model_type in ("gpt2", "bert") else torch.bfloat16
-    config = configuration(model_type, FAMILIES[model_type])
-    model, inputs = build_transformers(config, **TOKENS, dtype=dtype)
-    with Offloader(OffloadConfig(path=str(tmp_path), policy=KeepAll(), min_bytes=1)).use(model) as offloader:
-        loss = model(**inputs).loss
+    made = build_transformers(
+        configuration(model_type, FAMILIES[model_type]), sequence=64, dtype=dtype, device=torch.device("cpu")
+    )
+    batch = made.batch(2)
+    with Offloader(OffloadConfig(path=str(tmp_path), policy=KeepAll(), min_bytes=1)).use(made.model) as offloader:
+        loss = made.loss(batch)
     torch.autograd.backward(loss)
     seen = offloader.statistics().activation_bytes
     offloader.close()
-    counted = count(model_type, dtype)
+    counted = count_family(model_type, dtype)
     assert sum(counted.blocks.values()) + counted.small + counted.ends == pytest.approx(seen, rel=0.001)
     assert len(counted.blocks) == (4 if model_type == "t5" else 2)
 
 
 def test_bfloat16_halves_what_is_kept() -> None:
     pytest.importorskip("transformers")
-    half, whole = count("llama"), count("llama", torch.float32)
+    half, whole = count_family("llama"), count_family("llama", torch.float32)
     assert 0.5 < sum(half.blocks.values()) / sum(whole.blocks.values()) < 0.65, "norms and statistics stay float32"
 
 
@@ -111,24 +109,32 @@ def test_attention_is_a_fused_kernel(options: dict[str, Any], more: int) -> None
     assert total < 4 * tensor + more + 2 * 4 * 16 * 16 * 4
 
 
-def test_the_published_formula_is_the_built_in_gpts_inventory() -> None:
-    sizes = GPTConfig(layers=3, width=256, seq=128)
-    with torch.device("meta"):
-        model, tokens = GPT(sizes).to(torch.bfloat16), torch.ones(4, sizes.seq, dtype=torch.long)
-    saved = count_saved(model, (tokens, tokens.clone()), min_bytes=1)
-    shape = {"layers": 3, "hidden": 256, "heads": sizes.heads, "sequence": sizes.seq, "micro_batch": 4}
-    formula = MegatronModel(**shape, vocab=sizes.vocab)
+def test_attention_of_pytorchs_own_layers_is_a_fused_kernel() -> None:
+    with META:
+        model = nn.Sequential(*(nn.TransformerEncoderLayer(64, 2, 64, batch_first=True) for _ in range(2)))
+        short, long = torch.ones(1, 128, 64), torch.ones(1, 256, 64)
+    once, twice = count_saved(model, short, min_bytes=1), count_saved(model, long, min_bytes=1)
+    assert once.fused_attention == 2
+    assert twice.blocks["1"] == pytest.approx(2 * once.blocks["1"], rel=0.01), "no matrix of tokens × tokens"
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_the_built_in_gpt_saves_what_korthikanti_counts(tensor: int) -> None:
+    """A layer: s·b·h·(10 + 24/t) bytes in 16 bits; the ends: last norm and head, and the logits (arXiv 2205.05198)."""
+    sizes = GPTConfig(layers=3, width=256, seq=128, dropout=0.1, tensor=tensor)
+    saved = count(build_gpt(sizes, dtype=torch.bfloat16, device=META), 4, min_bytes=1)
     elements = 4 * sizes.seq * 256
-    masks = 2 * elements  # of dropout, which the built-in GPT has not
-    assert saved.blocks["stack.blocks.1"] == pytest.approx(layer_bytes(formula, ONE) - masks, rel=0.01)
-    logits = 2 * 4 * sizes.seq * sizes.vocab  # the formula has them in float32
-    assert saved.ends == pytest.approx(ends_bytes(formula, ONE) - elements - logits, rel=0.02)
-    assert 3 * saved.flops == pytest.approx(model_flops(formula))
+    assert saved.blocks["stack.blocks.1"] == pytest.approx(elements * (10 + 24 / tensor), rel=0.02)
+    logits = 2 * 4 * sizes.seq * sizes.vocab / tensor
+    assert saved.ends == pytest.approx(4 * elements + logits, rel=0.02)
+    # Narayanan et al. 2021 (2104.04473): 72·b·s·L·h²·(1 + s/(6h) + V/(12·h·L)) for forward and backward.
+    formula = 72 * 4 * 128 * 3 * 256**2 * (1 + 128 / (6 * 256) + sizes.vocab / (12 * 256 * 3))
+    assert 3 * tensor * saved.flops == pytest.approx(formula)
 
 
 def test_experts_are_counted_in_the_flops() -> None:
     pytest.importorskip("transformers")
-    saved = count("qwen3_moe")
+    saved = count_family("qwen3_moe")
     tokens, experts = 2 * 64, 3 * 2 * 128 * 96  # gate, up and down, of two experts
     dense = 2 * 128 * 128 + 2 * 128 * 64 + 8 * 128
     attention = 2 * 2 * 2 * 4 * 64 * 64 * 32
@@ -148,55 +154,18 @@ def test_small_tensors_and_inputs_of_blocks_are_apart() -> None:
 # -- what a user names ------------------------------------------------------------------------------------------------
 
 
-def test_ones_own_model(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "import torch\n"
-        "def build():\n"
-        "    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), (torch.ones(16, 8),)\n"
-        "def other():\n"
-        "    return 5\n"
-    )
-    saved = models.count_own(f"{file}:build", min_bytes=1)
-    assert saved.blocks == {"0": 0, "1": 16 * 8 * 4}
-    with FlopCounterMode(display=False) as counter:
-        nn.Linear(8, 8)(torch.ones(16, 8))
-    assert saved.flops == 2 * counter.get_total_flops()
-    for source, message in (
-        (f"{file}:nothing", "has no function 'nothing'"),
-        (f"{file}:other", "must return a model and its inputs"),
-        (f"{tmp_path}/no.py:build", "there is no file"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            models.count_own(source)
-
-
 def test_configurations_are_files_or_types(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     file = tmp_path / "config.json"
     file.write_text('{"model_type": "llama", "num_hidden_layers": 3}')
-    assert models.read_configuration(str(file)).num_hidden_layers == 3
-    assert models.read_configuration(str(tmp_path)).num_hidden_layers == 3
-    assert models.read_configuration("gpt2").n_layer == 12
+    assert read_configuration(str(file)).num_hidden_layers == 3
+    assert read_configuration(str(tmp_path)).num_hidden_layers == 3
+    assert read_configuration("gpt2").n_layer == 12
     file.write_text("{}")
     with pytest.raises(ConfigError, match="holds no configuration"):
-        models.read_configuration(str(file))
+        read_configuration(str(file))
     with pytest.raises(ConfigError, match=r"from_model='gpt9': give FILE.py:FUNCTION, a config.json"):
-        models.read_configuration("gpt9")
+        read_configuration("gpt9")
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"pip install actoffload\[hf\]"):
-        models.read_configuration("gpt2")
-
-
-def test_activations_of_a_rank() -> None:
-    saved = SavedBytes(blocks={"0": 80, "1": 160, "2": 160}, small=8, inputs={"0": 8, "1": 8, "2": 8}, ends=40, flops=5)
-    split = Parallelism(tensor=2, sequence_parallel=True, context=2)
-    kept = models.activations(saved, "x", split, recompute=False)
-    assert (kept.blocks, kept.small_bytes, kept.ends_bytes, kept.flops) == ((20, 40, 40), 2, 10, 15)
-    assert kept.label == "x: 1 × 80 B, 2 × 160 B"
-    again = models.activations(saved, "x", ONE, recompute=True)
-    assert (again.blocks, again.small_bytes, again.flops) == ((8, 8, 8), 0, 20)
-    with pytest.raises(ConfigError, match="tensor=2: a counted model needs --sequence-parallel"):
-        models.activations(saved, "x", Parallelism(tensor=2), recompute=False)
-    with pytest.raises(ConfigError, match="no blocks found"):
-        models.activations(SavedBytes(ends=5), "x", ONE, recompute=False)
+        read_configuration("gpt2")
