@@ -3,8 +3,9 @@
     python -m benchmarks.micro [--parts hooks scaling spool] [--path DIR] [--rounds N] [--blocks BYTES ...]
 
 Prints and records what a saved tensor costs the training thread above hooks that do nothing (processor time of that
-thread; wall-clock time, waits included, beside it), how that changes with 100,000 tensors alive, and how much of what
-fio reaches the spool reaches. Where fio or an engine is missing it says so and leaves those rows out. Status 1 when a
+thread; wall-clock time, waits included, beside it), what one that leaves an accelerator asks of it, what a plan that
+keeps everything costs a small step, how the hooks scale to 100,000 tensors alive, and how much of what fio reaches the
+spool reaches. Where fio or an engine is missing it says so and leaves those rows out. Status 1 when a
 bound does not hold.
 """
 
@@ -18,9 +19,12 @@ from statistics import median
 from benchmarks import harness, micro_hooks, micro_spool
 from benchmarks.harness import Bound, Sample, Samples, middle
 
-PARTS = ("hooks", "scaling", "spool")
-HOOK_BOUNDS_US = {"parameter": 3.0, "small": 3.0, "policy": 10.0}
-"""By kind of tensor. One that moves has no bound: on the CPU what it costs is reported, and whole steps are judged."""
+PARTS = ("hooks", "step", "scaling", "spool")
+HOOK_BOUNDS_US = {"parameter": 3.0, "small": 3.0, "policy": 10.0, "device kept": 10.0, "device": 60.0}
+"""By kind of tensor. What moves on the CPU has no bound: its cost is reported, and whole steps are judged."""
+CALL_BOUNDS = {"records": 2.0, "waits": 2.0, "queries": 1.0}
+"""What one tensor's way to the host and back may ask of its device, timed waits included."""
+STEP_BOUND = 1.10
 FLAT = 1.3
 OF_FIO = 0.9
 MOVED_BYTES, SMALL_BYTES = 128 << 10, 512
@@ -36,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     samples: Samples = {}
     if "hooks" in options.parts:
         samples["hooks"] = take_hooks(options)
+    if "step" in options.parts:
+        samples["step"] = _take({micro_hooks.STEP: {"kind": micro_hooks.STEP, "pairs": options.pairs}}, options)
     if "scaling" in options.parts:
         samples["scaling"] = take_scaling(options)
     path = options.path or tempfile.gettempdir()
@@ -85,7 +91,7 @@ def _take(specs: dict[str, dict[str, object]], options: argparse.Namespace) -> l
     for name, spec in [*specs.items()] * options.rounds:
         found = harness.run_sample("benchmarks.micro_hooks", spec | {"path": options.path}, timeout_s=TIMEOUT_S)
         print(f"{name}: {found.get('error') or 'measured'}", flush=True)
-        taken.append({"kind": spec["kind"], "alive": spec["tensors"], "nbytes": spec["nbytes"], **found})
+        taken.append({"kind": spec["kind"], "alive": spec.get("tensors"), "nbytes": spec.get("nbytes"), **found})
     return taken
 
 
@@ -107,6 +113,12 @@ def judge(samples: Samples) -> list[Bound]:
         if mine:
             what = f"hook: {micro_hooks.KINDS[kind]}"
             bounds.append(Bound(what=what, measured=above_bare_us(mine, "thread_s"), bound=limit, unit=" µs"))
+    asked = [sample["calls"] for sample in samples.get("hooks", ()) if sample["kind"] == "device" and "calls" in sample]
+    for name, most in CALL_BOUNDS.items() if asked else ():
+        bounds.append(Bound(what=f"null device: {name} for one tensor", measured=middle(asked, name), bound=most))
+    if "step" in samples:
+        ratio = step_ratio(samples["step"])
+        bounds.append(Bound(what="small step, a plan keeps all", measured=ratio, bound=STEP_BOUND, unit=" × keep"))
     for kind in SCALED if "scaling" in samples else ():
         bounds.append(_flatness(kind, [sample for sample in samples["scaling"] if sample["kind"] == kind]))
     for name, own, fio in rates_of(samples.get("spool", ())):
@@ -114,6 +126,12 @@ def judge(samples: Samples) -> list[Bound]:
             what = f"spool: {name}, of fio"
             bounds.append(Bound(what=what, measured=own / fio, bound=OF_FIO, at_most=False, unit=" ×"))
     return bounds
+
+
+def step_ratio(samples: Sequence[Sample]) -> float | None:
+    """Median over all pairs of a step's time over that of a step without the library."""
+    pairs = [pair for sample in samples for pair in sample.get("pairs", ())]
+    return median(pair["ours"]["wall_s"] / pair["bare"]["wall_s"] for pair in pairs) if pairs else None
 
 
 def _flatness(kind: str, samples: list[Sample]) -> Bound:

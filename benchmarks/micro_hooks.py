@@ -1,8 +1,8 @@
 """One sample of what the hooks cost the training thread. The last line of output is one JSON object.
 
-The options come as one JSON argument: ``kind`` (of `KINDS`), ``tensors`` (saved and alive at once), ``chains`` (how
-often that is done in one measurement), ``pairs`` (measurements with a bare pair of hooks and with ours, in turns),
-``path`` and, for ``moves``, ``nbytes`` of each tensor.
+The options come as one JSON argument: ``kind`` (of `KINDS`, or `STEP`), ``tensors`` (saved and alive at once),
+``chains`` (how often that is done in one measurement), ``pairs`` (measurements with a bare pair of hooks and with ours,
+in turns), ``path`` and, for ``moves``, ``nbytes`` of each tensor.
 """
 
 from __future__ import annotations
@@ -12,23 +12,33 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import actoffload
+from actoffload.testing.gpt import GPT, GPTConfig
 
 KINDS = {
     "parameter": "stays: a parameter",
     "small": "stays: below min_bytes",
     "policy": "stays: a policy keeps it",
     "moves": "moves, memory engine",
+    "device": "moves to host, null device",
+    "device kept": "stays on a null device: a policy keeps it",
 }
-REASONS = {"parameter": "parameter", "small": "below min_bytes", "policy": "policy", "moves": None}
+STEP = "step"
+"""Whole steps of a small GPT under a plan that keeps everything, against steps without the library."""
+REASONS = {
+    "parameter": "parameter", "small": "below min_bytes", "policy": "policy", "moves": None, "device": None,
+    "device kept": "policy",
+}  # fmt: skip
 """Why each kind stays, in ``Statistics.kept_bytes``."""
 ELEMENTS = 4
 PARAMETERS = 64
@@ -37,6 +47,73 @@ PLENTY = "64GiB"
 
 Forward = Callable[[], Tensor]
 ContextManager = Callable[[], AbstractContextManager[Any]]
+
+
+class NullDevice:
+    """An accelerator that does nothing, and counts what it is asked: CPU tensors lie on it.
+
+    Events are numbers. One has happened when ``LAG`` others have been recorded after it.
+    """
+
+    LAG = 4
+    type = "cpu"
+
+    def __init__(self) -> None:
+        self.asked: Counter[str] = Counter()
+        self._recorded = 0
+
+    def current_index(self) -> int:
+        return 0
+
+    def current_stream(self, index: int) -> str:
+        return "compute"
+
+    def side_stream(self, index: int, role: str) -> str:
+        return role
+
+    def record(self, stream: str, again: int | None = None) -> int:
+        self.asked["records"] += 1
+        self._recorded += 1
+        return self._recorded
+
+    timestamp = record
+
+    def seconds_between(self, begin: int, end: int) -> float:
+        return 0.0
+
+    def wait(self, stream: str, event: int) -> None:
+        self.asked["waits"] += 1
+
+    def done(self, event: int) -> bool:
+        self.asked["queries"] += 1
+        return event + self.LAG <= self._recorded
+
+    def synchronize(self, event: int) -> None:
+        self.asked["synchronizations"] += 1
+
+    def copy(self, copies: Collection[Any], stream: str) -> None:
+        self.asked["copies"] += len(copies)
+
+    def empty(self, nbytes: int, index: int, stream: str) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def same_stream(self, one: str, other: str) -> bool:
+        return one == other
+
+    def used_on(self, tensor: Tensor, stream: str) -> None:
+        self.asked["reports"] += 1
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def bind(self, work: Any) -> Any:
+        return work
+
+    def pin(self, address: int, nbytes: int) -> bool:
+        return True
+
+    def unpin(self, address: int) -> bool:
+        return True
 
 
 class Save(torch.autograd.Function):
@@ -83,17 +160,54 @@ def make_forward(kind: str, tensors: int, nbytes: int) -> Forward:
     return chain
 
 
-def make_offloader(kind: str, tensors: int, path: str) -> actoffload.Offloader:
+def make_offloader(kind: str, tensors: int, path: str, device: NullDevice) -> actoffload.Offloader:
     """An offloader that does with every tensor of the forward what ``kind`` says."""
     options: dict[str, Any] = {"min_bytes": 1 << 20 if kind == "small" else 1, "policy": "all"}
-    if kind == "policy":
+    if REASONS[kind] == "policy":
         entry = {"nbytes": ELEMENTS * 4, "action": "keep"}
         entries = [{"index": index, **entry} for index in range(tensors)]
         options["policy"] = actoffload.Plan.from_json(json.dumps({"version": 1, "entries": entries}))
+    if kind.startswith("device"):
+        config = actoffload.OffloadConfig(target="host", path=path, host_budget=PLENTY, **options)
+        return actoffload.Offloader(config, accelerator=cast(Any, device))
     config = actoffload.OffloadConfig(
         target="nvme", engine="memory", path=path, devices="cpu", pending_bytes=PLENTY, host_budget=PLENTY, **options
     )
     return actoffload.Offloader(config)
+
+
+def measure_steps(spec: dict[str, Any]) -> dict[str, Any]:
+    """Steps of a GPT of 4 blocks of width 128, alone and under a plan that keeps everything, in turns."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, tokens = GPT(GPTConfig(layers=4, width=128)), torch.randint(0, 256, (8, 256))
+    path = spec.get("path") or tempfile.gettempdir()
+    options: dict[str, Any] = {"target": "nvme", "engine": "memory", "path": path, "devices": "cpu"}
+
+    def forward() -> Tensor:
+        logits: Tensor = model(tokens)
+        return logits.square().mean()
+
+    with actoffload.Offloader(actoffload.OffloadConfig(policy="all", **options)) as first:
+        saved = forward()
+    del saved
+    entries = [replace(entry, action="keep", reason="") for entry in first.plan.entries]
+    first.close()
+    offloader = actoffload.Offloader(actoffload.OffloadConfig(policy=actoffload.Plan(tuple(entries)), **options))
+    offloader.use(model)
+    pairs = [
+        {
+            "bare": once(forward, nullcontext, _nothing, 1),
+            "ours": once(forward, lambda: offloader, _nothing, 1),
+        }
+        for _ in range(spec["pairs"] + 1)
+    ]
+    statistics = offloader.statistics()
+    offloader.close()
+    if statistics.moved_bytes or not statistics.kept_bytes.get("policy"):
+        return {"error": f"not what was to be measured: {statistics.as_dict()}"}
+    tensors = statistics.packed_tensors // statistics.steps
+    return {"tensors": tensors, "pairs": pairs[1:], "statistics": statistics.as_dict()}
 
 
 def once(forward: Forward, hooks: ContextManager, settle: Callable[[], None], chains: int) -> dict[str, float]:
@@ -122,14 +236,18 @@ def timed(seconds: dict[str, float]) -> Iterator[None]:
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """All pairs of one sample, after one of each that is not counted."""
+    if spec["kind"] == STEP:
+        return measure_steps(spec)
     torch.set_num_threads(1)
     kind, tensors, chains = spec["kind"], spec["tensors"], spec["chains"]
     forward = make_forward(kind, tensors, spec.get("nbytes") or 0)
-    offloader = make_offloader(kind, tensors, spec.get("path") or tempfile.gettempdir())
+    device = NullDevice()
+    offloader = make_offloader(kind, tensors, spec.get("path") or tempfile.gettempdir(), device)
+    settle = _nothing if kind == "device" else offloader.synchronize  # a device's stream orders itself
     pairs = [
         {
-            "bare": once(forward, lambda: saved_tensors_hooks(_same, _same), lambda: None, chains),
-            "ours": once(forward, lambda: offloader, offloader.synchronize, chains),
+            "bare": once(forward, lambda: saved_tensors_hooks(_same, _same), _nothing, chains),
+            "ours": once(forward, lambda: offloader, settle, chains),
         }
         for _ in range(spec["pairs"] + 1)
     ]
@@ -137,11 +255,16 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     statistics = offloader.statistics()
     offloader.close()
     saved = tensors * chains * len(pairs)
-    moved = statistics.nvme_read_bytes > 0
+    moved = statistics.nvme_read_bytes + statistics.host_read_bytes > 0
     reasons = {REASONS[kind]} - {None}
     if statistics.packed_tensors != saved or moved == bool(reasons) or set(statistics.kept_bytes) != reasons:
         return {"error": f"not what was to be measured: {statistics.as_dict()}"}
-    return {"tensors": tensors * chains, "pairs": pairs[1:], "statistics": statistics.as_dict()}
+    calls = {name: count / saved for name, count in device.asked.items()}
+    return {"tensors": tensors * chains, "pairs": pairs[1:], "calls": calls, "statistics": statistics.as_dict()}
+
+
+def _nothing() -> None:
+    """Nothing is to settle."""
 
 
 def _same(tensor: Tensor) -> Tensor:

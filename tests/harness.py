@@ -19,6 +19,7 @@ from actoffload import OffloadConfig, Offloader
 from actoffload.runtime.profiler import Profiler
 from actoffload.storage.spool import Spool, SpoolStatistics
 from actoffload.testing.simulated_device import DEVICES, NAME, SimulatedAccelerator, SimulatedDevice
+from actoffload.tiers.copy_streams import Batch, CopyStreams
 
 WAIT_S = 60.0
 """How long a test waits for another thread before it calls that a hang."""
@@ -207,8 +208,8 @@ def recompute_in(offloader: Offloader, names: list[str]) -> None:
 
 def records_of(offloader: Offloader) -> list[Any]:
     """The records that are alive, in the order in which they were saved."""
-    entries = offloader.store.identities.entries.values()
-    return sorted((entry.record for found in entries for entry in found), key=lambda record: int(record.number))
+    records = offloader.store.identities.records.values()
+    return sorted((record for found in records for record in found), key=lambda record: int(record.number))
 
 
 def tape_records(offloader: Offloader) -> list[Any]:
@@ -255,6 +256,13 @@ def run_in_threads(*works: Callable[[], object]) -> None:
 def spool_statistics(offloader: Offloader) -> SpoolStatistics:
     """The counts of an offloader's spool."""
     return spool_of(offloader).statistics()
+
+
+def acquire_slot(pool: Any, nbytes: int, **options: Any) -> Any:
+    """A slot of host memory, after all that is being page-locked, if need be; None where there is none."""
+    while (slot := pool.acquire(nbytes, **options)) is None and pool.growing:
+        time.sleep(0.001)
+    return slot
 
 
 def pool_bytes(offloader: Offloader) -> int:
@@ -344,12 +352,29 @@ def on_stream(stream: torch.Stream, *, ordered: bool = True) -> Iterator[None]:
 @contextlib.contextmanager
 def simulated(accelerator: SimulatedAccelerator | None = None, **options: Any) -> Iterator[Offloader]:
     """An offloader of the simulated device that moves all that it can; it is aborted at the end."""
-    fields: dict[str, Any] = {"target": "host", "min_bytes": 0, "keep_last_bytes": 0}
+    fields: dict[str, Any] = {"target": "host", "min_bytes": 0, "keep_last_bytes": 0, "policy": "all"}
     offloader = Offloader(OffloadConfig(**(fields | options)), accelerator=accelerator or SimulatedAccelerator())
     try:
         yield offloader
     finally:
         offloader.abort()
+
+
+def copy_out(copies: CopyStreams, source: Tensor, host: Tensor) -> Batch:
+    """Begin one copy to the host."""
+    batch = copies.gather("out", 0, None)
+    batch.add("source", host, source, host.nbytes, [])
+    copies.begin_out(batch)
+    return batch
+
+
+def copy_in(copies: CopyStreams, host: Tensor, after: Batch | None = None) -> tuple[Batch, Tensor]:
+    """Begin one copy to the device; returns the memory that it fills as well."""
+    batch = copies.gather("in", 0, None)
+    filled = copies.destination(batch, host.nbytes)
+    batch.add("host", filled, host, host.nbytes, [] if after is None else [after])
+    copies.begin_in(batch)
+    return batch, filled
 
 
 def forget_failed_backward() -> None:

@@ -40,7 +40,7 @@ def examine(paths: Sequence[str] | None) -> dict[str, Any]:
         "cpu_allocator": _unless(cpu_allocator.refusal(), "memory of large CPU tensors is kept and used again"),
         "native_hooks": _unless(native.refusal(), "what stays is packed in C"),
         "io_uring": _unless(_why_engine_fails("uring"), "the engine starts"),
-        "gds": _unless(_why_engine_fails("gds") or why_compat(), "the engine reads and writes past host memory"),
+        "gds": gpudirect_storage(),
         "paths": found_paths,
         "verdict": [verdict(found_device, path) for path in found_paths],
     }
@@ -49,6 +49,14 @@ def examine(paths: Sequence[str] | None) -> dict[str, Any]:
 def healthy(findings: dict[str, Any]) -> bool:
     """Return whether a spool works on every path."""
     return all("problem" not in path for path in findings["paths"])
+
+
+def gpudirect_storage() -> dict[str, Any]:
+    """Return whether the ``gds`` engine moves bytes past host memory here, or why it does not."""
+    refusal = _why_engine_fails("gds")
+    if not refusal and (compat := why_compat()):
+        refusal = f"only kvikio's compatibility mode: {compat}"
+    return _unless(refusal, "the engine reads and writes past host memory")
 
 
 def _unless(refusal: str, reason: str) -> dict[str, Any]:

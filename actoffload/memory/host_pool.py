@@ -1,54 +1,50 @@
 """Host memory in exact sizes: page-locked slabs for an accelerator's copies, aligned reusable memory for reads on CPU.
 
 PyTorch's own pinned allocator rounds up to powers of two and allocates when asked; here a slab is mapped once,
-page-locked once and cut into slots.
+page-locked once, ahead of its use, and cut into slots.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
 import os
 import threading
-import warnings
+from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .best_fit import ExtentAllocator
-from .process_memory import map_private
-
-ALIGNMENT = 4096
-NOT_PAGE_LOCKED = (
-    "host memory could not be page-locked (see `ulimit -l`); copies go through pageable memory and block the host"
-)
+from .slab import ALIGNMENT, OwnedMemory, Slab
 
 
 class _Piece(NamedTuple):
-    """A range of a slab that was handed out as a slot, and the events of the copies that use it."""
+    """A range of a slab that was handed out as a slot, and the events of the copies that use it or did."""
 
     address: int
     nbytes: int
-    slab: _Slab
+    slab: Slab
     offset: int
     events: list[object]
+    views: list[Tensor]  # the last tensor from its first byte on, which is mostly asked for again
 
 
 class Slot:
     """A piece of host memory: ``nbytes`` bytes at ``address``, 4096-aligned. It goes back when nobody holds it.
 
-    Whoever copies into or out of a slot on a stream adds the copy's event to ``events``: the memory is reused only
-    after all of them have happened. Whoever reads or writes it from an I/O thread holds it meanwhile.
+    A copy may still use the memory when it is handed out again: whoever writes to it, or has a stream do so, waits for
+    ``events`` first. Whoever copies into or out of it on a stream that has waited for them puts the copy's event in
+    their place. Whoever reads or writes it from an I/O thread holds it meanwhile.
     """
 
-    __slots__ = ("_dropped", "_piece", "address", "events", "nbytes", "offset", "slab")
+    __slots__ = ("_dropped", "_piece", "address", "events", "nbytes", "offset", "slab", "views")
 
     def __init__(self, piece: _Piece, dropped: deque[_Piece]) -> None:
-        self.address, self.nbytes, self.slab, self.offset, self.events = self._piece = piece
+        self.address, self.nbytes, self.slab, self.offset, self.events, self.views = self._piece = piece
         self._dropped = dropped
 
     def __del__(self) -> None:
@@ -57,56 +53,15 @@ class Slot:
             self._dropped.append(self._piece)
 
 
-class _SlotMemory(ctypes.c_char * (1 << 46)):  # type: ignore[misc]
-    """What a tensor holds that owns its slot. It says nothing of the size: ctypes makes a class for each."""
-
-    slot: Slot
-
-
-class _Slab:
-    """One mapping, and what of it is in use.
-
-    Attributes:
-        locked: Whether it may be page-locked: from before that is asked for until the device has let go of it.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self.mapping = map_private(nbytes)
-        self.nbytes = nbytes
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.mapping))
-        self.extents = ExtentAllocator(nbytes, ALIGNMENT)
-        self.locked = False
-
-    def lock(self, pin: Callable[[int, int], bool]) -> bool:
-        """Page-lock it; return False where that cannot be had. After an error it counts as locked."""
-        _LOCKED[self.address] = self.mapping
-        self.locked = True
-        self.locked = pin(self.address, self.nbytes)
-        if not self.locked:
-            del _LOCKED[self.address]
-        return self.locked
-
-    def unlock(self, unpin: Callable[[int], bool] | None) -> bool:
-        """Undo `lock`; return False when the device does not let go of the memory, which has to stay mapped then."""
-        if self.locked and (unpin is None or not unpin(self.address)):
-            return False
-        self.locked = False
-        _LOCKED.pop(self.address, None)
-        return True
-
-
-_LOCKED: dict[int, mmap.mmap] = {}
-"""Every mapping that may be page-locked, by its address, so that it stays mapped.
-
-The device goes on using the pages that it was told of: memory that is mapped later at the same address would be copied
-from and to where it does not lie.
-"""
 _CLOSED: set[HostPool] = set()
 """Pools that are closed and hold page-locked memory which a copy may still use."""
 
 
 class HostPool:
     """Slots of host memory, at most ``capacity_bytes`` of them at once. Thread-safe.
+
+    Page-locking takes long, so a thread does it, one slab at a time and one ahead of what is asked for. Memory that is
+    mapped beyond the capacity is never page-locked, and goes as soon as nobody uses it.
 
     Args:
         capacity_bytes: Most bytes mapped.
@@ -115,11 +70,15 @@ class HostPool:
         unpin: Undoes ``pin``; returns False when it could not.
         is_done: Returns whether an event in a slot's ``events`` has happened.
         wait_for: Returns when it has.
+        bind: Returns its argument, to be called in another thread with the device of the calling thread.
+        on_growth: Called in that thread when there is more memory, or none to be had.
         poison: Overwrite every slot with 0xFF when it becomes free.
 
     Attributes:
         allocated_bytes: Bytes in slots.
         peak_bytes: The most there were.
+        mapped_bytes: Bytes of all slabs.
+        growing: More memory is on its way: what was refused may be had after ``on_growth``.
         pin_failed: Some memory could not be page-locked.
     """
 
@@ -132,40 +91,53 @@ class HostPool:
         unpin: Callable[[int], bool] | None = None,
         is_done: Callable[[object], bool] | None = None,
         wait_for: Callable[[object], None] | None = None,
+        bind: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda work: work,
+        on_growth: Callable[[], None] = lambda: None,
         poison: bool = False,
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.peak_bytes = 0
         self.allocated_bytes = 0
+        self.mapped_bytes = 0
+        self.growing = False
         self.pin_failed = False
         self._slab_bytes = slab_bytes
         self._pin, self._unpin = pin, unpin
         self._is_done, self._wait_for = is_done, wait_for
+        self._bind, self._on_growth = bind, on_growth
         self._poison = poison
-        self._slabs: list[_Slab] = []
-        self._in_copy: deque[_Piece] = deque()  # a copy may still use them
+        self._slabs: list[Slab] = []
+        self._slabs_made = 0
+        self._by_room: list[tuple[int, int, Slab]] = []
+        self._idle: dict[Slab, None] = {}  # of which nothing is handed out
+        self._kept: dict[int, list[_Piece]] = {}  # given back, but not to their slabs, by size
         self._dropped: deque[_Piece] = deque()  # filled by finalizers, which take no lock
+        self._grown: deque[Slab | None] = deque()  # filled by the thread that page-locks, which takes none either
+        self._thread: threading.Thread | None = None
         self._lock = threading.RLock()  # reentrant: an interrupt may leave it held by the thread that calls `close`
 
-    @property
-    def mapped_bytes(self) -> int:
-        """Bytes of all slabs."""
-        return sum(slab.nbytes for slab in tuple(self._slabs))
-
     def acquire(self, nbytes: int, *, force: bool = False) -> Slot | None:
-        """Return a slot of at least ``nbytes`` bytes, or None when the capacity does not allow it now.
+        """Return a slot of at least ``nbytes`` bytes, or None when there is none now; see ``growing``.
 
         Args:
             force: Map memory beyond the capacity rather than return None (backward must be able to go on).
         """
+        if nbytes < 1:
+            raise ValueError(f"nbytes={nbytes}: must be positive")
         with self._lock:
-            self._reclaim()
-            slot = self._find(nbytes)
-        if slot is None:
-            _close_closed()  # without our lock, as it takes theirs
-            with self._lock:
-                slot = self._find(nbytes) or self._grow(nbytes, force)
-        return slot
+            slot = self._find_again(nbytes)
+            if slot is None:
+                self._reclaim()
+                slot = self._find(nbytes)
+            if slot is not None:
+                if self._pin is not None and 2 * (self.mapped_bytes - self.allocated_bytes) < self._slab_bytes:
+                    self._grow(1)
+                return slot
+        _close_closed()  # without our lock, as it takes theirs
+        with self._lock:
+            if not self._grow(nbytes) and force:
+                self._add(Slab(-(-nbytes // ALIGNMENT) * ALIGNMENT))
+            return self._find(nbytes)
 
     def tensor(self, slot: Slot, begin: int, nbytes: int, *, owning: bool = False) -> Tensor:
         """Return ``nbytes`` bytes of a slot, from byte ``begin`` on, as a tensor of bytes.
@@ -175,13 +147,18 @@ class HostPool:
                 died; else the caller holds it.
         """
         if not owning:
-            return torch.frombuffer(slot.slab.mapping, dtype=torch.uint8, count=nbytes, offset=slot.offset + begin)
-        memory = _SlotMemory.from_address(slot.address + begin)
-        memory.slot = slot
+            if begin == 0 and slot.views and slot.views[0].numel() == nbytes:
+                return slot.views[0]
+            view = torch.frombuffer(slot.slab.buffer, dtype=torch.uint8, count=nbytes, offset=slot.offset + begin)
+            if begin == 0:
+                slot.views[:] = [view]
+            return view
+        memory = OwnedMemory.from_address(slot.address + begin)
+        memory.owner = slot
         return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
 
     def reclaim(self) -> None:
-        """Take back the slots that nobody holds and whose events have happened."""
+        """Take back the slots that nobody holds."""
         with self._lock:
             self._reclaim()
 
@@ -193,90 +170,161 @@ class HostPool:
         Args:
             wait: First wait until the copies into and out of what nobody holds any more are done.
         """
+        _CLOSED.add(self)  # first, so that page-locked memory is not forgotten after an error
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
         with self._lock:
-            _CLOSED.add(self)  # first, so that page-locked memory is not forgotten after an error
-            self._take_dropped()
-            if wait and self._wait_for is not None:
-                for event in [event for piece in self._in_copy for event in piece.events]:
-                    self._wait_for(event)
             self._reclaim()
             for slab in tuple(self._slabs):
-                if slab.extents.allocated_bytes == 0 or not slab.locked:  # a slot keeps the mapping that it lies in
+                if wait and self._wait_for is not None:
+                    for event in slab.events():
+                        self._wait_for(event)
+                if slab in self._idle or not slab.locked:  # a slot keeps the mapping that it lies in
                     self._unmap(slab)
             if not any(slab.locked for slab in self._slabs):
                 _CLOSED.discard(self)
 
     def after_fork_in_child(self) -> None:
-        """Make a new lock, as the old one may have been held when the process forked; leave the parent's device."""
+        """Make a new lock, as the old one may have been held when the process forked; leave the parent's device.
+
+        The child has no page-locked memory: who is given some there reads and writes nothing.
+        """
         self._lock = threading.RLock()
+        self._thread, self.growing = None, False
+        self._kept.clear()
+        if self._pin is not None:
+            self._by_room.clear()
+            for slab in self._slabs:
+                slab.room = -1
+            self.capacity_bytes = 0
+            self._poison = False
         self._pin = self._unpin = self._wait_for = None
         if self._is_done is not None:
             self._is_done = _never
 
-    def _find(self, nbytes: int) -> Slot | None:
-        for slab in self._slabs:
-            slot = self._carve(slab, nbytes)
-            if slot is not None:
-                return slot
-        return None
+    def _find_again(self, nbytes: int) -> Slot | None:
+        """Hand out a piece of just this size that was given back: a step asks for what the one before has asked for."""
+        self._take_dropped()
+        kept = self._kept.get(-(-nbytes // ALIGNMENT) * ALIGNMENT)
+        return self._hand_out(kept.pop()) if kept and self.mapped_bytes <= self.capacity_bytes else None
 
-    def _grow(self, nbytes: int, force: bool) -> Slot | None:
+    def _find(self, nbytes: int) -> Slot | None:
+        place = bisect_left(self._by_room, (nbytes,))
+        if place == len(self._by_room):
+            return None
+        slab = self._by_room[place][2]
+        offset, events = slab.take(nbytes)
+        self._list(slab)
+        return self._hand_out(_Piece(slab.address + offset, slab.extents.round_up(nbytes), slab, offset, events, []))
+
+    def _hand_out(self, piece: _Piece) -> Slot:
+        self.allocated_bytes += piece.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+        return Slot(piece, self._dropped)
+
+    def _list(self, slab: Slab) -> None:
+        """List a slab by the room that it has now."""
+        self._unlist(slab)
+        slab.room = slab.extents.largest_free_bytes
+        insort(self._by_room, (slab.room, slab.number, slab))
+        if slab.extents.allocated_bytes == 0:
+            self._idle[slab] = None
+
+    def _unlist(self, slab: Slab) -> None:
+        self._idle.pop(slab, None)
+        place = bisect_left(self._by_room, (slab.room, slab.number))
+        if place < len(self._by_room) and self._by_room[place][2] is slab:
+            del self._by_room[place]
+
+    def _grow(self, nbytes: int) -> bool:
+        """Map a slab with room for ``nbytes``, or begin to; return False when the capacity does not allow it."""
+        if self.growing:
+            return True
         need = -(-nbytes // ALIGNMENT) * ALIGNMENT
         self._unmap_idle(need)
-        room = self.capacity_bytes - self.mapped_bytes
-        size = max(need, min(self._slab_bytes, room - room % ALIGNMENT))
-        return self._carve(self._map(size), nbytes) if force or size <= room else None
+        room = (self.capacity_bytes - self.mapped_bytes) // ALIGNMENT * ALIGNMENT
+        size = max(need, min(self._slab_bytes, room))
+        if size > room:
+            return False
+        if self._pin is None:
+            self._add(Slab(size))
+        else:
+            self.growing = True
+            if self._unpin is not None and not self.mapped_bytes:
+                self._unpin = self._bind(self._unpin)  # whichever thread closes the pool
+            work = self._bind(partial(self._page_lock, size, self._pin, room))
+            self._thread = threading.Thread(target=work, name="actoffload-page-lock", daemon=True)
+            self._thread.start()
+        return True
 
-    def _map(self, nbytes: int) -> _Slab:
-        slab = _Slab(nbytes)
-        self._slabs.append(slab)  # before it is locked: after an error `close` must find it
-        if self._pin is not None and not slab.lock(self._pin) and not self.pin_failed:
-            self.pin_failed = True
-            warnings.warn(f"actoffload: {NOT_PAGE_LOCKED}", RuntimeWarning, stacklevel=3)
-        return slab
+    def _page_lock(self, nbytes: int, pin: Callable[[int, int], bool], most_bytes: int) -> None:
+        slab: Slab | None = None
+        with contextlib.suppress(Exception):  # of a device that is broken, or of a system that has no more memory
+            slab = Slab.page_locked(nbytes, pin, most_bytes)
+        self.pin_failed = self.pin_failed or slab is None or not slab.locked
+        self._grown.append(slab)
+        self._on_growth()
+
+    def _add(self, slab: Slab) -> None:
+        self._slabs_made += 1
+        slab.number = self._slabs_made
+        self._slabs.append(slab)
+        self.mapped_bytes += slab.nbytes
+        self._list(slab)
 
     def _unmap_idle(self, need: int) -> None:
-        """Let slabs go that are free from end to end, if only that makes room for a slab of ``need`` bytes."""
-        for slab in tuple(self._slabs):
+        """Let slabs go that are free from end to end, if that makes room for a slab of ``need`` bytes."""
+        if self.mapped_bytes - sum(slab.nbytes for slab in self._idle) + need > self.capacity_bytes:
+            return
+        for slab in tuple(self._idle):
             if self.mapped_bytes + need <= self.capacity_bytes:
                 return
-            if slab.extents.allocated_bytes == 0:
-                self._unmap(slab)
+            self._unmap(slab)
 
-    def _unmap(self, slab: _Slab) -> None:
+    def _unmap(self, slab: Slab) -> None:
         """Let a slab go that nobody uses, if the device does; its mapping goes with its last view."""
+        if slab.locked and self._is_done is not None and not all(map(self._is_done, slab.events())):
+            return
         if slab.unlock(self._unpin):
             self._slabs.remove(slab)
+            self._unlist(slab)
+            slab.room = -1
+            self.mapped_bytes -= slab.nbytes
+
+    def _reclaim(self) -> None:
+        while self._grown:
+            slab = self._grown.popleft()
+            self.growing = False
+            if slab is None:
+                self.capacity_bytes = self.mapped_bytes  # the system has no more
+            else:
+                self._add(slab)
+        self._take_dropped()
+        while self._kept:
+            for piece in self._kept.popitem()[1]:
+                slab = piece.slab
+                slab.give_back(piece.offset, piece.nbytes, piece.events)
+                if slab.room >= 0:
+                    self._list(slab)
+                    if slab in self._idle and self.mapped_bytes > self.capacity_bytes:
+                        self._unmap(slab)
 
     def _take_dropped(self) -> None:
         while self._dropped:
-            self._in_copy.append(self._dropped.popleft())
+            piece = self._dropped.popleft()
+            if self._poison:
+                self._overwrite(piece)
+            self.allocated_bytes -= piece.nbytes
+            self._kept.setdefault(piece.nbytes, []).append(piece)
 
-    def _reclaim(self) -> None:
-        self._take_dropped()
-        for _ in range(len(self._in_copy)):
-            if not self._all_done(self._in_copy[0].events):
-                self._in_copy.rotate(-1)
-            else:
-                self._free(self._in_copy.popleft())  # off the list first: after an error it is not freed twice
-
-    def _all_done(self, events: list[object]) -> bool:
-        return self._is_done is None or all(map(self._is_done, events))
-
-    def _carve(self, slab: _Slab, nbytes: int) -> Slot | None:
-        offset = slab.extents.allocate(nbytes)
-        if offset is None:
-            return None
-        slot = Slot(_Piece(slab.address + offset, slab.extents.round_up(nbytes), slab, offset, []), self._dropped)
-        self.allocated_bytes += slot.nbytes
-        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-        return slot
-
-    def _free(self, piece: _Piece) -> None:
-        if self._poison:
+    def _overwrite(self, piece: _Piece) -> None:
+        """For debugging: overwrite what is given back, once no copy uses it any more."""
+        if self._wait_for is not None:
+            for event in piece.events:
+                self._wait_for(event)
+        if self._is_done is None or all(map(self._is_done, piece.events)):  # one may not even have begun
+            piece.events.clear()
             ctypes.memset(piece.address, 0xFF, piece.nbytes)
-        piece.slab.extents.free(piece.offset, piece.nbytes)
-        self.allocated_bytes -= piece.nbytes
 
 
 def _never(event: object) -> bool:

@@ -12,16 +12,15 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..tiers.record import Record
 from ..tiers.storage_ref import StorageRef
-
-R = TypeVar("R")
 
 SPAN_ALIGNMENT = 512
 """Spans begin at multiples of this many bytes, so that a restored view has its old address modulo 512."""
@@ -78,88 +77,62 @@ def own_counter(tensor: Tensor) -> tuple[Counter, ...]:
     return () if plain else (Counter(torch.empty(0), 0),)
 
 
-class Entry(NamedTuple, Generic[R]):
-    """A live record, and how its bytes are known."""
-
-    ref: StorageRef
-    address: int
-    probe: Tensor
-    version: int
-    begin: int
-    end: int
-    thread: int
-    counters: tuple[Counter, ...]
-    record: R
-
-
-class IdentityMap(Generic[R]):
+class IdentityMap:
     """The live records by (storage, version, span)."""
 
     def __init__(self) -> None:
-        self.entries: dict[int, list[Entry[R]]] = {}
+        self.records: dict[int, list[Record]] = {}
         """By the storage's number."""
 
     def find(
-        self,
-        storage: torch.UntypedStorage,
-        address: int,
-        tensor: Tensor,
-        begin: int,
-        end: int,
-        counters: tuple[Counter, ...] = (),
-    ) -> R | None:
-        """A record of the tensor's storage as it is in this version, whose span holds ``[begin, end)``.
+        self, storage: torch.UntypedStorage, tensor: Tensor, span: tuple[int, int], counters: tuple[Counter, ...] = ()
+    ) -> Record | None:
+        """Return a record of the tensor's storage as it is in this version, whose bytes hold ``span``.
 
         ``counters`` belong to the wrapper subclasses around the tensor, outermost first: an in-place change of a
         DTensor counts on the DTensor and not on the local tensor inside.
         """
-        version = tensor._version
-        for known in self.entries.get(storage._cdata, ()):
+        for known in self.records.get(storage._cdata, ()):
             if (
-                known.version == version
-                and known.begin <= begin
-                and end <= known.end
-                and known.address == address  # a storage that was resized has moved: other bytes
+                known.version == tensor._version
+                and known.begin <= span[0]
+                and span[1] <= known.end
+                and known.address == storage.data_ptr()  # a storage that was resized has moved: other bytes
                 and known.thread == threading.get_ident()  # `same_counter` must not be seen by another thread
                 and same_counter(known.probe, tensor)
                 and len(known.counters) == len(counters)
                 and all(map(Counter.same, known.counters, counters))
             ):
-                return known.record
+                return known
         return None
 
-    def add(
-        self,
-        storage: torch.UntypedStorage,
-        address: int,
-        tensor: Tensor,
-        begin: int,
-        end: int,
-        record: R,
-        counters: tuple[Counter, ...] = (),
-    ) -> StorageRef:
-        """Remember a record; returns the weak reference that pins the storage's identity.
+    def add(self, record: Record, tensor: Tensor, counters: tuple[Counter, ...] = ()) -> None:
+        """Remember a record on the device, and pin its storage's identity.
 
         ``tensor`` is held until `remove`: its handle makes it a `version_probe`, which holds no memory (nor do
         ``counters``), unless the record stays, and holds that memory itself.
         """
-        ref = StorageRef(storage)
-        entry = Entry(ref, address, tensor, tensor._version, begin, end, threading.get_ident(), counters, record)
-        known = self.entries.get(ref.cdata)
-        self.entries[ref.cdata] = [entry] if known is None else [*known, entry]
-        return ref
+        assert record.data is not None, "it was just saved"
+        identity = record.identity = StorageRef(record.data)
+        record.probe, record.version, record.counters = tensor, tensor._version, counters
+        record.thread = threading.get_ident()
+        known = self.records.get(identity.cdata)
+        self.records[identity.cdata] = [record] if known is None else [*known, record]
 
-    def remove(self, ref: StorageRef, record: R) -> None:
+    def remove(self, record: Record) -> None:
         """Forget a record."""
-        entries = self.entries.get(ref.cdata, [])
-        kept = [entry for entry in entries if entry.record is not record]
-        if kept:
-            self.entries[ref.cdata] = kept
-        else:
-            self.entries.pop(ref.cdata, None)
+        if record.identity is None:
+            return
+        number = record.identity.cdata
+        known = self.records.get(number, [])
+        if len(known) > 1:
+            self.records[number] = [other for other in known if other is not record]
+        elif known:
+            del self.records[number]
+        record.probe = None
 
     def __len__(self) -> int:
-        return sum(len(entries) for entries in self.entries.values())
+        return sum(map(len, self.records.values()))
 
 
 def same_counter(one: Tensor, other: Tensor) -> bool:
@@ -195,6 +168,12 @@ class StorageSet:
                 self.by_number[ref.cdata] = (ref, note)
         if len(self.by_number) > self._sweep_at:
             self.sweep()
+
+    def replace(self, tensor: Tensor, note: str) -> None:
+        """As `add`, and in place of an earlier note."""
+        for storage in storages(tensor):
+            self.by_number.pop(storage._cdata, None)
+        self.add(tensor, note)
 
     def get(self, storage: torch.UntypedStorage) -> str | None:
         """The note of a storage, or None."""

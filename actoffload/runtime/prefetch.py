@@ -12,6 +12,9 @@ from ..tiers.tier import Tier
 from .pipeline import Hint, Phases
 from .tape import FOR_EVER, LearnedOrders, Tape, Window
 
+REFILL_BELOW = 3 / 4
+"""Where copies go together, the window is filled up as soon as less than this share of it is on its way."""
+
 
 class Prefetch:
     """Bring back what backward will ask for within the next so many bytes. The caller holds the store's lock.
@@ -29,6 +32,13 @@ class Prefetch:
         self.orders = LearnedOrders()
         self._shared = shared
         self._tiers = tiers
+        self._refill_below = REFILL_BELOW if any(tier.gathers for tier in tiers.values()) else 1.0
+
+    def begin_forward(self) -> None:
+        """Fetch ahead again, half as far, where the device had no memory for it in the step before."""
+        if self._shared.no_memory_ahead:
+            self._shared.no_memory_ahead = False
+            self.window.halve()
 
     def expect(self, hint: Hint) -> None:
         """A phase is about to begin; the first bytes of a backward are fetched at once."""
@@ -50,7 +60,7 @@ class Prefetch:
     def during_backward(self, tape: Tape[Record]) -> None:
         """Fill the window along the tape that backward walks, and what is left of it along the next backward's."""
         if not tape.exhausted:
-            tape.fetch_ahead(self._ahead(tape), self._bring)
+            self._fill(tape, self._ahead(tape))
         if tape.exhausted and not tape.idle(self.phases.changes):
             self._fetch_next(tape, tape.left_bytes)
 
@@ -72,6 +82,7 @@ class Prefetch:
 
     def after_forward(self, tape: Tape[Record]) -> None:
         """A forward has ended: fetch what the backward that comes next, of another one, will want first."""
+        self.begin_copies()
         self._fetch_next(tape)
 
     def learn(self, tape: Tape[Record]) -> None:
@@ -101,7 +112,16 @@ class Prefetch:
 
     def _fetch(self, tape: Tape[Record], nbytes: int) -> None:
         tape.prepare(self.orders)
-        tape.fetch_ahead(nbytes, self._bring)
+        self._fill(tape, nbytes)
+
+    def _fill(self, tape: Tape[Record], nbytes: int) -> None:
+        if tape.fetch_ahead(nbytes, self._bring, self._refill_below):
+            self.begin_copies()
+
+    def begin_copies(self) -> None:
+        """Begin the copies that wait for others to go with them: no others come for now."""
+        for tier in self._tiers.values():
+            tier.begin_copies()
 
     def _bring(self, record: Record, early: bool) -> int | None:
         """Begin to bring a record back; return the bytes that makes, or None when it is too early or there is no room.
@@ -114,7 +134,7 @@ class Prefetch:
         limited = shared.budget.limit_bytes is not None
         if on_device and record.stays and not limited:
             return 0  # it takes nothing and gives nothing
-        if not on_device and (early or shared.stopped):
+        if not on_device and (early or shared.stopped or shared.no_memory_ahead):
             return None
         if record.state is State.FETCHING and not limited:
             record.wanted = True
@@ -124,7 +144,7 @@ class Prefetch:
             return None
         try:
             brought = self._tiers[record.kind].fetch(record, urgent=False)
-        except torch.OutOfMemoryError:
-            brought = False  # it is only early: what backward needs now is there
+        except torch.OutOfMemoryError:  # it is only early: what backward needs now is there
+            brought, shared.no_memory_ahead = False, True
         record.wanted = True  # after: the tier counts what it forwards when it is first wanted
         return (0 if on_device else record.nbytes) if brought else None

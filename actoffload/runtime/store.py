@@ -88,7 +88,7 @@ class ActivationStore:
     def __init__(self, config: OffloadConfig, accelerator: Accelerator | None = None) -> None:
         self.shared = Shared(config, open_sink(config.trace))
         self.closed = self.forked = self.interrupted = False
-        self.identities: IdentityMap[Record] = IdentityMap()
+        self.identities = IdentityMap()
         self._began_s: float | None = None
         self._process_before_bytes = 0
         self._optimizer_steps = optimizer_steps()
@@ -103,11 +103,6 @@ class ActivationStore:
         on_cpu = isinstance(self.tiers.by_device.get("cpu"), CpuTier)
         first = CPU_PREFETCH_BYTES if on_cpu else DEVICE_PREFETCH_BYTES
         window = Window(config.size("prefetch_bytes", first), fixed=config.prefetch_bytes is not None)
-        if isinstance(config.policy, Plan):
-            if config.policy.prefetch_bytes is not None:
-                window.follow(config.policy.prefetch_bytes)
-            for tier in self.tiers.by_device.values():
-                tier.expect_pending(config.policy.pending_bytes)
         phases: Phases[Tape[Record]] = Phases()
         self.prefetch = Prefetch(self.shared, self.tiers.by_device, window, phases)
         self.decision = OffloadDecision(config, window, phases)
@@ -121,6 +116,7 @@ class ActivationStore:
         with self.shared.lock:
             self._count_dropped()
             self._count_optimizer_steps()
+            self.prefetch.begin_forward()
             if first:
                 accounts.begin_step()
             if self._began_s is None:
@@ -144,14 +140,13 @@ class ActivationStore:
             device: max(1, size("min_bytes", least.get(device, DEVICE_MIN_BYTES))) for device in self.tiers.by_device
         }
 
-    @_aborts_when_interrupted
     def admit(
         self,
         tensor: Tensor,
         span: tuple[int, int],
         storage: Any,
         tape: Tape[Record],
-        module: str | None,
+        names: tuple[str | None, str | None],
         counters: tuple[Counter, ...] = (),
     ) -> Record:
         """Return a handle's record for a span of a storage: an earlier one that holds the same bytes, else a new one.
@@ -161,12 +156,11 @@ class ActivationStore:
             span: the bytes of the storage that it needs.
             storage: its storage.
             tape: the forward that it is saved in.
-            module: the name of the module that is running, if names are known.
+            names: of the module that is running, and of the tensor, where they are known.
             counters: of the wrapper subclasses around the tensor, outermost first.
         """
         shared, accounts = self.shared, self.shared.accounts
         self.speak()
-        address = storage.data_ptr()
         begin, end = span
         with shared.lock:
             self._count_dropped()
@@ -174,17 +168,19 @@ class ActivationStore:
             tier.notice_resized()
             accounts.packed_tensors += 1
             accounts.packed_bytes += end - begin
-            record = self.identities.find(storage, address, tensor, begin, end, counters)
+            record = self.identities.find(storage, tensor, span, counters)
             if record is not None:
                 accounts.deduplicated_bytes += end - begin
                 self.profiler.saved_again(record)
                 record.handles += 1
                 record.waiting += 1
+                if names[1] is not None and record.name is None:
+                    self.decision.named_late(record, names[1])
                 return record
-            record = Record(storage, address, begin, end, tensor.device)
-            record.module = module
+            record = Record(storage, storage.data_ptr(), begin, end, tensor.device)
+            record.module, record.name = names
             record.has_gaps = tensor.nbytes < record.nbytes
-            record.identity = self.identities.add(storage, address, tensor, begin, end, record, counters)
+            self.identities.add(record, tensor, counters)
             accounts.add_record(record.nbytes)
             if not len(tape):
                 accounts.microbatches += 1
@@ -418,8 +414,7 @@ class ActivationStore:
         self.tiers.by_device[record.kind].release(record)
         if self.profiler.running:
             self.profiler.died(record)
-        if record.identity is not None:
-            self.identities.remove(record.identity, record)
+        self.identities.remove(record)
         if record.tape is not None:
             record.tape.forget(record.index)
             self.prefetch.learn(record.tape)

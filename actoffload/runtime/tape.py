@@ -59,6 +59,7 @@ class Window:
     def __init__(self, first_bytes: int, *, fixed: bool = False) -> None:
         self.nbytes = first_bytes
         self._first_bytes = first_bytes
+        self._most_bytes = first_bytes * GROWTH_LIMIT
         self._fixed = fixed
         self._planned = False
 
@@ -80,7 +81,11 @@ class Window:
     def waited(self) -> None:
         """Backward had to wait for a fetch that the window had not begun in time."""
         if not self._fixed and not self._planned:
-            self.nbytes = min(self._first_bytes * GROWTH_LIMIT, int(self.nbytes * GROWTH))
+            self.nbytes = min(self._most_bytes, int(self.nbytes * GROWTH))
+
+    def halve(self) -> None:
+        """The device had no memory for what was fetched ahead: fetch half as far from now on, whoever fixed it."""
+        self.nbytes = self._most_bytes = max(1, self.nbytes // 2)
 
 
 class Tape(Generic[R]):
@@ -184,7 +189,7 @@ class Tape(Generic[R]):
         """Backward starts over (``retain_graph``): the same order again. What is ahead stays ahead."""
         self._cursor = self._frontier = 0
 
-    def fetch_ahead(self, window_bytes: int, fetch: Callable[[R, bool], int | None]) -> None:
+    def fetch_ahead(self, window_bytes: int, fetch: Callable[[R, bool], int | None], refill_below: float = 1.0) -> bool:
         """Fetch the records that backward will want within the next ``window_bytes``.
 
         Records that are near count for that distance: one that is wanted last of all takes memory last of all, also
@@ -194,7 +199,13 @@ class Tape(Generic[R]):
             window_bytes: how far ahead to look, and how much to have under way at most (one record at least).
             fetch: begins to bring a record, unless it is away and the second argument says that it is too early;
                 returns the bytes that makes (0 when it was near already), or None when it did nothing.
+            refill_below: do nothing while this share of the window, or more, is under way.
+
+        Returns:
+            Whether it has looked for records.
         """
+        if self._ahead_bytes >= refill_below * window_bytes:
+            return False
         while self._frontier < len(self.order) and self._ahead_bytes < window_bytes:
             index = self.order[self._frontier]
             record = self.records[index]
@@ -202,10 +213,11 @@ class Tape(Generic[R]):
                 early = self._reach[self._frontier] - self._reach[self._cursor] >= window_bytes
                 nbytes = fetch(record, early)
                 if nbytes is None:
-                    return
+                    break
                 self._ahead[index] = nbytes
                 self._ahead_bytes += nbytes
             self._frontier += 1
+        return True
 
     @property
     def exhausted(self) -> bool:

@@ -124,7 +124,7 @@ class ArenaSet:
         self,
         paths: Sequence[str | os.PathLike[str]],
         *,
-        engine: str | EngineFactory,
+        engine: str | tuple[str, ...] | EngineFactory,
         threads: int | None,
         allow_any_filesystem: bool,
         stripe_bytes: int,
@@ -148,6 +148,7 @@ class ArenaSet:
             self.alignment = max(each.alignment for each in capabilities)
             self.direct = all(each.direct for each in capabilities)
             self.vectored = all(each.vectored for each in capabilities)
+            self.device_memory = all(each.device_memory for each in capabilities)
             self.engine_name = "+".join(dict.fromkeys(each.name for each in capabilities))
             self.engine_reason = "; ".join(dict.fromkeys(reasons))
             self.granularity = max(self.alignment, MAX_BLOCK_BYTES)
@@ -266,7 +267,10 @@ class ArenaSet:
 
 
 def _open_path(
-    path: str | os.PathLike[str], engine: str | EngineFactory, threads: int | None, allow_any_filesystem: bool
+    path: str | os.PathLike[str],
+    engine: str | tuple[str, ...] | EngineFactory,
+    threads: int | None,
+    allow_any_filesystem: bool,
 ) -> tuple[PathArena, str]:
     """Open the arena in ``path`` and its engine; return it and why it has this engine."""
     if engine == "memory":
@@ -278,8 +282,8 @@ def _open_path(
             made, reason = engine(file), "made by the factory that was given"
             if not isinstance(made, StorageEngine):
                 raise ConfigError("engine", engine, f"it returned {made!r}: return a StorageEngine")
-        elif engine == "auto":
-            made, reason = choose_engine(file, threads=threads)
+        elif engine == "auto" or isinstance(engine, tuple):
+            made, reason = choose_engine(file, engine if isinstance(engine, tuple) else None, threads=threads)
         else:
             made = create_engine(engine, file, threads=threads)
             reason = f"asked for by name; {made.remark}" if made.remark else "asked for by name"

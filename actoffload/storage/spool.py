@@ -29,7 +29,8 @@ class Spool:
 
     Args:
         paths: Directories; extents are striped over them.
-        engine: Name of an engine, ``"auto"``, or a factory that makes one for a file.
+        engine: Name of an engine, ``"auto"``, names of which the first that works is taken, or a factory that makes one
+            for a file.
         capacity_bytes: Most bytes on disk, all paths together; None: what the file systems have free, less a reserve.
         processes: How many processes open a spool like this one on the machine: without ``capacity_bytes`` each takes
             at most its share of what is free when it begins, so that none fills the disk of the others.
@@ -51,7 +52,7 @@ class Spool:
         self,
         paths: Sequence[str | os.PathLike[str]],
         *,
-        engine: str | EngineFactory = "auto",
+        engine: str | tuple[str, ...] | EngineFactory = "auto",
         capacity_bytes: int | None = None,
         processes: int = 1,
         stripe_bytes: int = 8 << 20,
@@ -73,7 +74,7 @@ class Spool:
         self._closed = False
         self._inert = False  # in a forked child, to which nothing here belongs
         self._ended: deque[Extent | Transfer] = deque()  # what is freed or over, and not yet worked off
-        self._live: dict[Transfer, LinkShare] = {}
+        self._live: dict[Transfer, LinkShare | None] = {}  # None: nothing of it has begun
         self.meters = {IoKind.WRITE: RateMeter(), IoKind.READ: RateMeter()}
         self._verify = verify
         self._arenas = ArenaSet(
@@ -90,6 +91,7 @@ class Spool:
         self.alignment = self._arenas.alignment
         self.direct = self._arenas.direct
         self.vectored = self._arenas.vectored
+        self.device_memory = self._arenas.device_memory
         self.engine_name = self._arenas.engine_name
         self.engine_reason = self._arenas.engine_reason
 
@@ -127,6 +129,7 @@ class Spool:
         before: Callable[[], None] | None = None,
         on_done: Callable[[Transfer], None] | None = None,
         keepalive: object = None,
+        held: bool = False,
     ) -> Transfer:
         """Start to write ``length`` bytes of memory to an extent that nothing else reads or writes.
 
@@ -135,15 +138,17 @@ class Spool:
             address: Where from, a multiple of ``alignment``; must stay valid until the transfer is done (see
                 ``keepalive``).
             length: Bytes, a multiple of ``alignment``.
-            before: Runs once, in an engine's thread, before the first byte is read from memory.
+            before: Runs once, in an engine's thread, before the memory is touched.
             on_done: Called at most once with the transfer, in an engine's thread, with no lock held.
             keepalive: Kept alive until nothing touches the memory any more.
+            held: Begin nothing: the caller says by ``go_on`` how many bytes may be written, as they are ready.
 
         Raises:
             OffloaderClosedError: The spool is closed.
             StateError: The extent is freed, too small or in use, or something is not aligned.
         """
-        return self.write_ranges(extent, ((address, length),), before=before, on_done=on_done, keepalive=keepalive)
+        transfer = Transfer(IoKind.WRITE, extent, length, self._post, 0, before, on_done, keepalive)
+        return self._start(transfer, ((address, length),), held)
 
     def write_ranges(
         self,
@@ -165,15 +170,20 @@ class Spool:
         address: int,
         length: int,
         *,
+        before: Callable[[], None] | None = None,
         on_done: Callable[[Transfer], None] | None = None,
         keepalive: object = None,
+        on_part: Callable[[], None] | None = None,
+        held: bool = False,
     ) -> Transfer:
         """Start to read the first ``length`` bytes of what the last successful write left in an extent.
 
         Arguments and errors as in ``write``; also a StateError when that write has not finished, has failed or was
-        shorter. With ``verify`` the length must be the one that was written.
+        shorter. With ``verify`` the length must be the one that was written. ``on_part`` is called as ``on_done`` is,
+        after each part but the last: see ``Transfer.arrived_bytes``.
         """
-        return self.read_ranges(extent, ((address, length),), on_done=on_done, keepalive=keepalive)
+        transfer = Transfer(IoKind.READ, extent, length, self._post, 0, before, on_done, keepalive, on_part)
+        return self._start(transfer, ((address, length),), held)
 
     def read_ranges(
         self,
@@ -188,6 +198,17 @@ class Spool:
         length = sum([nbytes for _, nbytes in memory])
         transfer = Transfer(IoKind.READ, extent, length, self._post, skip, None, on_done, keepalive)
         return self._start(transfer, memory)
+
+    def go_on(self, transfer: Transfer, nbytes: int | None = None) -> None:
+        """Begin what of a held transfer lies within its first ``nbytes`` bytes (None: all). For one thread at a time.
+
+        Raises:
+            OffloaderClosedError: An engine is closed; the caller is to ``Transfer.fail`` the transfer.
+        """
+        with self._lock:
+            if transfer in self._live and self._live[transfer] is None:
+                self._live[transfer] = self.meters[transfer.kind].began(now())
+        transfer.start(nbytes)
 
     def free(self, extent: Extent) -> None:
         """Give an extent up; its room is used again once nothing is in flight on it.
@@ -260,7 +281,7 @@ class Spool:
                 busy_extents=len({transfer.extent for transfer in self._live}),
             )
 
-    def _start(self, transfer: Transfer, memory: Sequence[Range]) -> Transfer:
+    def _start(self, transfer: Transfer, memory: Sequence[Range], held: bool = False) -> Transfer:
         transfer.prepare(self._arenas.arenas, memory, alignment=self.alignment, verify=self._verify)
         extent = transfer.extent
         try:
@@ -271,11 +292,12 @@ class Spool:
                 if extent.freed:
                     raise StateError(f"{transfer.kind.value}: {extent!r} is freed")
                 transfer.check_order(self._verify)
-                self._live[transfer] = self.meters[transfer.kind].began(now())
+                self._live[transfer] = None if held else self.meters[transfer.kind].began(now())
                 extent.transfers += 1
                 if transfer.kind is IoKind.WRITE:
                     extent.writer, extent.valid_bytes = transfer, 0
-            transfer.start()
+            if not held:
+                transfer.start()
         except BaseException as exc:  # such as an engine that is closed
             if transfer in self._live:
                 transfer.cancel(exc)
@@ -300,9 +322,10 @@ class Spool:
             extent = item.extent if isinstance(item, Transfer) else item
             if isinstance(item, Extent):
                 extent.release_due = True
-            elif (share := self._live.pop(item, None)) is not None:
-                moved = item.done and not item.cancelled and item.error is None
-                self.meters[item.kind].ended(item.length if moved else 0, now(), share)
+            elif item in self._live:
+                share = self._live.pop(item)
+                if share is not None:
+                    self.meters[item.kind].ended(item.moved_bytes, now(), share)
                 extent.transfers -= 1
             if extent.release_due and not extent.transfers:
                 self._release(extent)

@@ -16,7 +16,7 @@ from functools import partial
 
 from ..errors import ChecksumError, OffloaderClosedError, StateError
 from .arena import PathArena, Segment
-from .engines.base import Completion, IoKind, IoRequest, Range, StorageEngine, report_uncaught
+from .engines.base import Completion, IoKind, IoRequest, Range, RequestState, StorageEngine, report_uncaught
 from .engines.queued import memory_view
 
 _CHUNK_BYTES = 1 << 20
@@ -65,12 +65,15 @@ class Transfer:
     before: Callable[[], None] | None = None  # as `Spool.write` says, and so on
     on_done: Callable[[Transfer], None] | None = None
     keepalive: object = None
+    on_part: Callable[[], None] | None = None
     error: BaseException | None = None  # what went wrong; after `Spool.abort` an `OffloaderClosedError`
     done: bool = False  # every segment has finished, or has been cancelled in time
     _before_error: BaseException | None = None
     _before_lock: threading.Lock = field(default_factory=threading.Lock)
     _ended: Completion = field(default_factory=Completion)
     _requests: list[tuple[StorageEngine, IoRequest]] = field(default_factory=list)
+    _ends: list[int] = field(default_factory=list)  # of the requests, in bytes of what is moved
+    _submitted: int = 0
     _left: set[int] = field(default_factory=set)  # indices of the requests that have not ended
     _outcomes: list[object] = field(default_factory=list)  # the first one stands: cancelled or finished
 
@@ -104,6 +107,11 @@ class Transfer:
         """``cancel`` came in time, so ``on_done`` is not called."""
         return bool(self._outcomes) and isinstance(self._outcomes[0], _Cancelled)
 
+    @property
+    def moved_bytes(self) -> int:
+        """What has gone over the link, also of a transfer that was cancelled when part of it had started."""
+        return sum(request.length for _, request in self._requests if request.state is RequestState.DONE)
+
     def promote(self) -> None:
         """Move what is still queued to the front of the queues."""
         for engine, request in reversed(self._requests):
@@ -132,6 +140,7 @@ class Transfer:
             self._requests.append((arena.engine, request))
             address += length
             left -= length
+            self._ends.append(self.length - left)
             if not left:
                 break
         self._left = set(range(len(self._requests)))
@@ -152,14 +161,29 @@ class Transfer:
             state = "is being written" if extent.writer is not None else f"holds {valid} valid bytes"
             raise StateError(f"read of {self.length} bytes: {extent!r} {state}")
 
-    def start(self) -> None:
-        """For the spool: submit the requests.
+    def start(self, nbytes: int | None = None) -> None:
+        """For the spool: submit the requests within the first ``nbytes`` bytes (None: all) that were not.
 
         Raises:
-            OffloaderClosedError: An engine is closed; the caller is to cancel the transfer.
+            OffloaderClosedError: An engine is closed; the caller is to `fail` or to cancel the transfer.
         """
-        for engine, request in self._requests:
+        until = self.length if nbytes is None else nbytes
+        while self._submitted < len(self._requests) and self._ends[self._submitted] <= until:
+            engine, request = self._requests[self._submitted]
             engine.submit(request)
+            self._submitted += 1
+
+    def fail(self, error: BaseException) -> None:
+        """End what has not begun of a held transfer with an error; instead of ``Spool.go_on``, on its thread."""
+        for _, request in self._requests[self._submitted :]:
+            if request.try_start():
+                request.finish(error)
+
+    @property
+    def arrived_bytes(self) -> int:
+        """How many of the first bytes have been moved, without a gap, so far."""
+        left = tuple(self._left)
+        return self.length if not left else self._ends[min(left) - 1] if min(left) else 0
 
     def abandon(self, error: BaseException) -> None:
         """For a forked child, which has no engine threads: nothing will ever run, so wake whoever looks at it."""
@@ -182,9 +206,7 @@ class Transfer:
             raise StateError(f"{kind} from byte {skip} of {extent!r}: not a multiple of {alignment} bytes")
 
     def _before_request(self, index: int, memory: Sequence[Range], verify: bool) -> Callable[[], None] | None:
-        if self.kind is IoKind.READ:
-            return None
-        if not verify:
+        if not verify or self.kind is IoKind.READ:
             return None if self.before is None else self._run_before
 
         def before() -> None:
@@ -212,6 +234,8 @@ class Transfer:
         if error is not None and self.error is None:
             self.error = error
         self._left.discard(index)
+        if self.on_part is not None and self._left:
+            self.on_part()
         self._end_if_last()
 
     def _check(self, request: IoRequest, index: int, path: str) -> ChecksumError | None:
@@ -239,7 +263,7 @@ class Transfer:
             self.extent.valid_bytes = self.length if finished and self.error is None else 0
             self.extent.writer = None
         on_done, keepalive = self.on_done, self.keepalive
-        self.on_done = self.before = self.keepalive = None
+        self.on_done = self.on_part = self.before = self.keepalive = None
         self.done = True
         self.on_end(self)  # first: on_done may want to free the extent and find the room
         self._ended.set()

@@ -261,6 +261,7 @@ Machine& machine() {
 }
 
 thread_local int current_device = 0;
+std::atomic<int64_t> calls[kDevices] = {};  // that act on the caller's current device, and make a context there on CUDA
 thread_local c10::StreamId current_streams[kDevices] = {};
 
 c10::Stream current_stream(int device) {
@@ -325,9 +326,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
   }
   bool queryEvent(void* event) const override {
+    ++calls[current_device];
     return event == nullptr || machine().is_done(*static_cast<MomentPtr*>(event));
   }
   void synchronizeEvent(void* event) const override {
+    ++calls[current_device];
     if (event != nullptr) {
       machine().wait_for(*static_cast<MomentPtr*>(event));
     }
@@ -1198,9 +1201,13 @@ void actoffload_sim_limit(int device, size_t nbytes) {
   allocator().limit[device] = nbytes;
 }
 
-int actoffload_sim_register(uintptr_t address, size_t nbytes) { return page_locked().add(address, nbytes) ? 1 : 0; }
+int actoffload_sim_register(uintptr_t address, size_t nbytes) {
+  ++calls[current_device];
+  return page_locked().add(address, nbytes) ? 1 : 0;
+}
 
 int actoffload_sim_unregister(uintptr_t address) {
+  ++calls[current_device];
   for (int device = 0; device < kDevices; ++device) {
     machine().synchronize(device);
   }
@@ -1230,6 +1237,8 @@ void actoffload_sim_sleep(double seconds) {
   machine().add(current_stream(), Task{[seconds] { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); },
                                        nullptr, nullptr, seconds});
 }
+
+int64_t actoffload_sim_calls(int device) { return calls[device]; }
 
 int64_t actoffload_sim_synchronous() { return synchronous; }
 

@@ -103,6 +103,13 @@ class SimulatedDevice:
         """
         return int(self._library.actoffload_sim_violations())
 
+    def calls(self, index: int) -> int:
+        """How often an event was asked for or awaited, or memory page-locked, by a thread on device ``index``.
+
+        On CUDA such a call makes a context on the thread's current device, which takes hundreds of megabytes there.
+        """
+        return int(self._library.actoffload_sim_calls(index))
+
     @property
     def clock_s(self) -> float:
         """Virtual seconds at which the host is: when the last work that it waited for had ended."""
@@ -160,6 +167,7 @@ def install() -> SimulatedDevice:
     functions = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,  # without it PyTorch 2.9 synchronizes nothing
         "device_count": lambda: DEVICES,
         "current_device": torch.accelerator.current_device_index,
         "set_device": torch.accelerator.set_device_index,
@@ -210,6 +218,6 @@ def _library() -> ctypes.CDLL:
     options, key = native_build.with_torch("torch_cpu")
     library = native_build.load(lambda: native_build.build(SOURCE, options, key), lambda path: ctypes.CDLL(str(path)))
     library.actoffload_sim_clock.restype = ctypes.c_double
-    for function in ("flushes", "synchronous", "violations"):
+    for function in ("flushes", "synchronous", "violations", "calls"):
         getattr(library, f"actoffload_sim_{function}").restype = ctypes.c_int64
     return library

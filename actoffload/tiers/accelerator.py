@@ -7,15 +7,24 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 Stream = Any
 Event = Any
+NAP_S = 1e-4
+"""How long an I/O thread sleeps between two looks at an event."""
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+_SIDES: dict[str, dict[tuple[int, str], torch.Stream]] = {}
+"""The side streams of this process, by the device's type, index and role: PyTorch has few streams to give out."""
 
 
 class Accelerator(ABC):
@@ -36,8 +45,8 @@ class Accelerator(ABC):
         """The one side stream of device ``index`` for ``role`` (``"out"`` or ``"in"``)."""
 
     @abstractmethod
-    def record(self, stream: Stream) -> Event:
-        """An event after all that ``stream`` has been given so far."""
+    def record(self, stream: Stream, again: Event | None = None) -> Event:
+        """An event after all that ``stream`` has been given so far: ``again``, where that is an event of its device."""
 
     @abstractmethod
     def timestamp(self, stream: Stream) -> Event:
@@ -60,12 +69,12 @@ class Accelerator(ABC):
         """Block the calling thread until ``event`` has happened."""
 
     @abstractmethod
-    def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
-        """Copy flat bytes on ``stream``; neither waits for anything by itself nor blocks the host."""
+    def copy(self, copies: Iterable[tuple[Tensor, Tensor]], stream: Stream) -> None:
+        """Copy flat bytes on ``stream``, to the first tensor of each pair; waits for nothing and blocks no host."""
 
     @abstractmethod
     def empty(self, nbytes: int, index: int, stream: Stream) -> Tensor:
-        """Uninitialised bytes on device ``index``, owned by ``stream``: freed in its order."""
+        """Uninitialised bytes on device ``index``, owned by ``stream``, its current one: freed in its order."""
 
     @abstractmethod
     def same_stream(self, one: Stream, other: Stream) -> bool:
@@ -87,10 +96,9 @@ class Accelerator(ABC):
     def unpin(self, address: int) -> bool:
         """Undo `pin`; False when the device may still use the pages that it was told of."""
 
-    def index_of(self, tensor: Tensor) -> int:
-        """The index of the device that a tensor is on."""
-        index = tensor.device.index
-        return 0 if index is None else index
+    def bind(self, work: Callable[P, T]) -> Callable[P, T]:
+        """Return ``work``, to be called in another thread with this thread's device."""
+        return work
 
 
 class TorchAccelerator(Accelerator):
@@ -98,7 +106,7 @@ class TorchAccelerator(Accelerator):
 
     def __init__(self, device_type: str) -> None:
         self.type = device_type
-        self._sides: dict[tuple[int, str], torch.Stream] = {}
+        self._sides = _SIDES.setdefault(device_type, {})
 
     def current_index(self) -> int:
         return torch.accelerator.current_device_index()
@@ -113,8 +121,8 @@ class TorchAccelerator(Accelerator):
             self._sides[index, role] = stream
         return stream
 
-    def record(self, stream: Stream) -> Event:
-        event = torch.Event(self.type, enable_timing=False)
+    def record(self, stream: Stream, again: Event | None = None) -> Event:
+        event = torch.Event(self.type, enable_timing=False) if again is None else again
         event.record(stream)
         return event
 
@@ -130,18 +138,20 @@ class TorchAccelerator(Accelerator):
         stream.wait_event(event)
 
     def done(self, event: Event) -> bool:
-        return bool(event.query())
+        with self._device_of(event):
+            return bool(event.query())
 
     def synchronize(self, event: Event) -> None:
-        event.synchronize()
+        with self._device_of(event):
+            event.synchronize()
 
-    def copy(self, destination: Tensor, source: Tensor, stream: Stream) -> None:
+    def copy(self, copies: Iterable[tuple[Tensor, Tensor]], stream: Stream) -> None:
         with self._on(stream):
-            destination.copy_(source, non_blocking=True)
+            for destination, source in copies:
+                destination.copy_(source, non_blocking=True)
 
     def empty(self, nbytes: int, index: int, stream: Stream) -> Tensor:
-        with self._on(stream):
-            return torch.empty(nbytes, dtype=torch.uint8, device=torch.device(self.type, index))
+        return torch.empty(nbytes, dtype=torch.uint8, device=torch.device(self.type, index))
 
     def same_stream(self, one: Stream, other: Stream) -> bool:
         return bool(one == other)
@@ -157,6 +167,21 @@ class TorchAccelerator(Accelerator):
 
     def unpin(self, address: int) -> bool:
         raise NotImplementedError(f"{self.type} pins nothing")
+
+    def bind(self, work: Callable[P, T]) -> Callable[P, T]:
+        index = torch.accelerator.current_device_index()
+
+        def run(*args: P.args, **options: P.kwargs) -> T:
+            with torch.accelerator.device_index(index):
+                return work(*args, **options)
+
+        return run
+
+    def _device_of(self, event: Event) -> contextlib.AbstractContextManager[None]:
+        """Make the event's device current: on CUDA a call for an event makes a context on whatever device is."""
+        index = event.device.index
+        here = torch.accelerator.current_device_index() == index
+        return contextlib.nullcontext() if here else torch.accelerator.device_index(index)
 
     @contextlib.contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:
@@ -178,6 +203,10 @@ class CudaAccelerator(TorchAccelerator):
 
     def __init__(self) -> None:
         super().__init__("cuda")
+
+    def synchronize(self, event: Event) -> None:
+        while not self.done(event):  # cudaEventSynchronize would keep a core busy, as PyTorch's events do not block
+            time.sleep(NAP_S)
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

@@ -1,14 +1,17 @@
 """Every copy between a device with streams and host memory, and the order in which memory may be reused.
 
 This is the one choke point of the ordering rules in docs/design.md. Each edge is a method of its own, so that a test
-can take it away and see the simulated device show the corruption. No method blocks the host.
+can take it away and see the simulated device show the corruption. No method blocks the host, but for `synchronize`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -16,32 +19,50 @@ from .accelerator import Accelerator, Event, Stream
 from .timers import DeviceStopwatch, StreamWaits, WaitFor
 
 WINDOW_FLOOR_BYTES = 64 << 20
+BATCH_BYTES = 16 << 20
+"""Copies of so many bytes begin together at most, which take under a millisecond; one that is larger goes alone."""
+BATCH_COPIES = 16
 
 
 @dataclass(slots=True, eq=False)
-class Outgoing:
-    """A device-to-host copy that was begun, and the device memory that it reads."""
+class Batch:
+    """Copies of one direction that begin together, and the one event after them."""
 
-    source: Tensor
-    nbytes: int
-    index: int
-    stream: Stream
-    """The stream that produced the source and in whose order its memory is released."""
-    event: Event
-    """Happens when the copy is complete."""
-    released: bool = False
+    way: str  # "out" or "in"
+    index: int  # of the device
+    stream: Stream  # that computes: it has made what leaves, or it owns the memory that is filled
+    copies: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Destination and source, flat bytes both, by owner. Those on the way out are held until they are released."""
+    nbytes: int = 0
+    event: Event | None = None  # none: the copies have not begun
+    number: int = 0  # among the batches of this way and device, as they began, from 1
+    after: dict[tuple[str, int], Batch] = field(default_factory=dict)
+    """The last batch of each way and device that used the host memory before."""
+    replaced: dict[object, tuple[Batch, ...]] = field(default_factory=dict)
+    """The batches whose place this one has taken, by owner, until it begins."""
+    happened: bool = False  # the event is known to have happened
+    settled: bool = False  # on the way in: the stream that owns the memory has waited for the copies
+    awaited_by: list[Stream] = field(default_factory=list)  # other streams that have
 
+    def add(self, owner: object, destination: Tensor, source: Tensor, nbytes: int, used_by: list[Any]) -> None:
+        """Have one more copy of ``nbytes`` begin with the others.
 
-@dataclass(slots=True, eq=False)
-class Incoming:
-    """A host-to-device copy that was begun, and the device memory that it fills."""
-
-    tensor: Tensor
-    index: int
-    stream: Stream
-    """The compute stream that owns the memory."""
-    event: Event
-    awaited_by: list[Stream] = field(default_factory=list)
+        Args:
+            owner: whose copy it is.
+            destination: flat bytes.
+            source: flat bytes.
+            nbytes: how many.
+            used_by: the batches that have used the host memory before; this one takes their place.
+        """
+        self.copies[owner] = destination, source
+        self.nbytes += nbytes
+        for before in used_by:
+            place = before.way, before.index
+            if place not in self.after or self.after[place].number < before.number:
+                self.after[place] = before
+        if used_by:
+            self.replaced[owner] = tuple(used_by)
+        used_by[:] = [self]
 
 
 class CopyStreams:
@@ -55,62 +76,101 @@ class CopyStreams:
         """Told of every copy and of every wait of a compute stream, while a step is timed."""
         self.waits = StreamWaits(device)
         self._inert = False
+        self._events = EventPool(device)
+        self._numbers: dict[tuple[str, int], int] = {}
+        self._awaited: dict[tuple[str, int, str, int], int] = {}
+        """The number of the last batch that a side stream has waited for, by both ways and devices."""
         self._compute_streams: dict[int, list[Stream]] = {}
+
+    def gather(self, way: str, index: int, batch: Batch | None) -> Batch:
+        """Return a batch for copies of the memory of the current stream of device ``index``.
+
+        Args:
+            way: ``"out"`` or ``"in"``.
+            index: the device's.
+            batch: the last one, which is returned if it has not begun and is for that stream; else it is a new one.
+        """
+        stream = self.device.current_stream(index)
+        fits = batch is not None and batch.event is None and batch.index == index
+        if batch is not None and fits and self.device.same_stream(stream, batch.stream):
+            return batch
+        self._saw(index, stream)
+        return Batch(way, index, stream)
 
     # -- device to host -----------------------------------------------------------------------------------------------
 
-    def begin_out(self, source: Tensor, destination: Tensor) -> Outgoing:
-        """Copy the flat bytes of ``source`` (device) to ``destination`` (host) once what produced them is done."""
-        index = self.device.index_of(source)
-        producer = self.device.current_stream(index)
-        self._saw(index, producer)
-        side = self.device.side_stream(index, "out")
-        self._order_after_producer(side, producer)
-        self._copy("write", destination, source, side)
-        self.written_bytes += destination.numel()
-        return Outgoing(source, destination.numel(), index, producer, self.device.record(side))
+    def begin_out(self, out: Batch) -> None:
+        """Copy to the host, once what the batch's stream was given so far is done."""
+        side = self.device.side_stream(out.index, "out")
+        self._order_after_producer(side, out)
+        self._order_after_host_copies(side, out)
+        self._copy("write", out, side)
+        self.written_bytes += out.nbytes
 
-    def release_source(self, out: Outgoing) -> None:
-        """Let the copy's device memory go, in stream order: what reuses it on the compute stream runs after the copy.
+    def release_sources(self, out: Batch) -> None:
+        """Let a batch's device memory go, in stream order: what reuses it on its stream runs after the copies.
 
         The caller drops its other references to the memory after this call.
         """
-        if out.released or self._inert:
-            return
-        self._order_release_after_copy(out)
-        out.released = True
-        del out.source
+        if not self._inert:
+            self._order_release_after_copy(out)
+            self._order_release_after_compute(out)
+        out.copies.clear()
 
     # -- host to device -----------------------------------------------------------------------------------------------
 
-    def begin_in(self, source: Tensor, index: int, after: Event | None = None) -> Incoming:
-        """Copy the flat bytes of ``source`` (host), complete after an event, into new memory of device ``index``."""
-        compute = self.device.current_stream(index)
-        self._saw(index, compute)
-        tensor = self.device.empty(source.numel(), index, compute)
-        side = self.device.side_stream(index, "in")
-        self._order_after_allocation(side, compute)
-        if after is not None:
-            self._order_after_host_bytes(side, after)
-        self._copy("read", tensor, source, side)
-        self.read_bytes += source.numel()
-        return Incoming(tensor, index, compute, self.device.record(side))
+    def destination(self, batch: Batch, nbytes: int) -> Tensor:
+        """Return new memory for a copy to the device."""
+        return self.device.empty(nbytes, batch.index, batch.stream)
 
-    def before_use(self, incoming: Incoming) -> Tensor:
-        """The filled memory; what the calling thread gives its current stream from now on runs after the copy."""
+    def begin_in(self, incoming: Batch) -> None:
+        """Copy to memory of the device, complete after the batches that make the host's bytes."""
+        side = self.device.side_stream(incoming.index, "in")
+        self._order_after_allocation(side, incoming)
+        self._order_after_host_copies(side, incoming)
+        self._copy("read", incoming, side)
+        incoming.copies.clear()
+        self.read_bytes += incoming.nbytes
+
+    def before_use(self, incoming: Batch, filled: Callable[[], Tensor]) -> None:
+        """What the calling thread gives its current stream from now on runs after the copies.
+
+        Args:
+            incoming: has begun.
+            filled: returns a tensor in the memory that is to be used.
+        """
         current = self.device.current_stream(incoming.index)
+        if self.device.same_stream(current, incoming.stream):
+            if not incoming.settled:
+                self._order_use_after_fill(current, incoming)
+                incoming.settled = True
+            return
         self._saw(incoming.index, current)
-        if not self.device.same_stream(current, incoming.stream):
-            self.device.used_on(incoming.tensor, current)
-        if not any(self.device.same_stream(current, stream) for stream in incoming.awaited_by):
-            self._order_use_after_fill(current, incoming)
-            incoming.awaited_by.append(current)
-        return incoming.tensor
+        self.device.used_on(filled(), current)
+        for stream in incoming.awaited_by:
+            if self.device.same_stream(current, stream):
+                return
+        self._order_use_after_fill(current, incoming)
+        incoming.awaited_by.append(current)
 
-    def drop_unused(self, incoming: Incoming) -> None:
-        """Before memory that was filled (or is being filled) and never used is dropped: reuse waits for the copy."""
-        if not incoming.awaited_by and not self._inert:
+    def drop_unused(self, incoming: Batch) -> None:
+        """Before memory that was filled (or is being filled) and never used is dropped: reuse waits for the copies."""
+        if not incoming.settled and not self._inert:
             self._order_reuse_after_fill(incoming)
+            incoming.settled = True
+
+    # -- events -------------------------------------------------------------------------------------------------------
+
+    def done(self, batch: Any) -> bool:
+        """Whether the copies of a batch are known to be complete, now."""
+        if not batch.happened and batch.event is not None and not self._inert:
+            batch.happened = self.device.done(batch.event)
+        return bool(batch.happened)
+
+    def synchronize(self, batch: Any) -> None:
+        """Block the calling thread until the copies of a batch are complete, if they have begun."""
+        if not batch.happened and batch.event is not None and not self._inert:
+            self.device.synchronize(batch.event)
 
     def order_all_reuse(self) -> None:
         """Before memory is dropped after an interrupt: every compute stream waits for all copies."""
@@ -133,98 +193,210 @@ class CopyStreams:
 
     # -- the edges, one method each -----------------------------------------------------------------------------------
 
-    def _order_after_producer(self, side: Stream, producer: Stream) -> None:
-        self.device.wait(side, self.device.record(producer))
+    def _order_after_producer(self, side: Stream, out: Batch) -> None:
+        self.device.wait(side, self._events.record(out.stream, out.index))
 
-    def _order_release_after_copy(self, out: Outgoing) -> None:
-        if self.device.done(out.event):
-            return
-        self._compute_waits(WaitFor.ROOM, out.stream, out.event, out.index)
-        if len(self._compute_streams[out.index]) > 1:
-            # Several compute streams: the memory may belong to another than the one that saved it.
-            self.device.used_on(out.source, self.device.side_stream(out.index, "out"))
+    def _order_release_after_copy(self, out: Batch) -> None:
+        self._compute_waits(WaitFor.ROOM, out.stream, out)
 
-    def _order_after_allocation(self, side: Stream, compute: Stream) -> None:
-        self.device.wait(side, self.device.record(compute))
+    def _order_release_after_compute(self, out: Batch) -> None:
+        # The memory may belong to another stream than the one that has used it: so the allocator is told of that one.
+        for _, source in out.copies.values():
+            self.device.used_on(source, out.stream)
 
-    def _order_after_host_bytes(self, side: Stream, after: Event) -> None:
-        self.device.wait(side, after)
+    def _order_after_allocation(self, side: Stream, incoming: Batch) -> None:
+        self.device.wait(side, self._events.record(incoming.stream, incoming.index))
 
-    def _order_use_after_fill(self, current: Stream, incoming: Incoming) -> None:
-        self._compute_waits(WaitFor.DATA, current, incoming.event, incoming.index)
+    def _order_after_host_copies(self, side: Stream, batch: Batch) -> None:
+        for (way, index), before in batch.after.items():
+            # One stream makes all copies of a way, in order: who has waited for one has waited for those before it.
+            key = (batch.way, batch.index, way, index)
+            ordered = (way, index) == (batch.way, batch.index) or before.number <= self._awaited.get(key, 0)
+            if not ordered and not before.happened:
+                self.device.wait(side, before.event)
+                self._awaited[key] = before.number
+        batch.after.clear()
+        batch.replaced.clear()
 
-    def _order_reuse_after_fill(self, incoming: Incoming) -> None:
-        self._compute_waits(WaitFor.ROOM, incoming.stream, incoming.event, incoming.index)
+    def _order_use_after_fill(self, current: Stream, incoming: Batch) -> None:
+        self._compute_waits(WaitFor.DATA, current, incoming)
 
-    def _copy(self, way: str, destination: Tensor, source: Tensor, side: Stream) -> None:
+    def _order_reuse_after_fill(self, incoming: Batch) -> None:
+        self._compute_waits(WaitFor.ROOM, incoming.stream, incoming)
+
+    def _copy(self, way: str, batch: Batch, side: Stream) -> None:
         stopwatch = self.stopwatch if self.stopwatch is not None and self.stopwatch.running else None
         before = stopwatch.moment(side) if stopwatch is not None else None
-        self.device.copy(destination, source, side)
+        self.device.copy(batch.copies.values(), side)
         if stopwatch is not None:
-            stopwatch.copied(way, destination.numel(), side, before)
+            stopwatch.copied(way, batch.nbytes, side, before)
+        batch.event = self._events.record(side, batch.index)
+        place = batch.way, batch.index
+        batch.number = self._numbers[place] = self._numbers.get(place, 0) + 1
 
-    def _compute_waits(self, why: WaitFor, stream: Stream, event: Event, index: int) -> None:
-        begin = self.waits.begin(stream, event)
-        self.device.wait(stream, event)
+    def _compute_waits(self, why: WaitFor, stream: Stream, batch: Batch) -> None:
+        if self.done(batch):
+            return
+        begin = self.waits.begin(stream)
+        self.device.wait(stream, batch.event)
         if begin is not None:
-            end = self.waits.end(why, index, stream, begin)
+            end = self.waits.end(why, batch.index, stream, begin)
             if end is not None and self.stopwatch is not None and self.stopwatch.running:
-                self.stopwatch.waited(begin, end, index)
+                self.stopwatch.waited(begin, end, batch.index)
 
     def _saw(self, index: int, stream: Stream) -> None:
         seen = self._compute_streams.setdefault(index, [])
-        if not any(self.device.same_stream(stream, known) for known in seen):
-            seen.append(stream)
+        for known in seen:
+            if self.device.same_stream(stream, known):
+                return
+        seen.append(stream)
+
+
+LOOK_AT = 8
+"""Events that are looked at before another one is made."""
+_UNUSED = sys.getrefcount(deque([object()])[0])
+"""The references to what only a list holds; the interpreter may count itself."""
+
+
+class EventPool:
+    """Events that are recorded again when nobody holds them any more. A wait that was given to a stream needs none."""
+
+    def __init__(self, device: Accelerator) -> None:
+        self._device = device
+        self._made: dict[int, deque[Event]] = {}
+        """By device, as an event stays with the device on which it was recorded first; the oldest record first."""
+
+    def record(self, stream: Stream, index: int) -> Event:
+        """Return an event after all that ``stream``, of device ``index``, has been given so far."""
+        made = self._made.setdefault(index, deque())
+        again = None
+        for _ in range(min(LOOK_AT, len(made))):
+            if sys.getrefcount(made[0]) == _UNUSED:
+                again = made.popleft()
+                break
+            made.rotate(-1)
+        event = self._device.record(stream, again)
+        made.append(event)
+        return event
 
 
 class ReleaseWindow:
-    """The copies whose device memory is still held, oldest first, bounded in bytes.
+    """The copies out whose device memory is still held, oldest first, bounded in bytes.
 
     Args:
         copies: makes the copies.
         limit_bytes: the bound; None for twice the largest copy seen (one under way, one behind it), at least 64 MiB.
         on_release: called with the owner of each copy whose device memory was let go.
+        may_begin: called with the owner of each copy that is about to begin: False once it has withdrawn it.
     """
 
-    def __init__(self, copies: CopyStreams, limit_bytes: int | None, on_release: Callable[[object], None]) -> None:
+    def __init__(
+        self,
+        copies: CopyStreams,
+        limit_bytes: int | None,
+        on_release: Callable[[Any], None],
+        may_begin: Callable[[Any], bool] = lambda owner: True,
+    ) -> None:
         self._copies = copies
         self._fixed = limit_bytes is not None
         self._limit_bytes = WINDOW_FLOOR_BYTES if limit_bytes is None else limit_bytes
         self._on_release = on_release
+        self._may_begin = may_begin
+        self._batches: deque[Batch] = deque()
         self._expected_bytes = 0
-        self._held: dict[object, Outgoing] = {}
         self.held_bytes = 0
-
-    def hold(self, owner: object, out: Outgoing) -> None:
-        """Hold a copy's device memory until the window is past it."""
-        self._held[owner] = out
-        self.held_bytes += out.nbytes
-        if not self._fixed:
-            self._limit_bytes = max(self._limit_bytes, 2 * out.nbytes)
 
     def expect(self, nbytes: int) -> None:
         """A plan counts on so many bytes that are held at once and on nothing that waits for them."""
         self._expected_bytes = 0 if self._fixed else nbytes
 
-    def take(self, owner: object) -> Outgoing | None:
-        """Remove a copy from the window without releasing its memory (it is needed again, or its owner died)."""
-        out = self._held.pop(owner, None)
-        if out is not None:
-            self.held_bytes -= out.nbytes
-        return out
+    def has_room(self, nbytes: int) -> bool:
+        """Whether so many bytes more may be held, so that nothing waits; more than the limit only by themselves."""
+        return not self._batches or self.held_bytes + nbytes <= self._limit_for(nbytes)
+
+    def hold(
+        self, owner: object, destination: Tensor, source: Tensor, index: int, used_by: list[Any], of_bytes: int
+    ) -> Batch:
+        """Have bytes of device ``index`` copied to the host, soon, and hold them until the window is past them.
+
+        Args:
+            owner: whose bytes they are.
+            destination: host memory, flat bytes.
+            source: device memory, likewise.
+            index: the device's.
+            used_by: see `Batch.add`.
+            of_bytes: of how many bytes these are a part, which are let go together.
+        """
+        nbytes = destination.nbytes
+        last = self._batches[-1] if self._batches else None
+        batch = self._copies.gather("out", index, last)
+        if batch is not last:
+            self.begin()
+            self._batches.append(batch)
+        batch.add(owner, destination, source, nbytes, used_by)
+        self.held_bytes += nbytes
+        self._limit_bytes = self._limit_for(of_bytes)
+        full = len(batch.copies) >= BATCH_COPIES or batch.nbytes >= min(BATCH_BYTES, self._limit_bytes // 4)
+        if full or self.held_bytes > self._limit_bytes:
+            self.begin()
+        return batch
+
+    @property
+    def gathers(self) -> bool:
+        """Whether copies wait for others to go with them."""
+        return bool(self._batches) and self._batches[-1].event is None
+
+    def begin(self) -> None:
+        """Begin the copies that wait for others to go with them."""
+        if self.gathers:
+            out = self._batches[-1]
+            if any([self._may_begin(owner) for owner in tuple(out.copies)]):
+                self._copies.begin_out(out)
+
+    def withdraw(self, owner: object, batch: Batch, used_by: list[Any] | None) -> bool:
+        """Take a copy out of its batch; return False when it has begun: its memory is held until it is complete.
+
+        Args:
+            owner: whose copy it is.
+            batch: its batch.
+            used_by: the batches that use its host memory, as before `hold`; None: nobody has that any more.
+        """
+        if batch.event is not None:
+            return False
+        nbytes = batch.copies.pop(owner)[1].nbytes
+        batch.nbytes -= nbytes
+        before = batch.replaced.pop(owner, ())
+        if used_by is not None:
+            used_by[:] = before
+        self.held_bytes -= nbytes
+        if not batch.copies:
+            self._batches.pop()  # only the last one has not begun
+        return True
 
     def forget(self) -> None:
         """Drop all copies; `CopyStreams.order_all_reuse` goes before."""
-        self._held.clear()
+        if self.gathers:
+            self._batches[-1].happened = True  # it never begins
+        self._batches.clear()
         self.held_bytes = 0
 
     def advance(self, limit_bytes: int | None = None) -> None:
         """Release what is complete, then the oldest until at most ``limit_bytes`` are held."""
         limit = max(self._limit_bytes, self._expected_bytes) if limit_bytes is None else limit_bytes
-        while self._held:
-            owner, out = next(iter(self._held.items()))
-            if self.held_bytes <= limit and not self._copies.device.done(out.event):
+        while self._batches:
+            out = self._batches[0]
+            if self.held_bytes > limit:
+                self.begin()
+                if not self._batches:  # what waited to begin was withdrawn
+                    return
+            elif not self._copies.done(out):
                 return
-            self.take(owner)
-            self._copies.release_source(out)
-            self._on_release(owner)
+            self._batches.popleft()
+            self.held_bytes -= out.nbytes
+            owners = list(out.copies)
+            self._copies.release_sources(out)
+            for owner in owners:
+                self._on_release(owner)
+
+    def _limit_for(self, nbytes: int) -> int:
+        return self._limit_bytes if self._fixed else max(self._limit_bytes, 2 * nbytes)

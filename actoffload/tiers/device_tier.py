@@ -8,21 +8,30 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import torch
 
+from ..errors import StateError
 from ..events import EventKind, now
-from ..memory.host_pool import HostPool
+from ..memory.host_pool import HostPool, Slot
 from ..policy import KeepReason
 from ..storage.spool import Spool
 from ..storage.transfers import Transfer
-from .copy_streams import CopyStreams, Incoming, Outgoing, ReleaseWindow
-from .record import Record, State
+from .copy_streams import BATCH_BYTES, BATCH_COPIES, Batch, CopyStreams, ReleaseWindow
+from .record import MOVING, Record, State
 from .shared import Shared
 from .tier import PENDING_MARGIN, Tier
 from .timers import WaitFor
 
+CAPTURED = (
+    "backward in a captured graph asks for a tensor that was moved before the capture: run the forward in the same "
+    "capture, where nothing moves, or run it in no_offload()"
+)
+CHUNK_BYTES = 64 << 20
+"""A larger record is copied and written, or read and copied, in parts of so many bytes, so that both go on at once."""
 SPILL_ABOVE = 0.75
 """Tiered: the oldest records go to disk while more than this share of the host budget is taken."""
 
@@ -39,6 +48,8 @@ class DeviceTier(Tier):
         window_bytes: device memory that may wait for its copy at once; None to choose by the copies' sizes.
     """
 
+    gathers = True
+
     def __init__(
         self,
         shared: Shared,
@@ -50,61 +61,120 @@ class DeviceTier(Tier):
     ) -> None:
         super().__init__(shared, spool)
         self.copies = copies
-        self.window = ReleaseWindow(copies, window_bytes, self._source_released)
+        self.window = ReleaseWindow(copies, window_bytes, self._source_released, self._has_its_source)
         self._pool = pool
         self._spill_mode = spill if spool is not None else "never"
         self._hosted: dict[Record, None] = {}
+        self._reading: set[Record] = set()
         self._arrived: deque[Record] = deque()
         """Records that were read from disk and wait for a thread that may begin their copy to the device."""
-        self._unordered: list[tuple[Outgoing | None, Incoming | None]] = []
-        """Copies of records that died while a graph was captured; their device memory is held until it was."""
+        self._reloading: dict[Record, None] = {}
+        self._incoming: Batch | None = None
+        """Copies to the device that are about to begin."""
+        self._unused: list[tuple[object, Batch]] = []
+        """Memory that was filled for records which died before they were used, and the copies that fill it."""
+        self._keeps_backlog = shared.config.policy in ("auto", "greedy")
         self._in_child = False
+        self._waiter = ThreadPoolExecutor(1, "actoffload-copies")
 
     # -- device → host ------------------------------------------------------------------------------------------------
 
     def offload(self, record: Record) -> KeepReason | None:
-        slot = self._pool.acquire(record.nbytes)
-        while slot is None and self.shared.budget.limit_bytes is not None and self._wait_for_slots():
-            slot = self._pool.acquire(record.nbytes)
+        nbytes, limited = record.nbytes, self.shared.budget.limit_bytes is not None
+        if self._keeps_backlog and not limited and not self.window.has_room(nbytes):
+            self.window.advance()
+            if not self.window.has_room(nbytes):
+                return KeepReason.PRESSURE
+        slot = self._pool.acquire(nbytes)
+        while slot is None and (self._pool.growing or limited):
+            since_s, growing = now(), self._pool.growing
+            if not self._wait_for_host_memory():
+                break
+            if not growing:  # which happens once, and in no step that is like the others
+                self.shared.accounts.pack_wait_s += now() - since_s
+            slot = self._pool.acquire(nbytes)
         if slot is None:
+            self.window.begin()
             self.window.advance()
             return KeepReason.PRESSURE
-        out = self.copies.begin_out(record.flat(), self._pool.tensor(slot, 0, record.nbytes))
-        slot.events.append(out.event)
+        outs = self._copy_out(record, slot)
+        out, _ = outs[-1]
         record.slot = slot
         record.outgoing = out
         record.to(State.STAGING)
         self._copied_in_place.append(record)
-        self.window.hold(record, out)
-        self.window.advance()
+        if len(outs) > 1 and self._goes_to_disk(record):
+            self._spill(record, outs)
+        if limited:
+            self.window.begin()  # what waits for others would take room meanwhile
+        if out.event is not None:
+            self.window.advance()
         return None
+
+    def _has_its_source(self, owner: object) -> bool:
+        """Whether a copy out may begin: its source was not freed or resized while it waited for others."""
+        if not isinstance(owner, Record) or not self.resized(owner):
+            return True
+        record = owner
+        assert record.outgoing is not None, "it waits among others"
+        assert record.slot is not None, "and has a slot"
+        self.window.withdraw(record, record.outgoing, record.slot.events)
+        record.outgoing = None
+        self.stay(record)
+        return False
+
+    def _copy_out(self, record: Record, slot: Slot) -> list[tuple[Batch, int]]:
+        """Have a record copied to the host; return its parts: the batch of each, and how many bytes it completes."""
+        nbytes, index, source = record.nbytes, record.device.index or 0, record.flat()
+        outs: list[tuple[Batch, int]] = []
+        for begin in range(0, nbytes, CHUNK_BYTES):
+            end = min(begin + CHUNK_BYTES, nbytes)
+            owner = record if end == nbytes else object()  # the last part stands for all
+            part = source if nbytes <= CHUNK_BYTES else source[begin:end]
+            host = self._pool.tensor(slot, begin, end - begin)
+            outs.append((self.window.hold(owner, host, part, index, slot.events, nbytes), end))
+            if nbytes > CHUNK_BYTES:
+                self.window.begin()  # a thread waits for each
+        return outs
 
     def _source_released(self, owner: object) -> None:
         """Go on with a record whose device memory the window has let go of."""
+        if not isinstance(owner, Record):
+            return
         record = owner
-        assert isinstance(record, Record), "the window holds records"
         record.outgoing = None
+        if record.state is State.RELEASED:
+            self.remove_resident(record)
+        if record.state is not State.STAGING:  # backward has taken the original
+            return
         if self.resized(record):
+            self._give_up_write(record)
             self.stay(record)
             return
         record.to(State.HOSTED)
         self.remove_resident(record)
         self.shared.reporter.event(EventKind.WRITE, record, "to host")
-        if self._spill_mode == "always" or (self._spill_mode == "overflow" and record.planned_tier == "nvme"):
+        if record.transfer is not None:
+            record.to(State.SPILLING)
+        elif record.on_disk:
+            record.to(State.SPILLED)
+        elif self._goes_to_disk(record):
             self._spill(record)
         elif self._spill_mode == "overflow":
             self._hosted[record] = None
             self._spill_overflow()
 
-    def _wait_for_slots(self) -> bool:
-        """Wait until something on its way to disk has given host memory back; False when nothing is on its way."""
+    def _goes_to_disk(self, record: Record) -> bool:
+        return self._spill_mode == "always" or (self._spill_mode == "overflow" and record.planned_tier == "nvme")
+
+    def _wait_for_host_memory(self) -> bool:
+        """Wait until there may be more of it; return False when none is on its way."""
         shared = self.shared
-        self.window.advance(0)
-        if shared.pending_bytes == 0 or shared.stopped:
+        if not self._pool.growing:
+            self.window.advance(0)
+        if shared.stopped or not (self._pool.growing or shared.pending_bytes or self._reading):
             return False
-        since_s = now()
         shared.changed.wait()
-        shared.accounts.pack_wait_s += now() - since_s
         return True
 
     def wait_for_room(self, nbytes: int, limit_bytes: int) -> None:
@@ -113,10 +183,12 @@ class DeviceTier(Tier):
             self.window.advance(max(0, self.window.held_bytes - excess))
 
     def flush(self) -> None:
-        self._order_what_died_in_capture()
-        self.window.advance(0)
+        if not self.capturing():
+            self._drop_unused()
+            self.window.advance(0)
 
     def expect_pending(self, nbytes: int | None) -> None:
+        self._keeps_backlog = nbytes is None and self.shared.config.policy in ("auto", "greedy")
         self.window.expect(int((nbytes or 0) * PENDING_MARGIN))
 
     # -- host → disk --------------------------------------------------------------------------------------------------
@@ -129,30 +201,51 @@ class DeviceTier(Tier):
             if record.state is State.HOSTED:
                 self._spill(record)
 
-    def _spill(self, record: Record) -> None:
-        """Begin to write a hosted record, once its bytes are complete in host memory."""
+    def _spill(self, record: Record, outs: list[tuple[Any, int]] | None = None) -> None:
+        """Have a record written to disk as its bytes come to host memory.
+
+        Args:
+            record: what to write.
+            outs: its parts, as `_copy_out` returns them, while they are copied; None where the record is hosted.
+        """
         slot = record.slot
-        assert slot is not None, "a hosted record has a slot"
+        assert slot is not None, "what is written has a slot"
         assert self.spool is not None, "spilling needs a spool"
         extent = record.extent = self.allocate(record, slot.nbytes)
         if extent is None:
             return
-        written = list(slot.events)
-
-        def wait_for_copy() -> None:
-            for event in written:
-                self.copies.device.synchronize(event)
-
-        record.transfer = self.spool.write(
-            extent,
-            slot.address,
-            slot.nbytes,
-            before=wait_for_copy,
-            on_done=partial(self._written, record, now()),
-            keepalive=slot,
-        )
-        record.to(State.SPILLING)
+        on_done = partial(self._written, record, now())
+        transfer = self.spool.write(extent, slot.address, slot.nbytes, on_done=on_done, keepalive=slot, held=True)
+        record.transfer = transfer
+        if record.state is State.HOSTED:
+            record.to(State.SPILLING)
         self.shared.pending_bytes += record.nbytes
+        parts = outs or [(batch, slot.nbytes) for batch in slot.events]
+        self._waiter.submit(self._write_when_copied, self.spool, transfer, parts)
+
+    def _write_when_copied(self, spool: Spool, transfer: Transfer, parts: list[tuple[Any, int]]) -> None:
+        """On the one thread that waits for copies, in the order in which they were begun: write what is there."""
+        try:
+            for batch, nbytes in parts:
+                assert batch.event is not None, "the copies have begun"
+                self.copies.synchronize(batch)
+                if nbytes < parts[-1][1]:
+                    spool.go_on(transfer, nbytes)
+            spool.go_on(transfer)
+        except Exception as error:  # a broken device, or an engine that is closed
+            transfer.fail(error)
+
+    def _wait_for(self, batches: list[object]) -> None:
+        for batch in batches:
+            self.copies.synchronize(batch)
+
+    def _give_up_write(self, record: Record) -> None:
+        """The bytes on disk are not wanted any more, or may not be the right ones."""
+        transfer, record.transfer = record.transfer, None
+        if isinstance(transfer, Transfer):
+            transfer.cancel()
+            self.write_cancelled(record)
+        self.free_extent(record)
 
     def _written(self, record: Record, since_s: float, transfer: Transfer) -> None:
         with self.shared.lock:
@@ -173,7 +266,7 @@ class DeviceTier(Tier):
         if not isinstance(transfer, Transfer) or not transfer.cancel():
             return False
         record.transfer = None
-        if record.state is State.SPILLING:
+        if record.state in MOVING:
             self.write_cancelled(record)
         return True
 
@@ -187,40 +280,79 @@ class DeviceTier(Tier):
 
     def fetch(self, record: Record, *, urgent: bool) -> bool:
         if record.state is State.STAGING:
-            self.window.take(record)
-            self.forwarded(record)
-            # The host's copy is given up: nobody watches any more whether the owner resizes what it is made from.
-            record.slot = None
-            record.to(State.RESIDENT)
+            self._take_original(record)
+        elif record.state is State.RESIDENT:
+            pass
+        elif self.capturing():
+            return False
         elif record.state is State.SPILLED and not self.recover(record):
             return self._read(record, urgent)
         elif record.state is State.FETCHING and urgent and record.transfer is not None:
             record.transfer.promote()
         elif record.state in (State.HOSTED, State.SPILLING):
-            self._reload(record)
+            (self._reload_now if urgent else self._reload)(record)
         return True
 
+    def _take_original(self, record: Record) -> None:
+        """Give the host's copy up: nobody watches any more whether the owner resizes what it is made from."""
+        out, slot = record.outgoing, record.slot
+        assert out is not None, "a record on its way out is among others"
+        if self.window.withdraw(record, out, slot.events if slot is not None else None):
+            record.outgoing = None
+        self._give_up_write(record)
+        self.forwarded(record)
+        record.slot = None
+        record.to(State.RESIDENT)
+
     def _read(self, record: Record, urgent: bool) -> bool:
-        slot = self._pool.acquire(record.nbytes, force=urgent)
-        if slot is None:
-            return False
+        slot = self._pool.acquire(record.nbytes)
+        while slot is None and urgent and record.state is State.SPILLED:
+            more = self._let_go_of_what_is_ahead() or self._wait_for_host_memory()
+            slot = self._pool.acquire(record.nbytes, force=not more)
+        if slot is None or record.state is not State.SPILLED:  # another thread has begun to read it meanwhile
+            return slot is not None
         assert self.spool is not None, "a spilled record has a spool"
         record.transfer = self.spool.read(
-            record.extent, slot.address, slot.nbytes, on_done=partial(self._arrived_on_host, record, now()),
+            record.extent,
+            slot.address,
+            slot.nbytes,
+            before=partial(self._wait_for, list(slot.events)) if slot.events else None,
+            on_done=partial(self._arrived_on_host, record, now()),
             keepalive=slot,
-        )  # fmt: skip
+            on_part=self._part_arrived if record.nbytes > CHUNK_BYTES else None,
+        )
         record.slot = slot
+        record.filled_bytes = 0
         record.wanted = True
         record.to(State.FETCHING)
+        self._reading.add(record)
         return True
+
+    def _let_go_of_what_is_ahead(self) -> bool:
+        """Give back the host memory of the record that was read last, and is still on disk; False: there is none."""
+        while self._arrived:
+            record = self._arrived.pop()
+            if record.state is State.HOSTED and record.on_disk:
+                record.slot = None
+                record.to(State.SPILLED)
+                return True
+        return False
+
+    def _part_arrived(self) -> None:
+        with self.shared.lock:
+            self.shared.changed.notify_all()
 
     def _arrived_on_host(self, record: Record, since_s: float, transfer: Transfer) -> None:
         with self.shared.lock:
+            self._reading.discard(record)
             if self.shared.interrupted or record.transfer is not transfer:
                 return
             record.transfer = None
             if record.state is State.RELEASED:  # its last handle died as the read ended
                 return
+            assert record.slot is not None, "what is read has a slot"
+            if not record.filled_bytes:  # no copy of it has begun, and the read has waited for those before
+                record.slot.events.clear()
             if transfer.error is not None:
                 record.error = transfer.error
                 record.slot = None
@@ -233,19 +365,62 @@ class DeviceTier(Tier):
 
     def poll(self) -> None:
         """Begin the copies to the device of what was read from disk and is wanted."""
-        self._order_what_died_in_capture()
+        if not (self._arrived or self._unused) or self.capturing():
+            return
+        self._drop_unused()
         while self._arrived and not self.shared.stopped:
             record = self._arrived[0]
             early = record.state is State.HOSTED and record.wanted
-            if early and not self.shared.budget.has_room_early(record.nbytes):
-                return
+            if early and (self.shared.no_memory_ahead or not self.shared.budget.has_room_early(record.nbytes)):
+                break
             self._arrived.popleft()
-            if early:
-                with contextlib.suppress(torch.OutOfMemoryError):  # it is only early; backward asks again
+            try:
+                if early:
                     self._reload(record)
+            except torch.OutOfMemoryError:  # backward asks again
+                self.shared.no_memory_ahead = True
+        self._begin_reloads()
+
+    def _reload_now(self, record: Record) -> None:
+        """As `_reload`; where the device has no memory what was fetched ahead, and what leaves, makes room."""
+        try:
+            self._reload(record)
+        except torch.OutOfMemoryError:
+            self.shared.no_memory_ahead = True
+            self._begin_reloads()
+            for ahead in tuple(self._reloading):
+                del self._reloading[ahead]
+                ahead.to(State.RESIDENT)
+                self.evict(ahead)
+            self._drop_unused()
+            self.window.advance(0)
+            self._reload(record)
+
+    def _reload_arrived(self, record: Record) -> None:
+        """Begin the copies of those parts of a record that have come from disk; backward waits for it."""
+        end = record.transfer.arrived_bytes // CHUNK_BYTES * CHUNK_BYTES if isinstance(record.transfer, Transfer) else 0
+        if end > record.filled_bytes:
+            with contextlib.suppress(torch.OutOfMemoryError):  # all of it makes room when it is there
+                self._fill(record, end)
+
+    def _fill(self, record: Record, end: int) -> None:
+        """Copy a record to device memory of its own up to byte ``end``."""
+        slot, begin = record.slot, record.filled_bytes
+        assert slot is not None, "what was read has a slot"
+        self._begin_reloads()
+        incoming = self.copies.gather("in", record.device.index or 0, None)
+        if record.filling is None or record.incoming is None:
+            record.filling = self.copies.destination(incoming, record.nbytes)
+            self.count_resident(record)
+        else:
+            incoming.stream = record.incoming.stream  # which owns the memory
+        part = record.filling[begin:end]
+        incoming.add(record, part, self._pool.tensor(slot, begin, end - begin), end - begin, slot.events)
+        self.copies.begin_in(incoming)
+        record.incoming, record.filled_bytes = incoming, end
 
     def _reload(self, record: Record) -> None:
-        """Begin the copy of a hosted record to the device."""
+        """Have a hosted record copied to the device, with those that are brought back by the same call."""
         if record.state is State.HOSTED and self.recover(record):
             return
         if record.state is State.SPILLING:
@@ -255,27 +430,70 @@ class DeviceTier(Tier):
                 record.to(State.HOSTED)
         slot = record.slot
         assert slot is not None, "a hosted record has a slot"
-        source = self._pool.tensor(slot, 0, record.nbytes)
-        after = slot.events[0] if slot.events else None
-        incoming = self.copies.begin_in(source, record.device.index or 0, after=after)
-        slot.events.append(incoming.event)
+        if record.filling is not None:
+            self._fill(record, record.nbytes)
+            self._reloads(record, record.filling)
+            record.filling = None
+            if record.on_disk:
+                record.slot = None
+            return
+        incoming = self.copies.gather("in", record.device.index or 0, self._incoming)
+        if incoming is not self._incoming:
+            self._begin_reloads()
+            self._incoming = incoming
+        filled = self.copies.destination(incoming, record.nbytes)
+        incoming.add(record, filled, self._pool.tensor(slot, 0, record.nbytes), record.nbytes, slot.events)
         record.incoming = incoming
-        self.add_resident(record, incoming.tensor.untyped_storage(), record.begin)
+        self._reloads(record, filled)
+        if incoming.nbytes >= BATCH_BYTES or len(incoming.copies) >= BATCH_COPIES:
+            self._begin_reloads()
+
+    def _reloads(self, record: Record, filled: torch.Tensor) -> None:
+        self.add_resident(record, filled.untyped_storage(), record.begin)
         record.to(State.RELOADING)
+        self._reloading[record] = None
         self.shared.reporter.event(EventKind.READ, record, "to device")
-        if record.on_disk:
-            record.slot = None
+
+    def begin_copies(self) -> None:
+        if (self._incoming is not None or self.window.gathers) and not self.capturing():
+            self.window.begin()
+            self._begin_reloads()
+
+    def _begin_reloads(self) -> None:
+        if self._incoming is not None:
+            incoming, self._incoming = self._incoming, None
+            records: list[Any] = list(incoming.copies)
+            self.copies.begin_in(incoming)
+            for record in records:
+                if record.on_disk:
+                    record.slot = None
 
     def ready(self, record: Record) -> torch.UntypedStorage | None:
+        incoming = record.incoming
+        if self.capturing():
+            if incoming is None and record.state is State.RESIDENT:
+                return record.data
+            raise StateError(CAPTURED)
+        if self.window.held_bytes:
+            self.window.advance()
         if record.state in (State.HOSTED, State.SPILLING):
-            self._reload(record)
-        if record.incoming is not None:
-            self.copies.before_use(record.incoming)
+            self._reload_now(record)
+            incoming = record.incoming
+        elif record.state is State.FETCHING:
+            self._reload_arrived(record)
+            return None
+        if incoming is not None:
+            if incoming.event is None:
+                self._begin_reloads()
+            self.copies.before_use(incoming, record.flat)
         if record.state is State.RELOADING:
+            del self._reloading[record]
             record.to(State.RESIDENT)
         return record.data
 
     def recover(self, record: Record) -> bool:
+        if record.weak_data is None:
+            return False
         if not self.copies.on_the_one_compute_stream(record.device.index or 0):
             record.weak_data = None  # another stream than the one that awaited the copy may ask for it
         return super().recover(record)
@@ -283,35 +501,49 @@ class DeviceTier(Tier):
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def order_reuse(self, record: Record) -> None:
-        outgoing, incoming = record.outgoing, record.incoming
-        record.outgoing = record.incoming = None
-        if outgoing is not None:
-            self.window.take(record)
-        if outgoing is not None or incoming is not None:
-            self._unordered.append((outgoing, incoming))
-            self._order_what_died_in_capture()
+        """See `Tier`. This may run on any thread, so the device is asked nothing: what needs that waits for `poll`."""
+        out, incoming = record.outgoing, record.incoming
+        events = record.slot.events if record.slot is not None else None
+        if out is not None and self.window.withdraw(record, out, events):
+            record.outgoing = None
+        if incoming is not None:
+            record.incoming = None
+            if not incoming.settled:
+                self._unused.append((record.data if record.filling is None else record.filling, incoming))
+            record.filling = None
 
-    def _order_what_died_in_capture(self) -> None:
-        if not self._unordered or self.capturing():
-            return
-        for outgoing, incoming in self._unordered:
-            if outgoing is not None:
-                self.copies.release_source(outgoing)
-            if incoming is not None:
-                self.copies.drop_unused(incoming)
-        self._unordered.clear()
+    def remove_resident(self, record: Record) -> None:
+        if record.outgoing is None:
+            super().remove_resident(record)
+        else:  # the window holds the memory until the copy is complete
+            record.data = None
+
+    def _drop_unused(self) -> None:
+        """Let go of memory that was filled and not used, in stream order."""
+        self._begin_reloads()
+        for _, incoming in self._unused:
+            self.copies.drop_unused(incoming)
+        self._unused.clear()
 
     def release(self, record: Record) -> None:
         self._hosted.pop(record, None)
+        self._reading.discard(record)
+        self._reloading.pop(record, None)
         super().release(record)
 
     def abandon(self) -> None:
         super().abandon()
         self.copies.order_all_reuse()
-        self._unordered.clear()
+        self._incoming = None
+        self._unused.clear()
         self.window.forget()
         self._hosted.clear()
+        self._reading.clear()
+        self._reloading.clear()
         self._arrived.clear()
+
+    def close(self) -> None:
+        self._waiter.shutdown(wait=False, cancel_futures=True)
 
     def count_waits(self) -> None:
         if self.capturing():

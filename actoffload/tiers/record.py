@@ -14,7 +14,7 @@ from ..errors import StateError
 
 if TYPE_CHECKING:
     from ..memory.host_pool import Slot
-    from .copy_streams import Incoming, Outgoing
+    from .copy_streams import Batch
     from .storage_ref import StorageRef
 
 
@@ -43,7 +43,7 @@ class State(Enum):
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.RESIDENT: frozenset({State.STAGING, State.SPILLING, State.HOSTED, State.SPILLED}),
     State.STAGING: frozenset({State.HOSTED, State.RESIDENT}),
-    State.HOSTED: frozenset({State.SPILLING, State.RELOADING, State.RESIDENT}),
+    State.HOSTED: frozenset({State.SPILLING, State.SPILLED, State.RELOADING, State.RESIDENT}),
     State.SPILLING: frozenset({State.SPILLED, State.HOSTED, State.RESIDENT, State.RELOADING}),
     State.SPILLED: frozenset({State.FETCHING, State.RESIDENT}),
     State.FETCHING: frozenset({State.HOSTED, State.RESIDENT, State.SPILLED}),
@@ -56,6 +56,8 @@ MOVING = (State.STAGING, State.SPILLING)
 """The bytes are being copied from where their owner holds them."""
 
 _numbers = itertools.count(1)
+_EMPTY: dict[torch.device, Tensor] = {}
+"""A tensor of no bytes on each device: an alias of it costs less than a new one."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -79,12 +81,17 @@ class Record:
     data_begin: int = 0  # the byte of the original storage that is the first of `data`
     weak_data: StorageRef | None = None  # the device copy that somebody else may still hold, after we let go of it
     identity: StorageRef | None = None  # pins the storage's identity for as long as the record lives
+    probe: Any = None  # an alias that shares the version counter of what was saved
+    version: int = 0  # of what was saved
+    thread: int = 0  # that saved it
+    counters: tuple[Any, ...] = ()  # of the wrapper subclasses around it, see `IdentityMap`
     handles: int = 0
     waiting: int = 0  # handles that were not unpacked in this round of backward
     round: int = 0  # how often backward has begun over (`retain_graph`)
     tape: Any = None  # the forward that it was saved in
     index: int = -1  # its place on the tape
     module: str | None = None  # that saved it, if names are known
+    name: str | None = None  # that it was given
     stays: bool = False  # it was decided that it never leaves
     planned_tier: str = ""  # where a plan sends it: "host", "nvme", or "" for the tier's own choice
     counted: bool = False  # among the resident bytes
@@ -95,8 +102,10 @@ class Record:
     transfer: Promotable | None = None  # the write or read that it is in
     layout: Any = None  # how a CPU tensor's bytes lie around its direct I/O
     slot: Slot | None = None  # its host memory
-    outgoing: Outgoing | None = None  # the copy to the host that was begun
-    incoming: Incoming | None = None  # the copy to the device that was begun
+    outgoing: Batch | None = None  # the copies to the host that it is among, until its device memory is let go
+    incoming: Batch | None = None  # the copies to the device that it is among
+    filling: Tensor | None = None  # device memory that is filled as the bytes come from disk
+    filled_bytes: int = 0  # of them, those whose copies have begun
     error: BaseException | None = None  # why it could not be read; whoever asks next tries again
 
     def __post_init__(self) -> None:
@@ -126,5 +135,7 @@ class Record:
     def flat(self) -> Tensor:
         """Return the record's bytes on the device as a flat uint8 tensor."""
         assert self.data is not None, "flat() of a record that is not on the device"
-        empty = torch.empty(0, dtype=torch.uint8, device=self.device)
-        return empty.set_(self.data, self.begin - self.data_begin, (self.nbytes,), (1,))
+        empty = _EMPTY.get(self.device)
+        if empty is None:
+            empty = _EMPTY[self.device] = torch.empty(0, dtype=torch.uint8, device=self.device)
+        return empty.detach().set_(self.data, self.begin - self.data_begin, (self.nbytes,), (1,))

@@ -118,6 +118,8 @@ class Shared:
         reporter: events, warnings and advice.
         pending_bytes: bytes of writes that were begun and have not ended.
         largest_moved_bytes: the largest record that moved; prefetch looks at least twice as far.
+        no_memory_ahead: the device had no memory for what was fetched ahead. The allocator has given back what it kept,
+            to no avail, so that nothing more is fetched ahead before the next forward.
         stopped: nothing may be started any more: the store was aborted or shut, or this is a forked child.
         interrupted: an interrupt has left records half changed, so that completions do nothing.
     """
@@ -131,6 +133,7 @@ class Shared:
         self.reporter = Reporter(sink, self.accounts)
         self.pending_bytes = 0
         self.largest_moved_bytes = 0
+        self.no_memory_ahead = False
         self.stopped = False
         self.interrupted = False
 

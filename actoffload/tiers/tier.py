@@ -22,12 +22,15 @@ from .storage_ref import StorageRef
 
 PENDING_MARGIN = 1.25
 """What a plan expects to be on its way out at once may be exceeded by this factor: steps differ a little."""
-LOOK_AT = 16
+LOOK_AT = 4
 """How many of the copies under way are looked at on each occasion, as that is on the training thread's way."""
 
 
 class Tier(ABC):
     """What both kinds of tier are, and the steps that they share. Without a spool there is host memory alone."""
+
+    gathers = False
+    """Whether what is brought back by one look ahead is copied together."""
 
     def __init__(self, shared: Shared, spool: Spool | None) -> None:
         self.shared = shared
@@ -76,12 +79,18 @@ class Tier(ABC):
     def poll(self) -> None:  # noqa: B027 - a tier may have nothing to do here
         """Make progress that only the training thread can make."""
 
+    def begin_copies(self) -> None:  # noqa: B027
+        """Begin the copies that wait for others to go with them."""
+
     def flush(self) -> None:  # noqa: B027
         """Begin everything that waits for a later moment."""
 
     def abandon(self) -> None:
         """Forget every record after an interrupt; what their copies touch is used again only after these."""
         self._copied_in_place.clear()
+
+    def close(self) -> None:  # noqa: B027
+        """End the threads, if there are any. Idempotent."""
 
     def count_waits(self) -> None:  # noqa: B027
         """Count what streams have waited for since the last time; the host does not see that."""
@@ -205,9 +214,10 @@ class Tier(ABC):
         turn = self._copied_in_place  # with many under way each is seen every few saves
         for _ in range(min(LOOK_AT, len(turn))):
             record = turn.popleft()
-            if record.data is not None and record.state in MOVING:
+            data = record.data
+            if data is not None and record.state in MOVING:
                 turn.append(record)
-                if record.lies_elsewhere:
+                if data.data_ptr() != record.address:
                     record.was_resized = True
 
     def stay(self, record: Record) -> None:

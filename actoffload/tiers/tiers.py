@@ -9,21 +9,24 @@ from functools import cached_property
 from ..config import PATH_VARIABLE
 from ..errors import ConfigError, SpoolPathError
 from ..memory import cpu_allocator
-from ..memory.host_pool import NOT_PAGE_LOCKED, HostPool
+from ..memory.host_pool import HostPool
 from ..memory.process_memory import available_bytes, fix_mmap_threshold, peak_rss_bytes
+from ..storage.engines import BEHIND_A_DEVICE
 from ..storage.spool import Spool
 from .accelerator import Accelerator, accelerator_for, default_device_types, peak_allocated_bytes
 from .copy_streams import CopyStreams
 from .cpu_tier import CpuTier
 from .device_tier import DeviceTier
+from .direct_tier import DirectTier
 from .processes import processes_here
 from .shared import Shared
 from .tier import Tier
 from .timers import DeviceStopwatch, HostStopwatch, Stopwatch
 
-STAGING_BYTES = 4 << 30
 CPU_SLAB_BYTES = 16 << 20
-PINNED_SLAB_BYTES = 256 << 20
+NOT_PAGE_LOCKED = (
+    "host memory could not be page-locked (see `ulimit -l`); copies go through pageable memory and block the host"
+)
 NO_DEFAULT_PATH = (
     f"nothing moves, as the system's temporary directory cannot hold a spool: pass path=, or set {PATH_VARIABLE}, to a "
     "directory on a local disk"
@@ -77,8 +80,6 @@ class Tiers:
             refused = self.spool.engine_reason.partition("; not ")[2]
             remarks = dict.fromkeys([f"not {refused}" if refused else "", *(e.remark for e in self.spool.engines)])
             found = [f"{self.spool.engine_name} engine: {text}" for text in remarks if text]
-        if any(pool.pin_failed for pool in self.pools):
-            found.append(NOT_PAGE_LOCKED)
         return [*found, self._memory_remark] if self._memory_remark else found
 
     def rates(self) -> dict[tuple[str, str], tuple[float, bool]]:
@@ -143,6 +144,8 @@ class Tiers:
                 last_first.callback(pool.close, wait=wait)
             if self.spool is not None:
                 last_first.callback(self.spool.close if wait else self.spool.abort)
+            for tier in self.by_device.values():
+                last_first.callback(tier.close)
 
     def after_fork_in_child(self) -> None:
         """Give up what belongs to the parent."""
@@ -154,8 +157,8 @@ class Tiers:
             self.spool.after_fork_in_child()
 
     @property
-    def _device_tiers(self) -> list[DeviceTier]:
-        return [tier for tier in self.by_device.values() if isinstance(tier, DeviceTier)]
+    def _device_tiers(self) -> list[DeviceTier | DirectTier]:
+        return [tier for tier in self.by_device.values() if isinstance(tier, DeviceTier | DirectTier)]
 
     # -- opening ------------------------------------------------------------------------------------------------------
 
@@ -178,12 +181,12 @@ class Tiers:
         if config.tune_malloc and isinstance(self.by_device.get("cpu"), CpuTier):
             self._tune_malloc()  # last: nobody would end its use if something above failed
 
-    def _open_spool(self) -> Spool:
+    def _open_spool(self, auto: str | tuple[str, ...] = "auto") -> Spool:
         if self.spool is None:
             config = self.shared.config
             self.spool = Spool(
                 config.paths,
-                engine=config.engine,
+                engine=auto if config.engine == "auto" else config.engine,
                 capacity_bytes=None if config.nvme_budget is None else config.size("nvme_budget", 0),
                 processes=1 if config.nvme_budget is not None else self._processes,
                 threads=config.io_threads,
@@ -195,7 +198,7 @@ class Tiers:
 
     def _cpu_tier(self) -> Tier:
         spool = self._open_spool()
-        pool = HostPool(self._host_budget(staging=False), slab_bytes=CPU_SLAB_BYTES, poison=self.shared.config.debug)
+        pool = HostPool(self._host_budget(), slab_bytes=CPU_SLAB_BYTES, poison=self.shared.config.debug)
         self.pools.append(pool)
         return CpuTier(self.shared, spool, pool)
 
@@ -212,30 +215,40 @@ class Tiers:
         config = self.shared.config
         spool: Spool | None = None
         if config.target in ("nvme", "tiered"):
-            spool = self._open_spool()
+            spool = self._open_spool(BEHIND_A_DEVICE)
         elif config.target == "auto":
             with suppress(OSError):  # no usable path: host memory only
-                spool = self._open_spool()
+                spool = self._open_spool(BEHIND_A_DEVICE)
+        copies = CopyStreams(device)
+        window = None if config.pending_bytes is None else config.size("pending_bytes", 0)
+        if config.target == "nvme" and spool is not None and spool.device_memory and not config.verify:
+            return DirectTier(self.shared, spool, copies, window)
         pool = HostPool(
-            self._host_budget(staging=config.target == "nvme"),
-            slab_bytes=PINNED_SLAB_BYTES,
+            self._host_budget(),
             pin=device.pin,
             unpin=device.unpin,
-            is_done=device.done,
-            wait_for=device.synchronize,
+            is_done=copies.done,
+            wait_for=copies.synchronize,
+            bind=device.bind,
+            on_growth=self._pool_grew,
             poison=config.debug,
         )
         self.pools.append(pool)
         spill = {"host": "never", "nvme": "always"}.get(config.target, "overflow")
-        window = None if config.pending_bytes is None else config.size("pending_bytes", 0)
-        return DeviceTier(self.shared, spool, pool, CopyStreams(device), spill, window)
+        return DeviceTier(self.shared, spool, pool, copies, spill, window)
 
-    def _host_budget(self, *, staging: bool) -> int:
+    def _pool_grew(self) -> None:
+        """More host memory is there, or none is to be had: on the thread that page-locks it."""
+        with self.shared.lock:
+            if any(pool.pin_failed for pool in self.pools):
+                self.shared.reporter.advise("page-locking", NOT_PAGE_LOCKED)
+            self.shared.changed.notify_all()
+
+    def _host_budget(self) -> int:
         config = self.shared.config
         if config.host_budget is not None:
             return config.size("host_budget", 0)
-        default = available_bytes() // 2 // self._processes
-        return min(STAGING_BYTES, default) if staging else default
+        return available_bytes() // 2 // self._processes
 
     @cached_property
     def _processes(self) -> int:

@@ -147,13 +147,11 @@ class StreamWaits:
         self._refused = False  # no timed events here, or a broken device
         self._open: deque[tuple[WaitFor, int, Event, Event]] = deque()
 
-    def begin(self, stream: Stream, event: Event) -> Event | None:
-        """Just before ``stream`` is made to wait for ``event``; None when that is not timed."""
+    def begin(self, stream: Stream) -> Event | None:
+        """Just before ``stream`` is made to wait; None when that is not timed."""
         if self._refused or len(self._open) >= MOST_OPEN:
             return None
         try:
-            if self._device.is_capturing() or self._device.done(event):  # a captured graph takes no event of ours
-                return None
             return self._device.timestamp(stream)
         except RuntimeError:
             self._refuse()

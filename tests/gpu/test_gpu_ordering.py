@@ -48,10 +48,10 @@ def delay_copies(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Every copy is late by so much, and what it fills on the device holds NaN before."""
     copy, empty = TorchAccelerator.copy, TorchAccelerator.empty
 
-    def late(self: TorchAccelerator, destination: Tensor, source: Tensor, stream: Any) -> None:
+    def late(self: TorchAccelerator, copies: Any, stream: Any) -> None:
         with self._on(stream):
             sleep(seconds)
-        copy(self, destination, source, stream)
+        copy(self, copies, stream)
 
     def poisoned(self: TorchAccelerator, nbytes: int, index: int, stream: Any) -> Tensor:
         memory = empty(self, nbytes, index, stream)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from actoffload.cli.doctor import gpudirect_storage
 from actoffload.errors import EngineUnavailableError, StorageReadError, StorageWriteError
 from actoffload.storage.engines import create_engine
 from actoffload.storage.engines import gds as gds_module
@@ -163,7 +164,8 @@ def test_it_is_tried_with_device_memory_and_leaves_no_trace(file: SpoolFile, kvi
     assert os.fstat(file.fd).st_size == BLOCK + 512
     assert engine.written_bytes == engine.read_bytes == 0
     assert engine.capabilities.direct == file.direct
-    assert engine.capabilities.alignment == PAGE_BYTES
+    assert engine.capabilities.alignment == 1
+    assert engine.capabilities.device_memory
     assert engine.remark == "GPUDirect Storage, past host memory"
     assert kvikio.settings["num_threads"] == engine.capabilities.threads > 1
     engine.close()
@@ -197,6 +199,14 @@ def test_compatibility_mode_is_said_and_never_called_direct(
     assert move(engine, IoKind.READ, target).error is None
     assert target.data == source.data == peek_file(file, 0, BLOCK)
     engine.close()
+
+
+def test_doctor_says_whether_the_driver_offers_it(kvikio: StandIn) -> None:
+    assert gpudirect_storage() == {"available": True, "reason": "the engine reads and writes past host memory"}
+    kvikio.gds_available = False
+    found = gpudirect_storage()
+    assert not found["available"]
+    assert found["reason"] == "only kvikio's compatibility mode: cuFile says that GPUDirect Storage is not available"
 
 
 def wrong_bytes(fd: int, address: int, nbytes: int, offset: int) -> int:

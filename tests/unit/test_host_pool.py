@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import threading
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from actoffload.memory.host_pool import ALIGNMENT, HostPool, Slot
-from tests.harness import no_garbage_collection, run_in_threads
+from actoffload.memory.best_fit import ExtentAllocator
+from actoffload.memory.host_pool import HostPool, Slot
+from actoffload.memory.slab import ALIGNMENT
+from tests.harness import WAIT_S, acquire_slot, no_garbage_collection, run_in_threads
 
 KIB = 1 << 10
 SLAB = 256 * KIB
@@ -21,8 +26,8 @@ def _pool(slabs: int = 1, **options: Any) -> HostPool:
 
 
 def _acquire(pool: HostPool, nbytes: int, **options: Any) -> Slot:
-    slot = pool.acquire(nbytes, **options)
-    assert slot is not None
+    slot = acquire_slot(pool, nbytes, **options)
+    assert isinstance(slot, Slot)
     return slot
 
 
@@ -85,35 +90,62 @@ def test_a_tensor_that_does_not_own_its_slot_does_not_hold_it() -> None:
     assert tensor.numel() == 1000
 
 
-def test_a_slot_is_used_again_when_every_event_is_done() -> None:
-    done: set[object] = {"done"}
-    pool = _pool(is_done=done.__contains__)
-    slot, other = _acquire(pool, SLAB // 2), _acquire(pool, SLAB // 2)
-    slot.events += ["copy out", "copy in"]
-    other.events.append("done")
-    del slot, other
-    assert _in_use(pool) == SLAB // 2, "one does not hold up another"
-    assert pool.acquire(SLAB) is None
-    done.add("copy in")
-    assert pool.acquire(SLAB) is None
-    assert _in_use(pool) == SLAB // 2
-    done.add("copy out")
-    assert _acquire(pool, SLAB) is not None
+def test_memory_comes_with_the_events_of_the_copies_that_used_it() -> None:
+    pool = _pool(is_done=lambda event: pytest.fail("nobody has to ask"))
+    for step in range(2):
+        halves = [_acquire(pool, SLAB // 2) for _ in range(2)]
+        assert [half.events for half in halves] == ([[], []] if step == 0 else [["second", "first"]] * 2)
+        for half, event in zip(halves, ("first", "second"), strict=True):
+            half.events[:] = [event]
+        del half, halves
+        if step == 0:
+            whole = _acquire(pool, SLAB)
+            assert sorted(map(str, whole.events)) == ["first", "second"]
+            whole.events.sort(key=str, reverse=True)
+            del whole
+    quarter = _acquire(pool, SLAB // 4)
+    three = _acquire(pool, 3 * SLAB // 4)
+    assert (quarter.events, three.events) == (["first"], ["first", "second"])
 
 
-def test_freed_slots_are_poisoned_and_only_then() -> None:
-    done: set[object] = set()
-    pool = _pool(is_done=done.__contains__, poison=True)
+def test_acquiring_looks_at_one_slab_and_no_event_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    slabs = 240
+    pool = HostPool(slabs * 4 * ALIGNMENT, slab_bytes=4 * ALIGNMENT, is_done=lambda event: pytest.fail("was asked"))
+    held = [_acquire(pool, ALIGNMENT) for _ in range(4 * slabs)]
+    waiting = held[: len(held) // 2 : 2]
+    for slot in waiting:
+        slot.events.append(f"copy {slot.address}")
+    del held[: len(held) // 2 : 2], waiting, slot
+    pool.reclaim()
+    looked_at: list[int] = []
+    plain = ExtentAllocator.allocate
+
+    def noting(extents: ExtentAllocator, nbytes: int) -> int | None:
+        looked_at.append(nbytes)
+        return plain(extents, nbytes)
+
+    monkeypatch.setattr(ExtentAllocator, "allocate", noting)
+    more = [_acquire(pool, ALIGNMENT) for _ in range(100)]
+    assert len(looked_at) == len(more)
+    assert all(slot.events == [f"copy {slot.address}"] for slot in more)
+    assert pool.acquire(3 * ALIGNMENT) is None
+    assert len(looked_at) == len(more)
+
+
+def test_freed_slots_are_poisoned_once_no_copy_uses_them() -> None:
+    bytes_seen: list[torch.Tensor] = []
+
+    def copied(event: object) -> None:
+        assert bool((bytes_seen[0] == 1).all())
+
+    pool = _pool(wait_for=copied, poison=True)
     slot = _acquire(pool, 8192)
-    bytes_seen = pool.tensor(slot, 0, 8192).fill_(1)
+    bytes_seen.append(pool.tensor(slot, 0, 8192).fill_(1))
     slot.events.append("copy")
     del slot
     pool.reclaim()
-    assert bool((bytes_seen == 1).all())
-    done.add("copy")
-    pool.reclaim()
-    assert bool((bytes_seen == 0xFF).all())
-    assert bool(bytes_seen.view(torch.float32).isnan().all())
+    assert bool((bytes_seen[0] == 0xFF).all())
+    assert bool(bytes_seen[0].view(torch.float32).isnan().all())
 
 
 class _Pins:
@@ -164,28 +196,86 @@ def test_pinning_is_asked_for_once_per_slab_and_undone() -> None:
     assert bool((memory.fill_(3) == 3).all())  # a mapping lives as long as a view of it
 
 
-def test_memory_that_may_be_locked_is_not_unmapped_after_an_error() -> None:
+def test_memory_that_may_be_locked_stays_mapped_after_an_error() -> None:
     """What is mapped at its address later would be copied from and to where it lay before."""
     pins = _Pins()
     pool = _pool(slabs=2, pin=pins.pin, unpin=pins.unpin)
     pins.fails = MemoryError("in this test")
-    with pytest.raises(MemoryError):
-        pool.acquire(SLAB)
+    assert acquire_slot(pool, SLAB) is None
+    assert pool.pin_failed
     (address,) = pins.locked
+    (ctypes.c_char * SLAB).from_address(address)[0] = b"x"  # would crash the process if it were not mapped
+    assert acquire_slot(pool, SLAB) is None
+    assert pins.locked == {address: SLAB}
+
+
+def test_page_locking_is_done_ahead_in_another_thread() -> None:
+    told: list[int] = []
+    me, go_on = threading.get_ident(), threading.Event()
+
+    def pin(address: int, nbytes: int) -> bool:
+        assert go_on.wait(WAIT_S)
+        assert threading.get_ident() != me
+        return True
+
+    pool = _pool(slabs=3, pin=pin, unpin=lambda address: True, on_growth=lambda: told.append(1))
+    assert pool.acquire(SLAB) is None
+    assert pool.growing
+    go_on.set()
+    slots = [_acquire(pool, SLAB)]
+    assert (pool.mapped_bytes, pool.growing) == (SLAB, True)
+    slots += [_acquire(pool, SLAB) for _ in range(2)]
+    assert not pool.growing
+    assert told == [1, 1, 1]
+    assert pool.acquire(1) is None
+    pool.close()
+
+
+def test_what_is_mapped_beyond_the_capacity_is_not_page_locked_and_goes_at_once() -> None:
+    pins = _Pins()
+    pool = _pool(pin=pins.pin, unpin=pins.unpin)
+    held = _acquire(pool, SLAB)
+    beyond = _acquire(pool, SLAB, force=True)
+    assert pins.locked == {held.address: SLAB}
+    assert pool.mapped_bytes == 2 * SLAB
+    del beyond
+    pool.reclaim()
     assert pool.mapped_bytes == SLAB
-    assert _acquire(pool, SLAB).address == address
-    big = _acquire(pool, 2 * SLAB)
-    assert pins.unlocked == [address]
-    assert pins.locked == {big.address: 2 * SLAB}
+    pool.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_has_no_page_locked_memory() -> None:
+    """A device's pages would be copied for each child as soon as the parent writes to them."""
+    pins = _Pins()
+    pool, pageable = _pool(pin=pins.pin, unpin=pins.unpin, is_done=lambda event: pytest.fail("asked")), _pool()
+    slots = [_acquire(pool, SLAB), _acquire(pageable, SLAB)]
+    slots[0].events.append("copy")
+    child = os.fork()
+    if child == 0:
+        found = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+        mapped = [any(int(begin, 16) <= slot.address < int(end, 16) for begin, end in found) for slot in slots]
+        pool.after_fork_in_child()
+        slots.clear()
+        pool.reclaim()
+        nothing = pool.acquire(1) is None
+        pool.close(wait=True)
+        os._exit(0 if mapped == [False, True] and nothing else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    pool.tensor(slots[0], 0, SLAB).fill_(1)
+    slots[0].events.clear()
+    slots.clear()
+    pool.close()
+    assert pins.locked == {}
 
 
 def test_memory_that_the_device_does_not_let_go_stays_and_is_used_again() -> None:
     pins = _Pins()
     pool = _pool(slabs=2, pin=pins.pin, unpin=pins.unpin)
-    address = _acquire(pool, SLAB).address
+    address = _acquire(pool, SLAB // 2).address
     pins.holds = True
-    assert pool.acquire(2 * SLAB) is None
-    assert _acquire(pool, SLAB).address == address
+    assert acquire_slot(pool, 2 * SLAB) is None
+    assert _acquire(pool, SLAB // 2).address == address
     pool.close()
     assert pins.locked == {address: SLAB}
     del pool
@@ -219,10 +309,10 @@ def test_what_a_copy_may_use_stays_locked_and_mapped_when_the_pool_is_closed_and
 def test_closing_waits_for_copies_if_it_shall() -> None:
     pins = _Pins()
     done: set[object] = set()
-    pool = _pool(pin=pins.pin, unpin=pins.unpin, is_done=done.__contains__, wait_for=done.add)
+    pool = _pool(slabs=2, pin=pins.pin, unpin=pins.unpin, is_done=done.__contains__, wait_for=done.add)
     slot = _acquire(pool, SLAB)
     slot.events += ["out", "in"]
-    held = _acquire(pool, SLAB, force=True)
+    held = _acquire(pool, SLAB)
     held.events.append("of what somebody holds")
     del slot
     pool.close(wait=True)
@@ -249,27 +339,9 @@ def test_a_broken_device_of_a_closed_pool_is_not_the_trouble_of_others() -> None
     assert pins.locked == {}
 
 
-def test_a_forked_child_leaves_the_device_alone() -> None:
-    pins = _Pins()
-    pool = _pool(pin=pins.pin, unpin=pins.unpin, is_done=lambda event: pytest.fail("the device was asked"))
-    held, other = _acquire(pool, SLAB // 2), _acquire(pool, SLAB // 2)
-    other.events.append("copy")
-    pool.after_fork_in_child()  # as if this were the child
-    del other
-    assert _acquire(pool, SLAB, force=True) is not None
-    pool.close(wait=True)
-    assert (len(pins.locked), pins.unlocked) == (1, [])
-    del held
-    pool._unpin, pool._is_done = pins.unpin, None  # so that this process has nothing left
-    pool.close()
-    assert pins.locked == {}
-
-
-def test_failed_pinning_is_said_once_and_the_memory_works() -> None:
+def test_memory_that_cannot_be_page_locked_works() -> None:
     pool = _pool(slabs=2, pin=lambda address, nbytes: False, unpin=lambda address: pytest.fail("nothing was pinned"))
-    with pytest.warns(RuntimeWarning, match="could not be page-locked") as caught:
-        slots = [_acquire(pool, SLAB) for _ in range(2)]
-    assert len(caught) == 1
+    slots = [_acquire(pool, SLAB) for _ in range(2)]
     assert pool.pin_failed
     assert bool((pool.tensor(slots[1], 0, 100).fill_(3) == 3).all())
     pool.close()

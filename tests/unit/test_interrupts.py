@@ -37,7 +37,7 @@ from tests.harness import (
 
 OURS = str(Path(actoffload.__file__).parent)
 SIMULATION = str(Path(OURS) / "testing")
-POINTS = 40
+POINTS = 16
 """So many for each of the devices."""
 
 

@@ -18,6 +18,8 @@ from tests.harness import (
     after_fork_in_child,
     assert_same_gradients,
     batch,
+    copy_in,
+    copy_out,
     gradients,
     hinder,
     recorder_of,
@@ -43,12 +45,6 @@ def accelerator(device: SimulatedDevice) -> SimulatedAccelerator:
     return accelerator
 
 
-@pytest.fixture
-def pending(device: SimulatedDevice, accelerator: SimulatedAccelerator) -> Any:
-    """An event that has not happened."""
-    return accelerator.record(accelerator.side_stream(0, "in"))
-
-
 def _on_device(nbytes: int) -> torch.Tensor:
     return torch.zeros(nbytes, dtype=torch.uint8, device=NAME)
 
@@ -66,15 +62,15 @@ def test_waits_for_room_and_for_data_are_counted_apart(
 ) -> None:
     copies = CopyStreams(accelerator)
     written, read = _on_host(1_000_000), _on_host(2_000_000)
-    copies.release_source(copies.begin_out(_on_device(1_000_000), written))
+    copies.release_sources(copy_out(copies, _on_device(1_000_000), written))
     device.synchronize()
     assert copies.waits.take() == pytest.approx({WaitFor.ROOM: 1.0, WaitFor.DATA: 0.0})
-    incoming = copies.begin_in(read, 0)
-    copies.before_use(incoming)
-    copies.before_use(incoming)  # it has been waited for
+    incoming, filled = copy_in(copies, read)
+    copies.before_use(incoming, lambda: filled)
+    copies.before_use(incoming, lambda: filled)  # it has been waited for
     device.synchronize()
     assert copies.waits.take() == pytest.approx({WaitFor.ROOM: 0.0, WaitFor.DATA: 2.0})
-    copies.drop_unused(copies.begin_in(read[:500_000], 0))
+    copies.drop_unused(copy_in(copies, read[:500_000])[0])
     device.synchronize()
     assert copies.waits.take() == pytest.approx({WaitFor.ROOM: 0.5, WaitFor.DATA: 0.0})
 
@@ -137,26 +133,26 @@ def test_a_forked_child_asks_the_device_nothing(
 
 
 def test_waits_that_nobody_takes_are_not_timed_without_end(
-    device: SimulatedDevice, accelerator: SimulatedAccelerator, pending: Any, monkeypatch: pytest.MonkeyPatch
+    accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("actoffload.tiers.timers.MOST_OPEN", 2)
     waits, compute = StreamWaits(accelerator), torch.accelerator.current_stream()
     for _ in range(2):
-        begin = waits.begin(compute, pending)
+        begin = waits.begin(compute)
         assert begin is not None
         waits.end(WaitFor.ROOM, 0, compute, begin)
-    assert waits.begin(compute, pending) is None
+    assert waits.begin(compute) is None
     compute.synchronize()
     assert waits.take() == NOTHING
-    assert waits.begin(compute, pending) is not None
+    assert waits.begin(compute) is not None
 
 
 @pytest.mark.parametrize("what", ["done", "seconds_between", "timestamp"])
 def test_a_device_that_breaks_is_not_timed_any_more(
-    accelerator: SimulatedAccelerator, pending: Any, monkeypatch: pytest.MonkeyPatch, what: str
+    accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     waits, compute = StreamWaits(accelerator), torch.accelerator.current_stream()
-    begin = waits.begin(compute, pending)
+    begin = waits.begin(compute)
     assert begin is not None
     if what != "timestamp":
         assert waits.end(WaitFor.ROOM, 0, compute, begin) is not None
@@ -169,7 +165,7 @@ def test_a_device_that_breaks_is_not_timed_any_more(
     if what == "timestamp":
         assert waits.end(WaitFor.ROOM, 0, compute, begin) is None
     assert waits.take() == NOTHING
-    assert waits.begin(compute, pending) is None
+    assert waits.begin(compute) is None
 
 
 def test_a_device_without_timed_events_works(

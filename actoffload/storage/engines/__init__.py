@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from ...errors import ConfigError, EngineUnavailableError
@@ -23,6 +23,8 @@ ENGINES: Final[tuple[str, ...]] = tuple(_CLASSES)
 
 AUTO_ORDER: Final[tuple[str, ...]] = ("posix", "uring", "aiofiles")
 """What ``auto`` tries, best first."""
+BEHIND_A_DEVICE: Final[tuple[str, ...]] = ("uring", "posix", "aiofiles")
+"""Likewise for large transfers beside a training thread that runs Python: one thread keeps all of them under way."""
 
 EngineFactory = Callable[[SpoolFile], StorageEngine]
 
@@ -42,16 +44,23 @@ def create_engine(name: str, file: SpoolFile, *, threads: int | None = None) -> 
     return cls(file, threads=threads)
 
 
-def choose_engine(file: SpoolFile, *, threads: int | None = None) -> tuple[StorageEngine, str]:
-    """Return the first engine of ``AUTO_ORDER`` that moves bytes to the file and back, and the reason for it.
+def choose_engine(
+    file: SpoolFile, order: Sequence[str] | None = None, *, threads: int | None = None
+) -> tuple[StorageEngine, str]:
+    """Return the first engine of an order that moves bytes to the file and back, and the reason for it.
 
     Overwrites the first bytes of the file: only for a file that holds nothing yet.
+
+    Args:
+        file: The file.
+        order: Names of engines; None: ``AUTO_ORDER``.
+        threads: See `create_engine`.
 
     Raises:
         EngineUnavailableError: None of them does; the message has every engine's error.
     """
     failures: list[str] = []
-    for name in AUTO_ORDER:
+    for name in order or AUTO_ORDER:
         try:
             engine = create_engine(name, file, threads=threads)
         except EngineUnavailableError as exc:
@@ -86,4 +95,12 @@ def probe_engine(engine: StorageEngine) -> str | None:
         return None if memory[_PROBE_BYTES:] == pattern else "the probe read back other bytes than it wrote"
 
 
-__all__ = ["AUTO_ORDER", "ENGINES", "EngineFactory", "choose_engine", "create_engine", "probe_engine"]
+__all__ = [
+    "AUTO_ORDER",
+    "BEHIND_A_DEVICE",
+    "ENGINES",
+    "EngineFactory",
+    "choose_engine",
+    "create_engine",
+    "probe_engine",
+]

@@ -180,6 +180,8 @@ class EngineCapabilities:
     """Transfers that run at the same time."""
     vectored: bool = False
     """It takes requests whose memory is in several ranges."""
+    device_memory: bool = False
+    """It takes addresses of device memory: then nothing goes through host memory."""
 
 
 @dataclass(frozen=True)

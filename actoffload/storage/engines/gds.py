@@ -1,7 +1,7 @@
 """GPUDirect Storage: ``kvikio`` (cuFile) moves bytes between device memory and the file, past host memory.
 
-Addresses of host memory work as well; then ``kvikio`` reads and writes as everybody does. The tiers hand host addresses
-only to this engine so far, so ``auto`` does not try it.
+Addresses of host memory work as well; then ``kvikio`` reads and writes as everybody does. It takes any address and
+length; what is not in whole pages of the device goes through a little host memory of its own.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class GdsEngine(QueuedEngine):
         kvikio, defaults = _import("kvikio"), _import("kvikio.defaults")
         compat = why_compat()
         direct = file.direct and not compat
-        super().__init__(file, EngineCapabilities(self.default_name, direct, PAGE_BYTES, threads=count, vectored=True))
+        super().__init__(
+            file,
+            EngineCapabilities(self.default_name, direct, 1, threads=count, vectored=True, device_memory=True),
+        )
         self.remark = (
             f"compatibility mode, through host memory: {compat}" if compat else "GPUDirect Storage, past host memory"
         )

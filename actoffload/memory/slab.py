@@ -1,0 +1,155 @@
+"""Memory that is mapped at once and handed out in pieces: page-locked for a device where that can be had."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from .best_fit import ExtentAllocator
+from .process_memory import map_private
+
+ALIGNMENT = 4096
+_POPULATE_WRITE = 23  # of madvise, from Linux 5.14 on
+_POPULATE_BYTES = 16 << 20
+_POPULATE_THREADS = 4
+
+_LOCKED: dict[int, mmap.mmap] = {}
+"""Every mapping that may be page-locked, by its address, so that it stays mapped.
+
+The device goes on using the pages that it was told of: memory that is mapped later at the same address would be copied
+from and to where it does not lie. In a forked child the mapping is not there, and what the child has mapped at its
+address instead must not go with it.
+"""
+
+
+class OwnedMemory(ctypes.c_char * (1 << 46)):  # type: ignore[misc]
+    """Memory at an address that holds its ``owner``. It says nothing of the size: ctypes makes a class for each."""
+
+    owner: object
+
+
+class Slab:
+    """Host memory in one piece, and what of it is in use.
+
+    Args:
+        nbytes: Its size, a multiple of `ALIGNMENT`.
+        page_locked: Memory of PyTorch that is page-locked and belongs to the slab from now on; None to map some.
+
+    Attributes:
+        buffer: What begins where it does and keeps it alive.
+        number: Tells slabs of the same room apart; the pool's, as is the next.
+        room: The largest slot that it has room for, as it is listed; -1 when it is not.
+        locked: Whether it may be page-locked: from before that is asked for until the device has let go of it.
+    """
+
+    def __init__(self, nbytes: int, page_locked: Tensor | None = None) -> None:
+        self.buffer: mmap.mmap | OwnedMemory
+        if page_locked is None:
+            self.buffer = map_private(nbytes)
+        else:
+            owned = OwnedMemory.from_address(page_locked.data_ptr())
+            owned.owner = page_locked
+            self.buffer = owned
+        self.nbytes = nbytes
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
+        self.extents = ExtentAllocator(nbytes, ALIGNMENT)
+        self.number = 0
+        self.room = -1
+        self.locked = page_locked is not None
+        self._used: list[tuple[int, int, list[object]]] = []  # free ranges that copies use, by where they begin
+
+    @staticmethod
+    def page_locked(nbytes: int, pin: Callable[[int, int], bool], most_bytes: int) -> Slab:
+        """Return page-locked memory: mapped here and registered by ``pin``, else of PyTorch, which rounds sizes up.
+
+        Where neither can be had the memory is pageable. It takes long: it is called where nobody waits for it.
+        """
+        slab = Slab(nbytes)
+        slab.populate()
+        if slab.lock(pin):
+            return slab
+        rounded = 1 << (nbytes - 1).bit_length()
+        if rounded <= most_bytes:
+            try:
+                memory = torch.empty(rounded, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError:  # no such memory for this device
+                return slab
+            if memory.data_ptr() % ALIGNMENT == 0:
+                return Slab(rounded, memory)
+        return slab
+
+    def populate(self) -> None:
+        """Have the kernel give the pages now, in several threads, as page-locking does it in one."""
+        madvise = getattr(ctypes.CDLL(None, use_errno=True), "madvise", None)
+        if madvise is None:
+            return
+
+        def give(begin: int) -> None:  # where the kernel cannot do so, page-locking does
+            nbytes = min(_POPULATE_BYTES, self.nbytes - begin)
+            madvise(ctypes.c_void_p(self.address + begin), ctypes.c_size_t(nbytes), _POPULATE_WRITE)
+
+        with ThreadPoolExecutor(min(_POPULATE_THREADS, os.cpu_count() or 1)) as threads:
+            list(threads.map(give, range(0, self.nbytes, _POPULATE_BYTES)))
+
+    def lock(self, pin: Callable[[int, int], bool]) -> bool:
+        """Page-lock it; return False where that cannot be had. After an error it stays mapped for good.
+
+        A forked child does not get it: pages that a device uses would be copied for each child.
+        """
+        assert isinstance(self.buffer, mmap.mmap), "memory of PyTorch is page-locked"
+        _LOCKED[self.address] = self.buffer
+        self.locked = True
+        if hasattr(mmap, "MADV_DONTFORK"):
+            self.buffer.madvise(mmap.MADV_DONTFORK)
+        self.locked = pin(self.address, self.nbytes)
+        if not self.locked:
+            if hasattr(mmap, "MADV_DOFORK"):
+                self.buffer.madvise(mmap.MADV_DOFORK)
+            del _LOCKED[self.address]
+        return self.locked
+
+    def unlock(self, unpin: Callable[[int], bool] | None) -> bool:
+        """Undo `lock`; return False when the device does not let go of the memory, which has to stay mapped then."""
+        if self.locked and isinstance(self.buffer, mmap.mmap) and (unpin is None or not unpin(self.address)):
+            return False
+        self.locked = False
+        _LOCKED.pop(self.address, None)
+        return True
+
+    def take(self, nbytes: int) -> tuple[int, list[object]]:
+        """Return where a free piece begins, for which there is room, and the events of copies that may still use it."""
+        offset = self.extents.allocate(nbytes)
+        assert offset is not None, "the slab is listed by its room"
+        return offset, self._take_events(offset, offset + self.extents.round_up(nbytes))
+
+    def give_back(self, offset: int, nbytes: int, events: list[object]) -> None:
+        """Make a piece free; who gets its memory next gets the events of the copies that may still use it."""
+        if events:
+            insort(self._used, (offset, offset + nbytes, events))
+        self.extents.free(offset, nbytes)
+
+    def events(self) -> list[object]:
+        """Return the events of the copies that may still use what is free."""
+        return [event for _, _, events in self._used for event in events]
+
+    def _take_events(self, begin: int, end: int) -> list[object]:
+        first, last = bisect_right(self._used, (begin,)), bisect_left(self._used, (end,))
+        if first and self._used[first - 1][1] > begin:
+            first -= 1
+        found: dict[object, None] = {}
+        rest = []
+        for used_begin, used_end, events in self._used[first:last]:
+            found.update(dict.fromkeys(events))
+            if used_begin < begin:
+                rest.append((used_begin, begin, events))
+            if end < used_end:
+                rest.append((end, used_end, events))
+        self._used[first:last] = rest
+        return list(found)

@@ -1,0 +1,229 @@
+"""Records of an accelerator's tensors that an engine moves between device memory and disk by itself.
+
+Such an engine knows no streams: what makes a tensor has run before it is written, and what used memory before has run
+before it is filled. One thread waits for that; the host sees when a transfer has ended.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..errors import StateError
+from ..events import EventKind, now
+from ..policy import KeepReason
+from ..storage.spool import Spool
+from ..storage.transfers import Extent, Transfer
+from .accelerator import Event
+from .copy_streams import CopyStreams
+from .device_tier import CAPTURED
+from .record import Record, State
+from .shared import Shared
+from .tier import PENDING_MARGIN, Tier
+
+PENDING_BYTES = 256 << 20
+"""Device memory that may wait for the disk, where no budget and no plan says how much."""
+
+
+class DirectTier(Tier):
+    """Device ↔ NVMe, past host memory.
+
+    Args:
+        shared: see `Tier`.
+        spool: the disk, whose engines take device memory.
+        copies: the device.
+        pending_bytes: device memory that may wait for the disk at once; None to choose.
+    """
+
+    def __init__(self, shared: Shared, spool: Spool, copies: CopyStreams, pending_bytes: int | None) -> None:
+        super().__init__(shared, spool)
+        self.copies = copies
+        self._disk = spool
+        self._fixed = pending_bytes is not None
+        self._pending_limit_bytes = PENDING_BYTES if pending_bytes is None else pending_bytes
+        self._waiter = ThreadPoolExecutor(1, "actoffload-direct")
+        self._ahead: dict[Record, None] = {}
+        """Records that are read, or were, and that backward has not come to."""
+        self._in_child = False
+
+    # -- out ----------------------------------------------------------------------------------------------------------
+
+    def offload(self, record: Record) -> KeepReason | None:
+        limit = max(self._pending_limit_bytes, 2 * record.nbytes)
+        if self.shared.budget.limit_bytes is None and self.shared.pending_bytes + record.nbytes > limit:
+            return KeepReason.PRESSURE
+        extent = self.allocate(record, record.nbytes)
+        if extent is None:
+            return KeepReason.DEGRADED
+        record.extent = extent
+        source, event = record.flat(), self._so_far(record)
+        self._used_here(record, source)
+        on_done = partial(self._written, record, now())
+        address = source.data_ptr()
+        transfer = self._disk.write(extent, address, record.nbytes, on_done=on_done, keepalive=source, held=True)
+        record.transfer = transfer
+        record.to(State.SPILLING)
+        self.shared.pending_bytes += record.nbytes
+        self._copied_in_place.append(record)
+        self._waiter.submit(self._start_after, event, transfer)
+        return None
+
+    def _so_far(self, record: Record) -> Event:
+        """Return an event after all that the current stream was given: it has made the bytes, or frees the memory."""
+        device = self.copies.device
+        return device.record(device.current_stream(record.device.index or 0), None)
+
+    def _used_here(self, record: Record, tensor: Tensor) -> None:
+        """Tell the allocator that the current stream uses memory, which may be another stream's."""
+        self.copies.device.used_on(tensor, self.copies.device.current_stream(record.device.index or 0))
+
+    def _start_after(self, event: Event, transfer: Transfer) -> None:
+        try:
+            self._wait_for(event)
+            self._disk.go_on(transfer)
+        except Exception as error:  # a broken device, or an engine that is closed
+            transfer.fail(error)
+
+    def _wait_for(self, event: Event) -> None:
+        self.copies.device.synchronize(event)
+
+    def _written(self, record: Record, since_s: float, transfer: Transfer) -> None:
+        with self.shared.lock:
+            if self.shared.interrupted or record.transfer is not transfer:
+                return
+            if self.resized(record):
+                self.stay(record)
+            elif self.write_ended(record, transfer):
+                self.shared.reporter.event(EventKind.WRITE, record, since_s=since_s)
+                if record.wanted and record.waiting:
+                    record.to(State.RESIDENT)
+                else:
+                    self.remove_resident(record)
+                    record.to(State.SPILLED)
+            elif record.state is State.SPILLING:
+                record.to(State.RESIDENT)
+            self.shared.changed.notify_all()
+
+    def cancel(self, record: Record) -> bool:
+        transfer = record.transfer
+        if not isinstance(transfer, Transfer) or not transfer.cancel():
+            return False
+        record.transfer = None
+        if record.state is State.SPILLING:
+            self.write_cancelled(record)
+        return True
+
+    def free_extent(self, record: Record) -> None:
+        extent, record.extent = record.extent, None
+        record.on_disk = False
+        if isinstance(extent, Extent):
+            self._disk.free(extent)
+
+    def wait_for_room(self, nbytes: int, limit_bytes: int) -> None:
+        shared = self.shared
+        while shared.pending_bytes > 0 and shared.accounts.resident_bytes + nbytes > limit_bytes and not shared.stopped:
+            shared.changed.wait()
+
+    def expect_pending(self, nbytes: int | None) -> None:
+        if not self._fixed:
+            self._pending_limit_bytes = max(PENDING_BYTES, int((nbytes or 0) * PENDING_MARGIN))
+
+    # -- back ---------------------------------------------------------------------------------------------------------
+
+    def fetch(self, record: Record, *, urgent: bool) -> bool:
+        if record.state is State.SPILLING:
+            if not record.wanted:
+                self.forwarded(record)
+            record.wanted = True
+            if self.cancel(record):
+                self.free_extent(record)
+                record.to(State.RESIDENT)
+        elif self.capturing():
+            return False
+        elif record.state is State.SPILLED and not self.recover(record):
+            (self._read_now if urgent else self._read)(record)
+        elif record.state is State.FETCHING and urgent and record.transfer is not None:
+            record.transfer.promote()
+        return True
+
+    def _read_now(self, record: Record) -> None:
+        """As `_read`; where the device has no memory what was read ahead, and what leaves, makes room."""
+        while record.state is State.SPILLED:
+            try:
+                self._read(record)
+            except torch.OutOfMemoryError:
+                self.shared.no_memory_ahead = True
+                ahead = [one for one in self._ahead if one.state is State.RESIDENT]
+                if not ahead and (self.shared.pending_bytes == 0 or self.shared.stopped):
+                    raise
+                for one in ahead:
+                    del self._ahead[one]
+                    self.evict(one)
+                if not ahead:
+                    self.shared.changed.wait()
+
+    def _read(self, record: Record) -> None:
+        device, index = self.copies.device, record.device.index or 0
+        tensor = device.empty(record.nbytes, index, device.current_stream(index))
+        event = self._so_far(record)
+        on_done = partial(self._arrived, record, tensor, now())
+        extent, address = record.extent, tensor.data_ptr()
+        transfer = self._disk.read(extent, address, record.nbytes, on_done=on_done, keepalive=tensor, held=True)
+        record.transfer = transfer
+        record.to(State.FETCHING)
+        self._ahead[record] = None
+        self.count_resident(record)
+        self._waiter.submit(self._start_after, event, transfer)
+
+    def _arrived(self, record: Record, tensor: Tensor, since_s: float, transfer: Transfer) -> None:
+        with self.shared.lock:
+            if self.shared.interrupted or record.transfer is not transfer:
+                return
+            record.transfer = None
+            if record.state is State.RELEASED:
+                return
+            if transfer.error is not None:
+                record.error = transfer.error
+                self.remove_resident(record)
+                record.to(State.SPILLED)
+            else:
+                self.add_resident(record, tensor.untyped_storage(), record.begin)
+                record.to(State.RESIDENT)
+                self.shared.reporter.event(EventKind.READ, record, since_s=since_s)
+            self.shared.changed.notify_all()
+
+    def ready(self, record: Record) -> torch.UntypedStorage | None:
+        if record.data is None and self.capturing():
+            raise StateError(CAPTURED)
+        if record.state is State.FETCHING:
+            return None
+        self._ahead.pop(record, None)
+        if record.data is not None and record.on_disk:  # perhaps filled for another stream
+            self._used_here(record, record.flat())
+        return record.data
+
+    def order_reuse(self, record: Record) -> None:
+        """Do nothing: transfers hold the memory they use."""
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def release(self, record: Record) -> None:
+        self._ahead.pop(record, None)
+        super().release(record)
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._ahead.clear()
+
+    def capturing(self) -> bool:
+        return not self._in_child and self.copies.device.is_capturing()
+
+    def after_fork_in_child(self) -> None:
+        self._in_child = True
+        self.copies.after_fork_in_child()
+
+    def close(self) -> None:
+        self._waiter.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,146 @@
+"""How much of a disk's bandwidth is used behind the simulated device, while there is something to write or to read.
+
+Each tensor is larger than a part that is copied at once, and is there when it is saved. The disk is slowed
+down to less than a tenth of what this machine copies, so that its bandwidth is known.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from actoffload import OffloadConfig, Offloader
+from actoffload.testing.faults import SlowEngine
+from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, install
+from benchmarks.harness import Bound, Results, Sample, make_parser, markdown_table, mib, middle
+
+TENSORS = 6
+DISK_BYTES_PER_S = 1e8
+LEAST_SHARE = 0.95
+
+
+class TimedEngine(SlowEngine):
+    """A disk of a given speed that knows when it was used last."""
+
+    def __init__(self, file: Any) -> None:
+        self.last_s: dict[str, float] = {}
+        super().__init__(file, bandwidth_bytes_per_s=DISK_BYTES_PER_S)
+
+    def _transfer_once(self, kind: Any, views: list[memoryview], offset: int) -> int:
+        moved = super()._transfer_once(kind, views, offset)
+        self.last_s[kind.value] = time.monotonic()
+        return moved
+
+
+def link_bytes_per_s(nbytes: int) -> float:
+    """How fast this machine copies from the simulated device."""
+    source, host = torch.zeros(nbytes, dtype=torch.uint8, device=NAME), torch.empty(nbytes, dtype=torch.uint8)
+    target = host.pin_memory()
+    seconds = []
+    for _ in range(3):
+        torch.accelerator.synchronize()
+        since_s = time.monotonic()
+        target.copy_(source, non_blocking=True)
+        torch.accelerator.synchronize()
+        seconds.append(time.monotonic() - since_s)
+    return nbytes / min(seconds)
+
+
+def measure(path: str, nbytes: int, staging: int) -> Sample:
+    """One forward and backward that saves `TENSORS` tensors of ``nbytes``, with host memory for ``staging`` bytes."""
+    engines: list[TimedEngine] = []
+
+    def engine(file: Any) -> TimedEngine:
+        engines.append(TimedEngine(file))
+        return engines[0]
+
+    saved_s: list[float] = []
+
+    def note(event: Any) -> None:
+        if event.kind.value == "pack":
+            saved_s.append(time.monotonic())
+
+    options: dict[str, Any] = {
+        "device_budget": 3 * nbytes,
+        "host_budget": staging,
+        "keep_last_bytes": 0,
+        "trace": note,
+        "allow_any_filesystem": True,
+    }
+    config = OffloadConfig(
+        target="nvme", policy="all", min_bytes=1, engine=engine, path=path, announce="none", **options
+    )
+    offloader = Offloader(config, accelerator=SimulatedAccelerator())
+    try:
+        w = torch.zeros(nbytes // 4, device=NAME).requires_grad_()
+        for _ in range(2):  # the first step also takes host memory
+            tensors = [w * 1.01 for _ in range(TENSORS)]
+            torch.accelerator.synchronize()
+            before = offloader.statistics()
+            saved_s.clear()
+            with offloader:
+                loss = torch.stack([tensor.sin().sum() for tensor in tensors]).sum()
+            del tensors
+            offloader.synchronize()
+            written_s = engines[0].last_s["write"] - saved_s[0]
+            since_s = time.monotonic()
+            loss.backward()
+            torch.accelerator.synchronize()
+            read_s = engines[0].last_s["read"] - since_s
+            del loss
+            w.grad = None
+        after = offloader.statistics()
+        written = after.nvme_written_bytes - before.nvme_written_bytes
+        read = after.nvme_read_bytes - before.nvme_read_bytes
+        return {
+            "link_bytes_per_s": link_bytes_per_s(nbytes),
+            "written_bytes": written,
+            "read_bytes": read,
+            "write_share": written / DISK_BYTES_PER_S / written_s,
+            "read_share": read / DISK_BYTES_PER_S / read_s,
+        }
+    finally:
+        offloader.abort()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and write the result file; return 1 where a bound does not hold."""
+    options = make_parser(__doc__, rounds=3, tiny=True).parse_args(arguments)
+    install()
+    nbytes = (4 << 20) if options.tiny else (128 << 20)
+    cases = {"staging of one tensor": nbytes, "staging of two": 2 * nbytes}
+    results = Results(
+        "nvme_simulated",
+        arguments,
+        {"tensor_bytes": nbytes, "tensors": TENSORS, "disk_bytes_per_s": DISK_BYTES_PER_S},
+        keep=not options.tiny,
+    )
+    samples: dict[str, list[Sample]] = {name: [] for name in cases}
+    for _ in range(options.rounds):
+        for name, staging in cases.items():
+            samples[name].append(measure(options.path or tempfile.gettempdir(), nbytes, staging))
+    bounds = [
+        Bound(what=f"share of the disk used, {name}: {way}", measured=middle(found, f"{way}_share"), bound=LEAST_SHARE,
+              at_most=False)
+        for name, found in samples.items()
+        for way in ("write", "read")
+    ]  # fmt: skip
+    rows = [
+        (
+            name,
+            mib(found[0]["written_bytes"]),
+            mib(found[0]["read_bytes"]),
+            f"{middle(found, 'link_bytes_per_s') / 1e9:.2f}",
+        )
+        for name, found in samples.items()
+    ]
+    table = markdown_table(("case", "written", "read", "link GB/s"), rows)
+    return 0 if results.finish(table, bounds, samples=samples) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

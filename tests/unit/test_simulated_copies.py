@@ -1,0 +1,212 @@
+"""When copies on the simulated accelerator are waited for, and when not."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from actoffload import Offloader
+from actoffload.errors import StateError
+from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
+from tests.unit.simulated_programs import (
+    RECORD_BYTES,
+    SIZE,
+    _current,
+    _equal,
+    _is_right,
+    _model,
+    _offloader,
+)
+
+pytestmark = pytest.mark.simulated
+
+PATIENCE_S = 5.0
+
+
+def _finishes(stream: torch.Stream) -> bool:
+    """Whether a stream comes to the end of what it was given, while others may be paused."""
+    until_s = time.monotonic() + PATIENCE_S
+    while not stream.query() and time.monotonic() < until_s:
+        time.sleep(0.01)
+    return stream.query()
+
+
+def _ends_without_copies_out(device: SimulatedDevice, offloader: Offloader, copies_out: torch.Stream) -> bool:
+    """Whether a forward and a backward end though nothing that leaves arrives, with gradients that are right."""
+    model, x = _model()
+    model(x).square().sum().backward()
+    expected = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+    model.zero_grad()
+    device.synchronize()
+    with device.paused(copies_out):
+        with offloader:
+            loss = model(x).square().sum()
+        loss.backward()
+        finished = _finishes(torch.accelerator.current_stream())
+    found = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+    assert _equal(found, expected)
+    return finished
+
+
+@pytest.mark.parametrize("target", ["host", "nvme"])
+def test_gradients_have_the_same_bits_where_copies_go_together(
+    device: SimulatedDevice, tmp_path: Path, target: str
+) -> None:
+    sizes = {"pending_bytes": 8 * RECORD_BYTES, "prefetch_bytes": 8 * RECORD_BYTES}
+    assert all(_is_right(device, tmp_path, seed, target=target, **sizes) for seed in range(3))
+
+
+def test_backward_waits_for_no_copy_out_of_what_it_still_has(device: SimulatedDevice, tmp_path: Path) -> None:
+    accelerator = SimulatedAccelerator()
+    options: dict[str, Any] = {"target": "host", "pending_bytes": None, "prefetch_bytes": None}
+    with _offloader(tmp_path, accelerator=accelerator, **options) as offloader:
+        assert _ends_without_copies_out(device, offloader, accelerator.side_stream(0, "out"))
+        statistics = offloader.statistics()
+    assert statistics.forwarded_bytes > 0
+    assert statistics.moved_bytes >= statistics.forwarded_bytes
+
+
+def test_what_the_link_is_too_slow_for_stays_under_the_greedy_policy(device: SimulatedDevice, tmp_path: Path) -> None:
+    accelerator = SimulatedAccelerator()
+    options: dict[str, Any] = {"target": "host", "policy": "greedy", "pending_bytes": 2 * RECORD_BYTES}
+    with _offloader(tmp_path, accelerator=accelerator, **options) as offloader:
+        assert _ends_without_copies_out(device, offloader, accelerator.side_stream(0, "out"))
+        statistics = offloader.statistics()
+    assert statistics.kept_bytes["pressure"] > 0
+    assert statistics.moved_bytes > 0
+
+
+def test_side_streams_are_made_once_for_each_device() -> None:
+    one, other = SimulatedAccelerator(), SimulatedAccelerator()
+    streams = {accelerator.side_stream(index, "in") for accelerator in (one, other) for index in range(2)}
+    assert len(streams) == 2
+
+
+def test_memory_of_a_stream_that_was_never_seen_is_not_its_own_before_the_saving_stream_is_done(
+    device: SimulatedDevice, tmp_path: Path
+) -> None:
+    main, other = torch.accelerator.current_stream(), torch.Stream(torch.device(NAME, 0))
+    weight = torch.ones(SIZE, SIZE, device=NAME, requires_grad=True)
+    with _current(other):
+        saved = torch.full((SIZE, SIZE), 7.0, device=NAME)
+    main.wait_stream(other)
+    device.synchronize()
+    address = saved.data_ptr()
+    with _offloader(tmp_path, target="host", pending_bytes=1) as offloader:
+        with device.paused(main):
+            with offloader:
+                out = weight * saved
+            del saved
+            with _current(other):
+                again = [torch.full((SIZE, SIZE), 9.0, device=NAME) for _ in range(3)]
+            other.synchronize()
+        assert address not in {tensor.data_ptr() for tensor in again}
+        assert bool((out.detach().cpu() == 7.0).all())
+        out.sum().backward()
+        assert weight.grad is not None
+        assert bool((weight.grad.cpu() == 7.0).all())
+
+
+class _Capturing(SimulatedAccelerator):
+    """Says that a graph is captured, and notes what it is asked meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+        self._capturing = False
+
+    def is_capturing(self) -> bool:
+        return self._capturing
+
+    @contextlib.contextmanager
+    def capture(self) -> Iterator[None]:
+        self._capturing = True
+        try:
+            yield
+        finally:
+            self._capturing = False
+
+    def __getattribute__(self, name: str) -> Any:
+        watched = name in {"record", "timestamp", "wait", "done", "synchronize", "copy", "empty", "used_on"}
+        if watched and self._capturing:
+            self.asked.append(name)
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("target", ["host", "nvme"])
+def test_a_capture_sees_no_copy_query_or_wait_of_ours(device: SimulatedDevice, tmp_path: Path, target: str) -> None:
+    accelerator = _Capturing()
+    model, x = _model()
+    with _offloader(tmp_path, target=target, accelerator=accelerator) as offloader:
+
+        def forward() -> Tensor:
+            with offloader:
+                loss: Tensor = model(x).square().sum()
+            return loss
+
+        used, died, moved = forward(), forward(), forward()
+        used.backward(retain_graph=True)
+        offloader.synchronize()
+        device.synchronize()
+        with device.paused(accelerator.side_stream(0, "out")):
+            on_its_way = x.detach().requires_grad_() * 2.0
+            with offloader:
+                square = on_its_way.square()
+            with accelerator.capture():
+                forward().backward()
+                del died, used
+                with pytest.raises(StateError, match="moved before the capture"):
+                    moved.backward()
+                torch.autograd.grad(square.sum(), on_its_way)
+                assert offloader.statistics().kept_bytes["graph capture"] > 0
+                offloader.synchronize()
+        assert accelerator.asked == []
+        model.zero_grad()
+        del moved
+        forward().backward()
+        assert offloader.statistics().live_records <= 1
+
+
+class _Saves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("pending_bytes", [None, 2 * RECORD_BYTES])
+def test_what_its_owner_frees_before_its_copy_has_begun_stays(
+    device: SimulatedDevice, tmp_path: Path, pending_bytes: int | None
+) -> None:
+    """Copies wait for others to begin with: until then there must still be something to copy."""
+    x = torch.ones(SIZE, SIZE, device=NAME, requires_grad=True)
+    factors = []
+    options: dict[str, Any] = {"target": "host", "host_budget": "64MiB", "pending_bytes": pending_bytes}
+    with _offloader(tmp_path, **options) as offloader:
+        with offloader:
+            y = x
+            for value in range(2, 6):
+                factors.append(torch.full((SIZE, SIZE), float(value), device=NAME))
+                y = _Saves.apply(y, factors[-1])
+                factors[-1].untyped_storage().resize_(0)
+        for value, factor in enumerate(factors, start=2):
+            factor.untyped_storage().resize_(factor.nbytes)
+            with torch.autograd.grad_mode._unsafe_preserve_version_counter(factor):
+                factor.fill_(float(value))
+        y.sum().backward()
+        assert offloader.statistics().kept_bytes["resized"] > 0
+    assert x.grad is not None
+    assert torch.equal(x.grad.cpu(), torch.full((SIZE, SIZE), 120.0))
+    device.reset()
+    device.take_violations()  # copies that were given up

@@ -1,0 +1,347 @@
+"""Host memory and disk behind the simulated accelerator."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from actoffload.storage.engines.base import IoKind, SpoolFile
+from actoffload.storage.engines.memory import MemoryEngine
+from actoffload.storage.spool import Spool
+from actoffload.testing.faults import GateEngine
+from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
+from actoffload.tiers import device_tier, tiers
+from actoffload.tiers.copy_streams import CopyStreams
+from actoffload.tiers.device_tier import DeviceTier
+from actoffload.tiers.direct_tier import DirectTier
+from actoffload.tiers.record import State
+from tests.harness import (
+    acquire_slot,
+    copy_in,
+    lock_of,
+    pools_of,
+    records_of,
+    run_in_threads,
+    spool_of,
+    tier_of,
+    wait_until,
+)
+from tests.unit.simulated_programs import (
+    RECORD_BYTES,
+    SIZE,
+    _equal,
+    _gradients,
+    _is_right,
+    _model,
+    _offloader,
+)
+
+pytestmark = pytest.mark.simulated
+
+NBYTES = 1 << 12
+LONGEST_DELAY_S = 0.002
+SEEDS = 40
+
+
+def test_no_thread_of_ours_touches_another_device_than_that_of_its_event(
+    device: SimulatedDevice, tmp_path: Path
+) -> None:
+    """On CUDA that would make a context on device 0 from the process of every rank."""
+    model, x = _model(1)
+    device.delay(0.002, 1)
+    before = [device.calls(index) for index in range(2)]
+    with torch.accelerator.device_index(1), _offloader(tmp_path, target="nvme") as offloader:
+        for _ in range(2):
+            _gradients(model, x, offloader)
+        assert offloader.statistics().nvme_read_bytes > 0
+        with offloader:
+            losses = [model(x).square().sum()]
+        offloader.close()
+        run_in_threads(losses.clear)  # with the last handle the pools go, in a thread of ours
+        wait_until(lambda: not any(thread.name == "actoffload-close" for thread in threading.enumerate()))
+        assert pools_of(offloader)[0].mapped_bytes == 0
+    assert device.calls(0) == before[0]
+    assert device.calls(1) > before[1]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_host_memory_is_written_again_after_the_copy_that_reads_it(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, ordered: bool
+) -> None:
+    accelerator = SimulatedAccelerator()
+    copies = CopyStreams(accelerator)
+    host = torch.full((NBYTES,), 7, dtype=torch.uint8).pin_memory()
+    other = torch.full((NBYTES,), 9, dtype=torch.uint8, device=NAME)
+    if not ordered:
+        monkeypatch.setattr(CopyStreams, "_order_after_host_copies", lambda *_: None)
+    out_stream = accelerator.side_stream(0, "out")
+    with device.paused(accelerator.side_stream(0, "in")):
+        incoming, filled = copy_in(copies, host)
+        out = copies.gather("out", 0, None)
+        out.add("other", host, other, NBYTES, [incoming])
+        copies.begin_out(out)
+        if not ordered:
+            out_stream.synchronize()
+    copies.synchronize(out)
+    copies.before_use(incoming, lambda: filled)
+    assert bool((filled.cpu() == (7 if ordered else 9)).all())
+    assert bool((host == 9).all())
+
+
+def test_host_memory_keeps_its_budget_when_backward_comes_in_an_unforeseen_order(
+    device: SimulatedDevice, tmp_path: Path
+) -> None:
+    """What was read ahead is let go of; it is on disk."""
+    model, x = _model()
+    expected = _gradients(model, x, contextlib.nullcontext())
+    budgets = {"host_budget": 3 * RECORD_BYTES, "device_budget": 3 * RECORD_BYTES}
+    with _offloader(tmp_path, target="nvme", **budgets) as offloader:
+        model.zero_grad()
+        with offloader:
+            loss = model(x).square().sum()
+        offloader.synchronize()
+        (pool,), tier = pools_of(offloader), tier_of(offloader)
+        on_disk = [record for record in records_of(offloader) if record.state is State.SPILLED]
+        assert len(on_disk) > 4
+        with lock_of(offloader):
+            assert [tier.fetch(record, urgent=False) for record in on_disk] == [True] * 3 + [False] * (len(on_disk) - 3)
+            assert tier.fetch(on_disk[-1], urgent=True)
+            assert pool.mapped_bytes <= pool.capacity_bytes
+        loss.backward()
+        found = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+        assert pool.mapped_bytes <= pool.capacity_bytes
+    assert _equal(found, expected)
+
+
+@pytest.mark.parametrize("offered", [True, False])
+def test_memory_that_cannot_be_registered_is_page_locked_by_pytorch(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offered: bool
+) -> None:
+    """As on devices other than CUDA's; else it is pageable, which is said once."""
+    monkeypatch.setattr(SimulatedAccelerator, "pin", lambda *_: False)
+    if not offered:
+        plain = torch.empty
+
+        def empty(*sizes: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+            if pin_memory:
+                raise RuntimeError("in this test")
+            return plain(*sizes, **options)
+
+        monkeypatch.setattr(torch, "empty", empty)
+    model, x = _model()
+    expected = _gradients(model, x, contextlib.nullcontext())
+    said = contextlib.nullcontext() if offered else pytest.warns(RuntimeWarning, match="could not be page-locked")
+    with said, _offloader(tmp_path, target="host") as offloader:
+        for _ in range(2):
+            assert _equal(_gradients(model, x, offloader), expected)
+        (pool,) = pools_of(offloader)
+        slot = acquire_slot(pool, NBYTES)
+        assert pool.tensor(slot, 0, NBYTES).is_pinned() == offered
+        assert pool.pin_failed != offered
+        assert ("could not be page-locked" in offloader.report()) != offered
+        assert pool.mapped_bytes <= pool.capacity_bytes
+
+
+def test_a_prefetch_that_found_no_memory_is_tried_once_a_step_and_half_as_far_in_the_next(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = _model()
+    expected = _gradients(model, x, contextlib.nullcontext())
+    refused: list[int] = []
+
+    def early(*_: Any) -> Tensor:
+        refused.append(1)
+        raise torch.OutOfMemoryError("in this test")
+
+    fetch = DeviceTier.fetch
+
+    def without_memory_ahead(tier: DeviceTier, record: Any, *, urgent: bool) -> bool:
+        with monkeypatch.context() as patch:
+            if not urgent:
+                patch.setattr(SimulatedAccelerator, "empty", early)
+            return fetch(tier, record, urgent=urgent)
+
+    monkeypatch.setattr(DeviceTier, "fetch", without_memory_ahead)
+    with _offloader(tmp_path, target="host") as offloader:
+        windows = []
+        for step in range(3):
+            assert _equal(_gradients(model, x, offloader), expected)
+            assert len(refused) == step + 1
+            windows.append(offloader.store.prefetch.window.nbytes)
+        assert windows == [2 * RECORD_BYTES, RECORD_BYTES, RECORD_BYTES // 2]
+
+
+def test_uring_is_tried_first_behind_a_device(device: SimulatedDevice, tmp_path: Path) -> None:
+    with _offloader(tmp_path, target="nvme", engine="auto") as offloader:
+        spool = spool_of(offloader)
+        assert spool.engine_name == "uring" or "not uring" in spool.engine_reason
+
+
+# -- parts of one tensor -----------------------------------------------------------------------------------------------
+
+CHUNK = 4096
+
+
+@pytest.fixture
+def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record is copied and written in four parts."""
+    assert RECORD_BYTES == 4 * CHUNK
+    monkeypatch.setattr(device_tier, "CHUNK_BYTES", CHUNK)
+    monkeypatch.setattr(tiers, "Spool", partial(Spool, stripe_bytes=CHUNK))
+
+
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("target", ["host", "nvme", "tiered"])
+def test_gradients_have_the_same_bits_in_parts(device: SimulatedDevice, tmp_path: Path, target: str) -> None:
+    assert all(_is_right(device, tmp_path, seed, target=target, debug=seed % 2 == 0) for seed in range(4))
+
+
+def _one_record() -> Tensor:
+    return torch.linspace(-1, 1, SIZE * SIZE).to(NAME).requires_grad_()
+
+
+@pytest.mark.usefixtures("chunks")
+def test_a_tensor_is_written_while_the_rest_of_it_is_copied(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stuck, event, begun = torch.Stream(torch.device(NAME, 0)), torch.Event(NAME), [0]
+    plain = SimulatedAccelerator.copy
+
+    def stuck_at_the_third(accelerator: SimulatedAccelerator, copies: Any, stream: Any) -> None:
+        begun[0] += 1
+        if begun[0] == 3:
+            stream.wait_event(event)
+        plain(accelerator, copies, stream)
+
+    monkeypatch.setattr(SimulatedAccelerator, "copy", stuck_at_the_third)
+    w = _one_record()
+    with _offloader(tmp_path, target="nvme", pending_bytes="1MiB") as offloader:
+        with device.paused(stuck):
+            event.record(stuck)
+            with offloader:
+                out = (w * 2).sin()
+            wait_until(lambda: offloader.statistics().nvme_written_bytes == 2 * CHUNK, "two parts are written")
+            (record,) = records_of(offloader)
+            assert record.state is State.STAGING
+        offloader.synchronize()
+        assert offloader.statistics().nvme_written_bytes == RECORD_BYTES
+        (found,) = torch.autograd.grad(out.sum(), w)
+    assert torch.equal(found.cpu(), (2 * (w * 2).cos()).cpu())
+
+
+@pytest.mark.usefixtures("chunks")
+def test_a_tensor_is_copied_to_the_device_while_the_rest_of_it_is_read(device: SimulatedDevice, tmp_path: Path) -> None:
+    w, gates = _one_record(), list[GateEngine]()
+    found: list[Tensor] = []
+
+    def gate(file: Any) -> GateEngine:
+        gates.append(GateEngine(file, threads=1))
+        gates[0].open()
+        return gates[0]
+
+    with _offloader(tmp_path, target="nvme", engine=gate) as offloader:
+        with offloader:
+            out = (w * 2).sin()
+        offloader.synchronize()
+        (record,) = records_of(offloader)
+        assert record.on_disk
+        gates[0].shut()
+        backward = threading.Thread(target=lambda: found.extend(torch.autograd.grad(out.sum(), w)))
+        backward.start()
+        gates[0].release(2)
+        wait_until(lambda: record.filled_bytes == 2 * CHUNK, "two parts are on their way to the device")
+        assert record.state is State.FETCHING
+        gates[0].open()
+        backward.join()
+    assert torch.equal(found[0].cpu(), (2 * (w * 2).cos()).cpu())
+
+
+# -- an engine that takes device memory --------------------------------------------------------------------------------
+
+
+class LateEngine(MemoryEngine):
+    """Takes addresses of the simulated device's memory, and looks at it late."""
+
+    def __init__(self, file: SpoolFile) -> None:
+        super().__init__(file, threads=2)
+        self._capabilities = replace(self._capabilities, device_memory=True)
+        self._random = random.Random(0)
+
+    def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
+        time.sleep(LONGEST_DELAY_S * self._random.random())
+        return super()._transfer_once(kind, views, offset)
+
+
+def _direct_is_right(device: SimulatedDevice, path: Path, seed: int) -> bool:
+    device.delay(0)
+    model, x = _model()
+    expected = _gradients(model, x, contextlib.nullcontext())
+    device.delay(LONGEST_DELAY_S, seed)
+    with _offloader(path, target="nvme", engine=LateEngine, device_budget=4 * RECORD_BYTES) as offloader:
+        right = all(_equal(_gradients(model, x, offloader), expected) for _ in range(3))
+        statistics = offloader.statistics()
+        assert statistics.nvme_read_bytes > 0
+        assert statistics.host_written_bytes == statistics.host_peak_bytes == 0
+    return right
+
+
+def test_an_engine_that_takes_device_memory_needs_none_of_the_host(device: SimulatedDevice, tmp_path: Path) -> None:
+    assert all(_direct_is_right(device, tmp_path, seed) for seed in range(6))
+
+
+def test_such_an_engine_waits_for_the_device(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DirectTier, "_wait_for", lambda *_: None)
+    assert not all(_direct_is_right(device, tmp_path, seed) for seed in range(SEEDS))
+
+
+@pytest.mark.parametrize(
+    ("target", "engine", "ahead"),
+    [("host", "memory", State.RELOADING), ("nvme", "memory", State.RELOADING), ("nvme", LateEngine, State.RESIDENT)],
+)
+def test_what_was_fetched_ahead_makes_room_for_what_backward_waits_for(
+    device: SimulatedDevice, tmp_path: Path, target: str, engine: Any, ahead: State
+) -> None:
+    model, x = _model()
+    expected = _gradients(model, x, contextlib.nullcontext())
+    with _offloader(tmp_path, target=target, engine=engine, pending_bytes="1MiB") as offloader:
+        model.zero_grad()
+        with offloader:
+            loss = model(x).square().sum()
+        offloader.synchronize()
+        device.synchronize()
+        tier = tier_of(offloader)
+        away = [record for record in records_of(offloader) if not record.on_device]
+        torch.accelerator.empty_cache()
+        device.limit(torch.accelerator.memory_reserved() + 3 * RECORD_BYTES)
+        with lock_of(offloader):
+            for record in away[:3]:
+                tier.fetch(record, urgent=False)
+        wait_until(lambda: all(record.state is not State.FETCHING for record in away[:3]))
+        with lock_of(offloader):
+            tier.poll()
+            assert [record.state for record in away[:3]] == [ahead] * 3
+        rest = []
+        with contextlib.suppress(torch.OutOfMemoryError):
+            while True:
+                rest.append(torch.empty(RECORD_BYTES, dtype=torch.uint8, device=NAME))
+        flushes = device.flushes
+        found = offloader.store.obtain(away[-1], 0)
+        assert found[0].nbytes() == RECORD_BYTES
+        assert device.flushes == flushes + 1
+        assert not any(record.on_device for record in away[:3])
+        device.limit(None)
+        loss.backward()
+        gradients = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+    assert _equal(gradients, expected)
