@@ -190,6 +190,7 @@ def test_what_its_owner_frees_before_its_copy_has_begun_stays(
     device: SimulatedDevice, tmp_path: Path, pending_bytes: int | None
 ) -> None:
     """Copies wait for others to begin with: until then there must still be something to copy."""
+    device.lazy(SimulatedAccelerator().side_stream(0, "out"))
     x = torch.ones(SIZE, SIZE, device=NAME, requires_grad=True)
     factors = []
     options: dict[str, Any] = {"target": "host", "host_budget": "64MiB", "pending_bytes": pending_bytes}
