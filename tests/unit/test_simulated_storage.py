@@ -1,4 +1,4 @@
-"""Host memory and disk behind the simulated accelerator; run by test_simulated_device.py in a process of its own."""
+"""Host memory and disk behind the simulated accelerator."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.harness import (
     tier_of,
     wait_until,
 )
-from tests.unit.simulated_device_cases import (
+from tests.unit.simulated_programs import (
     RECORD_BYTES,
     SIZE,
     _equal,
@@ -44,10 +44,9 @@ from tests.unit.simulated_device_cases import (
     _is_right,
     _model,
     _offloader,
-    device,
 )
 
-__all__ = ["device"]
+pytestmark = pytest.mark.simulated
 
 NBYTES = 1 << 12
 LONGEST_DELAY_S = 0.002
