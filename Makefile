@@ -5,10 +5,13 @@
 #   make quick   what to run before each commit: under a minute
 #   make bench   the benchmarks of the CPU, with peers (about an hour; needs a quiet machine)
 #   make gpu     the suite for a machine with an accelerator (uses PYTHON as it is, no environment, no network)
+#   make gpu-wheels  what such a machine may lack, into the folder .gpu-wheels, to be carried there with the clone
+#   make versions    tests on several releases of PyTorch and Python, each installed by pip (25 GB, an hour)
 #
 # PYTHON      the interpreter that makes the environment, and that `make gpu` runs
 # PIP_ARGS    more arguments for pip, e.g. the index of PyTorch's CPU builds, which saves gigabytes
 # DEMO_ARGS   arguments for `actoffload demo`;  PYTEST_ARGS  for pytest;  GPU_ARGS  for benchmarks.gpu
+# VERSIONS    pairs for `make versions`, e.g. 2.15:3.11
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -19,6 +22,9 @@ DEMO_ARGS ?=
 # each: there are as many workers as processors.
 PYTEST_ARGS ?= -n auto --dist loadscope --no-loadscope-reorder --durations=30
 GPU_ARGS ?=
+# What a machine with PyTorch, Transformers, Accelerate, PEFT and pytest lacks.
+GPU_WHEELS ?= trl datasets dill multiprocess megatron-core einops psutil expecttest pytest-timeout \
+  rich markdown-it-py mdurl pygments typer click shellingham annotated-doc
 
 BIN := $(VENV)/bin
 # Python compiles what it imports, once; pip would compile all that it brings, which takes longer than installing it.
@@ -37,7 +43,7 @@ QUICK := tests/unit/test_architecture.py tests/unit/test_contributing.py tests/u
   tests/property/test_planners_property.py::test_half_of_the_bandwidth_frees_memory_at_no_loss \
   tests/property/test_planners_property.py::test_max_slowdown_is_kept
 
-.PHONY: demo test quick bench gpu lint format types tiny tests clean
+.PHONY: demo test quick bench gpu gpu-wheels versions lint format types tiny tests clean
 
 demo: $(VENV)/.installed
 	$(BIN)/actoffload demo $(DEMO_ARGS)
@@ -60,9 +66,9 @@ format: $(VENV)/.installed-test
 types: $(VENV)/.installed-test
 	$(BIN)/mypy --strict
 
-# The suite of `make gpu` on the CPU, with tiny sizes; a test runs it as well, and looks at what it says.
+# The suite of `make gpu` on the simulated device, with tiny sizes; a test runs a case of it, and looks at what it says.
 tiny: $(VENV)/.installed-test
-	$(BIN)/python -m benchmarks.gpu --tiny
+	$(BIN)/python -m benchmarks.gpu --tiny --budget-s 3600 $(GPU_ARGS)
 
 tests: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -74,10 +80,20 @@ bench: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.planner_cpu
 
 gpu:
-	$(PYTHON) -m benchmarks.gpu $(GPU_ARGS)
+	PYTHONPATH=$(CURDIR)/.gpu-wheels $(PYTHON) -m benchmarks.gpu $(GPU_ARGS)
+
+# Unpacked, for Python 3.12 on Linux x86-64, without PyTorch and what else such a machine has: some megabytes.
+gpu-wheels: $(VENV)/bin/python
+	rm -rf .gpu-wheels
+	$(PIP) --target .gpu-wheels --no-deps --only-binary=:all: --python-version 3.12 --implementation cp --abi cp312 \
+	  --abi abi3 --abi none --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --platform any $(GPU_WHEELS)
+	test "$$(du -sm .gpu-wheels | cut -f1)" -le 50
+
+versions: $(VENV)/.installed-test
+	$(BIN)/python -m tests.versions $(VERSIONS)
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .versions .gpu-wheels build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

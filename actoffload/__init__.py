@@ -17,6 +17,7 @@ from .api import Attachment, attach, offload_activations
 from .autograd.exclusions import keep, no_offload
 from .autograd.offloader import Offloader
 from .autograd.selective import create_selective_checkpoint_contexts
+from .autograd.tensor_names import name
 from .config import OffloadConfig
 from .planning.plan import Plan
 from .planning.profile import Profile
@@ -41,6 +42,7 @@ __all__ = [
     "create_selective_checkpoint_contexts",
     "errors",
     "keep",
+    "name",
     "no_offload",
     "offload_activations",
 ]

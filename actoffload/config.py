@@ -72,9 +72,13 @@ class OffloadConfig:
     model under ``torch.utils.checkpoint`` where that is cheaper than moving what they save. Not with several
     ranks, which would have to agree on it: a block that communicates must run again on all of them or on none."""
     include: str | Sequence[str] | None = None
-    """Glob patterns of module names; only tensors saved inside a matching module move. Needs ``model=``."""
+    """Glob patterns of module names; only tensors saved inside a matching module move. Needs ``model=``. A pattern that
+    begins with ``tensor:`` matches what `actoffload.name` called a tensor instead, and needs no model."""
     exclude: str | Sequence[str] | None = None
-    """Glob patterns of module names; tensors saved inside a matching module stay. Needs ``model=``."""
+    """Glob patterns of module names; tensors saved inside a matching module stay. As in ``include``."""
+    boundaries: str = "all"
+    """``"only"``: nothing moves but the inputs of checkpointed blocks (PyTorch's, DeepSpeed's, Megatron's);
+    ``"all"``: they are saved tensors as others are."""
     engine: EngineName | Callable[[SpoolFile], StorageEngine] = "auto"
     """Storage engine: ``"auto"`` (the first of ``"posix"``, ``"uring"``, ``"aiofiles"`` that works here), one of them,
     ``"gds"``, ``"memory"``, or a factory of your own."""
@@ -143,6 +147,7 @@ class OffloadConfig:
         elif not callable(getattr(self.policy, "decide", None)):
             remedy = f"give {', '.join(map(repr, POLICIES))}, a Plan, or an object with decide(facts)"
             raise ConfigError("policy", self.policy, remedy)
+        _check_choice("boundaries", self.boundaries, ("all", "only"))
         if not callable(self.announce):
             _check_choice("announce", self.announce, ("none", "first", "all"))
         _check_takes_one("announce", self.announce, "the line")
@@ -209,6 +214,7 @@ class Options(TypedDict, total=False):
     recompute: bool
     include: str | Sequence[str] | None
     exclude: str | Sequence[str] | None
+    boundaries: str
     engine: EngineName | Callable[[SpoolFile], StorageEngine]
     strict: bool
     verify: bool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, runtime_checkable
@@ -59,6 +59,7 @@ class TensorFacts:
         dtype: for example ``"float32"``.
         device: for example ``"cuda:0"``.
         module: qualified name of the innermost module that was running, or None when no names are known.
+        name: what `actoffload.name` called it; ``"checkpoint_input"`` for the inputs of a checkpoint; else None.
         index: how many storages this forward saved before it.
     """
 
@@ -67,6 +68,7 @@ class TensorFacts:
     dtype: str
     device: str
     module: str | None
+    name: str | None = None
     index: int
 
 
@@ -89,22 +91,56 @@ class Policy(Protocol):
         ...
 
 
-class ModuleFilter:
-    """Glob patterns over qualified module names; a pattern also covers what is inside the module it names."""
+CHECKPOINT_INPUT = "checkpoint_input"
+"""The name of what a checkpoint saves in place of all that its block saves."""
+TENSOR = "tensor:"
+"""Begins a pattern over names of tensors."""
 
-    def __init__(self, include: Sequence[str] | None, exclude: Sequence[str] | None) -> None:
+
+class NameFilter:
+    """Glob patterns over qualified names of modules, and over names of tensors where they begin with ``tensor:``.
+
+    A pattern over modules also covers what is inside the module that it names. With ``only_boundaries`` nothing moves
+    but the inputs of checkpoints.
+    """
+
+    def __init__(
+        self, include: Sequence[str] | None, exclude: Sequence[str] | None, *, only_boundaries: bool = False
+    ) -> None:
         self.include = tuple(include or ())
         self.exclude = tuple(exclude or ())
+        self.only_boundaries = only_boundaries
 
-    def allows(self, module: str | None) -> bool:
-        """Whether a tensor saved inside ``module`` may move."""
-        name = module or ""
-        return (not self.include or _covers(self.include, name)) and not _covers(self.exclude, name)
+    def allows(self, module: str | None, name: str | None = None) -> bool:
+        """Whether a tensor called ``name`` that is saved inside ``module`` may move."""
+        if self.only_boundaries and name != CHECKPOINT_INPUT:
+            return False
+        return (not self.include or _covers(self.include, module, name)) and not _covers(self.exclude, module, name)
+
+    def without(self, names: Collection[str]) -> list[str]:
+        """The patterns over tensors that match none of these names."""
+        patterns = [pattern.removeprefix(TENSOR) for pattern in (*self.include, *self.exclude) if _is_tensors(pattern)]
+        return [pattern for pattern in patterns if not fnmatch.filter(names, pattern)]
 
 
-def _covers(patterns: Sequence[str], name: str) -> bool:
+def module_patterns(patterns: Sequence[str] | None) -> list[str]:
+    """Those patterns that are over modules."""
+    return [pattern for pattern in patterns or () if not _is_tensors(pattern)]
+
+
+def _is_tensors(pattern: str) -> bool:
+    return pattern.startswith(TENSOR)
+
+
+def _covers(patterns: Sequence[str], module: str | None, name: str | None) -> bool:
     if not patterns:
         return False
-    parts = name.split(".")
+    parts = (module or "").split(".")
     scopes = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-    return any(fnmatch.fnmatchcase(scope, pattern) for pattern in patterns for scope in scopes)
+    for pattern in patterns:
+        if _is_tensors(pattern):
+            if name is not None and fnmatch.fnmatchcase(name, pattern.removeprefix(TENSOR)):
+                return True
+        elif any(fnmatch.fnmatchcase(scope, pattern) for scope in scopes):
+            return True
+    return False

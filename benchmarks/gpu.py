@@ -1,34 +1,41 @@
-"""The suite for a machine with an accelerator: the tests marked ``gpu``, then SSDTrain's shapes and a Llama.
+"""The suite for a machine with an accelerator: the tests marked ``gpu``, then models in every mode, and peers.
 
-    python -m benchmarks.gpu [--tiny] [--budget-s S] [--steps N] [--cases NAME ...] [--path DIR] [--skip-tests]
+    python -m benchmarks.gpu [--tiny] [--budget-s S] [--steps N] [--cases NAME ...] [--resume FILE] [--path DIR]
 
-What is measured is in `benchmarks.gpu_cases`: the library's modes, full recompute and peers, on the same work. Running
-out of memory is a result, and so is a peer that is not to be had. The result file is written after every mode, so that
-a run that is stopped keeps what it has; when time is short, the cases and modes that are left out are named. ``--tiny``
-runs everything on the CPU with tiny sizes.
+What is measured is in `benchmarks.gpu_cases`: the modes that goals are about first, in every case. Running out of
+memory is a result. The result file is written after every mode, so that a run that is stopped keeps what it has; when
+time is short, what is left out is named, and ``--resume`` takes it up from that file in the next command. A peer that
+is missing ends the suite at once, unless ``--without-peers`` is given. ``--tiny`` runs the same cases with tiny sizes
+on the simulated device.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from actoffload.analysis.plots import step_time_against_memory
 from actoffload.analysis.workers import stream_worker
+from actoffload.testing import simulated_device
 from benchmarks import gpu_report, harness
-from benchmarks.gpu_cases import GpuCase, cases
+from benchmarks.gpu_cases import GOALS, GpuCase, cases
 from benchmarks.modes import MODES
 
 BUDGET_S = 510
-"""Nine minutes, less what it takes to begin, to end a process with much page-locked memory and to draw."""
-TESTS_LIMIT_S, CASE_LIMIT_S = 120, 150
+"""Nine minutes, less what it takes to begin and to end a process with much page-locked memory."""
+TESTS_LIMIT_S, CASE_LIMIT_S = 120, 300
+PEERS = ("megatron", "peft", "transformers", "trl")
+"""Packages without which the suite does not say what it is to say."""
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
 LEAST_S = 15
 """With less time than this left, no case is begun."""
 SPARE_S = 5
@@ -38,14 +45,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tests and every case; 1 when a test or a mode of the library failed, or gradients differed."""
     options = parse(arguments)
     if not options.tiny and not torch.accelerator.is_available():
-        print("no accelerator here: nothing was measured (--tiny runs the suite on the CPU)", file=sys.stderr)
+        print("no accelerator here: nothing was measured (--tiny simulates one)", file=sys.stderr)
         return 2
+    missing = [] if options.tiny or options.without_peers else [name for name in PEERS if find_spec(name) is None]
+    if missing:
+        raise SystemExit(f"MISSING: {', '.join(missing)}. `make gpu-wheels` collects them; or pass --without-peers.")
+    chosen = [case for case in cases(options.tiny) if not options.cases or case.name in options.cases]
     suite = Suite(options, arguments)
-    if not options.skip_tests:
+    if not (options.tiny or options.skip_tests or suite.tests):
         suite.run_tests()
-    for case in cases(options.tiny):
-        if not options.cases or case.name in options.cases:
-            suite.run_case(case)
+    for case in chosen:
+        suite.run_case(case, [mode for mode in case.modes if mode in GOALS])
+    for case in chosen:
+        suite.run_case(case, case.modes)
     return suite.finish()
 
 
@@ -54,8 +66,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = harness.make_parser(__doc__, tiny=True)
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for everything together")
     parser.add_argument("--steps", type=int, help="timed steps of each mode; 3, with --tiny 1")
-    parser.add_argument("--cases", nargs="+", help="only these, by name")
+    parser.add_argument("--cases", nargs="+", choices=[case.name for case in cases(True)], help="only these")
+    parser.add_argument("--resume", help="a result file: what it has is not measured again")
     parser.add_argument("--skip-tests", action="store_true", help="only the cases")
+    parser.add_argument("--without-peers", action="store_true", help="go on although peers are not installed")
     return parser.parse_args(arguments)
 
 
@@ -70,6 +84,14 @@ class Suite:
         self.results = harness.Results("gpu", arguments, vars(options), variant=variant, keep=not options.tiny)
         self.tests: dict[str, Any] | None = None
         self.points: list[dict[str, Any]] = []
+        if options.resume:
+            past = json.loads(Path(options.resume).read_text(encoding="utf-8"))
+            if past["environment"]["gpu"] != self.results.payload["environment"]["gpu"]:
+                raise SystemExit(f"--resume: {options.resume} is from {past['environment']['gpu']}, another device")
+            self.tests = past["tests"]
+            self.points = [point for point in past["points"] if "left_out" not in point["result"]]
+        os.environ.setdefault(ALLOCATOR, "expandable_segments:True")  # of every mode's process
+        self.results.payload["allocator"] = os.environ[ALLOCATOR]
 
     def remaining_s(self) -> float:
         """Seconds left of the time budget."""
@@ -80,7 +102,7 @@ class Suite:
         self.results.write(tests=self.tests, points=self.points)
 
     def run_tests(self) -> None:
-        """The tests marked ``gpu``; without an accelerator each of them is skipped, but still imported."""
+        """The tests marked ``gpu``."""
         # Warnings are not errors here: this machine's versions are not the ones that are pinned.
         options = ["-m", "gpu", "-q", "-W", "default", "-p", "no:cacheprovider"]
         command = [sys.executable, "-m", "pytest", *options, "tests/gpu"]
@@ -94,15 +116,15 @@ class Suite:
             self.tests = {"status": -1, "summary": f"stopped after {limit:.0f} s"}
         self.write()
 
-    def run_case(self, case: GpuCase) -> None:
-        """All modes of a case, in as few processes as do not fail."""
-        waiting = [case.reference, *case.modes]
+    def run_case(self, case: GpuCase, modes: Iterable[str]) -> None:
+        """Some modes of a case, as far as they are not measured, in as few processes as do not fail."""
+        waiting = [mode for mode in (case.reference, *modes) if self._found(case, mode) is None]
         while waiting:
             if self.remaining_s() < LEAST_S:
                 return self._leave_out(case, waiting, "no time was left")
-            self._run_process(case, waiting)
-            if case.reference in waiting or "error" in self._reference(case):
+            if "median_step_s" not in (self._found(case, case.reference) or {"median_step_s": None}):
                 return self._leave_out(case, waiting, f"{case.reference} was not measured")
+            self._run_process(case, waiting)
 
     def _run_process(self, case: GpuCase, waiting: list[str]) -> None:
         """One process; takes from ``waiting`` what it measured, and at least one mode."""
@@ -121,20 +143,22 @@ class Suite:
     def _spec(self, case: GpuCase, modes: Sequence[str], limit_s: float) -> dict[str, Any]:
         tiny = self.options.tiny
         accelerator = None if tiny else torch.accelerator.current_accelerator()
+        known = [p["result"].get("statistics", {}) for p in self.points if p["case"]["name"] == case.name]
         return case.spec | {
-            "device": "cpu" if accelerator is None else accelerator.type,
+            "device": simulated_device.NAME if accelerator is None else accelerator.type,
             "reference": case.reference,
             "modes": list(modes),
             "steps": self.options.steps or (1 if tiny else 3),
             "path": self.options.path,
+            "untimed": 4 if tiny else 8,
+            "baseline_bytes": max((counts.get("baseline_peak_bytes", 0) for counts in known), default=0),
             "threads": 1 if tiny else None,
             "limit_s": limit_s,
         }
 
-    def _reference(self, case: GpuCase) -> dict[str, Any]:
-        points = [p for p in self.points if p["case"]["name"] == case.name and p["mode"] == case.reference]
-        found: dict[str, Any] = points[0]["result"]
-        return found
+    def _found(self, case: GpuCase, mode: str) -> dict[str, Any] | None:
+        points = [p for p in self.points if p["case"]["name"] == case.name and p["mode"] == mode]
+        return points[0]["result"] if points else None
 
     def _leave_out(self, case: GpuCase, waiting: list[str], why: str) -> None:
         for mode in waiting:
@@ -147,16 +171,16 @@ class Suite:
         print(json.dumps({"case": case.name, "mode": mode} | gpu_report.short(result)), flush=True)
 
     def finish(self) -> int:
-        """Write the tables and the picture; 0 when all is well."""
+        """Write the tables; 0 when all is well."""
         points = self.points
         self.write()
         self.results.finish(gpu_report.render(points), gpu_report.goals(points))
-        picture = self.results.file.with_suffix(".png")
-        if step_time_against_memory(gpu_report.drawn(points), picture, gpu_report.title(self.results.payload)):
-            print(f"picture: {picture.name}")
         ours = [p for p in points if MODES[p["mode"]].ours or p["mode"] == p["case"]["reference"]]
         broken = [p for p in ours if "error" in p["result"] and not p["result"].get("oom")]
         different = [p for p in ours if gpu_report.differs(p["result"])]
+        peers = [f"{p['case']['name']} / {p['mode']}" for p in points if p not in ours and "error" in p["result"]]
+        if peers:
+            print(f"PEERS THAT FAILED: {'; '.join(peers)}")
         tests_failed = self.tests is not None and self.tests["status"] != 0
         print(f"{len(broken)} failed, {len(different)} differ, tests failed: {tests_failed}")
         return 1 if broken or different or tests_failed else 0

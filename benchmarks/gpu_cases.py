@@ -1,16 +1,16 @@
-"""What the GPU suite measures: SSDTrain's shapes, a Llama at 8k tokens with and without checkpoints, and tiny ones."""
+"""What the GPU suite measures: SSDTrain's shapes, Llama's layers at 8k and 32k tokens, a small model, and LoRA."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 VOCAB = {"gpt2": 50304, "bert": 30592, "t5": 32128}
-CORE = ("recompute", "host", "default", "TRL")
-MORE = ("nvme", "save_on_cpu", "budget 35 %", "host, all", "tiered", "Megatron", "recompute + save_on_cpu")
-EVERYTHING = (*CORE, *MORE)
-CHECKPOINTED = ("recompute + host", "recompute + save_on_cpu", "recompute + nvme")
-TINY = ("recompute", "default", "nvme, all", "tiered", "budget 35 %", "save_on_cpu", "TRL")
+GOALS = ("recompute", "host", "default", "selective", "TRL")
+"""The modes that a goal or a verdict is about: those of every case are run before any other mode."""
+PEERS = ("save_on_cpu", "transformers offload", "torchtune", "Megatron")
+EVERYTHING = (*GOALS, *PEERS, "nvme", "budget 35 %", "host, all", "tiered")
+CHECKPOINTED = ("recompute + host", "transformers offload", "recompute + nvme")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,56 +27,49 @@ class GpuCase:
 
     name: str
     spec: dict[str, Any] = field(hash=False)
-    modes: tuple[str, ...]
+    modes: tuple[str, ...] = (*GOALS, *PEERS)
     reference: str = "keep"
     ssdtrain: bool = False
 
 
 def cases(tiny: bool) -> list[GpuCase]:
-    """All cases, the most wanted first, as a run may be short of time."""
-    if tiny:
-        return _tiny()
-    return [
+    """All cases, the most wanted first, as a run may be short of time; with ``tiny`` the same ones in small."""
+    llama = {"hidden": 4096, "inner": 14336, "heads": 32, "kv_heads": 8, "vocab": 32000}
+    small = {"hidden": 2048, "inner": 8192, "heads": 32, "kv_heads": 8, "vocab": 128256, "layers": 16, "seq": 2048}
+    qwen = {"hidden": 3584, "inner": 18944, "heads": 28, "kv_heads": 4, "vocab": 32000, "layers": 28, "seq": 4096}
+    # Half or a quarter of the layers of a Llama of 8 billion parameters, so that peers that pin whatever is saved stay
+    # within the memory of a machine with 128 GiB.
+    found = [
         _paper("gpt2", 12288, 3, EVERYTHING),
-        _paper("bert", 12288, 3, CORE),
-        _paper("t5", 12288, 3, CORE),
-        _llama("llama", batch=1, modes=(*EVERYTHING, "recompute + host")),
-        _llama("llama, checkpointed", batch=4, modes=CHECKPOINTED, reference="recompute"),
-        *(_paper(model, hidden, layers, CORE) for hidden, layers in ((8192, 4), (16384, 2)) for model in VOCAB),
+        _case("llama, 8k tokens", "llama", 1, llama | {"layers": 16, "seq": 8192}, modes=EVERYTHING),
+        _case("1B, 2k tokens", "llama", 1, small),
+        _case("qwen, LoRA", "qwen2", 2, qwen | {"lora": 16}),
+        _case("llama, 32k tokens", "llama", 1, llama | {"layers": 8, "seq": 32768}),
+        _paper("bert", 12288, 3),
+        _paper("t5", 12288, 3),
+        _case(
+            "llama, 32k tokens, checkpointed",
+            *("llama", 1, llama | {"layers": 16, "seq": 32768}),
+            modes=CHECKPOINTED,
+            reference="recompute",
+        ),
+        *(_paper(model, hidden, layers, GOALS) for hidden, layers in ((8192, 4), (16384, 2)) for model in VOCAB),
     ]
+    return [replace(case, spec=_in_small(case.spec)) for case in found] if tiny else found
 
 
-def _paper(model: str, hidden: int, layers: int, modes: tuple[str, ...]) -> GpuCase:
+def _case(name: str, model: str, batch: int, sizes: dict[str, int], **more: Any) -> GpuCase:
+    return GpuCase(name=name, spec={"model": model, "batch": batch, "dtype": "bfloat16", "sizes": sizes}, **more)
+
+
+def _paper(model: str, hidden: int, layers: int, modes: tuple[str, ...] = (*GOALS, *PEERS)) -> GpuCase:
     """One of SSDTrain's: sequences of 1024 tokens, batch 16, heads of 128, bf16."""
     sizes = {"hidden": hidden, "layers": layers, "seq": 1024, "vocab": VOCAB[model], "head_width": 128}
-    spec = {"model": model, "batch": 16, "dtype": "bfloat16", "sizes": sizes}
-    return GpuCase(name=f"{model} {hidden} × {layers}", spec=spec, modes=modes, ssdtrain=True)
+    return _case(f"{model}, {hidden} × {layers}", model, 16, sizes, modes=modes, ssdtrain=True)
 
 
-def _llama(name: str, *, batch: int, modes: tuple[str, ...], reference: str = "keep") -> GpuCase:
-    """Half of the layers of a Llama of 8 billion parameters, sequences of 8192 tokens, bf16.
-
-    Half of them, so that peers that pin whatever is saved stay within the memory of a machine with 128 GiB.
-    """
-    sizes = {"hidden": 4096, "layers": 16, "inner": 14336, "heads": 32, "kv_heads": 8, "vocab": 32000, "seq": 8192}
-    spec = {"model": "llama", "batch": batch, "dtype": "bfloat16", "sizes": sizes}
-    return GpuCase(name=name, spec=spec, modes=modes, reference=reference)
-
-
-def _tiny() -> list[GpuCase]:
-    language = {"hidden": 128, "layers": 2, "seq": 128, "vocab": 64, "head_width": 32}
-    small = {"hidden": 128, "layers": 2, "inner": 256, "heads": 4, "kv_heads": 2, "vocab": 64, "seq": 256}
-    shapes: list[tuple[str, dict[str, int], tuple[str, ...], str]] = [
-        ("gpt2", language, TINY, "keep"),
-        ("t5", language, ("default",), "keep"),
-        ("llama", small, CHECKPOINTED[1:], "recompute"),
-    ]
-    return [
-        GpuCase(
-            name=f"tiny {model}" if reference == "keep" else f"tiny {model}, checkpointed",
-            spec={"model": model, "batch": 4, "dtype": "float32", "sizes": sizes},
-            modes=modes,
-            reference=reference,
-        )
-        for model, sizes, modes, reference in shapes
-    ]
+def _in_small(spec: dict[str, Any]) -> dict[str, Any]:
+    tiny = {"hidden": 128, "layers": 2, "seq": 128, "vocab": 64, "head_width": 32}
+    tiny |= {"inner": 256, "heads": 4, "kv_heads": 2, "lora": 4}
+    sizes = {name: tiny.get(name, size) for name, size in spec["sizes"].items()}
+    return spec | {"batch": 8, "dtype": "float32", "sizes": sizes}

@@ -3,8 +3,9 @@
 The model is made once. Every mode stands between two blocks of steps in the reference mode (A B A C A), so that a drift
 of the machine falls on both sides of each ratio. The gradients of its first step, and of one after those that are
 timed, are compared with the reference's. A mode that fails in a way that may spoil the process ends it; the rest is the
-next process's. The options come as one JSON argument: those of `benchmarks.worker`, and ``modes``, ``reference`` and
-``limit_s``.
+next process's. The options come as one JSON argument: those of `benchmarks.worker`, and ``modes``, ``reference``,
+``untimed`` (steps of each mode before those that are timed), ``baseline_bytes`` (what all saved tensors take, if that
+was counted before) and ``limit_s``.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ from typing import Any
 import psutil
 import torch
 
-from actoffload import Offloader
 from actoffload.analysis.process_usage import rss_bytes
 from actoffload.errors import ActOffloadError
-from benchmarks.modes import MODES, WARM_UP
+from benchmarks.modes import MODES
 from benchmarks.peers import Unavailable
 from benchmarks.worker import Run, out_of_memory, read_spec, say
 
 SPARE_S, SPARE_ON_DEVICE_S = 10.0, 30.0
 """Left for a mode beyond its steps: on a device tens of gigabytes of host memory are page-locked, and let go of."""
+LINK_BYTES = 1 << 26
+"""How much is copied to see what the link takes."""
 COST = 3.0
 """How many times the reference's a mode's step is reckoned to take before it is known."""
 
@@ -47,7 +49,7 @@ class Series:
         self.available_bytes = psutil.virtual_memory().available
         self.reference_s: list[float] = []
         self.gradients = ""
-        self.baseline_bytes: int | None = None
+        self.baseline_bytes: int = spec.get("baseline_bytes", 0)
 
     def reference(self) -> dict[str, Any]:
         """The reference itself, with its deterministic step three times; what it measures."""
@@ -55,13 +57,25 @@ class Series:
         self.gradients = result["first_gradients"]
         self.run.open(self.spec["reference"])
         result["reproducible"] = {self.run.first_step(), result["last_gradients"]} <= {self.gradients, None}
+        if self.run.on_device:
+            result |= self._hiding()
         self._close()
         self.reference_s = result["step_s"]
         return result
 
+    def _hiding(self) -> dict[str, float]:
+        """How long a forward takes, what the link takes, and so how many bytes can leave while a forward runs."""
+        run = self.run
+        forward_s = run.seconds(run.work.forward)
+        source = torch.empty(LINK_BYTES, dtype=torch.uint8, device=run.device)
+        target = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+        copy_s = min(run.seconds(lambda: target.copy_(source, non_blocking=True)) for _ in range(3))
+        link = LINK_BYTES / copy_s
+        return {"forward_s": forward_s, "link_bytes_per_s": link, "hides_bytes": link * forward_s}
+
     def mode(self, name: str) -> dict[str, Any]:
         """One mode, and a block of the reference after it."""
-        steps = self.spec["steps"] + (WARM_UP if MODES[name].ours else 1) + 2
+        steps = self.spec["steps"] + self.spec["untimed"] + 2
         spare_s = SPARE_ON_DEVICE_S if self.run.on_device else SPARE_S
         if self.deadline_s - time.monotonic() < spare_s + COST * steps * median(self.reference_s):
             return {"mode": name, "left_out": "no time was left"}
@@ -90,7 +104,7 @@ class Series:
         result: dict[str, Any] = {"mode": name}
         run.open(name, self._budget(name))
         result["first_gradients"] = run.first_step()
-        run.timed(WARM_UP if MODES[name].ours else 1)
+        run.timed(self.spec["untimed"])
         result |= run.measure(lambda: run.timed(self.spec["steps"]))
         result["host_rss_bytes"] = max(0, rss_bytes() - self.static_rss_bytes)
         # What a driver pins for a process is not always in its resident memory.
@@ -100,7 +114,10 @@ class Series:
             counted = offloader.statistics()
             self.baseline_bytes = counted.baseline_peak_bytes
             report = offloader.report()
-            result |= {"statistics": counted.as_dict(), "report": report, **planned(offloader)}
+            result |= {"statistics": counted.as_dict(), "report": report}
+            plan = None if offloader.autopilot is None else offloader.autopilot.plan
+            if plan is not None:
+                result |= {"predicted_step_s": plan.predicted_step_s, "predicted_peak_bytes": plan.predicted_peak_bytes}
             result["page_locked"] = "could not be page-locked" not in report
             if not run.on_device:
                 result["activation_peak_bytes"] = counted.resident_peak_bytes
@@ -114,7 +131,7 @@ class Series:
         share = MODES[name].options.get("device_budget")
         if share is None:
             return {}
-        if self.baseline_bytes is None:
+        if not self.baseline_bytes:
             raise Unavailable("what is saved in all is not known: no earlier mode of the library has counted it")
         return {"device_budget": int(share * self.baseline_bytes)}
 
@@ -122,19 +139,10 @@ class Series:
         """End the mode, with all the memory that it or torch's allocators still keep for it."""
         self.run.close()
         gc.collect()
+        if self.run.on_device:
+            torch.accelerator.empty_cache()
         if self.run.device.type == "cuda":
-            torch.cuda.empty_cache()
-            empty_host_cache = getattr(torch._C, "_host_emptyCache", None)
-            if empty_host_cache is not None:
-                empty_host_cache()
-
-
-def planned(offloader: Offloader) -> dict[str, Any]:
-    """What the planner expects of a step, where there is a plan."""
-    plan = None if offloader.autopilot is None else offloader.autopilot.plan
-    if plan is None:
-        return {}
-    return {"predicted_step_s": plan.predicted_step_s, "predicted_peak_bytes": plan.predicted_peak_bytes}
+            torch._C._host_emptyCache()
 
 
 def failure(mode: str, error: Exception) -> dict[str, Any]:

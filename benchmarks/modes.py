@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +11,13 @@ import torch
 from torch import nn
 
 import actoffload
-from benchmarks.peers import Megatron, Peer, SaveOnCpu, TorchSave, Trl
+from benchmarks.peers import Megatron, Peer, SaveOnCpu, TorchSave, Torchtune, Transformers, Trl
 from benchmarks.workloads import Workload
 
+_ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+_PRODUCTS = ("mm", "addmm", "bmm", *(f"_scaled_dot_product_{kind}" for kind in _ATTENTION))
+PRODUCTS = tuple(getattr(torch.ops.aten, name).default for name in _PRODUCTS)
+"""What selective checkpointing saves: matrix products and attention."""
 WARM_UP = 4
 """Untimed steps of the library's modes: what a planner takes to see two steps, decide and settle."""
 
@@ -25,12 +29,14 @@ class Mode:
     Attributes:
         peer: whose hooks; "" for none, ``"actoffload"`` for the library.
         recompute: every block under ``torch.utils.checkpoint``.
+        saved: then what a selective checkpoint saves of it.
         options: for `offload_activations`. A ``device_budget`` from 0 to 1 is a share of what saved tensors take when
             all are kept.
     """
 
     peer: str = ""
     recompute: bool = False
+    saved: Sequence[Any] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -55,6 +61,7 @@ MODES = {
     "keep": Mode(),
     "keep, same memory": _ours(policy=KeepAll()),  # tensors come from the library's allocator, but nothing moves
     "recompute": Mode(recompute=True),
+    "selective": Mode(recompute=True, saved=PRODUCTS),
     "host": _ours(target="host"),
     "nvme": _ours(target="nvme"),
     "tiered": _ours(target="tiered"),
@@ -66,9 +73,10 @@ MODES = {
     "recompute + host": _ours(recompute=True, target="host"),
     "recompute + nvme": _ours(recompute=True, target="nvme"),
     "save_on_cpu": Mode(peer="save_on_cpu"),
-    "recompute + save_on_cpu": Mode(peer="save_on_cpu", recompute=True),
+    "transformers offload": Mode(peer="transformers"),
     "torch.save": Mode(peer="torch.save"),
     "TRL": Mode(peer="trl"),
+    "torchtune": Mode(peer="torchtune"),
     "Megatron": Mode(peer="megatron"),
 }
 
@@ -108,6 +116,8 @@ def open_peer(mode: Mode, work: Workload, device: torch.device, path: str | None
         "actoffload": lambda: Library(work.model, path, {**mode.options, **options}),
         "save_on_cpu": lambda: SaveOnCpu(device),
         "torch.save": lambda: TorchSave(path),
+        "transformers": lambda: Transformers(work.model),
+        "torchtune": lambda: Torchtune(device),
         "trl": lambda: Trl(work.model, device),
         "megatron": lambda: Megatron(work.model, work.blocks, device),
     }

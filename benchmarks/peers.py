@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import tempfile
 import uuid
@@ -57,7 +58,7 @@ class TorchSave(Peer):
     LEAST_ELEMENTS = 1000
 
     def __init__(self, path: str | None) -> None:
-        self.folder = tempfile.TemporaryDirectory(dir=spool_folder(path))
+        self.folder = tempfile.TemporaryDirectory(dir=path or os.environ.get("ACTOFFLOAD_PATH"))
         self.written_bytes = self.read_bytes = 0
 
     def context(self) -> AbstractContextManager[Any]:
@@ -101,8 +102,8 @@ class Trl(Peer):
     backward_inside = True
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        if device.type == "cpu":
-            raise Unavailable("needs an accelerator")
+        if device.type not in ("cuda", "xpu"):
+            raise Unavailable("needs CUDA")
         try:
             from trl.models.activation_offloading import get_act_offloading_ctx_manager
         except ImportError as error:
@@ -114,6 +115,38 @@ class Trl(Peer):
         return self._context
 
     def close(self) -> None:
+        self._undo()
+
+
+class Torchtune(Peer):
+    """torchtune's ``OffloadActivations`` with its defaults: pinned memory, streams."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise Unavailable("needs CUDA")
+        try:
+            from torchtune.training import OffloadActivations
+        except Exception as error:  # it refuses versions of others in its own ways
+            raise Unavailable(f"torchtune does not import: {error}") from error
+        self._context: AbstractContextManager[Any] = OffloadActivations()
+
+    def context(self) -> AbstractContextManager[Any]:
+        return self._context
+
+
+class Transformers(Peer):
+    """What ``gradient_checkpointing_kwargs={"offload": True}`` of Transformers' trainer does to a model."""
+
+    def __init__(self, model: Any) -> None:
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        if enable is None or "offload" not in inspect.signature(enable).parameters:
+            raise Unavailable("this version of transformers has no checkpoints that are offloaded")
+        self._undo = restore_module_hooks(model)
+        self._model = model
+        enable(offload=True)
+
+    def close(self) -> None:
+        self._model.activation_checkpointing_disable()
         self._undo()
 
 
@@ -147,7 +180,7 @@ class Megatron(Peer):
         self.interface: Any = offload.FineGrainedActivationOffloadingInterface
         self.interface.reset_instance()
         self.manager: Any = offload.PipelineOffloadManager.get_instance()
-        self.weights = storages_of_parameters(model)
+        self.weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
         self._save = self.manager.on_save_for_backward
         self.manager.on_save_for_backward = self._leave_weights
         self.modules = [model.get_submodule(name) for name in blocks]
@@ -178,13 +211,3 @@ class Megatron(Peer):
         for module in self.modules:
             object.__delattr__(module, "forward")
         self.interface.reset_instance()
-
-
-def storages_of_parameters(model: nn.Module) -> set[int]:
-    """Addresses of what holds the parameters."""
-    return {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-
-
-def spool_folder(path: str | None) -> str:
-    """The directory that the library would take, too."""
-    return path or os.environ.get("ACTOFFLOAD_PATH") or tempfile.gettempdir()

@@ -1,23 +1,32 @@
 """Default options on the CPU with a throttled disk, and a ``device_budget`` of 40 % against recomputing every block.
 
     python -m benchmarks.planner_cpu [--rounds N] [--steps N] [--speeds SPEED ...] [--path DIR] [--tiny]
+    python -m benchmarks.planner_cpu --budgets
+    python -m benchmarks.planner_cpu --virtual
 
 The disk's speed is measured first, then a fault engine slows it to a half, a quarter and a tenth of that. All samples
-take their steps in turns with keeping everything.
+take their steps in turns with keeping everything. ``--budgets``: at the disk's own speed, with budgets of a fifth to
+all of keep's peak. ``--virtual``: the cases of `tests.planner_cases`, against the best plan that is found for each.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import tempfile
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from pathlib import Path
 from statistics import median
 from typing import Any
+
+import pytest
 
 from actoffload.analysis.bench import Rig
 from benchmarks import harness, turns, whole_steps
 from benchmarks.harness import Row, Sample, Samples, mib, middle
+from tests import planner_cases
+from tests.planner_rig import rigs
 
 KEEP, RECOMPUTE = "keep", "recompute"
 WARM_UP = 18
@@ -27,21 +36,34 @@ WITH_BUDGET = ("1", "1/4")
 """The speeds of the disk at which there is a sample with a budget, too."""
 BUDGET = 0.4
 """Share of what saved tensors take when all are kept."""
+BUDGETS = (0.2, 0.4, 0.6, 0.8, 1.0)
 PROBE_BLOCK, PROBE_BYTES, PROBE_S = 8 << 20, 1 << 30, 2.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write the result file; 1 when a sample failed or a budget was not kept."""
     parser = whole_steps.make_parser(__doc__, "--speeds", SPEEDS, steps=6)
+    parser.add_argument("--budgets", action="store_true", help="budgets of a fifth to all of keep's peak")
+    parser.add_argument("--virtual", action="store_true", help="many cases in virtual time; nothing is measured")
+    if parser.parse_args(arguments).virtual:
+        return virtual(arguments)
     return whole_steps.run("planner_cpu", parser, arguments, groups, judge)
 
 
 def groups(options: argparse.Namespace) -> list[turns.Group]:
     """All samples in one group, after the disk's speed and what is saved were measured."""
     case = whole_steps.TINY if options.tiny else whole_steps.gpt(6, 512, 512, batch=4)
-    bytes_per_s = disk_bytes_per_s(options.path)
-    budget = int(BUDGET * baseline_bytes(case, options))
+    if options.budgets and not options.tiny:
+        case = whole_steps.gpt(6, 384, 384, batch=4)
+    whole_bytes = baseline_bytes(case, options)
+    budget = int(BUDGET * whole_bytes)
     group = {KEEP: case | {"mode": KEEP}, RECOMPUTE: case | {"mode": RECOMPUTE}}
+    if options.budgets:
+        for share in BUDGETS:
+            limited = {"device_budget": int(share * whole_bytes)}
+            group[f"budget {share:.0%}"] = case | {"mode": "default", "warm_up": WARM_UP, "options": limited}
+        options.speeds = []
+    bytes_per_s = disk_bytes_per_s(options.path) if options.speeds else 0.0
     for name in options.speeds:
         bandwidth = None if SPEEDS[name] == 1 else float(SPEEDS[name]) * bytes_per_s
         planned = case | {"mode": "default", "warm_up": WARM_UP, "bandwidth": bandwidth}
@@ -114,7 +136,35 @@ def render(summary: dict[str, Row]) -> str:
         "written": lambda row: mib(row["written_bytes"]),
         "bits equal": lambda row: harness.yes(row["identical"]),
     }
-    return harness.table_of("GPT 6 × 512, batch 4 × 512", summary, columns)
+    return harness.table_of("one GPT step", summary, columns)
+
+
+# -- in virtual time --------------------------------------------------------------------------------------------------
+
+
+def virtual(arguments: Sequence[str] | None) -> int:
+    """Run every case, print, write the result file; 1 where one does not hold."""
+    results = harness.Results("planner_cpu", arguments, {"soon": planner_cases.SOON}, variant="virtual")
+    rows: dict[str, Row] = {}
+    for model, scenario, limited in planner_cases.names():
+        name = f"{model}, {scenario}{', budget' if limited else ''}"
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            pytest.MonkeyPatch.context() as patch,
+            rigs(Path(folder), patch) as make_rig,
+        ):
+            rows[name] = planner_cases.run(functools.partial(make_rig, announce="none"), model, scenario, limited)
+        results.write(cases=rows)
+    columns: dict[str, Callable[[Row], object]] = {
+        "step × best": lambda row: f"{row['late']:.3f}",
+        "peak × best or budget": lambda row: f"{row['high']:.3f}",
+        "steps until near": lambda row: row["soon_steps"],
+        "plans": lambda row: row["plans"],
+        "at rest": lambda row: row["plans_at_rest"],
+        "holds": lambda row: harness.yes(row["holds"]),
+    }
+    results.finish(harness.table_of("200 steps", rows, columns))
+    return 0 if all(row["holds"] for row in rows.values()) else 1
 
 
 if __name__ == "__main__":

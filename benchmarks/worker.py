@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import actoffload
 from actoffload.analysis.process_usage import peak_rss_bytes, rss_bytes
+from actoffload.testing import simulated_device
 from actoffload.testing.faults import SlowEngine
 from benchmarks.modes import MODES, Library, open_peer
 from benchmarks.peers import Peer, Unavailable
@@ -40,6 +41,8 @@ class Run:
 
     def __init__(self, spec: dict[str, Any]) -> None:
         self.spec = spec
+        if spec["device"] == simulated_device.NAME:
+            simulated_device.install()
         self.device = torch.device(spec["device"])
         self.on_device = self.device.type != "cpu"
         self.losses: list[str] = []
@@ -73,7 +76,7 @@ class Run:
         self.peer = open_peer(mode, self.work, self.device, self.spec.get("path"), more)
         self._mode.callback(self.peer.close)
         if mode.recompute:
-            self._mode.callback(checkpoint_blocks(self.model, self.work.blocks))
+            self._mode.callback(checkpoint_blocks(self.model, self.work.blocks, mode.saved))
         return self.peer
 
     def close(self) -> None:
@@ -85,9 +88,10 @@ class Run:
 
     def step(self) -> float:
         """Forward, backward and the optimizer; seconds, the device's work included."""
+        return self.seconds(self._step)
+
+    def _step(self) -> None:
         peer = self.peer or self.open()
-        self.synchronize()
-        begin = time.perf_counter()
         with peer.context():
             result, direction = self.work.forward()
             if peer.backward_inside:
@@ -96,11 +100,16 @@ class Run:
             torch.autograd.backward(result, direction)
         if self.optimizer is not None:
             self.optimizer.step()
-        self.synchronize()
-        seconds = time.perf_counter() - begin
         if direction is None:
             self.losses.append(float(result.detach()).hex())
-        return seconds
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        """How long some work takes, the device's part of it included."""
+        self.synchronize()
+        begin = time.perf_counter()
+        work()
+        self.synchronize()
+        return time.perf_counter() - begin
 
     def first_step(self) -> str:
         """One step with deterministic algorithms and no optimizer; a checksum of all gradients."""
@@ -162,6 +171,8 @@ class Run:
     def clear_gradients(self) -> None:
         """Zero every gradient in place."""
         for parameter in self.model.parameters():
+            if not parameter.requires_grad:
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             else:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from actoffload.analysis.rok import Case
 from actoffload.cli.models import build as build_language_model
 from actoffload.testing.gpt import GPT, GPTConfig
 
 Start = tuple[Tensor, Tensor | None]
+CAUSAL_MODELS = {"llama": "LlamaDecoderLayer", "qwen2": "Qwen2DecoderLayer"}
 LANGUAGE_MODELS = {"gpt2": "gpt", "bert": "bert", "t5": "t5"}
 
 
@@ -37,8 +39,8 @@ def build(spec: dict[str, Any]) -> Workload:
     """The workload that ``spec`` names, on torch's default device; weights and inputs by torch's seed.
 
     Args:
-        spec: ``model`` ("gpt", "gpt2", "bert", "t5", "vit" or "llama"), ``dtype``, ``batch`` (sequences or images) and
-            the sizes: ``gpt`` (fields of `GPTConfig`) for the first, else ``sizes``.
+        spec: ``model`` ("gpt", "gpt2", "bert", "t5", "vit", "llama" or "qwen2"), ``dtype``, ``batch`` (sequences or
+            images) and the sizes: ``gpt`` (fields of `GPTConfig`) for the first, else ``sizes``.
 
     Raises:
         ValueError: there is no such model.
@@ -46,7 +48,7 @@ def build(spec: dict[str, Any]) -> Workload:
     name = spec["model"]
     if name in LANGUAGE_MODELS:
         return _language(spec)
-    makers: dict[str, Callable[[dict[str, Any]], Workload]] = {"gpt": _gpt, "vit": _vit, "llama": _llama}
+    makers = {"gpt": _gpt, "vit": _vit, **dict.fromkeys(CAUSAL_MODELS, _causal)}
     if name not in makers:
         raise ValueError(f"model={name!r}: choose one of {[*LANGUAGE_MODELS, *makers]}")
     before = torch.get_default_dtype()
@@ -101,12 +103,13 @@ def _vit(spec: dict[str, Any]) -> Workload:
     )
 
 
-def _llama(spec: dict[str, Any]) -> Workload:
-    """Sizes: ``hidden``, ``layers``, ``inner``, ``heads``, ``kv_heads``, ``vocab``, ``seq``."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _causal(spec: dict[str, Any]) -> Workload:
+    """Sizes: ``hidden``, ``layers``, ``inner``, ``heads``, ``kv_heads``, ``vocab``, ``seq``, ``lora`` (its rank)."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = spec["sizes"]
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        spec["model"],
         vocab_size=sizes["vocab"],
         hidden_size=sizes["hidden"],
         intermediate_size=sizes["inner"],
@@ -116,12 +119,16 @@ def _llama(spec: dict[str, Any]) -> Workload:
         max_position_embeddings=sizes["seq"],
         use_cache=False,
     )
-    model: Any = LlamaForCausalLM(config).train()
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.get_default_dtype()).train()
+    if "lora" in sizes:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=sizes["lora"], target_modules="all-linear"))
     tokens = torch.randint(0, sizes["vocab"], (spec["batch"], sizes["seq"]))
     return Workload(
         model=model,
         forward=lambda: (model(input_ids=tokens, labels=tokens).loss, None),
-        blocks=_modules_of(model, "LlamaDecoderLayer"),
+        blocks=_modules_of(model, CAUSAL_MODELS[spec["model"]]),
     )
 
 
@@ -129,26 +136,21 @@ def _modules_of(model: nn.Module, kind: str) -> tuple[str, ...]:
     return tuple(name for name, module in model.named_modules() if type(module).__name__ == kind)
 
 
-def checkpoint_blocks(model: nn.Module, blocks: tuple[str, ...]) -> Callable[[], None]:
-    """Run every block under ``torch.utils.checkpoint`` (non-reentrant).
+def checkpoint_blocks(model: nn.Module, blocks: tuple[str, ...], saved: Sequence[Any] = ()) -> Callable[[], None]:
+    """Run every block under ``torch.utils.checkpoint`` (non-reentrant), which saves what these operations return.
 
     Returns:
         What takes that back.
     """
+    contexts = partial(create_selective_checkpoint_contexts, list(saved)) if saved else noop_context_fn
     modules = [model.get_submodule(name) for name in blocks]
     for module in modules:
         # An attribute of the instance goes before the class's method.
-        object.__setattr__(module, "forward", _checkpointed(module.forward))
+        forward = partial(checkpoint, module.forward, use_reentrant=False, context_fn=contexts)
+        object.__setattr__(module, "forward", forward)
 
     def undo() -> None:
         for module in modules:
             object.__delattr__(module, "forward")
 
     return undo
-
-
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **options: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **options)
-
-    return run

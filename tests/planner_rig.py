@@ -22,6 +22,8 @@ from actoffload.errors import OffloaderClosedError
 from actoffload.storage.engines.base import EngineCapabilities, IoKind, IoRequest, SpoolFile, StorageEngine
 
 MIB = 1 << 20
+TOKENS = 1000
+"""Numbers in the model's input, which has their share of all sizes."""
 
 
 class Clock:
@@ -60,10 +62,14 @@ class Clock:
 
 
 class Disk(StorageEngine):
-    """A disk that serves one read and one write at a time, each at its speed. It moves no bytes."""
+    """A disk that serves one read and one write at a time, each at its speed. It moves no bytes.
 
-    def __init__(self, file: SpoolFile, *, clock: Clock, bytes_per_s: float, threads: int | None = None) -> None:
+    Each byte takes ``cost_s_per_byte`` of the training thread's time.
+    """
+
+    def __init__(self, file: SpoolFile, *, clock: Clock, bytes_per_s: float, cost_s_per_byte: float = 0.0) -> None:
         self.bytes_per_s = bytes_per_s
+        self._cost_s_per_byte = cost_s_per_byte
         self._clock = clock
         self._queues: dict[IoKind, deque[IoRequest]] = {kind: deque() for kind in IoKind}
         self._running: dict[IoKind, tuple[float, IoRequest]] = {}
@@ -83,6 +89,7 @@ class Disk(StorageEngine):
     def submit(self, request: IoRequest) -> None:
         if self._closed:
             raise OffloaderClosedError("the engine is closed")
+        self._clock.now_s += request.length * self._cost_s_per_byte
         self._queues[request.kind].append(request)
         self._start(request.kind)
 
@@ -156,22 +163,22 @@ class _Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Equal blocks, and a head that takes time and saves next to nothing.
+    """Blocks that take their time.
 
     Args:
         clock: passes the time.
-        blocks: how many.
+        blocks: for each of them, bytes of what each operator makes, which the next one saves; the last is the next
+            block's input.
         forward_s: of one block; backward takes twice as long.
-        sizes: bytes of what each operator of a block makes, which the next one saves; the last is the next block's
-            input.
     """
 
-    def __init__(self, clock: Clock, blocks: int, forward_s: float, sizes: Sequence[int]) -> None:
+    def __init__(self, clock: Clock, blocks: Sequence[Sequence[int]], forward_s: float) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_Layer(clock, forward_s, sizes) for _ in range(blocks))
-        self.first_bytes = sizes[-1]
+        self.layers = nn.ModuleList(_Layer(clock, forward_s, sizes) for sizes in blocks)
+        self.first_bytes = blocks[0][-1]
 
-    def forward(self, scale: float = 1.0) -> Tensor:
+    def forward(self, tokens: Tensor) -> Tensor:
+        scale = len(tokens) / TOKENS
         x = torch.empty(int(self.first_bytes * scale) // 4)
         for layer in self.layers:
             x = layer(x, scale)
@@ -202,7 +209,7 @@ class Rig:
         """Train one step; ``scale``: of all sizes, as another sequence length has it."""
         began_s, moved = self.clock.now_s, self.disk.written_bytes
         with self.offloader:
-            out = self.model(scale)
+            out = self.model(torch.empty(int(TOKENS * scale)))
         out.backward(torch.empty_like(out))
         accounts = self.offloader.store.shared.accounts
         self.seconds.append(self.clock.now_s - began_s)
@@ -219,8 +226,7 @@ class Rig:
     def plans(self) -> int:
         """Plans made so far."""
         pilot = self.offloader.autopilot
-        assert pilot is not None
-        return len(pilot.history)
+        return 0 if pilot is None else len(pilot.history)
 
 
 MakeRig = Callable[..., Rig]
@@ -228,7 +234,10 @@ MakeRig = Callable[..., Rig]
 
 @contextmanager
 def rigs(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
-    """Make rigs of a disk, a model and options of an offloader; they end with the block."""
+    """Make rigs of a disk, a model and options of an offloader; they end with the block.
+
+    ``sizes`` are those of ``blocks`` equal blocks, or has one sequence for each block.
+    """
     made: list[Rig] = []
 
     def make(
@@ -236,7 +245,8 @@ def rigs(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
         bytes_per_s: float,
         blocks: int = 8,
         forward_s: float = 0.1,
-        sizes: Sequence[int] = (2 * MIB,) * 4,
+        sizes: Sequence[Any] = (2 * MIB,) * 4,
+        cost_s_per_byte: float = 0.0,
         **options: Any,
     ) -> Rig:
         clock = Clock()
@@ -252,11 +262,11 @@ def rigs(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
         }
 
         def engine(file: SpoolFile, *, threads: int | None = None) -> Disk:
-            return Disk(file, clock=clock, bytes_per_s=bytes_per_s, threads=threads)
+            return Disk(file, clock=clock, bytes_per_s=bytes_per_s, cost_s_per_byte=cost_s_per_byte)
 
         offloader = Offloader(OffloadConfig(**(config | {"engine": engine} | options)))
         monkeypatch.setattr(offloader.store.shared.changed, "wait", clock.wait)
-        model = Model(clock, blocks, forward_s, sizes)
+        model = Model(clock, [sizes] * blocks if isinstance(sizes[0], int) else sizes, forward_s)
         made.append(Rig(offloader.use(model), clock, model))
         return made[-1]
 

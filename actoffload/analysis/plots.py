@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,42 +22,6 @@ KEEP_COLOUR, PLAN_COLOUR, BUDGET_COLOUR = "#8c8c8c", "#0b6fa4", "#c23b22"
 
 Item = TypeVar("Item")
 Key = TypeVar("Key")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Point:
-    """One measured mode: seconds a step and GiB of activations at the peak; None where it ran out of memory."""
-
-    group: str
-    label: str
-    step_s: float | None
-    peak_gib: float | None
-
-
-def step_time_against_memory(points: Sequence[Point], path: Path, title: str) -> bool:
-    """Draw a panel for each group, step time over activation peak; lower left is better.
-
-    Args:
-        points: what was measured; those without numbers are named in the panel's corner.
-        path: the file to write.
-        title: what is shown, and where it was measured.
-    """
-    groups = _grouped(points, lambda point: point.group)
-    if not groups or not has_matplotlib():
-        return False
-    with _panels(groups, path, title) as axes:
-        for (group, mine), axis in zip(groups.items(), axes, strict=True):
-            for point in mine:
-                if point.step_s is not None:
-                    axis.scatter(point.peak_gib, point.step_s, label=point.label, alpha=0.8)
-            failed = [point.label for point in mine if point.step_s is None]
-            if failed:
-                axis.text(0.02, 0.02, f"no peak measured: {', '.join(failed)}", transform=axis.transAxes)
-            if len(failed) < len(mine):
-                axis.legend(loc="best")
-            axis.set(title=group, xlabel="activation peak (GiB)", ylabel="step time (s)")
-            _from_zero(axis)
-    return True
 
 
 def draw_rok(points: Sequence[rok.Point], path: Path, title: str) -> bool:

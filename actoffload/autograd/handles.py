@@ -10,6 +10,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,21 @@ NOTHING: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 """What `empty` gives each time."""
 _filling = renewed_in_child(threading.RLock())
 """Held while a wrapper's alias has its inner tensors."""
+_SHARES = torch._C.DispatchKey.ADInplaceOrView
+_SHARED_ANYWAY = nullcontext()
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
+
+def sharing_counters() -> AbstractContextManager[None]:
+    """Return a context in which an alias shares the version counter of its tensor, also below autograd.
+
+    A dispatch mode runs there, and one that caches tensors calls hooks (PyTorch's selective checkpoints, from 2.14 on).
+    Without it such an alias counts its own changes, so that one of the original would go unseen.
+    """
+    if not torch._C._dispatch_tls_is_dispatch_key_excluded(_SHARES):
+        return _SHARED_ANYWAY
+    guard: AbstractContextManager[None] = torch._C._SetExcludeDispatchKeyGuard(_SHARES, False)
+    return guard
 
 
 def version_probe(alias: Tensor) -> Tensor:
@@ -141,7 +156,8 @@ _OF_FUNCTIONS = "torch._functorch.autograd_function"
 def unpack(handle: Any) -> Tensor:
     """Return the tensor that a handle stands for: the unpack hook."""
     _let_go()
-    return hand_out(handle.unpack())
+    with sharing_counters():
+        return hand_out(handle.unpack())
 
 
 class Handle:

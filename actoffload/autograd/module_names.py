@@ -19,6 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from ..config import OffloadConfig
 from ..errors import ConfigError
+from ..policy import module_patterns
+from ..runtime.decision import ForwardBegins
 from ..runtime.identity import StorageSet
 from ..runtime.untraced import Hooking, skipped, untraced
 
@@ -97,7 +99,7 @@ def check_patterns(config: OffloadConfig, models: Sequence[nn.Module]) -> None:
         return
     names = [_shown(name) for model in models for name, _ in model.named_modules()]
     for field in ("include", "exclude"):
-        for pattern in getattr(config, field) or ():
+        for pattern in module_patterns(getattr(config, field)):
             if not any(fnmatchcase(name, pattern) for name in names):
                 near = difflib.get_close_matches(pattern, filter(None, names), 1, cutoff=0.0)
                 there = f"it has {near[0]!r}, for example" if near else "it has no modules inside"
@@ -105,11 +107,17 @@ def check_patterns(config: OffloadConfig, models: Sequence[nn.Module]) -> None:
 
 
 class ModelInputs(Hooking):
-    """Notes the tensors that are handed to a model: the caller holds them, so moving them would free nothing."""
+    """Notes the tensors that are handed to a model: the caller holds them, so moving them would free nothing.
 
-    def __init__(self, notes: StorageSet) -> None:
+    Args:
+        notes: takes them.
+        called: gives what is told their shapes when a model begins a forward with gradients.
+    """
+
+    def __init__(self, notes: StorageSet, called: ForwardBegins | None = None) -> None:
         super().__init__()
         self._notes = notes
+        self._called = called
 
     def watch(self, model: nn.Module) -> None:
         """Note the inputs of every call of a model from now on."""
@@ -125,6 +133,15 @@ class ModelInputs(Hooking):
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor) and leaf.grad_fn is None:
                 self._notes.add(leaf, "input")
+
+    @untraced
+    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A model's forward begins with these arguments."""
+        self.note(args, kwargs)
+        called = self._called() if self._called is not None and torch.is_grad_enabled() else None
+        shapes = tuple(tuple(leaf.shape) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        if called is not None and shapes:
+            called(shapes)
 
 
 @skipped
@@ -142,4 +159,4 @@ def _leave(scopes: ModuleScopes, name: str, module: nn.Module, args: object, out
 @skipped
 def _note(inputs: ModelInputs, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if not torch.compiler.is_compiling():
-        inputs.note(args, kwargs)
+        inputs.begin(args, kwargs)

@@ -30,7 +30,7 @@ from .handles import Handle, KeptActivation, Stayed, check_version, hand_out, un
 
 NAME = "actoffload_hooks"
 SOURCE = native_build.PACKAGE / "autograd" / "hooks.cpp"
-TESTED = ("2.9", "2.10", "2.11", "2.12", "2.13")
+TESTED = ("2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
 """Releases of PyTorch in whose objects the module may look. ``ACTOFFLOAD_NATIVE=1`` (or ``=hooks``) has it try others:
 it still checks where a tensor lies in its Python object before it is used."""
 

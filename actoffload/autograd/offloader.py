@@ -18,12 +18,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..autotune.autopilot import Autopilot, agree
 from ..autotune.blocks import BlockWatch
 from ..autotune.diagnosis import diagnose, planned_by
+from ..autotune.following import Following
+from ..autotune.observations import Recording
 from ..autotune.recompute import RecomputeMeter
 from ..config import OffloadConfig
 from ..errors import ConfigError, OffloaderClosedError, StateError
 from ..planning.explain import render_decisions
 from ..planning.plan import Plan
 from ..planning.profile import Profile
+from ..policy import module_patterns
 from ..runtime.pipeline import Direction, Hint, check_phase
 from ..runtime.report import Announcement, passes
 from ..runtime.saved_by_node import advice
@@ -123,16 +126,21 @@ class Offloader:
         _stores.add(store)
         self.exclusions = Exclusions()
         self._module_names = ModuleScopes()
-        self._inputs = ModelInputs(self.exclusions.static)
         self._blocks = BlockWatch(store.profiler)
         self.packer = Packer(store, self.exclusions, self._module_names, self._forwards)
         store.profiler.is_recorded = weakref.WeakMethod(self.packer.is_recorded)
+        meter = RecomputeMeter(store.shared, store.tiers.by_device.values(), self.exclusions.static)
+        following = self._following = Following(
+            store.shared, store.tiers, store.decision, store.prefetch, self._blocks.blocks, meter
+        )
         self.autopilot = None
-        if self.config.policy == "auto":
-            meter = RecomputeMeter(store.shared, store.tiers.by_device.values(), self.exclusions.static)
-            self.autopilot = Autopilot(
-                store.shared, store.tiers, store.decision, store.prefetch, store.profiler, self._blocks.blocks, meter
-            )
+        if isinstance(self.config.policy, Plan):
+            following.follow(self.config.policy)
+        elif self.config.policy == "auto":
+            recording = Recording(store.profiler, store.tiers, store.prefetch)
+            self.autopilot = Autopilot(store.shared, store.tiers, recording, following)
+        called = None if self.autopilot is None else weakref.WeakMethod(self.autopilot.forward_begins)
+        self._inputs = ModelInputs(self.exclusions.static, called)
         # Dropped without close(): its threads and files go too. Not at exit, where `_at_exit` does it.
         weakref.finalize(store, _close_later, store.tiers).atexit = False
 
@@ -164,8 +172,9 @@ class Offloader:
     def _watch(self, model: nn.Module) -> None:
         self._models.add(model)
         self._inputs.watch(model)
-        if self.autopilot is not None:
+        if self.autopilot is not None or self._following.plan is not None:
             self._blocks.watch(model)
+            self._following.blocks_changed()
         if self._needs_names:
             self._module_names.watch(model)
 
@@ -175,8 +184,7 @@ class Offloader:
         self._inputs.forget(model)
         self._module_names.forget(model)
         self._blocks.forget(model)
-        if self.autopilot is not None:
-            self.autopilot.forgot_blocks()
+        self._following.blocks_changed()
 
     def note_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Know tensors that are handed to a model: they live anyway, so they never move."""
@@ -194,9 +202,9 @@ class Offloader:
             ended = self.store
             self._open_anew()
             ended.speak()
-        if (self.config.include or self.config.exclude) and not len(self._models):
-            field = "include" if self.config.include else "exclude"
-            raise ConfigError(field, getattr(self.config, field), "needs model= to know the modules' names")
+        for field in () if len(self._models) else ("include", "exclude"):
+            if module_patterns(getattr(self.config, field)):
+                raise ConfigError(field, getattr(self.config, field), "needs model= to know the modules' names")
         store, stack = self.store, self._forwards.stack
         depth = len(stack)
         try:
@@ -228,6 +236,8 @@ class Offloader:
             store.shared.budget.begin_forward(first=first)
         if first and self.autopilot is not None:
             self.autopilot.between_steps()
+        elif first and self._following.plan is not None:
+            self._following.check()
         store.begin_forward(first=first)
 
     @untraced
@@ -257,6 +267,10 @@ class Offloader:
         said = advice(entry.tape.by_node, entry.tape.total_bytes)
         if said is not None:
             store.shared.reporter.advise("burst", said)
+        unmatched = store.decision.unmatched_names() if entry.tape.live else []
+        if unmatched:
+            given = ", ".join(f"tensor:{pattern}" for pattern in unmatched)
+            store.shared.reporter.advise("names", f"no saved tensor was given a name() for these patterns: {given}")
         store.shared.reporter.warn()
         if failed:
             return
@@ -405,8 +419,7 @@ class Offloader:
     def _remove_hooks(self) -> None:
         self._module_names.remove()
         self._blocks.remove()
-        if self.autopilot is not None:
-            self.autopilot.recompute.undo()
+        self._following.recompute.undo()
         self._inputs.remove()
 
     def after_fork_in_child(self) -> None:

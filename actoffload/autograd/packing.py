@@ -19,8 +19,9 @@ from ..tiers.accounts import MANY_DEFERRED
 from ..tiers.record import Record
 from . import native
 from .exclusions import MARKED, Exclusions, is_filled_later
-from .handles import Handle, Kept, KeptActivation, Stayed, Wrapped, unpack
+from .handles import Handle, Kept, KeptActivation, Stayed, Wrapped, sharing_counters, unpack
 from .module_names import ModuleScopes
+from .tensor_names import name_of
 
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
@@ -89,7 +90,8 @@ class Packer:
     def pack(self, tensor: Tensor) -> Any:
         """Return the handle of a tensor that autograd saves: the pack hook."""
         try:
-            return self._pack(tensor, ())
+            with sharing_counters():
+                return self._pack(tensor, ())
         except Exception:
             raise
         except BaseException:
@@ -152,7 +154,8 @@ class Packer:
             alias = alias.conj()
         if neg:
             alias = alias._neg_view()
-        record = self._store.admit(alias, span, storage, self._forwards.tape, self._module_names.innermost(), counters)
+        names = (self._module_names.innermost(), name_of(storage))
+        record = self._store.admit(alias, span, storage, self._forwards.tape, names, counters)
         if record.stays and not conj and not neg:
             return Stayed(self._store, record, alias)
         return Handle(self._store, record, alias, conj, neg)

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 from ..errors import SavedTensorModifiedError
 from ..runtime.identity import same_counter, storages
 from ..tiers.storage_ref import StorageRef
-from .handles import Handle, Kept, Wrapped
+from .handles import Handle, Kept, Wrapped, sharing_counters
 from .offloader import Offloader, open_offloaders
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -113,10 +113,7 @@ def _open_offloader() -> Offloader | None:
 @contextmanager
 def _quietly() -> Iterator[None]:
     """No mode sees what we do, and an alias shares the version counter of what it is an alias of."""
-    with (
-        _disable_current_modes(),
-        torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False),
-    ):
+    with _disable_current_modes(), sharing_counters():
         yield
 
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ..errors import StateError
 from ..planning.plan import Plan
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,8 +62,8 @@ def several_ranks(group: Any = None) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
-def exchange(mine: Proposal, group: Any = None) -> list[Proposal]:
-    """Every rank's proposal, by rank; a collective of the group."""
+def exchange(mine: T, group: Any = None) -> list[T]:
+    """What every rank brings, by rank; a collective of the group."""
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
     return found

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
-
-from torch import nn
 
 from ..errors import BudgetError
 from ..events import now
@@ -16,17 +13,18 @@ from ..memory.process_memory import available_bytes
 from ..planning.explain import render_plan
 from ..planning.plan import Plan
 from ..planning.planners.auto import Auto
-from ..planning.planners.base import Limits, Planner
-from ..planning.planners.feedback import Observed, StepModel
+from ..planning.planners.base import Bench, Limits, Planner
+from ..planning.planners.feedback import Observed, StepModel, rescaled, with_cost
 from ..planning.profile import Profile
-from ..runtime.decision import OffloadDecision
-from ..runtime.prefetch import Prefetch
-from ..runtime.profiler import Profiler
+from ..runtime.decision import InputShapes
+from ..sizes import format_size
 from ..tiers.shared import Shared
 from ..tiers.tiers import Tiers
 from .agreement import Proposal, choose, exchange, several_ranks
-from .observations import REVIEW_STEPS, Recording, StepsUnderPlan
-from .recompute import Recompute, RecomputeMeter
+from .following import Following
+from .observations import AFTER_A_CHANGE, REVIEW_STEPS, Recording, StepsUnderPlan
+from .recompute import Recompute
+from .shapes import Shape, Shapes
 
 WARM_UP = 1
 """Steps before the one that is planned from: the first one allocates what the later ones use again."""
@@ -46,93 +44,41 @@ ROOM_TO_KEEP = 1.5
 """A step that keeps all is tried only where so many times its peak is free."""
 
 
-class Following:
-    """Makes an offloader do as a plan says: what moves, how far ahead is read, which blocks are recomputed."""
-
-    def __init__(
-        self,
-        shared: Shared,
-        tiers: Tiers,
-        placement: OffloadDecision,
-        prefetch: Prefetch,
-        blocks: Mapping[str, nn.Module],
-        meter: RecomputeMeter,
-    ) -> None:
-        self.checkpointed: Mapping[str, frozenset[int]] = {}
-        """By block, the arguments that its checkpoint saves, see `Profiler`; from a step without recomputation."""
-        self.placement = placement
-        self.blocks = blocks
-        self.recompute = Recompute(meter)
-        self._shared = shared
-        self._tiers = tiers
-        self._prefetch = prefetch
-
-    def follow(self, profile: Profile | None, plan: Plan | None) -> None:
-        """Do as a plan for this profile says from the next forward on; None: as before the first plan."""
-        self._shared.accounts.begin_plan()
-        self._shared.largest_moved_bytes = 0  # what moved before there was this plan says nothing of what it moves
-        self.placement.follow(plan)
-        if plan is None or profile is None:
-            self._shared.budget.recompute_bytes = 0
-            self._prefetch.window.start_over()
-        else:
-            self._shared.budget.recompute_bytes = _largest_recomputation(profile, plan)
-            # A plan that names no window was made for the profile's.
-            self._prefetch.window.follow(plan.prefetch_bytes or profile.prefetch_bytes)
-        for tier in self._tiers.by_device.values():
-            tier.expect_pending(None if plan is None else plan.pending_bytes)
-        self.recompute.follow(self.blocks, () if plan is None else plan.recompute, self.checkpointed)
-
-
 class Autopilot:
     """One offloader's planning. Called between steps, when nothing that was saved is alive.
 
     Args:
         shared: the counts and the options.
         tiers: the links that are measured.
-        placement: follows the plan.
-        prefetch: reads as far ahead as the plan says.
-        profiler: makes profiles.
-        blocks: the blocks of the models by name, as they are known at any time.
-        meter: counts what recomputed blocks hold.
+        recording: makes profiles.
+        following: follows the plan.
 
     Attributes:
-        plan: the plan that is followed; None before there is one.
         history: why each of the last plans was made, oldest first.
         planner: how to plan.
     """
 
-    def __init__(
-        self,
-        shared: Shared,
-        tiers: Tiers,
-        placement: OffloadDecision,
-        prefetch: Prefetch,
-        profiler: Profiler,
-        blocks: Mapping[str, nn.Module],
-        meter: RecomputeMeter,
-    ) -> None:
-        self.plan: Plan | None = None
+    def __init__(self, shared: Shared, tiers: Tiers, recording: Recording, following: Following) -> None:
         self.history: deque[str] = deque(maxlen=MOST_REASONS)
         self.planner: Planner = Auto()
         self._shared = shared
         self._tiers = tiers
-        self._following = Following(shared, tiers, placement, prefetch, blocks, meter)
-        self._recording = Recording(profiler, tiers, prefetch)
-        self._steps = StepsUnderPlan()
-        self._model: StepModel | None = None
+        self._following = following
+        following.placement.forward_begins = weakref.WeakMethod(self.forward_begins)
+        self._recording = recording
+        self._recorded_shape = self._shape = Shape(())
+        """The shape of the step that is or was recorded, and of the one that runs: as the one before, until known."""
+        self._shapes = Shapes()
+        self._shape_is_known = False
         self._began: tuple[float, float, float, int] | None = None
+        self._began_with_bytes = 0
         self._rest_until_s = 0.0
         """No plan is looked for before."""
         self._count = self._changes = self._record_from = 0
         """Steps so far; changes of shape since a plan was last reviewed; the step from which on one is recorded."""
-        self._measured_at: dict[str, int] = {}
-        """In which step each part of the profile was measured last."""
         self._gave_up = self._agreed = self._stale = False
         self._misled = 0
         """Plans in a row that recompute, under which the first forward saved something else."""
-        # Dropped without close(): the model is as it was.
-        weakref.finalize(self, self._following.recompute.undo).atexit = False
 
     @property
     def recompute(self) -> Recompute:
@@ -140,14 +86,21 @@ class Autopilot:
         return self._following.recompute
 
     @property
+    def plan(self) -> Plan | None:
+        """The plan that is followed; None before there is one."""
+        return self._shape.followed
+
+    @property
     def profile(self) -> Profile | None:
         """What the plan was made from, as later steps have corrected it."""
-        return None if self._model is None else self._model.profile
+        return self._shape.profile if self._shape.lender is None else self._shape.lender.profile
 
     @property
     def seen(self) -> Observed | None:
         """The median of the last steps that were looked at under the plan."""
-        return self._steps.seen
+        return self._shape.steps.seen
+
+    # -- one step -----------------------------------------------------------------------------------------------------
 
     def between_steps(self) -> None:
         """A step has ended and the next one begins with the forward that follows.
@@ -173,15 +126,240 @@ class Autopilot:
                 "plan", f"policy='auto' could not plan ({error!r}); what can be moved in time moves"
             )
 
-    def forgot_blocks(self) -> None:
-        """Some blocks are not ours any more: leave them as they were."""
-        self.recompute.follow(self._following.blocks, self.recompute.names, self._following.checkpointed)
+    def _begin_step(self) -> None:
+        accounts = self._shared.accounts
+        accounts.recomputed(0)
+        self._following.placement.mismatched_bytes = 0
+        self._began = (now(), accounts.pack_wait_s, accounts.unpack_wait_s, accounts.packed_tensors)
+        self._began_with_bytes = self._moved_bytes
+        self._shape_is_known = self._agreed  # on one plan, whatever the shape
+        self._begin_shape()
 
-    def proposal(self) -> Proposal:
-        """The plan that this rank would follow if all ranks did, recomputed blocks included."""
-        profile = self.profile
-        if profile is None or self.plan is None or self._gave_up or self._stale:
+    def forward_begins(self, key: InputShapes) -> None:
+        """A forward begins whose inputs have these shapes. The first one of a step decides which plan is followed.
+
+        Where no model is known it is told of the first storage, by its size.
+        """
+        if self._shape_is_known or self._gave_up:
+            return
+        self._shape_is_known = True
+        with self._shared.lock:
+            shape = self._shapes.use(key, self._count)
+            if shape is not self._shape:
+                self._shape = shape
+                self._following.follow(shape.followed, borrowed=shape.lender is not None)
+                self._begin_shape()
+
+    def _begin_shape(self) -> None:
+        """A step of this shape begins: record it or not, and move something to measure a link or not."""
+        shape, placement = self._shape, self._following.placement
+        placement.keep_all = shape.tries_keeping
+        placement.probes = self._probes and shape.steps.review_begins
+        if shape.plan is not None:
+            due = shape.steps.blocks_are_due
+        else:
+            due = shape.lender is None and not shape.hopeless and self._count >= self._record_from
+        if self._recording.finished:
+            return  # a step that nobody could look at yet, as the device had not come to its end
+        if due:
+            self._recorded_shape = shape
+            if not self._recording.active:
+                self._recording.begin()
+        else:
+            self._recording.forget()
+
+    @property
+    def _probes(self) -> bool:
+        """Whether one storage moves now and then although the plan moves none: what is not used is not measured.
+
+        It is the first one of the forward, which backward needs last, so nothing waits for it but on a link that is
+        just fast enough to write it in time.
+        """
+        plan, profile = self._shape.plan, self._shape.profile
+        if plan is None or profile is None or plan.offloaded_bytes:
+            return False
+        costs = profile.disk is not None and profile.disk.cost_s_per_byte > 0  # known only where it is bounded
+        return not costs
+
+    @property
+    def _moved_bytes(self) -> int:
+        """What has gone to the disk and back so far, where somebody bounds what that costs."""
+        if self._tiers.spool is None or self._shared.config.max_slowdown is None:
+            return 0
+        counts = self._tiers.spool.statistics()
+        return counts.written_bytes + counts.read_bytes
+
+    def _finish_step(self) -> None:
+        if self._began is None:
+            return
+        accounts = self._shared.accounts
+        began_s, packed_s, unpacked_s, tensors = self._began
+        shape, recorded = self._shape, self._recording.active or self._recording.finished
+        if accounts.packed_tensors == tensors and (shape.plan is not None or not self._recording.finished):
+            return  # a pass without gradients
+        self._count += 1
+        step_s = max(1e-9, now() - began_s)
+        waited_s = accounts.pack_wait_s - packed_s, accounts.unpack_wait_s - unpacked_s
+        # The host and a stream may have waited at the same time, and what a stream did is told a step later.
+        share = min(1.0, MOST_WAITED * step_s / max(1e-9, sum(waited_s)))
+        observed = Observed(
+            step_s=step_s,
+            forward_wait_s=share * waited_s[0],
+            backward_wait_s=share * waited_s[1],
+            peak_bytes=accounts.step_peak_bytes,
+        )
+        planned = shape.plan is not None
+        if recorded:
+            self._look_at_recording(self._recorded_shape, observed)
+        if planned:
+            self._review(shape, observed)
+
+    def _look_at_recording(self, shape: Shape, observed: Observed) -> None:
+        """A step was recorded: time its blocks, or plan from it, or first try one with nothing moved."""
+        if shape.plan is not None:
+            times = self._recording.block_times()
+            if times is not None:
+                shape.steps.look_at_blocks(times)
+            return
+        profile = self._recording.profile()
+        if profile is None:
+            return
+        if self._recording.steps <= WARM_UP:
+            self._say_if_too_low(profile)
+        if shape.tries_keeping:
+            shape.tries_keeping = False
+            self._make_plan(shape, with_cost(profile, *shape.moving), observed)
+        elif self._recording.steps > WARM_UP and now() >= self._rest_until_s:
+            shape.tries_keeping = self._can_try_keeping(profile)
+            shape.moving = observed.step_s - observed.wait_s, self._moved_bytes - self._began_with_bytes
+            if not shape.tries_keeping:
+                self._make_plan(shape, profile, observed)
+
+    def _say_if_too_low(self, profile: Profile) -> None:
+        """Say before another step passes a budget that no plan will keep."""
+        budget = self.limits.device_budget
+        if budget is None or (profile.host is None and profile.disk is None):
+            return
+        floor = Bench(profile, self.limits).floor()[0]
+        if floor > budget:
+            self._shared.reporter.advise(
+                "budget",
+                f"device_budget={format_size(budget)!r} is less than a step needs: {format_size(floor)} with all that "
+                "can be moved or recomputed; give that much, or make the batch or what a block saves smaller",
+            )
+
+    def _can_try_keeping(self, profile: Profile) -> bool:
+        """Whether a step moves nothing first: only that shows what moving costs, and only ``max_slowdown`` asks."""
+        config = self._shared.config
+        if config.max_slowdown is None or config.device_budget is not None or profile.device != "cpu":
+            return False
+        return available_bytes() >= ROOM_TO_KEEP * profile.baseline_peak_bytes
+
+    def _review(self, shape: Shape, observed: Observed) -> None:
+        """Compare steps that ran under the plan with it; correct the plan where enough of them say so."""
+        assert shape.plan is not None, "there is a plan to look at"
+        assert shape.model is not None, "a plan was made from a profile"
+        mismatched_bytes = self._following.placement.mismatched_bytes
+        if mismatched_bytes > SHAPES_CHANGED * max(1, shape.model.profile.saved_bytes):
+            if self._agreed:
+                self._stale = True
+                return
+            self._misled += bool(shape.plan.recompute)
+            self._start_over(shape, "the forward saved other sizes than the plan was made for")
+            return
+        self._misled = 0
+        seen = shape.steps.add(observed, self._recording)
+        if seen is None:
+            return
+        self._changes = 0
+        reason = shape.model.learn(shape.plan, seen)
+        self._measured(shape, "times", *(f"{link} {way}" for link, way in seen.rates))
+        if reason and not self._agreed and now() >= self._rest_until_s:
+            self._correct(shape, shape.model, shape.plan, reason)
+
+    # -- plans --------------------------------------------------------------------------------------------------------
+
+    def _make_plan(self, shape: Shape, profile: Profile, observed: Observed) -> None:
+        """Make the first plan for what was recorded."""
+        budget = self.limits.device_budget
+        try:
+            plan = self._search(profile)
+        except BudgetError as error:
+            if budget is None or observed.peak_bytes is None or observed.peak_bytes > budget:
+                raise
+            self.history.append(f"no plan: {error}")  # but the last step did keep it: go on as it was
+            shape.hopeless = True
+            return
+        shape.model = StepModel(profile, self.limits)
+        shape.measured_at.clear()
+        links = [name for name, link in (("host", profile.host), ("disk", profile.disk)) if link is not None]
+        ways = (f"{name} {way}" for name in links for way in ("write", "read"))
+        self._measured(shape, "saved tensors", "times", *ways)
+        self._follow(shape, plan, "first plan")
+
+    def _correct(self, shape: Shape, model: StepModel, old: Plan, reason: str) -> None:
+        """Follow another plan if one is better now; else know the old one better."""
+        try:
+            plan = self._search(model.profile)
+        except BudgetError:
+            plan = old  # that keeps the budget, as far as anything does
+        model.planned()
+        if plan is not old and model.gains(plan, old):
+            self._follow(shape, plan, reason)
+        else:
+            known = model.predict(old)
+            shape.plan = replace(old, predicted_step_s=known.step_s, predicted_peak_bytes=known.peak_bytes)
+
+    def _search(self, profile: Profile) -> Plan:
+        began_s = now()
+        try:
+            return self.planner.plan(profile, self.limits)
+        finally:
+            self._rest_until_s = now() + (now() - began_s) / PLANNING_SHARE
+
+    def _follow(self, shape: Shape, plan: Plan, reason: str) -> None:
+        several = len(self._shapes) > 1 and not self._agreed
+        self.history.append(f"{reason} (inputs {shape})" if several else reason)
+        shape.steps = StepsUnderPlan(REVIEW_STEPS if shape.plan is None else AFTER_A_CHANGE)
+        shape.plan = plan
+        self._shared.accounts.begin_plan()
+        if shape is self._shape:
+            self._recording.forget()
+            self._following.follow(plan)
+
+    def _start_over(self, shape: Shape, reason: str) -> None:
+        """Record anew; until there is a plan again, what moves is decided as before the first one."""
+        self.history.append(reason)
+        self._changes += 1
+        self._record_from = self._count + min(MOST_REST, 2**self._changes) - 2
+        shape.plan = shape.model = None
+        shape.steps = StepsUnderPlan()
+        self._shared.accounts.begin_plan()
+        self._recording.forget()
+        self._following.follow(None)
+
+    def _measured(self, shape: Shape, *names: str) -> None:
+        """These parts of the profile were measured in the step that has just ended."""
+        shape.measured_at.update(dict.fromkeys(names, self._count))
+
+    # -- for all ranks ------------------------------------------------------------------------------------------------
+
+    def compute_s(self) -> float | None:
+        """How long a step of this rank computes, waits for slower ranks included; None without a plan."""
+        shape = self._shapes.latest()
+        if shape is None or shape.profile is None or self._gave_up or self._stale:
+            return None
+        return shape.profile.step_s
+
+    def proposal(self, compute_s: float) -> Proposal:
+        """The plan that this rank would follow if all ranks did, recomputed blocks included.
+
+        ``compute_s``: how long a step computes on the rank that waits the least for others.
+        """
+        shape = self._shapes.latest()
+        if shape is None or shape.profile is None or self.compute_s() is None:
             return Proposal()
+        profile = rescaled(shape.profile, compute_s / shape.profile.step_s)
         try:
             limits = replace(self.limits, recompute=self._shared.config.recompute and self._bounded)
             plan = self.planner.plan(profile, limits)
@@ -197,187 +375,45 @@ class Autopilot:
         """Follow a plan that all ranks follow, and stay with it; None: they do not agree, or not any more."""
         with self._shared.lock:
             if plan is not None:
-                assert self.profile is not None, "only ranks with a profile agree"
-                self._following.placement.keep_all = False
-                self._agreed = True
-                self._follow(plan, told)
+                shape = self._shapes.latest()
+                assert shape is not None, "only ranks with a plan agree"
+                self._agreed, self._shape = True, shape
+                self._follow(shape, plan, told)
             elif self._agreed:  # on every rank, as all know what all have proposed
                 self._agreed = self._stale = False
-                self._start_over("the ranks agree no more")
+                self._start_over(self._shape, "the ranks agree no more")
         if plan is None and told:
             self._shared.reporter.advise("agree", told)
             self._shared.reporter.warn()
 
+    # -- for people ---------------------------------------------------------------------------------------------------
+
     def explain(self) -> str:
         """The plan that is followed, by block, with what was predicted beside what was seen; and why it was made."""
-        why = "".join(f"\nplan {number}: {reason}" for number, reason in enumerate(self.history, start=1))
-        if self.plan is None or self.profile is None:
-            return f"no plan yet: it is made from what the first {WARM_UP + 1} steps show{why}"
-        return f"{render_plan(self.profile, self.plan, self.limits, seen=self.seen)}\n{self._ages()}{why}"
+        lines = [f"plan {number}: {reason}" for number, reason in enumerate(self.history, start=1)]
+        shape = self._shape if self._shape.lender is None else self._shape.lender
+        if len(self._shapes) > 1:
+            lines[:0] = [f"inputs {other.summary()}" for other in self._shapes if other is not shape]
+        if shape is not self._shape:
+            lines.insert(0, f"inputs {self._shape} have no plan of their own: they follow this one, for {shape}")
+        if shape.plan is None or shape.profile is None:
+            first = f"no plan yet: it is made from what the first {WARM_UP + 1} steps show"
+            if len(self._shapes) > 1:
+                first = f"no plan yet for inputs {shape}: it is made from what a step shows"
+        else:
+            first = f"{render_plan(shape.profile, shape.plan, self.limits, seen=shape.steps.seen)}\n{self._ages(shape)}"
+        return "\n".join([first, *lines])
 
-    def _ages(self) -> str:
+    def _ages(self, shape: Shape) -> str:
         """How long ago each part of the profile was measured."""
         by_age: dict[int, list[str]] = {}
-        for name, step in self._measured_at.items():
+        for name, step in shape.measured_at.items():
             by_age.setdefault(self._count - step + 1, []).append(name)
         parts = (f"{', '.join(names)} {age} step{'s' * (age != 1)} ago" for age, names in sorted(by_age.items()))
         probe = f"; one storage in {REVIEW_STEPS} steps moves only to be measured" if self._probes else ""
         return f"measured: {'; '.join(parts)}{probe}"
 
-    # -- one step -----------------------------------------------------------------------------------------------------
-
-    def _begin_step(self) -> None:
-        accounts = self._shared.accounts
-        accounts.recomputed(0)
-        self._following.placement.mismatched_bytes = 0
-        self._began = (now(), accounts.pack_wait_s, accounts.unpack_wait_s, accounts.packed_tensors)
-        self._following.placement.probes = self._probes and self._steps.review_begins
-        if self._steps.blocks_are_due if self.plan is not None else self._count >= self._record_from:
-            self._recording.begin()
-
-    @property
-    def _probes(self) -> bool:
-        """Whether one storage moves now and then although the plan moves none: what is not used is not measured.
-
-        It is the first one of the forward, which backward needs last, so nothing waits for it but on a link that is
-        just fast enough to write it in time.
-        """
-        return self.plan is not None and not self.plan.offloaded_bytes and not self._agreed
-
-    def _finish_step(self) -> None:
-        if self._began is None:
-            return
-        accounts = self._shared.accounts
-        began_s, packed_s, unpacked_s, tensors = self._began
-        if accounts.packed_tensors == tensors and (self.plan is not None or not self._recording.finished):
-            return  # a pass without gradients
-        self._count += 1
-        step_s = max(1e-9, now() - began_s)
-        waited_s = accounts.pack_wait_s - packed_s, accounts.unpack_wait_s - unpacked_s
-        # The host and a stream may have waited at the same time, and what a stream did is told a step later.
-        share = min(1.0, MOST_WAITED * step_s / max(1e-9, sum(waited_s)))
-        observed = Observed(
-            step_s=step_s,
-            forward_wait_s=share * waited_s[0],
-            backward_wait_s=share * waited_s[1],
-            peak_bytes=accounts.step_peak_bytes,
-        )
-        recorded = self._recording.active or self._recording.finished
-        if self.plan is not None and self.profile is not None:
-            if recorded and (times := self._recording.block_times()) is not None:
-                self._steps.look_at_blocks(times)
-            self.review(observed)
-        elif recorded:
-            self._recorded(observed)
-
-    def _recorded(self, observed: Observed) -> None:
-        """Plan from a step that was recorded, or first try one with nothing moved."""
-        profile = self._recording.profile()
-        if profile is None:
-            return
-        placement = self._following.placement
-        if placement.keep_all:
-            placement.keep_all = False
-            self._make_plan(profile, observed)
-        elif self._recording.steps > WARM_UP and now() >= self._rest_until_s and not self._try_keeping(profile):
-            self._make_plan(profile, observed)
-
-    def _try_keeping(self, profile: Profile) -> bool:
-        """Begin a step with nothing moved: only that shows what moving costs, and only ``max_slowdown`` asks for it."""
-        config = self._shared.config
-        if config.max_slowdown is None or config.device_budget is not None or profile.device != "cpu":
-            return False
-        if available_bytes() < ROOM_TO_KEEP * profile.baseline_peak_bytes:
-            return False
-        self._following.placement.keep_all = True
-        return True
-
-    def review(self, observed: Observed) -> None:
-        """Compare steps that ran under the plan with it; correct the plan where enough of them say so."""
-        assert self.plan is not None, "there is a plan to look at"
-        assert self._model is not None, "a plan was made from a profile"
-        if self._mismatched:
-            if self._agreed:
-                self._stale = True
-                return
-            self._misled += bool(self.plan.recompute)
-            self._start_over("the forward saved other sizes than the plan was made for")
-            return
-        self._misled = 0
-        seen = self._steps.add(observed, self._recording)
-        if seen is None:
-            return
-        self._changes = 0
-        reason = self._model.learn(self.plan, seen)
-        self._measured("times", *(f"{link} {way}" for link, way in seen.rates))
-        if reason and not self._agreed and now() >= self._rest_until_s:
-            self._correct(self._model, self.plan, reason)
-
-    def _correct(self, model: StepModel, old: Plan, reason: str) -> None:
-        """Follow another plan if one is better now; else know the old one better."""
-        try:
-            plan = self._search(model.profile)
-        except BudgetError:
-            plan = old  # that keeps the budget, as far as anything does
-        model.planned()
-        if plan is not old and model.gains(plan, old):
-            self._follow(plan, reason)
-        else:
-            known = model.predict(old)
-            self.plan = replace(old, predicted_step_s=known.step_s, predicted_peak_bytes=known.peak_bytes)
-
-    def _measured(self, *names: str) -> None:
-        """These parts of the profile were measured in the step that has just ended."""
-        self._measured_at.update(dict.fromkeys(names, self._count))
-
-    @property
-    def _mismatched(self) -> bool:
-        saved_bytes = 0 if self.profile is None else self.profile.saved_bytes
-        return self._following.placement.mismatched_bytes > SHAPES_CHANGED * max(1, saved_bytes)
-
-    # -- plans --------------------------------------------------------------------------------------------------------
-
-    def _search(self, profile: Profile) -> Plan:
-        began_s = now()
-        try:
-            return self.planner.plan(profile, self.limits)
-        finally:
-            self._rest_until_s = now() + (now() - began_s) / PLANNING_SHARE
-
-    def _make_plan(self, profile: Profile, observed: Observed) -> None:
-        """Make the first plan for what was recorded."""
-        budget = self.limits.device_budget
-        try:
-            plan = self._search(profile)
-        except BudgetError as error:
-            if budget is None or observed.peak_bytes is None or observed.peak_bytes > budget:
-                raise
-            self.history.append(f"no plan: {error}")  # but the last step did keep it: go on as it was
-            self._gave_up = True
-            return
-        self._model = StepModel(profile, self.limits)
-        self._following.checkpointed = self._recording.checkpointed
-        self._measured_at.clear()
-        links = [name for name, link in (("host", profile.host), ("disk", profile.disk)) if link is not None]
-        self._measured("saved tensors", "times", *(f"{name} {way}" for name in links for way in ("write", "read")))
-        self._follow(plan, "first plan")
-
-    def _follow(self, plan: Plan, reason: str) -> None:
-        self.history.append(reason)
-        self.plan = plan
-        self._recording.forget()
-        self._steps.start_over()
-        self._following.follow(self.profile, plan)
-
-    def _start_over(self, reason: str) -> None:
-        """Record anew; until there is a plan again, what moves is decided as before the first one."""
-        self.history.append(reason)
-        self._changes += 1
-        self._record_from = self._count + min(MOST_REST, 2**self._changes) - 2
-        self.plan = None
-        self._recording.forget()
-        self._steps.start_over()
-        self._following.follow(None, None)
+    # -- options ------------------------------------------------------------------------------------------------------
 
     @property
     def _bounded(self) -> bool:
@@ -395,19 +431,11 @@ class Autopilot:
             device_budget=self._shared.budget.limit_bytes,
             host_budget=sum(pool.capacity_bytes for pool in self._tiers.pools) or None,
             nvme_budget=None if config.nvme_budget is None else config.size("nvme_budget", 0),
+            pending_bytes=None if config.pending_bytes is None else config.size("pending_bytes", 0),
             max_slowdown=config.max_slowdown,
             tiers=tiers,
             recompute=config.recompute and self._bounded and self._misled < MOST_MISLED and not several_ranks(),
         )
-
-
-def _largest_recomputation(profile: Profile, plan: Plan) -> int:
-    """The most bytes that one of the plan's recomputed blocks saves."""
-    held = dict.fromkeys((n for n, block in enumerate(profile.blocks) if block.name in plan.recompute), 0)
-    for storage in profile.storages:
-        if storage.block in held:
-            held[storage.block] += storage.nbytes
-    return max(held.values(), default=0)
 
 
 def agree(pilot: Autopilot | None, group: Any, problem: str) -> bool:
@@ -425,7 +453,11 @@ def agree(pilot: Autopilot | None, group: Any, problem: str) -> bool:
         return pilot is not None and pilot.plan is not None
     if pilot is None:
         problem = problem or "its policy is not 'auto'"
-    mine = pilot.proposal() if pilot is not None and not problem else Proposal(problem=problem)
+    compute_s = pilot.compute_s() if pilot is not None and not problem else None
+    known = [each for each in exchange(compute_s, group) if each is not None]
+    mine = Proposal(problem=problem)
+    if compute_s is not None and pilot is not None:
+        mine = pilot.proposal(min(known))  # all compute the same, and what is more is waiting for others
     plan, told = choose(exchange(mine, group))
     assert pilot is not None, "a rank without a planner has a problem, which raises on all ranks"
     pilot.agreed(plan, told)

@@ -15,6 +15,8 @@ from ..tiers.tiers import Tiers
 
 REVIEW_STEPS = 5
 """A plan is compared with the median of so many steps, as single ones are noisy."""
+AFTER_A_CHANGE = 3
+"""So many the first time under a corrected plan, which was made from steps before and after something had changed."""
 LOOK_AT_STEP = 3
 """The step under a new plan in which the blocks' times are taken."""
 
@@ -25,8 +27,6 @@ class Recording:
     def __init__(self, profiler: Profiler, tiers: Tiers, prefetch: Prefetch) -> None:
         self.steps = 0
         """Steps that were recorded."""
-        self.checkpointed: dict[str, frozenset[int]] = {}
-        """Of the last of them, see `Profiler`."""
         self._profiler = profiler
         self._tiers = tiers
         self._prefetch = prefetch
@@ -43,9 +43,8 @@ class Recording:
         return self._profiler.finished
 
     def begin(self) -> None:
-        """Record the step that begins now, unless there is a recorded one that nobody has looked at."""
-        if not self._profiler.finished:
-            self._profiler.begin()
+        """Record the step that begins now."""
+        self._profiler.begin()
 
     def forget(self) -> None:
         """Drop what was recorded."""
@@ -59,7 +58,6 @@ class Recording:
         if profile is None:
             return None
         self.steps += 1
-        self.checkpointed = self._profiler.checkpointed
         self.rates()
         window = self._prefetch.window.nbytes
         return replace(profile, host=self._link("host"), disk=self._link("disk"), prefetch_bytes=window)
@@ -95,21 +93,20 @@ class Recording:
 
 
 class StepsUnderPlan:
-    """The steps since a plan was made: their medians, and once how long each block takes.
+    """The steps under one plan: their medians, and once how long each block takes.
+
+    Args:
+        count: how many steps are looked at the first time.
 
     Attributes:
         seen: the median of the last steps that were looked at.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = REVIEW_STEPS) -> None:
         self.seen: Observed | None = None
+        self._count = count
         self._blocks: tuple[tuple[str, float], ...] = ()
         self._steps: list[Observed] = []
-
-    def start_over(self) -> None:
-        """There is another plan: look at the blocks again, and at other steps."""
-        self._blocks = ()
-        self._steps.clear()
 
     @property
     def blocks_are_due(self) -> bool:
@@ -130,8 +127,9 @@ class StepsUnderPlan:
     def add(self, observed: Observed, recording: Recording) -> Observed | None:
         """Add a step; once there are enough, their median, which is `seen` from then on."""
         self._steps.append(observed)
-        if len(self._steps) < REVIEW_STEPS:
+        if len(self._steps) < self._count:
             return None
+        self._count = REVIEW_STEPS
         self.seen = replace(_median(self._steps), blocks=self._blocks, rates=recording.rates())
         self._steps.clear()
         return self.seen

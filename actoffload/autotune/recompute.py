@@ -68,7 +68,7 @@ class Recompute:
         self,
         blocks: Mapping[str, nn.Module],
         names: Iterable[str],
-        saved: Mapping[str, frozenset[int]] | None = None,
+        saved: Mapping[str, tuple[int, ...] | None] | None = None,
     ) -> None:
         """Recompute exactly these blocks from the next forward on; a name that is no block is left out.
 
@@ -121,7 +121,7 @@ class Checkpointed:
         self.forward = forward
         self.was_attribute = was_attribute
         self.active = True
-        self.saved: frozenset[int] | None = None
+        self.saved: tuple[int, ...] | None = None
         self._meter = meter
 
     def __reduce__(self) -> Any:  # a copy of the module, or a pickled one, is as it was before us
@@ -185,9 +185,15 @@ class _Counted:
                 self._saved.update((storage._cdata, storage.nbytes()) for storage in storages(tensor))
             return pack(tensor)
 
+        # As on a checkpoint's own hooks: whoever looks for the user's (PyTorch, from 2.14 on) has to look behind them.
+        # Only while they are active, as a graph keeps them.
+        self._counted: Any = counted
+        counted._checkpoint_internal = True  # type: ignore[attr-defined]
+        counted._user_hooks = getattr(pack, "_user_hooks", None)  # type: ignore[attr-defined]
         self._hooks = torch.autograd.graph.saved_tensors_hooks(counted, unpack)
         self._hooks.__enter__()
 
     def __exit__(self, *error: object) -> None:  # also when the checkpoint ends the recomputation early
         self._hooks.__exit__(*error)
+        del self._counted._user_hooks
         self._meter.recomputed(sum(nbytes for key, nbytes in self._saved.items() if key not in self._inputs))

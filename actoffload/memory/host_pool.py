@@ -319,8 +319,9 @@ class HostPool:
 
     def _overwrite(self, piece: _Piece) -> None:
         """For debugging: overwrite what is given back, once no copy uses it any more."""
-        for event in piece.events if self._wait_for is not None else ():
-            self._wait_for(event)
+        if self._wait_for is not None:
+            for event in piece.events:
+                self._wait_for(event)
         if self._is_done is None or all(map(self._is_done, piece.events)):  # one may not even have begun
             piece.events.clear()
             ctypes.memset(piece.address, 0xFF, piece.nbytes)

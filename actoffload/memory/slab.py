@@ -54,8 +54,9 @@ class Slab:
         if page_locked is None:
             self.buffer = map_private(nbytes)
         else:
-            self.buffer = OwnedMemory.from_address(page_locked.data_ptr())
-            self.buffer.owner = page_locked
+            owned = OwnedMemory.from_address(page_locked.data_ptr())
+            owned.owner = page_locked
+            self.buffer = owned
         self.nbytes = nbytes
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.buffer))
         self.extents = ExtentAllocator(nbytes, ALIGNMENT)

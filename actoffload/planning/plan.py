@@ -36,13 +36,17 @@ class PlanEntry:
 class Plan:
     """The storages of one forward, in the order in which autograd saved them.
 
-    A plan is also a policy: an offloader that is given one follows it by place and size, and offloads what it does not
-    know.
+    A plan is also a policy: an offloader that is given one recomputes its blocks and follows its entries by place and
+    size. The first forward has to save what the plan says; afterwards, in forwards of other shapes, what the plan does
+    not know is offloaded. A plan without entries moves all.
 
     Attributes:
         entries: the storages.
         planner: who made the plan.
         recompute: names of the blocks that run under a checkpoint.
+        arguments: for each of them, the arguments that its checkpoint saves where hooks see them, as `Block.arguments`;
+            empty: all of each.
+        recompute_bytes: the most that one of them saves.
         declined: why the planner moves nothing although it was asked; empty when it moves something.
         prefetch_bytes: how far ahead of backward to read; None for the offloader's own choice.
         pending_bytes: the most bytes that the plan expects on their way out at once; None when nobody said.
@@ -55,6 +59,8 @@ class Plan:
     _: KW_ONLY
     planner: str = ""
     recompute: tuple[str, ...] = ()
+    arguments: tuple[tuple[int, ...] | None, ...] = ()
+    recompute_bytes: int = 0
     declined: str = ""
     prefetch_bytes: int | None = None
     pending_bytes: int | None = None
@@ -105,11 +111,13 @@ class Plan:
             version = data.pop("version", None)
             entries = tuple(PlanEntry(**entry) for entry in data.pop("entries"))
             recompute = tuple(data.pop("recompute", ()))
-            plan = cls(entries, recompute=recompute, **data)
+            arguments = tuple(None if each is None else tuple(each) for each in data.pop("arguments", ()))
+            plan = cls(entries, recompute=recompute, arguments=arguments, **data)
         except (ValueError, TypeError, KeyError) as error:
             raise ConfigError("policy", text[:80], f"not a plan ({error}); give the text of Plan.to_json()") from error
         choices = {d.value for d in Decision}
         legal = all(entry.action in choices and entry.tier in TIERS for entry in entries)
+        legal = legal and len(arguments) in (0, len(recompute))
         if version != 1 or not legal or not all(isinstance(name, str) for name in recompute):
             raise ConfigError("policy", text[:80], _REMEDY)
         return plan

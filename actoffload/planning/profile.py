@@ -69,6 +69,8 @@ class Block:
         input_bytes: what a checkpoint of it saves.
         input: the storage, by its number in `Profile.storages`, that is this input; None when a plain run saves none.
         input_recorded: whether this input gets a place in the forward, or is too small, for example, and stays.
+        arguments: the arguments that a checkpoint saves where hooks see them, as `tree_flatten` numbers them; None
+            for all, which is what a profile on paper knows.
         tape: which forward of the step it is part of.
     """
 
@@ -79,6 +81,7 @@ class Block:
     input_bytes: int
     input: int | None = None
     input_recorded: bool = True
+    arguments: tuple[int, ...] | None = None
     tape: int = 0
 
 
@@ -194,7 +197,7 @@ class Profile:
             if version != VERSION:
                 raise ValueError(f"version {version!r}")
             data["storages"] = tuple(_build(Storage, item) for item in data["storages"])
-            data["blocks"] = tuple(_build(Block, item) for item in data.get("blocks", []))
+            data["blocks"] = tuple(_block(item) for item in data.get("blocks", []))
             for name in ("host", "disk"):
                 data[name] = None if data.get(name) is None else _build(Link, data[name])
             return _build(cls, data)
@@ -224,6 +227,11 @@ class Profile:
             ConfigError: it holds no profile.
         """
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def _block(item: Mapping[str, Any]) -> Block:
+    arguments = item.get("arguments")
+    return _build(Block, {**item, "arguments": None if arguments is None else tuple(arguments)})
 
 
 def _build(cls: type[T], values: Mapping[str, Any]) -> T:

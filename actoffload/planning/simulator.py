@@ -44,14 +44,17 @@ class Conditions:
         device_budget: forward waits for room, and nothing is fetched ahead beyond it.
         host_budget: most bytes of host memory.
         nvme_budget: most bytes on disk.
+        pending_bytes: most bytes on their way out of the device at once: its compute stream waits for more to have
+            left, and a CPU tensor beyond it stays unless there is a ``device_budget``, for which forward waits.
     """
 
     device_budget: int | None = None
     host_budget: int | None = None
     nvme_budget: int | None = None
+    pending_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("device_budget", "host_budget", "nvme_budget"):
+        for name in ("device_budget", "host_budget", "nvme_budget", "pending_bytes"):
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
                 raise ConfigError(name, value, "give a number of bytes, 0 or more, or None")
@@ -117,6 +120,11 @@ class Prediction:
     at_peak: tuple[int, ...] = ()
 
     @property
+    def wait_s(self) -> float:
+        """What the step waits for, all together."""
+        return self.forward_wait_s + self.backward_wait_s
+
+    @property
     def moved_bytes(self) -> int:
         """Bytes over any link, both ways: what the step costs in traffic."""
         return self.host_written_bytes + self.host_read_bytes + self.disk_written_bytes + self.disk_read_bytes
@@ -176,9 +184,9 @@ class _ReadAhead:
         """The next place to fetch, and the one that backward has come to."""
         self.ahead = 0
         self.is_ahead = [False] * len(modes)
-        self.reserved = 0
-        """Bytes of the device that recomputing blocks will take."""
-        self._reserved_for: set[int] = set()
+        self.most_recomputed = max((workload.dropped_bytes[block] for block in recomputed), default=0)
+        self.held_bytes = 0
+        """Bytes that the block holds that was recomputed last, until backward needs something else."""
 
     def arrive(self, p: int, now: float, place: int) -> None:
         """Backward has come to ``place``, and has ``p``: go on fetching beyond it."""
@@ -186,8 +194,10 @@ class _ReadAhead:
         if place >= self.cursor:
             self.cursor = place + 1
         # What has no record does not tell where in the order backward is.
-        if self.ahead < self.window and self.workload.recorded[p] and self.modes[p] != DROPPED:
-            self._fetch(now)
+        if self.workload.recorded[p] and self.modes[p] != DROPPED:
+            self.held_bytes = 0
+            if self.ahead < self.window:
+                self._fetch(now)
 
     def forget(self, p: int) -> None:
         """Count ``p`` as fetched ahead no longer."""
@@ -196,13 +206,10 @@ class _ReadAhead:
             self.ahead -= self.workload.nbytes[p]
 
     def _fetch(self, now: float) -> None:
-        order, state = self.workload.order, self.transfers.state
-        device, host = self.transfers.device, self.transfers.host
+        order, state, host = self.workload.order, self.transfers.state, self.transfers.host
         while self.place < len(order) and self.ahead < self.window:
             p, block = order[self.place]
             if p < 0:
-                if not self._reserve_ahead(block):
-                    return
                 p = self.workload.block_input[block] if block in self.recomputed else -1
             where = state[p] if p >= 0 else ON_DEVICE
             if where == ON_DEVICE:
@@ -214,33 +221,23 @@ class _ReadAhead:
             if ON_HOST <= where <= ON_DISK:
                 if self.reach[self.place] - self.reach[self.cursor] >= self.window:
                     return
-                if device.used + nbytes + self.largest + self.reserved > device.limit:
+                if not self._has_room(nbytes):
                     return
                 if where == ON_DISK and self.transfers.has_host and not host.has_room(nbytes):
                     return
                 self.is_ahead[p] = True
                 self.ahead += self.transfers.fetch(p, now)
             elif where in (WRITE_QUEUED, WRITING):
-                if device.used + self.largest + self.reserved > device.limit:
+                if not self._has_room(0):
                     return  # what comes next may need the room that its write gives
                 self.transfers.fetch(p, now)
             self.place += 1
 
-    def _reserve_ahead(self, block: int) -> bool:
-        """Reserve what recomputing a block will need, before fetching beyond it; False when there is no room yet."""
-        if block not in self.recomputed or block in self._reserved_for:
-            return True
-        device, nbytes = self.transfers.device, self.workload.dropped_bytes[block]
-        if device.used + nbytes + self.largest + self.reserved > device.limit:
-            return False
-        self.reserve(block)
-        return True
-
-    def reserve(self, block: int) -> None:
-        """Reserve what recomputing a block will need, unless it is reserved: what is fetched must not take it."""
-        if block not in self._reserved_for:
-            self._reserved_for.add(block)
-            self.reserved += self.workload.dropped_bytes[block]
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether so many bytes fit beside what backward may need at once, as `DeviceBudget.has_room_early` says."""
+        device = self.transfers.device
+        at_once = max(self.largest, self.most_recomputed - self.held_bytes)
+        return device.used + nbytes + at_once <= device.limit
 
 
 class _Step:
@@ -271,6 +268,7 @@ class _Step:
         self.refused: list[int] = []
         """What was to leave, and stays as there is no room where it goes."""
         self._has_budget = conditions.device_budget is not None
+        self._most_pending = conditions.pending_bytes
         self._at_peak: tuple[list[bool], list[int], list[bool]] | None = None
 
     def run(self) -> None:
@@ -319,6 +317,10 @@ class _Step:
     def _admit(self, p: int, mode: int, now: float) -> float:
         """Take room where ``p`` is going; the time when there was some, or -1 when it has to stay."""
         nbytes, transfers = self.workload.nbytes[p], self.transfers
+        if self._most_pending is not None:
+            now = self._wait_for_pending(nbytes, self._most_pending, now)
+            if now < 0:
+                return now
         to_disk = mode == NVME and transfers.disk.has_room(nbytes)
         if mode == NVME and not to_disk and not transfers.has_host:
             return -1.0
@@ -334,6 +336,18 @@ class _Step:
         if to_disk:
             transfers.disk.add(p)
         return now
+
+    def _wait_for_pending(self, nbytes: int, most: int, now: float) -> float:
+        """Wait until so many bytes more may be on their way out; the time then, or -1 where nobody waits for that."""
+        transfers = self.transfers
+        counted = nbytes if nbytes <= most else (most + 1) // 2
+        if not transfers.has_host:
+            return -1.0 if transfers.pending + counted > most and not self._has_budget else now
+        until = now
+        while transfers.pending and transfers.pending + counted > most:
+            until = max(until, transfers.complete_next())
+        self.clock.wait(until - now, FORWARD)
+        return until
 
     def _need(self, p: int, now: float, place: int) -> None:
         self.device.phase = "backward"
@@ -360,12 +374,10 @@ class _Step:
         now = base + self.clock.delay
         self.transfers.advance(now)
         nbytes, state = self.workload.dropped_bytes[block], self.transfers.state
-        self.ahead.reserve(block)
         source = self.workload.block_input[block]
         if state[source] not in (UNSAVED, FREED):
             self._need(source, now, self.workload.block_place[block])
         now = base + self.clock.delay
-        self.ahead.reserved -= nbytes
         self.device.phase = "recompute"
         if self.device.used + nbytes > self.device.limit:
             now = self._wait_for_room(nbytes, now, BACKWARD)
@@ -373,6 +385,7 @@ class _Step:
             if state[p] != FREED:
                 state[p] = ON_DEVICE
                 self.device.add(p, now)
+        self.ahead.held_bytes = nbytes
         self.clock.wait(self.workload.profile.blocks[block].recompute_s, RECOMPUTING)
 
     def _wait_for_room(self, nbytes: int, now: float, kind: int) -> float:

@@ -169,6 +169,12 @@ class StorageSet:
         if len(self.by_number) > self._sweep_at:
             self.sweep()
 
+    def replace(self, tensor: Tensor, note: str) -> None:
+        """As `add`, and in place of an earlier note."""
+        for storage in storages(tensor):
+            self.by_number.pop(storage._cdata, None)
+        self.add(tensor, note)
+
     def get(self, storage: torch.UntypedStorage) -> str | None:
         """The note of a storage, or None."""
         entry = self.by_number.get(storage._cdata)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..planning.profile import Block, Profile, Storage
 from ..policy import KeepReason
 from ..tiers.record import Record
 from ..tiers.timers import Stamp, Stopwatch
+from .even import Stretch, evened
 from .identity import inner_tensors, storages
 
 FREE_TO_MOVE = (KeepReason.LAST, KeepReason.PRESSURE, KeepReason.PLAN, KeepReason.FITS, KeepReason.NO_TIME)
@@ -95,13 +96,11 @@ class Profiler:
 
     Attributes:
         is_recorded: gives, while there is one, what says whether a tensor that is saved now gets a record.
-        checkpointed: by block, the numbers of the arguments that its checkpoint has to save where hooks see it.
     """
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self.stopwatch = stopwatch
         self.is_recorded: Callable[[], Callable[[Tensor], bool] | None] = lambda: None
-        self.checkpointed: dict[str, frozenset[int]] = {}
         self._local = threading.local()
         self.running: list[None] = []
         """Not empty while a step is recorded: looked at for each tensor, in C as well."""
@@ -116,6 +115,7 @@ class Profiler:
         self._tapes: dict[int, tuple[int, object]] = {}
         self._in_backward: set[int] = set()
         self._end: Stamp = None
+        self._even: Callable[[float], float] = float
         self.finished = False
         """The step has ended, and its profile may be asked for."""
 
@@ -148,7 +148,8 @@ class Profiler:
         kept = "" if reason is None or reason in FREE_TO_MOVE else reason.value
         number = len(self._saved)
         block = self._running()
-        self._saved.append(SavedStorage(record.nbytes, birth, tape, record.index, record.module, block, kept))
+        module = record.module or self._block_name(block)
+        self._saved.append(SavedStorage(record.nbytes, birth, tape, record.index, module, block, kept))
         self._number_of[record] = number
         if block is not None:
             self._blocks[block].tape = tape
@@ -171,7 +172,8 @@ class Profiler:
         """An activation stays without a record; returns what `kept_died` takes."""
         if not self.running:
             return None
-        entry = SavedStorage(nbytes, self.stopwatch.stamp(), 0, None, None, self._running(), reason.value)
+        block = self._running()
+        entry = SavedStorage(nbytes, self.stopwatch.stamp(), 0, None, self._block_name(block), block, reason.value)
         self._saved.append(entry)
         return entry
 
@@ -256,6 +258,10 @@ class Profiler:
         stack = self._stack()
         return stack[-1] if stack else None
 
+    def _block_name(self, block: int | None) -> str | None:
+        """Return what stands for a module's name where no names are asked for."""
+        return None if block is None else self._blocks[block].name
+
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
@@ -279,27 +285,54 @@ class Profiler:
         if not self.stopwatch.end():
             return None
         blocks, renumbered = self._recomputable()
+        self._even = evened(self._stretches(renumbered))
         saved = tuple(self._storage(entry, renumbered) for entry in self._saved)
         profile = Profile(
             storages=saved,
             blocks=tuple(self._block(block, number, saved) for number, block in enumerate(blocks)),
             **{**self._durations(), **facts},
         )
-        self.checkpointed = {block.name: _checkpointed(block, saved) for block in blocks}
         self._clear()
         return profile
+
+    def _seconds(self, stamp: Stamp) -> float:
+        return self._even(self.stopwatch.seconds(stamp))
+
+    def _stretches(self, blocks: Iterable[int]) -> list[Stretch]:
+        """The forwards and backwards of blocks, by what they save: those of equal blocks are equal."""
+        seconds = self.stopwatch.seconds
+        own: dict[int, list[SavedStorage]] = {number: [] for number in blocks}
+        for entry in self._saved:
+            if entry.block in own:
+                own[entry.block].append(entry)
+        found = []
+        needs: dict[int, list[float]] = {}
+        """By forward, when backward reached the blocks before."""
+        for number, entries in own.items():
+            block = self._blocks[number]
+            assert block.tape is not None, "a usable block saved something"
+            sizes = tuple(entry.nbytes for entry in entries)
+            found.append(Stretch(seconds(block.begin), seconds(block.end), ("forward", sizes)))
+            first_need_s = min((seconds(entry.need) for entry in entries if entry.need is not None), default=None)
+            earlier = needs.setdefault(block.tape, [])
+            if first_need_s is not None:
+                end_s = min((need_s for need_s in earlier if need_s >= first_need_s), default=None)
+                if end_s is not None:
+                    found.append(Stretch(first_need_s, end_s, ("backward", sizes)))
+                earlier.append(first_need_s)
+        return found
 
     def _durations(self) -> dict[str, Any]:
         found = {"forward": 0.0, "backward": 0.0, "other": 0.0}
         phase, since_s = "forward", 0.0
         for following, stamp in [*self._phases, ("other", self._end)]:
-            time_s = max(since_s, self.stopwatch.seconds(stamp))
+            time_s = max(since_s, self._seconds(stamp))
             found[phase] += time_s - since_s
             phase, since_s = following, time_s
         return {f"{name}_s": seconds for name, seconds in found.items()}
 
     def _storage(self, entry: SavedStorage, renumbered: dict[int, int]) -> Storage:
-        seconds = self.stopwatch.seconds
+        seconds = self._seconds
         birth_s = seconds(entry.birth)
         need_s = None if entry.need is None else max(birth_s, seconds(entry.need))
         death = self._end if entry.death is None else entry.death
@@ -325,7 +358,7 @@ class Profiler:
         return [self._blocks[n] for n in usable], {old: new for new, old in enumerate(usable)}
 
     def _block(self, run: RunBlock, number: int, storages: tuple[Storage, ...]) -> Block:
-        begin_s, end_s = self.stopwatch.seconds(run.begin), self.stopwatch.seconds(run.end)
+        begin_s, end_s = self._seconds(run.begin), self._seconds(run.end)
         forward_s = max(0.0, end_s - begin_s)
         assert run.tape is not None, "a usable block saved something"
         first_need_s = min((s.need_s for s in storages if s.block == number and s.need_s is not None), default=None)
@@ -342,14 +375,15 @@ class Profiler:
             input_bytes=0 if main is None else main.nbytes,
             input=None if main is None else main.position,
             input_recorded=main is None or main.recorded,
+            arguments=_checkpointed(run, storages),
             tape=run.tape,
         )
 
 
-def _checkpointed(run: RunBlock, storages: Sequence[Storage]) -> frozenset[int]:
+def _checkpointed(run: RunBlock, storages: Sequence[Storage]) -> tuple[int, ...]:
     """The arguments that a checkpoint of a block saves: its input, and what other blocks save as well.
 
     So a step under a plan has the records that the profile knows, and no others.
     """
     shared = {one.number for one in run.inputs if one.position is not None and storages[one.position].block is None}
-    return frozenset(shared if run.main_input is None else shared | {run.main_input.number})
+    return tuple(sorted(shared if run.main_input is None else shared | {run.main_input.number}))

@@ -103,11 +103,6 @@ class ActivationStore:
         on_cpu = isinstance(self.tiers.by_device.get("cpu"), CpuTier)
         first = CPU_PREFETCH_BYTES if on_cpu else DEVICE_PREFETCH_BYTES
         window = Window(config.size("prefetch_bytes", first), fixed=config.prefetch_bytes is not None)
-        if isinstance(config.policy, Plan):
-            if config.policy.prefetch_bytes is not None:
-                window.follow(config.policy.prefetch_bytes)
-            for tier in self.tiers.by_device.values():
-                tier.expect_pending(config.policy.pending_bytes)
         phases: Phases[Tape[Record]] = Phases()
         self.prefetch = Prefetch(self.shared, self.tiers.by_device, window, phases)
         self.decision = OffloadDecision(config, window, phases)
@@ -151,7 +146,7 @@ class ActivationStore:
         span: tuple[int, int],
         storage: Any,
         tape: Tape[Record],
-        module: str | None,
+        names: tuple[str | None, str | None],
         counters: tuple[Counter, ...] = (),
     ) -> Record:
         """Return a handle's record for a span of a storage: an earlier one that holds the same bytes, else a new one.
@@ -161,7 +156,7 @@ class ActivationStore:
             span: the bytes of the storage that it needs.
             storage: its storage.
             tape: the forward that it is saved in.
-            module: the name of the module that is running, if names are known.
+            names: of the module that is running, and of the tensor, where they are known.
             counters: of the wrapper subclasses around the tensor, outermost first.
         """
         shared, accounts = self.shared, self.shared.accounts
@@ -179,9 +174,11 @@ class ActivationStore:
                 self.profiler.saved_again(record)
                 record.handles += 1
                 record.waiting += 1
+                if names[1] is not None and record.name is None:
+                    self.decision.named_late(record, names[1])
                 return record
             record = Record(storage, storage.data_ptr(), begin, end, tensor.device)
-            record.module = module
+            record.module, record.name = names
             record.has_gaps = tensor.nbytes < record.nbytes
             self.identities.add(record, tensor, counters)
             accounts.add_record(record.nbytes)

@@ -37,7 +37,7 @@ class RateMeter:
         return self._share[0], self._share[1]
 
     def ended(self, nbytes: int, time_s: float, before: LinkShare) -> None:
-        """Count the end of a transfer, of 0 bytes when it failed or was cancelled; ``before`` is what `began` gave."""
+        """Count the end of a transfer: what it moved, also if nobody wants it any more; ``before`` is from `began`."""
         self._pass(time_s)
         alone, full = self._share[0] - before[0], self._share[1] - before[1]
         part = full / (alone + full) if alone + full > 0 else float(self._full)

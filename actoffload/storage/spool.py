@@ -180,7 +180,7 @@ class Spool:
 
         Arguments and errors as in ``write``; also a StateError when that write has not finished, has failed or was
         shorter. With ``verify`` the length must be the one that was written. ``on_part`` is called as ``on_done`` is,
-        after each part but the last: see ``Transfer.moved_bytes``.
+        after each part but the last: see ``Transfer.arrived_bytes``.
         """
         transfer = Transfer(IoKind.READ, extent, length, self._post, 0, before, on_done, keepalive, on_part)
         return self._start(transfer, ((address, length),), held)
@@ -325,8 +325,7 @@ class Spool:
             elif item in self._live:
                 share = self._live.pop(item)
                 if share is not None:
-                    moved = item.done and not item.cancelled and item.error is None
-                    self.meters[item.kind].ended(item.length if moved else 0, now(), share)
+                    self.meters[item.kind].ended(item.moved_bytes, now(), share)
                 extent.transfers -= 1
             if extent.release_due and not extent.transfers:
                 self._release(extent)

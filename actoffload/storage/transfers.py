@@ -16,7 +16,7 @@ from functools import partial
 
 from ..errors import ChecksumError, OffloaderClosedError, StateError
 from .arena import PathArena, Segment
-from .engines.base import Completion, IoKind, IoRequest, Range, StorageEngine, report_uncaught
+from .engines.base import Completion, IoKind, IoRequest, Range, RequestState, StorageEngine, report_uncaught
 from .engines.queued import memory_view
 
 _CHUNK_BYTES = 1 << 20
@@ -107,6 +107,11 @@ class Transfer:
         """``cancel`` came in time, so ``on_done`` is not called."""
         return bool(self._outcomes) and isinstance(self._outcomes[0], _Cancelled)
 
+    @property
+    def moved_bytes(self) -> int:
+        """What has gone over the link, also of a transfer that was cancelled when part of it had started."""
+        return sum(request.length for _, request in self._requests if request.state is RequestState.DONE)
+
     def promote(self) -> None:
         """Move what is still queued to the front of the queues."""
         for engine, request in reversed(self._requests):
@@ -175,7 +180,7 @@ class Transfer:
                 request.finish(error)
 
     @property
-    def moved_bytes(self) -> int:
+    def arrived_bytes(self) -> int:
         """How many of the first bytes have been moved, without a gap, so far."""
         left = tuple(self._left)
         return self.length if not left else self._ends[min(left) - 1] if min(left) else 0

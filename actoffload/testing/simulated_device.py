@@ -131,6 +131,7 @@ def install() -> SimulatedDevice:
     functions = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "_lazy_init": lambda: None,  # without it PyTorch 2.9 synchronizes nothing
         "device_count": lambda: DEVICES,
         "current_device": torch.accelerator.current_device_index,
         "set_device": torch.accelerator.set_device_index,

@@ -287,13 +287,21 @@ class ReleaseWindow:
         copies: makes the copies.
         limit_bytes: the bound; None for twice the largest copy seen (one under way, one behind it), at least 64 MiB.
         on_release: called with the owner of each copy whose device memory was let go.
+        may_begin: called with the owner of each copy that is about to begin: False once it has withdrawn it.
     """
 
-    def __init__(self, copies: CopyStreams, limit_bytes: int | None, on_release: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        copies: CopyStreams,
+        limit_bytes: int | None,
+        on_release: Callable[[Any], None],
+        may_begin: Callable[[Any], bool] = lambda owner: True,
+    ) -> None:
         self._copies = copies
         self._fixed = limit_bytes is not None
         self._limit_bytes = WINDOW_FLOOR_BYTES if limit_bytes is None else limit_bytes
         self._on_release = on_release
+        self._may_begin = may_begin
         self._batches: deque[Batch] = deque()
         self._expected_bytes = 0
         self.held_bytes = 0
@@ -341,7 +349,9 @@ class ReleaseWindow:
     def begin(self) -> None:
         """Begin the copies that wait for others to go with them."""
         if self.gathers:
-            self._copies.begin_out(self._batches[-1])
+            out = self._batches[-1]
+            if any([self._may_begin(owner) for owner in tuple(out.copies)]):
+                self._copies.begin_out(out)
 
     def withdraw(self, owner: object, batch: Batch, used_by: list[Any] | None) -> bool:
         """Take a copy out of its batch; return False when it has begun: its memory is held until it is complete.
@@ -377,6 +387,8 @@ class ReleaseWindow:
             out = self._batches[0]
             if self.held_bytes > limit:
                 self.begin()
+                if not self._batches:  # what waited to begin was withdrawn
+                    return
             elif not self._copies.done(out):
                 return
             self._batches.popleft()

@@ -61,7 +61,7 @@ class DeviceTier(Tier):
     ) -> None:
         super().__init__(shared, spool)
         self.copies = copies
-        self.window = ReleaseWindow(copies, window_bytes, self._source_released)
+        self.window = ReleaseWindow(copies, window_bytes, self._source_released, self._has_its_source)
         self._pool = pool
         self._spill_mode = spill if spool is not None else "never"
         self._hosted: dict[Record, None] = {}
@@ -110,6 +110,18 @@ class DeviceTier(Tier):
         if out.event is not None:
             self.window.advance()
         return None
+
+    def _has_its_source(self, owner: object) -> bool:
+        """Whether a copy out may begin: its source was not freed or resized while it waited for others."""
+        if not isinstance(owner, Record) or not self.resized(owner):
+            return True
+        record = owner
+        assert record.outgoing is not None, "it waits among others"
+        assert record.slot is not None, "and has a slot"
+        self.window.withdraw(record, record.outgoing, record.slot.events)
+        record.outgoing = None
+        self.stay(record)
+        return False
 
     def _copy_out(self, record: Record, slot: Slot) -> list[tuple[Batch, int]]:
         """Have a record copied to the host; return its parts: the batch of each, and how many bytes it completes."""
@@ -386,7 +398,7 @@ class DeviceTier(Tier):
 
     def _reload_arrived(self, record: Record) -> None:
         """Begin the copies of those parts of a record that have come from disk; backward waits for it."""
-        end = record.transfer.moved_bytes // CHUNK_BYTES * CHUNK_BYTES if isinstance(record.transfer, Transfer) else 0
+        end = record.transfer.arrived_bytes // CHUNK_BYTES * CHUNK_BYTES if isinstance(record.transfer, Transfer) else 0
         if end > record.filled_bytes:
             with contextlib.suppress(torch.OutOfMemoryError):  # all of it makes room when it is there
                 self._fill(record, end)

@@ -91,6 +91,7 @@ class Record:
     tape: Any = None  # the forward that it was saved in
     index: int = -1  # its place on the tape
     module: str | None = None  # that saved it, if names are known
+    name: str | None = None  # that it was given
     stays: bool = False  # it was decided that it never leaves
     planned_tier: str = ""  # where a plan sends it: "host", "nvme", or "" for the tier's own choice
     counted: bool = False  # among the resident bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -24,13 +25,15 @@ def save_matmuls(context: Any, op: Any, *args: Any, **kwargs: Any) -> Checkpoint
     return CheckpointPolicy.MUST_SAVE if op in _MATMULS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def checkpointed(block: Callable[[Tensor], Tensor], kind: str) -> Callable[[Tensor], Tensor]:
+def checkpointed(block: Callable[[Tensor], Tensor], kind: str, eager: bool = False) -> Callable[[Tensor], Tensor]:
     """A block as it is run under a kind of checkpoint."""
     if kind == "none":
         return block
     options: dict[str, Any] = {"use_reentrant": kind == "reentrant"}
     if kind == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, save_matmuls)
+        if eager and "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:  # from PyTorch 2.14 on
+            options["respect_saved_tensors_hooks"] = True
     return partial(checkpoint, block, **options)
 
 
@@ -51,7 +54,7 @@ class Tower(nn.Module):
     @staticmethod
     def _run(block: nn.Module, kind: str, backend: str | None) -> Callable[[Tensor], Tensor]:
         if backend is None:
-            return checkpointed(block, kind)
+            return checkpointed(block, kind, eager=True)
         if kind == "selective":  # its policy has to be seen by the compiler
             compiled: Callable[[Tensor], Tensor] = torch.compile(
                 checkpointed(block, kind), backend=backend, fullgraph=True

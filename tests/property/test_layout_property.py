@@ -78,7 +78,9 @@ class _Chosen:
         ]
         entries = workload.to_entries(Choice(tuple(tiers), recompute), [""] * len(tiers))
         names = tuple(workload.groups[number].name for number in recompute)
-        self.plans.append(Plan(entries, recompute=names, predicted_step_s=1.0))
+        saved = {block.name: block.arguments for block in profile.blocks}
+        arguments = tuple(saved[name] for name in names)
+        self.plans.append(Plan(entries, recompute=names, arguments=arguments, predicted_step_s=1.0))
         return self.plans[-1]
 
 

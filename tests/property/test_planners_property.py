@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,14 @@ EXHAUSTIVE = 48
 SPEND = 20_000
 RECORDED = sorted((Path(__file__).resolve().parents[1] / "recorded").glob("*.json"))
 PEERS = ("ssdtrain", "joint")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _any_gain() -> Iterator[None]:
+    """Whatever its size, what can be gained is: these models are small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("actoffload.planning.planners.auto.MIN_GAIN_BYTES", 0)
+        yield
 
 
 def _step_s(plan: Plan) -> float:

@@ -173,3 +173,39 @@ def test_a_capture_sees_no_copy_query_or_wait_of_ours(device: SimulatedDevice, t
         del moved
         forward().backward()
         assert offloader.statistics().live_records <= 1
+
+
+class _Saves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
+        ctx.save_for_backward(factor)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] * ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("pending_bytes", [None, 2 * RECORD_BYTES])
+def test_what_its_owner_frees_before_its_copy_has_begun_stays(
+    device: SimulatedDevice, tmp_path: Path, pending_bytes: int | None
+) -> None:
+    """Copies wait for others to begin with: until then there must still be something to copy."""
+    x = torch.ones(SIZE, SIZE, device=NAME, requires_grad=True)
+    factors = []
+    options: dict[str, Any] = {"target": "host", "host_budget": "64MiB", "pending_bytes": pending_bytes}
+    with _offloader(tmp_path, **options) as offloader:
+        with offloader:
+            y = x
+            for value in range(2, 6):
+                factors.append(torch.full((SIZE, SIZE), float(value), device=NAME))
+                y = _Saves.apply(y, factors[-1])
+                factors[-1].untyped_storage().resize_(0)
+        for value, factor in enumerate(factors, start=2):
+            factor.untyped_storage().resize_(factor.nbytes)
+            with torch.autograd.grad_mode._unsafe_preserve_version_counter(factor):
+                factor.fill_(float(value))
+        y.sum().backward()
+        assert offloader.statistics().kept_bytes["resized"] > 0
+    assert x.grad is not None
+    assert torch.equal(x.grad.cpu(), torch.full((SIZE, SIZE), 120.0))

@@ -183,24 +183,43 @@ def test_recomputed_blocks_are_applied_followed_and_undone(make_offloader: MakeO
     assert not any("forward" in vars(block) for block in model.stack.blocks)
 
 
-def test_another_shape_starts_over(make_offloader: MakeOffloader) -> None:
+def test_another_shape_has_a_plan_of_its_own(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no model is known: the first storage tells the shapes apart."""
+    monkeypatch.setattr("actoffload.autotune.autopilot.PLANNING_SHARE", 1e9)
     offloader = make_offloader(policy="auto")
     planner = _Scripted(lambda *_: True)
     pilot = _with(offloader, planner)
     model = Chain()
     _steps(offloader, WARM_UP + 2, model)
-    assert pilot.plan is not None
-    _step(offloader, model, batch(rows=64))
+    first = pilot.plan
+    assert first is not None
     _step(offloader, model, batch(rows=64))
     assert pilot.plan is None
-    assert offloader.plan.kept_bytes == 0, "until there is a plan again, all that may move moves"
+    assert offloader.plan.kept_bytes == 0, "until there is a plan for it, all that may move moves"
     _step(offloader, model, batch(rows=64))
-    assert list(pilot.history) == [
-        "first plan",
-        "the forward saved other sizes than the plan was made for",
-        "first plan",
-    ]
+    assert pilot.plan not in (None, first)
+    assert offloader.plan.kept_bytes > 0
+    _step(offloader, model, batch())
+    assert pilot.plan is first
+    assert [reason.partition(" (")[0] for reason in pilot.history] == ["first plan", "first plan"]
     assert len(planner.profiles) == 2
+
+
+def test_a_forward_that_saves_something_else_starts_over(
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first storage is the same, so it is the same shape as far as anybody knows."""
+    monkeypatch.setattr("actoffload.autotune.autopilot.PLANNING_SHARE", 1e9)
+    offloader = make_offloader(policy="auto")
+    planner = _Scripted(lambda *_: True)
+    pilot = _with(offloader, planner)
+    _steps(offloader, WARM_UP + 2, Chain(depth=2))
+    assert pilot.plan is not None
+    _steps(offloader, 2, Chain(depth=4))
+    assert pilot.plan is None
+    _steps(offloader, 1, Chain(depth=4))
+    again = "the forward saved other sizes than the plan was made for"
+    assert list(pilot.history) == ["first plan", again, "first plan"]
 
 
 def test_a_budget_that_cannot_be_kept_is_an_error_before_the_forward(make_offloader: MakeOffloader) -> None:
@@ -209,7 +228,8 @@ def test_a_budget_that_cannot_be_kept_is_an_error_before_the_forward(make_offloa
     planner.error = BudgetError(1, 4096)
     _with(offloader, planner)
     model = Chain()
-    _steps(offloader, WARM_UP + 1, model)
+    with pytest.warns(RuntimeWarning, match="device_budget='1 B' is less than a step needs"):
+        _steps(offloader, WARM_UP + 1, model)
     with pytest.raises(BudgetError, match="floor is 4096 bytes"), offloader:
         raise AssertionError("not reached")
     assert_empty(offloader)

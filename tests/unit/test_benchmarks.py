@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from actoffload.cli.app import app
 from benchmarks import e2e_cpu, gpu, gpu_report, gpu_worker, harness, micro, micro_hooks, peers_cpu, turns, worker
 from benchmarks.gpu_cases import GpuCase, cases
 from benchmarks.modes import MODES
@@ -85,8 +89,8 @@ def test_every_case_trains(name: str) -> None:
 
 def test_one_bit_in_a_later_step_makes_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = {"model": "gpt", "batch": 1, "gpt": {"layers": 1, "width": 16, "seq": 16}, "dtype": "float32"}
-    more = {"device": "cpu", "steps": 1, "threads": 1, "path": None, "modes": [], "reference": "keep", "limit_s": 60.0}
-    series = gpu_worker.Series(spec | more)
+    more = {"device": "cpu", "steps": 1, "untimed": 1, "threads": 1, "path": None, "modes": [], "reference": "keep"}
+    series = gpu_worker.Series(spec | more | {"limit_s": 60.0})
     real, wrong, steps = series.run.first_step, 0, 0
 
     def first_step() -> str:
@@ -193,20 +197,30 @@ def test_the_goals_of_the_gpu_suite() -> None:
         return [{"case": case, "mode": mode, "result": result} for mode, result in results.items()]
 
     results = {
-        "keep": _result(1.0, 10 * GIB),
+        "keep": _result(1.0, 10 * GIB, hides_bytes=5.5 * GIB),
         "recompute": _result(1.3, 5 * GIB),
+        "selective": _result(1.2, 6 * GIB),
         "host": _result(1.01, 4 * GIB),
         "nvme": _result(1.1, 8 * GIB, predicted_step_s=1.0),
         "TRL": _result(1.5, 5 * GIB),
     }
-    goals = {goal.what: goal for goal in gpu_report.goals(points(results))}
-    assert goals["s, host: activation peak / keep's"].measured == pytest.approx(0.4)
+    goals = {goal.what.partition(" (")[0]: goal for goal in gpu_report.goals(points(results))}
+    peak = goals["s, host: activation peak / keep's"]
+    assert peak.measured == pytest.approx(0.4)
+    assert peak.what.endswith("(needs 6.00 GiB to leave, 5.50 GiB can hide: NOT POSSIBLE at no loss)")
     assert goals["s: TRL's step time / host's"].holds is False
     assert goals["s: host's activation peak / TRL's"].holds is True
-    assert goals["s, below recompute's peak: least step time / keep's"].measured == 1.01
+    below = goals["s, below recompute's peak: least step time / keep's"]
+    assert (below.measured, below.what.endswith("(needs 5.00 GiB to leave, 5.50 GiB can hide)")) == (1.01, True)
     assert goals["s, nvme: the plan's step time / the real one"].holds is False
     assert len(goals) == 6
-    del results["host"], results["nvme"]
+    verdict = "host is faster than the fastest recomputation (recompute) by 1.287 ×"
+    assert gpu_report.verdicts(points(results)) == [f"s: at this peak (5.00 GiB), {verdict}."]
+    results["selective"]["activation_peak_bytes"] = 5 * GIB
+    assert "(selective) by 1.188 ×" in gpu_report.verdicts(points(results))[0]
+    del results["host"]
+    assert "the lowest of its peaks is 8.00 GiB" in gpu_report.verdicts(points(results))[0]
+    del results["nvme"]
     (left,) = gpu_report.goals(points(results))
     assert (left.measured, left.holds) == (None, False)
 
@@ -245,11 +259,11 @@ def test_every_case_names_modes_that_there_are(tiny: bool) -> None:
 
 
 def _run_case(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, *processes: list[dict[str, Any]]
+    monkeypatch: pytest.MonkeyPatch, folder: Path, *processes: list[dict[str, Any]], arguments: tuple[str, ...] = ()
 ) -> tuple[gpu.Suite, list[list[str]]]:
     """A case whose processes say what is listed; the suite, and the modes that each process was asked for."""
     monkeypatch.setenv("OUT", str(folder))
-    suite, said, asked = gpu.Suite(gpu.parse(["--tiny", "--skip-tests"]), []), list(processes), []
+    suite, said, asked = gpu.Suite(gpu.parse(["--tiny", *arguments]), []), list(processes), []
 
     def stream(module: str, spec: dict[str, Any], **_: Any) -> Iterator[dict[str, Any]]:
         asked.append(spec["modes"])
@@ -257,7 +271,7 @@ def _run_case(
 
     monkeypatch.setattr(gpu, "stream_worker", stream)
     spec = {"model": "gpt2", "batch": 1, "dtype": "float32", "sizes": {}}
-    suite.run_case(GpuCase(name="c", spec=spec, modes=("host", "TRL", "nvme")))
+    suite.run_case(GpuCase(name="c", spec=spec), ("host", "TRL", "nvme"))
     assert said == []
     return suite, asked
 
@@ -272,6 +286,13 @@ def test_after_a_failure_the_next_process_takes_the_rest(tmp_path: Path, monkeyp
     assert suite.finish() == 0, "a peer that fails is no failure of ours"
     suite.points[1]["result"]["identical"] = False
     assert suite.finish() == 1
+    # What the file has is not measured again; what was left out is.
+    suite.points[1]["result"] = {"left_out": "no time was left"}
+    suite.write()
+    arguments = ("--resume", str(suite.results.file))
+    suite, asked = _run_case(monkeypatch, tmp_path, [keep, host], arguments=arguments)
+    assert asked == [["host"]]
+    assert [point["mode"] for point in suite.points] == ["keep", "TRL", "nvme", "host"]
 
 
 def test_without_its_reference_a_case_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,23 +304,57 @@ def test_without_its_reference_a_case_is_left_out(tmp_path: Path, monkeypatch: p
 # -- each runs --------------------------------------------------------------------------------------------------------
 
 
+def test_the_commands_of_the_gpu_page_exist() -> None:
+    page = (harness.ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    makefile = (harness.ROOT / "Makefile").read_text(encoding="utf-8")
+    assert {target for target in re.findall(r"make ([a-z-]+)", page) if f"\n{target}:" not in makefile} == set()
+    given = re.findall(r"""GPU_ARGS=(?:'([^']+)'|"([^"]+)")""", page)
+    assert len(given) > 5
+    for one in given:
+        gpu.parse(shlex.split("".join(one)))  # ends where an option or a case is unknown
+    files = [harness.ROOT / name for name in re.findall(r"tests/\w+", page)]
+    assert files
+    assert all(file.is_dir() for file in files)
+    commands = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
+    assert {name for name in re.findall(r"`actoffload (\w+)", page)} <= commands
+
+
+def test_a_missing_peer_ends_the_suite_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(gpu, "find_spec", lambda name: None if name == "trl" else name)
+    with pytest.raises(SystemExit, match=r"MISSING: trl\. .make gpu-wheels"):
+        gpu.main([])
+
+
 @pytest.mark.slow
-def test_the_tiny_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_suite_on_the_simulated_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setenv("OUT", str(tmp_path))
+    modes = ("recompute", "default", "selective", "TRL", "transformers offload", "budget 35 %")
+    case = replace(cases(True)[0], modes=modes)
+    monkeypatch.setattr(gpu, "cases", lambda tiny: [case])
     assert gpu.main(["--tiny", "--path", str(tmp_path)]) == 0, capsys.readouterr().out
     (file,) = tmp_path.glob("gpu_tiny_*.json")
     points = json.loads(file.read_text(encoding="utf-8"))["points"]
-    assert {point["case"]["name"] for point in points} == {case.name for case in cases(True)}
-    differ = [point for point in points if point["result"].get("identical") is False or "error" in point["result"]]
-    assert differ == []
-    results = {point["mode"]: point["result"] for point in points if point["case"]["name"] == "tiny gpt2"}
-    assert results["keep"]["reproducible"] is True
-    assert results.pop("TRL")["unavailable"] == "needs an accelerator"
-    assert [mode for mode, result in results.items() if result.get("identical") is not True] == ["keep"]
-    assert results["nvme, all"]["written_bytes_per_step"] > 0
-    whole = results["nvme, all"]["statistics"]["baseline_peak_bytes"]
-    assert results["budget 35 %"]["activation_peak_bytes"] <= 0.35 * whole
+    results = {point["mode"]: point["result"] for point in points}
+    assert list(results) == ["keep", *modes]
+    assert results.pop("TRL")["unavailable"] == "needs CUDA"
+    for mode, result in results.items():
+        assert result["identical" if "ratio" in result else "reproducible"] is True, (mode, result)
+        assert result["step_s"]
+        assert result["peak_device_bytes"] > result["activation_peak_bytes"] > 0
+        assert MODES[mode].ours == (result.get("written_bytes_per_step", 0) > 0), (mode, result)
+    keep = results["keep"]
+    assert keep["hides_bytes"] == pytest.approx(keep["forward_s"] * keep["link_bytes_per_s"])
+    for mode in ("recompute", "budget 35 %"):
+        assert results[mode]["activation_peak_bytes"] < keep["activation_peak_bytes"], mode
+    out = capsys.readouterr().out
+    assert f"{case.name}: at this peak (" in out
+    assert "| gpt2, 12288 × 3, default: step time / keep's |" in out
+    assert "to leave, " in out
+    assert "0 failed, 0 differ, tests failed: False" in out
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ def _pool(slabs: int = 1, **options: Any) -> HostPool:
 
 def _acquire(pool: HostPool, nbytes: int, **options: Any) -> Slot:
     slot = acquire_slot(pool, nbytes, **options)
-    assert slot is not None
+    assert isinstance(slot, Slot)
     return slot
 
 
@@ -119,9 +119,12 @@ def test_acquiring_looks_at_one_slab_and_no_event_however_many_there_are(monkeyp
     pool.reclaim()
     looked_at: list[int] = []
     plain = ExtentAllocator.allocate
-    monkeypatch.setattr(
-        ExtentAllocator, "allocate", lambda extents, nbytes: looked_at.append(nbytes) or plain(extents, nbytes)
-    )
+
+    def noting(extents: ExtentAllocator, nbytes: int) -> int | None:
+        looked_at.append(nbytes)
+        return plain(extents, nbytes)
+
+    monkeypatch.setattr(ExtentAllocator, "allocate", noting)
     more = [_acquire(pool, ALIGNMENT) for _ in range(100)]
     assert len(looked_at) == len(more)
     assert all(slot.events == [f"copy {slot.address}"] for slot in more)

@@ -30,7 +30,7 @@ from tests.harness import WAIT_S, assert_same_gradients, forget_failed_backward,
 
 OURS = str(Path(actoffload.__file__).parent)
 SIMULATION = str(Path(OURS) / "testing")
-POINTS = 40
+POINTS = 16
 """So many for each of the devices."""
 
 

@@ -27,7 +27,7 @@ from tests.unit.saved_tensors import activation, in_python
 
 pytestmark = [
     pytest.mark.skipif(native.load() is None, reason=native.refusal()),
-    pytest.mark.filterwarnings("ignore:.*(nested tensors is in prototype|quantiz|sparse)"),
+    pytest.mark.filterwarnings("ignore:.*(nested tensors is in prototype|quantiz|sparse|jit.script)"),
 ]
 ELEMENTS = 24
 LEAST_BYTES = 1024

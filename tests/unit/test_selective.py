@@ -36,6 +36,8 @@ from tests.harness import (
     train_step,
 )
 
+# PyTorch's own contexts are compared with; from 2.14 on they say that hooks do not see what they cache.
+pytestmark = pytest.mark.filterwarnings("ignore:A saved_tensors_hooks context:FutureWarning")
 ATEN = torch.ops.aten
 MATMULS = [ATEN.mm.default, ATEN.addmm.default, ATEN.bmm.default]
 MUTATED = "cached during selective activation checkpoint has been mutated"
@@ -525,7 +527,9 @@ def test_of_two_offloaders_the_inner_one_moves(make_offloader: MakeOffloader) ->
     expected = gradients_of(lambda x: (x @ x).sin().cos(), x)
     with outer:
         assert_same(gradients_of(function, x, context=inner), expected)
-    assert (outer.statistics().packed_tensors, inner.statistics().packed_tensors) == (0, 2)
+    assert outer.statistics().packed_tensors == 0
+    # The input of the checkpoint and the product; PyTorch 2.9 saves an empty tensor for each checkpoint as well.
+    assert inner.statistics().packed_tensors in (2, 3)
 
 
 def test_nothing_moves_in_a_no_offload_region(offloader: Offloader) -> None:
@@ -594,6 +598,7 @@ def late_op() -> Iterator[Any]:
         yield op
 
 
+@pytest.mark.skipif(torch.__version__ < "2.10", reason="wait_tensor() has no gradient in this PyTorch")
 def test_what_a_collective_brings_moves_when_it_is_there(late_op: Any, offloader: Offloader) -> None:
     class Gathered(torch.autograd.Function):
         @staticmethod
@@ -606,6 +611,7 @@ def test_what_a_collective_brings_moves_when_it_is_there(late_op: Any, offloader
             return gradient
 
     def function(x: Tensor) -> Tensor:
+        packed.append(offloader.statistics().packed_tensors)  # the input of the checkpoint
         y = Gathered.apply(x @ x)
         packed.append(offloader.statistics().packed_tensors)
         offloader.synchronize()
@@ -617,8 +623,8 @@ def test_what_a_collective_brings_moves_when_it_is_there(late_op: Any, offloader
     expected = gradients_of(lambda x: (x @ x).sin().cos(), x)
     with offloader:
         loss = region(function, x, policy=[late_op]).sum()
-    assert packed == [1], "only the input of the checkpoint so far"
-    assert offloader.statistics().packed_tensors == 2
+    first, now = packed
+    assert (now, offloader.statistics().packed_tensors) == (first, first + 1), "not before the region ends"
     assert_same(list(torch.autograd.grad(loss, [x])), expected)
     del loss
     assert_empty(offloader)

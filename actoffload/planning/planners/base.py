@@ -246,11 +246,16 @@ class Bench:
             raise BudgetError(budget, floor, detail)
         choice = self.relieved(choice)
         seen = self.predict(choice)
+        names = sorted(self.workload.groups[n].name for n in choice.recompute)
+        arguments = {block.name: block.arguments for block in self.workload.profile.blocks}
+        dropped = (b for n in choice.recompute for b in self.workload.groups[n].blocks)
         reasons = [why(number) if choice.tiers[number] != KEEP else "" for number in range(len(choice.tiers))]
         return Plan(
             self.workload.to_entries(choice, reasons),
             planner=planner,
-            recompute=tuple(sorted(self.workload.groups[n].name for n in choice.recompute)),
+            recompute=tuple(names),
+            arguments=tuple(arguments[name] for name in names),
+            recompute_bytes=max((self.workload.dropped_bytes[b] for b in dropped), default=0),
             declined=declined,
             prefetch_bytes=self.window or self.workload.profile.prefetch_bytes,
             pending_bytes=seen.pending_peak_bytes,

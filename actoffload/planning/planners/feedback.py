@@ -26,8 +26,11 @@ LINK_CHANGE = 0.25
 """A link that is faster or slower by less than this share is as it was."""
 WAIT_SHARE = 0.02
 """Waits that nothing predicted are believed from this share of the step on."""
+LEAST_TRUST, MOST_TRUST, FIT_STEPS = 0.25, 1.2, 6
+"""Then the links are taken to be so many times as fast as measured as explains the waits, found by so many halvings."""
 TRUST_LESS = 0.8
-"""Then the links are taken to be slower than they were measured, by this factor, unless something says how slow."""
+"""Where no speed explains them, the links are trusted less by this factor; and a link that was not full is believed to
+be slower where it was by this factor."""
 MIN_GAIN = 0.02
 """A new plan is followed if it is better than the old one by this share: plans that are alike do not take turns."""
 MAX_COST_SHARE = 2.0
@@ -92,17 +95,20 @@ class StepModel:
         self._links = {"host": recorded.host, "disk": recorded.disk}
         """As they were measured."""
         self._trust = 1.0
-        """The links are taken to be so much faster: less than 1 after waits that nothing predicted."""
+        """The links are taken to be so many times as fast as measured, after waits that nothing predicted."""
 
     def learn(self, plan: Plan, observed: Observed) -> str:
         """Correct the profile by a step under a plan; say what has changed since the last plan, or nothing."""
         self._learn_rates(observed)
         self._learn_compute(self.predict(plan), observed)
         seen = self.predict(plan)
-        waited_s = observed.wait_s - seen.forward_wait_s - seen.backward_wait_s
-        if seen.moved_bytes and waited_s > WAIT_SHARE * observed.step_s:
-            self._trust_less(observed)
-            return f"the step waited {observed.wait_s:.3g} of {observed.step_s:.3g} s, {waited_s:.3g} s unforeseen"
+        waited_s = observed.wait_s - seen.wait_s
+        if seen.moved_bytes and abs(waited_s) > WAIT_SHARE * observed.step_s:
+            before = self.profile
+            self._explain_waits(plan, observed)
+            if self.profile != before and waited_s > 0:
+                return f"the step waited {observed.wait_s:.3g} of {observed.step_s:.3g} s, {waited_s:.3g} s unforeseen"
+            seen = self.predict(plan)
         return self._change(plan, seen)
 
     def predict(self, plan: Plan) -> Prediction:
@@ -147,17 +153,36 @@ class StepModel:
         links = {name: link and link.scaled(self._trust) for name, link in self._links.items()}
         self.profile = replace(self.profile, **links)  # type: ignore[arg-type]
 
-    def _trust_less(self, observed: Observed) -> None:
-        """Nothing predicted the waits: a link that was not full was as slow as it was seen, or all are slower."""
-        trusted, slower = self._trust, False
+    def _explain_waits(self, plan: Plan, observed: Observed) -> None:
+        """The step did not wait as predicted: take the links to be as fast as makes it wait as it did."""
+        slower = False
         for (name, way), rate in observed.rates.items():
             link, key = self._links[name], f"{way}_bytes_per_s"
             assert link is not None, "its rate was seen"
-            if not rate.full and rate.bytes_per_s < TRUST_LESS * trusted * getattr(link, key):
+            if not rate.full and rate.bytes_per_s < TRUST_LESS * self._trust * getattr(link, key):
                 self._links[name] = replace(link, **{key: rate.bytes_per_s})
                 slower = True
-        self._trust = 1.0 if slower else trusted * TRUST_LESS
+        if slower:
+            self._trust = 1.0
+        elif self._waits_at(plan, LEAST_TRUST) < observed.wait_s:  # something else waits: go on slowly
+            self._trust = max(LEAST_TRUST, TRUST_LESS * self._trust)
+        else:
+            least, most = LEAST_TRUST, MOST_TRUST
+            for _ in range(FIT_STEPS):
+                middle = (least + most) / 2
+                if self._waits_at(plan, middle) < observed.wait_s:
+                    most = middle
+                else:
+                    least = middle
+            self._trust = least
         self._use_links()
+
+    def _waits_at(self, plan: Plan, trust: float) -> float:
+        self._trust, before = trust, self._trust
+        self._use_links()
+        wait_s = self.predict(plan).wait_s
+        self._trust = before
+        return wait_s
 
     # -- compute ------------------------------------------------------------------------------------------------------
 
@@ -208,6 +233,14 @@ class StepModel:
         if bounded and predicted_s and abs(seen.step_s - predicted_s) > STEP_CHANGE * predicted_s:
             return f"the step takes {seen.step_s:.3g} s, not {predicted_s:.3g} s"
         return ""
+
+
+def with_cost(profile: Profile, computed_s: float, moved_bytes: int) -> Profile:
+    """The profile of a step that moved nothing, with what moving costs: one that moved bytes computed for longer."""
+    if profile.disk is None or not moved_bytes:
+        return profile
+    cost_s = min(max(0.0, computed_s - profile.step_s), MAX_COST_SHARE * profile.step_s)
+    return profile.with_links(disk=replace(profile.disk, cost_s_per_byte=cost_s / moved_bytes))
 
 
 def rescaled(profile: Profile, factor: float) -> Profile:

@@ -17,16 +17,17 @@ FEW = 200
 def every_choice(bench: Bench, at_most: int = EXHAUSTIVE) -> Iterator[Choice] | None:
     """All choices that there are, or None when there are more than ``at_most``."""
     tiers = [KEEP] + [HOST] * bench.to_host + [NVME] * bench.to_disk
-    groups = bench.all_groups
-    most_items = max(len(bench.movable()), len(bench.movable(groups)))
-    if 2 ** len(groups) * len(tiers) ** most_items > at_most:
+    groups = sorted(bench.all_groups)
+    if 2 ** len(groups) > at_most:
         return None
-    return _every(bench, tiers, len(groups))
+    sets = [frozenset(chosen) for count in range(len(groups) + 1) for chosen in combinations(groups, count)]
+    if sum(len(tiers) ** len(bench.movable(recompute)) for recompute in sets) > at_most:
+        return None
+    return _every(bench, tiers, sets)
 
 
-def _every(bench: Bench, tiers: list[int], groups: int) -> Iterator[Choice]:
-    for flags in product((False, True), repeat=groups):
-        recompute = frozenset(n for n, flag in enumerate(flags) if flag)
+def _every(bench: Bench, tiers: list[int], sets: list[frozenset[int]]) -> Iterator[Choice]:
+    for recompute in sets:
         numbers = bench.movable(recompute)
         for assigned in product(tiers, repeat=len(numbers)):
             whole = [KEEP] * len(bench.workload.items)

@@ -1,6 +1,6 @@
 """Records the profiles in ``tests/recorded``: one step each of real models, as the planner sees it.
 
-    python -m benchmarks.record_profiles [--folder DIR] [--path DIR]
+    python -m tests.record_profiles [--folder DIR] [--path DIR]
 
 Run it where nothing else runs: times are part of a profile.
 """

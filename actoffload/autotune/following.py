@@ -1,0 +1,90 @@
+"""Makes an offloader do as a plan says: what moves, how far ahead is read, which blocks are recomputed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+
+from torch import nn
+
+from ..errors import ConfigError
+from ..planning.plan import Plan
+from ..runtime.decision import OffloadDecision
+from ..runtime.prefetch import Prefetch
+from ..tiers.shared import Shared
+from ..tiers.tiers import Tiers
+from .recompute import Recompute, RecomputeMeter
+
+
+class Following:
+    """Follows one plan at a time, from the next forward on.
+
+    Args:
+        shared: the counts and the options.
+        tiers: told how much the plan expects on its way out.
+        placement: says what stays.
+        prefetch: reads as far ahead as the plan says.
+        blocks: the blocks of the models by name, as they are known at any time.
+        meter: counts what recomputed blocks hold.
+    """
+
+    def __init__(
+        self,
+        shared: Shared,
+        tiers: Tiers,
+        placement: OffloadDecision,
+        prefetch: Prefetch,
+        blocks: Mapping[str, nn.Module],
+        meter: RecomputeMeter,
+    ) -> None:
+        self.placement = placement
+        self.blocks = blocks
+        self.recompute = Recompute(meter)
+        self.plan: Plan | None = None
+        self._shared = shared
+        self._tiers = tiers
+        self._prefetch = prefetch
+        # Dropped without close(): the model is as it was.
+        weakref.finalize(self, self.recompute.undo).atexit = False
+
+    def follow(self, plan: Plan | None, *, borrowed: bool = False) -> None:
+        """Do as a plan says; None: as before the first plan.
+
+        Args:
+            plan: the plan.
+            borrowed: it was made for larger inputs, and is followed by place alone.
+        """
+        self.plan = plan
+        self._shared.largest_moved_bytes = 0  # what moved before there was this plan says nothing of what it moves
+        self._shared.budget.recompute_bytes = 0 if plan is None else plan.recompute_bytes
+        if plan is not None:  # forwards of larger inputs may have come before
+            self._shared.budget.largest_bytes = max((entry.nbytes for entry in plan.entries), default=0)
+        self.placement.follow(plan, borrowed=borrowed)
+        if plan is None or plan.prefetch_bytes is None:
+            self._prefetch.window.start_over()
+        else:
+            self._prefetch.window.follow(plan.prefetch_bytes)
+        for tier in self._tiers.by_device.values():
+            tier.expect_pending(None if plan is None else plan.pending_bytes)
+        self.blocks_changed()
+
+    def blocks_changed(self) -> None:
+        """Recompute those of the plan's blocks that are known now, and leave others as they were."""
+        names = () if self.plan is None else self.plan.recompute
+        arguments = {} if self.plan is None else dict(zip(names, self.plan.arguments, strict=False))
+        self.recompute.follow(self.blocks, names, arguments)
+
+    def check(self) -> None:
+        """A step begins under a plan that the user gave.
+
+        Raises:
+            ConfigError: a block that it recomputes is not there, or ``recompute=False`` forbids that.
+        """
+        assert self.plan is not None, "the user gave one"
+        told = f"a plan of {len(self.plan.entries)} storages"
+        missing = sorted(set(self.plan.recompute) - self.recompute.names)
+        if missing:
+            known = f"they have {', '.join(sorted(self.blocks)[:3])}, ..." if self.blocks else "give model="
+            raise ConfigError("policy", told, f"it recomputes {missing[0]!r}, which is no block of the models: {known}")
+        if self.plan.recompute and not self._shared.config.recompute:
+            raise ConfigError("recompute", False, "the plan given as policy= recomputes blocks: allow it, or plan anew")

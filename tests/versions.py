@@ -1,0 +1,122 @@
+"""Tests on several releases of PyTorch and Python, each in an environment of its own, and a table of what passed.
+
+    python -m tests.versions [TORCH:PYTHON ...]
+
+`make versions` runs it. The environments lie under ``.versions``, which git ignores, and are used again. A Python that
+is not on this machine, or a release that pip does not find, is named in the table. A result file of the same day keeps
+the rows of other pairs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from benchmarks import harness
+
+PAIRS = ("2.9:3.11", "2.11:3.12", "2.13:3.13", "2.14:3.11", "2.15:3.11")
+PACKAGES = ("expecttest", "hypothesis", "numpy", "psutil", "pytest", "pytest-timeout", "rich", "typer")
+SUITES = {
+    "gradients": ["tests/parity/test_graphs.py", "tests/parity/test_tensors.py", "tests/parity/test_training.py"],
+    "native programs": [
+        *("-m", "not slow"),
+        *(f"tests/unit/test_{name}.py" for name in ("cpu_allocator", "cpu_allocator_build", "native_hooks")),
+    ],
+    "checkpoints": ["tests/unit/test_selective.py", "tests/unit/test_checkpoints.py"],
+    "simulated device": ["tests/unit/test_simulated_device.py"],
+}
+FOLDER = harness.ROOT / ".versions"
+INSTALL_S, SUITE_S = 1800, 900
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run every suite on every pair; 1 when a test failed or a pair could not be had."""
+    results = harness.Results("versions", arguments, {})
+    results.payload["command"] = " ".join(["python", "-m", "tests.versions", *arguments])
+    known = json.loads(results.file.read_text(encoding="utf-8")) if results.file.exists() else {}
+    rows: dict[str, dict[str, Any]] = known.get("rows", {})
+    for pair in arguments or PAIRS:
+        torch, _, python = pair.partition(":")
+        rows[pair] = run_pair(torch, python)
+        results.write(rows=rows)
+    columns = ("PyTorch, Python", *SUITES)
+    results.finish(harness.markdown_table(columns, [_shown(row) for row in rows.values()]))
+    return int(any("missing" in row or any(map(_failed, row["suites"].values())) for row in rows.values()))
+
+
+def run_pair(torch: str, python: str) -> dict[str, Any]:
+    """What the suites say in one environment; ``missing`` says why there is none."""
+    row: dict[str, Any] = {"torch": torch, "python": python}
+    environment = FOLDER / f"torch-{torch}-python-{python}"
+    try:
+        interpreter = _environment(environment, torch, python)
+        asked = "import platform, torch; print(torch.__version__, platform.python_version())"
+        row["torch"], row["python"] = _output([interpreter, "-c", asked]).split()
+    except (OSError, subprocess.SubprocessError) as error:
+        said = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        return row | {"missing": said[-1] if said else type(error).__name__}
+    return row | {"suites": {name: _run_suite(environment, interpreter, files) for name, files in SUITES.items()}}
+
+
+def _environment(folder: Path, torch: str, python: str) -> str:
+    """The interpreter of an environment with this release, which is made unless there is one."""
+    interpreter, stamp = str(folder / "bin" / "python"), folder / "installed"
+    if not stamp.exists():
+        _output([f"python{python}", "-m", "venv", "--clear", str(folder)])
+        pip = [interpreter, "-m", "pip", "install", "--no-compile", "--no-cache-dir"]
+        _output([*pip, *shlex.split(os.environ.get("PIP_ARGS", "")), f"torch=={torch}.*", *PACKAGES])
+        _output([*pip, "--no-deps", "--editable", str(harness.ROOT)])
+        stamp.touch()
+    return interpreter
+
+
+def _output(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_S, check=True, cwd=harness.ROOT)
+    return done.stdout
+
+
+def _run_suite(folder: Path, interpreter: str, files: list[str]) -> dict[str, Any]:
+    """How many tests passed, were skipped and failed, and which."""
+    report = folder / "report.xml"
+    report.unlink(missing_ok=True)
+    # A native program refuses releases that it does not know: here it is to try.
+    variables = os.environ | {"ACTOFFLOAD_NATIVE": "1", "OMP_NUM_THREADS": "1"}
+    command = [interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *files]
+    try:
+        done = subprocess.run(command, cwd=harness.ROOT, env=variables, timeout=SUITE_S, check=False)
+        cases = list(ElementTree.parse(report).iter("testcase"))
+    except (OSError, subprocess.TimeoutExpired, ElementTree.ParseError) as error:
+        return {"error": type(error).__name__}
+    kinds = {kind: [c for c in cases if c.find(kind) is not None] for kind in ("skipped", "failure", "error")}
+    failed = [f"{case.get('classname')}::{case.get('name')}" for case in kinds["failure"] + kinds["error"]]
+    counts = {"passed": len(cases) - len(failed) - len(kinds["skipped"]), "skipped": len(kinds["skipped"])}
+    return counts | {"failed": failed, "status": done.returncode}
+
+
+def _failed(suite: dict[str, Any]) -> bool:
+    return "error" in suite or suite["status"] != 0
+
+
+def _shown(row: dict[str, Any]) -> list[str]:
+    name = f"{row['torch']}, {row['python']}"
+    if "missing" in row:
+        return [name, row["missing"], *["-"] * (len(SUITES) - 1)]
+    return [name, *map(_told, row["suites"].values())]
+
+
+def _told(suite: dict[str, Any]) -> str:
+    if "error" in suite:
+        return f"NO: {suite['error']}"
+    failed = f"NO: {len(suite['failed'])} failed, " if _failed(suite) else ""
+    return f"{failed}{suite['passed']} passed, {suite['skipped']} skipped"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
