@@ -204,7 +204,7 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("chunks")
 @pytest.mark.parametrize("target", ["host", "nvme", "tiered"])
 def test_gradients_have_the_same_bits_in_parts(device: SimulatedDevice, tmp_path: Path, target: str) -> None:
-    assert all(_is_right(device, tmp_path, seed, target=target, debug=seed % 2 == 0) for seed in range(4))
+    assert all(_is_right(device, tmp_path, seed, target=target, debug=seed == 0) for seed in range(2))
 
 
 def _one_record() -> Tensor:
@@ -297,7 +297,7 @@ def _direct_is_right(device: SimulatedDevice, path: Path, seed: int) -> bool:
 
 
 def test_an_engine_that_takes_device_memory_needs_none_of_the_host(device: SimulatedDevice, tmp_path: Path) -> None:
-    assert all(_direct_is_right(device, tmp_path, seed) for seed in range(6))
+    assert all(_direct_is_right(device, tmp_path, seed) for seed in range(3))
 
 
 def test_such_an_engine_waits_for_the_device(
