@@ -1,16 +1,17 @@
 # A fresh machine needs only Python (3.11 or newer), git and make.
 #
-#   make demo    train a small GPT on real text, with and without offloading, and compare
-#   make test    everything that continuous integration runs
-#   make quick   what to run before each commit: under a minute
-#   make bench   the benchmarks of the CPU, with peers (about an hour; needs a quiet machine)
-#   make gpu     the suite for a machine with an accelerator (uses PYTHON as it is, no environment, no network)
+#   make demo        train a small GPT on real text, with and without offloading, and compare
+#   make test        everything that continuous integration runs
+#   make quick       what to run before each commit: under a minute
+#   make simulated   what needs an accelerator, on the simulated one: a minute or two (a part of `make test`)
+#   make bench       the benchmarks of the CPU, with peers (about an hour; needs a quiet machine)
+#   make gpu         the suite for a machine with an accelerator (uses PYTHON as it is, no environment, no network)
 #   make gpu-wheels  what such a machine may lack, into the folder .gpu-wheels, to be carried there with the clone
 #   make versions    tests on several releases of PyTorch and Python, each installed by pip (25 GB, an hour)
 #
 # PYTHON      the interpreter that makes the environment, and that `make gpu` runs
 # PIP_ARGS    more arguments for pip, e.g. the index of PyTorch's CPU builds, which saves gigabytes
-# DEMO_ARGS   arguments for `actoffload demo`;  PYTEST_ARGS  for pytest;  GPU_ARGS  for benchmarks.gpu
+# DEMO_ARGS   arguments for `actoffload demo`;  PYTEST_ARGS, SIMULATED_ARGS  for pytest;  GPU_ARGS  for benchmarks.gpu
 # VERSIONS    pairs for `make versions`, e.g. 2.15:3.11
 
 PYTHON ?= python3
@@ -21,6 +22,7 @@ DEMO_ARGS ?=
 # files stays too, so that the short ones of tests/unit come last and both workers end together. One thread computes in
 # each: there are as many workers as processors.
 PYTEST_ARGS ?= -n auto --dist loadscope --no-loadscope-reorder --durations=30
+SIMULATED_ARGS ?=
 GPU_ARGS ?=
 # What a machine with PyTorch, Transformers, Accelerate, PEFT and pytest lacks.
 GPU_WHEELS ?= trl datasets dill multiprocess megatron-core einops psutil expecttest pytest-timeout \
@@ -32,10 +34,10 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 unexport PYTHONDONTWRITEBYTECODE
 
 # One test or more of every kind that guards gradients, and what changes most often breaks; tests/unit has a test that
-# all of them exist. In order: floors and sizes, CONTRIBUTING, config errors, the simulated device, graphs (twice, in
-# parts, dropped, changed in place), whole steps, faults of engines, engines, plans.
+# all of them exist. In order: floors and sizes, CONTRIBUTING, config errors, graphs (twice, in parts, dropped, changed in
+# place), whole steps, faults of engines, engines, plans; and on the simulated device the order of copies.
 QUICK := tests/unit/test_architecture.py tests/unit/test_contributing.py tests/unit/test_readme.py \
-  tests/unit/test_config.py tests/unit/test_ordering.py::test_gradients_survive_every_adversary \
+  tests/unit/test_config.py \
   tests/parity/test_graphs.py tests/parity/test_training.py::test_loop \
   tests/faults/test_offloader_faults.py::test_writes_that_fail \
   tests/faults/test_offloader_faults.py::test_a_failed_read_of_the_only_copy_fails_the_step_and_no_other \
@@ -43,17 +45,20 @@ QUICK := tests/unit/test_architecture.py tests/unit/test_contributing.py tests/u
   tests/property/test_planners_property.py::test_half_of_the_bandwidth_frees_memory_at_no_loss \
   tests/property/test_planners_property.py::test_max_slowdown_is_kept
 
-.PHONY: demo test quick bench gpu gpu-wheels versions lint format types tiny tests clean
+QUICK_SIMULATED := tests/unit/test_ordering.py::test_gradients_survive_every_adversary
+
+.PHONY: demo test quick bench gpu gpu-wheels versions lint format types tiny tests simulated clean
 
 demo: $(VENV)/.installed
 	$(BIN)/actoffload demo $(DEMO_ARGS)
 
-# The types are looked at beside the tests: alone they keep one processor idle.
+# The types, and the simulated device, are looked at beside the tests: alone they keep one processor idle.
 test: lint
-	+$(MAKE) --no-print-directory --jobs=2 types tests
+	+$(MAKE) --no-print-directory --jobs=2 tests types simulated
 
 quick: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadscope $(QUICK)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --simulated $(QUICK_SIMULATED)
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -72,6 +77,10 @@ tiny: $(VENV)/.installed-test
 
 tests: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+# What needs an accelerator, on the simulated one, in a process of its own; with SIMULATED_ARGS=--thorough all of it.
+simulated: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --simulated tests/unit tests/parity tests/gpu $(SIMULATED_ARGS)
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.micro

@@ -54,7 +54,7 @@ def groups(options: argparse.Namespace) -> list[turns.Group]:
     """All samples in one group, after the disk's speed and what is saved were measured."""
     case = whole_steps.TINY if options.tiny else whole_steps.gpt(6, 512, 512, batch=4)
     if options.budgets and not options.tiny:
-        case = whole_steps.gpt(6, 384, 384, batch=4)
+        case = whole_steps.gpt(4, 256, 256, batch=4)
     whole_bytes = baseline_bytes(case, options)
     budget = int(BUDGET * whole_bytes)
     group = {KEEP: case | {"mode": KEEP}, RECOMPUTE: case | {"mode": RECOMPUTE}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from actoffload import OffloadConfig, Offloader
+from actoffload.memory import native_build
+from actoffload.testing.simulated_device import SimulatedDevice, install
 
 try:
     import hypothesis
@@ -24,19 +27,52 @@ else:
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Let the settings of pytest-timeout stand where that is not installed; `--strict-config` would refuse them."""
+    parser.addoption("--simulated", action="store_true", help="run what needs an accelerator, on the simulated one")
+    parser.addoption("--thorough", action="store_true", help="run all cases of what is sampled otherwise")
     if not pluginmanager.hasplugin("timeout"):
         for name in ("timeout", "timeout_method"):
             parser.addini(name, "for pytest-timeout, which is not installed here")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked ``gpu`` where there is no accelerator."""
-    if torch.accelerator.is_available():
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the simulated device before the first backward, as it has to be; then the process has an accelerator."""
+    if config.getoption("simulated"):
+        torch.set_num_threads(1)  # each stream is a thread already
+        try:
+            install()
+        except native_build.Refused as error:
+            pytest.exit(f"the simulated device cannot be had: {error}", returncode=0)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Run the tests marked ``gpu`` where there is an accelerator, and with ``--simulated`` no others."""
+    if config.getoption("simulated"):
+        chosen = [item for item in items if item.get_closest_marker("gpu") or item.get_closest_marker("simulated")]
+        if not config.getoption("thorough"):
+            chosen = _sampled(chosen)
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+        items[:] = chosen
         return
-    skip = pytest.mark.skip(reason="needs an accelerator")
+    skips = {"simulated": pytest.mark.skip(reason="needs the simulated device: pytest --simulated")}
+    if not torch.accelerator.is_available():
+        skips["gpu"] = pytest.mark.skip(reason="needs an accelerator")
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)
+        for marker, skip in skips.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(skip)
+
+
+def _sampled(items: list[pytest.Item]) -> list[pytest.Item]:
+    """One in so many of the cases of each test that is marked ``sampled``; all of the others."""
+    chosen, seen = [], Counter[str]()
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        test = item.nodeid.partition("[")[0]
+        if marker is None or seen[test] % marker.args[0] == 0:
+            chosen.append(item)
+        seen[test] += 1
+    return chosen
 
 
 def pytest_collection_finish() -> None:
@@ -59,3 +95,18 @@ def make_offloader(tmp_path: Path) -> Iterator[Callable[..., Offloader]]:
     yield make
     for offloader in made:
         offloader.abort()
+
+
+@pytest.fixture
+def device() -> SimulatedDevice:
+    """The simulated device."""
+    return install()
+
+
+@pytest.fixture(autouse=True)
+def _each_has_its_own_memory(pytestconfig: pytest.Config) -> Iterator[None]:
+    """On the simulated device, no test has touched memory that was not, or no longer, its tensor's."""
+    yield
+    if pytestconfig.getoption("simulated"):
+        install().reset()
+        assert install().take_violations() == 0

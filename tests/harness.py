@@ -8,8 +8,9 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from actoffload import OffloadConfig, Offloader
 from actoffload.runtime.profiler import Profiler
 from actoffload.storage.spool import Spool, SpoolStatistics
-from actoffload.testing.fakedevice import FakeDevice
+from actoffload.testing.simulated_device import DEVICES, NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers.copy_streams import Batch, CopyStreams
 
 WAIT_S = 60.0
@@ -314,11 +315,45 @@ def only_engine(offloader: Offloader) -> Any:
     return engine
 
 
+ON_EACH_DEVICE = pytest.mark.parametrize("where", ["cpu", pytest.param(NAME, marks=pytest.mark.simulated)])
+"""Where a test has its tensors: an offloader of the default devices takes those of the process's accelerator."""
+
+Adversary = Literal["late copies", "late kernels", "all late", "random"]
+ADVERSARIES: tuple[Adversary, ...] = ("late copies", "late kernels", "all late", "random")
+
+
+def hinder(device: SimulatedDevice, accelerator: SimulatedAccelerator, adversary: Adversary, seed: int = 0) -> None:
+    """Have copies, or kernels, run when somebody waits for them and not before; or all as a seed says."""
+    if adversary == "random":
+        device.delay(0.001, seed)
+        return
+    for index in range(DEVICES):
+        if adversary != "late kernels":
+            device.lazy(accelerator.side_stream(index, "out"), accelerator.side_stream(index, "in"))
+        if adversary != "late copies":
+            device.lazy(torch.accelerator.current_stream(torch.device(NAME, index)))
+
+
 @contextlib.contextmanager
-def simulated(device: FakeDevice, **options: Any) -> Iterator[Offloader]:
-    """An offloader of a simulated device that moves all that it can; it is aborted at the end."""
+def on_stream(stream: torch.Stream, *, ordered: bool = True) -> Iterator[None]:
+    """Make a stream current; if ordered, after all of the one before, which goes on after it."""
+    before = torch.accelerator.current_stream()
+    if ordered:
+        stream.wait_stream(before)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(before)
+        if ordered:
+            before.wait_stream(stream)
+
+
+@contextlib.contextmanager
+def simulated(accelerator: SimulatedAccelerator | None = None, **options: Any) -> Iterator[Offloader]:
+    """An offloader of the simulated device that moves all that it can; it is aborted at the end."""
     fields: dict[str, Any] = {"target": "host", "min_bytes": 0, "keep_last_bytes": 0, "policy": "all"}
-    offloader = Offloader(OffloadConfig(**(fields | options)), accelerator=device)
+    offloader = Offloader(OffloadConfig(**(fields | options)), accelerator=accelerator or SimulatedAccelerator())
     try:
         yield offloader
     finally:

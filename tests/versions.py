@@ -30,7 +30,11 @@ SUITES = {
         *(f"tests/unit/test_{name}.py" for name in ("cpu_allocator", "cpu_allocator_build", "native_hooks")),
     ],
     "checkpoints": ["tests/unit/test_selective.py", "tests/unit/test_checkpoints.py"],
-    "simulated device": ["tests/unit/test_simulated_device.py"],
+    "simulated device": [
+        "--simulated",
+        *(f"tests/unit/test_{name}.py" for name in ("ordering", "stream_waits", "device_budget")),
+        *(f"tests/unit/test_simulated_{name}.py" for name in ("accelerator", "copies", "storage")),
+    ],
 }
 FOLDER = harness.ROOT / ".versions"
 INSTALL_S, SUITE_S = 1800, 900

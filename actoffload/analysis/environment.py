@@ -61,7 +61,7 @@ def find_device() -> str:
     """Return the accelerator's type where there is one, else ``"cpu"``."""
     import torch
 
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type
 
 

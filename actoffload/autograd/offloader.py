@@ -16,7 +16,7 @@ from torch.autograd import graph
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..autotune.autopilot import Autopilot, agree
-from ..autotune.blocks import BlockWatch
+from ..autotune.blocks import BlockWatch, Proof
 from ..autotune.diagnosis import diagnose, planned_by
 from ..autotune.following import Following
 from ..autotune.observations import Recording
@@ -126,7 +126,8 @@ class Offloader:
         _stores.add(store)
         self.exclusions = Exclusions()
         self._module_names = ModuleScopes()
-        self._blocks = BlockWatch(store.profiler)
+        given = self.config.policy if isinstance(self.config.policy, Plan) else None
+        self._blocks = BlockWatch(store.profiler if given is None else Proof(given.recompute))
         self.packer = Packer(store, self.exclusions, self._module_names, self._forwards)
         store.profiler.is_recorded = weakref.WeakMethod(self.packer.is_recorded)
         meter = RecomputeMeter(store.shared, store.tiers.by_device.values(), self.exclusions.static)
@@ -134,8 +135,8 @@ class Offloader:
             store.shared, store.tiers, store.decision, store.prefetch, self._blocks.blocks, meter
         )
         self.autopilot = None
-        if isinstance(self.config.policy, Plan):
-            following.follow(self.config.policy)
+        if given is not None:
+            following.follow(given)
         elif self.config.policy == "auto":
             recording = Recording(store.profiler, store.tiers, store.prefetch)
             self.autopilot = Autopilot(store.shared, store.tiers, recording, following)

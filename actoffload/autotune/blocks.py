@@ -6,13 +6,14 @@ import functools
 import random
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from ..errors import ConfigError
 from ..runtime.untraced import Hooking, untraced
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -66,6 +67,39 @@ class Listener(Protocol):
 
     def block_ended(self, name: str, *, repeatable: bool) -> None:
         """It has ended; ``repeatable``: as far as its modules and buffers show, running it twice is the same."""
+
+
+class Proof:
+    """A listener that fails where a block of a plan that was given changes what its second run would see.
+
+    It looks at the first forward of each such block.
+
+    Args:
+        names: the blocks that the plan recomputes.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._unproven = set(names)
+
+    @property
+    def active(self) -> bool:
+        """Whether there are blocks that it has not seen."""
+        return bool(self._unproven)
+
+    def block_began(self, name: str, inputs: Mapping[int, Tensor]) -> None:
+        """See `Listener`."""
+
+    def block_ended(self, name: str, *, repeatable: bool) -> None:
+        """See `Listener`.
+
+        Raises:
+            ConfigError: the block may not be run twice.
+        """
+        if name in self._unproven and not repeatable:
+            remedy = "its forward changes buffers, arguments, attributes or a random state: run twice it would give "
+            remedy += "other gradients; plan anew, and this block will not be recomputed"
+            raise ConfigError("policy", f"a plan that recomputes {name!r}", remedy)
+        self._unproven.discard(name)
 
 
 class BlockWatch(Hooking):

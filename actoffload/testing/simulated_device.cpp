@@ -3,12 +3,17 @@
 // Device memory is host memory that only streams touch. A stream is a thread that runs what it is given in order. A
 // kernel is queued: the shapes of its outputs come from the Meta backend, the work is done later by the CPU kernel, by
 // address, as on a real device. So an edge that is missing between two streams shows as wrong bytes. The caching
-// allocator fills each block with 0xFF, in the order of the stream that gets it: whoever still reads it sees NaN.
+// allocator fills each block with 0xFF, in the order of the stream that gets it: whoever still reads it sees NaN. Who
+// touches memory before it is his, or after it has become another's, is counted as a violation besides.
+//
+// A lazy stream does nothing before somebody waits for it. Other streams run ahead of it as far as they can, so that an
+// edge to it that is missing shows in every run.
 //
 // Each stream has a clock: a task begins when its stream, the events that it waits for and the host are there, and takes
 // as long as a model of a GPU says. These virtual times depend on no real time.
 
 #include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -25,6 +30,7 @@
 #include <mutex>
 #include <random>
 #include <set>
+#include <sstream>
 #include <thread>
 #include <unordered_map>
 
@@ -33,6 +39,9 @@ namespace {
 constexpr auto kSim = c10::DeviceType::PrivateUse1;
 constexpr int kDevices = 2;
 constexpr size_t kAlignment = 512;
+constexpr c10::StreamId kStreams = 32;  // of each device, beside the default one; they are handed out in turn
+
+std::atomic<int64_t> violations{0};
 
 // -- streams and events -----------------------------------------------------------------------------------------------
 
@@ -46,10 +55,15 @@ struct Model {
   double longest_delay_s = 0;
 } model;
 
+struct Queue;
+
 // A point in the work of a stream.
 struct Moment {
+  Queue* queue = nullptr;
+  uint64_t number = 0;  // how many tasks the queue has run when it has come
   bool done = false;
   double time = 0;
+  std::vector<Queue*> awaited_by = {};
 };
 using MomentPtr = std::shared_ptr<Moment>;
 
@@ -61,18 +75,20 @@ struct Task {
   double launched = 0;
 };
 
-struct Machine;
-Machine& machine();
-
 struct Queue {
   int device;
   c10::StreamId id;
+  std::condition_variable wake;
   std::deque<Task> tasks;
   bool busy = false;
   bool paused = false;
+  bool lazy = false;
+  uint64_t given = 0, ran = 0, wanted = 0;  // counts of tasks; a lazy queue runs those that are wanted
   double clock = 0;
   std::mt19937_64 random;
   double delay_probability = 0;
+
+  Queue(int device, c10::StreamId id) : device(device), id(id) {}
 
   // Some streams are never delayed, some now and then, some at nearly every task.
   void seed(uint64_t number) {
@@ -81,14 +97,37 @@ struct Queue {
     random.discard(16);
     delay_probability = kProbabilities[random() % 3];
   }
+
+  void want(uint64_t number) {
+    if (number > wanted) {
+      wanted = number;
+      wake.notify_one();
+    }
+  }
+
+  // Whether the first task may begin. What it waits for is wanted from now on.
+  bool ready() {
+    if (paused || tasks.empty() || (lazy && ran >= wanted)) {
+      return false;
+    }
+    const MomentPtr& after = tasks.front().after;
+    if (!after || after->done) {
+      return true;
+    }
+    if (after->awaited_by.empty() || after->awaited_by.back() != this) {
+      after->awaited_by.push_back(this);
+    }
+    after->queue->want(after->number);
+    return false;
+  }
 };
 
 // All streams. One mutex guards them; it is not held while a task runs.
 struct Machine {
   std::mutex mutex;
-  std::condition_variable changed;
+  std::condition_variable changed;                         // for threads of the host
   std::map<std::pair<int, c10::StreamId>, Queue*> queues;  // never freed: threads run them until the process ends
-  c10::StreamId next_id = 1;
+  c10::StreamId next_id[kDevices] = {};
   double host_clock = 0;
   uint64_t seed = 0;
   std::string error;  // the first error of a kernel; the next synchronization raises it
@@ -98,7 +137,7 @@ struct Machine {
   Queue& queue(int device, c10::StreamId id) {  // with the mutex held
     Queue*& found = queues[{device, id}];
     if (found == nullptr) {
-      found = new Queue{device, id};
+      found = new Queue(device, id);
       found->seed(seed);
       std::thread(&Machine::work, this, std::ref(*found)).detach();
     }
@@ -107,37 +146,43 @@ struct Machine {
 
   void add(const c10::Stream& stream, Task task) {
     const std::lock_guard<std::mutex> guard(mutex);
+    Queue& to = queue(stream);
+    ++to.given;
     task.launched = host_clock;
-    queue(stream).tasks.push_back(std::move(task));
-    changed.notify_all();
+    if (task.moment) {
+      task.moment->queue = &to;
+      task.moment->number = to.given;
+    }
+    to.tasks.push_back(std::move(task));
+    to.wake.notify_one();
   }
 
   void work(Queue& queue) {
     std::unique_lock<std::mutex> lock(mutex);
     for (;;) {
-      changed.wait(lock, [&] {
-        return !queue.paused && !queue.tasks.empty() && (!queue.tasks.front().after || queue.tasks.front().after->done);
-      });
+      queue.wake.wait(lock, [&] { return queue.ready(); });
       Task task = std::move(queue.tasks.front());
       queue.tasks.pop_front();
       queue.busy = true;
       std::uniform_real_distribution<> chance;
       const bool delayed = model.longest_delay_s > 0 && chance(queue.random) < queue.delay_probability;
       const double delay_s = delayed ? model.longest_delay_s * chance(queue.random) : 0;
-      lock.unlock();
-      if (delayed) {
-        std::this_thread::sleep_for(std::chrono::duration<double>(delay_s));
-      }
       std::string failed;
-      if (task.run) {
-        try {
-          task.run();
-        } catch (const std::exception& error) {
-          failed = error.what();
+      if (delayed || task.run) {
+        lock.unlock();
+        if (delayed) {
+          std::this_thread::sleep_for(std::chrono::duration<double>(delay_s));
         }
-        task.run = nullptr;
+        if (task.run) {
+          try {
+            task.run();
+          } catch (const std::exception& error) {
+            failed = error.what();
+          }
+          task.run = nullptr;
+        }
+        lock.lock();
       }
-      lock.lock();
       double begin = std::max(queue.clock, task.launched);
       if (task.after) {
         begin = std::max(begin, task.after->time);
@@ -146,10 +191,14 @@ struct Machine {
       if (task.moment) {
         task.moment->done = true;
         task.moment->time = queue.clock;
+        for (Queue* other : task.moment->awaited_by) {
+          other->wake.notify_one();
+        }
       }
       if (!failed.empty() && error.empty()) {
         error = failed;
       }
+      ++queue.ran;
       queue.busy = false;
       changed.notify_all();
     }
@@ -163,6 +212,7 @@ struct Machine {
 
   void wait_for(const MomentPtr& moment) {
     std::unique_lock<std::mutex> lock(mutex);
+    moment->queue->want(moment->number);
     changed.wait(lock, [&] { return moment->done; });
     host_clock = std::max(host_clock, moment->time);
     raise(lock);
@@ -175,18 +225,16 @@ struct Machine {
 
   void synchronize(int device, const c10::Stream* only = nullptr) {
     std::unique_lock<std::mutex> lock(mutex);
-    changed.wait(lock, [&] {
-      for (auto& [key, queue] : queues) {
-        if (key.first == device && (only == nullptr || key.second == only->id()) && (queue->busy || !queue->tasks.empty())) {
-          return false;
-        }
-      }
-      return true;
-    });
+    std::vector<Queue*> chosen;
     for (auto& [key, queue] : queues) {
       if (key.first == device && (only == nullptr || key.second == only->id())) {
-        host_clock = std::max(host_clock, queue->clock);
+        chosen.push_back(queue);
+        queue->want(queue->given);
       }
+    }
+    for (const Queue* queue : chosen) {
+      changed.wait(lock, [&] { return queue->tasks.empty() && !queue->busy; });
+      host_clock = std::max(host_clock, queue->clock);
     }
     raise(lock);
   }
@@ -247,9 +295,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return c10::Stream(c10::Stream::DEFAULT, c10::Device(kSim, static_cast<c10::DeviceIndex>(checked(device.index()))));
   }
   c10::Stream getNewStream(c10::Device device, int) const override {
+    const int index = checked(device.index());
     const std::lock_guard<std::mutex> guard(machine().mutex);
-    return c10::Stream(c10::Stream::UNSAFE, c10::Device(kSim, static_cast<c10::DeviceIndex>(checked(device.index()))),
-                       machine().next_id++);
+    c10::StreamId& next = machine().next_id[index];
+    next = next % kStreams + 1;
+    return c10::Stream(c10::Stream::UNSAFE, c10::Device(kSim, static_cast<c10::DeviceIndex>(index)), next);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
   c10::Stream exchangeStream(c10::Stream stream) const override {
@@ -300,6 +350,10 @@ struct Block {
   size_t size;
   c10::Stream owner;
   std::vector<c10::Stream> used_on = {};
+  uint64_t use = 0;                  // counts the tensors that have had this block
+  std::atomic<uint64_t> reached{0};  // the latest of them that a stream has come to
+
+  Block(void* address, size_t size, c10::Stream owner) : address(address), size(size), owner(owner) {}
 };
 
 // Blocks are cached by the stream that owns them, whole. What `record_stream` was told of waits for those streams.
@@ -331,19 +385,24 @@ struct Allocator final : c10::DeviceAllocator {
       stats[index].active_bytes[0].increase(block->size);
       stats[index].allocation[0].increase(1);
     }
-    void* const address = block->address;
-    machine().add(stream, Task{[address, size] { std::memset(address, 0xFF, size); }});
-    return {address, block, &Allocator::release, device};
+    const uint64_t use = ++block->use;
+    auto poison = [block, use] {
+      block->reached = use;
+      std::memset(block->address, 0xFF, block->size);
+    };
+    machine().add(stream, Task{poison, nullptr, nullptr});
+    return {block->address, block, &Allocator::release, device};
   }
 
   Block* take(const c10::Stream& stream, size_t size) {
     const std::lock_guard<std::mutex> guard(mutex);
     return_lent(false);
     auto& blocks = cached[{stream.device_index(), stream.id()}];
-    const auto found = blocks.lower_bound(size);
+    auto found = blocks.lower_bound(size);
     if (found == blocks.end() || found->first > size + size / 4) {
       return nullptr;
     }
+    found = std::prev(blocks.upper_bound(found->first));  // the one that was freed last
     Block* const block = found->second;
     blocks.erase(found);
     return block;
@@ -359,7 +418,7 @@ struct Allocator final : c10::DeviceAllocator {
           TORCH_CHECK(posix_memalign(&address, 4096, size) == 0, "simulated device: the host has no memory");
           reserved[index] += size;
           stats[index].reserved_bytes[0].increase(size);
-          return new Block{address, size, stream};
+          return new Block(address, size, stream);
         }
         if (attempt > 0) {
           ++stats[index].num_ooms;
@@ -492,10 +551,9 @@ struct PageLocked {
   bool add(uintptr_t address, size_t nbytes) {
     const std::lock_guard<std::mutex> guard(mutex);
     auto above = ranges.lower_bound(address);
-    if (above != ranges.end() && above->first < address + nbytes) {
-      return false;
-    }
-    if (above != ranges.begin() && std::prev(above)->first + std::prev(above)->second > address) {
+    const bool below = above != ranges.begin() && std::prev(above)->first + std::prev(above)->second > address;
+    if (below || (above != ranges.end() && above->first < address + nbytes)) {
+      ++violations;  // other memory was mapped here, and was unmapped while it was page-locked
       return false;
     }
     return ranges.emplace(address, nbytes).second;
@@ -579,6 +637,8 @@ struct View {
   void* address;
   std::vector<int64_t> sizes, strides;
   at::ScalarType type;
+  Block* block = nullptr;
+  uint64_t use = 0;
 
   explicit View(const at::Tensor& tensor)
       : address(tensor.storage().mutable_data() == nullptr
@@ -586,9 +646,18 @@ struct View {
                     : static_cast<char*>(tensor.storage().mutable_data()) + tensor.storage_offset() * tensor.element_size()),
         sizes(tensor.sizes().vec()),
         strides(tensor.strides().vec()),
-        type(tensor.scalar_type()) {}
+        type(tensor.scalar_type()) {
+    const c10::DataPtr& pointer = tensor.storage().data_ptr();
+    if (pointer.get_deleter() == &Allocator::release) {
+      block = static_cast<Block*>(pointer.get_context());
+      use = block->use;
+    }
+  }
 
   at::Tensor open() const {
+    if (block != nullptr && block->reached != use) {
+      ++violations;  // the memory is not yet, or no longer, that of the tensor
+    }
     const auto options = at::TensorOptions().dtype(type).device(at::kCPU);
     return address == nullptr ? at::empty_strided(sizes, strides, options) : at::from_blob(address, sizes, strides, options);
   }
@@ -644,6 +713,109 @@ double seconds_of(const std::string& name, const std::vector<View>& inputs, cons
   return seconds + model.latency_s;
 }
 
+// What an operator returns: for each value its tensors, which are new ones or arguments.
+struct Outline {
+  struct Result {
+    bool defined = true;
+    int64_t argument = -1;  // which of the tensors among the arguments; -1 for a new one
+    std::vector<int64_t> sizes = {}, strides = {};
+    at::ScalarType type = at::kFloat;
+  };
+  struct Value {
+    bool list;
+    std::vector<Result> results = {};
+  };
+  bool possible = true;
+  std::vector<Value> values = {};
+};
+
+// What decides over the shapes of the results, in words.
+std::string key_of(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
+  std::ostringstream key;
+  key << std::hexfloat << op.operator_name();
+  std::unordered_map<c10::TensorImpl*, size_t> places;
+  for (const c10::IValue& argument : arguments) {
+    key << '|';
+    bool tensors = false;
+    map_tensors(argument, [&](const at::Tensor& tensor) {
+      tensors = true;
+      c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+      key << places.emplace(impl, places.size()).first->second << tensor.sizes() << tensor.strides() << tensor.dtype()
+          << impl->is_wrapped_number() << ';';
+      return tensor;
+    });
+    if (!tensors && !argument.isGenerator()) {
+      key << argument.tagKind() << argument;
+    }
+  }
+  return key.str();
+}
+
+// Have the Meta backend tell the results; not possible where they depend on values, or share memory with an argument.
+Outline outline_of(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
+  torch::jit::Stack metas;
+  std::unordered_map<c10::TensorImpl*, at::Tensor> known;
+  std::vector<std::pair<at::Tensor, at::Tensor>> tensors;  // of the arguments, with their meta tensors
+  for (const c10::IValue& argument : arguments) {
+    if (argument.isDevice()) {
+      metas.emplace_back(c10::Device(at::kMeta));
+      continue;
+    }
+    metas.push_back(map_tensors(argument, [&](const at::Tensor& tensor) {
+      tensors.emplace_back(tensor, on_device(tensor) ? as_meta(tensor, known) : tensor);
+      return tensors.back().second;
+    }));
+  }
+  try {
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.callBoxed(&metas);
+  } catch (const std::exception&) {
+    return Outline{false};
+  }
+  Outline outline;
+  for (const c10::IValue& value : metas) {
+    outline.values.push_back({value.isTensorList()});
+    for (const at::Tensor& shape : value.isTensorList() ? value.toTensorVector() : std::vector<at::Tensor>{value.toTensor()}) {
+      Outline::Result result{shape.defined()};
+      for (size_t i = 0; shape.defined() && i < tensors.size(); ++i) {
+        const auto& [original, meta] = tensors[i];
+        if (meta.is_same(shape)) {
+          result.argument = result.argument < 0 ? static_cast<int64_t>(i) : result.argument;
+          outline.possible = outline.possible && original.sizes() == shape.sizes();
+        } else if (meta.has_storage() && shape.has_storage() && meta.is_alias_of(shape)) {
+          outline.possible = false;
+        }
+      }
+      if (shape.defined()) {
+        result.sizes = shape.sizes().vec();
+        result.strides = shape.strides().vec();
+        // The CPU's norms have their statistics in the type of the input, which the Meta backend does not know.
+        const std::string& name = op.schema().name();
+        const bool norm = name == "aten::native_layer_norm" || name == "aten::native_group_norm";
+        result.type = norm ? tensors[0].first.scalar_type() : shape.scalar_type();
+      }
+      outline.values.back().results.push_back(std::move(result));
+    }
+  }
+  return outline;
+}
+
+const Outline& cached_outline(const c10::OperatorHandle& op, const torch::jit::Stack& arguments) {
+  static std::mutex mutex;
+  static std::unordered_map<std::string, Outline> outlines;
+  const std::string key = key_of(op, arguments);
+  {
+    const std::lock_guard<std::mutex> guard(mutex);
+    const auto found = outlines.find(key);
+    if (found != outlines.end()) {
+      return found->second;
+    }
+  }
+  Outline outline = outline_of(op, arguments);  // without the lock: it may run Python
+  const std::lock_guard<std::mutex> guard(mutex);
+  return outlines.emplace(key, std::move(outline)).first->second;
+}
+
 // Queue an operator on the current stream; false where its outputs cannot be known before it has run.
 bool launch(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
@@ -656,36 +828,21 @@ bool launch(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
   }
   torch::jit::Stack arguments(stack->end() - static_cast<std::ptrdiff_t>(count), stack->end());
-  torch::jit::Stack metas;
-  std::unordered_map<c10::TensorImpl*, at::Tensor> known;
-  std::unordered_map<c10::TensorImpl*, at::Tensor> originals;  // by their meta tensors
+  std::vector<at::Tensor> tensors;
   bool fits = true;
   for (const c10::IValue& argument : arguments) {
-    if (argument.isDevice()) {
-      metas.emplace_back(c10::Device(at::kMeta));
-      continue;
-    }
-    metas.push_back(map_tensors(argument, [&](const at::Tensor& tensor) {
-      if (!on_device(tensor)) {
-        fits = fits && tensor.dim() == 0;  // a number; a larger one lies where a stream must not look later
-        return tensor;
-      }
+    map_tensors(argument, [&](const at::Tensor& tensor) {
+      tensors.push_back(tensor);
       fits = fits && tensor.layout() == at::kStrided && !tensor.is_conj() && !tensor.is_neg();
-      if (!fits) {
-        return tensor;
-      }
-      at::Tensor meta = as_meta(tensor, known);
-      originals[meta.unsafeGetTensorImpl()] = tensor;
-      return meta;
-    }));
+      fits = fits && (on_device(tensor) || tensor.dim() == 0);  // a number; a larger one lies where a stream must not look
+      return tensor;
+    });
   }
   if (!fits) {
     return false;
   }
-  try {
-    at::AutoDispatchBelowADInplaceOrView below;
-    op.callBoxed(&metas);
-  } catch (const std::exception&) {
+  const Outline& outline = cached_outline(op, arguments);
+  if (!outline.possible) {
     return false;
   }
   std::vector<View> inputs, outputs;
@@ -710,27 +867,24 @@ bool launch(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
   torch::jit::Stack results;
   std::vector<std::optional<View>> targets;  // of each result, where its bytes go; none for an argument
-  bool possible = true;
-  for (const c10::IValue& meta : metas) {
-    results.push_back(map_tensors(meta, [&](const at::Tensor& shape) {
-      const auto original = originals.find(shape.unsafeGetTensorImpl());
-      if (original != originals.end()) {
-        possible = possible && original->second.sizes() == shape.sizes();
-        targets.emplace_back(std::nullopt);
-        return original->second;
+  const c10::Device device(kSim, static_cast<c10::DeviceIndex>(current_device));
+  for (const Outline::Value& value : outline.values) {
+    std::vector<at::Tensor> made;
+    for (const Outline::Result& result : value.results) {
+      if (result.argument >= 0) {
+        made.push_back(tensors[static_cast<size_t>(result.argument)]);
+      } else if (!result.defined) {
+        made.emplace_back();
+      } else {
+        made.push_back(at::empty_strided(result.sizes, result.strides, at::dtype(result.type).device(device)));
+        outputs.emplace_back(made.back());
       }
-      for (const auto& [impl, tensor] : known) {
-        possible = possible && !(tensor.has_storage() && shape.has_storage() && tensor.is_alias_of(shape));
+      if (result.defined || value.list) {
+        const bool fresh = result.defined && result.argument < 0;
+        targets.push_back(fresh ? std::optional<View>(outputs.back()) : std::nullopt);
       }
-      at::Tensor made = at::empty_strided(shape.sizes(), shape.strides(), shape.options().device(c10::Device(
-          kSim, static_cast<c10::DeviceIndex>(current_device))));
-      targets.emplace_back(View(made));
-      outputs.push_back(*targets.back());
-      return made;
-    }));
-  }
-  if (!possible) {
-    return false;
+    }
+    results.push_back(value.list ? c10::IValue(c10::List<at::Tensor>(made)) : c10::IValue(made[0]));
   }
   const double seconds = seconds_of(schema.name(), inputs, outputs);
   auto run = [op, kernel = std::move(kernel), views = std::move(views), targets = std::move(targets)] {
@@ -762,6 +916,37 @@ bool launch(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   return true;
 }
 
+// The random numbers of each device: a kernel is given a generator of its own when it is queued, as it runs later.
+struct Random {
+  uint64_t seed = 0, count = 0;
+
+  uint64_t next() {  // splitmix64
+    uint64_t bits = seed + ++count * 0x9E3779B97F4A7C15u;
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9u;
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EBu;
+    return bits ^ (bits >> 31);
+  }
+} randoms[kDevices];
+std::mutex random_mutex;
+
+void give_generator(const c10::FunctionSchema& schema, torch::jit::Stack* stack) {
+  const size_t begin = stack->size() - schema.arguments().size();
+  for (size_t i = 0; i < schema.arguments().size(); ++i) {
+    c10::TypePtr type = schema.arguments()[i].type();
+    if (const auto optional = type->cast<c10::OptionalType>()) {
+      type = optional->getElementType();
+    }
+    if (type->kind() != c10::TypeKind::GeneratorType) {
+      continue;
+    }
+    c10::IValue& given = (*stack)[begin + i];
+    const std::lock_guard<std::mutex> guard(random_mutex);
+    given = at::detail::createCPUGenerator(
+        given.isNone() ? randoms[current_device].next()
+                       : at::check_generator<at::CPUGeneratorImpl>(given.toGenerator())->random64());
+  }
+}
+
 int64_t synchronous = 0;  // kernels that could not be queued
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
@@ -783,10 +968,24 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       break;
     }
   }
+  give_generator(op.schema(), stack);
   if (!launch(op, stack)) {
     ++synchronous;
     at::native::cpu_fallback(op, stack);
   }
+}
+
+// The CPU has none for whole numbers, which mixtures of experts ask a device for.
+void histc(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  c10::IValue& input = *(stack->end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size()));
+  const at::ScalarType type = input.toTensor().scalar_type();
+  if (!at::isIntegralType(type, false)) {
+    fallback(op, stack);
+    return;
+  }
+  input = input.toTensor().to(at::kDouble);
+  fallback(op, stack);
+  stack->back() = stack->back().toTensor().to(type);
 }
 
 at::Tensor empty_memory_format(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
@@ -825,15 +1024,30 @@ at::Tensor copy_from(const at::Tensor& source, const at::Tensor& destination, bo
     waits = !non_blocking || !is_page_locked(inward ? source : destination);
   }
   const bool conj = from.is_conj() != destination.is_conj(), neg = from.is_neg() != destination.is_neg();
-  auto run = [read = View(from), write = View(destination), conj, neg] {
+  const at::Tensor& on_host = inward ? source : destination;
+  const void* const locked = inward != outward && !waits ? on_host.storage().data() : nullptr;
+  auto run = [read = View(from), write = View(destination), conj, neg, locked] {
+    if (locked != nullptr && !page_locked().has(locked)) {
+      ++violations;
+      return;
+    }
     c10::InferenceMode inference(true);
     at::Tensor bytes = read.open();
     bytes = conj ? at::conj_physical(bytes) : bytes;
     write.open().copy_(neg ? at::neg(bytes) : bytes);
   };
-  machine().add(current_stream(), Task{run, nullptr, nullptr, nbytes / rate + model.latency_s});
+  const c10::Stream stream = current_stream();
+  const bool between = inward && outward && source.device() != destination.device();
+  const c10::Stream other = between ? current_stream(source.device().index()) : stream;
+  if (between) {  // each of the two waits for the other
+    machine().add(stream, Task{nullptr, machine().record(other), nullptr});
+  }
+  machine().add(stream, Task{run, nullptr, nullptr, nbytes / rate + model.latency_s});
+  if (between) {
+    machine().add(other, Task{nullptr, machine().record(stream), nullptr});
+  }
   if (waits) {
-    machine().wait_for(machine().record(current_stream()));
+    machine().wait_for(machine().record(stream));
   }
   return destination;
 }
@@ -887,6 +1101,15 @@ int64_t sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&, cons
   return 0;  // the mathematical one: it is made of operators that every backend has
 }
 
+// Of operators that every backend has; they are given their random numbers one by one.
+std::tuple<at::Tensor, at::Tensor> dropout(const at::Tensor& input, double p, std::optional<bool> train) {
+  if (p == 0 || !train.value_or(true)) {
+    return {input.clone(), at::ones_like(input, input.options().dtype(at::kBool))};
+  }
+  const at::Tensor mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(1 - p);
+  return {input * mask * (p == 1 ? 0 : 1 / (1 - p)), mask};
+}
+
 at::Tensor reshape_alias(const at::Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
   return as_strided(self, size, stride, self.storage_offset());
 }
@@ -896,6 +1119,10 @@ at::Tensor unfold(const at::Tensor& self, int64_t dimension, int64_t size, int64
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+
+// A copy makes conjugates and negatives real itself; PyTorch would clone them first, which is a copy again.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, Negative, m) { m.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty_memory_format);
@@ -911,7 +1138,13 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("set_.source_Storage", &set_whole_storage);
   m.impl("set_.source_Storage_storage_offset", &set_storage);
   m.impl("record_stream", &record_stream);
+  m.impl("histc", torch::CppFunction::makeFromBoxedFunction<&histc>());
   m.impl("_fused_sdp_choice", &sdp_choice);
+  m.impl("native_dropout", &dropout);
+  // What PyTorch would make of other operators, or of some that only this kind of device has, for want of a kernel.
+  for (const char* name : {"native_layer_norm", "native_group_norm", "convolution", "convolution_backward"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
 }
 
 }  // namespace
@@ -947,9 +1180,21 @@ void actoffload_sim_delays(double longest_s, uint64_t seed) {
 void actoffload_sim_pause(int device, int64_t stream, int paused) {
   Machine& all = machine();
   const std::lock_guard<std::mutex> guard(all.mutex);
-  all.queue(device, stream).paused = paused != 0;
-  all.changed.notify_all();
+  Queue& queue = all.queue(device, stream);
+  queue.paused = paused != 0;
+  queue.wake.notify_one();
 }
+
+void actoffload_sim_lazy(int device, int64_t stream, int lazy) {
+  Machine& all = machine();
+  const std::lock_guard<std::mutex> guard(all.mutex);
+  Queue& queue = all.queue(device, stream);
+  queue.lazy = lazy != 0;
+  queue.wake.notify_one();
+}
+
+// How often memory was touched that was not, or no longer, that of the tensor; since the last call.
+int64_t actoffload_sim_violations() { return violations.exchange(0); }
 
 void actoffload_sim_limit(int device, size_t nbytes) {
   const std::lock_guard<std::mutex> guard(allocator().mutex);
@@ -973,6 +1218,24 @@ int actoffload_sim_unregister(uintptr_t address) {
 double actoffload_sim_clock() {
   const std::lock_guard<std::mutex> guard(machine().mutex);
   return machine().host_clock;
+}
+
+// The state of a device's random numbers; or set it.
+void actoffload_sim_random(int device, uint64_t* state, int set) {
+  const std::lock_guard<std::mutex> guard(random_mutex);
+  Random& random = randoms[device];
+  if (set != 0) {
+    random.seed = state[0];
+    random.count = state[1];
+  }
+  state[0] = random.seed;
+  state[1] = random.count;
+}
+
+// Have the current stream do nothing for so long, in real time.
+void actoffload_sim_sleep(double seconds) {
+  machine().add(current_stream(), Task{[seconds] { std::this_thread::sleep_for(std::chrono::duration<double>(seconds)); },
+                                       nullptr, nullptr, seconds});
 }
 
 int64_t actoffload_sim_calls(int device) { return calls[device]; }

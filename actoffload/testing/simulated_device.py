@@ -14,12 +14,14 @@ import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.backend_registration import rename_privateuse1_backend
 
 from ..memory import native_build
-from ..tiers.accelerator import TorchAccelerator
+from ..tiers.accelerator import ACCELERATORS, TorchAccelerator
 
 NAME = "sim"
 DEVICES = 2
@@ -46,6 +48,7 @@ class SimulatedDevice:
 
     def __init__(self) -> None:
         self._library = _library()
+        self._lazy: list[torch.Stream] = []
 
     def model(
         self,
@@ -69,6 +72,12 @@ class SimulatedDevice:
         """
         self._library.actoffload_sim_delays(ctypes.c_double(longest_s), ctypes.c_uint64(seed))
 
+    def lazy(self, *streams: torch.Stream) -> None:
+        """Have streams do nothing before another stream, or the host, waits for it, until `reset`."""
+        for stream in streams:
+            self._lazy.append(stream)
+            self._library.actoffload_sim_lazy(stream.device_index, ctypes.c_int64(stream.stream_id), 1)
+
     @contextlib.contextmanager
     def paused(self, stream: torch.Stream) -> Iterator[None]:
         """Let a stream begin nothing inside of the context. Whoever waits for it there waits for ever."""
@@ -82,6 +91,17 @@ class SimulatedDevice:
     def limit(self, nbytes: int | None, index: int = 0) -> None:
         """Set how much memory a device has; None for as much as the host gives."""
         self._library.actoffload_sim_limit(index, ctypes.c_size_t(1 << 40 if nbytes is None else nbytes))
+
+    def sleep(self, seconds: float) -> None:
+        """Have the current stream do nothing for so long, in real time and in virtual time."""
+        self._library.actoffload_sim_sleep(ctypes.c_double(seconds))
+
+    def take_violations(self) -> int:
+        """How often, since the last call, a kernel or copy touched memory that was not, or no longer, its tensor's.
+
+        Host memory counts as well that was unmapped while it was page-locked, or is not page-locked any more.
+        """
+        return int(self._library.actoffload_sim_violations())
 
     def calls(self, index: int) -> int:
         """How often an event was asked for or awaited, or memory page-locked, by a thread on device ``index``.
@@ -114,6 +134,21 @@ class SimulatedDevice:
         for index in range(DEVICES):
             torch.accelerator.synchronize(index)
 
+    def reset(self) -> None:
+        """Let all streams run, wait for them, and set everything as it was at first.
+
+        Raises:
+            RuntimeError: a kernel failed.
+        """
+        while self._lazy:
+            stream = self._lazy.pop()
+            self._library.actoffload_sim_lazy(stream.device_index, ctypes.c_int64(stream.stream_id), 0)
+        self.delay(0)
+        self.model()
+        for index in range(DEVICES):
+            self.limit(None, index)
+        self.synchronize()
+
 
 @functools.cache
 def install() -> SimulatedDevice:
@@ -127,7 +162,8 @@ def install() -> SimulatedDevice:
     library = _library()
     rename_privateuse1_backend(NAME)
     library.actoffload_sim_install()
-    module = types.ModuleType(f"torch.{NAME}")
+    module: Any = types.ModuleType(f"torch.{NAME}")
+    module._initialized = True
     functions = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -136,7 +172,11 @@ def install() -> SimulatedDevice:
         "current_device": torch.accelerator.current_device_index,
         "set_device": torch.accelerator.set_device_index,
         "synchronize": torch.accelerator.synchronize,
-        "manual_seed_all": lambda seed: None,
+        "device": torch.accelerator.device_index,
+        "manual_seed": lambda seed: set_rng_state(torch.tensor([seed, 0])),
+        "manual_seed_all": _seed_all,
+        "get_rng_state": get_rng_state,
+        "set_rng_state": set_rng_state,
         "_is_in_bad_fork": lambda: False,
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
     }
@@ -144,9 +184,33 @@ def install() -> SimulatedDevice:
         setattr(module, name, function)
     torch._register_device_module(NAME, module)  # type: ignore[no-untyped-call]
     sys.modules[module.__name__] = module
+    ACCELERATORS[NAME] = SimulatedAccelerator
     device = SimulatedDevice()
     atexit.register(device.synchronize)
     return device
+
+
+def get_rng_state(device: int | torch.device | None = None) -> Tensor:
+    """The state of a device's random numbers: a seed, and how many kernels have had some since."""
+    return _random_state(device, None)
+
+
+def set_rng_state(state: Tensor, device: int | torch.device | None = None) -> None:
+    """Set a state that `get_rng_state` has returned."""
+    _random_state(device, state)
+
+
+def _seed_all(seed: int) -> None:
+    for index in range(DEVICES):
+        set_rng_state(torch.tensor([seed, 0]), index)
+
+
+def _random_state(device: int | torch.device | None, state: Tensor | None) -> Tensor:
+    index = device.index if isinstance(device, torch.device) else device
+    found = torch.zeros(2, dtype=torch.int64) if state is None else state.clone()
+    place = torch.accelerator.current_device_index() if index is None else index
+    _library().actoffload_sim_random(place, ctypes.c_void_p(found.data_ptr()), int(state is not None))
+    return found
 
 
 @functools.cache
@@ -154,6 +218,6 @@ def _library() -> ctypes.CDLL:
     options, key = native_build.with_torch("torch_cpu")
     library = native_build.load(lambda: native_build.build(SOURCE, options, key), lambda path: ctypes.CDLL(str(path)))
     library.actoffload_sim_clock.restype = ctypes.c_double
-    library.actoffload_sim_flushes.restype = library.actoffload_sim_synchronous.restype = ctypes.c_int64
-    library.actoffload_sim_calls.restype = ctypes.c_int64
+    for function in ("flushes", "synchronous", "violations", "calls"):
+        getattr(library, f"actoffload_sim_{function}").restype = ctypes.c_int64
     return library

@@ -1,7 +1,7 @@
 """Devices with streams, behind one small interface; what is CUDA-only is isolated here.
 
-`copy_streams` orders every copy with nothing but the operations of `Accelerator`, so the simulated device of
-``actoffload.testing.fakedevice`` can stand in for a real one and show each missing edge.
+`copy_streams` orders every copy with nothing but the operations of `Accelerator`. On the simulated device of
+``actoffload.testing.simulated_device`` each missing edge shows.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class TorchAccelerator(Accelerator):
         return stream
 
     def record(self, stream: Stream, again: Event | None = None) -> Event:
-        event = torch.Event(self.type) if again is None else again
+        event = torch.Event(self.type, enable_timing=False) if again is None else again
         event.record(stream)
         return event
 
@@ -187,7 +187,7 @@ class TorchAccelerator(Accelerator):
     def _on(self, stream: Stream) -> Iterator[None]:
         """Make ``stream`` current, and give back the device and the stream that were."""
         previous_index = torch.accelerator.current_device_index()
-        index = stream.device_index if hasattr(stream, "device_index") else stream.device.index
+        index = stream.device_index
         torch.accelerator.set_device_index(index)
         previous = torch.accelerator.current_stream(torch.device(self.type, index))
         torch.accelerator.set_stream(stream)
@@ -199,30 +199,10 @@ class TorchAccelerator(Accelerator):
 
 
 class CudaAccelerator(TorchAccelerator):
-    """CUDA and ROCm: adds exact page-locking and graph-capture detection."""
+    """CUDA and ROCm: as any other device, but for what PyTorch has no general name for: page-locking and capture."""
 
     def __init__(self) -> None:
         super().__init__("cuda")
-
-    def current_stream(self, index: int) -> Stream:
-        return torch.cuda.current_stream(index)
-
-    def side_stream(self, index: int, role: str) -> Stream:
-        stream = self._sides.get((index, role))
-        if stream is None:
-            stream = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
-            self._sides[index, role] = stream
-        return stream
-
-    def record(self, stream: Stream, again: Event | None = None) -> Event:
-        event = torch.cuda.Event() if again is None else again  # type: ignore[no-untyped-call]
-        event.record(stream)
-        return event
-
-    def timestamp(self, stream: Stream) -> Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(stream)
-        return event
 
     def synchronize(self, event: Event) -> None:
         while not self.done(event):  # cudaEventSynchronize would keep a core busy, as PyTorch's events do not block
@@ -247,11 +227,6 @@ class CudaAccelerator(TorchAccelerator):
             _clear_cuda_error()
         return result in {0, not_registered}
 
-    @contextlib.contextmanager
-    def _on(self, stream: Stream) -> Iterator[None]:
-        with torch.cuda.stream(stream):
-            yield
-
 
 def _clear_cuda_error() -> None:
     """Read the last error, or the user's next kernel would report it."""
@@ -259,28 +234,24 @@ def _clear_cuda_error() -> None:
         torch.zeros(1, device="cuda")
 
 
+ACCELERATORS: dict[str, Callable[[], Accelerator]] = {"cuda": CudaAccelerator}
+"""What drives devices that page-lock memory of ours, by their type; `TorchAccelerator` drives the others."""
+
+
 def accelerator_for(device_type: str) -> Accelerator | None:
     """The accelerator that drives tensors of this device type, or None for ``"cpu"`` and types without streams."""
-    if device_type == "cuda" and torch.cuda.is_available():
-        return CudaAccelerator()
-    current = torch.accelerator.current_accelerator()
-    if current is not None and current.type == device_type:
-        return TorchAccelerator(device_type)
-    return None
+    if default_device_types() != (device_type,) or device_type == "cpu":
+        return None
+    return ACCELERATORS[device_type]() if device_type in ACCELERATORS else TorchAccelerator(device_type)
 
 
 def default_device_types() -> tuple[str, ...]:
     """The accelerator's type if one is usable, else ``("cpu",)``."""
-    if torch.accelerator.is_available():
-        current = torch.accelerator.current_accelerator()
-        if current is not None:
-            return (current.type,)
-    return ("cpu",)
+    current = torch.accelerator.current_accelerator(check_available=True)
+    return ("cpu",) if current is None else (current.type,)
 
 
 def peak_allocated_bytes(device_types: Iterable[str]) -> int:
-    """The most memory that PyTorch has had on the current accelerator; 0 where it is of no such type, or not known."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if device is None or device.type not in device_types or not hasattr(torch.accelerator, "max_memory_allocated"):
-        return 0
-    return int(torch.accelerator.max_memory_allocated())
+    """The most memory that PyTorch has had on the current accelerator; 0 where it is of no such type."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    return 0 if device is None or device.type not in device_types else int(torch.accelerator.max_memory_allocated())

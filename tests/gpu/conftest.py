@@ -1,4 +1,4 @@
-"""Fixtures of the tests on a real accelerator."""
+"""Fixtures of the tests on an accelerator: a real one, or with ``--simulated`` the simulated device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a real accelerator: the order of copies holds when the side streams are late, and its absence would be seen.
+"""On an accelerator: the order of copies holds when the side streams are late, and its absence would be seen.
 
 Every copy is preceded by a sleep on its stream, so that whatever does not wait for it runs first. Memory never holds
 the right bytes by luck: freed device memory is overwritten with NaN on the compute stream at once, memory that a copy
@@ -15,46 +15,62 @@ import torch
 from torch import Tensor
 
 import actoffload
-from actoffload.tiers.accelerator import CudaAccelerator
+from actoffload.testing.simulated_device import install
+from actoffload.tiers.accelerator import TorchAccelerator
 from actoffload.tiers.copy_streams import CopyStreams
 from tests.harness import MakeOffloader
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="the delays are CUDA's")]
+pytestmark = pytest.mark.gpu
 
-ELEMENTS = 1 << 20
+ON_CUDA = torch.cuda.is_available()
+ELEMENTS = 1 << (20 if ON_CUDA else 14)
 LAYERS = 12
-SLEEP_CYCLES = 10_000_000
-"""About 5 ms on the device: far longer than a layer of the chain computes."""
+LATE_S = 0.005 if ON_CUDA else 0.001
+"""Far longer than a layer of the chain computes."""
 
 
 @pytest.fixture
 def _late_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    delay_copies(monkeypatch, SLEEP_CYCLES)
+    delay_copies(monkeypatch, LATE_S)
     yield
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
 
 
-def delay_copies(monkeypatch: pytest.MonkeyPatch, cycles: int) -> None:
-    """Every copy is late by ``cycles``, and what it fills on the device holds NaN before."""
-    copy, empty = CudaAccelerator.copy, CudaAccelerator.empty
+def sleep(seconds: float) -> None:
+    """Have the current stream do nothing for about so long."""
+    if ON_CUDA:
+        torch.cuda._sleep(int(seconds * 2e9))
+    else:
+        install().sleep(seconds)
 
-    def late(self: CudaAccelerator, copies: Any, stream: Any) -> None:
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(cycles)
+
+def delay_copies(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Every copy is late by so much, and what it fills on the device holds NaN before."""
+    copy, empty = TorchAccelerator.copy, TorchAccelerator.empty
+
+    def late(self: TorchAccelerator, copies: Any, stream: Any) -> None:
+        with self._on(stream):
+            sleep(seconds)
         copy(self, copies, stream)
 
-    def poisoned(self: CudaAccelerator, nbytes: int, index: int, stream: Any) -> Tensor:
+    def poisoned(self: TorchAccelerator, nbytes: int, index: int, stream: Any) -> Tensor:
         memory = empty(self, nbytes, index, stream)
-        with torch.cuda.stream(stream):
+        with self._on(stream):
             return memory.fill_(255)
 
-    monkeypatch.setattr(CudaAccelerator, "copy", late)
-    monkeypatch.setattr(CudaAccelerator, "empty", poisoned)
+    monkeypatch.setattr(TorchAccelerator, "copy", late)
+    monkeypatch.setattr(TorchAccelerator, "empty", poisoned)
+
+
+def accelerator() -> torch.device:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    return device
 
 
 def litter(tensors: int = 3) -> None:
     """Overwrite device memory that was freed: what still needs it reads NaN."""
-    junk = [torch.full((ELEMENTS,), float("nan"), device="cuda") for _ in range(tensors)]
+    junk = [torch.full((ELEMENTS,), float("nan"), device=accelerator()) for _ in range(tensors)]
     del junk
 
 
@@ -62,7 +78,7 @@ def chain(x: Tensor, *, late_compute: bool = False) -> Tensor:
     """Tiny compute on large tensors, each saved by the next operation."""
     for _ in range(LAYERS):
         if late_compute:
-            torch.cuda._sleep(4 * SLEEP_CYCLES)
+            sleep(4 * LATE_S)
         x = x.sin()
         litter()
     return x
@@ -70,8 +86,8 @@ def chain(x: Tensor, *, late_compute: bool = False) -> Tensor:
 
 def gradient(offloader: actoffload.Offloader | None, *, late_compute: bool = False, settled: bool = False) -> Tensor:
     """Gradient of the chain at its input; NaN everywhere else in device memory."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    x = torch.randn(ELEMENTS, device="cuda", generator=generator).requires_grad_()
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(ELEMENTS, generator=generator).to(accelerator()).requires_grad_()
     if offloader is None:
         out = chain(x, late_compute=late_compute)
     else:
@@ -81,7 +97,7 @@ def gradient(offloader: actoffload.Offloader | None, *, late_compute: bool = Fal
             offloader.synchronize()
     litter()
     (grad,) = torch.autograd.grad(out.sum(), [x])
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     return grad
 
 
@@ -123,11 +139,14 @@ def test_a_missing_edge_would_be_seen(
     offloader = make_offloader(target="host", device_budget=4 * 4 * ELEMENTS)
     monkeypatch.setattr(CopyStreams, edge, ignore)
     if edge == "_order_use_after_fill":
-        delay_copies(monkeypatch, 20 * SLEEP_CYCLES)  # by far more than the whole backward takes
+        delay_copies(monkeypatch, 20 * LATE_S)  # by far more than the whole backward takes
     litter(8 * LAYERS)  # else the free memory still holds the reference's values, which are the right ones
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
     wrong = gradient(offloader, late_compute=edge == "_order_after_producer")
     assert not torch.equal(wrong, reference)
+    if not ON_CUDA:
+        install().reset()
+        install().take_violations()
 
 
 def ignore(transfers: CopyStreams, *arguments: Any) -> None:

@@ -6,18 +6,14 @@ Nothing here needs an adapter: `attach` and the context do, and each row shows w
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.testing._internal.two_tensor import TwoTensor
 
 from actoffload import OffloadConfig, Offloader
-from actoffload.testing.fakedevice import FakeDevice
 from tests.harness import same_bits
 from tests.integration.evidence import Run, assert_evidence
 from tests.integration.processes import launch
@@ -127,39 +123,6 @@ def test_changes_in_place_end_as_without_offloading(found: Runs, program: str, r
 def test_no_lock_is_held_while_a_collective_is_awaited(found: Runs) -> None:
     for rank in range(2):
         assert found[rank]["unlocked"] == [True, True]
-
-
-# -- memory that its owner frees and fills again, as sharding and output-discarding recomputation do -------------------
-
-
-def _freed_and_filled(context: Any, meanwhile: Callable[[], None]) -> Tensor:
-    torch.manual_seed(0)
-    x = torch.randn(256, 256, requires_grad=True)
-    with context:
-        result = (x * 2).exp()
-    bytes_ = result.detach().clone()
-    storage = result.untyped_storage()
-    nbytes = storage.nbytes()
-    storage.resize_(0)
-    meanwhile()
-    storage.resize_(nbytes)
-    with torch.no_grad(), _unsafe_preserve_version_counter(result):
-        result.copy_(bytes_)
-    result.sum().backward(retain_graph=True)
-    result.sum().backward()
-    assert x.grad is not None
-    return x.grad
-
-
-def test_memory_that_is_freed_while_it_is_copied_to_the_host_is_taken_as_its_owner_left_it(tmp_path: Path) -> None:
-    device = FakeDevice("lazy")
-    config = OffloadConfig(target="host", min_bytes=0, policy="all")
-    offloader = Offloader(config, accelerator=device)
-    expected = _freed_and_filled(contextlib.nullcontext(), lambda: None)
-    gradient = _freed_and_filled(offloader, offloader.synchronize)
-    assert same_bits(gradient, expected)
-    assert offloader.statistics().kept_bytes == {"resized": 256 * 256 * 4}
-    offloader.close()
 
 
 class Sealed(TwoTensor):

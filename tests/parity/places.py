@@ -1,20 +1,17 @@
 """Where saved tensors go in the parity tests: one `Place` for each target that this machine has.
 
-The simulated device, or a real one, is one more `Place` in `PLACES`; every test that asks for ``make_offloader`` then
-runs there too.
+Every test that asks for ``make_offloader`` runs at each place of `PLACES`; the matrix runs on the simulated device too.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from actoffload import OffloadConfig, Offloader, Statistics
-from actoffload.testing.fakedevice import FakeDevice
-from actoffload.tiers.accelerator import Accelerator
+from actoffload.testing.simulated_device import NAME
 
 
 @dataclass(frozen=True)
@@ -25,8 +22,6 @@ class Place:
         name: the test's id.
         options: fields of the configuration.
         device: where the models live.
-        accelerator: makes the device's driver, one for each test; None takes the real one. If it is a context manager
-            (the simulated device), the whole test runs inside it.
         settle: makes everything that moves leave the device, so that backward has to bring it back.
         medium: ``"nvme"`` or ``"host"``: whose counters have to show bytes.
     """
@@ -34,16 +29,14 @@ class Place:
     name: str
     options: dict[str, Any] = field(default_factory=dict)
     device: str = "cpu"
-    accelerator: Callable[[], Accelerator] | None = None
     settle: Callable[[Offloader], None] = Offloader.synchronize
     medium: str = "nvme"
 
-    def make(self, path: Path, options: dict[str, Any], accelerator: Accelerator | None = None) -> Offloader:
+    def make(self, path: Path, options: dict[str, Any]) -> Offloader:
         """An offloader that moves everything that may move."""
         fields: dict[str, Any] = {"path": path, "min_bytes": 0, "keep_last_bytes": 0, "allow_any_filesystem": True}
         fields["policy"] = "greedy"  # a plan would let small models stay
-        config = OffloadConfig(**(fields | self.options | options))
-        return Offloader(config, accelerator=accelerator)
+        return Offloader(OffloadConfig(**(fields | self.options | options)))
 
     def written(self, statistics: Statistics) -> int:
         """Bytes that really went there."""
@@ -55,8 +48,12 @@ class Place:
 
 
 PLACES = [Place("nvme", {"target": "nvme"}), Place("tiered", {"target": "tiered", "host_budget": "1MiB"})]
-SIMULATED = Place("simulated host", {"target": "host", "debug": True}, accelerator=FakeDevice, medium="host")
-"""The simulated device, slow as it is, runs the eager part of the matrix."""
+SIMULATED = [
+    Place("simulated host", {"target": "host", "debug": True}, device=NAME, medium="host"),
+    Place("simulated nvme", {"target": "nvme", "debug": True, "host_budget": "1MiB"}, device=NAME),
+    Place("simulated tiered", {"target": "tiered", "host_budget": "1MiB"}, device=NAME, medium="host"),
+]
+"""With ``pytest --simulated``."""
 
 
 class Maker:
@@ -66,20 +63,15 @@ class Maker:
         self.place = place
         self.path = path
         self.made: list[Offloader] = []
-        self.accelerator = place.accelerator() if place.accelerator else None
-        self._inside = contextlib.ExitStack()
-        if isinstance(self.accelerator, contextlib.AbstractContextManager):
-            self._inside.enter_context(self.accelerator)
 
     def __call__(self, **options: Any) -> Offloader:
-        offloader = self.place.make(self.path, options, self.accelerator)
+        offloader = self.place.make(self.path, options)
         self.made.append(offloader)
         return offloader
 
     def close(self) -> None:
         for offloader in self.made:
             offloader.close()
-        self._inside.close()
 
     def settle(self, offloader: Offloader) -> None:
         self.place.settle(offloader)

@@ -38,8 +38,10 @@ Run = tuple[list[Tensor], list[Tensor | None]]
 
 
 def seed(value: int) -> None:
-    """Seed the CPU's generator alone: ``torch.manual_seed`` formats the whole stack for each absent accelerator too."""
+    """Seed what is there: ``torch.manual_seed`` formats the whole stack for each accelerator that is absent."""
     torch.default_generator.manual_seed(value)
+    if torch.accelerator.is_available():
+        torch.get_device_module().manual_seed(value)
 
 
 def samples_of(op: Any, most: int) -> list[Any]:
@@ -93,7 +95,7 @@ def run(function: Callable[..., Any], sample: Any, offloader: Offloader | None) 
         offloader.synchronize()
     wanted = [out for out in outputs if out.requires_grad]
     seed(2)
-    cotangents = [torch.randn(out.shape, dtype=out.dtype) for out in wanted]
+    cotangents = [torch.randn(out.shape, dtype=out.dtype).to(out.device) for out in wanted]
     gradients: list[Tensor | None] = []
     if wanted and inputs.leaves:
         gradients = list(torch.autograd.grad(wanted, inputs.leaves, cotangents, allow_unused=True))

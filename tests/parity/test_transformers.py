@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 OFFLOADER_OPTIONS = {"verify": True}
 """Of the fixture ``offloader``."""
 
-STATIC = {"parameter", "buffer"}
+STATIC = {"parameter", "buffer", "other device"}
 
 
 def step(

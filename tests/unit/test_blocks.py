@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from actoffload import Plan
 from actoffload.autotune.blocks import BlockWatch, find_blocks, why_not_recomputed
 from actoffload.autotune.recompute import Checkpointed, Recompute, RecomputeMeter
+from actoffload.errors import ConfigError
 from actoffload.testing.gpt import GPT, GPTConfig
 from tests.harness import MakeOffloader, assert_same_gradients, gradients
 
@@ -312,3 +314,26 @@ def test_a_model_under_a_plan_can_be_copied_and_pickled(make_offloader: MakeOffl
     assert_same_gradients(_step(twin), plain)
     assert_same_gradients(_step(loaded), plain)
     torch.save(twin.state_dict(), io.BytesIO())
+
+
+class _Counts(nn.Linear):
+    """Computes something else each time that it runs."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.calls
+
+
+@pytest.mark.parametrize("block", [nn.Linear, _Counts])
+def test_a_given_plan_recomputes_no_block_that_changes_what_it_sees(make_offloader: MakeOffloader, block: Any) -> None:
+    model = nn.Sequential(*(nn.Sequential(block(64, 64), nn.Tanh()) for _ in range(3)))
+    x = torch.randn(64, 64)
+    offloader = make_offloader(policy=Plan((), recompute=("1",)), min_bytes="1MiB").use(model)
+    if block is nn.Linear:
+        with offloader:
+            model(x).sum().backward()
+        return
+    with pytest.raises(ConfigError, match=r"a plan that recomputes '1'.*plan anew"), offloader:
+        model(x)

@@ -14,11 +14,21 @@ from actoffload import OffloadConfig, Offloader, Plan
 from actoffload.autotune.recompute import Recompute, RecomputeMeter
 from actoffload.planning.plan import PlanEntry
 from actoffload.policy import Decision, TensorFacts
-from actoffload.testing.fakedevice import FakeDevice
 from actoffload.testing.faults import GateEngine, SlowEngine
+from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers.record import State
 from actoffload.tiers.tier import Tier
-from tests.harness import Chain, MakeOffloader, assert_same_gradients, batch, gradients, only_engine, same_bits
+from tests.harness import (
+    Chain,
+    MakeOffloader,
+    assert_same_gradients,
+    batch,
+    gradients,
+    hinder,
+    only_engine,
+    same_bits,
+    simulated,
+)
 
 RECORD_BYTES = 64 << 10
 LAYERS = 12
@@ -71,35 +81,32 @@ def test_a_plan_says_how_much_room_is_needed_next(tmp_path: Path) -> None:
     assert _run(tmp_path, _plan("k" * LAYERS), LAYERS) == (LAYERS, True)
 
 
+@pytest.mark.simulated
 @pytest.mark.parametrize("target", ["host", "nvme"])
-def test_on_a_device_kept_ones_make_the_compute_stream_wait_for_copies(tmp_path: Path, target: Any) -> None:
+def test_on_a_device_kept_ones_make_the_compute_stream_wait_for_copies(
+    device: SimulatedDevice, tmp_path: Path, target: Any
+) -> None:
     """In stream order: memory is reused only after the copies that read it; the simulated device tells if not."""
-    device = FakeDevice("lazy")  # no copy is done before it is waited for
-    config = OffloadConfig(
+    accelerator = SimulatedAccelerator()
+    hinder(device, accelerator, "late copies")
+    x = torch.linspace(-1, 1, RECORD_BYTES // 4).to(NAME).requires_grad_()
+    (expected,) = torch.autograd.grad(_waves(x), x)
+    with simulated(
+        accelerator,
         target=target,
         path=str(tmp_path),
-        min_bytes=0,
         debug=True,
         policy=_plan(KEEPS_LATE),
         device_budget=7 * RECORD_BYTES,
         pending_bytes="1GiB",  # the window alone would let everything stay
-    )
-    offloader = Offloader(config, accelerator=device)
-    x = torch.linspace(-1, 1, RECORD_BYTES // 4).requires_grad_()
-    try:
-        with device:
-            (expected,) = torch.autograd.grad(_waves(x), x)
-            with offloader:
-                loss = _waves(x)
-            (found,) = torch.autograd.grad(loss, x)
-        device.finish()
+    ) as offloader:
+        with offloader:
+            loss = _waves(x)
+        (found,) = torch.autograd.grad(loss, x)
         assert same_bits(found, expected)
-        assert not device.violations
         statistics = offloader.statistics()
         assert statistics.live_records == 0
         assert statistics.resident_peak_bytes <= 7 * RECORD_BYTES
-    finally:
-        offloader.abort()
 
 
 @pytest.mark.parametrize(("reserved", "states"), [(0, {State.RESIDENT}), (1 << 20, {State.SPILLING})])

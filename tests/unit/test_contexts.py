@@ -26,8 +26,8 @@ from actoffload.config import make_config
 from actoffload.errors import ConfigError, OffloaderClosedError, StateError
 from actoffload.events import EventKind, TraceEvent
 from actoffload.policy import Decision, TensorFacts
-from actoffload.testing.fakedevice import FakeDevice
 from tests.harness import (
+    ON_EACH_DEVICE,
     Chain,
     MakeOffloader,
     assert_empty,
@@ -252,8 +252,8 @@ def test_a_module_that_calls_itself(options: dict[str, Any]) -> None:
 # -- how an offloader ends ---------------------------------------------------------------------------------------------
 
 
-def _saved_once() -> Tensor:
-    return (torch.linspace(-1, 1, 4096).requires_grad_() * 2.0).sin().sum()
+def _saved_once(where: str = "cpu") -> Tensor:
+    return (torch.linspace(-1, 1, 4096, device=where).requires_grad_() * 2.0).sin().sum()
 
 
 @pytest.mark.parametrize("end", ["close", "abort"])
@@ -268,19 +268,16 @@ def test_a_closed_offloader_says_so(make_offloader: MakeOffloader, end: str) -> 
     assert "autograd saved nothing" in offloader.report()
 
 
-@pytest.mark.parametrize("on_device", [False, True])
+@ON_EACH_DEVICE
 @pytest.mark.parametrize("method", ["close", "synchronize"])
-def test_nothing_is_begun_after_abort(tmp_path: Path, on_device: bool, method: str) -> None:
-    device = FakeDevice("lazy") if on_device else None
-    config = OffloadConfig(target="nvme", path=tmp_path, min_bytes=0, keep_last_bytes=0, pending_bytes="1MiB")
-    offloader = Offloader(config, accelerator=device)
-    with device or contextlib.nullcontext():
-        with offloader:
-            _alive = _saved_once()
-        offloader.abort()
-        before = offloader.statistics()
-        getattr(offloader, method)()
-        assert offloader.statistics() == before
+def test_nothing_is_begun_after_abort(make_offloader: MakeOffloader, where: str, method: str) -> None:
+    offloader = make_offloader(pending_bytes="1MiB")
+    with offloader:
+        _alive = _saved_once(where)
+    offloader.abort()
+    before = offloader.statistics()
+    getattr(offloader, method)()
+    assert offloader.statistics() == before
 
 
 def _threads() -> set[threading.Thread]:

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from actoffload import Offloader
-from actoffload.testing.fakedevice import FakeDevice
+from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers.device_tier import DeviceTier
 from actoffload.tiers.shared import DeviceBudget
-from tests.harness import accounts_of, same_bits, simulated, states_of, wait_until
+from tests.harness import accounts_of, hinder, same_bits, simulated, states_of, wait_until
+
+pytestmark = pytest.mark.simulated
 
 LAYERS = 12
 RECORD_BYTES = 64 << 10
@@ -26,10 +28,11 @@ MODES = [("host", True), ("host", False), ("nvme", True), ("nvme", False)]
 """Targets, and whether everything has left the device when backward begins."""
 
 
-def _peaks(path: Path, target: str, settled: bool) -> tuple[int, int]:
+def _peaks(device: SimulatedDevice, path: Path, target: str, settled: bool) -> tuple[int, int]:
     """The most activation bytes on the device at once, in forward and in backward; gradients are checked."""
-    device = FakeDevice("lazy")  # no copy is done before it is waited for
-    x = torch.linspace(-1, 1, RECORD_BYTES // 4).requires_grad_()
+    accelerator = SimulatedAccelerator()
+    hinder(device, accelerator, "late copies")
+    x = torch.linspace(-1, 1, RECORD_BYTES // 4).to(NAME).requires_grad_()
 
     def forward(offloader: Offloader | None) -> Tensor:
         h = x
@@ -40,25 +43,22 @@ def _peaks(path: Path, target: str, settled: bool) -> tuple[int, int]:
         return h.sum()
 
     with simulated(
-        device,
+        accelerator,
         target=target,
         path=path,
         device_budget=BUDGET_BYTES,
         debug=True,
         prefetch_bytes=LAYERS * RECORD_BYTES,  # so far ahead that only the budget is in its way
     ) as offloader:
-        with device:
-            (expected,) = torch.autograd.grad(forward(None), x)
-            with offloader:
-                loss = forward(offloader)
-            if settled:
-                offloader.synchronize()
-            accounts = accounts_of(offloader)
-            in_forward, accounts.resident_peak_bytes = accounts.resident_peak_bytes, accounts.resident_bytes
-            (found,) = torch.autograd.grad(loss, x)
-        device.finish()
+        (expected,) = torch.autograd.grad(forward(None), x)
+        with offloader:
+            loss = forward(offloader)
+        if settled:
+            offloader.synchronize()
+        accounts = accounts_of(offloader)
+        in_forward, accounts.resident_peak_bytes = accounts.resident_peak_bytes, accounts.resident_bytes
+        (found,) = torch.autograd.grad(loss, x)
         assert same_bits(found, expected)
-        assert not device.violations
         statistics = offloader.statistics()
         assert statistics.moved_bytes == statistics.baseline_peak_bytes == LAYERS * RECORD_BYTES
         assert statistics.live_records == 0
@@ -66,16 +66,18 @@ def _peaks(path: Path, target: str, settled: bool) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("target", "settled"), MODES)
-def test_the_budget_bounds_forward_and_backward(tmp_path: Path, target: str, settled: bool) -> None:
-    in_forward, in_backward = _peaks(tmp_path, target, settled)
+def test_the_budget_bounds_forward_and_backward(
+    device: SimulatedDevice, tmp_path: Path, target: str, settled: bool
+) -> None:
+    in_forward, in_backward = _peaks(device, tmp_path, target, settled)
     assert in_forward <= BUDGET_BYTES
     assert 2 * RECORD_BYTES <= in_backward <= BUDGET_BYTES  # something is fetched ahead, too
 
 
-def test_what_backward_asks_for_out_of_order_has_its_room() -> None:
+def test_what_backward_asks_for_out_of_order_has_its_room(device: SimulatedDevice) -> None:
     """What is fetched ahead leaves room for one storage that was not foreseen."""
-    x = torch.linspace(-1, 1, RECORD_BYTES // 4).requires_grad_()
-    with simulated(FakeDevice("eager"), device_budget=BUDGET_BYTES) as offloader:
+    x = torch.linspace(-1, 1, RECORD_BYTES // 4).to(NAME).requires_grad_()
+    with simulated(device_budget=BUDGET_BYTES) as offloader:
         with offloader:
             saved: list[Any] = [(h.sin(), h.cos()) for h in (x * 1.0001 for _ in range(LAYERS))]
         offloader.synchronize()
@@ -89,15 +91,17 @@ def test_what_backward_asks_for_out_of_order_has_its_room() -> None:
 
 @pytest.mark.parametrize(("target", "settled"), MODES)
 def test_without_the_check_backward_exceeds_the_budget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, settled: bool
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, settled: bool
 ) -> None:
     monkeypatch.setattr(DeviceBudget, "has_room_early", lambda self, nbytes: True)
-    in_forward, in_backward = _peaks(tmp_path, target, settled)
+    in_forward, in_backward = _peaks(device, tmp_path, target, settled)
     assert in_forward <= BUDGET_BYTES
     assert in_backward > 2 * BUDGET_BYTES
 
 
-def test_what_has_arrived_from_disk_needs_the_check_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_arrived_from_disk_needs_the_check_too(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A read takes no device memory: there was room when it began, and there may be none when it has ended."""
     plain = DeviceTier.poll
 
@@ -107,4 +111,4 @@ def test_what_has_arrived_from_disk_needs_the_check_too(tmp_path: Path, monkeypa
             plain(self)
 
     monkeypatch.setattr(DeviceTier, "poll", hasty)
-    assert _peaks(tmp_path, "nvme", settled=True)[1] > 2 * BUDGET_BYTES
+    assert _peaks(device, tmp_path, "nvme", settled=True)[1] > 2 * BUDGET_BYTES

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from actoffload import OffloadConfig, Offloader
+from actoffload import Offloader
 from actoffload.events import EventKind, TraceEvent
-from actoffload.testing.fakedevice import FakeDevice
 from actoffload.testing.faults import GateEngine
 from tests.harness import (
+    ON_EACH_DEVICE,
     WAIT_S,
     Chain,
     MakeOffloader,
@@ -250,7 +250,6 @@ print("alive")
 
 NUMEL = 256 << 10
 RECORD_BYTES = 4 * NUMEL
-SIMULATED = pytest.mark.parametrize("simulated", [False, True], ids=["cpu", "simulated device"])
 
 
 class StopAt:
@@ -275,69 +274,48 @@ class StopAt:
             self._go.set()
 
 
-Make = Callable[..., tuple[Offloader, contextlib.AbstractContextManager[Any]]]
-
-
 @pytest.fixture
-def make(tmp_path: Path) -> Iterator[Make]:
-    """Makes an offloader, for the CPU or the simulated device, and what to run programs in."""
-    made: list[Offloader] = []
-
-    def one(simulated: bool, **options: Any) -> tuple[Offloader, contextlib.AbstractContextManager[Any]]:
-        fields: dict[str, Any] = {"target": "nvme", "path": str(tmp_path), "min_bytes": 0, "keep_last_bytes": 0}
-        device = FakeDevice("lazy") if simulated else None
-        made.append(Offloader(OffloadConfig(**(fields | options)), accelerator=device))
-        return made[-1], device or contextlib.nullcontext()
-
+def _no_garbage_collection() -> Iterator[None]:
     with no_garbage_collection():
-        yield one
-    for offloader in made:
-        offloader.abort()
+        yield
 
 
-def _input() -> Tensor:
-    return torch.linspace(-1, 1, NUMEL).requires_grad_()
-
-
-def _saved_once(x: Tensor) -> Tensor:
+def _saved_once(where: str = "cpu") -> Tensor:
     """A graph with one saved storage."""
-    return (x * 1.0).sin().sum()
+    return (torch.linspace(-1, 1, NUMEL, device=where).requires_grad_() * 1.0).sin().sum()
 
 
-def _assert_released(offloader: Offloader, inside: object = None, *, left: int = 0, slots: int = 0) -> None:
-    """So many records live, with so many host slots, and no other holds anything. Works off no dead handles itself."""
+def _assert_released(offloader: Offloader) -> None:
+    """No record lives and nothing is held. Works off no dead handles itself."""
     accounts = accounts_of(offloader)
-    wait_until(lambda: accounts.live_records == left, "records are left")
-    assert accounts.baseline_bytes == left * RECORD_BYTES
-    assert accounts.resident_bytes <= left * RECORD_BYTES
-    assert len(records_of(offloader)) == left
-    if offloader.config.target == "nvme":
-        wait_until(lambda: spool_statistics(offloader).allocated_bytes == 0, "room on disk is left")
-    if isinstance(inside, FakeDevice):
-        inside.finish()  # a slot goes back after its copies
-    wait_until(lambda: pool_bytes(offloader) == slots * RECORD_BYTES, "host memory is left")
+    wait_until(lambda: accounts.live_records == 0, "records are left")
+    assert (accounts.baseline_bytes, accounts.resident_bytes) == (0, 0)
+    assert records_of(offloader) == []
+    wait_until(lambda: spool_statistics(offloader).allocated_bytes == 0, "room on disk is left")
+    wait_until(lambda: pool_bytes(offloader) == 0, "host memory is left")
 
 
-@SIMULATED
-def test_a_handle_that_dies_while_a_write_ends_is_worked_off_at_once(make: Make, simulated: bool) -> None:
-    stop = StopAt(EventKind.WRITE, RECORD_BYTES, "to disk" if simulated else "")
-    offloader, inside = make(simulated, engine=GateEngine, trace=stop)
-    with inside:
-        with offloader:
-            loss = _saved_once(_input())
-        waiting = threading.Thread(target=offloader.synchronize, daemon=True)  # begins the write
-        waiting.start()
-        only_engine(offloader).open()
-        with stop.reached():
-            del loss
-            assert is_locked(offloader)
-            assert accounts_of(offloader).live_records == 1
-        _assert_released(offloader, inside)
-        waiting.join(WAIT_S)
-        assert not waiting.is_alive()
+@ON_EACH_DEVICE
+@pytest.mark.usefixtures("_no_garbage_collection")
+def test_a_handle_that_dies_while_a_write_ends_is_worked_off_at_once(make_offloader: MakeOffloader, where: str) -> None:
+    stop = StopAt(EventKind.WRITE, RECORD_BYTES, "" if where == "cpu" else "to disk")
+    offloader = make_offloader(engine=GateEngine, trace=stop)
+    with offloader:
+        loss = _saved_once(where)
+    waiting = threading.Thread(target=offloader.synchronize, daemon=True)  # begins the write
+    waiting.start()
+    only_engine(offloader).open()
+    with stop.reached():
+        del loss
+        assert is_locked(offloader)
+        assert accounts_of(offloader).live_records == 1
+    _assert_released(offloader)
+    waiting.join(WAIT_S)
+    assert not waiting.is_alive()
 
 
-def test_a_handle_that_dies_in_the_thread_that_holds_the_lock_is_too(make: Make) -> None:
+@pytest.mark.usefixtures("_no_garbage_collection")
+def test_a_handle_that_dies_in_the_thread_that_holds_the_lock_is_too(make_offloader: MakeOffloader) -> None:
     """A finalizer may run inside an engine's completion itself."""
     graph: list[Tensor] = []
     done = threading.Event()
@@ -347,9 +325,9 @@ def test_a_handle_that_dies_in_the_thread_that_holds_the_lock_is_too(make: Make)
             graph.clear()
             done.set()
 
-    offloader, _ = make(False, engine=GateEngine, trace=sink)
+    offloader = make_offloader(engine=GateEngine, trace=sink)
     with offloader:
-        graph.append(_saved_once(_input()))
+        graph.append(_saved_once())
     only_engine(offloader).open()
     assert done.wait(WAIT_S)
     _assert_released(offloader)

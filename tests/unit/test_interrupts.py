@@ -25,8 +25,15 @@ from torch import Tensor
 import actoffload
 from actoffload import OffloadConfig, Offloader
 from actoffload.autograd import native
-from actoffload.testing.fakedevice import FakeDevice
-from tests.harness import WAIT_S, assert_same_gradients, forget_failed_backward, gradients, wait_until
+from actoffload.testing.simulated_device import NAME, SimulatedAccelerator
+from tests.harness import (
+    ON_EACH_DEVICE,
+    WAIT_S,
+    assert_same_gradients,
+    forget_failed_backward,
+    gradients,
+    wait_until,
+)
 
 OURS = str(Path(actoffload.__file__).parent)
 SIMULATION = str(Path(OURS) / "testing")
@@ -66,13 +73,12 @@ def _model() -> torch.nn.Module:
 X = torch.linspace(-1, 1, 64 * 256).view(256, 64)
 
 
-def _step(model: torch.nn.Module, offloader: Offloader | None, device: FakeDevice | None) -> None:
-    with device or contextlib.nullcontext():
-        with offloader or contextlib.nullcontext():
-            loss = model(X).square().sum()
-        if offloader is not None:
-            offloader.synchronize()
-        loss.backward()
+def _step(model: torch.nn.Module, offloader: Offloader | None, x: Tensor = X) -> None:
+    with offloader or contextlib.nullcontext():
+        loss = model(x).square().sum()
+    if offloader is not None:
+        offloader.synchronize()
+    loss.backward()
 
 
 def _in_time(work: Any, what: str) -> None:
@@ -106,28 +112,27 @@ def _files_in(folder: Path) -> int:
     return found
 
 
-@pytest.mark.parametrize("simulated_device", [False, True], ids=["cpu", "simulated device"])
+@ON_EACH_DEVICE
 def test_an_interrupt_aborts_the_step_and_the_next_context_starts_afresh(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, simulated_device: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     # What a finalizer raises is only told; pytest would hold on to it, and to all that its traceback knows.
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-    model = _model()
-    _step(model, None, None)
+    model, x = _model().to(where), X.to(where)
+    _step(model, None, x)
     expected = gradients(model)
-    device = FakeDevice("lazy") if simulated_device else None
-    offloader = _offloader(tmp_path, device).use(model)
+    offloader = _offloader(tmp_path).use(model)
     counting = Interrupt(at=-1)
     with counting.armed():
-        _step(model, offloader, device)
+        _step(model, offloader, x)
     assert counting.seen > 10 * POINTS
     gradients(model)
     interrupted = 0
-    for at in sorted(random.Random(simulated_device).sample(range(1, counting.seen), POINTS)):
+    for at in sorted(random.Random(where == "cpu").sample(range(1, counting.seen), POINTS)):
         interrupt, raised = Interrupt(at), False
         try:
             with interrupt.armed():
-                _step(model, offloader, device)
+                _step(model, offloader, x)
         except KeyboardInterrupt as error:
             raised = True
             error.__traceback__ = None
@@ -135,8 +140,8 @@ def test_an_interrupt_aborts_the_step_and_the_next_context_starts_afresh(
         forget_failed_backward()
         gc.collect()
         _in_time(offloader.statistics, f"after an interrupt at {at}, statistics()")
-        if device is not None:
-            device.finish()
+        if where != "cpu":
+            torch.accelerator.synchronize()
         store = weakref.ref(offloader.store)
         aborted = offloader.store.interrupted
         assert _files_in(tmp_path) == (not aborted), f"disk is taken after an interrupt at {at}"
@@ -151,13 +156,12 @@ def test_an_interrupt_aborts_the_step_and_the_next_context_starts_afresh(
         found: list[dict[str, Tensor]] = []
 
         def step_again() -> None:
-            _step(model, offloader, device)
+            _step(model, offloader, x)
             found.append(gradients(model))  # noqa: B023 - it is over before the next
 
         _in_time(step_again, f"the step after an interrupt at {at}")
         assert_same_gradients(found[0], expected)
         wait_until(lambda: _gone(store) == aborted, f"memory is held after an interrupt at {at}")  # noqa: B023
-        assert device is None or device.violations == []
     assert interrupted > POINTS // 2, "an interrupt in a finalizer is told, not raised; most are elsewhere"
     _in_time(offloader.close, "close()")
 
@@ -173,7 +177,7 @@ def _ctrl_c_once(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> N
     monkeypatch.setattr(owner, name, interrupted)
 
 
-def _offloader(tmp_path: Path, accelerator: FakeDevice | None = None) -> Offloader:
+def _offloader(tmp_path: Path, accelerator: SimulatedAccelerator | None = None) -> Offloader:
     config = OffloadConfig(
         target="nvme", path=tmp_path, engine="posix", min_bytes=0, keep_last_bytes=0, policy="all", host_budget="4MiB"
     )
@@ -184,7 +188,7 @@ def test_a_context_that_stays_open_after_an_interrupt_keeps_plainly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offloader, model = _offloader(tmp_path), _model()
-    _step(model, None, None)
+    _step(model, None)
     expected = gradients(model)
     with offloader:
         _ctrl_c_once(monkeypatch, offloader.store, "_place")
@@ -194,32 +198,32 @@ def test_a_context_that_stays_open_after_an_interrupt_keeps_plainly(
             model(X).square().sum().backward()
             assert_same_gradients(gradients(model), expected)
         assert offloader.statistics().live_records <= 1  # that of the place where it was interrupted
-    _step(model, offloader, None)
+    _step(model, offloader)
     assert_same_gradients(gradients(model), expected)
     assert offloader.statistics().moved_bytes > 0
 
 
+@pytest.mark.simulated
 def test_an_interrupt_ends_what_it_can_where_the_device_refuses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = set(threading.enumerate())
-    device = FakeDevice("eager")
-    offloader, model = _offloader(tmp_path, device), _model()
-    with device:
-        with offloader:
-            loss = model(X).sum()
-        offloader.synchronize()
+    accelerator = SimulatedAccelerator()
+    offloader, model, x = _offloader(tmp_path, accelerator), _model().to(NAME), X.to(NAME)
+    with offloader:
+        loss = model(x).sum()
+    offloader.synchronize()
 
-        def refuse(*_: Any) -> None:
-            raise RuntimeError("CUDA error")
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("CUDA error")
 
-        _ctrl_c_once(monkeypatch, offloader.store, "_place")
-        monkeypatch.setattr(device, "wait", refuse)
-        with pytest.raises(KeyboardInterrupt), offloader:
-            model(X)
-        monkeypatch.undo()
-        with pytest.raises(actoffload.errors.OffloaderClosedError):
-            loss.backward()
+    _ctrl_c_once(monkeypatch, offloader.store, "_place")
+    monkeypatch.setattr(accelerator, "wait", refuse)
+    with pytest.raises(KeyboardInterrupt), offloader:
+        model(x)
+    monkeypatch.undo()
+    with pytest.raises(actoffload.errors.OffloaderClosedError):
+        loss.backward()
     forget_failed_backward()
     assert _files_in(tmp_path) == 0
     wait_until(lambda: set(threading.enumerate()) <= before, "threads are left")

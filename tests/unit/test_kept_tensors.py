@@ -18,10 +18,13 @@ from actoffload import Offloader, Plan
 from actoffload.autograd import native as compiled_hooks
 from actoffload.errors import SavedTensorModifiedError
 from actoffload.planning.plan import PlanEntry
-from actoffload.testing.fakedevice import Adversary, FakeDevice
+from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from tests.harness import (
+    ADVERSARIES,
+    Adversary,
     MakeOffloader,
     assert_empty,
+    hinder,
     no_garbage_collection,
     same_bits,
     simulated,
@@ -243,22 +246,21 @@ def test_a_second_backward_under_a_plan_finds_all_again(
     assert (offloader.statistics().nvme_read_bytes > 0) == bool(moving)
 
 
-@pytest.mark.parametrize("adversary", ["lazy", "eager", "random"])
-def test_tensors_stay_and_move_side_by_side_on_a_device(adversary: Adversary) -> None:
+@pytest.mark.simulated
+@pytest.mark.parametrize("adversary", ADVERSARIES)
+def test_tensors_stay_and_move_side_by_side_on_a_device(device: SimulatedDevice, adversary: Adversary) -> None:
     """No copy touches what stays, nor memory that has a new owner."""
-    x = _input()
+    x = _input().detach().to(NAME).requires_grad_()
     (expected,) = torch.autograd.grad(_sines(x).sum(), x)
-    device = FakeDevice(adversary, seed=0)
-    with simulated(device, policy=_plan(0, 2, 5), debug=True) as offloader:
+    accelerator = SimulatedAccelerator()
+    hinder(device, accelerator, adversary)
+    with simulated(accelerator, policy=_plan(0, 2, 5), debug=True) as offloader:
         for _ in range(3):
-            with device:
-                with offloader:
-                    out = _sines(x)
-                (gradient,) = torch.autograd.grad(out.sum(), x)
+            with offloader:
+                out = _sines(x)
+            (gradient,) = torch.autograd.grad(out.sum(), x)
             del out
             assert same_bits(gradient, expected)
-        device.finish()
-        assert not device.violations
         statistics = offloader.statistics()
         assert statistics.kept_bytes == {"policy": 3 * 5 * NBYTES}
         assert statistics.host_written_bytes > 0

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from actoffload import Offloader, Profile, keep
 from actoffload.autotune.blocks import BlockWatch
 from actoffload.planning.profile import Storage
-from actoffload.testing.fakedevice import FakeDevice
 from actoffload.testing.faults import GateEngine, SlowEngine
 from actoffload.testing.gpt import GPT, GPTConfig
+from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers.timers import (
     Stamp,
     Stopwatch,
 )
-from tests.harness import Chain, MakeOffloader, batch, recorder_of, simulated, train_step
+from tests.harness import Chain, MakeOffloader, batch, hinder, recorder_of, simulated, train_step
 
 TOKENS = torch.arange(64).reshape(2, 32)
 
@@ -186,21 +186,30 @@ def test_a_step_without_backward_is_of_no_use_and_one_still_running_has_no_profi
     assert recorder_of(offloader).profile(device="cpu") is not None
 
 
-def test_a_step_on_the_simulated_device_is_timed_without_its_stalls() -> None:
-    device, model = FakeDevice("lazy", bytes_per_s=1e6), Chain()
-    with simulated(device, pending_bytes=1) as offloader:
-        recorder = recorder_of(offloader)
-        with device:
+@pytest.mark.simulated
+def test_a_step_on_a_device_is_timed_without_its_stalls(device: SimulatedDevice) -> None:
+    """Slow copies change no time but that of the waits for them."""
+    model, x = Chain().to(NAME), batch().to(NAME)
+
+    def step_s(bytes_per_s: float) -> tuple[float, float]:
+        device.model(to_device_bytes_per_s=bytes_per_s, to_host_bytes_per_s=bytes_per_s)
+        accelerator = SimulatedAccelerator()
+        hinder(device, accelerator, "late copies")
+        with simulated(accelerator, pending_bytes=1) as offloader:
+            recorder = recorder_of(offloader)
             recorder.begin()
             with offloader:
-                loss = model(batch()).sum()
+                loss = model(x).sum()
             loss.backward()
             recorder.finish()
-            device.finish()
-        profile = recorder.profile(device="cpu")
-        assert profile is not None
-        assert device.stall_s > 0
-        assert profile.step_s == pytest.approx(device.now_s - device.stall_s, abs=1e-6)
+            device.synchronize()
+            profile = recorder.profile(device=NAME)
+            assert profile is not None
+            return profile.step_s, offloader.statistics().wait_s
+
+    slow, fast = step_s(1e6), step_s(1e9)
+    assert slow[1] > 10 * fast[1] > 0
+    assert slow[0] == pytest.approx(fast[0], abs=slow[1] / 100)
 
 
 def test_waits_of_the_host_are_no_compute_time(make_offloader: MakeOffloader) -> None:

@@ -17,18 +17,22 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from torch.utils.checkpoint import create_selective_checkpoint_contexts as plain_contexts
 
-from actoffload import OffloadConfig, Offloader, create_selective_checkpoint_contexts, no_offload
+from actoffload import Offloader, create_selective_checkpoint_contexts, no_offload
 from actoffload.errors import SavedTensorModifiedError, StorageReadError
 from actoffload.storage.engines.base import IoKind
-from actoffload.testing.fakedevice import Adversary, FakeDevice
 from actoffload.testing.faults import FailingEngine, GateEngine
+from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from tests.harness import (
+    ADVERSARIES,
+    ON_EACH_DEVICE,
+    Adversary,
     MakeOffloader,
     accounts_of,
     assert_empty,
     assert_same_gradients,
     batch,
     forget_failed_backward,
+    hinder,
     no_garbage_collection,
     only_engine,
     same_bits,
@@ -221,19 +225,20 @@ def test_a_cached_tensor_and_a_saved_one_share_a_record(offloader: Offloader) ->
     assert offloader.statistics().deduplicated_bytes >= 2 * x.nbytes
 
 
-@pytest.mark.parametrize("target", ["host", "nvme", "tiered"])
-@pytest.mark.parametrize("adversary", ["lazy", "eager", "random"])
+@pytest.mark.simulated
+@pytest.mark.parametrize("adversary", ADVERSARIES)
 def test_gradients_survive_every_adversary_of_the_simulated_device(
-    tmp_path: Path, adversary: Adversary, target: str
+    device: SimulatedDevice, tmp_path: Path, adversary: Adversary
 ) -> None:
-    model, x = Blocks(save_all, dropout=0.0), batch()
+    model, x = Blocks(save_all, dropout=0.0).to(NAME), batch().to(NAME)
     model.make = plain_contexts
     expected = train_step(model, x)
     model.make = create_selective_checkpoint_contexts
-    device = FakeDevice(adversary)
+    accelerator = SimulatedAccelerator()
+    hinder(device, accelerator, adversary)
     with simulated(
-        device,
-        target=target,
+        accelerator,
+        target="nvme",
         path=tmp_path,
         policy="all",
         pending_bytes=x.nbytes,
@@ -242,14 +247,10 @@ def test_gradients_survive_every_adversary_of_the_simulated_device(
         debug=True,
     ) as offloader:
         for _ in range(3):
-            with device:
-                found = train_step(model, x, offloader)
-            assert_same_gradients(found, expected)
-        device.finish()
+            assert_same_gradients(train_step(model, x, offloader), expected)
         statistics = offloader.statistics()
         assert statistics.host_read_bytes > 3 * len(model.layers) * x.nbytes  # more than the checkpoints' inputs
         assert statistics.live_records == 0
-        assert not device.violations
 
 
 # -- in-place changes --------------------------------------------------------------------------------------------------
@@ -309,9 +310,11 @@ def test_changes_may_be_allowed(offloader: Offloader) -> None:
     assert_same(gradients_of(function, x, context=offloader), gradients_of(function, x))
 
 
-def test_a_change_that_the_cached_tensors_counter_does_not_see(tmp_path: Path) -> None:
+@ON_EACH_DEVICE
+def test_a_change_that_the_cached_tensors_counter_does_not_see(make_offloader: MakeOffloader, where: str) -> None:
     """A product of three dimensions ends in an alias with a counter of its own: PyTorch's own goes wrong here."""
-    x, w = matrix(1024).detach().reshape(16, 64, 64).requires_grad_(), matrix(seed=1)
+    x = matrix(1024).detach().reshape(16, 64, 64).to(where).requires_grad_()
+    w = matrix(seed=1).detach().to(where).requires_grad_()
 
     def function(x: Tensor, w: Tensor) -> Tensor:
         y = x @ w
@@ -321,20 +324,16 @@ def test_a_change_that_the_cached_tensors_counter_does_not_see(tmp_path: Path) -
     expected = gradients_of(function, x, w)
     plain = gradients_of(partial(region, function, make=plain_contexts), x, w)
     assert not same_bits(plain[0], expected[0]), "PyTorch has mended it: the special case may go"
-    for device in (None, FakeDevice("lazy")):  # both would read the product after it was changed
-        config = OffloadConfig(target="nvme", path=str(tmp_path), policy="all", min_bytes=0, engine=GateEngine)
-        offloader = Offloader(config, accelerator=device)
-        for _ in range(2):
-            with device if device is not None else contextlib.nullcontext():
-                with offloader:
-                    loss = region(function, x, w).sum()
-                only_engine(offloader).open()
-                offloader.synchronize()
-                assert_same(list(torch.autograd.grad(loss, [x, w])), expected)
-                only_engine(offloader).shut()
-            del loss
-        assert offloader.statistics().live_records == 0
-        offloader.close()
+    offloader = make_offloader(policy="all", engine=GateEngine)  # it would read the product after it was changed
+    for _ in range(2):
+        with offloader:
+            loss = region(function, x, w).sum()
+        only_engine(offloader).open()
+        offloader.synchronize()
+        assert_same(list(torch.autograd.grad(loss, [x, w])), expected)
+        only_engine(offloader).shut()
+        del loss
+    assert offloader.statistics().live_records == 0
 
 
 # -- what PyTorch allows and refuses -----------------------------------------------------------------------------------

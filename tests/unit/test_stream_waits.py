@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from actoffload import Offloader
-from actoffload.testing.fakedevice import FakeDevice, FakeStream
+from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers.copy_streams import CopyStreams
 from actoffload.tiers.timers import StreamWaits, WaitFor
 from tests.harness import (
@@ -21,76 +21,99 @@ from tests.harness import (
     copy_in,
     copy_out,
     gradients,
+    hinder,
     recorder_of,
     simulated,
     train_step,
 )
 
-MIB = 1 << 20
+pytestmark = pytest.mark.simulated
+
 NOTHING = {WaitFor.ROOM: 0.0, WaitFor.DATA: 0.0}
+X = batch()
 
 
-def _bytes(nbytes: int) -> torch.Tensor:
-    return torch.zeros(nbytes, dtype=torch.uint8)
+@pytest.fixture
+def accelerator(device: SimulatedDevice) -> SimulatedAccelerator:
+    """Its kernels take no time and its copies a second for each megabyte, none before it is waited for."""
+    device.model(
+        flops=float("inf"), memory_bytes_per_s=float("inf"), to_device_bytes_per_s=1e6, to_host_bytes_per_s=1e6,
+        latency_s=0,
+    )  # fmt: skip
+    accelerator = SimulatedAccelerator()
+    hinder(device, accelerator, "late copies")
+    return accelerator
 
 
-def _copy_out_that_is_waited_for(transfers: CopyStreams, nbytes: int = 1_000_000) -> torch.Tensor:
-    """The host's side, which has to live until the copy is done."""
-    host = _bytes(nbytes)
-    transfers.release_sources(copy_out(transfers, _bytes(nbytes), host))
-    return host
+def _on_device(nbytes: int) -> torch.Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8, device=NAME)
 
 
-def test_waits_for_room_and_for_data_are_counted_apart() -> None:
-    device = FakeDevice("lazy", bytes_per_s=1e6)
-    transfers = CopyStreams(device)
-    written, read = _copy_out_that_is_waited_for(transfers), _bytes(2_000_000)
-    device.before_kernel()
-    assert transfers.waits.take() == pytest.approx({WaitFor.ROOM: 1.0, WaitFor.DATA: 0.0})
-    incoming, filled = copy_in(transfers, read)
-    transfers.before_use(incoming, lambda: filled)
-    transfers.before_use(incoming, lambda: filled)  # it has been waited for
-    device.before_kernel()
-    assert transfers.waits.take() == pytest.approx({WaitFor.ROOM: 0.0, WaitFor.DATA: 2.0})
-    unused, _ = copy_in(transfers, read[:500_000])
-    transfers.drop_unused(unused)
-    device.before_kernel()
-    assert transfers.waits.take() == pytest.approx({WaitFor.ROOM: 0.5, WaitFor.DATA: 0.0})
-    assert device.stall_s == pytest.approx(3.5)
-    assert bool((filled == written[0]).all())
+def _on_host(nbytes: int) -> torch.Tensor:
+    return torch.zeros(nbytes, dtype=torch.uint8).pin_memory()
 
 
-def _step(device: FakeDevice, offloader: Offloader, model: nn.Module) -> None:
-    with device:
-        with offloader:
-            loss = model(batch()).square().sum()
-        loss.backward()
+def _model() -> nn.Module:
+    return Chain().to(NAME)
 
 
-def test_during_a_capture_nothing_is_asked_nor_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_for_room_and_for_data_are_counted_apart(
+    device: SimulatedDevice, accelerator: SimulatedAccelerator
+) -> None:
+    copies = CopyStreams(accelerator)
+    written, read = _on_host(1_000_000), _on_host(2_000_000)
+    copies.release_sources(copy_out(copies, _on_device(1_000_000), written))
+    device.synchronize()
+    assert copies.waits.take() == pytest.approx({WaitFor.ROOM: 1.0, WaitFor.DATA: 0.0})
+    incoming, filled = copy_in(copies, read)
+    copies.before_use(incoming, lambda: filled)
+    copies.before_use(incoming, lambda: filled)  # it has been waited for
+    device.synchronize()
+    assert copies.waits.take() == pytest.approx({WaitFor.ROOM: 0.0, WaitFor.DATA: 2.0})
+    copies.drop_unused(copy_in(copies, read[:500_000])[0])
+    device.synchronize()
+    assert copies.waits.take() == pytest.approx({WaitFor.ROOM: 0.5, WaitFor.DATA: 0.0})
+
+
+def _step(offloader: Offloader, model: nn.Module) -> float:
+    """One step; returns how long the compute stream took for it, which is what it waited."""
+    x = X.to(NAME)
+    begin, end = (torch.Event(NAME, enable_timing=True) for _ in range(2))
+    begin.record()
+    with offloader:
+        loss = model(x).square().sum()
+    loss.backward()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3
+
+
+def test_during_a_capture_nothing_is_asked_nor_timed(
+    accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To ask for an event is refused then, and ends the capture; an event would be a part of the graph."""
-    device, model = FakeDevice("lazy", bytes_per_s=1e6), Chain()
-    with simulated(device, pending_bytes=1) as offloader:
-        for _ in range(3):
-            _step(device, offloader, model)
+    model = _model()
+    with simulated(accelerator, pending_bytes=1) as offloader:
+        waited_s = sum(_step(offloader, model) for _ in range(3))
         with monkeypatch.context() as patch:
-            patch.setattr(device, "done", lambda event: pytest.fail("an event was asked for"))
-            patch.setattr(device, "timestamp", lambda stream: pytest.fail("an event in a graph"))
-            device.capturing = True
-            _step(device, offloader, model)
-            device.capturing = False
-        device.finish()
-        assert offloader.statistics().wait_s == pytest.approx(device.stall_s)
+            patch.setattr(accelerator, "done", lambda event: pytest.fail("an event was asked for"))
+            patch.setattr(accelerator, "timestamp", lambda stream: pytest.fail("an event in a graph"))
+            patch.setattr(accelerator, "is_capturing", lambda: True)
+            assert _step(offloader, model) == 0
+        assert offloader.statistics().kept_bytes["graph capture"] > 0
+        assert offloader.statistics().wait_s == pytest.approx(waited_s)
 
 
-def test_a_forked_child_asks_the_device_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_asks_the_device_nothing(
+    accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The child of a process that used CUDA cannot: it has no tensors there, but may enter a context of the parent."""
-    device, model = FakeDevice("lazy", bytes_per_s=1e6), Chain()
-    with simulated(device, pending_bytes="1MiB") as offloader:
-        _step(device, offloader, model)
+    model, x = _model(), X.to(NAME)
+    with simulated(accelerator, pending_bytes="1MiB") as offloader:
+        _step(offloader, model)
         recorder_of(offloader).begin()
-        with device, offloader:
-            loss = model(batch()).square().sum()
+        with offloader:
+            loss = model(x).square().sum()
         after_fork_in_child(offloader)
         asked: list[str] = []
 
@@ -99,7 +122,7 @@ def test_a_forked_child_asks_the_device_nothing(monkeypatch: pytest.MonkeyPatch)
             raise RuntimeError("CUDA error: initialization error")
 
         for name in ("is_capturing", "done", "timestamp", "record", "synchronize", "wait", "used_on"):
-            monkeypatch.setattr(device, name, partial(refused, name))
+            monkeypatch.setattr(accelerator, name, partial(refused, name))
         del loss
         with offloader:
             pass
@@ -109,74 +132,75 @@ def test_a_forked_child_asks_the_device_nothing(monkeypatch: pytest.MonkeyPatch)
         assert asked == []
 
 
-def test_waits_that_nobody_takes_are_not_timed_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_that_nobody_takes_are_not_timed_without_end(
+    accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("actoffload.tiers.timers.MOST_OPEN", 2)
-    device = FakeDevice("lazy")
-    waits = StreamWaits(device)
+    waits, compute = StreamWaits(accelerator), torch.accelerator.current_stream()
     for _ in range(2):
-        begin = waits.begin(device.compute)
+        begin = waits.begin(compute)
         assert begin is not None
-        waits.end(WaitFor.ROOM, 0, device.compute, begin)
-    assert waits.begin(device.compute) is None
-    device.before_kernel()
+        waits.end(WaitFor.ROOM, 0, compute, begin)
+    assert waits.begin(compute) is None
+    compute.synchronize()
     assert waits.take() == NOTHING
-    assert waits.begin(device.compute) is not None
+    assert waits.begin(compute) is not None
 
 
 @pytest.mark.parametrize("what", ["done", "seconds_between", "timestamp"])
-def test_a_device_that_breaks_is_not_timed_any_more(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    device = FakeDevice("lazy")
-    waits = StreamWaits(device)
-    begin = waits.begin(device.compute)
+def test_a_device_that_breaks_is_not_timed_any_more(
+    accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    waits, compute = StreamWaits(accelerator), torch.accelerator.current_stream()
+    begin = waits.begin(compute)
     assert begin is not None
-    device.before_kernel()
     if what != "timestamp":
-        assert waits.end(WaitFor.ROOM, 0, device.compute, begin) is not None
-        device.before_kernel()
+        assert waits.end(WaitFor.ROOM, 0, compute, begin) is not None
+    compute.synchronize()
 
     def broken(*_: object) -> Any:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(device, what, broken)
+    monkeypatch.setattr(accelerator, what, broken)
     if what == "timestamp":
-        assert waits.end(WaitFor.ROOM, 0, device.compute, begin) is None
+        assert waits.end(WaitFor.ROOM, 0, compute, begin) is None
     assert waits.take() == NOTHING
-    assert waits.begin(device.compute) is None
+    assert waits.begin(compute) is None
 
 
-def test_a_device_without_timed_events_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, model = FakeDevice("lazy"), Chain()
-    asked: list[FakeStream] = []
+def test_a_device_without_timed_events_works(
+    accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = _model()
+    asked: list[torch.Stream] = []
 
-    def timestamp(stream: FakeStream) -> Any:
+    def timestamp(stream: torch.Stream) -> Any:
         asked.append(stream)
         raise RuntimeError("this backend has no timing")
 
-    monkeypatch.setattr(device, "timestamp", timestamp)
-    expected = train_step(model, batch())
-    with simulated(device, pending_bytes=1, policy="all") as offloader:
+    monkeypatch.setattr(accelerator, "timestamp", timestamp)
+    expected = train_step(model, X.to(NAME))
+    with simulated(accelerator, pending_bytes=1, policy="all") as offloader:
         for _ in range(3):
-            _step(device, offloader, model)
+            _step(offloader, model)
             assert_same_gradients(gradients(model), expected)
-        device.finish()
-        assert device.violations == []
         assert len(asked) == 1, "asked once"
         assert offloader.statistics().wait_s == 0
 
 
 @pytest.mark.parametrize("policy", ["all", "auto"])
-def test_statistics_tell_what_streams_waited_for(policy: str) -> None:
-    device, model = FakeDevice("lazy", bytes_per_s=1e6), Chain()
-    expected = train_step(model, batch())
-    with simulated(device, pending_bytes=1, policy=policy) as offloader:
+def test_statistics_tell_what_streams_waited_for(accelerator: SimulatedAccelerator, policy: str) -> None:
+    model = _model()
+    expected = train_step(model, X.to(NAME))
+    with simulated(accelerator, pending_bytes=1, policy=policy) as offloader:
         with offloader:
             pass  # a forward that saves nothing
+        waited_s = 0.0
         for _ in range(2):
-            _step(device, offloader, model)
+            waited_s += _step(offloader, model)
             assert_same_gradients(gradients(model), expected)
-        device.finish()
         statistics = offloader.statistics()
         assert statistics.pack_wait_s > 0
         assert statistics.unpack_wait_s > 0
-        assert statistics.wait_s == pytest.approx(device.stall_s)
+        assert statistics.wait_s == pytest.approx(waited_s)
         assert offloader.statistics().wait_s == statistics.wait_s, "once"

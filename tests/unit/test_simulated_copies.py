@@ -1,4 +1,4 @@
-"""When copies on the simulated accelerator are waited for, and when not; run by test_simulated_device.py."""
+"""When copies on the simulated accelerator are waited for, and when not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from actoffload import Offloader
 from actoffload.errors import StateError
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
-from tests.unit.simulated_device_cases import (
+from tests.unit.simulated_programs import (
     RECORD_BYTES,
     SIZE,
     _current,
@@ -23,10 +23,9 @@ from tests.unit.simulated_device_cases import (
     _is_right,
     _model,
     _offloader,
-    device,
 )
 
-__all__ = ["device"]
+pytestmark = pytest.mark.simulated
 
 PATIENCE_S = 5.0
 
@@ -191,6 +190,7 @@ def test_what_its_owner_frees_before_its_copy_has_begun_stays(
     device: SimulatedDevice, tmp_path: Path, pending_bytes: int | None
 ) -> None:
     """Copies wait for others to begin with: until then there must still be something to copy."""
+    device.lazy(SimulatedAccelerator().side_stream(0, "out"))
     x = torch.ones(SIZE, SIZE, device=NAME, requires_grad=True)
     factors = []
     options: dict[str, Any] = {"target": "host", "host_budget": "64MiB", "pending_bytes": pending_bytes}
@@ -209,3 +209,5 @@ def test_what_its_owner_frees_before_its_copy_has_begun_stays(
         assert offloader.statistics().kept_bytes["resized"] > 0
     assert x.grad is not None
     assert torch.equal(x.grad.cpu(), torch.full((SIZE, SIZE), 120.0))
+    device.reset()
+    device.take_violations()  # copies that were given up

@@ -1,0 +1,143 @@
+"""The simulated accelerator is a PyTorch device: its streams, events, memory and clocks are as those of a real one.
+
+What the library does on it is in test_ordering.py, and in each test that asks for the fixture ``device``.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from actoffload.testing.simulated_device import NAME, SimulatedDevice
+from tests.harness import on_stream
+
+pytestmark = pytest.mark.simulated
+
+
+def test_kernels_run_late_and_in_order(device: SimulatedDevice) -> None:
+    before = device.synchronous_kernels
+    device.delay(0.002, 1)
+    model, x = nn.Sequential(*[nn.Linear(64, 64), nn.Tanh()] * 3).to(NAME), torch.ones(64, 64, device=NAME)
+    found = model(x).square().sum()
+    on_cpu = model.to("cpu")(x.cpu()).square().sum()
+    torch.testing.assert_close(found.cpu(), on_cpu)
+    assert device.synchronous_kernels == before
+
+
+def test_a_stream_sees_what_another_one_did_only_after_its_event(device: SimulatedDevice) -> None:
+    x = torch.zeros(1 << 10, device=NAME)
+    device.synchronize()
+    main, side = torch.accelerator.current_stream(), torch.Stream(torch.device(NAME, 0))
+    event, host = torch.Event(NAME), torch.ones(1 << 10).pin_memory()
+    with device.paused(side):
+        with on_stream(side, ordered=False):
+            x.copy_(host, non_blocking=True)
+            event.record(side)
+        assert not event.query()
+        before = x * 2
+        main.synchronize()
+        main.wait_event(event)
+        after = x * 2
+    assert bool((before.cpu() == 0).all())
+    assert bool((after.cpu() == 2).all())
+
+
+def test_a_lazy_stream_does_nothing_before_it_is_waited_for(device: SimulatedDevice) -> None:
+    main, side = torch.accelerator.current_stream(), torch.Stream(torch.device(NAME, 0))
+    x, host = torch.zeros(1 << 10, device=NAME), torch.ones(1 << 10).pin_memory()
+    device.synchronize()
+    device.lazy(side)
+    with on_stream(side, ordered=False):
+        x.copy_(host, non_blocking=True)
+    before = x * 2
+    main.synchronize()
+    assert not side.query()
+    main.wait_stream(side)
+    assert bool((before.cpu() == 0).all())
+    assert bool(((x * 2).cpu() == 2).all())
+
+
+def test_who_touches_memory_of_another_is_counted(device: SimulatedDevice) -> None:
+    side = torch.Stream(torch.device(NAME, 0))
+    x = torch.zeros(1 << 10, device=NAME)
+    device.synchronize()
+    device.lazy(side)
+    with on_stream(side, ordered=False):
+        x.add_(1)
+    del x
+    again = torch.zeros(1 << 10, device=NAME)
+    torch.accelerator.current_stream().synchronize()
+    assert device.take_violations() == 0
+    side.synchronize()
+    assert device.take_violations() > 0
+    assert bool(again.cpu().any())
+
+
+def test_memory_is_poisoned_when_it_has_a_new_owner(device: SimulatedDevice) -> None:
+    x = torch.zeros(1 << 14, device=NAME)
+    address = x.data_ptr()
+    del x
+    again = torch.empty(1 << 14, device=NAME)
+    assert again.data_ptr() == address
+    assert bool(again.cpu().isnan().all())
+
+
+def test_memory_that_another_stream_uses_waits_for_it(device: SimulatedDevice) -> None:
+    side = torch.Stream(torch.device(NAME, 0))
+    x = torch.zeros(1 << 14, device=NAME)
+    address = x.data_ptr()
+    device.synchronize()
+    with device.paused(side):
+        with on_stream(side, ordered=False):
+            x.add_(1)
+        x.record_stream(side)
+        del x
+        assert torch.empty(1 << 14, device=NAME).data_ptr() != address
+    device.synchronize()
+    assert address in {torch.empty(1 << 14, device=NAME).data_ptr(), torch.empty(1 << 14, device=NAME).data_ptr()}
+
+
+def test_a_limit_of_memory_flushes_before_it_raises(device: SimulatedDevice) -> None:
+    torch.accelerator.empty_cache()
+    used = torch.accelerator.memory_reserved()
+    device.limit(used + (3 << 20))
+    first = torch.empty(2 << 20, dtype=torch.uint8, device=NAME)
+    del first
+    flushes = device.flushes
+    second = torch.empty(3 << 20, dtype=torch.uint8, device=NAME)
+    assert device.flushes == flushes + 1
+    with pytest.raises(torch.OutOfMemoryError, match="simulated device: out of memory"):
+        torch.empty(2 << 20, dtype=torch.uint8, device=NAME)
+    del second
+
+
+def test_virtual_time_is_that_of_the_model(device: SimulatedDevice) -> None:
+    device.synchronize()
+    device.model(to_device_bytes_per_s=1e9, latency_s=0)
+    host, stream = torch.ones(1 << 20, dtype=torch.uint8).pin_memory(), torch.accelerator.current_stream()
+    on_device = torch.empty(1 << 20, dtype=torch.uint8, device=NAME)
+    begin, end = (torch.Event(NAME, enable_timing=True) for _ in range(2))
+    begin.record(stream)
+    on_device.copy_(host, non_blocking=True)
+    end.record(stream)
+    end.synchronize()
+    assert begin.elapsed_time(end) == pytest.approx(1e3 * (1 << 20) / 1e9)
+
+
+def test_a_matrix_product_takes_its_operations(device: SimulatedDevice) -> None:
+    device.model(flops=1e9, memory_bytes_per_s=1e15, latency_s=0)
+    layer, x = nn.Linear(64, 32).to(NAME), torch.ones(2, 8, 64, device=NAME, requires_grad=True)
+    for what, products in ((lambda: layer(x), 1), (lambda: layer(x).sum().backward(), 3)):
+        device.synchronize()
+        before_s = device.clock_s
+        what()
+        device.synchronize()
+        assert device.clock_s - before_s == pytest.approx(products * 2 * 16 * 64 * 32 / 1e9, rel=1e-3)
+
+
+def test_an_error_of_a_kernel_is_raised_by_the_next_synchronization(device: SimulatedDevice) -> None:
+    logits, target = torch.zeros(2, 3, device=NAME), torch.tensor([0, 7], device=NAME)
+    nn.functional.nll_loss(logits, target)
+    with pytest.raises(RuntimeError, match="a kernel failed"):
+        device.synchronize()
