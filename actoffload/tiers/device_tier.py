@@ -431,7 +431,8 @@ class DeviceTier(Tier):
         slot = record.slot
         assert slot is not None, "a hosted record has a slot"
         if record.filling is not None:
-            self._fill(record, record.nbytes)
+            if record.filled_bytes < record.nbytes:
+                self._fill(record, record.nbytes)
             self._reloads(record, record.filling)
             record.filling = None
             if record.on_disk:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-CASES = [Path(__file__).with_name(f"simulated_{name}_cases.py") for name in ("device", "copies", "storage")]
+CASES = [Path(__file__).with_name(f"simulated_{name}_cases.py") for name in ("device", "copies", "storage", "reader")]
 
 
 @pytest.mark.slow
