@@ -254,8 +254,12 @@ class HostPool:
                 self._unpin = self._bind(self._unpin)  # whichever thread closes the pool
             work = self._bind(partial(self._page_lock, size, self._pin, room))
             self._thread = threading.Thread(target=work, name="actoffload-page-lock", daemon=True)
-            self._thread.start()
-            self.growing = True  # after: where the system has no more threads, nothing is on its way
+            try:
+                self._thread.start()
+            except RuntimeError:  # the system has no more threads
+                self.pin_failed = True
+                return False
+            self.growing = True
         return True
 
     def _page_lock(self, nbytes: int, pin: Callable[[int, int], bool], most_bytes: int) -> None:

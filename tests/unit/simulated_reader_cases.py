@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from actoffload.memory import host_pool
 from actoffload.storage.spool import Spool
-from actoffload.testing.simulated_device import NAME, SimulatedDevice
+from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers import device_tier, tiers
 from actoffload.tiers.device_tier import DeviceTier
-from tests.harness import lock_of, records_of, wait_until
-from tests.unit.simulated_device_cases import RECORD_BYTES, SIZE, _offloader, device
+from tests.harness import pools_of, records_of, wait_until
+from tests.unit.simulated_device_cases import RECORD_BYTES, SIZE, _model, _offloader, device
 
 __all__ = ["device"]
 
@@ -42,3 +45,33 @@ def test_all_parts_of_a_tensor_may_come_to_the_device_before_its_read_is_seen_to
         assert [record.on_disk for record in records_of(offloader)] == [True]
         (found,) = torch.autograd.grad(out.sum(), w)
     assert torch.equal(found.cpu(), (2 * (w * 2).cos()).cpu())
+
+
+@pytest.mark.parametrize("way", ["in", "out"])
+def test_an_interrupted_copy_keeps_no_memory_page_locked(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    plain = SimulatedAccelerator.copy
+
+    def interrupted(accelerator: SimulatedAccelerator, copies: Any, stream: Any) -> None:
+        plain(accelerator, copies, stream)
+        if stream == accelerator.side_stream(0, way):
+            raise KeyboardInterrupt
+
+    model, x = _model()
+    with _offloader(tmp_path, target="host", debug=False) as offloader:
+        (pool,) = pools_of(offloader)
+        monkeypatch.setattr(SimulatedAccelerator, "copy", interrupted)
+        loss = None
+        with contextlib.suppress(KeyboardInterrupt):
+            with offloader:
+                loss = model(x).square().sum()
+            offloader.synchronize()
+            offloader.store.obtain(next(record for record in records_of(offloader) if not record.on_device), 0)
+        assert offloader.store.interrupted
+        del loss
+        monkeypatch.setattr(SimulatedAccelerator, "copy", plain)
+        device.synchronize()
+        gc.collect()
+        host_pool._close_closed()
+        assert pool.mapped_bytes == 0
