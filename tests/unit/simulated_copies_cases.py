@@ -193,9 +193,9 @@ def test_what_its_owner_frees_before_its_copy_has_begun_stays(
     """Copies wait for others to begin with: until then there must still be something to copy."""
     x = torch.ones(SIZE, SIZE, device=NAME, requires_grad=True)
     factors = []
-    options: dict[str, Any] = {"target": "host", "host_budget": "64MiB", "pending_bytes": pending_bytes}
+    options: dict[str, Any] = {"target": "host", "host_budget": "64MiB", "pending_bytes": pending_bytes, "debug": False}
     with _offloader(tmp_path, **options) as offloader:
-        with offloader:
+        with device.paused(SimulatedAccelerator().side_stream(0, "out")), offloader:
             y = x
             for value in range(2, 6):
                 factors.append(torch.full((SIZE, SIZE), float(value), device=NAME))
