@@ -20,7 +20,7 @@ import psutil
 import torch
 
 from actoffload.analysis.process_usage import rss_bytes
-from actoffload.errors import ActOffloadError
+from actoffload.errors import ActOffloadError, BudgetError
 from benchmarks.modes import MODES
 from benchmarks.peers import Unavailable
 from benchmarks.worker import Run, out_of_memory, read_spec, say
@@ -82,7 +82,7 @@ class Series:
         before_s = self.reference_s
         try:
             result = self._measured(name)
-        except Unavailable as error:
+        except (Unavailable, BudgetError) as error:
             return {"mode": name, "unavailable": str(error)}
         except torch.OutOfMemoryError as error:
             return out_of_memory(name, error)

@@ -171,8 +171,9 @@ class HostPool:
             wait: First wait until the copies into and out of what nobody holds any more are done.
         """
         _CLOSED.add(self)  # first, so that page-locked memory is not forgotten after an error
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        thread = self._thread
+        if thread is not None and thread.ident is not None and thread is not threading.current_thread():
+            thread.join()
         with self._lock:
             self._reclaim()
             for slab in tuple(self._slabs):
@@ -249,12 +250,16 @@ class HostPool:
         if self._pin is None:
             self._add(Slab(size))
         else:
-            self.growing = True
             if self._unpin is not None and not self.mapped_bytes:
                 self._unpin = self._bind(self._unpin)  # whichever thread closes the pool
             work = self._bind(partial(self._page_lock, size, self._pin, room))
             self._thread = threading.Thread(target=work, name="actoffload-page-lock", daemon=True)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # the system has no more threads
+                self.pin_failed = True
+                return False
+            self.growing = True
         return True
 
     def _page_lock(self, nbytes: int, pin: Callable[[int, int], bool], most_bytes: int) -> None:

@@ -95,6 +95,12 @@ class Phases(Generic[F]):
             self._begin(Phase("backward", number))
             self.changes += 1
 
+    def forget(self) -> None:
+        """Hold no forward any more: the step was given up."""
+        self._forwards.clear()
+        self._numbers.clear()
+        self._keys.clear()
+
     def follows(self) -> tuple[Direction, F | None] | None:
         """What comes after the phase that runs: its direction, and its forward if that has begun. None: not known."""
         if self._next is not None:

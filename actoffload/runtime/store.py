@@ -470,6 +470,7 @@ class ActivationStore:
             with self.shared.lock:
                 self._dropped.clear()
                 self.identities = IdentityMap()
+                self.prefetch.phases.forget()
                 self.tiers.abandon()
         finally:
             self.abort()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -172,12 +172,18 @@ class CopyStreams:
         if not batch.happened and batch.event is not None and not self._inert:
             self.device.synchronize(batch.event)
 
-    def order_all_reuse(self) -> None:
-        """Before memory is dropped after an interrupt: every compute stream waits for all copies."""
+    def order_all_reuse(self, interrupted: Iterable[Batch] = ()) -> None:
+        """Before memory is dropped after an interrupt: every compute stream waits for all copies.
+
+        ``interrupted``: batches without an event, of which some copies may have begun.
+        """
         for index, streams in () if self._inert else self._compute_streams.items():
             for role in ("out", "in"):
                 with contextlib.suppress(RuntimeError):  # a device that refuses must not keep the rest from ending
                     event = self.device.record(self.device.side_stream(index, role))
+                    for batch in interrupted:
+                        if (batch.way, batch.index) == (role, index):
+                            batch.event = event
                     for stream in streams:
                         self.device.wait(stream, event)
 
@@ -342,16 +348,16 @@ class ReleaseWindow:
         return batch
 
     @property
-    def gathers(self) -> bool:
-        """Whether copies wait for others to go with them."""
-        return bool(self._batches) and self._batches[-1].event is None
+    def gathering(self) -> Batch | None:
+        """The copies that wait for others to go with them."""
+        last = self._batches[-1] if self._batches else None
+        return last if last is not None and last.event is None else None
 
     def begin(self) -> None:
         """Begin the copies that wait for others to go with them."""
-        if self.gathers:
-            out = self._batches[-1]
-            if any([self._may_begin(owner) for owner in tuple(out.copies)]):
-                self._copies.begin_out(out)
+        out = self.gathering
+        if out is not None and any([self._may_begin(owner) for owner in tuple(out.copies)]):
+            self._copies.begin_out(out)
 
     def withdraw(self, owner: object, batch: Batch, used_by: list[Any] | None) -> bool:
         """Take a copy out of its batch; return False when it has begun: its memory is held until it is complete.
@@ -375,8 +381,6 @@ class ReleaseWindow:
 
     def forget(self) -> None:
         """Drop all copies; `CopyStreams.order_all_reuse` goes before."""
-        if self.gathers:
-            self._batches[-1].happened = True  # it never begins
         self._batches.clear()
         self.held_bytes = 0
 

@@ -431,7 +431,8 @@ class DeviceTier(Tier):
         slot = record.slot
         assert slot is not None, "a hosted record has a slot"
         if record.filling is not None:
-            self._fill(record, record.nbytes)
+            if record.filled_bytes < record.nbytes:
+                self._fill(record, record.nbytes)
             self._reloads(record, record.filling)
             record.filling = None
             if record.on_disk:
@@ -455,15 +456,15 @@ class DeviceTier(Tier):
         self.shared.reporter.event(EventKind.READ, record, "to device")
 
     def begin_copies(self) -> None:
-        if (self._incoming is not None or self.window.gathers) and not self.capturing():
+        if (self._incoming is not None or self.window.gathering is not None) and not self.capturing():
             self.window.begin()
             self._begin_reloads()
 
     def _begin_reloads(self) -> None:
         if self._incoming is not None:
-            incoming, self._incoming = self._incoming, None
-            records: list[Any] = list(incoming.copies)
-            self.copies.begin_in(incoming)
+            records: list[Any] = list(self._incoming.copies)
+            self.copies.begin_in(self._incoming)
+            self._incoming = None
             for record in records:
                 if record.on_disk:
                     record.slot = None
@@ -533,7 +534,8 @@ class DeviceTier(Tier):
 
     def abandon(self) -> None:
         super().abandon()
-        self.copies.order_all_reuse()
+        gathering = self._incoming, self.window.gathering
+        self.copies.order_all_reuse([batch for batch in gathering if batch is not None])
         self._incoming = None
         self._unused.clear()
         self.window.forget()

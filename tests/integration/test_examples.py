@@ -55,7 +55,7 @@ def run(name: str, directory: Path, *arguments: str, ranks: int = 1) -> tuple[st
     ("name", "more", "ranks", "losses"),
     [
         ("plain_loop", [], 1, 3),
-        ("titan_loop", ["--compile", "aot_eager"], 1, 3),
+        ("titan_loop", ["--compile", "aot_eager", "--device-budget", "640KiB"], 1, 3),
         ("titan_loop", ["--recompute"], 2, 3),
         ("lightning_loop", ["--accelerator", "cpu", "--accumulate", "2"], 1, 6),
     ],

@@ -244,7 +244,7 @@ def test_a_step_that_runs_out_of_memory_is_tried_again(tmp_path: Path) -> None:
 
 def test_the_first_step_says_what_is_active(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     train(make_trainer(tmp_path), target="nvme", path=tmp_path, min_bytes=1024)
-    (line,) = [line for line in capfd.readouterr().out.splitlines() if "actoffload" in line]
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("actoffload:")]
     assert "target nvme" in line
     assert "moves" in line
 

@@ -1,33 +1,34 @@
-"""What tests of saved tensors share: activations, plans, and one tensor saved at a time through autograd itself."""
+"""What tests of saved tensors share: activations, a policy, and one tensor saved at a time through autograd itself."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from actoffload import Plan
 from actoffload.autograd import native
-from actoffload.planning.plan import PlanEntry
+from actoffload.policy import Decision, TensorFacts
 from tests.unit.saving import Save
 
 ELEMENTS = 256
 BYTES = 4 * ELEMENTS
 
 
-def plan_of(keeps: list[bool], nbytes: int = BYTES, **more: Any) -> Plan:
-    """By index: whether the storage stays."""
-    return Plan(
-        entries=tuple(
-            PlanEntry(index=index, nbytes=nbytes, action="keep" if keep else "offload")
-            for index, keep in enumerate(keeps)
-        ),
-        **more,
-    )
+@dataclass(frozen=True)
+class KeepsByIndex:
+    """A policy that says by index whether a storage stays; what is beyond moves."""
+
+    keeps: tuple[bool, ...]
+
+    def decide(self, facts: TensorFacts) -> Decision:
+        """See `Policy`."""
+        stays = facts.index < len(self.keeps) and self.keeps[facts.index]
+        return Decision.KEEP if stays else Decision.OFFLOAD
 
 
 def activation(number: int, elements: int = ELEMENTS) -> Tensor:

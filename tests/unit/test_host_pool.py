@@ -231,6 +231,23 @@ def test_page_locking_is_done_ahead_in_another_thread() -> None:
     pool.close()
 
 
+def test_nothing_is_waited_for_where_the_system_has_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    pins = _Pins()
+    pool = _pool(pin=pins.pin, unpin=pins.unpin)
+
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        assert pool.acquire(SLAB) is None
+        assert not pool.growing
+        assert pool.pin_failed
+        pool.close()
+    _acquire(pool, SLAB)
+    pool.close()
+
+
 def test_what_is_mapped_beyond_the_capacity_is_not_page_locked_and_goes_at_once() -> None:
     pins = _Pins()
     pool = _pool(pin=pins.pin, unpin=pins.unpin)

@@ -57,7 +57,7 @@ def test_a_child_does_not_wait_for_who_was_building_when_it_was_forked() -> None
         ("headers", "Python.h"),
         ("platform", "only on Linux"),
         ("free-threaded", "only for CPython with its global lock"),
-        ("release", "not tested with PyTorch 9.1 (2.9 to 2.13; ACTOFFLOAD_NATIVE=1 has it tried)"),
+        ("release", "not tested with PyTorch 9.1 (2.9 to 2.15; ACTOFFLOAD_NATIVE=1 has it tried)"),
         ("broken", "the C++ compiler failed: hooks.cpp"),
         ("library", "could not be loaded"),
         ("layout", "TypeError: this release of PyTorch lays out its objects otherwise"),

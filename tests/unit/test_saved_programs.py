@@ -28,10 +28,10 @@ from actoffload.storage.engines.base import IoKind
 from actoffload.testing.faults import FailingEngine
 from actoffload.tiers.storage_ref import StorageRef
 from tests.harness import MakeOffloader, assert_empty, run_in_threads, same_bits
-from tests.unit.saved_tensors import BYTES, ELEMENTS, SavedTensor, activation, in_python, plan_of
+from tests.unit.saved_tensors import BYTES, ELEMENTS, KeepsByIndex, SavedTensor, activation, in_python
 
 ALL = {"policy": "all", "min_bytes": 1, "engine": "memory"}
-KEEPS = {"policy": plan_of([True] * 8), "min_bytes": 1, "engine": "memory"}
+KEEPS = {"policy": KeepsByIndex((True,) * 8), "min_bytes": 1, "engine": "memory"}
 POLICIES = pytest.mark.parametrize("options", [ALL, KEEPS], ids=["moves", "stays"])
 KIB = 1 << 10
 
@@ -124,7 +124,7 @@ def saves(*more: tuple[Any, ...]) -> list[tuple[Any, ...]]:
 @settings(max_examples=80, deadline=None)
 @given(
     least=st.sampled_from([1, BYTES + 1, 1 << 20]),
-    policy=st.one_of(st.just("all"), st.lists(st.booleans(), min_size=6, max_size=6).map(plan_of)),
+    policy=st.one_of(st.just("all"), st.lists(st.booleans(), min_size=6, max_size=6).map(tuple).map(KeepsByIndex)),
     elements=st.lists(st.sampled_from([ELEMENTS, 2 * ELEMENTS, 16 * ELEMENTS]), min_size=3, max_size=3),
     program=st.lists(commands, max_size=30),
 )
