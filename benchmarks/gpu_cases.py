@@ -69,7 +69,7 @@ def _paper(model: str, hidden: int, layers: int, modes: tuple[str, ...] = (*GOAL
 
 
 def _in_small(spec: dict[str, Any]) -> dict[str, Any]:
-    tiny = {"hidden": 128, "layers": 2, "seq": 128, "vocab": 64, "head_width": 32}
+    tiny = {"hidden": 128, "layers": 4, "seq": 128, "vocab": 64, "head_width": 32}
     tiny |= {"inner": 256, "heads": 4, "kv_heads": 2, "lora": 4}
     sizes = {name: tiny.get(name, size) for name, size in spec["sizes"].items()}
     return spec | {"batch": 8, "dtype": "float32", "sizes": sizes}

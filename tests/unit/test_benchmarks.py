@@ -332,7 +332,7 @@ def test_the_suite_on_the_simulated_device(
 ) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setenv("OUT", str(tmp_path))
-    modes = ("recompute", "default", "selective", "TRL", "transformers offload", "budget 35 %")
+    modes = ("recompute", "default", "selective", "TRL", "transformers offload", "host, all", "budget 35 %")
     case = replace(cases(True)[0], modes=modes)
     monkeypatch.setattr(gpu, "cases", lambda tiny: [case])
     assert gpu.main(["--tiny", "--path", str(tmp_path)]) == 0, capsys.readouterr().out
@@ -345,7 +345,8 @@ def test_the_suite_on_the_simulated_device(
         assert result["identical" if "ratio" in result else "reproducible"] is True, (mode, result)
         assert result["step_s"]
         assert result["peak_device_bytes"] > result["activation_peak_bytes"] > 0
-        assert MODES[mode].ours == (result.get("written_bytes_per_step", 0) > 0), (mode, result)
+        # In small nothing moves but by force: the window of copies under way is larger than the model.
+        assert MODES[mode].ours >= (result.get("written_bytes_per_step", 0) > 0) >= (mode == "host, all"), mode
     keep = results["keep"]
     assert keep["hides_bytes"] == pytest.approx(keep["forward_s"] * keep["link_bytes_per_s"])
     for mode in ("recompute", "budget 35 %"):
