@@ -117,6 +117,8 @@ class ActivationStore:
             self._count_dropped()
             self._count_optimizer_steps()
             self.prefetch.begin_forward()
+            for tier in self.tiers.by_device.values():
+                tier.release_complete()
             if first:
                 accounts.begin_step()
             if self._began_s is None:

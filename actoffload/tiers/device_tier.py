@@ -455,6 +455,10 @@ class DeviceTier(Tier):
         self._reloading[record] = None
         self.shared.reporter.event(EventKind.READ, record, "to device")
 
+    def release_complete(self) -> None:
+        if self.window.held_bytes and not self.capturing():
+            self.window.advance()
+
     def begin_copies(self) -> None:
         if (self._incoming is not None or self.window.gathering is not None) and not self.capturing():
             self.window.begin()

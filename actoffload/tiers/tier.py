@@ -79,6 +79,9 @@ class Tier(ABC):
     def poll(self) -> None:  # noqa: B027 - a tier may have nothing to do here
         """Make progress that only the training thread can make."""
 
+    def release_complete(self) -> None:  # noqa: B027
+        """Let go of device memory whose copies are complete; a forward begins, which may save nothing large."""
+
     def begin_copies(self) -> None:  # noqa: B027
         """Begin the copies that wait for others to go with them."""
 
