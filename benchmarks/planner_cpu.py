@@ -55,18 +55,19 @@ def groups(options: argparse.Namespace) -> list[turns.Group]:
     case = whole_steps.TINY if options.tiny else whole_steps.gpt(6, 512, 512, batch=4)
     if options.budgets and not options.tiny:
         case = whole_steps.gpt(4, 256, 256, batch=4)
+    case |= {"warm_up": WARM_UP}  # of all: equal training takes equally many steps
     whole_bytes = baseline_bytes(case, options)
     budget = int(BUDGET * whole_bytes)
     group = {KEEP: case | {"mode": KEEP}, RECOMPUTE: case | {"mode": RECOMPUTE}}
     if options.budgets:
         for share in BUDGETS:
             limited = {"device_budget": int(share * whole_bytes)}
-            group[f"budget {share:.0%}"] = case | {"mode": "default", "warm_up": WARM_UP, "options": limited}
+            group[f"budget {share:.0%}"] = case | {"mode": "default", "options": limited}
         options.speeds = []
     bytes_per_s = disk_bytes_per_s(options.path) if options.speeds else 0.0
     for name in options.speeds:
         bandwidth = None if SPEEDS[name] == 1 else float(SPEEDS[name]) * bytes_per_s
-        planned = case | {"mode": "default", "warm_up": WARM_UP, "bandwidth": bandwidth}
+        planned = case | {"mode": "default", "bandwidth": bandwidth}
         group[f"default, disk × {name}"] = planned
         if name in WITH_BUDGET:
             group[f"budget {BUDGET:.0%}, disk × {name}"] = planned | {"options": {"device_budget": budget}}
