@@ -41,6 +41,7 @@ class Following:
         self.blocks = blocks
         self.recompute = Recompute(meter)
         self.plan: Plan | None = None
+        self._largest_bytes = 0
         self._shared = shared
         self._tiers = tiers
         self._prefetch = prefetch
@@ -57,8 +58,12 @@ class Following:
         self.plan = plan
         self._shared.largest_moved_bytes = 0  # what moved before there was this plan says nothing of what it moves
         self._shared.budget.recompute_bytes = 0 if plan is None else plan.recompute_bytes
-        if plan is not None:  # forwards of larger inputs may have come before
-            self._shared.budget.largest_bytes = max((entry.nbytes for entry in plan.entries), default=0)
+        budget = self._shared.budget
+        self._largest_bytes = max(self._largest_bytes, budget.largest_bytes)
+        if plan is None:  # the next forward may save what an earlier one of larger inputs did
+            budget.largest_bytes = self._largest_bytes
+        else:
+            budget.largest_bytes = max((entry.nbytes for entry in plan.entries), default=0)
         self.placement.follow(plan, borrowed=borrowed)
         if plan is None or plan.prefetch_bytes is None:
             self._prefetch.window.start_over()

@@ -21,7 +21,7 @@ from ..policy import KeepReason
 from ..storage.spool import Spool
 from ..storage.transfers import Transfer
 from .copy_streams import BATCH_BYTES, BATCH_COPIES, Batch, CopyStreams, ReleaseWindow
-from .record import MOVING, Record, State
+from .record import Record, State
 from .shared import Shared
 from .tier import PENDING_MARGIN, Tier
 from .timers import WaitFor
@@ -260,15 +260,6 @@ class DeviceTier(Tier):
             elif record.state is State.SPILLING:
                 record.to(State.HOSTED)
             self.shared.changed.notify_all()
-
-    def cancel(self, record: Record) -> bool:
-        transfer = record.transfer
-        if not isinstance(transfer, Transfer) or not transfer.cancel():
-            return False
-        record.transfer = None
-        if record.state in MOVING:
-            self.write_cancelled(record)
-        return True
 
     def free_extent(self, record: Record) -> None:
         extent, record.extent = record.extent, None

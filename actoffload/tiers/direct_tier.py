@@ -107,15 +107,6 @@ class DirectTier(Tier):
                 record.to(State.RESIDENT)
             self.shared.changed.notify_all()
 
-    def cancel(self, record: Record) -> bool:
-        transfer = record.transfer
-        if not isinstance(transfer, Transfer) or not transfer.cancel():
-            return False
-        record.transfer = None
-        if record.state is State.SPILLING:
-            self.write_cancelled(record)
-        return True
-
     def free_extent(self, record: Record) -> None:
         extent, record.extent = record.extent, None
         record.on_disk = False

@@ -56,9 +56,15 @@ class Tier(ABC):
     def ready(self, record: Record) -> torch.UntypedStorage | None:
         """Return the storage with the bytes, safe to use on the current stream; None while it is on its way."""
 
-    @abstractmethod
     def cancel(self, record: Record) -> bool:
         """Take the record out of its transfer; return False when that is ending just now."""
+        transfer = record.transfer
+        if not isinstance(transfer, Transfer) or not transfer.cancel():
+            return False
+        record.transfer = None
+        if record.state in MOVING:
+            self.write_cancelled(record)
+        return True
 
     @abstractmethod
     def free_extent(self, record: Record) -> None:

@@ -268,3 +268,14 @@ def test_gradients_are_the_same_under_any_plan(make_offloader: MakeOffloader) ->
 def test_a_policy_of_the_users_own_is_not_planned_over(make_offloader: MakeOffloader) -> None:
     assert make_offloader(policy="all").autopilot is None
     assert make_offloader(policy=Plan(())).autopilot is None
+
+
+def test_without_a_plan_room_is_made_for_the_largest_that_any_shape_has_saved(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="auto", device_budget="1MiB")
+    assert offloader.autopilot is not None
+    following, budget = offloader.autopilot._following, offloader.store.shared.budget
+    budget.largest_bytes = 1000
+    following.follow(Plan((PlanEntry(index=0, nbytes=10, action="keep"),)))
+    assert budget.largest_bytes == 10
+    following.follow(None)
+    assert budget.largest_bytes == 1000

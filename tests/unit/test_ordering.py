@@ -45,21 +45,11 @@ from tests.harness import (
     tier_of,
     wait_until,
 )
+from tests.unit.simulated_programs import RECORD_BYTES, SIZE, _Block
 
 pytestmark = pytest.mark.simulated
 
 TARGETS = ("host", "nvme", "tiered")
-SIZE = 64
-RECORD_BYTES = SIZE * SIZE * 4
-
-
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(SIZE, SIZE)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x)).t() * x
 
 
 def _model(index: int = 0, blocks: int = 6) -> tuple[nn.Sequential, Tensor]:
