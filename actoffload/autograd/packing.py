@@ -67,6 +67,7 @@ class Packer:
         self._forwards = forwards
         self._min_bytes = store.min_bytes
         self._only_boundaries = store.shared.config.boundaries == "only"
+        self._names_count = store.decision.uses_names
 
     def hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         """Return pack and unpack: compiled for tensors that stay without a record, where that is at hand."""
@@ -155,7 +156,8 @@ class Packer:
             alias = alias.conj()
         if neg:
             alias = alias._neg_view()
-        names = (self._module_names.innermost(), name_of(storage, only_boundaries=self._only_boundaries))
+        name = name_of(storage, only_boundaries=self._only_boundaries) if self._names_count else None
+        names = (self._module_names.innermost(), name)
         record = self._store.admit(alias, span, storage, self._forwards.tape, names, counters)
         if record.stays and not conj and not neg:
             return Stayed(self._store, record, alias)

@@ -56,6 +56,6 @@ def name_of(storage: torch.UntypedStorage, *, only_boundaries: bool = False) -> 
     if known is not None:
         return known
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(_BETWEEN):
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(_BETWEEN):
         frame = frame.f_back
     return CHECKPOINT_INPUT if frame.f_globals.get("__name__") in _CHECKPOINTS else None

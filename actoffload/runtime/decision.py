@@ -42,6 +42,10 @@ class OffloadDecision:
         self._planned = KeepReason.POLICY
         if isinstance(policy, str):
             self._planned = KeepReason.NO_TIME if config.device_budget is None else KeepReason.FITS
+        self.uses_names = bool(
+            config.include or config.exclude or self._policy is not None or config.boundaries == "only"
+        )
+        """Whether anything asks for the names of tensors."""
         self._filter = NameFilter(config.include, config.exclude, only_boundaries=config.boundaries == "only")
         self._keeps_last = config.policy in ("auto", "greedy")
         self._names: set[str] = set()
