@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import threading
 import warnings
 import weakref
@@ -35,8 +34,7 @@ from tests.harness import (
     tier_of,
     train_step,
 )
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import run_program
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")
 
@@ -215,13 +213,7 @@ def run(engine):
 
 
 def _script(body: str, path: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error::RuntimeWarning", "-W", "error::ResourceWarning", "-c", _SETUP + body, str(path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    return run_program(_SETUP + body, str(path), errors=("RuntimeWarning", "ResourceWarning"))
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -41,6 +39,7 @@ from tests.harness import (
     train_step,
     wait_until,
 )
+from tests.programs import run_program
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -238,7 +237,7 @@ del h
 offloader.close()
 print("alive")
 """
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = run_program(script, str(tmp_path))
     assert "alive" in done.stdout, (done.returncode, done.stderr[-2000:])
 
 
