@@ -46,10 +46,10 @@ def seed(value: int) -> None:
 
 def samples_of(op: Any, most: int) -> list[Any]:
     """At most so many, evenly spread, the first and the last among them."""
-    torch.manual_seed(0)
+    seed(0)
     samples = [
-        sample
-        for sample in op.sample_inputs("cpu", torch.float32, requires_grad=True)
+        sample  # `op.sample_inputs` yields the same, and looks through all modules and the stack for each
+        for sample in op.sample_inputs_func(op, "cpu", torch.float32, True)
         if (op.name, sample.kwargs.get("driver")) not in VARYING
     ]
     if len(samples) <= most:

@@ -71,9 +71,13 @@ class _Saved:
     version: int
 
 
+_MODEL = torch.nn.Identity()
+"""Known, or else all live modules are looked through for each program."""
+
+
 def follow(options: dict[str, Any], elements: list[int], program: list[tuple[Any, ...]]) -> tuple[Any, ...]:
     """Run a program; each unpack gives the bits that were saved, or an error where they were changed in place."""
-    offloader = Offloader(OffloadConfig(target="nvme", path="/tmp", devices="cpu", **options)).use(torch.nn.Identity())
+    offloader = Offloader(OffloadConfig(target="nvme", path="/tmp", devices="cpu", **options)).use(_MODEL)
     tensors = [_Tensor(activation(number, size)) for number, size in enumerate(elements)]
     saved: list[_Saved] = []
     offloader.__enter__()
