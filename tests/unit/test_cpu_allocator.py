@@ -167,7 +167,7 @@ import psutil
 total = psutil.virtual_memory().total
 held = torch.empty(total - 64 * MIB, dtype=torch.uint8)  # addresses only: nothing is written
 assert blocks() == 1
-other = full(200 * MIB, 9)
+other = full(80 * MIB, 9)
 assert blocks() == 1 and int(other.sum()) == 9 * other.numel()
 del other, held
 assert blocks() == 0
