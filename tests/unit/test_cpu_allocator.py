@@ -291,8 +291,10 @@ with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         contents, storage, nbytes = saved.clone(), saved.untyped_storage(), saved.nbytes
         with offloader:
             loss = (x * saved).sum()
+        address = saved.data_ptr()
         storage.resize_(0)
         others = [full(nbytes, 255) for _ in range(2)]
+        assert address not in [t.data_ptr() for t in others], "it is held while it is to be written"
         gates[0].open(); offloader.synchronize(); gates[0].shut()
         del others
         storage.resize_(nbytes)
