@@ -201,6 +201,22 @@ def test_a_read_that_fails_is_an_error_and_is_tried_again(device: SimulatedDevic
     assert torch.equal(found.cpu(), (2 * (w * 2).cos()).cpu())
 
 
+def test_a_small_view_comes_back_with_its_alignment(device: SimulatedDevice, tmp_path: Path) -> None:
+    """Kernels choose by it how they round."""
+    view = torch.linspace(0, 1, 1 << 16).to(NAME)[301:5301]
+    expected = view.cpu()
+    with _offloader(tmp_path, target="host") as offloader:
+        with offloader:
+            out: Any = torch.ones(5000, device=NAME, requires_grad=True) * view
+        offloader.synchronize()
+        alignment = view.data_ptr() % 512
+        del view
+        found = out.grad_fn._saved_other
+        assert offloader.statistics().host_read_bytes > 0
+        assert torch.equal(found.cpu(), expected)
+        assert found.data_ptr() % 512 == alignment
+
+
 # -- parts of one tensor -----------------------------------------------------------------------------------------------
 
 CHUNK = 4096
