@@ -36,6 +36,7 @@ from tests.harness import (
     run_in_threads,
     same_bits,
     spool_statistics,
+    states_of,
     train_step,
     wait_until,
 )
@@ -219,6 +220,19 @@ def test_retained_graphs_are_read_again_and_freed_at_the_end(make_offloader: Mak
     assert 0 < reads[0] < reads[1] < reads[2]
     del loss
     assert_empty(offloader)
+
+
+def test_each_round_of_backward_holds_what_came_back_until_its_last_unpack(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="all", engine="memory")
+    with offloader:
+        y = torch.ones(300, 300, requires_grad=True) * 2
+        graphs: list[Any] = [y.sin(), y.cos()]
+        del y
+    offloader.synchronize()
+    for _ in range(3):
+        for graph, state in zip(graphs, ("resident", "spilled"), strict=True):
+            assert bool((graph.grad_fn._saved_self == 2).all())
+            assert states_of(offloader) == [state]
 
 
 def test_a_deep_graph_is_freed_without_recursion(tmp_path: Path) -> None:
