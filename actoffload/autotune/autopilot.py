@@ -10,6 +10,18 @@ from typing import Any
 from ..errors import BudgetError
 from ..events import now
 from ..memory.process_memory import available_bytes
+from ..planning.constants import (
+    AFTER_A_CHANGE,
+    MOST_MISLED,
+    MOST_REASONS,
+    MOST_REST,
+    MOST_WAITED,
+    PLANNING_SHARE,
+    REVIEW_STEPS,
+    ROOM_TO_KEEP,
+    SHAPES_CHANGED,
+    WARM_UP,
+)
 from ..planning.explain import render_plan
 from ..planning.plan import Plan
 from ..planning.planners.auto import Auto
@@ -22,26 +34,9 @@ from ..tiers.shared import Shared
 from ..tiers.tiers import Tiers
 from .agreement import Proposal, choose, exchange, several_ranks
 from .following import Following
-from .observations import AFTER_A_CHANGE, REVIEW_STEPS, Recording, StepsUnderPlan
+from .observations import Recording, StepsUnderPlan
 from .recompute import Recompute
 from .shapes import Shape, Shapes
-
-WARM_UP = 1
-"""Steps before the one that is planned from: the first one allocates what the later ones use again."""
-MOST_REASONS = 100
-"""So many reasons for plans are remembered."""
-PLANNING_SHARE = 0.1
-"""Planning takes at most this share of the time: a search takes a second at the most, which is much for short steps."""
-SHAPES_CHANGED = 0.1
-"""A forward that saves this share of its bytes at other places, or in other sizes, is not the one that was planned."""
-MOST_MISLED = 3
-"""After so many plans in a row that recompute and do not fit what is saved, nothing is recomputed any more."""
-MOST_REST = 64
-"""Where shapes change all the time, at most so many steps pass before another one is recorded; half as many before."""
-MOST_WAITED = 0.9
-"""Of a step that waits are taken to be at most: something was computed."""
-ROOM_TO_KEEP = 1.5
-"""A step that keeps all is tried only where so many times its peak is free."""
 
 
 class Autopilot:

@@ -7,18 +7,12 @@ from dataclasses import replace
 from statistics import median
 
 from ..errors import ConfigError
+from ..planning.constants import LOOK_AT_STEP, REVIEW_STEPS
 from ..planning.planners.feedback import Observed, Rate
 from ..planning.profile import Link, Profile
 from ..runtime.prefetch import Prefetch
 from ..runtime.profiler import Profiler
 from ..tiers.tiers import Tiers
-
-REVIEW_STEPS = 5
-"""A plan is compared with the median of so many steps, as single ones are noisy."""
-AFTER_A_CHANGE = 3
-"""So many the first time under a corrected plan, which was made from steps before and after something had changed."""
-LOOK_AT_STEP = 3
-"""The step under a new plan in which the blocks' times are taken."""
 
 
 class Recording:

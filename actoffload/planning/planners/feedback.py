@@ -11,30 +11,26 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...errors import ConfigError
+from ..constants import (
+    COMPUTE_CHANGE,
+    FIT_STEPS,
+    LEAST_TRUST,
+    LINK_CHANGE,
+    MAX_COST_SHARE,
+    MOST_TRUST,
+    NO_LOSS,
+    PLAN_GAIN,
+    STEP_CHANGE,
+    TRUST_LESS,
+    WAIT_SHARE,
+)
 from ..plan import Plan
 from ..profile import Block, Link, Profile, Storage
 from ..simulator import Prediction, simulate
-from .base import NO_LOSS, Limits
+from .base import Limits
 
 # What follows was chosen on the virtual steps of tests/unit/test_planner_loop.py, which fail with much larger values;
 # the medians of five steps differ by less than these on a quiet machine.
-COMPUTE_CHANGE = 0.1
-"""A step that computes for so much longer or less is another one, for which another plan may be better ..."""
-STEP_CHANGE = 0.05
-"""... and so is one that takes so much longer or less in all than was predicted."""
-LINK_CHANGE = 0.25
-"""A link that is faster or slower by less than this share is as it was."""
-WAIT_SHARE = 0.02
-"""Waits that nothing predicted are believed from this share of the step on."""
-LEAST_TRUST, MOST_TRUST, FIT_STEPS = 0.25, 1.2, 6
-"""Then the links are taken to be so many times as fast as measured as explains the waits, found by so many halvings."""
-TRUST_LESS = 0.8
-"""Where no speed explains them, the links are trusted less by this factor; and a link that was not full is believed to
-be slower where it was by this factor."""
-MIN_GAIN = 0.02
-"""A new plan is followed if it is better than the old one by this share: plans that are alike do not take turns."""
-MAX_COST_SHARE = 2.0
-"""Bytes are never taken to cost more compute time than this share of the step, however late it was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +125,8 @@ class StepModel:
             return True  # the old one breaks a limit
         after = self.predict(new)
         if budget is not None:
-            return after.step_s < (1 - MIN_GAIN) * before.step_s
-        return after.peak_bytes < (1 - MIN_GAIN) * before.peak_bytes
+            return after.step_s < (1 - PLAN_GAIN) * before.step_s
+        return after.peak_bytes < (1 - PLAN_GAIN) * before.peak_bytes
 
     # -- links --------------------------------------------------------------------------------------------------------
 
