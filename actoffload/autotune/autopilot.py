@@ -66,6 +66,7 @@ class Autopilot:
         self._shapes = Shapes()
         self._shape_is_known = False
         self._began: tuple[float, float, float, int] | None = None
+        self._began_hooks = 0.0, 0.0
         self._began_with_bytes = 0
         self._rest_until_s = 0.0
         """No plan is looked for before."""
@@ -126,6 +127,7 @@ class Autopilot:
         accounts.recomputed(0)
         self._following.placement.mismatched_bytes = 0
         self._began = (now(), accounts.pack_wait_s, accounts.unpack_wait_s, accounts.packed_tensors)
+        self._began_hooks = accounts.hooks_s, accounts.idle_s
         self._began_with_bytes = self._moved_bytes
         self._shape_is_known = self._agreed  # on one plan, whatever the shape
         self._begin_shape()
@@ -150,6 +152,7 @@ class Autopilot:
         shape, placement = self._shape, self._following.placement
         placement.keep_all = shape.tries_keeping
         placement.probes = self._probes and shape.steps.review_begins
+        self._shared.watches_host = shape.plan is not None and not placement.probes and shape.steps.review_begins
         if shape.plan is not None:
             due = shape.steps.blocks_are_due
         else:
@@ -202,6 +205,8 @@ class Autopilot:
             forward_wait_s=share * waited_s[0],
             backward_wait_s=share * waited_s[1],
             peak_bytes=accounts.step_peak_bytes,
+            hooks_s=accounts.hooks_s - self._began_hooks[0],
+            idle_s=accounts.idle_s - self._began_hooks[1],
         )
         planned = shape.plan is not None
         if recorded:

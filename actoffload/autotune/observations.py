@@ -135,4 +135,6 @@ def _median(observed: Sequence[Observed]) -> Observed:
         forward_wait_s=median(o.forward_wait_s for o in observed),
         backward_wait_s=median(o.backward_wait_s for o in observed),
         peak_bytes=max(o.peak_bytes or 0 for o in observed),
+        hooks_s=sum(o.hooks_s for o in observed),  # one of them was watched
+        idle_s=sum(o.idle_s for o in observed),
     )

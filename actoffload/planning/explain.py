@@ -380,8 +380,9 @@ def _headline(profile: Profile, plan: Plan, limits: Limits) -> list[str]:
 
 def _comparison(analysis: Analysis, seen: Observed | None) -> list[tuple[str, ...]]:
     after, keep = analysis.prediction, analysis.keep
-    step = forward = backward = peak = "-"
+    step = forward = backward = peak = hooks = idle = "-"
     if seen is not None:
+        hooks, idle = (format_time(seconds) if seconds else "-" for seconds in (seen.hooks_s, seen.idle_s))
         step, forward, backward = map(format_time, (seen.step_s, seen.forward_wait_s, seen.backward_wait_s))
         peak = "-" if seen.peak_bytes is None else format_size(seen.peak_bytes)
     return [
@@ -390,6 +391,7 @@ def _comparison(analysis: Analysis, seen: Observed | None) -> list[tuple[str, ..
         ("forward waits", format_time(after.forward_wait_s), forward, "-"),
         ("backward waits", format_time(after.backward_wait_s), backward, "-"),
         ("recomputing", format_time(after.recompute_s), "-", "-"),
+        *([("hooks that move", "-", hooks, "-"), ("device idle for them", "-", idle, "-")] if hooks != "-" else ()),
         ("activation peak", format_size(after.peak_bytes), peak, format_size(keep.peak_bytes)),
     ]
 

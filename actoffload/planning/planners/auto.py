@@ -15,7 +15,6 @@ from ..constants import (
     LEAST_GAIN,
     LEAST_GAIN_BYTES,
     MANY_ITEMS,
-    OWN_WINDOWS,
     SAFETY,
     SHARES_AHEAD,
     SPEND,
@@ -96,9 +95,7 @@ def first_cut(bench: Bench) -> Choice:
 def _windows(bench: Bench) -> list[int]:
     """How far ahead backward may read, in bytes, from near to far."""
     own, whole = bench.workload.profile.prefetch_bytes, bench.workload.reach[-1]
-    return sorted(
-        {max(1, int(own * factor)) for factor in OWN_WINDOWS} | {max(1, int(whole * share)) for share in SHARES_AHEAD}
-    )
+    return sorted({own, *(max(1, int(whole * share)) for share in SHARES_AHEAD)})
 
 
 def _under(bench: Bench, windows: Sequence[int]) -> list[Choice]:

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from ...errors import BudgetError, ConfigError
 from ...sizes import format_size
-from ..constants import COST_OF_A_RUN, CUT_TRIES, FLOOR_TRIES, HOST_SHARE, NO_LOSS, SAFETY, WIDE
+from ..constants import COST_OF_A_RUN, CUT_TRIES, FLOOR_TRIES, HOST_SHARE, NO_LOSS, SAFETY
 from ..plan import Plan
 from ..profile import Profile
 from ..simulator import Conditions, Prediction, run
@@ -72,8 +72,7 @@ class Bench:
         all_groups: the groups of blocks that may be recomputed: none without a budget or a slow-down to pay it with.
         to_host: whether items may go to host memory.
         to_disk: whether they may go to disk.
-        window: how far ahead to read; None for the profile's window. Under a budget it is wide: nothing is fetched
-            beyond the budget anyway.
+        window: how far ahead to read; None for the profile's window.
         spent: items simulated so far, as a measure of time without a clock.
     """
 
@@ -85,7 +84,7 @@ class Bench:
         costs_allowed = limits.device_budget is not None or bool(limits.max_slowdown)
         groups = range(len(self.workload.groups)) if limits.recompute and costs_allowed else ()
         self.all_groups = frozenset(groups)
-        self.window = WIDE * profile.prefetch_bytes if limits.device_budget is not None else None
+        self.window: int | None = None
         self.spent = 0
         self._cost = len(self.workload.items) + COST_OF_A_RUN
         self._known: dict[tuple[Choice, int | None, int | None], Prediction] = {}
