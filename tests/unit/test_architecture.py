@@ -44,8 +44,10 @@ OPTIONAL = {
     "matplotlib": "analysis.plots",
     "megatron": "integrations.megatron integrations.megatron.* benchmarks.peers",
     "rich": "cli.*",
+    "torchtitan": "integrations.torchtitan",
     "transformers": "integrations.hf cli.models benchmarks.workloads benchmarks.frameworks_cpu",
     "typer": "cli.*",
+    "tyro": "integrations.torchtitan",
 }
 """Third parties that need not be there (or are heavy), and the only modules that may import them."""
 
