@@ -44,6 +44,7 @@ OPTIONAL = {
     "matplotlib": "analysis.plots",
     "megatron": "integrations.megatron integrations.megatron.* benchmarks.peers",
     "rich": "cli.*",
+    "torch_remat": "integrations.remat",
     "torchtitan": "integrations.torchtitan",
     "transformers": "integrations.hf cli.models benchmarks.workloads benchmarks.frameworks_cpu",
     "typer": "cli.*",
