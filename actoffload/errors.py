@@ -1,4 +1,6 @@
-"""Every error this library raises, as one tree::
+"""Every error this library raises, as one tree.
+
+::
 
     ActOffloadError
     ├── ConfigError (ValueError)               an option has a value that cannot work
