@@ -25,7 +25,7 @@ struct Known {
   PyObject* passed;              // (place, again) -> None: backward has come to it
   PyObject* own_counter;         // tensor -> not empty if its version counter says nothing of others
   PyObject* changed;             // (alias, version, place or None) -> raises the error of a tensor that was changed in place
-  PyObject* unpack;              // the unpack hook in Python
+  PyObject* unpack;              // handle -> the tensor, of Python's handles
   PyObject* hand_out;            // tensor -> the tensor, held while a custom Function has it
 } known;
 
@@ -195,6 +195,15 @@ int asked_by_engine() {
   return PyObject_RichCompareBool(name, text_engine, Py_EQ);
 }
 
+// Gives a tensor, or the error that is set in its place, to whoever unpacks.
+PyObject* hand_out(Ref tensor) {
+  const int plain = tensor ? asked_by_engine() : -1;
+  if (plain != 0) {
+    return plain < 0 ? nullptr : tensor.release();
+  }
+  return PyObject_CallOneArg(known.hand_out, tensor.get());
+}
+
 PyObject* kept_unpack(PyObject* self, PyObject*) {
   Kept* const kept = as_kept(self);
   if (version_of(kept->alias) != kept->version) {
@@ -213,12 +222,7 @@ PyObject* kept_unpack(PyObject* self, PyObject*) {
     return wrap(kept->alias).release();
   }
   // Not the alias: whoever is given it may swap its `.data`, and ask again.
-  Ref alias = new_alias(kept->alias);
-  const int plain = alias ? asked_by_engine() : -1;
-  if (plain != 0) {
-    return plain < 0 ? nullptr : alias.release();
-  }
-  return PyObject_CallOneArg(known.hand_out, alias.get());
+  return hand_out(new_alias(kept->alias));
 }
 
 PyMethodDef kept_methods[] = {
@@ -298,7 +302,7 @@ PyObject* unpack_vectorcall(PyObject*, PyObject* const* arguments, std::size_t f
   }
   const Ref handle(Py_NewRef(arguments[0]));  // what runs meanwhile may let the graph go
   const bool ours = Py_TYPE(handle.get()) == &kept_type;
-  return ours ? kept_unpack(handle.get(), nullptr) : PyObject_CallOneArg(known.unpack, handle.get());
+  return ours ? kept_unpack(handle.get(), nullptr) : hand_out(Ref(PyObject_CallOneArg(known.unpack, handle.get())));
 }
 
 // -- the pack hook ---------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from ..runtime.kept_place import KeptPlace
 from ..runtime.untraced import untraced
 from ..tiers.storage_ref import StorageRef
 from .exclusions import OPEN_REGIONS
-from .handles import Handle, KeptActivation, Stayed, check_version, hand_out, unpack
+from .handles import Handle, KeptActivation, Stayed, check_version, hand_out, unpack_only
 
 NAME = "actoffload_hooks"
 SOURCE = native_build.PACKAGE / "autograd" / "hooks.cpp"
@@ -112,7 +112,7 @@ def _load() -> Any:
         passed=untraced(KeptPlace.passed),
         own_counter=untraced(own_counter),
         changed=_changed,
-        unpack=unpack,
+        unpack=untraced(unpack_only),
         hand_out=untraced(hand_out),
         samples=_samples(),
     )

@@ -131,7 +131,7 @@ class Packer:
                     return place
             with sharing_counters():
                 alias = tensor.detach()
-                return self._handle(alias, tensor.untyped_storage(), (0, nbytes), tape, module)
+                return self._save(alias, tensor.untyped_storage(), (0, nbytes), tape, module)
         except Exception:
             raise
         except BaseException:
@@ -168,9 +168,7 @@ class Packer:
             again = self._kept.again(alias, begin, end)
             if again is not None:
                 return again
-        return self._handle(
-            alias, storage, (begin, end), self._tape(), self._module_names.innermost(), counters=counters
-        )
+        return self._save(alias, storage, (begin, end), self._tape(), self._module_names.innermost(), counters=counters)
 
     def is_recorded(self, tensor: Tensor) -> bool:
         """Return whether a plain tensor would get a record if autograd saved it now."""
@@ -197,7 +195,7 @@ class Packer:
             self._store.count_deferred()
         return self._forwards.tape
 
-    def _handle(
+    def _save(
         self,
         alias: Tensor,
         storage: torch.UntypedStorage,

@@ -278,7 +278,9 @@ def _saves_in_many_ways(offloader: Offloader) -> list[Tensor]:
     for _ in range(3):
         x = _input()
         with offloader:
-            _sines(x)  # nobody wants its backward
+            unused = [(x * factor).sin() for factor in (1.0, 2.0)]
+            del unused[0]
+            unused.clear()  # nobody wants its backward: what is saved from here on is another forward's
             first, second, third = (x * 1.0 for _ in range(3))
             turned = torch.view_as_complex(second.view(-1, 2)).conj()
             out = first.sin() + first.view(2, -1).cos().view(-1) + first[: ELEMENTS // 4].exp().sum()
