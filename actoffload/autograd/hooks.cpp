@@ -85,12 +85,11 @@ void kept_storage_dealloc(PyObject* self) {
   Py_DECREF(place);  // last: it runs Python
 }
 
+// Of a storage's memory, which nobody looks at.
+const void* address_of(c10::StorageImpl* storage) { return storage->_mutable_data_ptr_no_checks().get(); }
+
 // Null with an error where there is no memory.
 Ref make_kept_storage(KeptStorages* among, PyObject* place, const at::TensorBase& tensor, long long nbytes) {
-  const void* address = nullptr;
-  if (!guarded([&] { address = storage_of(tensor)->data_ptr().get(); })) {
-    return Ref();
-  }
   KeptStorage* const storage = PyObject_New(KeptStorage, &kept_storage_type);
   if (storage == nullptr) {
     return Ref();
@@ -98,7 +97,7 @@ Ref make_kept_storage(KeptStorages* among, PyObject* place, const at::TensorBase
   storage->among = reinterpret_cast<KeptStorages*>(Py_NewRef(among));
   storage->place = Py_NewRef(place);
   storage->number = storage_of(tensor);
-  storage->address = address;
+  storage->address = address_of(storage->number);
   new (&storage->counter) c10::VariableVersion(tensor.unsafeGetTensorImpl()->version_counter());
   storage->version = version_of(tensor);
   storage->nbytes = nbytes;
@@ -127,7 +126,7 @@ KeptStorage* find_kept(KeptStorages* among, const at::TensorBase& tensor, long l
   }
   KeptStorage* const known = found->second;
   const bool same = known->version == version_of(tensor) && end <= known->nbytes &&
-                    known->address == known->number->data_ptr().get() && known->thread == PyThread_get_thread_ident() &&
+                    known->address == address_of(known->number) && known->thread == PyThread_get_thread_ident() &&
                     same_counter(known->counter, tensor.unsafeGetTensorImpl()->version_counter());
   return same ? known : nullptr;
 }
