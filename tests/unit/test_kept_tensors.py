@@ -274,7 +274,7 @@ def test_tensors_stay_and_move_side_by_side_on_a_device(device: SimulatedDevice,
 
 def _saves_in_many_ways(offloader: Offloader) -> list[Tensor]:
     """Steps that save storages again: as they are, as views, changed, with other counters, and never unpacked."""
-    found = []
+    found: list[Tensor] = []
     for _ in range(3):
         x = _input()
         with offloader:
@@ -315,9 +315,9 @@ def test_compiled_hooks_count_as_python_does(moving: tuple[int, ...], make_offlo
         with hooks:
             found = _saves_in_many_ways(offloader)
         plan = offloader.plan
-        counts = offloader.statistics()
+        statistics = offloader.statistics()
         assert_empty(offloader)
-        outcomes.append((found, plan, [getattr(counts, name) for name in COUNTED]))
+        outcomes.append((found, plan, [getattr(statistics, name) for name in COUNTED]))
     (found, plan, counts), (expected, planned, counted) = outcomes
     assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
     assert plan == planned
