@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from actoffload.autotune.diagnosis import MOST_STEPS, Planned, diagnose
+from actoffload.autotune.diagnosis import Planned, diagnose
 from actoffload.config import make_config
+from actoffload.planning.constants import MOST_STEPS
 from actoffload.planning.planners import Limits, Observed, make_planner
 from actoffload.planning.profile import Profile
 from actoffload.statistics import Statistics
