@@ -13,8 +13,11 @@ from typing import Any
 SERIES = ("keep", "recompute", "offload", "hybrid")
 SIMULATED = "sim"
 """The type of the simulated device of `actoffload.testing.simulated_device`."""
+PREDICTED = "predicted"
+"""In place of a device: nothing is run."""
 OWN = "own"
 """The preset of a user's own model: on the accelerator where there is one."""
+LEAST_NOISE = 0.01
 BACKWARD_FACTOR = 3
 """FLOPs of a step over those of its forward."""
 
@@ -77,6 +80,7 @@ class Preset:
         repeats: rounds, each in a process of its own.
         threads: CPU threads of PyTorch; None for its own choice.
         device: ``"cpu"`` or the accelerator's type; empty for the accelerator where there is one.
+        gpu: the GPU, by its name in `estimate`, that steps are predicted for; empty where they are run.
         series: what is run, ``keep`` first.
     """
 
@@ -87,6 +91,7 @@ class Preset:
     repeats: int = 2
     threads: int | None = None
     device: str = ""
+    gpu: str = ""
     series: tuple[str, ...] = SERIES
 
     @property
@@ -94,6 +99,11 @@ class Preset:
         """What is run of each case, those first that others need."""
         plain = [Variant(series=name) for name in self.series]
         return (*plain, *(Variant(series="hybrid", level=level) for level in self.levels))
+
+    def on_paper(self, gpu: str) -> Preset:
+        """Return what predicts it, each case once, for a GPU that `estimate` knows."""
+        once = {"device": PREDICTED, "warm_up": 0, "steps": 1, "repeats": 1, "threads": None}
+        return replace(self, gpu=gpu, series=SERIES, **once)
 
 
 def _grid(models: Iterable[str], shapes: Iterable[tuple[int, int, Sequence[int]]], **common: Any) -> tuple[Case, ...]:
@@ -112,6 +122,10 @@ PRESETS = {
     "ssdtrain": Preset(
         cases=_grid(("gpt", "bert", "t5"), ((8192, 4, (16,)), (12288, 3, (16,)), (16384, 2, (16,))), **_PAPER)
         + _grid(("bert",), ((12288, 3, (4, 8, 32)), (14336, 3, (4, 8, 16, 32))), **_PAPER)
+    ),
+    "ssdtrain-batches": Preset(
+        cases=_grid(("gpt", "bert", "t5"), ((8192, 4, (4, 8, 16, 32)), (12288, 3, (4, 8, 16, 32))), **_PAPER),
+        levels=("0.4",),
     ),
     "cpu": Preset(
         cases=_grid(("gpt", "bert"), ((256, 8, (2, 4)),), seq=256, vocab=_SMALL_VOCAB),
@@ -141,7 +155,8 @@ PRESETS = {
         device="cpu",
     ),
 }
-"""``ssdtrain``: the shapes of SSDTrain's figures 6 and 7, for a GPU. ``cpu``: small. ``tiny``: for tests."""
+"""``ssdtrain``: the shapes of SSDTrain's figures 6 and 7, for a GPU; ``ssdtrain-batches``: its models in the
+batches of figure 7. ``cpu``: small. ``tiny``: for tests."""
 
 
 @dataclass(frozen=True)
@@ -232,7 +247,8 @@ def _against(keep: Point | None, point: Point) -> Point:
         return point
     top, ratio = keep.tflops.median, point.ratio
     tflops = Spread(top / ratio.median, top / ratio.high, top / ratio.low)
-    return replace(point, tflops=tflops, verdict=verdict(ratio, keep.ratio))
+    said = "A/A noise" if point.variant.series == "keep" else verdict(ratio, keep.ratio)
+    return replace(point, tflops=tflops, verdict=said)
 
 
 def _point(case: Case, variant: Variant, samples: Sequence[Sample]) -> Point:
@@ -263,11 +279,11 @@ def _point(case: Case, variant: Variant, samples: Sequence[Sample]) -> Point:
 def verdict(ratio: Spread, noise: Spread) -> str:
     """Return what a ratio to keep says: a difference only where its middle half lies outside the A/A noise's.
 
+    The noise counts as 1 % at least: virtual time has none, and its model is no better than that.
+
     >>> verdict(Spread(1.3, 1.2, 1.4), Spread(1.0, 0.9, 1.1)), verdict(Spread(1.05, 1.0, 1.2), Spread(1.0, 0.9, 1.1))
     ('slower', 'as keep')
     """
-    if ratio == noise:
-        return "A/A noise"
-    if ratio.low > noise.high:
+    if ratio.low > max(noise.high, 1 + LEAST_NOISE):
         return "slower"
-    return "faster" if ratio.high < noise.low else "as keep"
+    return "faster" if ratio.high < min(noise.low, 1 - LEAST_NOISE) else "as keep"

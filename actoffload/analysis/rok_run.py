@@ -76,6 +76,7 @@ class RokRun:
                 "warm_up": preset.warm_up,
                 "steps": preset.steps,
                 "variants": [asdict(variant) for variant in preset.variants],
+                **({"gpu": preset.gpu} if preset.gpu else {}),
             },
             "samples": [],
         }

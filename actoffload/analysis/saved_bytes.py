@@ -98,7 +98,7 @@ def count_saved(model: nn.Module, inputs: Any, *, min_bytes: int = MIN_BYTES) ->
 
     handles = [handle for name, block in find_blocks(model).items() for handle in watch(name, block)]
     try:
-        counter, accelerator = FlopCounterMode(display=False, custom_mapping=_FLOPS), AsOnAccelerator()
+        counter, accelerator = FlopCounterMode(display=False, custom_mapping=FLOPS), AsOnAccelerator()
         with counter, accelerator, saved_tensors_hooks(pack, lambda tensor: tensor):
             result = call(model, inputs)
     finally:
@@ -114,7 +114,7 @@ def _grouped_mm_flops(rows: Sequence[int], weights: Sequence[int], *_: Any, **__
     return 2 * rows[0] * rows[1] * weights[-1]
 
 
-_FLOPS = {torch.ops.aten._grouped_mm: _grouped_mm_flops}
+FLOPS = {torch.ops.aten._grouped_mm: _grouped_mm_flops}
 """What PyTorch's counter does not know: experts."""
 
 

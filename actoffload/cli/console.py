@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -23,6 +23,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from ..analysis.plots import Style
 from ..errors import ActOffloadError, ConfigError, SpoolPathError
 
 PathOption = Annotated[
@@ -32,6 +33,9 @@ PathOption = Annotated[
 LEAST = 1e-6
 """The least of an option that must be above 0."""
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
+PictureOption = Annotated[Path | None, typer.Option(help="Draw it here (PNG, SVG).")]
+StyleOption = Annotated[Style, typer.Option(help="Draw for a column of a paper, 3.3 inches, or for a slide, 16:9.")]
+DarkOption = Annotated[bool, typer.Option("--dark", help="Draw on black.")]
 
 
 @contextmanager
@@ -52,6 +56,16 @@ def fail(message: str, cause: BaseException | None = None) -> NoReturn:
     """Print an error and leave with exit status 1."""
     typer.echo(f"Error: {message}", err=True)
     raise typer.Exit(1) from cause
+
+
+def draw_or_fail(draw: Callable[[], bool]) -> None:
+    """Draw a picture, or say why not and leave with exit status 1."""
+    try:
+        drawn = draw()
+    except (OSError, ValueError) as error:
+        fail(f"nothing could be written: {error}", error)
+    if not drawn:
+        fail("--picture needs matplotlib: pip install actoffload[plots]")
 
 
 def strings(paths: list[Path] | None) -> list[str] | None:

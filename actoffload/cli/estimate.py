@@ -27,12 +27,23 @@ from ..analysis.estimate_presets import (
     ModelPreset,
     preset,
 )
+from ..analysis.plots import Look, Style, draw_estimate
 from ..analysis.saved_bytes import SavedBytes
 from ..errors import ConfigError
 from ..sizes import format_size, parse_size
 from ..storage.endurance import format_decimal, format_duration
 from ..testing.gpt import GPTConfig
-from .console import LEAST, JsonOption, explained_errors, print_facts, print_json
+from .console import (
+    LEAST,
+    DarkOption,
+    JsonOption,
+    PictureOption,
+    StyleOption,
+    draw_or_fail,
+    explained_errors,
+    print_facts,
+    print_json,
+)
 from .models import (
     Workload,
     build_gpt,
@@ -79,9 +90,7 @@ def command(
     micro_batches: Count = None,
     optimizer_bytes: Annotated[
         float | None,
-        typer.Option(
-            min=0, help="Per trained parameter. Default: AdamW's 12, or 8 in float32.", rich_help_panel=_SPLIT
-        ),
+        typer.Option(min=0, help="Per trained parameter. Default: AdamW's 12, 8 in float32.", rich_help_panel=_SPLIT),
     ] = None,
     memory: Annotated[str | None, typer.Option(help='Of the GPU: "24GiB".', rich_help_panel=_MACHINE)] = None,
     peak_tflops: Annotated[float | None, typer.Option(min=LEAST, rich_help_panel=_MACHINE)] = None,
@@ -93,6 +102,9 @@ def command(
     tbw: Annotated[float | None, typer.Option(help="Of one SSD, TB.", min=LEAST, rich_help_panel=_MACHINE)] = None,
     presets: Annotated[bool, typer.Option("--presets", help="List the presets and leave.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Set published figures beside ours and leave.")] = False,
+    picture: PictureOption = None,
+    style: StyleOption = Style.PAPER,
+    dark: DarkOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say on paper what offloading needs: memory, bandwidth, the share that hides, the SSDs' life on rated TBW, cost.
@@ -105,11 +117,14 @@ def command(
     with explained_errors():
         question = ask(ctx.params)
         result = estimate(**question)
+    title = f"{from_model or model} on {question['hardware'].name}, per GPU of {question['split'].gpus}"
+    if picture is not None:
+        draw_or_fail(lambda: draw_estimate(result.memory, picture, f"{title} (on paper)", Look(style, dark)))
     if as_json:
         parts = {name: asdict(question[name]) for name in ("activations", "split", "hardware")}
         print_json({**parts, "estimate": result.as_dict()})
     else:
-        show(from_model or model, question, result)
+        show(title, question, result)
 
 
 def ask(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,7 +140,7 @@ def ask(options: Mapping[str, Any]) -> dict[str, Any]:
     gpu, published = (COUNTED_GPU, None) if "from_model" in given else (start.gpu, start.utilisation)
     return {
         "split": split,
-        "hardware": _hardware(given, gpu, published),
+        "hardware": hardware_of(given, gpu, published),
         "step_s": options["step_s"],
         "activations": _activations(given, start, split),  # last, as it takes long
     }
@@ -213,7 +228,7 @@ def _names(kind: type) -> list[str]:
     return [field.name for field in fields(kind)]
 
 
-def _hardware(given: Mapping[str, Any], default_gpu: str, published: float | None) -> Hardware:
+def hardware_of(given: Mapping[str, Any], default_gpu: str = "", published: float | None = None) -> Hardware:
     """Return the machine: a GPU preset and a drive preset, with what was measured over them."""
     name = given.get("gpu", default_gpu)
     gpu = preset("gpu", name, GPUS)
@@ -241,9 +256,8 @@ def _giga(given: Mapping[str, Any], name: str) -> float | None:
     return given[name] * 1e9 if name in given else None
 
 
-def show(model: str, question: Mapping[str, Any], result: Estimate) -> None:
+def show(title: str, question: Mapping[str, Any], result: Estimate) -> None:
     """Print the answer: the activations, the bandwidth, the SSDs, and what to know before quoting a number."""
-    title = f"{model} on {question['hardware'].name}, per GPU of {question['split'].gpus}"
     print_facts(title, _activation_rows(question["activations"], question["split"], result))
     print_facts("memory of a GPU at its peak", _memory_rows(result.memory))
     print_facts("links and SSDs", _machine_rows(question["hardware"], result))

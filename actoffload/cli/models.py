@@ -14,7 +14,7 @@ import importlib.util
 import itertools
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -210,11 +210,17 @@ def configuration(model_type: str, changes: Mapping[str, Any]) -> Any:
 
 def count(workload: Workload, size: int, *, min_bytes: int = MIN_BYTES) -> SavedBytes:
     """Count what ``size`` samples save in a workload on the meta device; smaller tensors than ``min_bytes`` stay."""
-    masks = sys.modules.get("transformers.masking_utils")
-    # It asks the positions' values whether sequences are packed, and meta tensors have none: they are not packed.
-    unpacked = patch.object(masks, "find_packed_sequence_indices", return_value=None) if masks else nullcontext()
-    with unpacked:
+    with unpacked_sequences():
         return count_saved(workload.model, workload.batch(size), min_bytes=min_bytes)
+
+
+def unpacked_sequences() -> AbstractContextManager[Any]:
+    """Return a context in which Transformers takes the sequences of meta tensors as not packed.
+
+    It asks the positions' values, and meta tensors have none.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    return patch.object(masks, "find_packed_sequence_indices", return_value=None) if masks else nullcontext()
 
 
 # -- the cases of `rok` -----------------------------------------------------------------------------------------------

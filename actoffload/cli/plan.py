@@ -14,7 +14,7 @@ import typer
 
 from .. import OffloadConfig, Offloader
 from ..analysis.environment import find_device
-from ..analysis.plots import draw_plan
+from ..analysis.plots import Look, Style, draw_plan
 from ..errors import ConfigError
 from ..planning.explain import (
     GIB,
@@ -30,7 +30,19 @@ from ..planning.plan import Plan
 from ..planning.planners import Limits, make_planner
 from ..planning.profile import Link, Profile
 from ..sizes import parse_share, parse_size
-from .console import LEAST, JsonOption, PathOption, explained_errors, fail, print_json, strings
+from .console import (
+    LEAST,
+    DarkOption,
+    JsonOption,
+    PathOption,
+    PictureOption,
+    StyleOption,
+    draw_or_fail,
+    explained_errors,
+    fail,
+    print_json,
+    strings,
+)
 from .models import build_own, is_own
 from .training import prepare_process
 
@@ -64,7 +76,9 @@ def command(
     batch: Annotated[int, typer.Option(min=1, help="Samples of FUNCTION's batch.")] = 1,
     path: PathOption = None,
     plan_out: Annotated[Path | None, typer.Option(help="Write the plan here; Plan.from_json reads it.")] = None,
-    picture: Annotated[Path | None, typer.Option(help="Draw bytes on the device over the step (PNG).")] = None,
+    picture: PictureOption = None,
+    style: StyleOption = Style.PAPER,
+    dark: DarkOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Plan a recorded step: what each block keeps, offloads or recomputes, why, and what that does to time and peak.
@@ -89,7 +103,13 @@ def command(
         plan = chosen.plan(step, limits)
         analysis = analyse(step, plan, limits, more=one_more(step, plan, limits, chosen, extra or GIB))
         budgets = budget_table(step, limits, chosen)
-    _write(step, plan, limits, analysis, plan_out, picture)
+    if plan_out is not None:
+        try:
+            plan_out.write_text(plan.to_json() + "\n", encoding="utf-8")
+        except OSError as error:
+            fail(f"nothing could be written: {error}", error)
+    if picture is not None:
+        _draw(step, plan, limits, analysis, picture, Look(style, dark))
     if as_json:
         print_json(as_dict(step, plan, analysis, budgets))
     else:
@@ -154,19 +174,10 @@ def _budget(profile: Profile, text: str | None) -> int | None:
     return parse_size("device_budget", text) if share is None else int(share * profile.baseline_peak_bytes)
 
 
-def _write(
-    profile: Profile, plan: Plan, limits: Limits, analysis: Analysis, plan_out: Path | None, picture: Path | None
-) -> None:
-    try:
-        if plan_out is not None:
-            plan_out.write_text(plan.to_json() + "\n", encoding="utf-8")
-        title = f"plan of {plan.planner} on {profile.device}" + (" (declined)" if plan.declined else "")
-        times: dict[str, Any] = {"forward_s": profile.forward_s, "device_budget": limits.device_budget}
-        drawn = picture is None or draw_plan(analysis.keep, analysis.prediction, picture, title, **times)
-    except (OSError, ValueError) as error:
-        fail(f"nothing could be written: {error}", error)
-    if not drawn:
-        fail("--picture needs matplotlib: pip install actoffload[plots]")
+def _draw(profile: Profile, plan: Plan, limits: Limits, analysis: Analysis, picture: Path, look: Look) -> None:
+    title = f"plan of {plan.planner} on {profile.device}, as predicted" + (" (declined)" if plan.declined else "")
+    options: dict[str, Any] = {"forward_s": profile.forward_s, "device_budget": limits.device_budget, "look": look}
+    draw_or_fail(lambda: draw_plan(analysis.keep, analysis.prediction, picture, title, **options))
 
 
 def as_dict(profile: Profile, plan: Plan, analysis: Analysis, budgets: Sequence[BudgetRow]) -> dict[str, Any]:

@@ -14,13 +14,24 @@ from rich.progress import TimeElapsedColumn
 from rich.table import Table
 
 from ..analysis.environment import describe_environment
-from ..analysis.plots import draw_rok
-from ..analysis.rok import OWN, PRESETS, SERIES, SIMULATED, Case, Point, Preset, points_of
-from ..analysis.rok_run import RokRun, busy_share, load_results
+from ..analysis.plots import Look, Style, draw_rok
+from ..analysis.rok import OWN, PREDICTED, PRESETS, SERIES, SIMULATED, Case, Point, Preset, points_of
+from ..analysis.rok_run import RokRun, busy_share, in_a_process, load_results
 from ..errors import ConfigError
 from ..sizes import format_size
-from .console import JsonOption, PathOption, explained_errors, print_json, progress_bar, strings
+from .console import (
+    DarkOption,
+    JsonOption,
+    PathOption,
+    StyleOption,
+    explained_errors,
+    print_json,
+    progress_bar,
+    strings,
+)
+from .estimate import hardware_of
 from .models import import_function, is_own
+from .rok_prediction import DRIVES, predict
 
 Count = Annotated[int | None, typer.Option(min=1, help="Default: the preset's.")]
 INTERRUPTED = 130
@@ -32,7 +43,10 @@ OWN_BATCHES = (1, 2, 4)
 def command(
     preset: Annotated[
         str | None,
-        typer.Option(help="cpu (the default), ssdtrain (for a GPU), simulated (a small GPU in virtual time) or tiny."),
+        typer.Option(help=f"One of {', '.join(PRESETS)}; default: cpu. simulated is a small GPU in virtual time."),
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Run nothing: predict from shapes, for this GPU of `estimate --presets`.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Results (JSON); continued if it exists. Default: rok_NAME.json.")
@@ -48,34 +62,43 @@ def command(
     steps: Count = None,
     repeats: Count = None,
     path: PathOption = None,
+    style: StyleOption = Style.PAPER,
+    dark: DarkOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the recompute-offload-keep curve: variants take their steps in turns, each round is kept at once.
 
     FUNCTION returns a model and make_batch(size), which returns the model's arguments; the model returns its loss.
     """
+    look = Look(style, dark)
     with explained_errors():
         if redraw is not None:
-            raise typer.Exit(finish(load_results(redraw), redraw, as_json))
+            raise typer.Exit(finish(load_results(redraw), redraw, look, as_json))
         own = model is not None and is_own(model)
         preset = preset or (OWN if own else "cpu")
         if preset not in PRESETS:
             raise ConfigError("preset", preset, f"choose one of {', '.join(map(repr, PRESETS))}")
         given: dict[str, Any] = {"steps": steps, "repeats": repeats}
         chosen = replace(PRESETS[preset], **{name: value for name, value in given.items() if value is not None})
+        name = Path(model).stem if model and own else preset
+        if gpu is not None:
+            hardware_of({"gpu": gpu, **DRIVES})  # what is wrong there is said now
+            chosen, name = chosen.on_paper(gpu), f"{name}_{gpu}"
         run = RokRun(
             replace(chosen, cases=cases_of(chosen, model, batch)),
-            out or Path(f"rok_{Path(model).stem if model and own else preset}.json"),
+            out or Path(f"rok_{name}.json"),
             environment=describe_environment(),
-            command=f"actoffload rok --preset {preset} --steps {chosen.steps} --repeats {chosen.repeats}",
+            command=f"actoffload rok --preset {preset} "
+            + (f"--gpu {gpu}" if gpu else f"--steps {chosen.steps} --repeats {chosen.repeats}"),
             path=strings(path),
+            launch=predict if gpu else in_a_process,
         )
         try:
             measure(run, quiet=as_json)
         except KeyboardInterrupt:
             typer.echo(f"Interrupted. {how_to_go_on(run)}", err=True)
             raise typer.Exit(INTERRUPTED) from None
-        raise typer.Exit(finish(run.payload, run.file, as_json))
+        raise typer.Exit(finish(run.payload, run.file, look, as_json))
 
 
 def how_to_go_on(run: RokRun) -> str:
@@ -124,26 +147,37 @@ def measure(run: RokRun, *, quiet: bool) -> None:
                     progress.console.print(text, style="yellow", markup=False)
 
 
-def finish(payload: dict[str, Any], file: Path, as_json: bool) -> int:
+def finish(payload: dict[str, Any], file: Path, look: Look, as_json: bool) -> int:
     """Draw and compare; 1 when losses or gradients differ or a point failed.
 
     Running out of memory and a budget below the floor are no failures.
     """
     points = points_of(payload["samples"])
-    machine = payload["environment"]
-    simulated = payload["measured_with"].get("device") == SIMULATED
-    where = "simulated GPU, virtual time" if simulated else machine.get("gpu") or machine.get("cpu")
-    title = f"Recompute, offload, keep: {where}, torch {machine.get('torch')}"
-    share = 0.0 if simulated else busy_share(payload)
+    measured = payload["measured_with"].get("device") not in (SIMULATED, PREDICTED)
+    share = busy_share(payload) if measured else 0.0
     busy = f"the machine was busy: others took up to {share:.0%} of the processors" if share else ""
-    picture = file.with_suffix(".png")
-    drawn = draw_rok(points, picture, f"{title}\n{busy}" if busy else title)
+    pictures = [look.path(file, ending) for ending in (".png", ".svg")]
+    drawn = draw_rok(points, pictures, "\n".join(filter(None, (title_of(payload), busy))), look)
     if as_json:
         print_json({"points": [point.as_dict() for point in points], "busy_share": share})
     else:
         show(points, busy)
-        typer.echo(f"written beside {file.name}: {picture.name}" if drawn else "a picture needs matplotlib")
+        names = ", ".join(picture.name for picture in pictures)
+        typer.echo(f"written beside {file.name}: {names}" if drawn else "a picture needs matplotlib")
     return 1 if any(p.failed or p.identical is False for p in points) else 0
+
+
+def title_of(payload: dict[str, Any]) -> str:
+    """Return where the results are from; what was not measured says so."""
+    machine, how = payload["environment"], payload["measured_with"]
+    if how.get("device") == PREDICTED:
+        gpu = hardware_of({"gpu": how["gpu"], **DRIVES})
+        rates = f"{gpu.write_bytes_per_s / 1e9:.0f} GB/s out, {gpu.read_bytes_per_s / 1e9:.0f} back"
+        speed = f"{gpu.peak_flops * gpu.utilisation / 1e12:.0f} TFLOP/s"
+        return f"PREDICTED from shapes, nothing was run\n{gpu.name}, {speed}; {gpu.drives} SSDs, {rates}"
+    if how.get("device") == SIMULATED:
+        return f"SIMULATED GPU, virtual time; torch {machine.get('torch')}"
+    return f"{machine.get('gpu') or machine.get('cpu')}, torch {machine.get('torch')}"
 
 
 def show(points: Sequence[Point], busy: str) -> None:

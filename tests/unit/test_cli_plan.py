@@ -117,6 +117,8 @@ def test_the_picture(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     pytest.importorskip("matplotlib")
     invoke(str(file), "--device-budget", "1GiB", "--picture", str(tmp_path / "plan.png"))
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    invoke(str(file), "--picture", str(tmp_path / "plan.svg"), "--style", "slide", "--dark")
+    assert "backward begins" in (tmp_path / "plan.svg").read_text()
     assert "nothing could be written" in invoke(str(file), "--picture", str(tmp_path / "plan.doc"), status=1)
     assert "nothing could be written" in invoke(str(file), "--plan-out", str(tmp_path / "no" / "plan"), status=1)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)

@@ -309,7 +309,8 @@ def test_redraw_fails_when_bits_differ_or_a_point_failed(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--preset", "huge"], "preset='huge': choose one of 'ssdtrain', 'cpu', 'simulated', 'own'"),
+        (["--preset", "huge"], "preset='huge': choose one of 'ssdtrain', 'ssdtrain-batches', 'cpu', 'simulated'"),
+        (["--gpu", "abacus"], "gpu='abacus': no such preset; there are a100-pcie"),
         (["--redraw", "/no/such/file"], "no results of `actoffload rok`"),
         (["--batch", "7"], "batch=7: the preset has no such case"),
         (["--preset", "own"], "model=None: the preset has no such case; your own is FILE.py:FUNCTION"),

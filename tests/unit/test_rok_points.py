@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from actoffload.analysis.plots import draw_rok
+from actoffload.analysis.plots import Look, Style, draw_rok
 from actoffload.analysis.rok import PRESETS, points_of
 from tests.rok_samples import all_points, failed, sample
 
@@ -43,6 +43,12 @@ def test_no_verdict_is_stronger_than_the_noise_between_keeps_own_steps(ratios: l
     assert (keep.verdict, other.verdict) == ("A/A noise", verdict)
 
 
+def test_in_virtual_time_what_is_as_fast_as_keep_is_no_noise_and_a_hundredth_is_no_difference() -> None:
+    found = points_of([sample("keep", ratios=[1.0]), *(sample("offload", ratios=[r]) for r in (1.0, 1.009))])
+    assert [p.verdict for p in found] == ["A/A noise", "as keep"]
+    assert points_of([sample("keep", ratios=[1.0]), sample("offload", ratios=[1.02])])[1].verdict == "slower"
+
+
 def test_there_is_no_verdict_where_keep_was_not_measured() -> None:
     points = points_of([failed("keep", "out of memory", oom=True), sample("offload", ratios=[])])
     assert [(p.ratio, p.verdict) for p in points] == [(None, ""), (None, "")]
@@ -76,21 +82,44 @@ def test_presets_hold_the_shapes_of_the_paper() -> None:
 # -- the picture -------------------------------------------------------------------------------------------------------
 
 
+LOOKS = [Look(style, dark) for style in Style for dark in (False, True)]
+
+
 def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    file = tmp_path / "rok.png"
-    assert draw_rok(points_of(all_points()), file, "title")
-    assert file.read_bytes().startswith(b"\x89PNG")
-    assert draw_rok(points_of([failed("keep", "boom")]), file, "nothing was measured")
-    assert not draw_rok([], tmp_path / "none.png", "nothing")
+    paths = [tmp_path / "rok.png", tmp_path / "rok.svg"]
+    assert draw_rok(points_of(all_points()), paths, "title", Look())
+    assert paths[0].read_bytes().startswith(b"\x89PNG")
+    assert b"<svg" in paths[1].read_bytes()
+    assert draw_rok(points_of([failed("keep", "boom")]), paths, "nothing was measured", Look())
+    none = [tmp_path / "none.png"]
+    assert not draw_rok([], none, "nothing", Look())
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
-    assert not draw_rok(points_of(all_points()), tmp_path / "none.png", "title")
+    assert not draw_rok(points_of(all_points()), none, "title", Look())
+    assert not none[0].exists()
 
 
-def test_the_picture_explains_what_it_draws(tmp_path: Path) -> None:
+def test_a_picture_for_each_use_has_its_size_and_colours(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert len({look.path(tmp_path / "r.json", ".svg").name for look in LOOKS}) == len(LOOKS)
+    for look in LOOKS:
+        file = look.path(tmp_path / "r.json", ".svg")
+        assert draw_rok(points_of(all_points()), [file], "title", look)
+        text = file.read_text(encoding="utf-8")
+        assert f'width="{237.6 if look.style is Style.PAPER else 959.76}pt"' in text
+        assert f"fill: {'#121212' if look.dark else '#ffffff'}" in text
+        assert look.colours["hybrid"] in text
+
+
+def test_the_picture_explains_what_it_draws_and_nothing_else(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "rok.svg"
-    assert draw_rok(points_of(all_points()), file, "title")
+    spread = "middle half of the turns", "A/A noise of keep", "frontier of the medians"
+    assert draw_rok(points_of(all_points()), [file], "title", Look())
     text = file.read_text(encoding="utf-8")  # SVG names each text in a comment
-    for said in ("hybrid over its budgets", "a series over batches", "batch 2", "A/A noise of keep", "out of memory"):
+    for said in ("hybrid at 60% of keep", "recompute", "batch 2", "out of memory", *spread):
         assert said in text
+    assert draw_rok(points_of([sample("keep", ratios=[1.0]), sample("offload")]), [file], "title", Look())
+    text = file.read_text(encoding="utf-8")
+    assert not [said for said in ("hybrid", "recompute", "batch 8", "highest peak", *spread) if said in text]
+    assert "frontier" in text

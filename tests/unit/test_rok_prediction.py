@@ -1,0 +1,70 @@
+"""The recompute-offload-keep curve predicted from shapes: bytes as counted, times as estimated, nothing run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from actoffload.analysis.estimate_presets import GPUS
+from actoffload.analysis.rok import PRESETS, Case, Variant, points_of
+from actoffload.analysis.rok_run import load_results
+from actoffload.cli import models
+from actoffload.cli.app import app
+from actoffload.cli.rok_prediction import predict
+
+CASE = Case(model="gpt-small", hidden=2048, layers=4, batch=8, seq=512, vocab=1024, dtype="bfloat16")
+
+
+def predicted(case: Case = CASE, gpu: str = "a100-pcie", *levels: str) -> dict[str, Any]:
+    """The samples by series and level."""
+    variants = replace(PRESETS["cpu"], levels=levels).variants
+    found = predict({"case": asdict(case), "variants": [asdict(v) for v in variants], "gpu": gpu})["samples"]
+    return {s["series"] + s["level"]: s for s in found}
+
+
+def test_keep_saves_what_is_counted_and_takes_as_long_as_is_estimated() -> None:
+    keep = predicted()["keep"]
+    counted = models.count(models.build(CASE, torch.device("meta")), CASE.batch)
+    saved = sum(counted.blocks.values()) + counted.small + counted.ends
+    assert keep["peak_bytes"][0] == pytest.approx(saved, rel=0.001)
+    gpu = GPUS["a100-pcie"]
+    step_s = 3 * counted.flops / (gpu.peak_flops * gpu.utilisation)
+    assert keep["step_s"][0] == pytest.approx(step_s, rel=0.03), "flash attention computes its scores anew in backward"
+
+
+def test_recomputing_costs_a_forward_and_leaves_the_blocks_inputs() -> None:
+    found = predicted()
+    assert found["recompute"]["ratios"][0] == pytest.approx(4 / 3, rel=0.05)
+    assert found["recompute"]["peak_bytes"][0] < 0.5 * found["keep"]["peak_bytes"][0]
+
+
+def test_offloading_hides_where_links_are_fast_enough_and_the_hybrid_keeps_its_budget() -> None:
+    found = predicted(replace(CASE, hidden=8192, head_width=128), "a100-pcie", "0.5", "recompute", "0.01")
+    keep, offload, half, as_recompute = (found[name] for name in ("keep", "offload", "hybrid0.5", "hybridrecompute"))
+    assert offload["ratios"][0] < 1.05
+    assert offload["peak_bytes"][0] < 0.7 * keep["peak_bytes"][0]
+    assert half["device_budget"] == keep["peak_bytes"][0] // 2
+    assert half["peak_bytes"][0] <= half["device_budget"]
+    assert as_recompute["device_budget"] == found["recompute"]["peak_bytes"][0]
+    assert found["hybrid0.01"]["below_floor"], "a budget that no plan reaches is a result"
+    assert [name for name, sample in found.items() if "error" in sample] == ["hybrid0.01"]
+
+
+def test_one_command_predicts_and_writes_both_pictures_which_say_so(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "r.json"
+    options = ["rok", "--preset", "tiny", "--gpu", "h100-sxm", "--out", str(file), "--style", "slide"]
+    for again in (options, ["rok", "--redraw", str(file), "--dark"]):
+        result = CliRunner().invoke(app, again, env={"COLUMNS": "200"})
+        assert result.exit_code == 0, result.output
+    assert load_results(file)["measured_with"]["gpu"] == "h100-sxm"
+    assert {p.name for p in tmp_path.iterdir()} == {
+        *("r.json", "r_slide.png", "r_slide.svg", "r_dark.png", "r_dark.svg")
+    }
+    assert "PREDICTED from shapes, nothing was run" in (tmp_path / "r_slide.svg").read_text()
+    assert Variant(series="hybrid", level="0.6") in {p.variant for p in points_of(load_results(file)["samples"])}
