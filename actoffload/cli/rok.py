@@ -29,9 +29,8 @@ from .console import (
     progress_bar,
     strings,
 )
-from .estimate import hardware_of
 from .models import import_function, is_own
-from .rok_prediction import DRIVES, predict
+from .rok_prediction import describe_gpu, predict
 
 Count = Annotated[int | None, typer.Option(min=1, help="Default: the preset's.")]
 INTERRUPTED = 130
@@ -81,13 +80,14 @@ def command(
         given: dict[str, Any] = {"steps": steps, "repeats": repeats}
         chosen = replace(PRESETS[preset], **{name: value for name, value in given.items() if value is not None})
         name = Path(model).stem if model and own else preset
+        environment = describe_environment()
         if gpu is not None:
-            hardware_of({"gpu": gpu, **DRIVES})  # what is wrong there is said now
+            environment["gpu"] = describe_gpu(gpu)
             chosen, name = chosen.on_paper(gpu), f"{name}_{gpu}"
         run = RokRun(
             replace(chosen, cases=cases_of(chosen, model, batch)),
             out or Path(f"rok_{name}.json"),
-            environment=describe_environment(),
+            environment=environment,
             command=f"actoffload rok --preset {preset} "
             + (f"--gpu {gpu}" if gpu else f"--steps {chosen.steps} --repeats {chosen.repeats}"),
             path=strings(path),
@@ -171,10 +171,7 @@ def title_of(payload: dict[str, Any]) -> str:
     """Return where the results are from; what was not measured says so."""
     machine, how = payload["environment"], payload["measured_with"]
     if how.get("device") == PREDICTED:
-        gpu = hardware_of({"gpu": how["gpu"], **DRIVES})
-        rates = f"{gpu.write_bytes_per_s / 1e9:.0f} GB/s out, {gpu.read_bytes_per_s / 1e9:.0f} back"
-        speed = f"{gpu.peak_flops * gpu.utilisation / 1e12:.0f} TFLOP/s"
-        return f"PREDICTED from shapes, nothing was run\n{gpu.name}, {speed}; {gpu.drives} SSDs, {rates}"
+        return f"PREDICTED from shapes, nothing was run\n{machine['gpu']}"
     if how.get("device") == SIMULATED:
         return f"SIMULATED GPU, virtual time; torch {machine.get('torch')}"
     return f"{machine.get('gpu') or machine.get('cpu')}, torch {machine.get('torch')}"

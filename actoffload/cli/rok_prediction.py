@@ -36,6 +36,17 @@ DRIVES = {"drive": "980pro-1tb", "drives": 4}
 """The SSDs of a GPU, as `estimate` takes them."""
 
 
+def describe_gpu(name: str) -> str:
+    """Return a GPU and its SSDs in a line.
+
+    Raises:
+        ConfigError: `estimate` has no such GPU.
+    """
+    gpu = hardware_of({"gpu": name, **DRIVES})
+    rates = f"{gpu.write_bytes_per_s / 1e9:.0f} GB/s out, {gpu.read_bytes_per_s / 1e9:.0f} back"
+    return f"{name}, {gpu.peak_flops * gpu.utilisation / 1e12:.0f} TFLOP/s; {gpu.drives} SSDs, {rates}"
+
+
 def predict(spec: dict[str, Any]) -> dict[str, Any]:
     """Return ``samples``, one for each variant, as a round that is measured gives them; ``gpu`` names the GPU."""
     case = Case(**spec["case"])
