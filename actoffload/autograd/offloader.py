@@ -172,6 +172,8 @@ class Offloader:
 
     def _watch(self, model: nn.Module) -> None:
         self._models.add(model)
+        if self.store.trace is not None:
+            self.store.trace.watch(model)
         self._inputs.watch(model)
         if self.autopilot is not None or self._following.plan is not None:
             self._blocks.watch(model)
@@ -193,7 +195,8 @@ class Offloader:
 
     @property
     def _needs_names(self) -> bool:
-        return bool(self.config.include or self.config.exclude) or not isinstance(self.config.policy, str)
+        asked = bool(self.config.include or self.config.exclude) or not isinstance(self.config.policy, str)
+        return asked or self.store.trace is not None
 
     @untraced
     def __enter__(self) -> Offloader:
@@ -240,6 +243,8 @@ class Offloader:
         elif first and self._following.plan is not None:
             self._following.check()
         store.begin_forward(first=first)
+        if store.trace is not None:
+            store.trace.forward_begins()
 
     @untraced
     def __exit__(
@@ -263,6 +268,8 @@ class Offloader:
 
     def _end_forward(self, entry: _Entry, *, failed: bool) -> None:
         store = self.store
+        if store.trace is not None:
+            store.trace.forward_ended()
         if not failed:  # else it may be a generator's, closed by the collector inside of our own lock
             store.count_deferred()
         said = advice(entry.tape.by_node, entry.tape.total_bytes)
