@@ -135,7 +135,9 @@ class TraceFile:
         began_unix_s: the first event, in seconds since 1970.
         metadata: what is known of the run, by name: ``machine``, ``config``, ``statistics``, ``plan``, ...
         phases: by their begin, as all that follow.
-        counters: by name: ``memory``, ``host pool``, ``disk``, and a link's bytes per second, as ``disk write``.
+        counters: by name. ``memory``: bytes by what they are; ``memory total``: all of them, as measured; ``host pool``
+            and ``disk``: bytes in use; a link, as ``disk write``: bytes per second (``bytes_per_s``), and the most
+            that was seen so far (``can_do``).
     """
 
     path: str
@@ -201,7 +203,7 @@ def load(path: str | os.PathLike[str], *, truncated_ok: bool = False) -> TraceFi
     if not found["phases"]:
         raise TraceFileError(f"{name}: empty: no forward ran inside an offloading context: attach() the model")
     times = [event["ts"] for event in events if "ts" in event]
-    base_s = data.get("baseTimeNanoseconds", about.get("base_ns", 0)) / 1e9
+    base_s = float(about["base_ns"]) / 1e9
     return TraceFile(
         path=name,
         truncated=truncated,

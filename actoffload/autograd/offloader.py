@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import threading
 import weakref
@@ -17,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..autotune.autopilot import Autopilot, agree
 from ..autotune.blocks import BlockWatch, Proof
-from ..autotune.diagnosis import diagnose, planned_by
+from ..autotune.diagnosis import diagnose, known_at_the_end, planned_by
 from ..autotune.following import Following
 from ..autotune.observations import Recording
 from ..autotune.recompute import RecomputeMeter
@@ -142,6 +143,8 @@ class Offloader:
             self.autopilot = Autopilot(store.shared, store.tiers, recording, following)
         called = None if self.autopilot is None else weakref.WeakMethod(self.autopilot.forward_begins)
         self._inputs = ModelInputs(self.exclusions.static, called)
+        if store.trace is not None:
+            store.trace.ask = weakref.WeakMethod(self._known)
         # Dropped without close(): its threads and files go too. Not at exit, where `_at_exit` does it.
         weakref.finalize(store, _close_later, store.tiers).atexit = False
 
@@ -355,6 +358,16 @@ class Offloader:
         """Return what was done and why, for a person: at the end what limits the step, and what to do next."""
         concluded = diagnose(self.config, self.statistics(), self.store.elapsed_s, planned_by(self.autopilot))
         return "\n".join([self.store.report(), *concluded])
+
+    def _known(self) -> dict[str, Any]:
+        """What a trace has of the whole run."""
+        statistics = self.store.statistics()
+        return {
+            "statistics": statistics.as_dict(),
+            "plan": json.loads(self.plan.to_json()),
+            "report": self.store.report(),
+            **known_at_the_end(self.config, statistics, self.store.elapsed_s, self.autopilot),
+        }
 
     def explain(self) -> str:
         """Return what was decided in the last forward, storage by storage, and why."""

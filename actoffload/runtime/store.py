@@ -496,7 +496,7 @@ class ActivationStore:
             self.shared.stopped = True
             self.shared.changed.notify_all()
         if self.trace is not None:
-            self.trace.close()
+            self.trace.close(wait=wait, ask=not self.interrupted)
         self.tiers.close(wait=wait)
 
     def after_fork_in_child(self) -> None:

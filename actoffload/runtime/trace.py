@@ -76,8 +76,8 @@ class Recorder:
     def __init__(self, path: str, shared: Shared, tiers: Tiers) -> None:
         self._shared = shared
         self._tiers = tiers
-        self.facts: dict[str, Callable[[], Any]] = {"statistics": self._statistics, "spool": self._spool}
-        """What is asked for at the end, by the name under which it is written."""
+        self.ask: Callable[[], Callable[[], dict[str, Any]] | None] = lambda: None
+        """Gives, while there is one, what tells all that is known at the end, ready for JSON."""
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._memory = Memory(tiers.by_device)
@@ -208,9 +208,11 @@ class Recorder:
             name = self._local.name = "main thread" if main else f"thread {thread.native_id or thread.ident}"
         return name
 
-    def _take_timeline(self) -> None:
-        """Take down what the device has done meanwhile."""
-        for what, begin_s, end_s, about in self._timeline.take() if self._timeline is not None else ():
+    def _take_timeline(self, *, last: bool = False, wait: bool = False) -> None:
+        """Take down what the device has done meanwhile; ``last``: also copies that are under way."""
+        done = self._timeline.take(wait=wait) if self._timeline is not None else []
+        under_way = self._timeline.under_way() if self._timeline is not None and last else []
+        for what, begin_s, end_s, about in [*done, *under_way]:
             if what in self._rates:
                 self._transfer(what, begin_s, end_s, list(about), sum(nbytes for _, nbytes in about))
             elif isinstance(about, Mapping):
@@ -226,8 +228,10 @@ class Recorder:
         begin_s = now()
         if (begin_s < self._next_look_s and not always) or self._closed:
             return
-        values = self._memory.values(self._shared.accounts.resident_bytes)
+        total = self._memory.total()
+        values = self._memory.values(total, self._shared.accounts.resident_bytes)
         self._writer.counter("memory", begin_s, values)
+        self._writer.counter("memory total", begin_s, {"bytes": total})
         pools = sum(pool.allocated_bytes for pool in self._tiers.pools)
         self._writer.counter("host pool", begin_s, {"bytes": pools})
         if self._tiers.spool is not None:
@@ -242,8 +246,13 @@ class Recorder:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
-        """End the trace, with what is known at the end. Idempotent."""
+    def close(self, *, wait: bool, ask: bool) -> None:
+        """End the trace. Idempotent.
+
+        Args:
+            wait: for copies that are under way, to know their times.
+            ask: write what is known at the end; not after an interrupt, which may have left locks that are taken.
+        """
         if self._closed:
             return
         self._closed = True
@@ -252,24 +261,19 @@ class Recorder:
             self._tiers.spool.on_moved = None
         for hook in self._hooks:
             hook.remove()
-        self._take_timeline()
+        self._take_timeline(last=True, wait=wait)
         for link, rates in self._rates.items():
             for time_s, rate in rates.told(float("inf")):
                 self._writer.counter(link, time_s, {"bytes_per_s": rate, "can_do": rates.best})
-        found: dict[str, Any] = {}
-        for name, ask in self.facts.items():
+        known: dict[str, Any] = {}
+        tell = self.ask() if ask else None
+        if tell is not None:
             try:
-                found[name] = ask()
-            except Exception as error:  # a run that was aborted may not know it any more
-                found[name] = f"not known: {error!r}"
-        self._writer.close(found)
-
-    def _statistics(self) -> dict[str, object]:
-        with self._shared.lock:
-            return self._shared.accounts.freeze(**self._tiers.counts()).as_dict()
-
-    def _spool(self) -> dict[str, object] | None:
-        return None if self._tiers.spool is None else asdict(self._tiers.spool.statistics())
+                known = tell()
+                known["spool"] = None if self._tiers.spool is None else asdict(self._tiers.spool.statistics())
+            except Exception as error:  # a device that broke, say
+                known["not_known"] = repr(error)
+        self._writer.close(known)
 
 
 @dataclass(slots=True, eq=False)
@@ -307,13 +311,13 @@ class Memory:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         types = set(device_types) or {accelerator.type if accelerator is not None else "cpu"}
         self._type = accelerator.type if accelerator is not None and accelerator.type in types else "cpu"
-        self._parameters: list[weakref.ref[Tensor]] = []
+        self._parameters: list[tuple[weakref.ref[Tensor], int]] = []
         self._parameter_bytes = self._state_bytes = 0
         self._told: frozenset[str] = frozenset()
 
     def count(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
         """Count parameters, buffers and optimizer state anew; what an optimizer steps and no model has is its state."""
-        parameters = {id(p): p for model in models for p in model.parameters()}
+        parameters: dict[int, Tensor] = {id(p): p for model in models for p in model.parameters()}
         buffers = {id(b): b for model in models for b in model.buffers()}
         stepped: dict[int, Tensor] = {}
         states: list[Tensor] = []
@@ -325,22 +329,26 @@ class Memory:
         if not parameters:
             parameters = stepped
         states += [p for number, p in stepped.items() if number not in parameters]
-        self._parameters = [weakref.ref(p) for p in (parameters | stepped).values()]
+        self._parameters = [(weakref.ref(p), self._bytes(p)) for p in (parameters | stepped).values()]
         self._parameter_bytes = sum(map(self._bytes, (parameters | buffers).values()))
         self._state_bytes = sum(map(self._bytes, states))
 
-    def values(self, resident_bytes: int) -> dict[str, float]:
-        """Bytes by what they are. The last one, "other", is what is left of all that is allocated.
+    def total(self) -> int:
+        """All that PyTorch has allocated on the device, or what is resident of the process."""
+        return rss_bytes() if self._type == "cpu" else int(torch.accelerator.memory_allocated())
+
+    def values(self, total: int, resident_bytes: int) -> dict[str, float]:
+        """Bytes by what they are. "other" is what is left of the total.
 
         Args:
+            total: as `total` has just said.
             resident_bytes: saved activations that are on the device, with those of no module.
         """
-        total = rss_bytes() if self._type == "cpu" else int(torch.accelerator.memory_allocated())
         gradients = 0
-        for reference in self._parameters:
+        for reference, nbytes in self._parameters:
             parameter = reference()
             if parameter is not None and parameter.grad is not None:
-                gradients += self._bytes(parameter.grad)
+                gradients += nbytes
         values = {
             "parameters": self._parameter_bytes,
             "gradients": gradients,
@@ -357,7 +365,7 @@ class Memory:
         values["other"] = max(0, total - sum(values.values()))
         gone = self._told - values.keys()
         self._told = frozenset(values)
-        return {**values, **dict.fromkeys(gone, 0), "total": total}
+        return {**values, **dict.fromkeys(gone, 0)}
 
     def _bytes(self, tensor: Tensor) -> int:
         if type(tensor) is nn.Parameter or type(tensor) is Tensor:

@@ -181,13 +181,18 @@ class Timeline:
         yield
         self.add(what, index, begin, self.moment(index, stream), about)
 
-    def take(self) -> list[tuple[str, float, float, Any]]:
-        """What is over and was not taken yet: what it was, from when to when, and about what."""
+    def take(self, *, wait: bool = False) -> list[tuple[str, float, float, Any]]:
+        """What is over and was not taken yet: what it was, from when to when, and about what.
+
+        ``wait``: block this thread until all is over.
+        """
         found: list[tuple[str, float, float, Any]] = []
         try:
             for _ in range(0 if self._device.is_capturing() else len(self._open)):
                 what, index, begin, end, about = entry = self._open.popleft()
-                if not self._device.done(end):
+                if wait:
+                    self._device.synchronize(end)
+                elif not self._device.done(end):
                     self._open.append(entry)
                     continue
                 since_s, origin = self._origins[index]
@@ -196,6 +201,10 @@ class Timeline:
         except RuntimeError:
             self._open.clear()
         return found
+
+    def under_way(self) -> list[tuple[str, float, float, Any]]:
+        """What is not over, as if it took no time."""
+        return [(what, now(), now(), about) for what, _, _, _, about in self._open]
 
 
 class StreamWaits:
