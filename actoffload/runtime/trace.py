@@ -229,9 +229,11 @@ class Recorder:
         if (begin_s < self._next_look_s and not always) or self._closed:
             return
         total = self._memory.total()
-        values = self._memory.values(total, self._shared.accounts.resident_bytes)
-        self._writer.counter("memory", begin_s, values)
+        accounts = self._shared.accounts
+        self._writer.counter("memory", begin_s, self._memory.values(total, accounts.resident_bytes))
         self._writer.counter("memory total", begin_s, {"bytes": total})
+        unmoved = total + accounts.baseline_bytes - accounts.resident_bytes
+        self._writer.counter("memory with nothing moved", begin_s, {"bytes": unmoved})
         pools = sum(pool.allocated_bytes for pool in self._tiers.pools)
         self._writer.counter("host pool", begin_s, {"bytes": pools})
         if self._tiers.spool is not None:
