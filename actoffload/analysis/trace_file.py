@@ -202,12 +202,11 @@ def load(path: str | os.PathLike[str], *, truncated_ok: bool = False) -> TraceFi
     found = _sorted(events)
     if not found["phases"]:
         raise TraceFileError(f"{name}: empty: no forward ran inside an offloading context: attach() the model")
-    times = [event["ts"] for event in events if "ts" in event]
     base_s = float(about["base_ns"]) / 1e9
     return TraceFile(
         path=name,
         truncated=truncated,
-        began_unix_s=base_s + min(times, default=0.0) / 1e6,
+        began_unix_s=base_s + min(e["ts"] for e in events if e["ph"] != "M") / 1e6,
         metadata={**about, **data.get("otherData", {})},
         **found,
     )
@@ -268,7 +267,7 @@ def _problems(events: list[dict[str, Any]]) -> Iterator[str]:
 
 def _sorted(events: list[dict[str, Any]]) -> dict[str, Any]:
     """The events by kind, with times from the first of them on."""
-    origin = min((event["ts"] for event in events if "ts" in event), default=0.0)
+    origin = min((event["ts"] for event in events if event["ph"] != "M"), default=0.0)
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
     phases: list[Phase] = []
     transfers: list[Moved] = []
