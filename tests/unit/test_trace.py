@@ -73,22 +73,22 @@ def test_a_trace_has_phases_transfers_and_memory(make_offloader: MakeOffloader, 
     assert {"config", "machine", "torch", "statistics", "spool"} <= trace.metadata.keys()
 
 
-def _kill(file: Path) -> None:
+def _run(file: Path, end: str, **environment: str) -> int:
+    """Train a step in a process of its own, which never closes what it attaches, and ends as ``end`` says."""
     program = f"""
 import os, signal, time, torch, actoffload
 model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(3)))
 actoffload.attach(model, target="nvme", trace={str(file)!r}, announce="none", policy="keep")
 model(torch.ones(256, 256)).sum().backward()
-time.sleep(1)
-os.kill(os.getpid(), signal.SIGKILL)
+{end}
 """
-    run = subprocess.run([sys.executable, "-c", program], check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert run.returncode == -signal.SIGKILL
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run([sys.executable, "-c", program], check=False, env=environment).returncode
 
 
 def test_a_killed_run_leaves_a_trace_that_is_said_to_be_truncated(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
-    _kill(file)
+    assert _run(file, "time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)") == -signal.SIGKILL
     with pytest.raises(TraceFileError, match=r"run\.json: truncated after \d+ events: .*truncated_ok=True"):
         load(file)
     trace = load(file, truncated_ok=True)
@@ -157,15 +157,12 @@ def test_it_has_the_clock_of_the_profiler(make_offloader: MakeOffloader, tmp_pat
         assert phase["ts"] + phase["dur"] <= region["ts"] + region["dur"] + slack
 
 
-def test_each_rank_has_a_file_of_its_own(
-    make_offloader: MakeOffloader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    offloader = make_offloader(trace=tmp_path / "run.json", policy="keep")
-    train_step(Chain(), batch(), offloader)
-    offloader.close()
-    assert load(tmp_path / "run.rank1.json").metadata["rank"] == 1
+def test_each_rank_has_a_file_of_its_own_and_ends_it_at_exit(tmp_path: Path) -> None:
+    assert _run(tmp_path / "run.json", "", WORLD_SIZE="2", RANK="1") == 0
+    trace = load(tmp_path / "run.rank1.json")
+    assert trace.metadata["rank"] == 1
+    assert trace.metadata["statistics"]["kept_bytes"]["policy"] > 0
+    assert trace.metadata["diagnosis"] == ["diagnosis: nothing moves, as policy='keep' says"]
     assert not (tmp_path / "run.json").exists()
 
 
