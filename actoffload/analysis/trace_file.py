@@ -18,6 +18,8 @@ from ..errors import TraceFileError
 LETTERS = {"X": "span", "C": "counter", "i": "instant", "M": "metadata"}
 """The kinds of event that a trace of ours has, by their letter in the format."""
 PHASES = ("forward", "backward", "optimizer")
+OTHERS = ", by others"
+"""After the name of a link: another library moved it."""
 ROUNDING_US = 0.01
 """Spans of one track may lie so far across each other's ends: times are rounded to nanoseconds."""
 
@@ -64,12 +66,14 @@ class Moved(Span):
         link: ``"disk"`` or ``"host"``; ``way``: ``"write"`` (away from the device) or ``"read"``.
         nbytes: what went over it, alignment included.
         tensors: the module that saved each tensor, or None, and its bytes.
+        ours: this library moved them; else another, such as DeepSpeed, whose times are those of its calls.
     """
 
     link: str
     way: str
     nbytes: int
     tensors: tuple[tuple[str | None, int], ...]
+    ours: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,12 +206,11 @@ def load(path: str | os.PathLike[str], *, truncated_ok: bool = False) -> TraceFi
     found = _sorted(events)
     if not found["phases"]:
         raise TraceFileError(f"{name}: empty: no forward ran inside an offloading context: attach() the model")
-    times = [event["ts"] for event in events if "ts" in event]
     base_s = float(about["base_ns"]) / 1e9
     return TraceFile(
         path=name,
         truncated=truncated,
-        began_unix_s=base_s + min(times, default=0.0) / 1e6,
+        began_unix_s=base_s + min(e["ts"] for e in events if e["ph"] != "M") / 1e6,
         metadata={**about, **data.get("otherData", {})},
         **found,
     )
@@ -268,7 +271,7 @@ def _problems(events: list[dict[str, Any]]) -> Iterator[str]:
 
 def _sorted(events: list[dict[str, Any]]) -> dict[str, Any]:
     """The events by kind, with times from the first of them on."""
-    origin = min((event["ts"] for event in events if "ts" in event), default=0.0)
+    origin = min((event["ts"] for event in events if event["ph"] != "M"), default=0.0)
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
     phases: list[Phase] = []
     transfers: list[Moved] = []
@@ -288,15 +291,17 @@ def _sorted(events: list[dict[str, Any]]) -> dict[str, Any]:
         span: dict[str, Any] = {"name": event["name"], "begin_s": begin_s, "track": track}
         span["end_s"] = begin_s + event["dur"] / 1e6
         on_device = track.startswith("device ")
-        link, _, way = track.partition(" #")[0].partition(" ")
+        lane = track.partition(" #")[0]
+        link, _, way = lane.removesuffix(OTHERS).partition(" ")
         if event["name"].startswith("wait for "):
             reason = event["name"].removeprefix("wait for ")
-            place = {"module": args.get("module", ""), "nbytes": args.get("bytes", 0), "on_device": on_device}
-            waits.append(Wait(**span, reason=reason, **place))
+            module, nbytes = args.get("module", ""), args.get("bytes", 0)
+            waits.append(Wait(**span, reason=reason, module=module, nbytes=nbytes, on_device=on_device))
         elif event["name"] in PHASES:
             phases.append(Phase(**span, microbatch=args.get("microbatch", 0), on_device=on_device))
         elif link in ("disk", "host"):
             tensors = tuple((module, nbytes) for module, nbytes in args["tensors"])
-            transfers.append(Moved(**span, link=link, way=way, nbytes=args["bytes"], tensors=tensors))
+            moved = {"link": link, "way": way, "nbytes": args["bytes"], "ours": not lane.endswith(OTHERS)}
+            transfers.append(Moved(**span, **moved, tensors=tensors))
     groups = {"phases": tuple(phases), "transfers": tuple(transfers), "waits": tuple(waits), "notes": tuple(notes)}
     return {**groups, "counters": counters}

@@ -118,7 +118,7 @@ class Run:
         }
 
     def _left(self, link: str) -> list[Moved]:
-        return [moved for moved in self.trace.transfers if (moved.link, moved.way) == (link, "write")]
+        return [moved for moved in self.trace.transfers if moved.ours and (moved.link, moved.way) == (link, "write")]
 
     def memory(self) -> Memory:
         """Memory over the step."""
@@ -280,7 +280,9 @@ def look_at(trace: TraceFile) -> Run:
 
 def on_device(span: Span) -> bool:
     """Whether a span's times are the device's."""
-    return span.link == "host" if isinstance(span, Moved) else isinstance(span, (Phase, Wait)) and span.on_device
+    if isinstance(span, Moved):
+        return span.link == "host" and span.ours
+    return isinstance(span, (Phase, Wait)) and span.on_device
 
 
 def format_number(name: str, value: float | None) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import threading
 import weakref
 from collections.abc import Hashable
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -321,6 +322,19 @@ class Offloader:
             if stack and len(stack[-1].tape):
                 stack[-1].tape = Tape()
         self.store.expect(Hint(microbatch, direction, next))
+
+    def traced(
+        self, name: str, *, link: Literal["", "host write", "host read"] = "", nbytes: int = 0
+    ) -> contextlib.AbstractContextManager[None]:
+        """Have the trace show what runs inside of a context, which hooks do not see; nothing happens without a trace.
+
+        Args:
+            name: of a phase, or of what is copied.
+            link: a copy by somebody else, away from the device or back; "" for a phase.
+            nbytes: of the copy.
+        """
+        trace = self.store.trace
+        return contextlib.nullcontext() if trace is None else trace.region(name, link, nbytes)
 
     def agree(self, group: Any = None) -> bool:
         """Have all ranks of a group follow one plan, so that blocks can be recomputed where ranks communicate.

@@ -6,6 +6,7 @@ otherwise so seldom that looking takes at most `LOOKING_SHARE` of the time.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import platform
@@ -13,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -163,13 +164,32 @@ class Recorder:
         """An optimizer steps."""
         self.look(always=True)
         self._optimizers.add(optimizer)
-        self._phases.append(self._begin("optimizer"))
+        within = any(phase.name == "optimizer" for phase in self._phases)  # another's, that calls this one
+        self._phases.append(self._begin(f"{type(optimizer).__name__}.step" if within else "optimizer"))
 
-    def optimizer_ended(self) -> None:
+    def optimizer_ended(self, optimizer: Optimizer) -> None:
         """It has stepped."""
         self._memory.count(self._models, self._optimizers)
         self.look(always=True)
-        self._end("optimizer")
+        names = ("optimizer", f"{type(optimizer).__name__}.step")
+        self._end(next((phase.name for phase in reversed(self._phases) if phase.name in names), ""))
+
+    @contextlib.contextmanager
+    def region(self, name: str, link: str, nbytes: int) -> Iterator[None]:
+        """Take down what runs inside of the context: as a phase, or as bytes that go over a link, but not by us."""
+        begin_s = now()
+        if not link:
+            self.look(always=True)
+            self._phases.append(self._begin(name))
+        try:
+            yield
+        finally:
+            if link:
+                self._writer.span(f"{link}, by others*", name, begin_s, now(), {"bytes": nbytes, "tensors": []})
+                self._rates[link].add(begin_s, now(), nbytes)
+            else:
+                self.look(always=True)
+                self._end(name)
 
     def _begin(self, name: str, number: int | None = None) -> _Phase:
         index = self._timeline.current_index if self._timeline is not None else 0
@@ -234,6 +254,8 @@ class Recorder:
         self._writer.counter("memory total", begin_s, {"bytes": total})
         unmoved = total + accounts.baseline_bytes - accounts.resident_bytes
         self._writer.counter("memory with nothing moved", begin_s, {"bytes": unmoved})
+        if self._memory.on_device:
+            self._writer.counter("process memory", begin_s, {"bytes": rss_bytes()})
         pools = sum(pool.allocated_bytes for pool in self._tiers.pools)
         self._writer.counter("host pool", begin_s, {"bytes": pools})
         if self._tiers.spool is not None:
@@ -306,6 +328,7 @@ class Memory:
 
     Attributes:
         saved: bytes of saved activations by module; whoever moves them keeps it.
+        on_device: an accelerator's memory is looked at.
     """
 
     def __init__(self, device_types: Iterable[str]) -> None:
@@ -313,6 +336,7 @@ class Memory:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         types = set(device_types) or {accelerator.type if accelerator is not None else "cpu"}
         self._type = accelerator.type if accelerator is not None and accelerator.type in types else "cpu"
+        self.on_device = self._type != "cpu"
         self._parameters: list[tuple[weakref.ref[Tensor], int]] = []
         self._parameter_bytes = self._state_bytes = 0
         self._told: frozenset[str] = frozenset()
@@ -452,7 +476,7 @@ def _optimizer_begins(recorder: weakref.ref[Recorder], optimizer: Optimizer, *_:
 
 
 @skipped
-def _optimizer_ended(recorder: weakref.ref[Recorder], *_: object) -> None:
+def _optimizer_ended(recorder: weakref.ref[Recorder], optimizer: Optimizer, *_: object) -> None:
     there = recorder()
     if there is not None and not torch.compiler.is_compiling():
-        there.optimizer_ended()
+        there.optimizer_ended(optimizer)

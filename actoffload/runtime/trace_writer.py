@@ -61,8 +61,9 @@ class TraceWriter:
         self._file = os.open(path, _FLAGS | os.O_TRUNC, 0o666)
         self._put(_ARRAY)
         name = {"name": f"actoffload, rank {about.get('rank', 0)}"}
-        self._put(_json({"ph": "M", "name": "process_name", "pid": os.getpid(), "tid": 0, "args": name}), first=True)
-        self._put(_json({"ph": "M", "name": "actoffload", "pid": os.getpid(), "tid": 0, "args": self._about}))
+        self._began_us = (time.time_ns() - self.base_ns) / 1e3
+        self._put(self._metadata("process_name", 0, name), first=True)
+        self._put(self._metadata("actoffload", 0, self._about))
 
     # -- what is added ------------------------------------------------------------------------------------------------
 
@@ -176,10 +177,13 @@ class TraceWriter:
         if number is not None:
             return b"", number
         number = self._tracks[track] = TRACK_IDS + len(self._tracks)
-        place = {"ph": "M", "pid": os.getpid(), "tid": number}
-        name = _json({**place, "name": "thread_name", "args": {"name": track}})
-        order = _json({**place, "name": "thread_sort_index", "args": {"sort_index": len(self._tracks)}})
+        name = self._metadata("thread_name", number, {"name": track})
+        order = self._metadata("thread_sort_index", number, {"sort_index": len(self._tracks)})
         return name + b",\n" + order + b",\n", number
+
+    def _metadata(self, name: str, track: int, args: Mapping[str, Any]) -> bytes:
+        event = {"ph": "M", "name": name, "pid": os.getpid(), "tid": track, "ts": round(self._began_us, 3)}
+        return _json({**event, "args": args})
 
 
 def _json(value: object) -> bytes:

@@ -73,22 +73,22 @@ def test_a_trace_has_phases_transfers_and_memory(make_offloader: MakeOffloader, 
     assert {"config", "machine", "torch", "statistics", "spool"} <= trace.metadata.keys()
 
 
-def _kill(file: Path) -> None:
+def _run(file: Path, end: str, **environment: str) -> int:
+    """Train a step in a process of its own, which never closes what it attaches, and ends as ``end`` says."""
     program = f"""
 import os, signal, time, torch, actoffload
 model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(3)))
 actoffload.attach(model, target="nvme", trace={str(file)!r}, announce="none", policy="keep")
 model(torch.ones(256, 256)).sum().backward()
-time.sleep(1)
-os.kill(os.getpid(), signal.SIGKILL)
+{end}
 """
-    run = subprocess.run([sys.executable, "-c", program], check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert run.returncode == -signal.SIGKILL
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run([sys.executable, "-c", program], check=False, env=environment).returncode
 
 
 def test_a_killed_run_leaves_a_trace_that_is_said_to_be_truncated(tmp_path: Path) -> None:
     file = tmp_path / "run.json"
-    _kill(file)
+    assert _run(file, "time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)") == -signal.SIGKILL
     with pytest.raises(TraceFileError, match=r"run\.json: truncated after \d+ events: .*truncated_ok=True"):
         load(file)
     trace = load(file, truncated_ok=True)
@@ -150,7 +150,78 @@ def test_it_has_the_clock_of_the_profiler(make_offloader: MakeOffloader, tmp_pat
     ours, theirs = (data["traceEvents"] for data in both)
     assert both[0]["baseTimeNanoseconds"] == both[1]["baseTimeNanoseconds"]
     region = [event for event in theirs if event.get("name") == "region" and event["ph"] == "X"][-1]
-    backward = [event for event in ours if event.get("name") == "backward"][-1]
     slack = 500  # microseconds
-    assert region["ts"] - slack <= backward["ts"]
-    assert backward["ts"] + backward["dur"] <= region["ts"] + region["dur"] + slack
+    for name in ("forward", "backward"):
+        phase = [event for event in ours if event["name"] == name][-1]
+        assert region["ts"] - slack <= phase["ts"]
+        assert phase["ts"] + phase["dur"] <= region["ts"] + region["dur"] + slack
+
+
+def test_each_rank_has_a_file_of_its_own_and_ends_it_at_exit(tmp_path: Path) -> None:
+    assert _run(tmp_path / "run.json", "", WORLD_SIZE="2", RANK="1") == 0
+    trace = load(tmp_path / "run.rank1.json")
+    assert trace.metadata["rank"] == 1
+    assert trace.metadata["statistics"]["kept_bytes"]["policy"] > 0
+    assert trace.metadata["diagnosis"] == ["diagnosis: nothing moves, as policy='keep' says"]
+    assert not (tmp_path / "run.json").exists()
+
+
+def test_two_offloaders_share_a_file(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+    """One after the other, as after an interrupt, or at the same time."""
+    file, model = tmp_path / "run.json", Chain()
+    first, second = (make_offloader(trace=file, policy=policy) for policy in ("keep", "greedy"))
+    for offloader in (first, second):
+        train_step(model, batch(), offloader)
+        offloader.close()
+    third = make_offloader(trace=file, policy="keep")
+    train_step(model, batch(), third)
+    third.close()
+    assert [phase.name for phase in load(file).phases] == ["forward", "backward"] * 3
+
+
+def test_a_backward_that_raised_has_an_end(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+    offloader = make_offloader(trace=tmp_path / "run.json", policy="keep")
+    model = Chain()
+    with offloader:
+        loss = model(batch()).square().sum()
+    first = next(model.parameters())
+    hook = first.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    hook.remove()
+    del loss
+    train_step(model, batch(), offloader)
+    offloader.close()
+    assert [phase.name for phase in load(tmp_path / "run.json").phases] == ["forward", "backward"] * 2
+
+
+DEMO = {"mode": "nvme", "layers": 4, "width": 256, "batch": 4, "seq": 128, "seed": 0, "threads": 1, "profile": None}
+
+
+def test_the_trace_of_the_demo_is_valid_and_adds_up(tmp_path: Path) -> None:
+    """A process that says nothing of a trace, run by the command; the file is read by a package of others as well."""
+    chrometrace = pytest.importorskip("chrometrace")
+    file = tmp_path / "run.json"
+    program = ["-m", "actoffload.cli.demo_worker", json.dumps(DEMO | {"paths": [str(tmp_path)]})]
+    command = [sys.executable, "-m", "actoffload", "trace", "-o", str(file), "--", *program]
+    run = subprocess.run(command, input="\n" * 4, capture_output=True, text=True, check=True)
+    said = json.loads(run.stdout.splitlines()[-1])["end"]["statistics"]
+    events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    for event in events:
+        read = chrometrace.TraceEvent.from_dict(event)
+        letter = {"i": "I"}.get(read.event_type, read.event_type)  # the package knows an older letter for instants
+        assert chrometrace.TraceEventType(letter)
+        assert isinstance(read.process_id, int)
+        assert read.duration_us >= 0
+        assert read.timestamp_us > 0 or letter == "M"
+    trace = load(file)
+    written, read_back = (sum(one.nbytes for one in trace.transfers if one.way == way) for way in ("write", "read"))
+    assert (written, read_back) == (said["nvme_written_bytes"], said["nvme_read_bytes"])
+    assert written > 0
+    assert [phase.name for phase in trace.phases] == ["forward", "backward", "optimizer"] * 4
+    total, memory = trace.counters["memory total"].series["bytes"], trace.counters["memory"].series
+    for place, measured in enumerate(total):
+        assert abs(sum(values[place] for values in memory.values()) - measured) <= 0.05 * measured
+    assert {"saved by stack.blocks.0", "parameters", "gradients", "optimizer state", "other"} <= memory.keys()
+    assert max(trace.counters["disk write"].series["bytes_per_s"]) > 0
+    assert trace.metadata["predicted"]["step_s"] > 0
