@@ -109,7 +109,9 @@ def browser(folder: Path) -> Iterator[Page]:
     from_browser, their_out = os.pipe()
     command = [PROGRAM, *OPTIONS, "--remote-debugging-pipe", f"--user-data-dir={folder}"]
     start = f'exec "$0" "$@" 3<&{their_in} 4>&{their_out}'
-    process = subprocess.Popen(["sh", "-c", start, *command], pass_fds=(their_in, their_out), stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        ["bash", "-c", start, *command], pass_fds=(their_in, their_out), stderr=subprocess.DEVNULL
+    )
     os.close(their_in)
     os.close(their_out)
     try:

@@ -45,7 +45,8 @@ def write_page(runs: Sequence[Run], path: Path) -> None:
         import jinja2
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        remedy = f"{error.name} is not installed: pip install 'actoffload[plots]'"
+        package = (error.name or "").partition(".")[0]
+        remedy = f"{package} is not installed: pip install 'actoffload[plots]'"
         raise ConfigError("html", str(path), remedy) from error
 
     page = _Page(runs)
@@ -163,8 +164,8 @@ class _Page:
         memory, figure, name = run.memory(), graph_objects.Figure(), self._unit_name
         x = _ms(memory.times_s)
         for kind in KINDS:
-            extra = memory.blocks if kind == SAVED else [""] * len(x)
-            label = f"%{{y:.4g}} {name} %{{customdata}}<extra>{kind}</extra>"
+            extra = ["".join(f"<br>{block}" for block in blocks) if kind == SAVED else "" for blocks in memory.blocks]
+            label = f"%{{y:.4g}} {name}%{{customdata}}<extra>{kind}</extra>"
             y = [nbytes / self._unit for nbytes in memory.by_kind[kind]]
             line = {"shape": "hv", "width": 0.5, "color": COLOURS[kind]}
             figure.add_scatter(
@@ -182,9 +183,9 @@ class _Page:
         label = f"%{{y:.4g}} {name}<extra>with nothing moved</extra>"
         figure.add_scatter(x=x, y=without, name="with nothing moved", line=line, mode="lines", hovertemplate=label)
         _shade(figure, run.phases(on_device=False), self._host_ms)
-        figure.update_layout(hovermode="x unified", legend=LEGEND)
+        figure.update_layout(hovermode="x unified", hoverdistance=-1, legend=LEGEND)
         figure.update_yaxes(title=name, range=[0, self._top])
-        figure.update_xaxes(title="ms", range=[0, self._host_ms])
+        figure.update_xaxes(title="ms", range=[0, self._host_ms], unifiedhovertitle_text="%{x:.4g} ms")
         return figure, 440
 
     def _links(self, run: Run) -> Drawn:
@@ -198,7 +199,7 @@ class _Page:
             length_ms = self._device_ms if on_device else self._host_ms
             x, y = _ms(link.times_s), [rate / 1e9 for rate in link.bytes_per_s]
             colour = COLOURS[link.name.split()[1]]
-            label = f"%{{y:.3g}} GB/s<extra>{link.name}</extra>"
+            label = f"{link.name}, %{{y:.3g}} GB/s<extra></extra>"
             line = {"shape": "hv", "width": 1, "color": colour}
             figure.add_scatter(x=x, y=y, line=line, mode="lines", fill="tozeroy", hovertemplate=label, row=row, col=1)
             figure.add_hline(y=link.can_do / 1e9, line={"dash": "dot", "width": 2, "color": VERMILLION}, row=row, col=1)
@@ -206,7 +207,7 @@ class _Page:
             _shade(figure, run.phases(on_device=on_device), length_ms, row=row, col=1)
             figure.update_xaxes(range=[0, length_ms], row=row, col=1)
         figure.update_annotations(font_size=13)
-        figure.update_layout(showlegend=False, hovermode="x")
+        figure.update_layout(showlegend=False, hovermode="x", hoverdistance=-1)
         figure.update_xaxes(title="ms", row=len(links), col=1)
         return figure, 70 + 150 * len(links)
 
@@ -228,7 +229,7 @@ class _Page:
                 y=[span.track for span in mine],
                 base=_ms(span.begin_s for span in mine),
                 customdata=[_about(span) for span in mine],
-                hovertemplate=f"%{{customdata}}<extra>{kind}</extra>",
+                hovertemplate=f"{kind}, %{{customdata}}<extra></extra>",
                 # A wait stays visible however short it is.
                 marker_line={"width": 2 if kind == "wait" else 0, "color": COLOURS[kind]},
             )
@@ -239,9 +240,9 @@ class _Page:
 
 
 def _next_steps(run: Run) -> dict[str, Any]:
-    limits, steps = run.what_limits(), run.next_steps()
+    limits, steps = run.what_limits(), run.next_steps
     told = [f"{limits}."] if limits else []
-    told += [] if steps else ["Nothing is known that would change much."]
+    told += [] if steps else ["The planner knows of no option that would change much."]
     return {"text": " ".join(told), "steps": steps}
 
 
@@ -261,7 +262,7 @@ def _kept(run: Run) -> Drawn:
         y=list(kept),
         text=[format_size(nbytes) for nbytes in kept.values()],
         customdata=[KEPT_MEANINGS.get(reason, "") for reason in kept],
-        hovertemplate="%{text}: %{customdata}<extra>%{y}</extra>",
+        hovertemplate="%{y}, %{text}<br>%{customdata}<extra></extra>",
     )
     figure.update_xaxes(title="MiB")
     return figure, 90 + 30 * len(kept)
@@ -290,12 +291,12 @@ def _lane_order(track: str) -> tuple[int, str, int]:
 def _about(span: Span) -> str:
     took = f"{format_time(span.duration_s)} from {format_time(span.begin_s)}"
     if isinstance(span, Phase):
-        return f"micro-batch {span.microbatch}, {took}"
+        return f"micro-batch {span.microbatch}<br>{took}"
     if isinstance(span, Wait):
-        return f"for {span.reason}: {span.module or 'a tensor'}, {format_size(span.nbytes)}, {took}"
+        return f"for {span.reason}: {span.module or 'a tensor'}, {format_size(span.nbytes)}<br>{took}"
     assert isinstance(span, Moved), "there is nothing else"
     rate = f"{span.nbytes / span.duration_s / 1e9:.3g} GB/s" if span.duration_s else ""
-    return f"{span.name}, {format_size(span.nbytes)}, {took} {rate}"
+    return f"{span.name}, {format_size(span.nbytes)}<br>{took}, {rate}"
 
 
 def _ms(times_s: Iterable[float]) -> list[float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from statistics import median_low
 from typing import Any
@@ -39,14 +40,14 @@ class Memory:
 
     Attributes:
         by_kind: for each of `KINDS`.
-        blocks: the blocks that saved the most of what is there, as text.
+        blocks: the blocks that saved the most of what is there, each with its size as text.
         total: all of it, as measured.
         without: what that would be with nothing moved.
     """
 
     times_s: list[float]
     by_kind: dict[str, list[float]]
-    blocks: list[str]
+    blocks: list[list[str]]
     total: list[float]
     without: list[float]
 
@@ -227,6 +228,7 @@ class Run:
         told = diagnosis[0].removeprefix("diagnosis: ")
         return told[:1].upper() + told[1:]
 
+    @cached_property
     def next_steps(self) -> list[str]:
         """What to do next: at most three sentences, each with an option, its value and what it changes."""
         return next_steps(self.trace.metadata, self.numbers())
@@ -258,7 +260,7 @@ class Run:
             "predicted": {name: {"predicted": value, "seen": seen} for name, value, seen in self.predictions()},
             "wear": self.wear(),
             "what_limits": self.what_limits(),
-            "next_steps": self.next_steps(),
+            "next_steps": self.next_steps,
         }
 
 
@@ -294,7 +296,7 @@ def format_number(name: str, value: float | None) -> str:
     return format_time(value) if name.endswith("_s") else f"{value:g}"
 
 
-def _largest(saved: Mapping[str, float]) -> str:
+def _largest(saved: Mapping[str, float]) -> list[str]:
     largest = sorted(saved.items(), key=lambda item: -item[1])
     told = [f"{name.removeprefix('saved by ')} {format_size(nbytes)}" for name, nbytes in largest[:MOST_BLOCKS]]
-    return ", ".join([*told, *(["…"] if largest[MOST_BLOCKS:] else [])])
+    return [*told, *(["…"] if largest[MOST_BLOCKS:] else [])]

@@ -103,7 +103,7 @@ def _one(run: Run) -> list[RenderableType]:
     parts += [_table(title, rows) for title, rows in tables.items() if rows[1:]]
     parts += [f"\n{escape(text)}" for text in (run.wear(), run.what_limits()) if text]
     steps = Table.grid(padding=(0, 1))
-    for number, step in enumerate(run.next_steps(), start=1):
+    for number, step in enumerate(run.next_steps, start=1):
         steps.add_row(f"{number}.", escape(step))
     if steps.rows:
         parts += ["\n[bold]What to do next[/bold]", steps]
