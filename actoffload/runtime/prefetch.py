@@ -9,6 +9,7 @@ import torch
 from ..tiers.record import Record, State
 from ..tiers.shared import Shared
 from ..tiers.tier import Tier
+from .kept_place import KeptPlace
 from .pipeline import Hint, Phases
 from .tape import FOR_EVER, LearnedOrders, Tape, Window
 
@@ -46,7 +47,7 @@ class Prefetch:
         if tape is not None and not tape.in_backward:
             self._fetch(tape, self._ahead(tape))
 
-    def reach(self, record: Record, round_: int) -> None:
+    def reach(self, record: Record | KeptPlace, round_: int) -> None:
         """Backward has reached a record; ``round_`` is how often this handle was unpacked before."""
         tape = record.tape
         if tape is None:

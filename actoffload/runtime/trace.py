@@ -40,10 +40,16 @@ from .untraced import skipped
 VARIABLE = "ACTOFFLOAD_TRACE"
 LOOKING_SHARE = 0.003
 LEAST_LOOK_S = 0.001
+RECOUNT_FORWARDS = 64
+"""After so many forwards parameters are counted again: their owner may have changed their sizes."""
 RATE_S = 0.01
 """Bytes per second of a link are told for stretches of so many seconds."""
 OVERLAP_S = 2.0
 """So long after a stretch has passed its rate is told: a transfer that ends later counts from there on."""
+
+
+_TOLD_OTHERWISE = (EventKind.PACK, EventKind.KEEP, EventKind.RELEASE, EventKind.WRITE, EventKind.READ)
+"""Of saved storages; a trace has the transfers, and bytes by why they stay."""
 
 
 def trace_path(config: OffloadConfig) -> str | None:
@@ -102,13 +108,15 @@ class Recorder:
 
     def event(self, event: TraceEvent) -> None:
         """Take down an event of a saved storage: the sink."""
-        kind, thread = event.kind, self._thread
-        args = {"module": event.module, "bytes": event.nbytes}
+        kind = event.kind
         if kind is EventKind.PACK:
             self.look()
-        elif kind in (EventKind.UNPACK_WAIT, EventKind.PACK_WAIT):
+        if kind in _TOLD_OTHERWISE:
+            return
+        args = {"module": event.module, "bytes": event.nbytes}
+        if kind in (EventKind.UNPACK_WAIT, EventKind.PACK_WAIT):
             name = f"wait for {'data' if kind is EventKind.UNPACK_WAIT else 'room'}"
-            self._writer.span(f"waits, {thread}", name, event.time_s, event.time_s + event.duration_s, args)
+            self._writer.span(f"waits, {self._thread}", name, event.time_s, event.time_s + event.duration_s, args)
         elif kind in (EventKind.FORWARD, EventKind.CANCEL):
             name = "used from memory" if kind is EventKind.FORWARD else "write cancelled"
             self._writer.instant("notes", name, event.time_s, args)
@@ -138,8 +146,8 @@ class Recorder:
         """A context is entered."""
         self._forwards += 1
         self._take_timeline()
-        self._memory.count(self._models, self._optimizers)
-        self.look(always=True)
+        self._memory.count(self._models, self._optimizers, anew=self._forwards % RECOUNT_FORWARDS == 0)
+        self.look()
         self._phases.append(self._begin("forward"))
 
     def forward_ended(self) -> None:
@@ -340,14 +348,23 @@ class Memory:
         self._parameters: list[tuple[weakref.ref[Tensor], int]] = []
         self._parameter_bytes = self._state_bytes = 0
         self._told: frozenset[str] = frozenset()
+        self._counted: tuple[int, ...] = ()
 
-    def count(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> None:
-        """Count parameters, buffers and optimizer state anew; what an optimizer steps and no model has is its state."""
+    def count(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer], *, anew: bool = False) -> None:
+        """Count parameters, buffers and optimizer state, if there may be others, or ``anew``.
+
+        What an optimizer steps and no model has counts as its state.
+        """
+        models, optimizers = list(models), list(optimizers)
+        counted = (len(models), *(len(optimizer.state) for optimizer in optimizers))
+        if counted == self._counted and not anew:
+            return
+        self._counted = counted
         parameters: dict[int, Tensor] = {id(p): p for model in models for p in model.parameters()}
         buffers = {id(b): b for model in models for b in model.buffers()}
         stepped: dict[int, Tensor] = {}
         states: list[Tensor] = []
-        for optimizer in list(optimizers):
+        for optimizer in optimizers:
             stepped.update((id(p), p) for group in optimizer.param_groups for p in group["params"])
             for state in list(optimizer.state.values()):
                 values = state.values() if isinstance(state, Mapping) else ()

@@ -51,6 +51,7 @@ class TraceWriter:
         unix_ns = max(time.time_ns() - time.monotonic_ns() for _ in range(5))
         self.base_ns = time.time_ns() // (QUARTER_S * 10**9) * QUARTER_S * 10**9
         self._shift_us = (unix_ns - self.base_ns) / 1e3
+        self._pid = os.getpid()
         self._rows: deque[Row] = deque()
         self._tracks: dict[str, int] = {}
         self._lanes: dict[str, list[float]] = {}
@@ -150,7 +151,7 @@ class TraceWriter:
 
     def _line(self, row: Row) -> bytes:
         letter, track, name, begin_s, duration_s, args = row
-        event: dict[str, Any] = {"ph": letter, "name": name, "pid": os.getpid()}
+        event: dict[str, Any] = {"ph": letter, "name": name, "pid": self._pid}
         event["ts"] = round(begin_s * 1e6 + self._shift_us, 3)
         before = b""
         if letter != "C":
@@ -182,12 +183,15 @@ class TraceWriter:
         return name + b",\n" + order + b",\n", number
 
     def _metadata(self, name: str, track: int, args: Mapping[str, Any]) -> bytes:
-        event = {"ph": "M", "name": name, "pid": os.getpid(), "tid": track, "ts": round(self._began_us, 3)}
+        event = {"ph": "M", "name": name, "pid": self._pid, "tid": track, "ts": round(self._began_us, 3)}
         return _json({**event, "args": args})
 
 
+_encode = json.JSONEncoder(default=str, separators=(",", ":")).encode
+
+
 def _json(value: object) -> bytes:
-    return json.dumps(value, default=str, separators=(",", ":")).encode()
+    return _encode(value).encode()
 
 
 _writers: dict[str, TraceWriter] = {}
