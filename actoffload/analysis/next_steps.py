@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import BudgetError
-from ..planning.explain import BUDGET_SHARES, format_time
+from ..planning.constants import BUDGET_SHARES
+from ..planning.explain import format_time
 from ..planning.planners import Limits, make_planner
 from ..planning.profile import Profile
 from ..planning.simulator import simulate

@@ -75,7 +75,7 @@ def comparison(runs: Sequence[Run]) -> list[list[str]]:
 
 def waits_table(run: Run) -> list[tuple[str, ...]]:
     """The dearest waits as rows of text, under a heading."""
-    rows = [("module", "for", "waited", "times", "tensor")]
+    rows: list[tuple[str, ...]] = [("module", "for", "waited", "times", "tensor")]
     for wait in run.dearest_waits():
         rows.append((wait.module, wait.reason, format_time(wait.total_s), str(wait.count), format_size(wait.nbytes)))
     return rows
@@ -84,7 +84,7 @@ def waits_table(run: Run) -> list[tuple[str, ...]]:
 def predictions_table(run: Run) -> list[tuple[str, ...]]:
     """What was predicted and seen, as rows of text, under a heading."""
     names = {"step_s": "a step", "peak_bytes": "saved activations, peak"}
-    rows = [("", "predicted", "seen")]
+    rows: list[tuple[str, ...]] = [("", "predicted", "seen")]
     for name, predicted, seen in run.predictions():
         rows.append((names[name], format_number(name, predicted), format_number(name, seen)))
     return rows

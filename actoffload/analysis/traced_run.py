@@ -9,6 +9,7 @@ from itertools import pairwise
 from statistics import median_low
 from typing import Any
 
+from ..errors import TraceFileError
 from ..planning.explain import format_time
 from ..sizes import format_size
 from ..storage.endurance import Rating, render_wear
@@ -265,10 +266,16 @@ class Run:
 
 
 def look_at(trace: TraceFile) -> Run:
-    """Return the run of a trace, with the step of median length among those after the last plan was made."""
+    """Return the run of a trace, with the step of median length among those after the last plan was made.
+
+    Raises:
+        TraceFileError: it shows no forward.
+    """
     virtual = bool(trace.metadata.get("virtual_device_time"))
     host, device = trace.steps(), trace.steps(on_device=True)
     count = min(len(host), len(device)) if device else len(host)
+    if not count:
+        raise TraceFileError(f"{trace.path}: empty: no forward ended inside an offloading context")
     host, device = host[:count], device[:count] or host[:count]
     if not virtual:
         host = device = [(min(h[0], d[0]), max(h[1], d[1])) for h, d in zip(host, device, strict=True)]

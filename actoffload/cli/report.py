@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..analysis.report_page import comparison, predictions_table, waits_table, write_page
-from ..analysis.trace_file import TraceFile, load
+from ..analysis.trace_file import load
 from ..analysis.traced_run import Run, look_at
 from ..errors import TraceFileError
 from ..runtime.report import KEPT_MEANINGS
@@ -56,9 +56,9 @@ def top(
     with explained_errors(), Live(console=Console(), auto_refresh=False) as live:
         while True:
             began_s = time.monotonic()
-            trace = _so_far(run)
-            live.update("waiting for the first step" if trace is None else render([look_at(trace)]), refresh=True)
-            if trace is not None and not trace.truncated:
+            found = _so_far(run)
+            live.update("waiting for the first step" if found is None else render([found]), refresh=True)
+            if found is not None and not found.trace.truncated:
                 return
             try:
                 time.sleep(max(every, (time.monotonic() - began_s) / READING_SHARE))
@@ -66,10 +66,10 @@ def top(
                 return
 
 
-def _so_far(path: Path) -> TraceFile | None:
-    """What a run has written until now; None before its first phase has ended."""
+def _so_far(path: Path) -> Run | None:
+    """What a run has written until now; None before its first forward has ended."""
     try:
-        return load(path, truncated_ok=True)
+        return look_at(load(path, truncated_ok=True))
     except TraceFileError as error:
         if ": empty: " in str(error):
             return None
@@ -94,7 +94,7 @@ def _one(run: Run) -> list[RenderableType]:
     kept = [["", "bytes", "why"]]
     for reason, nbytes in run.kept().items():
         kept.append([reason, format_size(nbytes), KEPT_MEANINGS.get(reason, "")])
-    tables = {
+    tables: dict[str, Sequence[Sequence[str]]] = {
         "Links": links,
         "Dearest waits": waits_table(run),
         "Predicted and seen": predictions_table(run),
