@@ -64,7 +64,7 @@ def next_steps(metadata: Mapping[str, Any], numbers: Mapping[str, float]) -> lis
     found = [] if planned is None else _other_plans(planned)
     if planned is None:
         found = _without_a_plan(config, statistics, numbers)
-    return [*found, *_what_could_move(statistics)][:MOST_STEPS]
+    return [*found, *_what_could_move(statistics, numbers["steps"])][:MOST_STEPS]
 
 
 def _planned(metadata: Mapping[str, Any]) -> _Planned | None:
@@ -136,7 +136,7 @@ def _without_a_plan(
     peak, whole = numbers["saved_peak_without_bytes"], numbers["peak_without_bytes"]
     if policy == "keep" and saved:
         found.append(
-            f"policy='auto' moves what costs no time: up to {format_size(saved / statistics['steps'])} a step can "
+            f"policy='auto' moves what costs no time: up to {format_size(saved / numbers['steps'])} a step can "
             f"leave, and at its peak {format_size(peak)} of saved activations are {peak / whole:.0%} of the memory."
         )
     if policy != "auto" and peak > WORTH_SAYING * whole and config.get("device_budget") is None:
@@ -147,11 +147,11 @@ def _without_a_plan(
     return found
 
 
-def _what_could_move(statistics: Mapping[str, Any]) -> list[str]:
+def _what_could_move(statistics: Mapping[str, Any], steps: float) -> list[str]:
     found = []
     for reason, option in _LETS_MOVE.items():
         nbytes, all_bytes = statistics["kept_bytes"].get(reason, 0), statistics["activation_bytes"]
         if nbytes > WORTH_SAYING * all_bytes:
-            each = format_size(nbytes / statistics["steps"])
+            each = format_size(nbytes / steps)
             found.append(f"{option} lets up to {each} more leave in a step, {nbytes / all_bytes:.0%} of what it saves.")
     return found

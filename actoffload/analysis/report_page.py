@@ -242,7 +242,7 @@ class _Page:
 def _next_steps(run: Run) -> dict[str, Any]:
     limits, steps = run.what_limits(), run.next_steps
     told = [f"{limits}."] if limits else []
-    told += [] if steps else ["The planner knows of no option that would change much."]
+    told += [] if steps else ["No option is known that would change much."]
     return {"text": " ".join(told), "steps": steps}
 
 

@@ -76,7 +76,7 @@ class WaitsFor:
     nbytes: int
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
     """A trace, and which of its steps is shown; made by `look_at`.
 
@@ -84,8 +84,8 @@ class Run:
         count: how many steps it has.
         step_s: their median, without those before the last plan; virtual on a simulated device.
         shown: the number of the step that is shown, from 0: the one that took so long.
-        host: when it began and ended for the host.
-        device: the same for the device, whose time is another one if it is virtual.
+        host: when it began and ended: first for the host or the device, last for both.
+        device: the same, or on a simulated device when it did so in that device's own, virtual time.
     """
 
     trace: TraceFile
@@ -277,13 +277,13 @@ def look_at(trace: TraceFile) -> Run:
     if not count:
         raise TraceFileError(f"{trace.path}: empty: no forward ended inside an offloading context")
     host, device = host[:count], device[:count] or host[:count]
+    lengths_s = [end_s - begin_s for begin_s, end_s in (device if virtual else host)]
     if not virtual:
         host = device = [(min(h[0], d[0]), max(h[1], d[1])) for h, d in zip(host, device, strict=True)]
     planned_s = max((note.time_s for note in trace.notes if note.name.startswith("plan:")), default=0.0)
     usual = [n for n in range(count) if n and host[n][0] >= planned_s] or list(range(count))
-    durations_s = [device[n][1] - device[n][0] for n in usual]
-    step_s = median_low(durations_s)
-    shown = usual[durations_s.index(step_s)]
+    step_s = median_low(lengths_s[n] for n in usual)
+    shown = next(n for n in usual if lengths_s[n] == step_s)
     return Run(trace=trace, count=count, step_s=step_s, shown=shown, host=host[shown], device=device[shown])
 
 

@@ -108,6 +108,21 @@ def test_the_step_shown_has_the_median_length_of_those_under_the_last_plan() -> 
     assert (run.count, run.shown, run.step_s, run.host) == (4, 3, 2.0, (8.0, 10.0))
 
 
+def test_a_simulated_devices_step_goes_by_its_own_time() -> None:
+    trace = _by_hand().trace
+    theirs = [
+        replace(phase, begin_s=phase.begin_s / 10, end_s=phase.end_s / 10, on_device=True) for phase in trace.phases
+    ]
+    both = {"phases": (*trace.phases, *theirs), "metadata": {**trace.metadata, "virtual_device_time": True}}
+    run = look_at(replace(trace, **both))
+    assert run.virtual
+    assert (run.shown, run.host) == (3, (8.0, 10.0))
+    assert run.step_s == pytest.approx(0.2)
+    assert [round(phase.begin_s, 9) for phase in run.phases(on_device=True)] == [0.0, 0.1]
+    one_clock = look_at(replace(trace, phases=both["phases"]))
+    assert (one_clock.step_s, one_clock.device) == (2.0, one_clock.host)
+
+
 def test_numbers_memory_links_waits_and_what_stayed() -> None:
     run = _by_hand()
     numbers = run.numbers()
@@ -134,9 +149,9 @@ def test_numbers_memory_links_waits_and_what_stayed() -> None:
 
 # -- what to do next --------------------------------------------------------------------------------------------------
 
-STATISTICS: dict[str, Any] = {"kept_bytes": {}, "activation_bytes": 100 * MIB, "steps": 4}
+STATISTICS: dict[str, Any] = {"kept_bytes": {}, "activation_bytes": 100 * MIB}
 NUMBERS = {
-    **{"step_s": 1.0, "wait_s": 0.2, "peak_without_bytes": 100.0 * MIB},
+    **{"steps": 4.0, "step_s": 1.0, "wait_s": 0.2, "peak_without_bytes": 100.0 * MIB},
     **{"saved_peak_bytes": 40.0 * MIB, "saved_peak_without_bytes": 40.0 * MIB},
 }
 
