@@ -92,7 +92,7 @@ def register() -> None:
             _refuse_conflicts(config)
         build(self, config)
         attached = () if options is None else self.model_parts
-        self.actoffload = [attach(part, **{"announce": "first", **options}) for part in attached]
+        self.actoffload = [attach(part, **options) for part in attached]
 
     @functools.wraps(close)
     def report_and_close(self: Any) -> None:

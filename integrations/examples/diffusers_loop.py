@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     noising = DDPMScheduler()
 
     if args.target != "none":
-        actoffload.attach(model, **options(args), announce="first")  # <- offloading
+        actoffload.attach(model, **options(args))  # <- offloading
 
     for step in range(args.steps):
         pictures, _ = waves(step, args.batch, args.size, device)

@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     if args.target != "none":
-        actoffload.attach(model, **options(args), announce="first")  # <- offloading
+        actoffload.attach(model, **options(args))  # <- offloading
 
     for step in range(args.steps):
         pictures, kinds = waves(step, args.batch, args.size, device)
