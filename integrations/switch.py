@@ -37,9 +37,8 @@ def _patch_trainer(module: Any) -> None:
     def attached(self: Any, *args: Any, **kwargs: Any) -> Any:
         from . import hf
 
-        attachment = (
-            None if hasattr(self, "actoffload") else hf.attach(self, **OffloadConfig.options_from_environment())
-        )
+        left_alone = hasattr(self, "actoffload") or hf.deepspeed_section(self) is None
+        attachment = None if left_alone else hf.attach(self, **OffloadConfig.options_from_environment())
         token = _in_trainer.set(True)
         try:
             return train(self, *args, **kwargs)
@@ -74,15 +73,17 @@ def _patch_accelerate(module: Any) -> None:
 
 def _patch_deepspeed(module: Any) -> None:
     initialize = module.initialize
-    from . import deepspeed  # before the function below takes the other's place
 
     @functools.wraps(initialize)
     def attached(*args: Any, **kwargs: Any) -> Any:
         if _in_trainer.get():
             return initialize(*args, **kwargs)
+        from . import deepspeed
+
         return deepspeed.initialize_with(OffloadConfig.options_from_environment(), *args, **kwargs)
 
     module.initialize = attached
+    module.initialize.replaced = initialize  # found by an adapter that is imported later, or already half imported
 
 
 def _patch_trl(module: Any) -> None:
