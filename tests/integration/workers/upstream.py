@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.integration.processes import ROOT, main, scratch
-from tests.integration.workers.twice import define_operators
 
 Result = tuple[list[float], Any]
 """Losses, and the offloader where there is one."""
@@ -87,7 +86,6 @@ PROGRAMS: dict[str, Callable[[dict[str, Any] | None], Result]] = {
 
 def work() -> dict[str, dict[str, Any]]:
     """For each note the losses with its shim and without, and what was moved."""
-    define_operators()
     found = {}
     for note, program in PROGRAMS.items():
         losses, offloader = program(names_of(note))
