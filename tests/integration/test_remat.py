@@ -119,12 +119,13 @@ def movable(statistics: Statistics) -> int:
 def test_the_same_gradients_and_what_is_kept_moves(
     attached: Callable[..., Any], save: tuple[bool, bool], twice: bool
 ) -> None:
-    statistics = trained(attached, Model(save), twice)
-    inputs = (
-        2 * 2 * 8 * 32 * WIDTH * 4
-    )  # of the second and the third checkpoint, in two steps; the first is the model's
-    assert statistics.nvme_written_bytes >= inputs * (1 + sum(save)), "and what SAVE regions save"
+    budget = "640KiB" if any(save) else "128KiB"  # less than is kept, so that something is written
+    statistics = trained(attached, Model(save), twice, device_budget=budget)
+    assert statistics.nvme_written_bytes > 0
     assert statistics.nvme_read_bytes > 0
+    if any(save):
+        inputs_alone = trained(attached, Model((False, False)), twice, device_budget="128KiB")
+        assert movable(statistics) > movable(inputs_alone), "what SAVE regions save, too"
 
 
 def test_boundaries_only_moves_the_inputs_of_the_checkpoints(attached: Callable[..., Any]) -> None:
