@@ -29,7 +29,7 @@ from actoffload import Attachment
 from tests.integration.processes import main, scratch
 from tests.integration.workers.upstream import python_of
 
-torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[attr-defined]
+torch._utils._get_available_device_type = lambda: "cpu"
 sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = MagicMock()  # Triton's
 
 from torchtitan.components import metrics  # noqa: E402

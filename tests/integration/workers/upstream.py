@@ -37,7 +37,7 @@ def transformers(shim: dict[str, Any] | None) -> Result:
 
     from tests.integration.hf_models import QUIET, llama, texts
 
-    kind = shim["OffloadingTrainer"] if shim else Trainer
+    kind: Any = shim["OffloadingTrainer"] if shim else Trainer
     losses = losses_of(kind(llama(), TrainingArguments(str(scratch()), **QUIET), train_dataset=texts()))
     return losses, kind.offloading.offloader if shim else None
 
