@@ -1,11 +1,12 @@
-"""``ACTOFFLOAD=auto``: what a program trains with transformers, TRL, Accelerate or DeepSpeed is attached by itself.
+"""``ACTOFFLOAD=auto``: what a program trains with one of the frameworks below is attached by itself.
 
     ACTOFFLOAD=nvme ACTOFFLOAD_PATH=/mnt/nvme0 accelerate launch train.py
     actoffload run --target nvme --path /mnt/nvme0 -- train.py
 
 The value is the target, ``ACTOFFLOAD_<OPTION>`` any other option (`OffloadConfig.options_from_environment`). These
-places are patched when the program imports them: ``Trainer.train``, ``Accelerator.prepare``, ``deepspeed.initialize``
-and TRL's ``get_act_offloading_ctx_manager``. A trainer is detached again when its training ends.
+places are patched when the program imports them: ``Trainer.train`` of transformers, ``Accelerator.prepare``,
+``deepspeed.initialize``, TRL's ``get_act_offloading_ctx_manager`` and torchtitan's ``Trainer``. A trainer of
+transformers is detached again when its training ends.
 """
 
 from __future__ import annotations
@@ -90,9 +91,16 @@ def _patch_trl(module: Any) -> None:
     module.get_act_offloading_ctx_manager = lambda *args, **kwargs: contextlib.nullcontext()
 
 
+def _patch_torchtitan(module: Any) -> None:
+    from . import torchtitan
+
+    torchtitan.register()
+
+
 _PATCHES = {
     "accelerate.accelerator": _patch_accelerate,
     "deepspeed": _patch_deepspeed,
+    "torchtitan.trainer": _patch_torchtitan,
     "transformers.trainer": _patch_trainer,
     "trl.models.activation_offloading": _patch_trl,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..config import OffloadConfig
+from ..planning.constants import MORE_BUDGET, MOST_STEPS, MUCH_KEPT, SLOW, SMALL_PART, WORTH_SAYING
 from ..planning.explain import BudgetRow, budget_rows, format_time, next_block
 from ..planning.plan import Plan
 from ..planning.planners.base import Limits, Planner
@@ -14,15 +15,6 @@ from ..policy import STATIC
 from ..sizes import format_size
 from ..statistics import Statistics
 from .autopilot import Autopilot
-
-SLOW = 0.05
-"""A step that waits for this share of its time is slow."""
-SMALL_PART = 0.2
-"""Where saved activations are a smaller share of the peak, moving them changes little."""
-MUCH_KEPT = 0.5
-WORTH_SAYING = 0.05
-"""Another budget is named where it is predicted to save this share of a step."""
-MOST_STEPS = 3
 
 _WHEN_ALL_STAYS = {
     "below min_bytes": "lower min_bytes: every activation is smaller",
@@ -129,9 +121,9 @@ def _rate(planned: Planned | None, *, disk: bool, write: bool) -> str:
 
 
 def _another_budget(planned: Planned, budget: int) -> list[str]:
-    """What a budget above the next block, or half as large again, is predicted to give."""
+    """What a budget above the next block, or `MORE_BUDGET` times as large, is predicted to give."""
     block, enough = next_block(planned.profile, budget) if planned.limits.recompute else (0, 0)
-    tried = enough or min(budget * 3 // 2, planned.profile.baseline_peak_bytes)
+    tried = enough or min(int(MORE_BUDGET * budget), planned.profile.baseline_peak_bytes)
     (row,) = budget_rows(planned.profile, planned.limits, planned.planner, [tried])
     now_s = planned.plan.predicted_step_s
     if row.step_s is None or now_s is None or row.step_s > (1 - WORTH_SAYING) * now_s:

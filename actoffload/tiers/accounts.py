@@ -45,6 +45,10 @@ class Accounts:
     baseline_peak_bytes: int = 0
     pack_wait_s: float = 0.0
     unpack_wait_s: float = 0.0
+    hooks_s: float = 0.0
+    """What hooks took of the host to move records, in the steps that were watched; without waits."""
+    idle_s: float = 0.0
+    """For how much of that an accelerator had no more to do than what it was given since the hook before."""
     live_records: int = 0
     degraded: Counter[str] = field(default_factory=Counter)
 

@@ -20,6 +20,7 @@ NOT_OFFERED = {
     "Accelerate": {"flag"},
     "Megatron-core": {"env", "code"},
     "Lightning": {"flag", "env"},
+    "torchtitan": {"code"},
 }
 """The ways that a framework has none of."""
 BEGIN = "| way |"
@@ -51,7 +52,7 @@ def passed(files: Iterable[str]) -> set[Cell]:
 
 def render(proved: set[Cell]) -> list[str]:
     """The lines of the table: a row for each way, a column for each framework."""
-    frameworks = sorted({*NOT_OFFERED, *(framework for framework, _, _ in proved)})
+    frameworks = sorted({*NOT_OFFERED, *(framework for framework, _, _ in proved)}, key=str.lower)
     lines = [f"{BEGIN} {' | '.join(frameworks)} |", "| --- " * (1 + len(frameworks)) + "|"]
     for way in WAYS:
         words = [_word(proved, framework, way) for framework in frameworks]
