@@ -122,8 +122,8 @@ class EngineAttachment(Attachment):
         told = f"on disk: actoffload wrote {shown[0]} and read {shown[1]}; {others_are} {shown[2]} and {shown[3]}"
         if profile is None or profile.disk is None:
             return told
-        write, read = (rate / 2**20 for rate in (profile.disk.write_bytes_per_s, profile.disk.read_bytes_per_s))
-        return f"{told}; plans are for what that leaves us: {write:.1f} and {read:.1f} MiB/s"
+        rates = [rate / 2**20 for rate in (profile.disk.write_bytes_per_s, profile.disk.read_bytes_per_s)]
+        return f"{told}; plans are for what that leaves us: {rates[0]:.1f} and {rates[1]:.1f} MiB/s"
 
     def detach(self) -> None:
         super().detach()

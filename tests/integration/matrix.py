@@ -63,7 +63,7 @@ def render(proved: set[Cell]) -> list[str]:
 def _word(proved: set[Cell], framework: str, way: str) -> str:
     if way in NOT_OFFERED.get(framework, ()):
         return "–"
-    shown = tuple((framework, checkpointing, way) in proved for checkpointing in (False, True))
+    shown = (framework, False, way) in proved, (framework, True, way) in proved
     return {(True, True): "both", (True, False): "without", (False, True): "with"}.get(shown, "not tested")
 
 

@@ -199,7 +199,7 @@ def test_a_device_for_checkpoints_that_cannot_work_is_refused(part: dict[str, An
 
 
 def test_a_device_for_checkpoints_stands_for_target_and_path() -> None:
-    def options(**part: str) -> dict[str, Any] | None:
+    def options(**part: str) -> Any:
         return adapter.read_section({"activation_checkpointing": part})
 
     assert options(device="cpu") == {"target": "host"}

@@ -25,12 +25,12 @@ def test_only_what_passed_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(matrix, "PAGE", tmp_path / "page.md")
     matrix.main([str(tmp_path / "results.xml")])
     header, _, *rows = (line.strip("| ").split(" | ") for line in matrix.written())
-    shown = {
+    others = {
         "Accelerate": "not tested",
         "Lightning": "–",
         "Megatron-core": "–",
         "torchtitan": "not tested",
         "TRL": "with",
     }
-    assert dict(zip(header, rows[1], strict=True)) == {"way": "env", **shown}
+    assert dict(zip(header, rows[1], strict=True)) == {"way": "env", **others}
     assert (tmp_path / "page.md").read_text().endswith("\n\nAfter.\n")
