@@ -46,6 +46,7 @@ OFFLOAD = "activation-checkpoint:actoffload --activation-checkpoint.target nvme"
 ROWS = {
     "none": ("activation-checkpoint:none", "0"),
     "none, flag": (OFFLOAD, "auto"),
+    "none, variable": ("activation-checkpoint:none", "nvme"),
     "full": ("activation-checkpoint:full", "0"),
     "full, override": (
         '--override.imports upstream_shim.offload={"target":"nvme","device_budget":"40%"} activation-checkpoint:full',
