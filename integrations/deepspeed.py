@@ -45,6 +45,13 @@ _CONFLICTS = (
     ("activation_checkpointing", "cpu_checkpointing", "DeepSpeed would move the same checkpoint inputs"),
     ("deepspeed.checkpointing.configure", "checkpoint_in_cpu", "DeepSpeed would move the same checkpoint inputs"),
 )
+_COPYING = (
+    "step",
+    "_optimizer_step",
+    "_release_preflattened_grad_buffers",
+    "async_inplace_copy_grad_to_fp32_buffer_from_gpu",
+)
+"""Methods of ZeRO's optimizer, stages 1 and 2, between which it copies what it offloads."""
 _attached: weakref.WeakSet[Attachment] = weakref.WeakSet()
 
 
@@ -104,6 +111,8 @@ class EngineAttachment(Attachment):
                 self._undo.callback(module.register_forward_pre_hook(_keep_gathered).remove)
         if pipelined and hasattr(engine, "_INSTRUCTION_MAP"):
             _tell_stages(engine, offloader, self._undo)
+        if offloader.store.trace is not None and getattr(engine.optimizer, "cpu_offload", False):
+            _trace_optimizer(engine.optimizer, offloader, self._undo)
 
     def report(self) -> str:
         """The offloader's report, and what DeepSpeed moves over the same links."""
@@ -244,3 +253,34 @@ def _tell_stages(engine: Any, offloader: Offloader, undo: contextlib.ExitStack) 
     engine._exec_schedule, engine._INSTRUCTION_MAP = run_schedule, {**known, **told}
     undo.callback(delattr, engine, "_exec_schedule")
     undo.callback(delattr, engine, "_INSTRUCTION_MAP")
+
+
+def _trace_optimizer(zero: Any, offloader: Offloader, undo: contextlib.ExitStack) -> None:
+    """Have the trace show the step of ZeRO's offloaded optimizer, and the gradients and parameters that it copies."""
+    own = {name: getattr(zero, name, None) for name in _COPYING}
+    if not all(own.values()):  # stage 3, or another release: the steps of the optimizer inside are seen all the same
+        return
+    copying = contextlib.ExitStack()  # from a group's update on until its memory is released
+
+    def step(*args: Any) -> Any:
+        with offloader.traced("optimizer"):
+            return own["step"](*args)
+
+    def update(group: int) -> None:
+        own["_optimizer_step"](group)
+        nbytes = zero.param_buffer_of_bit16_for_cpu_offload_groups[group].nbytes
+        copying.enter_context(offloader.traced("DeepSpeed: parameters", link="host read", nbytes=nbytes))
+
+    def release(*args: Any) -> None:
+        copying.close()
+        own["_release_preflattened_grad_buffers"](*args)
+
+    def gradient(parameter: Any) -> None:
+        group, _, _, count = zero.grad_position[zero.get_param_id(parameter)]
+        nbytes = count * zero.single_partition_of_fp32_groups[group].element_size()
+        with offloader.traced("DeepSpeed: gradient", link="host write", nbytes=nbytes):
+            own["async_inplace_copy_grad_to_fp32_buffer_from_gpu"](parameter)
+
+    for name, traced in zip(_COPYING, (step, update, release, gradient), strict=True):
+        setattr(zero, name, traced)
+        undo.callback(delattr, zero, name)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import json
 import os
 import threading
 import weakref
 from collections.abc import Hashable
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..autotune.autopilot import Autopilot, agree
 from ..autotune.blocks import BlockWatch, Proof
-from ..autotune.diagnosis import diagnose, planned_by
+from ..autotune.diagnosis import diagnose, known_at_the_end, planned_by
 from ..autotune.following import Following
 from ..autotune.observations import Recording
 from ..autotune.recompute import RecomputeMeter
@@ -142,6 +144,8 @@ class Offloader:
             self.autopilot = Autopilot(store.shared, store.tiers, recording, following)
         called = None if self.autopilot is None else weakref.WeakMethod(self.autopilot.forward_begins)
         self._inputs = ModelInputs(self.exclusions.static, called)
+        if store.trace is not None:
+            store.trace.ask = weakref.WeakMethod(self._known)
         # Dropped without close(): its threads and files go too. Not at exit, where `_at_exit` does it.
         weakref.finalize(store, _close_later, store.tiers).atexit = False
 
@@ -172,6 +176,8 @@ class Offloader:
 
     def _watch(self, model: nn.Module) -> None:
         self._models.add(model)
+        if self.store.trace is not None:
+            self.store.trace.watch(model)
         self._inputs.watch(model)
         if self.autopilot is not None or self._following.plan is not None:
             self._blocks.watch(model)
@@ -193,7 +199,8 @@ class Offloader:
 
     @property
     def _needs_names(self) -> bool:
-        return bool(self.config.include or self.config.exclude) or not isinstance(self.config.policy, str)
+        asked = bool(self.config.include or self.config.exclude) or not isinstance(self.config.policy, str)
+        return asked or self.store.trace is not None
 
     @untraced
     def __enter__(self) -> Offloader:
@@ -240,6 +247,8 @@ class Offloader:
         elif first and self._following.plan is not None:
             self._following.check()
         store.begin_forward(first=first)
+        if store.trace is not None:
+            store.trace.forward_begins()
 
     @untraced
     def __exit__(
@@ -263,6 +272,8 @@ class Offloader:
 
     def _end_forward(self, entry: _Entry, *, failed: bool) -> None:
         store = self.store
+        if store.trace is not None:
+            store.trace.forward_ended()
         if not failed:  # else it may be a generator's, closed by the collector inside of our own lock
             store.count_deferred()
         said = advice(entry.tape.by_node, entry.tape.total_bytes)
@@ -312,6 +323,19 @@ class Offloader:
                 stack[-1].tape = Tape()
         self.store.expect(Hint(microbatch, direction, next))
 
+    def traced(
+        self, name: str, *, link: Literal["", "host write", "host read"] = "", nbytes: int = 0
+    ) -> contextlib.AbstractContextManager[None]:
+        """Have the trace show what runs inside of a context, which hooks do not see; nothing happens without a trace.
+
+        Args:
+            name: of a phase, or of what is copied.
+            link: a copy by somebody else, away from the device or back; "" for a phase.
+            nbytes: of the copy.
+        """
+        trace = self.store.trace
+        return contextlib.nullcontext() if trace is None else trace.region(name, link, nbytes)
+
     def agree(self, group: Any = None) -> bool:
         """Have all ranks of a group follow one plan, so that blocks can be recomputed where ranks communicate.
 
@@ -348,6 +372,16 @@ class Offloader:
         """Return what was done and why, for a person: at the end what limits the step, and what to do next."""
         concluded = diagnose(self.config, self.statistics(), self.store.elapsed_s, planned_by(self.autopilot))
         return "\n".join([self.store.report(), *concluded])
+
+    def _known(self) -> dict[str, Any]:
+        """What a trace has of the whole run."""
+        statistics = self.store.statistics()
+        return {
+            "statistics": statistics.as_dict(),
+            "plan": json.loads(self.plan.to_json()),
+            "report": self.store.report(),
+            **known_at_the_end(self.config, statistics, self.store.elapsed_s, self.autopilot),
+        }
 
     def explain(self) -> str:
         """Return what was decided in the last forward, storage by storage, and why."""

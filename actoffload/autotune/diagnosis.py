@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from ..config import OffloadConfig
 from ..planning.constants import MORE_BUDGET, MOST_STEPS, MUCH_KEPT, SLOW, SMALL_PART, WORTH_SAYING
@@ -39,6 +41,28 @@ class Planned:
     seen: Observed | None
 
 
+def known_at_the_end(config: OffloadConfig, s: Statistics, elapsed_s: float, pilot: Autopilot | None) -> dict[str, Any]:
+    """What a trace has of the whole run beside the statistics, ready for JSON."""
+    planned = planned_by(pilot)
+    found: dict[str, Any] = {
+        "elapsed_s": elapsed_s,
+        "diagnosis": diagnose(config, s, elapsed_s, planned),
+        "plans": [] if pilot is None else list(pilot.history),
+        "profile": None,
+        "limits": None,
+        "predicted": None,
+        "seen": None,
+    }
+    if planned is not None:
+        plan, seen = planned.plan, planned.seen
+        found["profile"] = json.loads(planned.profile.to_json())
+        found["limits"] = asdict(planned.limits)
+        found["predicted"] = {"step_s": plan.predicted_step_s, "peak_bytes": plan.predicted_peak_bytes}
+        if seen is not None:
+            found["seen"] = {"step_s": seen.step_s, "wait_s": seen.wait_s, "peak_bytes": seen.peak_bytes}
+    return found
+
+
 def planned_by(pilot: Autopilot | None) -> Planned | None:
     """What an autopilot knows; None before it has a plan."""
     if pilot is None or pilot.profile is None or pilot.plan is None:
@@ -57,6 +81,8 @@ def diagnose(config: OffloadConfig, s: Statistics, elapsed_s: float, planned: Pl
     """
     if not s.packed_tensors:
         return []
+    if config.policy == "keep":
+        return ["diagnosis: nothing moves, as policy='keep' says"]
     share = _waited_share(s, elapsed_s, planned)
     if s.activation_bytes and not (s.moved_bytes or s.forwarded_bytes or s.cancelled_bytes):
         cause, steps = _nothing_moves(s, planned)

@@ -76,6 +76,7 @@ app.command(name="estimate")(estimate.command)
 app.command(name="plan")(plan.command)
 app.command(name="rok")(rok.command)
 app.command(name="run", context_settings=run.SETTINGS)(run.command)
+app.command(name="trace", context_settings=run.SETTINGS)(run.traced)
 
 
 def _check(path: list[Path] | None, target: str) -> None:

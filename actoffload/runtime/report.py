@@ -95,6 +95,8 @@ def render_announcement(config: OffloadConfig, s: Statistics, moving_bytes: int,
     if moving_bytes:
         moves = f"{format_size(moving_bytes)} moves, {format_size(sum(n for n, _ in stays))} stays"
         told = f"{moves} ({why})" if why else moves
+    elif config.policy == "keep":
+        told = "nothing moves, as policy='keep' says"
     else:
         told = (
             f"nothing moves ({why or 'no activation was saved'}): lower min_bytes, or check target, devices and policy"

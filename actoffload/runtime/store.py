@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..config import OffloadConfig
 from ..errors import OffloaderClosedError
-from ..events import EventKind, now, open_sink
+from ..events import EventKind, now
 from ..memory.process_memory import rss_bytes
 from ..planning.plan import Plan, decided
 from ..policy import KeepReason
@@ -36,9 +36,12 @@ from .prefetch import Prefetch
 from .profiler import Profiler, SavedStorage
 from .report import render_report
 from .tape import Tape, Window
+from .trace import Recorder, trace_path
 
 CPU_MIN_BYTES = 128 << 10
 DEVICE_MIN_BYTES = 1 << 20
+SHORT_WAIT_S = 1e-4
+"""A wait for room is an event of its own only above this."""
 CPU_PREFETCH_BYTES = 64 << 20
 DEVICE_PREFETCH_BYTES = 128 << 20
 
@@ -82,12 +85,13 @@ class ActivationStore:
         decision: says what stays.
         profiler: notes a step while one is recorded.
         identities: the live records by storage.
+        trace: takes down the steps; None when nobody asks for a file of them.
         closed: nothing more is taken; ``forked``: this process is a fork and has none of the threads.
         interrupted: it was aborted by an interrupt.
     """
 
     def __init__(self, config: OffloadConfig, accelerator: Accelerator | None = None) -> None:
-        self.shared = Shared(config, open_sink(config.trace))
+        self.shared = Shared(config, config.trace if callable(config.trace) else None)
         self.closed = self.forked = self.interrupted = False
         self.identities = IdentityMap()
         self._began_s: float | None = None
@@ -107,6 +111,8 @@ class ActivationStore:
         phases: Phases[Tape[Record]] = Phases()
         self.prefetch = Prefetch(self.shared, self.tiers.by_device, window, phases)
         self.decision = OffloadDecision(config, window, phases)
+        path = trace_path(config)
+        self.trace = None if path is None else Recorder(path, self.shared, self.tiers)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -187,6 +193,7 @@ class ActivationStore:
             accounts.add_record(record.nbytes)
             if not len(tape):
                 accounts.microbatches += 1
+                tape.number = accounts.microbatches
                 self.prefetch.phases.begin_forward(tape)
             record.tape, record.index = tape, tape.append(record)
             record.handles = record.waiting = 1  # before anything that may let go of the lock
@@ -254,7 +261,9 @@ class ActivationStore:
         if budget.limit_bytes is not None:
             # Whether this one stays or not, there must be room for the next: it exists before it is saved.
             self._following_bytes = self.decision.following_bytes(record)
-            self._make_room(tier)
+            waited_s = self._make_room(tier)
+            if waited_s > SHORT_WAIT_S:
+                shared.reporter.event(EventKind.PACK_WAIT, record, since_s=now() - waited_s)
         if reason is None:
             shared.accounts.moved_bytes += record.nbytes
             shared.largest_moved_bytes = max(shared.largest_moved_bytes, record.nbytes)
@@ -268,9 +277,12 @@ class ActivationStore:
         tape.decisions.append((record.nbytes, reason, record.module))
         self._decisions = tape.decisions
 
-    def _make_room(self, tier: Tier) -> None:
+    def _make_room(self, tier: Tier) -> float:
+        """Keep the budget before the next storage comes; return the seconds that this thread waited."""
         following = self.shared.budget.largest_bytes if self._following_bytes is None else self._following_bytes
-        self.shared.accounts.pack_wait_s += tier.make_room(following)
+        waited_s = tier.make_room(following)
+        self.shared.accounts.pack_wait_s += waited_s
+        return waited_s
 
     def keep_static(self, reason: KeepReason, nbytes: int) -> None:
         """Count a tensor that stays and is no activation."""
@@ -366,6 +378,8 @@ class ActivationStore:
         if self.shared.accounts.recomputed_bytes:
             self.shared.accounts.recomputed(0)  # backward is done with the block that it recomputed last
         self.prefetch.reach(record, round_)
+        if self.trace is not None and record.tape is not None:
+            self.trace.backward(record.tape.number)
 
     def _pass(self, record: Record, round_: int) -> int:
         """Backward has the bytes, and goes on; return the handle's next round."""
@@ -533,15 +547,15 @@ class ActivationStore:
         with self.shared.lock:
             self.shared.stopped = True
             self.shared.changed.notify_all()
+        if self.trace is not None:
+            self.trace.close(wait=wait, ask=not self.interrupted)
         self.tiers.close(wait=wait)
-        closer = getattr(self.shared.reporter.sink, "close", None)
-        if closer is not None:
-            closer()
 
     def after_fork_in_child(self) -> None:
         """Keep what is saved in the child and give up what is not in memory: it has none of our threads."""
         self.forked = True
         self.profiler.active = False
+        self.trace = None
         self.shared.after_fork_in_child()
         self.tiers.after_fork_in_child()
 

@@ -99,6 +99,7 @@ class Tape(Generic[R]):
         total_bytes: of all records.
         signature: equal for forwards that saved storages of the same sizes in the same order.
         in_backward: backward has begun on it.
+        number: which micro-batch it is, from 1; 0 before it has saved anything.
         by_node: what each autograd node saved.
         decisions: what was decided of each record, as the store notes it; outlives the records.
         planned: by index, the bytes of a storage that the plan keeps without a record, or -1.
@@ -111,6 +112,7 @@ class Tape(Generic[R]):
         self.total_bytes = 0
         self.signature = 0
         self.in_backward = False
+        self.number = 0
         self.by_node = SavedByNode()
         self.decisions: list[Any] = []
         self.planned: tuple[int, ...] = ()

@@ -37,6 +37,7 @@ class Accounts:
     forwarded_bytes: int = 0
     cancelled_bytes: int = 0
     resident_bytes: int = 0
+    resident_by_module: Counter[str | None] | None = None  # of records, while somebody traces
     resident_peak_bytes: int = 0
     step_peak_bytes: int = 0  # as `resident_peak_bytes`, in the step that runs
     plan_peak_bytes: int = 0  # in the steps before it that ran under the same plan

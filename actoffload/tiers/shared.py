@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections import deque
 
@@ -70,16 +71,18 @@ class Reporter:
             return
         time_s = now()
         begin_s = time_s if since_s is None else since_s
-        told = TraceEvent(
-            kind=kind,
-            time_s=begin_s,
-            record=record.number,
-            nbytes=record.nbytes,
-            duration_s=time_s - begin_s,
-            detail=detail,
-        )
+        thread, module = threading.get_ident(), record.module or ""
+        self._tell(TraceEvent(kind, begin_s, record.number, record.nbytes, time_s - begin_s, detail, thread, module))
+
+    def planned(self, told: str) -> None:
+        """Report another plan to the sink, if there is one."""
+        if self.sink is not None:
+            self._tell(TraceEvent(EventKind.PLAN, now(), 0, 0, detail=told, thread=threading.get_ident()))
+
+    def _tell(self, event: TraceEvent) -> None:
+        assert self.sink is not None, "there is one"
         try:
-            self.sink(told)
+            self.sink(event)
         except Exception as error:  # the records change under the lock meanwhile, and must not stay half changed
             self.advise("trace", f"the trace= callable raised {error!r}; training goes on, later events are told")
 

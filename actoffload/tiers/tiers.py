@@ -21,7 +21,7 @@ from .direct_tier import DirectTier
 from .processes import processes_here
 from .shared import Shared
 from .tier import Tier
-from .timers import DeviceStopwatch, HostStopwatch, Stopwatch
+from .timers import DeviceStopwatch, HostStopwatch, Stopwatch, Timeline
 
 CPU_SLAB_BYTES = 16 << 20
 NOT_PAGE_LOCKED = (
@@ -110,6 +110,13 @@ class Tiers:
         tiers[0].copies.stopwatch = stopwatch
         return stopwatch
 
+    def start_timeline(self) -> Timeline | None:
+        """Note from now on what the device does and when; None where there is none."""
+        for tier in self._device_tiers:
+            tier.copies.timeline = Timeline(tier.copies.device)
+            return tier.copies.timeline
+        return None
+
     def begin_step(self) -> None:
         """Give CPU memory that was idle for long back to the system, and count what streams waited for."""
         cpu_allocator.next_epoch()
@@ -178,7 +185,7 @@ class Tiers:
                     self.shared.reporter.advise("path", f"{NO_DEFAULT_PATH} ({error})")
             elif config.target != "host":
                 self.by_device[device_type] = self._cpu_tier()
-        if config.tune_malloc and isinstance(self.by_device.get("cpu"), CpuTier):
+        if config.tune_malloc and config.policy != "keep" and isinstance(self.by_device.get("cpu"), CpuTier):
             self._tune_malloc()  # last: nobody would end its use if something above failed
 
     def _open_spool(self, auto: str | tuple[str, ...] = "auto") -> Spool:

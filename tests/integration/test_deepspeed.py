@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from actoffload.analysis.process_usage import block_io
+from actoffload.analysis.trace_file import load
 from actoffload.errors import ConfigError
 from tests.integration.evidence import assert_evidence
 from tests.integration.processes import launch
@@ -36,9 +37,14 @@ Found = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("two")
+
+
+@pytest.fixture(scope="module")
+def two(directory: Path) -> Found:
     rows = ["announced", "forms", *ZERO, *OFFLOADED, *CHECKPOINT, *PIPELINE]
-    return launch(WORKER, 2, tmp_path_factory.mktemp("two"), *rows)
+    return launch(WORKER, 2, directory, *rows)
 
 
 def assert_row(ranks: Found, row: str) -> None:
@@ -125,6 +131,31 @@ def test_what_deepspeed_swaps_is_told_from_what_we_move(tmp_path: Path) -> None:
     assert 24 <= float(found[2]) < 32
     attachment.detach()
     attachment.offloader.close()
+
+
+def test_a_trace_shows_the_offloaded_optimizer(two: Found, directory: Path) -> None:
+    """Its steps, the gradients and parameters that it copies around them, and its memory; each rank has a file."""
+    steps = 3
+    for rank in range(len(two)):
+        trace = load(directory / f"run.rank{rank}.json")
+        assert [phase.name for phase in trace.phases] == steps * ["forward", "backward", "optimizer"]
+        for phase in trace.phases[2::3]:
+            copied = [one for one in trace.transfers if not one.ours and phase.begin_s <= one.begin_s <= phase.end_s]
+            assert [one.name for one in copied] == ["DeepSpeed: parameters"]
+            parameters = trace.counters["memory"].at(phase.end_s)["parameters"]
+            assert copied[0].nbytes == pytest.approx(parameters / 2, rel=0.01)  # of two ranks
+        gradients = [one for one in trace.transfers if one.name == "DeepSpeed: gradient"]
+        between = [(b.begin_s, o.begin_s) for b, o in zip(trace.phases[1::3], trace.phases[2::3], strict=True)]
+        assert all(any(begin_s <= one.begin_s <= end_s for begin_s, end_s in between) for one in gradients)
+        written = sum(one.nbytes for one in gradients) / steps
+        assert written == pytest.approx(parameters / 2, rel=0.2)
+        memory = trace.counters["memory"].series
+        assert memory["optimizer state"][-1] >= parameters  # half of three: weights and two moments
+        statistics = trace.metadata["statistics"]
+        assert (
+            sum(one.nbytes for one in trace.transfers if one.link == "disk" and one.way == "write")
+            == (statistics["nvme_written_bytes"])
+        )
 
 
 # -- what is refused, before DeepSpeed builds anything --

@@ -32,7 +32,7 @@ FLOORS = {
 TORCH_FREE = (
     "errors config events locks policy sizes statistics version memory.best_fit memory.native_build storage storage.* "
     "planning planning.* analysis.estimate analysis.estimate_* analysis.rok "
-    "analysis.bench"
+    "analysis.bench analysis.trace_file runtime.trace_writer"
 )
 """Modules that never import torch, directly or through another module of the package."""
 

@@ -116,6 +116,7 @@ class Row:
         checkpointing: arguments of ``deepspeed.checkpointing.configure``.
         frozen: whether every second block is frozen.
         budget: ``device_budget``; below what the row's forward saves.
+        traced: whether a trace is written, for the test to read.
         more: other sections of DeepSpeed's configuration.
     """
 
@@ -126,6 +127,7 @@ class Row:
     frozen: bool = False
     budget: str = "1MiB"
     more: dict[str, Any] = field(default_factory=dict)
+    traced: bool = False
 
 
 ROWS = {
@@ -148,7 +150,7 @@ ROWS = {
         checkpointing={"partition_activations": True},
         budget="96KiB",
     ),
-    "optimizer_cpu": Row(zero={"stage": 2, "offload_optimizer": {"device": "cpu"}}),
+    "optimizer_cpu": Row(zero={"stage": 2, "offload_optimizer": {"device": "cpu"}}, traced=True),
     "param_cpu": Row(zero={**ZERO3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}),
 }
 
@@ -169,7 +171,8 @@ def config_of(row: Row, offloaded: bool) -> dict[str, Any]:
         "gradient_clipping": 1.0,
         **row.more,
     }
-    return {**config, "actoffload": section(row.budget)} if offloaded else config
+    trace = {"trace": str(scratch() / "run.json")} if row.traced else {}
+    return {**config, "actoffload": section(row.budget) | trace} if offloaded else config
 
 
 def recorded(optimizer: torch.optim.Optimizer, run: Run) -> None:
