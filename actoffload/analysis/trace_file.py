@@ -139,9 +139,9 @@ class TraceFile:
         began_unix_s: the first event, in seconds since 1970.
         metadata: what is known of the run, by name: ``machine``, ``config``, ``statistics``, ``plan``, ...
         phases: by their begin, as all that follow.
-        counters: by name. ``memory``: bytes by what they are; ``memory total``: all of them, as measured; ``host pool``
-            and ``disk``: bytes in use; a link, as ``disk write``: bytes per second (``bytes_per_s``), and the most
-            that was seen so far (``can_do``).
+        counters: by name. ``memory``: bytes by what they are; ``memory total``: all of them, as measured;
+            ``memory with nothing moved``: what that would be; ``host pool`` and ``disk``: bytes in use; a link, as
+            ``disk write``: bytes per second (``bytes_per_s``), and the most that was seen so far (``can_do``).
     """
 
     path: str
@@ -154,22 +154,22 @@ class TraceFile:
     notes: tuple[Note, ...]
     counters: Mapping[str, Counter]
 
-    def steps(self) -> list[tuple[float, float]]:
+    def steps(self, *, on_device: bool = False) -> list[tuple[float, float]]:
         """When each step began and ended: from the first forward after an optimizer's step to the next such forward.
 
-        Where no optimizer was seen, each forward with its backward is a step.
+        Where no optimizer was seen, each forward with its backward is a step. ``on_device``: by the device's phases.
         """
-        host = [phase for phase in self.phases if not phase.on_device]
-        stepped = any(phase.name == "optimizer" for phase in host)
+        phases = [phase for phase in self.phases if phase.on_device == on_device]
+        stepped = any(phase.name == "optimizer" for phase in phases)
         last = "optimizer" if stepped else "backward"
         begins: list[float] = []
         before = last
-        for phase in host:
+        for phase in phases:
             if phase.name == "forward" and before == last:
                 begins.append(phase.begin_s)
             before = phase.name
-        ends = [*begins[1:], max((phase.end_s for phase in host), default=0.0)]
-        return list(zip(begins, ends, strict=True))
+        ends = [*begins[1:], max((phase.end_s for phase in phases), default=0.0)]
+        return list(zip(begins, ends, strict=False))  # no begins: no ends
 
 
 def load(path: str | os.PathLike[str], *, truncated_ok: bool = False) -> TraceFile:
@@ -198,7 +198,7 @@ def load(path: str | os.PathLike[str], *, truncated_ok: bool = False) -> TraceFi
     if truncated and not truncated_ok:
         raise TraceFileError(
             f"{name}: truncated after {len(events)} events: the process was killed before it ended the file, or still "
-            "runs. Perfetto opens it; here pass truncated_ok=True to see what is there, or let the run end"
+            "runs. `actoffload top`, load(..., truncated_ok=True) and Perfetto show what is there"
         )
     problems = list(_problems(events))
     if problems:

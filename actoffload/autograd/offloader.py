@@ -30,7 +30,7 @@ from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..policy import module_patterns
 from ..runtime.pipeline import Direction, Hint, check_phase
-from ..runtime.report import Announcement, passes
+from ..runtime.report import Announcement, Report, passes
 from ..runtime.saved_by_node import advice
 from ..runtime.store import ActivationStore
 from ..runtime.strict import MovedSince
@@ -368,10 +368,10 @@ class Offloader:
         """Return what was done since the offloader began, or since the last interrupt."""
         return self.store.statistics()
 
-    def report(self) -> str:
-        """Return what was done and why, for a person: at the end what limits the step, and what to do next."""
+    def report(self) -> Report:
+        """Return what was done and why, as text; a notebook shows a table. Last: what limits the step, what to do."""
         concluded = diagnose(self.config, self.statistics(), self.store.elapsed_s, planned_by(self.autopilot))
-        return "\n".join([self.store.report(), *concluded])
+        return Report("\n".join([self.store.report(), *concluded]))
 
     def _known(self) -> dict[str, Any]:
         """What a trace has of the whole run."""

@@ -257,9 +257,11 @@ class Recorder:
         if (begin_s < self._next_look_s and not always) or self._closed:
             return
         total = self._memory.total()
-        values = self._memory.values(total, self._shared.accounts.resident_bytes)
-        self._writer.counter("memory", begin_s, values)
+        accounts = self._shared.accounts
+        self._writer.counter("memory", begin_s, self._memory.values(total, accounts.resident_bytes))
         self._writer.counter("memory total", begin_s, {"bytes": total})
+        unmoved = total + accounts.baseline_bytes - accounts.resident_bytes
+        self._writer.counter("memory with nothing moved", begin_s, {"bytes": unmoved})
         if self._memory.on_device:
             self._writer.counter("process memory", begin_s, {"bytes": rss_bytes()})
         pools = sum(pool.allocated_bytes for pool in self._tiers.pools)

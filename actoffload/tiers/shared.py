@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
 from collections import deque
@@ -11,6 +12,8 @@ from ..events import EventKind, EventSink, TraceEvent, now
 from ..locks import Changed, DrainingLock
 from .accounts import Accounts
 from .record import Record
+
+_logger = logging.getLogger("actoffload")
 
 
 class DeviceBudget:
@@ -61,7 +64,8 @@ class Reporter:
     def __init__(self, sink: EventSink | None, accounts: Accounts) -> None:
         self.sink = sink
         self.advice: dict[str, str] = {}
-        self.unsaid: deque[str] = deque()
+        self.unsaid: deque[tuple[int, str]] = deque()
+        """What is to be said, with its level of `logging`."""
         self._accounts = accounts
         self._warned: set[str] = set()
 
@@ -75,7 +79,8 @@ class Reporter:
         self._tell(TraceEvent(kind, begin_s, record.number, record.nbytes, time_s - begin_s, detail, thread, module))
 
     def planned(self, told: str) -> None:
-        """Report another plan to the sink, if there is one."""
+        """Report another plan to the sink, if there is one, and have `warn` log it."""
+        self.unsaid.append((logging.INFO, told))
         if self.sink is not None:
             self._tell(TraceEvent(EventKind.PLAN, now(), 0, 0, detail=told, thread=threading.get_ident()))
 
@@ -92,21 +97,22 @@ class Reporter:
         self.event(EventKind.DEGRADED, record, reason)
         if reason not in self._warned:
             self._warned.add(reason)
-            self.unsaid.append(
-                f"actoffload: {reason}: {error}. The tensor stays in memory and the step goes on; "
-                "Statistics.degraded counts such tensors"
-            )
+            told = f"{reason}: {error}. The tensor stays in memory and the step goes on; "
+            self.unsaid.append((logging.WARNING, f"{told}Statistics.degraded counts such tensors"))
 
     def advise(self, key: str, text: str) -> None:
         """Have `warn` say something once for each ``key``; the report repeats it."""
         if key not in self.advice:
             self.advice[key] = text
-            self.unsaid.append(f"actoffload: {text}")
+            self.unsaid.append((logging.WARNING, text))
 
     def warn(self) -> None:
         """Say what is to be said, on a thread of the user's and without the lock: a filter may raise it as an error."""
         while self.unsaid:
-            warnings.warn(self.unsaid.popleft(), RuntimeWarning, stacklevel=2)
+            level, text = self.unsaid.popleft()
+            _logger.log(level, text)
+            if level >= logging.WARNING:
+                warnings.warn(f"actoffload: {text}", RuntimeWarning, stacklevel=2)
 
 
 class Shared:

@@ -16,6 +16,7 @@ from torch import nn
 
 from actoffload.analysis.process_usage import block_io
 from actoffload.analysis.trace_file import load
+from actoffload.analysis.traced_run import look_at
 from actoffload.errors import ConfigError
 from tests.integration.evidence import assert_evidence
 from tests.integration.processes import launch
@@ -149,6 +150,8 @@ def test_a_trace_shows_the_offloaded_optimizer(two: Found, directory: Path) -> N
         assert all(any(begin_s <= one.begin_s <= end_s for begin_s, end_s in between) for one in gradients)
         written = sum(one.nbytes for one in gradients) / steps
         assert written == pytest.approx(parameters / 2, rel=0.2)
+        links = {link.name: link.nbytes for link in look_at(trace).links()}
+        assert links["host write"] == sum(one.nbytes for one in gradients)
         memory = trace.counters["memory"].series
         assert memory["optimizer state"][-1] >= parameters  # half of three: weights and two moments
         statistics = trace.metadata["statistics"]
