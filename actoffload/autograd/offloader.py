@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..autotune.autopilot import Autopilot, agree
 from ..autotune.blocks import BlockWatch, Proof
-from ..autotune.diagnosis import diagnose, planned_by
+from ..autotune.diagnosis import diagnose, explain_causes, facts_of
 from ..autotune.following import Following
 from ..autotune.observations import Recording
 from ..autotune.recompute import RecomputeMeter
@@ -39,6 +39,7 @@ from ..tiers.accelerator import Accelerator
 from ..tiers.record import Record
 from ..tiers.tiers import Tiers
 from .exclusions import Exclusions
+from .function_tensors import held_by_functions
 from .module_names import ModelInputs, ModuleScopes, check_patterns
 from .packing import Forwards, Packer
 
@@ -268,6 +269,9 @@ class Offloader:
         said = advice(entry.tape.by_node, entry.tape.total_bytes)
         if said is not None:
             store.shared.reporter.advise("burst", said)
+            with store.shared.lock:
+                accounts = store.shared.accounts
+                accounts.at_once_bytes = max(accounts.at_once_bytes, entry.tape.by_node.largest_bytes)
         unmatched = store.decision.unmatched_names() if entry.tape.live else []
         if unmatched:
             given = ", ".join(f"tensor:{pattern}" for pattern in unmatched)
@@ -345,16 +349,19 @@ class Offloader:
         return self.store.statistics()
 
     def report(self) -> str:
-        """Return what was done and why, for a person: at the end what limits the step, and what to do next."""
-        concluded = diagnose(self.config, self.statistics(), self.store.elapsed_s, planned_by(self.autopilot))
-        return "\n".join([self.store.report(), *concluded])
+        """Return what was done and why, for a person: at the end what limits the run, and what to do next."""
+        return "\n".join([self.store.report(), *diagnose(facts_of(self.store, self.autopilot))])
 
     def explain(self) -> str:
-        """Return what was decided in the last forward, storage by storage, and why."""
-        found, s = [render_decisions(self.plan, self.config.target)], self.statistics()
-        if self.plan.entries:
+        """Return what was decided in the last forward and why; why a step is slower, and why memory did not fall."""
+        plan, s = self.plan, self.statistics()
+        found = [render_decisions(plan, self.config.target)] if plan.entries or not s.packed_tensors else []
+        if plan.entries:
             found.append(f"forward and backward waited {s.wait_s:.3f} s in {passes(s)}")
-        return "\n".join(found if self.autopilot is None else [self.autopilot.explain(), *found])
+        if self.autopilot is not None:
+            found.insert(0, self.autopilot.explain())
+        held = held_by_functions(self.exclusions.static.by_number, self.store.tiers.by_device)
+        return "\n".join([*found, *explain_causes(facts_of(self.store, self.autopilot, held))])
 
     @property
     def plan(self) -> Plan:

@@ -21,7 +21,7 @@ from ..planning.plan import Plan, decided
 from ..policy import KeepReason
 from ..statistics import Statistics
 from ..tiers.accelerator import Accelerator
-from ..tiers.accounts import MANY_DEFERRED
+from ..tiers.accounts import MANY_DEFERRED, Accounts
 from ..tiers.cpu_tier import CpuTier
 from ..tiers.record import Record, State
 from ..tiers.shared import Shared
@@ -40,6 +40,8 @@ CPU_MIN_BYTES = 128 << 10
 DEVICE_MIN_BYTES = 1 << 20
 CPU_PREFETCH_BYTES = 64 << 20
 DEVICE_PREFETCH_BYTES = 128 << 20
+TOLD_AS_CAUSES = ("burst", "page-locking")
+"""Advice that a report does not repeat, as the causes that it names say the same with this run's figures."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -83,6 +85,8 @@ class ActivationStore:
         identities: the live records by storage.
         closed: nothing more is taken; ``forked``: this process is a fork and has none of the threads.
         interrupted: it was aborted by an interrupt.
+        memory_before: as `Tiers.memory` was when the first forward began.
+        first_step: when the second step began, and what was counted by then: the first one allocates what all use.
     """
 
     def __init__(self, config: OffloadConfig, accelerator: Accelerator | None = None) -> None:
@@ -91,6 +95,8 @@ class ActivationStore:
         self.identities = IdentityMap()
         self._began_s: float | None = None
         self._process_before_bytes = 0
+        self.memory_before = (0, 0)
+        self.first_step: tuple[float, Accounts] | None = None
         self._optimizer_steps = optimizer_steps()
         self._microbatches_stepped = 0
         self._dropped: deque[tuple[Record, int]] = self.shared.lock.noted
@@ -123,6 +129,9 @@ class ActivationStore:
                 accounts.begin_step()
             if self._began_s is None:
                 self._began_s, self._process_before_bytes = now(), rss_bytes()
+                self.memory_before = self.tiers.memory()
+            elif self.first_step is None and accounts.packed_tensors and (first or accounts.optimizer_steps):
+                self.first_step = now(), copy.copy(accounts)
             accounts.steps += 1
 
     def _count_optimizer_steps(self) -> None:
@@ -297,10 +306,13 @@ class ActivationStore:
             if not on_device and not record.counted:
                 tier.make_room(record.nbytes)
             storage = self._fetch_now(record, tier)
+            waited_s = 0.0
             if not on_device and first in (State.FETCHING, State.SPILLED):
-                self.shared.accounts.unpack_wait_s += now() - since_s
+                waited_s = now() - since_s
+                self.shared.accounts.unpack_wait_s += waited_s
                 self.shared.reporter.event(EventKind.UNPACK_WAIT, record, since_s=since_s)
                 self.prefetch.window.waited()
+            self._count_first(record, waited_s)
             begin = record.data_begin
             next_round = self._pass(record, round_)
             if record.waiting <= 0:
@@ -335,6 +347,14 @@ class ActivationStore:
             record.waiting = record.handles - 1
         self.prefetch.during_backward(record.tape)
         return record.round + 1
+
+    def _count_first(self, record: Record, waited_s: float) -> None:
+        """Count what backward is given of a record that had moved, and what it waits as it begins."""
+        tape, accounts = record.tape, self.shared.accounts
+        if tape.is_first:
+            accounts.first_wait_s += waited_s
+            accounts.first_bytes = max(accounts.first_bytes, tape.bytes_up_to(record.index))
+        tape.given_bytes += record.nbytes
 
     def _fetch_now(self, record: Record, tier: Tier) -> torch.UntypedStorage:
         record.error = None  # a prefetch that failed is tried once more
@@ -513,7 +533,8 @@ class ActivationStore:
     def report(self) -> str:
         """Return what was done and why, for a person."""
         spool = self.tiers.spool
-        notes = [*self.tiers.remarks, *self.shared.reporter.advice.values()]
+        advice = (text for key, text in self.shared.reporter.advice.items() if key not in TOLD_AS_CAUSES)
+        notes = [*self.tiers.remarks, *advice]
         spooled = spool.statistics() if spool else None
         return render_report(self.shared.config, self.statistics(), spooled, notes, self.elapsed_s)
 
