@@ -107,11 +107,13 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-# Stamps, so that a second run starts at once.
+# Stamps, so that a second run starts at once. torchvision lies apart, for its example alone: the package index has it for
+# CUDA, and Transformers, which imports it where it is installed, cannot do so beside a PyTorch for the CPU.
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) -e .
 	touch $@
 
 $(VENV)/.installed-test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(PIP) -e ".[test]"
+	$(PIP) --no-deps --upgrade --target $(VENV)/torchvision torchvision
 	touch $@ $(VENV)/.installed

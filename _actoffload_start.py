@@ -14,7 +14,13 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-SEAMS = {"accelerate.accelerator", "deepspeed", "transformers.trainer", "trl.models.activation_offloading"}
+SEAMS = {
+    "accelerate.accelerator",
+    "deepspeed",
+    "torchtitan.trainer",
+    "transformers.trainer",
+    "trl.models.activation_offloading",
+}
 STEPS = "torch.optim.optimizer"
 
 _stepped = False

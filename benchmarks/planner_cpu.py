@@ -3,10 +3,12 @@
     python -m benchmarks.planner_cpu [--rounds N] [--steps N] [--speeds SPEED ...] [--path DIR] [--tiny]
     python -m benchmarks.planner_cpu --budgets
     python -m benchmarks.planner_cpu --virtual
+    python -m benchmarks.planner_cpu --host
 
 The disk's speed is measured first, then a fault engine slows it to a half, a quarter and a tenth of that. All samples
 take their steps in turns with keeping everything. ``--budgets``: at the disk's own speed, with budgets of a fifth to
 all of keep's peak. ``--virtual``: the cases of `tests.planner_cases`, against the best plan that is found for each.
+``--host``: the steps of `tests.host_bound` with and without a look at what hooks take of the host.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ from typing import Any
 import pytest
 
 from actoffload.analysis.bench import Rig
+from actoffload.testing import simulated_device
 from benchmarks import harness, turns, whole_steps
 from benchmarks.harness import Row, Sample, Samples, mib, middle
-from tests import planner_cases
+from tests import host_bound, planner_cases
 from tests.planner_rig import rigs
 
 KEEP, RECOMPUTE = "keep", "recompute"
@@ -45,8 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = whole_steps.make_parser(__doc__, "--speeds", SPEEDS, steps=6)
     parser.add_argument("--budgets", action="store_true", help="budgets of a fifth to all of keep's peak")
     parser.add_argument("--virtual", action="store_true", help="many cases in virtual time; nothing is measured")
-    if parser.parse_args(arguments).virtual:
+    parser.add_argument("--host", action="store_true", help="a host that only just keeps up, in virtual time")
+    options = parser.parse_args(arguments)
+    if options.virtual:
         return virtual(arguments)
+    if options.host:
+        return host(arguments)
     return whole_steps.run("planner_cpu", parser, arguments, groups, judge)
 
 
@@ -166,6 +173,25 @@ def virtual(arguments: Sequence[str] | None) -> int:
     }
     results.finish(harness.table_of("200 steps", rows, columns))
     return 0 if all(row["holds"] for row in rows.values()) else 1
+
+
+def host(arguments: Sequence[str] | None) -> int:
+    """Take steps with a host that only just keeps up, and one that runs ahead; 1 where they are 2 % above keep's."""
+    device = simulated_device.install()
+    results = harness.Results("planner_cpu", arguments, {"settled": host_bound.SETTLED}, variant="host")
+    rows: dict[str, Row] = {}
+    for name, launch in host_bound.LAUNCHES.items():
+        for watched in (False, True):
+            title = f"{name}{'' if watched else ', not watched'}"
+            rows[title] = host_bound.run(device, launch, watched=watched)
+    results.write(cases=rows)
+    columns: dict[str, Callable[[Row], object]] = {
+        "keep": lambda row: f"{1e3 * row['keep_s']:.2f} ms",
+        "longest step × keep": lambda row: f"{row['late']:.3f}",
+        "moved": lambda row: f"{row['moved_share']:.0%}",
+    }
+    results.finish(harness.table_of("from step 12 on", rows, columns))
+    return 0 if all(row["late"] <= 1.02 for name, row in rows.items() if "not watched" not in name) else 1
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ try:
 except ImportError as error:
     raise ImportError(f"needs DeepSpeed, tested with 0.19.8 (pip install actoffload[deepspeed]): {error}") from error
 
-_initialize = deepspeed.initialize
+_initialize = getattr(deepspeed.initialize, "replaced", deepspeed.initialize)
 """DeepSpeed's own: `switch` puts another in its place, which calls `initialize_with`."""
 SECTION = "actoffload"
 _CONFLICTS = (

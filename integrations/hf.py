@@ -49,7 +49,8 @@ def attach(trainer: Trainer, **options: Any) -> TrainerAttachment:
 
     Raises:
         ConfigError: ``trainer`` is none, is attached already, was told to offload activations in a way that cannot be
-            taken over, or runs on ``nn.DataParallel``; transformers is too old; or an option or a flag cannot work.
+            taken over, or runs on ``nn.DataParallel``; transformers is too old; an option or a flag cannot work; or the
+            section says ``"enabled": false``.
     """
     version, kind = transformers.__version__, type(trainer).__name__
     if [int(part) for part in version.split(".")[:2]] < [4, 46]:
@@ -59,7 +60,12 @@ def attach(trainer: Trainer, **options: Any) -> TrainerAttachment:
     if hasattr(trainer, "actoffload"):
         raise ConfigError("trainer", kind, "is attached already; first call trainer.actoffload.detach()")
     _refuse_conflicts(trainer)
-    options = {**_deepspeed_section(trainer), **options}
+    section = deepspeed_section(trainer)
+    if section is None:
+        raise ConfigError(
+            "actoffload.enabled", False, "so says the DeepSpeed configuration: say true, or do not attach"
+        )
+    options = {**section, **options}
     targets = [flag.target for flag in _flags(trainer) if flag.target is not None]
     if targets:
         options.setdefault("target", targets[0])
@@ -74,9 +80,8 @@ class TrainerAttachment(TrainerCallback):
         self.trainer, self._name = trainer, _method_with_forward(type(trainer))
         self._own = {name: value for name, value in vars(trainer).items() if name == self._name}
         self._inner: Callable[..., Any] = getattr(trainer, self._name)
-        self._outer = functools.wraps(self._inner)(functools.partial(self._run))
         self._attached, self._began_at, self._runs = True, 0, 0
-        setattr(trainer, self._name, self._outer)
+        setattr(trainer, self._name, functools.wraps(self._inner)(functools.partial(self._run)))
         trainer.actoffload = self
         trainer.callback_handler.callbacks.insert(0, self)  # before what reports `on_log`
         self._reported, self._profile = self.offloader.statistics(), self.offloader.profile
@@ -98,7 +103,8 @@ class TrainerAttachment(TrainerCallback):
             self.offloader.forget(self.trainer.model)
         self.trainer.remove_callback(self)
         del self.trainer.actoffload
-        if vars(self.trainer).get(self._name) is self._outer:  # else somebody wrapped it since, and ours does nothing
+        now = vars(self.trainer).get(self._name)
+        if getattr(now, "func", None) == self._run:  # else somebody wrapped it since, and ours does nothing
             delattr(self.trainer, self._name)
             vars(self.trainer).update(self._own)
 
@@ -215,14 +221,14 @@ def _target(name: str, value: object) -> str | None:
         raise ConfigError(name, value, f"{error.remedy}, or True") from None
 
 
-def _deepspeed_section(trainer: Any) -> dict[str, Any]:
-    """The options in the DeepSpeed configuration of a trainer."""
-    config = getattr(getattr(trainer.args, "hf_deepspeed_config", None), "config", None) or {}
+def deepspeed_section(trainer: Any) -> dict[str, Any] | None:
+    """The options in the DeepSpeed configuration of a trainer; None where it says ``"enabled": false``."""
+    config = getattr(getattr(trainer.args, "hf_deepspeed_config", None), "config", None)
     if not config:
         return {}
     from .deepspeed import read_section
 
-    return read_section(config) or {}
+    return read_section(config, {})
 
 
 def _flag(default: Any, text: str) -> Any:

@@ -1,11 +1,12 @@
-"""``ACTOFFLOAD=auto``: what a program trains with transformers, TRL, Accelerate or DeepSpeed is attached by itself.
+"""``ACTOFFLOAD=auto``: what a program trains with one of the frameworks below is attached by itself.
 
     ACTOFFLOAD=nvme ACTOFFLOAD_PATH=/mnt/nvme0 accelerate launch train.py
     actoffload run --target nvme --path /mnt/nvme0 -- train.py
 
 The value is the target, ``ACTOFFLOAD_<OPTION>`` any other option (`OffloadConfig.options_from_environment`). These
-places are patched when the program imports them: ``Trainer.train``, ``Accelerator.prepare``, ``deepspeed.initialize``
-and TRL's ``get_act_offloading_ctx_manager``. A trainer is detached again when its training ends.
+places are patched when the program imports them: ``Trainer.train`` of transformers, ``Accelerator.prepare``,
+``deepspeed.initialize``, TRL's ``get_act_offloading_ctx_manager`` and torchtitan's ``Trainer``. A trainer of
+transformers is detached again when its training ends.
 """
 
 from __future__ import annotations
@@ -36,9 +37,8 @@ def _patch_trainer(module: Any) -> None:
     def attached(self: Any, *args: Any, **kwargs: Any) -> Any:
         from . import hf
 
-        attachment = (
-            None if hasattr(self, "actoffload") else hf.attach(self, **OffloadConfig.options_from_environment())
-        )
+        left_alone = hasattr(self, "actoffload") or hf.deepspeed_section(self) is None
+        attachment = None if left_alone else hf.attach(self, **OffloadConfig.options_from_environment())
         token = _in_trainer.set(True)
         try:
             return train(self, *args, **kwargs)
@@ -73,15 +73,17 @@ def _patch_accelerate(module: Any) -> None:
 
 def _patch_deepspeed(module: Any) -> None:
     initialize = module.initialize
-    from . import deepspeed  # before the function below takes the other's place
 
     @functools.wraps(initialize)
     def attached(*args: Any, **kwargs: Any) -> Any:
         if _in_trainer.get():
             return initialize(*args, **kwargs)
+        from . import deepspeed
+
         return deepspeed.initialize_with(OffloadConfig.options_from_environment(), *args, **kwargs)
 
     module.initialize = attached
+    module.initialize.replaced = initialize  # found by an adapter that is imported later, or already half imported
 
 
 def _patch_trl(module: Any) -> None:
@@ -89,9 +91,16 @@ def _patch_trl(module: Any) -> None:
     module.get_act_offloading_ctx_manager = lambda *args, **kwargs: contextlib.nullcontext()
 
 
+def _patch_torchtitan(module: Any) -> None:
+    from . import torchtitan
+
+    torchtitan.register()
+
+
 _PATCHES = {
     "accelerate.accelerator": _patch_accelerate,
     "deepspeed": _patch_deepspeed,
+    "torchtitan.trainer": _patch_torchtitan,
     "transformers.trainer": _patch_trainer,
     "trl.models.activation_offloading": _patch_trl,
 }

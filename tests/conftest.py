@@ -81,6 +81,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _what_a_file_has_imported_stays() -> Iterator[None]:
+    """As above, once the tests of a file are over: PyTorch's compiler alone makes each such look ten times as long."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def make_offloader(tmp_path: Path) -> Iterator[Callable[..., Offloader]]:
     """Make offloaders that move everything to disk, without a plan, unless told otherwise; they end with the test."""

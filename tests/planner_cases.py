@@ -11,7 +11,8 @@ from typing import Any
 
 from actoffload import Plan
 from actoffload.errors import BudgetError
-from actoffload.planning.planners.auto import MIN_GAIN_BYTES, Auto
+from actoffload.planning.constants import LEAST_GAIN_BYTES
+from actoffload.planning.planners.auto import Auto
 from actoffload.planning.planners.base import Bench, Limits, Planner
 from actoffload.planning.planners.joint import Joint
 from actoffload.planning.planners.search import every_choice
@@ -126,7 +127,7 @@ def best_plan(make_rig: MakeRig, work: Workload, phase: Phase, scale: float, bud
             found.append(Best(rig.seconds[-1], rig.peaks[-1], plan))
     if budget is not None:
         return min(found, key=lambda best: best.step_s)
-    enough = [best for best in found if best.peak_bytes <= profile.baseline_peak_bytes - MIN_GAIN_BYTES]
+    enough = [best for best in found if best.peak_bytes <= profile.baseline_peak_bytes - LEAST_GAIN_BYTES]
     return min(enough or [best for best in found if not best.plan.offloaded_bytes], key=lambda best: best.peak_bytes)
 
 

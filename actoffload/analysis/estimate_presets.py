@@ -66,16 +66,16 @@ _C2C = 0.8 * 450e9
 LINK_SOURCE = "the link at 0.8 of its line rate (recalled, not measured)"
 _A100 = f"dense bf16 of NVIDIA's data sheet; MFU as Megatron-LM's; {LINK_SOURCE}"
 _HOPPER = f"dense bf16 of NVIDIA's data sheet; MFU recalled; {LINK_SOURCE}"
-_GEFORCE = f"dense bf16 with float32 sums of NVIDIA's {{}} white paper; it and MFU recalled; {LINK_SOURCE}"
+_GEFORCE = f"dense bf16 with float32 sums of NVIDIA's RTX Blackwell white paper; MFU recalled; {LINK_SOURCE}"
 GPUS: dict[str, GpuPreset] = {
     "a100-pcie": GpuPreset(312e12, 0.5, _PCIE4, 40 * GIB, _A100),
     "a100-sxm": GpuPreset(312e12, 0.5, _PCIE4, 80 * GIB, _A100),
     "h100-sxm": GpuPreset(989e12, 0.4, _PCIE5, 80 * GIB, _HOPPER),
     "h200-sxm": GpuPreset(989e12, 0.4, _PCIE5, 140 * GIB, _HOPPER),
     "gh200": GpuPreset(989e12, 0.4, _C2C, 96 * GIB, _HOPPER),
-    "rtx-3090": GpuPreset(71e12, 0.5, _PCIE4, 24 * GIB, _GEFORCE.format("GA102")),
-    "rtx-4090": GpuPreset(165.2e12, 0.5, _PCIE4, 24 * GIB, _GEFORCE.format("Ada")),
-    "rtx-5090": GpuPreset(209.5e12, 0.5, _PCIE5, 32 * GIB, _GEFORCE.format("RTX Blackwell")),
+    "rtx-3090": GpuPreset(71.2e12, 0.5, _PCIE4, 24 * GIB, _GEFORCE),
+    "rtx-4090": GpuPreset(165.2e12, 0.5, _PCIE4, 24 * GIB, _GEFORCE),
+    "rtx-5090": GpuPreset(209.5e12, 0.5, _PCIE5, 32 * GIB, _GEFORCE),
 }
 
 DRIVES: dict[str, Drive] = {
@@ -181,7 +181,6 @@ UNITS = {"s": 1.0, "GB": 1e9, "GB/s": 1e9, "GiB": float(GIB)}
 _RUNS = ("megatron-22b", "gpt3-175b", "megatron-530b", "megatron-1t")
 _TABLE_5 = "Korthikanti et al., Table 5"
 _FORMULA = "Korthikanti et al., 34·s·b·h/t bytes a layer"
-_TABLE_III = "SSDTrain, Table III, offloaded (recalled)"
 PUBLISHED = (
     *(Published(m, "step_s", s, "s", _TABLE_5) for m, s in zip(_RUNS, (1.10, 13.75, 37.83, 71.49), strict=True)),
     *(
@@ -189,9 +188,6 @@ PUBLISHED = (
         for m, gib in zip(_RUNS, (9.5625, 12.3515625, 23.076171875, 26.5625), strict=True)
     ),
     Published("gpt3-175b", "required_bytes_per_s", 12.1, "GB/s", "SSDTrain, Figure 5, the most of its runs"),
-    Published("ssdtrain-8192", "activation_bytes_per_step", 10.37, "GB", _TABLE_III),
-    Published("ssdtrain-12288", "activation_bytes_per_step", 12.85, "GB", _TABLE_III),
-    Published("ssdtrain-16384", "activation_bytes_per_step", 11.75, "GB", _TABLE_III),
 )
 
 

@@ -10,6 +10,18 @@ from typing import Any
 from ..errors import BudgetError
 from ..events import now
 from ..memory.process_memory import available_bytes
+from ..planning.constants import (
+    AFTER_A_CHANGE,
+    MOST_MISLED,
+    MOST_REASONS,
+    MOST_REST,
+    MOST_WAITED,
+    PLANNING_SHARE,
+    REVIEW_STEPS,
+    ROOM_TO_KEEP,
+    SHAPES_CHANGED,
+    WARM_UP,
+)
 from ..planning.explain import render_plan
 from ..planning.plan import Plan
 from ..planning.planners.auto import Auto
@@ -22,26 +34,9 @@ from ..tiers.shared import Shared
 from ..tiers.tiers import Tiers
 from .agreement import Proposal, choose, exchange, several_ranks
 from .following import Following
-from .observations import AFTER_A_CHANGE, REVIEW_STEPS, Recording, StepsUnderPlan
+from .observations import Recording, StepsUnderPlan
 from .recompute import Recompute
 from .shapes import Shape, Shapes
-
-WARM_UP = 1
-"""Steps before the one that is planned from: the first one allocates what the later ones use again."""
-MOST_REASONS = 100
-"""So many reasons for plans are remembered."""
-PLANNING_SHARE = 0.1
-"""Planning takes at most this share of the time: a search takes a second at the most, which is much for short steps."""
-SHAPES_CHANGED = 0.1
-"""A forward that saves this share of its bytes at other places, or in other sizes, is not the one that was planned."""
-MOST_MISLED = 3
-"""After so many plans in a row that recompute and do not fit what is saved, nothing is recomputed any more."""
-MOST_REST = 64
-"""Where shapes change all the time, at most so many steps pass before another one is recorded; half as many before."""
-MOST_WAITED = 0.9
-"""Of a step that waits are taken to be at most: something was computed."""
-ROOM_TO_KEEP = 1.5
-"""A step that keeps all is tried only where so many times its peak is free."""
 
 
 class Autopilot:
@@ -71,6 +66,7 @@ class Autopilot:
         self._shapes = Shapes()
         self._shape_is_known = False
         self._began: tuple[float, float, float, int] | None = None
+        self._began_hooks = 0.0, 0.0
         self._began_with_bytes = 0
         self._rest_until_s = 0.0
         """No plan is looked for before."""
@@ -131,6 +127,7 @@ class Autopilot:
         accounts.recomputed(0)
         self._following.placement.mismatched_bytes = 0
         self._began = (now(), accounts.pack_wait_s, accounts.unpack_wait_s, accounts.packed_tensors)
+        self._began_hooks = accounts.hooks_s, accounts.idle_s
         self._began_with_bytes = self._moved_bytes
         self._shape_is_known = self._agreed  # on one plan, whatever the shape
         self._begin_shape()
@@ -155,6 +152,7 @@ class Autopilot:
         shape, placement = self._shape, self._following.placement
         placement.keep_all = shape.tries_keeping
         placement.probes = self._probes and shape.steps.review_begins
+        self._shared.watches_host = shape.plan is not None and not placement.probes and shape.steps.review_begins
         if shape.plan is not None:
             due = shape.steps.blocks_are_due
         else:
@@ -207,6 +205,8 @@ class Autopilot:
             forward_wait_s=share * waited_s[0],
             backward_wait_s=share * waited_s[1],
             peak_bytes=accounts.step_peak_bytes,
+            hooks_s=accounts.hooks_s - self._began_hooks[0],
+            idle_s=accounts.idle_s - self._began_hooks[1],
         )
         planned = shape.plan is not None
         if recorded:

@@ -9,6 +9,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ..config import OffloadConfig
+from ..planning.constants import (
+    HELD,
+    LARGE_FIRST,
+    LEAST_OTHERS,
+    MORE_BUDGET,
+    MUCH_KEPT,
+    PART_OF_WAITS,
+    SLOW,
+    SMALL_PART,
+    WORTH_SAYING,
+)
 from ..planning.explain import BudgetRow, budget_rows, format_time, next_block
 from ..planning.plan import Plan
 from ..planning.planners.base import Limits, Planner
@@ -17,18 +28,6 @@ from ..planning.profile import Link, Profile
 from ..policy import STATIC
 from ..sizes import format_size
 from ..statistics import Statistics
-
-SLOW = 0.05
-"""A step that waits for this share of its time is slow."""
-PART_OF_WAITS = 0.25
-"""Then what makes up this share of its waits is a cause."""
-SMALL_PART = 0.2
-"""Where saved activations are a smaller share of the peak, moving them changes little."""
-MUCH_KEPT = 0.5
-HELD = 0.05
-"""Bytes that stay for one reason are a cause from this share of the saved activations' peak on."""
-WORTH_SAYING = 0.05
-"""Another budget is named where it is predicted to save this share of a step."""
 
 _WHEN_IT_STAYS = {
     "below min_bytes": "lower min_bytes",
@@ -73,7 +72,8 @@ class Facts:
         planned: its plan, where it has one: budgets are only named with what they are predicted to give.
         step_s: a step; 0 where only the first one was seen.
         forward_wait_s, backward_wait_s: what it waited in forward for what leaves, in backward for what comes back.
-        first_wait_s: of that, for what backward asks for first; ``first_bytes``: how much that is.
+        idle_s: an accelerator had no work, as the hooks kept the host from giving it some.
+        first_wait_s: of the waits, for what backward asks for first; ``first_bytes``: how much that is.
         disk: how fast the disk was.
         cached_by: the engine that writes through the page cache; empty where none does.
         pageable: host memory could not be page-locked.
@@ -90,6 +90,7 @@ class Facts:
     step_s: float = 0.0
     forward_wait_s: float = 0.0
     backward_wait_s: float = 0.0
+    idle_s: float = 0.0
     first_wait_s: float = 0.0
     first_bytes: int = 0
     disk: Link | None = None
@@ -192,8 +193,10 @@ def _rate(f: Facts, *, on_disk: bool, write: bool) -> str:
 
 
 def _first_wait_s(f: Facts) -> float:
-    """What backward waits for what it asks for first; 0 where a plan has weighed that."""
-    return 0.0 if f.planned is not None and f.planned.seen is not None else f.first_wait_s
+    """What backward waits for what it asks for first; 0 where that is little, or a plan has weighed it."""
+    weighed = f.planned is not None and f.planned.seen is not None
+    little = f.first_bytes < LARGE_FIRST * f.counts.baseline_peak_bytes
+    return 0.0 if weighed or little else f.first_wait_s
 
 
 def first_moves(f: Facts) -> Cause | None:
@@ -211,6 +214,20 @@ def first_moves(f: Facts) -> Cause | None:
             f"keep_last_bytes={size!r} keeps them" if keeps else "policy='auto' keeps them",
             "or name the last module, such as the head, in exclude=",
         ),
+    )
+
+
+def host_bound(f: Facts) -> Cause | None:
+    """The device idles while hooks that move tensors keep the host busy."""
+    if f.share(f.idle_s) < SLOW:
+        return None
+    planned, budget = f.planned, None if f.planned is None else f.planned.limits.device_budget
+    priced = _another_budget(planned, budget) if planned is not None and budget is not None else []
+    return Cause(
+        weight=f.idle_s,
+        evidence=f"for {f.share(f.idle_s):.0%} of a step the device has no work, as hooks that move tensors keep the "
+        "host busy",
+        remedies=(*priced, "raise min_bytes, so that fewer and larger tensors move; or take larger batches"),
     )
 
 
@@ -350,7 +367,7 @@ def peak_of_others(f: Facts) -> Cause | None:
         return None
     transient = max(0, whole - before - s.resident_peak_bytes)
     others = transient if of == "process" else transient + before  # a process has Python and libraries before
-    if s.baseline_peak_bytes >= SMALL_PART * (others + s.baseline_peak_bytes) or others < 64 << 20:
+    if s.baseline_peak_bytes >= SMALL_PART * (others + s.baseline_peak_bytes) or others < LEAST_OTHERS:
         return None
     return Cause(
         weight=others,
@@ -367,7 +384,7 @@ def _whole(f: Facts) -> tuple[int, str]:
     return (s.device_peak_bytes, "device") if s.device_peak_bytes else (s.process_peak_bytes, "process")
 
 
-SLOWER = (slow_link, first_moves, pageable_copies)
+SLOWER = (slow_link, first_moves, host_bound, pageable_copies)
 MEMORY = (
     nothing_reached,
     stays,
@@ -384,9 +401,9 @@ MEMORY = (
 
 
 def _another_budget(planned: Planned, budget: int) -> list[str]:
-    """What a budget above the next block, or half as large again, is predicted to give."""
+    """What a budget above the next block, or `MORE_BUDGET` times as large, is predicted to give."""
     block, enough = next_block(planned.profile, budget) if planned.limits.recompute else (0, 0)
-    tried = enough or min(budget * 3 // 2, planned.profile.baseline_peak_bytes)
+    tried = enough or min(int(MORE_BUDGET * budget), planned.profile.baseline_peak_bytes)
     (row,) = budget_rows(planned.profile, planned.limits, planned.planner, [tried])
     now_s = planned.plan.predicted_step_s
     if row.step_s is None or row.peak_bytes is None or now_s is None or row.step_s > (1 - WORTH_SAYING) * now_s:

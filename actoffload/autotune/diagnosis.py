@@ -7,6 +7,7 @@ from itertools import zip_longest
 from typing import Any
 
 from ..events import now
+from ..planning.constants import MOST_CAUSES
 from ..planning.explain import format_time
 from ..planning.profile import Link
 from ..runtime.store import ActivationStore
@@ -15,9 +16,6 @@ from ..storage.engines.base import IoKind
 from ..tiers.tiers import Tiers
 from .autopilot import Autopilot
 from .causes import Cause, Facts, Planned, causes
-
-MOST_CAUSES = 3
-"""A report names so many, each with one thing to do."""
 
 
 def planned_by(pilot: Autopilot | None) -> Planned | None:
@@ -59,6 +57,7 @@ def _times(store: ActivationStore, planned: Planned | None) -> dict[str, Any]:
             "step_s": seen.step_s,
             "forward_wait_s": seen.forward_wait_s,
             "backward_wait_s": seen.backward_wait_s,
+            "idle_s": seen.idle_s,
         }
     if store.first_step is None:
         return {}

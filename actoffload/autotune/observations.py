@@ -7,18 +7,12 @@ from dataclasses import replace
 from statistics import median
 
 from ..errors import ConfigError
+from ..planning.constants import LOOK_AT_STEP, REVIEW_STEPS
 from ..planning.planners.feedback import Observed, Rate
 from ..planning.profile import Link, Profile
 from ..runtime.prefetch import Prefetch
 from ..runtime.profiler import Profiler
 from ..tiers.tiers import Tiers
-
-REVIEW_STEPS = 5
-"""A plan is compared with the median of so many steps, as single ones are noisy."""
-AFTER_A_CHANGE = 3
-"""So many the first time under a corrected plan, which was made from steps before and after something had changed."""
-LOOK_AT_STEP = 3
-"""The step under a new plan in which the blocks' times are taken."""
 
 
 class Recording:
@@ -141,4 +135,6 @@ def _median(observed: Sequence[Observed]) -> Observed:
         forward_wait_s=median(o.forward_wait_s for o in observed),
         backward_wait_s=median(o.backward_wait_s for o in observed),
         peak_bytes=max(o.peak_bytes or 0 for o in observed),
+        hooks_s=sum(o.hooks_s for o in observed),  # one of them was watched
+        idle_s=sum(o.idle_s for o in observed),
     )

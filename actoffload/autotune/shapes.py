@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator
 
+from ..planning.constants import MOST_SHAPES, UNUSED_STEPS
 from ..planning.explain import format_time
 from ..planning.plan import Plan
 from ..planning.planners.feedback import StepModel
@@ -13,11 +14,6 @@ from ..planning.profile import Profile
 from ..runtime.decision import InputShapes
 from ..sizes import format_size
 from .observations import StepsUnderPlan
-
-MOST_SHAPES = 16
-"""So many shapes have a plan of their own; profiles of a large model take a few MB each."""
-UNUSED_STEPS = 64
-"""Then a new one takes the place of one that no step had for so long; it makes do with another's plan until then."""
 
 
 class Shape:

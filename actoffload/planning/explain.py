@@ -9,6 +9,7 @@ from itertools import groupby
 
 from ..errors import BudgetError
 from ..sizes import format_size
+from .constants import BUDGET_SHARES, GIB, JUST_BELOW, MOST_AT_PEAK, MOST_ROWS, NEARLY_ALL, NO_GAIN, ROOM_FOR_A_BLOCK
 from .plan import Plan
 from .planners.base import Limits, Planner
 from .planners.feedback import Observed
@@ -16,15 +17,7 @@ from .profile import Link, Profile
 from .simulator import Prediction, simulate
 from .workload import ABSENT, DROPPED, HOST, KEEP, NVME, Workload
 
-GIB = 1 << 30
 OUTSIDE = "(outside blocks)"
-NEARLY_ALL = 0.98
-BUDGET_SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)
-JUST_BELOW = 1.25
-"""A budget lies just below a block that is larger by no more than this factor."""
-ROOM_FOR_A_BLOCK = 1.07
-MOST_ROWS = 24
-"""So many lines of blocks at most; neighbours that are treated alike share one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,8 +380,9 @@ def _headline(profile: Profile, plan: Plan, limits: Limits) -> list[str]:
 
 def _comparison(analysis: Analysis, seen: Observed | None) -> list[tuple[str, ...]]:
     after, keep = analysis.prediction, analysis.keep
-    step = forward = backward = peak = "-"
+    step = forward = backward = peak = hooks = idle = "-"
     if seen is not None:
+        hooks, idle = (format_time(seconds) if seconds else "-" for seconds in (seen.hooks_s, seen.idle_s))
         step, forward, backward = map(format_time, (seen.step_s, seen.forward_wait_s, seen.backward_wait_s))
         peak = "-" if seen.peak_bytes is None else format_size(seen.peak_bytes)
     return [
@@ -397,6 +391,7 @@ def _comparison(analysis: Analysis, seen: Observed | None) -> list[tuple[str, ..
         ("forward waits", format_time(after.forward_wait_s), forward, "-"),
         ("backward waits", format_time(after.backward_wait_s), backward, "-"),
         ("recomputing", format_time(after.recompute_s), "-", "-"),
+        *([("hooks that move", "-", hooks, "-"), ("device idle for them", "-", idle, "-")] if hooks != "-" else ()),
         ("activation peak", format_size(after.peak_bytes), peak, format_size(keep.peak_bytes)),
     ]
 
@@ -431,7 +426,7 @@ def _peak(analysis: Analysis) -> list[str]:
     if peak is None or not analysis.prediction.peak_bytes:
         return ["nothing is saved"]
     kinds = ", ".join(f"{format_size(n)} {kind}" for kind, n in peak.bytes_by_kind.items() if n)
-    largest = sorted((row for row in analysis.rows if row.peak_bytes), key=lambda row: -row.peak_bytes)[:3]
+    largest = sorted((row for row in analysis.rows if row.peak_bytes), key=lambda row: -row.peak_bytes)[:MOST_AT_PEAK]
     where = ", ".join(f"{row.name} {format_size(row.peak_bytes)}" for row in largest)
     total = format_size(analysis.prediction.peak_bytes)
     return [f"the peak, {total}, is at {format_time(peak.time_s)} in {peak.phase}: {kinds}", f"  most of it: {where}"]
@@ -447,7 +442,7 @@ def _more(analysis: Analysis, limits: Limits) -> list[str]:
         return [f"{extra} more of budget: still no plan keeps it"]
     now_s = analysis.prediction.step_s
     gain = now_s - more.step_s
-    if gain <= 1e-4 * now_s:
+    if gain <= NO_GAIN * now_s:
         return [f"{extra} more of budget would buy no time"]
     bought = f"{format_time(gain)} a step ({gain / now_s:.1%}): {format_time(more.step_s)}"
     return [f"{extra} more of budget would buy {bought}"]

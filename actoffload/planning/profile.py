@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import ConfigError
+from .constants import PREFETCH_BYTES
 
 VERSION = 1
-PREFETCH_BYTES = 64 << 20
 ROUNDING = 1e-9
 
 T = TypeVar("T")

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import ConfigError, StateError
+from .constants import MOST_MODULES
 from .plan import Plan
 from .profile import Profile
 from .transfers import (
@@ -446,7 +447,7 @@ class _Step:
             kinds[kind] += nbytes
             name = self.workload.module_of(p) or ""
             modules[name] = modules.get(name, 0) + nbytes
-        largest = sorted(modules.items(), key=lambda pair: (-pair[1], pair[0]))[:8]
+        largest = sorted(modules.items(), key=lambda pair: (-pair[1], pair[0]))[:MOST_MODULES]
         device = self.device
         return Peak(
             time_s=device.peak_time, phase=device.peak_phase, bytes_by_kind=kinds, bytes_by_module=dict(largest)

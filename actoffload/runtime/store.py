@@ -222,7 +222,8 @@ class ActivationStore:
         else:
             reason = self.decision.why_keep(record, tensor, tape)
         if reason is None:
-            reason = tier.offload(record)
+            with tier.watched():
+                reason = tier.offload(record)
         budget = shared.budget
         budget.largest_bytes = max(budget.largest_bytes, record.nbytes)
         if budget.limit_bytes is not None:
@@ -300,7 +301,7 @@ class ActivationStore:
         """
         tier = self.tiers.by_device[record.kind]
         self.speak()
-        with self.shared.lock:
+        with self.shared.lock, tier.watched():
             self._reach(record, round_, tier)
             first, on_device, since_s = record.state, record.on_device, now()
             if not on_device and not record.counted:

@@ -52,6 +52,7 @@ struct Model {
   double to_device_bytes_per_s = 1e10;
   double to_host_bytes_per_s = 1e10;
   double latency_s = 1e-5;
+  double launch_s = 0;
   double longest_delay_s = 0;
 } model;
 
@@ -148,6 +149,7 @@ struct Machine {
     const std::lock_guard<std::mutex> guard(mutex);
     Queue& to = queue(stream);
     ++to.given;
+    host_clock += task.run ? model.launch_s : 0;
     task.launched = host_clock;
     if (task.moment) {
       task.moment->queue = &to;
@@ -218,8 +220,13 @@ struct Machine {
     raise(lock);
   }
 
+  // Where the host takes time, whether it has come by the host's clock, whatever real time it takes.
   bool is_done(const MomentPtr& moment) {
-    const std::lock_guard<std::mutex> guard(mutex);
+    std::unique_lock<std::mutex> lock(mutex);
+    if (model.launch_s > 0) {
+      changed.wait(lock, [&] { return moment->done; });
+      return moment->time <= host_clock;
+    }
     return moment->done;
   }
 
@@ -1157,13 +1164,15 @@ void actoffload_sim_install() {
   at::RegisterPrivateUse1HooksInterface(new Hooks);
 }
 
-void actoffload_sim_configure(double flops, double memory, double to_device, double to_host, double latency) {
+void actoffload_sim_configure(double flops, double memory, double to_device, double to_host, double latency,
+                              double launch) {
   const std::lock_guard<std::mutex> guard(machine().mutex);
   model.flops = flops;
   model.memory_bytes_per_s = memory;
   model.to_device_bytes_per_s = to_device;
   model.to_host_bytes_per_s = to_host;
   model.latency_s = latency;
+  model.launch_s = launch;
 }
 
 // The longest delay of a task, 0 for none; restarts the random numbers of every stream.
@@ -1212,6 +1221,12 @@ int actoffload_sim_unregister(uintptr_t address) {
     machine().synchronize(device);
   }
   return page_locked().remove(address) ? 1 : 0;
+}
+
+// Have the host be busy for so long in virtual time.
+void actoffload_sim_host(double seconds) {
+  const std::lock_guard<std::mutex> guard(machine().mutex);
+  machine().host_clock += seconds;
 }
 
 // Virtual seconds at which the host is.

@@ -58,9 +58,10 @@ class SimulatedDevice:
         to_device_bytes_per_s: float = 1e10,
         to_host_bytes_per_s: float = 1e10,
         latency_s: float = 1e-5,
+        launch_s: float = 0.0,
     ) -> None:
-        """Set how long kernels and copies take in virtual time."""
-        rates = (flops, memory_bytes_per_s, to_device_bytes_per_s, to_host_bytes_per_s, latency_s)
+        """Set how long kernels and copies take in virtual time, and the host for each of them (``launch_s``)."""
+        rates = (flops, memory_bytes_per_s, to_device_bytes_per_s, to_host_bytes_per_s, latency_s, launch_s)
         self._library.actoffload_sim_configure(*map(ctypes.c_double, rates))
 
     def delay(self, longest_s: float, seed: int = 0) -> None:
@@ -92,6 +93,10 @@ class SimulatedDevice:
         """Set how much memory a device has; None for as much as the host gives."""
         self._library.actoffload_sim_limit(index, ctypes.c_size_t(1 << 40 if nbytes is None else nbytes))
 
+    def keep_host_busy(self, seconds: float) -> None:
+        """Have the host do something else for so long, in virtual time."""
+        self._library.actoffload_sim_host(ctypes.c_double(seconds))
+
     def sleep(self, seconds: float) -> None:
         """Have the current stream do nothing for so long, in real time and in virtual time."""
         self._library.actoffload_sim_sleep(ctypes.c_double(seconds))
@@ -112,7 +117,7 @@ class SimulatedDevice:
 
     @property
     def clock_s(self) -> float:
-        """Virtual seconds at which the host is: when the last work that it waited for had ended."""
+        """Virtual seconds at which the host is: the end of the last work that it waited for, and what it did since."""
         return float(self._library.actoffload_sim_clock())
 
     @property

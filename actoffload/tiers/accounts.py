@@ -50,6 +50,10 @@ class Accounts:
     at_once_bytes: int = 0  # the most that one autograd node saved, where that was most of a forward
     refused_bytes: int = 0  # stayed for want of host memory
     degraded_bytes: int = 0  # stayed as something below failed
+    hooks_s: float = 0.0
+    """What hooks took of the host to move records, in the steps that were watched; without waits."""
+    idle_s: float = 0.0
+    """For how much of that an accelerator had no more to do than what it was given since the hook before."""
     live_records: int = 0
     degraded: Counter[str] = field(default_factory=Counter)
 

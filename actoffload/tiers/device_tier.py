@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from ..memory.host_pool import HostPool, Slot
 from ..policy import KeepReason
 from ..storage.spool import Spool
 from ..storage.transfers import Transfer
+from .accelerator import Event
 from .copy_streams import BATCH_BYTES, BATCH_COPIES, Batch, CopyStreams, ReleaseWindow
 from .record import Record, State
 from .shared import Shared
@@ -75,6 +77,8 @@ class DeviceTier(Tier):
         """Memory that was filled for records which died before they were used, and the copies that fill it."""
         self._keeps_backlog = shared.config.policy in ("auto", "greedy")
         self._in_child = False
+        self._last_hook: Event | None = None
+        """After what the compute stream had been given by the end of the last hook that was watched."""
         self._waiter = ThreadPoolExecutor(1, "actoffload-copies")
 
     # -- device → host ------------------------------------------------------------------------------------------------
@@ -543,6 +547,20 @@ class DeviceTier(Tier):
 
     def close(self) -> None:
         self._waiter.shutdown(wait=False, cancel_futures=True)
+
+    def watched(self) -> contextlib.AbstractContextManager[None]:
+        return self._watched() if self.shared.watches_host and not self.capturing() else super().watched()
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        accounts, device = self.shared.accounts, self.copies.device
+        since_s, waited_s = now(), accounts.pack_wait_s + accounts.unpack_wait_s
+        yield
+        hook_s = now() - since_s - (accounts.pack_wait_s + accounts.unpack_wait_s - waited_s)
+        accounts.hooks_s += hook_s
+        if self._last_hook is not None and device.done(self._last_hook):
+            accounts.idle_s += hook_s  # the device had caught up with the host
+        self._last_hook = device.record(device.current_stream(device.current_index()))
 
     def count_waits(self) -> None:
         if self.capturing():

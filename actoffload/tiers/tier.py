@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -24,6 +25,8 @@ PENDING_MARGIN = 1.25
 """What a plan expects to be on its way out at once may be exceeded by this factor: steps differ a little."""
 LOOK_AT = 4
 """How many of the copies under way are looked at on each occasion, as that is on the training thread's way."""
+
+_UNWATCHED = nullcontext()
 
 
 class Tier(ABC):
@@ -100,6 +103,13 @@ class Tier(ABC):
 
     def close(self) -> None:  # noqa: B027
         """End the threads, if there are any. Idempotent."""
+
+    def watched(self) -> AbstractContextManager[None]:
+        """Return a context for what a hook does to move a record.
+
+        Where ``Shared.watches_host`` asks for it, its time is counted, and whether the device had to wait for the host.
+        """
+        return _UNWATCHED
 
     def count_waits(self) -> None:  # noqa: B027
         """Count what streams have waited for since the last time; the host does not see that."""

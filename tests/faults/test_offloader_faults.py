@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import threading
 import warnings
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from actoffload import Offloader
 from actoffload.errors import ChecksumError, OffloaderClosedError, StorageReadError
 from actoffload.storage.engines.base import IoKind
 from actoffload.testing.engine_suite import poke_file
-from actoffload.testing.faults import FailingEngine, FullEngine, GateEngine, ShortEngine, SlowEngine
+from actoffload.testing.faults import FailingEngine, FullEngine, GateEngine, SlowEngine
 from tests.harness import (
     WAIT_S,
     Chain,
@@ -107,15 +105,6 @@ def test_a_failed_write_under_warnings_as_errors_harms_nothing(make_offloader: M
     assert raised == 1
     forget_failed_backward()
     assert_empty(offloader)
-
-
-def test_short_transfers_are_continued(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(engine=ShortEngine, verify=True)
-    model, x = Chain(), batch()
-    assert_same_gradients(train_step(model, x, offloader, between=offloader.synchronize), train_step(model, x))
-    assert only_engine(offloader).calls > 2 * 12
-    assert offloader.statistics().degraded == {}
-    assert offloader.statistics().nvme_read_bytes > 0
 
 
 def test_a_slow_disk_without_a_budget_keeps(make_offloader: MakeOffloader) -> None:
@@ -350,14 +339,3 @@ def test_close_with_a_living_graph(make_offloader: MakeOffloader) -> None:
     assert offloader.statistics().live_records == 0
     assert descriptors() == before
     offloader.close()
-
-
-def test_an_offloader_closed_without_a_graph_gives_everything_back(make_offloader: MakeOffloader) -> None:
-    before = descriptors()
-    offloader = make_offloader()
-    assert descriptors() > before
-    train_step(Chain(), batch(), offloader)
-    offloader.close()
-    assert descriptors() == before
-    assert os.listdir(offloader.config.paths[0]) == []
-    assert torch.is_grad_enabled()

@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import threading
 import warnings
 import weakref
@@ -31,12 +30,10 @@ from tests.harness import (
     lock_of,
     records_of,
     same_bits,
-    spool_statistics,
     tier_of,
     train_step,
 )
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.programs import run_program
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork()")
 
@@ -215,13 +212,7 @@ def run(engine):
 
 
 def _script(body: str, path: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error::RuntimeWarning", "-W", "error::ResourceWarning", "-c", _SETUP + body, str(path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    return run_program(_SETUP + body, str(path), errors=("RuntimeWarning", "ResourceWarning"))
 
 
 @pytest.mark.parametrize(
@@ -240,22 +231,4 @@ def _script(body: str, path: Path) -> subprocess.CompletedProcess[str]:
 def test_the_interpreter_exits_with_work_in_flight(tmp_path: Path, body: str) -> None:
     run = _script(body, tmp_path)
     assert (run.returncode, run.stderr) == (0, "")
-    assert os.listdir(tmp_path) == []
-
-
-def test_sigkill_leaves_nothing(tmp_path: Path) -> None:
-    run = _script(
-        "kept = run('auto'), run(GateEngine)\nkept[0][0].synchronize()\n"
-        "assert kept[0][0].statistics().nvme_written_bytes > 0\nassert os.listdir(path) == []\n"
-        "os.kill(os.getpid(), signal.SIGKILL)",
-        tmp_path,
-    )
-    assert (run.returncode, run.stderr) == (-signal.SIGKILL, "")
-    assert os.listdir(tmp_path) == []
-
-
-def test_an_idle_offloader_holds_no_name_in_its_directory(make_offloader: MakeOffloader, tmp_path: Path) -> None:
-    offloader = make_offloader()
-    train_step(Chain(), batch(), offloader, between=offloader.synchronize)
-    assert spool_statistics(offloader).arena_bytes > 0
     assert os.listdir(tmp_path) == []

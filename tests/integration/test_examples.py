@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -9,32 +10,50 @@ import sys
 from pathlib import Path
 
 import pytest
+from actoffload.integrations.examples.__main__ import main
+
+from actoffload.integrations import examples
+from tests.integration.workers.twice import SECOND
 
 ROOT = Path(__file__).resolve().parents[2]
-SIZES = ["--layers", "2", "--width", "64", "--seq", "64", "--batch", "2", "--steps", "3"]
-FEW_BYTES = ["--min-bytes", "1KiB", "--device-budget", "256KiB"]
+TEXT = ["--layers", "2", "--width", "64", "--seq", "64", "--batch", "2", "--steps", "3"]
+PICTURES = ["--batch", "2", "--steps", "3"]
 LOSS = re.compile(r"loss \S+ = (-?0x\S+)")
 ATTEMPTS = 4
 LATE_DECREF = "terminate called without an active exception"
 """How PyTorch ends a process, with and without offloading, in which a thread of gloo's lets go of a tensor while the
 interpreter is finalized (2.13: `ConcretePyInterpreterVTable::decref` waits for a lock that is never given again)."""
+RUNS = {
+    "plain_loop": (TEXT, "256KiB", 1, 3),
+    "titan_loop": ([*TEXT, "--recompute", "--compile", "aot_eager"], "256KiB", 2, 3),
+    "lightning_loop": ([*TEXT, "--accelerator", "cpu", "--accumulate", "2"], "256KiB", 1, 6),
+    "hf_loop": (TEXT, "384KiB", 1, 3),
+    "diffusers_loop": ([*PICTURES, "--width", "16", "--size", "16"], "384KiB", 1, 3),
+    "torchvision_loop": ([*PICTURES, "--size", "64"], "1MiB", 1, 3),
+}
+"""For each example: its flags, a budget that is a part of what it saves, the ranks, and how many losses it prints."""
+NEEDS = {"diffusers_loop": "diffusers", "hf_loop": "transformers", "lightning_loop": "lightning"}
+NEEDS["torchvision_loop"] = "torchvision"
+APART = Path(sys.prefix) / "torchvision"
+"""Where `make` puts torchvision."""
 
 
-def run(name: str, directory: Path, *arguments: str, ranks: int = 1) -> tuple[str, str]:
-    """What an example said on stdout and stderr; fails when it did or when a warning of ours escaped."""
-    module = f"actoffload.integrations.examples.{name}"
-    starter = ["-m", module]
+def run(name: str, directory: Path, flags: list[str], budget: str, ranks: int) -> tuple[list[str], list[str]]:
+    """What an example said on stdout and stderr, without offloading and with it; fails when a warning of ours shows."""
+    starter = ["-m", "tests.integration.workers.twice"]
     if ranks > 1:
-        starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", module]
+        starter = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *starter]
+    more = ["--min-bytes", "1KiB", "--device-budget", budget]
     env = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "ACTOFFLOAD_PATH": str(directory),
+        "PYTHONPATH": str(APART if name == "torchvision_loop" else ""),
         "TORCHINDUCTOR_CACHE_DIR": str(directory / "inductor"),
     }
     for _ in range(ATTEMPTS):
         done = subprocess.run(
-            [sys.executable, *starter, *SIZES, *arguments],
+            [sys.executable, *starter, f"{examples.__name__}.{name}", *flags, "--", *more],
             cwd=ROOT,
             env=env,
             capture_output=True,
@@ -47,25 +66,17 @@ def run(name: str, directory: Path, *arguments: str, ranks: int = 1) -> tuple[st
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "RuntimeWarning" not in done.stderr
     assert not re.search(r"actoffload\S*\.py:\d+: \w*Warning", done.stderr)
-    return done.stdout, done.stderr
+    return done.stdout.split(SECOND, 1), done.stderr.split(SECOND, 1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "more", "ranks", "losses"),
-    [
-        ("plain_loop", [], 1, 3),
-        ("titan_loop", ["--compile", "aot_eager", "--device-budget", "640KiB"], 1, 3),
-        ("titan_loop", ["--recompute"], 2, 3),
-        ("lightning_loop", ["--accelerator", "cpu", "--accumulate", "2"], 1, 6),
-    ],
-    ids=["plain", "titan compiled", "titan sharded and checkpointed", "lightning"],
-)
-def test_same_losses(name: str, more: list[str], ranks: int, losses: int, tmp_path: Path) -> None:
-    if name == "lightning_loop":
-        pytest.importorskip("lightning.pytorch")
-    plain, _ = run(name, tmp_path, "--target", "none", *more, ranks=ranks)
-    offloaded, said = run(name, tmp_path, "--target", "nvme", *FEW_BYTES, *more, ranks=ranks)
+@pytest.mark.parametrize("name", RUNS)
+def test_same_losses(name: str, tmp_path: Path) -> None:
+    there = importlib.util.find_spec(NEEDS[name]) if name in NEEDS else True
+    if not there and not (name == "torchvision_loop" and APART.is_dir()):
+        pytest.skip(f"{NEEDS[name]} is not installed")
+    flags, budget, ranks, losses = RUNS[name]
+    (plain, offloaded), (quiet, said) = run(name, tmp_path, flags, budget, ranks)
     expected = LOSS.findall(plain)
     assert len(expected) == losses
     assert len(set(expected)) == losses, "the losses do not change: nothing is learned"
@@ -76,5 +87,32 @@ def test_same_losses(name: str, more: list[str], ranks: int, losses: int, tmp_pa
     shares = re.search(r"peak \S+ \S+ of \S+ \S+ with nothing moved \((\d+)%\)", offloaded)
     assert shares is not None
     assert int(shares[1]) < 100
-    assert said.count("actoffload: target nvme") == 1, "it is said once, by the first rank"
-    assert "actoffload" not in plain
+    assert (said + offloaded).count("actoffload: target nvme") == 1, "it is said once, by the first rank"
+    assert "actoffload: " not in plain + quiet
+
+
+def test_every_example_is_run() -> None:
+    there = {file.stem for file in Path(examples.__path__[0]).glob("*_loop.py")}
+    assert there == set(RUNS)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], "choose one of diffusers_loop, hf_loop, "),
+        (["no_loop"], "no_loop is no example; choose one of diffusers_loop, "),
+        (["plain_loop", "--target", "disk"], "invalid choice: 'disk'"),
+        (["diffusers_loop"], "diffusers_loop needs a package that is missing: pip install diffusers"),
+        (["torchvision_loop"], "torchvision_loop needs a package that is missing: pip install torchvision"),
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_run_says_why(
+    flags: list[str], words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["examples", *flags])
+    for package in ("diffusers", "torchvision"):
+        monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert words in f"{stopped.value} {capsys.readouterr().err}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ from actoffload.integrations.hf import attach
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
-from actoffload.errors import NothingOffloadedError
+from actoffload.errors import ConfigError, NothingOffloadedError
+from actoffload.integrations import switch
 from tests.integration.evidence import Run, assert_evidence
 from tests.integration.hf_models import (
     accelerate_loop,
@@ -327,3 +330,34 @@ def test_a_section_for_deepspeed_holds_for_a_trainer(tmp_path: Path) -> None:
     trainer.args.hf_deepspeed_config = SimpleNamespace(config={"actoffload": section})
     with attached(trainer, min_bytes=1024) as offloader:
         assert (offloader.config.target, offloader.config.min_bytes) == ("nvme", 1024)
+
+
+def test_a_section_that_is_switched_off_holds_for_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("deepspeed")
+    trainer = make_trainer(tmp_path)
+    trainer.args.hf_deepspeed_config = SimpleNamespace(config={"actoffload": {"enabled": False}})
+    with pytest.raises(ConfigError, match=r"actoffload\.enabled=False: so says the DeepSpeed configuration"):
+        attach(trainer, target="nvme", path=tmp_path)
+    monkeypatch.setenv("ACTOFFLOAD", "floppy")  # would raise if it were looked at
+    module: Any = ModuleType("transformers.trainer")
+    module.Trainer = type("Trainer", (), {"train": lambda trainer: hasattr(trainer, "actoffload")})
+    switch.patch(module)
+    assert module.Trainer.train(trainer) is False
+    trainer.args.hf_deepspeed_config.config = {"activation_checkpointing": {"cpu_checkpointing": True}}
+    with pytest.raises(ConfigError, match=r"activation_checkpointing\.cpu_checkpointing=True"):
+        attach(trainer, target="nvme", path=tmp_path)
+
+
+def test_a_trainer_that_is_detached_is_held_by_nobody(tmp_path: Path) -> None:
+    """A data loader that Accelerate still finds alive would let it step after each micro-batch of the next loop."""
+    trainer = make_trainer(tmp_path)
+    attachment = attach(trainer, target="nvme", path=tmp_path, min_bytes=1024)
+    offloader, reference = attachment.offloader, weakref.ref(attachment)
+    attachment.detach()
+    gc.disable()
+    try:
+        del attachment
+        assert reference() is None
+    finally:
+        gc.enable()
+    offloader.close()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import zipfile
@@ -22,79 +25,145 @@ from actoffload import Attachment, OffloadConfig, Offloader, attach
 from actoffload.cli.app import app
 from actoffload.errors import ConfigError
 from actoffload.integrations import switch
+from tests.integration import matrix
 from tests.integration.processes import launch
 
-for _package in ("accelerate", "datasets", "deepspeed", "transformers", "trl"):
+for _package in ("accelerate", "datasets", "deepspeed", "tensorboard", "trackio", "transformers", "trl"):
     pytest.importorskip(_package)
 
-WORKER = "tests.integration.workers.switch"
-PROGRAMS = ["trainer", "checkpointed", "sft", "loop", "engine"]
-OFF = "ACTOFFLOAD"
-METRICS = {"moved_bytes", "wait_s", "host_written_bytes", "nvme_written_bytes", "resident_peak_bytes"}
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # noqa: E402
 
-Found = dict[str, Any]
+WORKER = "tests.integration.workers.switch"
+METRICS = ["moved_bytes", "wait_s", "host_written_bytes", "nvme_written_bytes", "resident_peak_bytes", "planned_anew"]
+PROGRAMS = {"trainer": "Transformers", "sft": "TRL", "loop": "Accelerate", "engine": "DeepSpeed"}
+WAYS = [
+    (name, way) for way in matrix.WAYS for name in PROGRAMS if way not in matrix.NOT_OFFERED.get(PROGRAMS[name], ())
+]
+CASES = [
+    pytest.param(name, checkpointed, way, marks=pytest.mark.proves(PROGRAMS[name], checkpointing=checkpointed, way=way))
+    for name, way in WAYS
+    for checkpointed in (False, True)
+]
+
+Found = dict[Any, Any]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found, str]:
-    """The program with the switch and the frameworks' own flags, without either, and what the first one printed."""
-    places = [tmp_path_factory.mktemp(name) for name in ("with", "without")]
-    switched = {"ACTOFFLOAD": "nvme", "ACTOFFLOAD_PATH": str(places[0]), "ACTOFFLOAD_MIN_BYTES": "1KiB"}
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of the process that runs with ``ACTOFFLOAD``."""
+    return tmp_path_factory.mktemp("env")
+
+
+@pytest.fixture(scope="module")
+def runs(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What came of each (program, with checkpoints, way); the way ``none`` is the program alone."""
     with ThreadPoolExecutor(2) as pool:
-        jobs = [
-            pool.submit(launch, WORKER, 1, place, env=env)
-            for place, env in zip(places, ({**switched, "OFFLOAD_FLAG": "nvme"}, {}), strict=True)
-        ]
-        with_it, without = (job.result()[0] for job in jobs)
-    return with_it, without, (places[0] / "log0.txt").read_text()
+        switched = pool.submit(
+            launch, WORKER, 1, place, "env", env={"ACTOFFLOAD": "nvme", "ACTOFFLOAD_PATH": str(place)}
+        )
+        others = pool.submit(launch, WORKER, 1, tmp_path_factory.mktemp("others"), "none", "code", "flag")
+        return {**switched.result()[0], **others.result()[0]}
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_losses_and_weights_are_those_of_the_program_alone(runs: tuple[Found, Found, str], program: str) -> None:
-    with_it, without, _ = runs
-    assert with_it[program]["losses"] == without[program]["losses"]
-    assert len(without[program]["losses"]) >= 3
-    assert with_it[program]["weights"] == without[program]["weights"]
+@pytest.mark.parametrize(("name", "checkpointed", "way"), CASES)
+def test_losses_and_weights_are_those_of_the_program_alone(
+    runs: Found, name: str, checkpointed: bool, way: str
+) -> None:
+    found, alone = runs[name, checkpointed, way], runs[name, checkpointed, "none"]
+    assert found["losses"] == alone["losses"]
+    assert len(alone["losses"]) >= 6  # of four steps, and of evaluations in between
+    assert found["weights"] == alone["weights"]
+    (moved,) = found["moved"]
+    assert moved > 0
+    (line,) = found["said"]
+    assert "target nvme" in line
+    assert (alone["moved"], alone["said"]) == ([], [])
 
 
-def test_all_that_trains_moves_and_says_so(runs: tuple[Found, Found, str]) -> None:
-    with_it, without, printed = runs
-    assert without["moved"] == []
-    assert len(with_it["moved"]) == 3  # for trainers, the loop and the engine, which print in three ways
-    assert min(with_it["moved"]) > 0
-    assert printed.count("actoffload: target nvme") == 3
-    assert "moved nothing" not in printed
-    assert with_it["engine"]["on"]
+def test_trainers_log_what_was_done_and_are_left_as_they_were(runs: Found) -> None:
+    for (name, checkpointed, way), found in runs.items():
+        if name in ("trainer", "sft") and way != "none":
+            assert len(found["logs"]) == 4
+            assert all({f"actoffload/{metric}" for metric in METRICS} <= log.keys() for log in found["logs"])
+            assert sum(log["actoffload/moved_bytes"] for log in found["logs"]) > 0
+            assert not runs[name, checkpointed, "none"]["logs"]
+            assert not found["left"]["attached"]
+    assert runs["trainer", True, "env"]["left"]["checkpointing"]["offload"] == "nvme"
 
 
-def test_trainers_log_what_was_done_and_are_left_as_they_were(runs: tuple[Found, Found, str]) -> None:
-    with_it, without, _ = runs
-    for program in ("trainer", "checkpointed", "sft"):
-        logs = [log for log in with_it[program]["logs"] if log]
-        assert len(logs) >= 3
-        assert all({f"actoffload/{name}" for name in METRICS} <= log.keys() for log in logs)
-        assert sum(log["actoffload/moved_bytes"] for log in logs) > 0
-        assert not any(without[program]["logs"])
-        assert not with_it[program]["left"]["attached"]
-    assert with_it["checkpointed"]["left"]["checkpointing"]["offload"] == "nvme"
+def test_tensorboard_and_trackio_show_what_was_done(runs: Found, place: Path) -> None:
+    """Read by TensorBoard's own reader, and from trackio's database."""
+    expected = {f"train/{name}": value for name, value in runs["trainer", False, "env"]["logs"][0].items()}
+    board = EventAccumulator(str(place / "tensorboard")).Reload()
+    assert {name: board.Scalars(name)[0].value for name in expected} == pytest.approx(expected)
+    (database,) = (place / "trackio").glob("*.db")
+    with contextlib.closing(sqlite3.connect(database)) as opened:
+        ((first,), *_) = opened.execute("SELECT metrics FROM metrics ORDER BY step")
+    assert {name: json.loads(first)[name] for name in expected} == expected
 
 
-def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "actoffload", "run", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **env}, timeout=100)
+# -- the program is what ends -----------------------------------------------------------------------------------------
 
 
-def test_the_program_is_what_ends(tmp_path: Path) -> None:
+def start(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run a program."""
+    return subprocess.run(words, capture_output=True, text=True, check=False, env={**os.environ, **env}, timeout=100)
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    """``actoffload run`` with these words."""
+    return start(sys.executable, "-m", "actoffload", "run", *words)
+
+
+ENDINGS = {
+    "pass": (0, ""),
+    "import os, sys; os.fork() or os._exit(0); os.wait(); sys.exit(3)": (3, ""),
+    "print('out', flush=True); raise ValueError('in vain')": (1, "ValueError: in vain\n"),
+    "print('out', flush=True); import os; os.kill(os.getpid(), 15)": (-signal.SIGTERM, ""),
+}
+"""The exit status of some programs, and the end of what they say of errors."""
+
+
+@pytest.mark.parametrize("code", ENDINGS)
+def test_a_program_ends_under_the_variable_as_it_does_alone(code: str) -> None:
+    done, alone = (start(sys.executable, "-c", code, ACTOFFLOAD=value) for value in ("nvme", "0"))
+    assert (done.returncode, done.stdout, done.stderr) == (alone.returncode, alone.stdout, alone.stderr)
+    status, error = ENDINGS[code]
+    assert done.returncode == status
+    assert done.stderr.endswith(error) if error else not done.stderr
+
+
+def test_a_program_that_is_run_is_what_ends(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("import os, sys\nprint(sys.argv[1:], sorted(n for n in os.environ if n.startswith('ACTOFF')))\n")
+    with script.open("a") as file:
+        file.write("if os.fork() == 0:\n    os._exit(0)\nos.wait()\nsys.exit(3)\n")
     done = run("--target", "nvme", "-o", "max_slowdown=0.1", str(script), "--target", "x")
     names = ["ACTOFFLOAD", "ACTOFFLOAD_MAX_SLOWDOWN"]
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{['--target', 'x']} {names}\n", "")
-    script.write_text("import os, sys\nif os.fork() == 0:\n    os._exit(0)\nos.wait()\nsys.exit(3)\n")
-    done = run("--", sys.executable, str(script))
-    assert (done.returncode, done.stdout, done.stderr) == (3, "", "")
+    assert (done.returncode, done.stdout, done.stderr) == (3, f"{['--target', 'x']} {names}\n", "")
     done = run("--", "-c", "import os; os.kill(os.getpid(), 15)")
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
+
+
+def test_launchers_hand_the_switch_on(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, sys\n"
+        "found = os.environ.get('RANK'), os.environ['ACTOFFLOAD'], '_actoffload_start' in sys.modules\n"
+        "os.write(1, f'{found}\\n'.encode())\n"  # at once: a launcher ends the other processes
+        "sys.exit(3)\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", str(script)]
+    with ThreadPoolExecutor(2) as pool:
+        jobs = pool.submit(run, "--target", "nvme", "--", *torchrun), pool.submit(start, *accelerate, ACTOFFLOAD="nvme")
+        one, other = (job.result() for job in jobs)
+    assert one.returncode == other.returncode == 1  # so both launchers end when a program of theirs fails
+    assert one.stdout
+    assert set(one.stdout.splitlines()) <= {"('0', 'nvme', True)", "('1', 'nvme', True)"}
+    assert other.stdout == "(None, 'nvme', True)\n"
+    assert "ChildFailedError" in one.stderr
+    assert "CalledProcessError" in other.stderr
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ PEERS = ("ssdtrain", "joint")
 def _any_gain() -> Iterator[None]:
     """Whatever its size, what can be gained is: these models are small."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("actoffload.planning.planners.auto.MIN_GAIN_BYTES", 0)
+        patch.setattr("actoffload.planning.planners.auto.LEAST_GAIN_BYTES", 0)
         yield
 
 

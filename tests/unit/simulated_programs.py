@@ -27,10 +27,10 @@ class _Block(nn.Module):
         return torch.tanh(self.linear(x)).t() * x
 
 
-def _model(index: int = 0) -> tuple[nn.Module, Tensor]:
+def _model(index: int = 0, blocks: int = 6) -> tuple[nn.Sequential, Tensor]:
     torch.manual_seed(0)
     where = torch.device(NAME, index)
-    return nn.Sequential(*[_Block() for _ in range(6)]).to(where), torch.randn(SIZE, SIZE).to(where)
+    return nn.Sequential(*[_Block() for _ in range(blocks)]).to(where), torch.randn(SIZE, SIZE).to(where)
 
 
 def _gradients(model: nn.Module, x: Tensor, context: Any) -> list[Tensor]:
@@ -70,13 +70,3 @@ def _is_right(device: SimulatedDevice, path: Path, seed: int, **options: Any) ->
         assert offloader.statistics().host_read_bytes > 0
         device.reset()
     return device.take_violations() == 0 and right
-
-
-@contextlib.contextmanager
-def _current(stream: torch.Stream) -> Iterator[None]:
-    before = torch.accelerator.current_stream()
-    torch.accelerator.set_stream(stream)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_stream(before)

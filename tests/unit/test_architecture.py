@@ -40,12 +40,17 @@ OPTIONAL = {
     "aiofiles": "storage.engines.aiofiles",
     "cupy": "storage.engines.gds",
     "deepspeed": "integrations.deepspeed benchmarks.frameworks_cpu",
+    "diffusers": "integrations.examples.diffusers_loop",
     "kvikio": "storage.engines.gds cli.doctor",
     "matplotlib": "analysis.plots",
     "megatron": "integrations.megatron integrations.megatron.* benchmarks.peers",
     "rich": "cli.*",
-    "transformers": "integrations.hf cli.models benchmarks.workloads benchmarks.frameworks_cpu",
+    "torch_remat": "integrations.remat",
+    "torchtitan": "integrations.torchtitan",
+    "torchvision": "integrations.examples.torchvision_loop",
+    "transformers": "integrations.hf integrations.examples.hf_loop cli.models benchmarks.*",
     "typer": "cli.*",
+    "tyro": "integrations.torchtitan",
 }
 """Third parties that need not be there (or are heavy), and the only modules that may import them."""
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from actoffload import Offloader, Plan
-from actoffload.autotune.autopilot import WARM_UP, Autopilot
+from actoffload.autotune.autopilot import Autopilot
 from actoffload.autotune.blocks import find_blocks
-from actoffload.autotune.observations import REVIEW_STEPS
 from actoffload.errors import BudgetError
+from actoffload.planning.constants import REVIEW_STEPS, WARM_UP
 from actoffload.planning.plan import PlanEntry
 from actoffload.planning.planners.base import Limits
 from actoffload.planning.profile import Profile

@@ -251,6 +251,17 @@ def test_a_checkpoints_inputs_by_keyword_and_in_containers_are_seen_and_moved(ma
     loss.backward()
 
 
+def test_an_argument_that_is_changed_after_its_block_has_run_is_an_error() -> None:
+    """What a plain run does not save of it the checkpoint holds, out of sight of hooks."""
+    block = Checkpointed(nn.Linear(8, 8).forward, False)
+    block.saved = ()
+    x = torch.ones(4, 8)
+    loss = block(x).sum()
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="changed in place after the block had run"):
+        loss.backward()
+
+
 def test_following_another_plan_undoes_the_last_one_and_ignores_unknown_names() -> None:
     model = _Model()
     blocks = find_blocks(model)

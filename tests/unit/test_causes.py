@@ -18,13 +18,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from actoffload import Offloader
 from actoffload.autotune.causes import Facts, Planned
-from actoffload.autotune.diagnosis import MOST_CAUSES, diagnose
+from actoffload.autotune.diagnosis import diagnose
 from actoffload.config import make_config
+from actoffload.planning.constants import MOST_CAUSES
 from actoffload.planning.planners import Limits, Observed, make_planner
 from actoffload.planning.profile import Profile
 from actoffload.statistics import Statistics
 from actoffload.testing.faults import FullEngine
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
+from tests import host_bound
 from tests.harness import Chain, MakeOffloader, batch, simulated, train_step
 from tests.planner_rig import MIB, MakeRig, rigs
 from tests.unit.test_explain import one_large_block, transformer
@@ -36,7 +38,10 @@ NONE = "nothing was found"
 
 def told(offloader: Offloader) -> tuple[list[str], list[str]]:
     """The lines under both questions, each without its indent."""
-    text = offloader.explain()
+    return causes_in(offloader.explain())
+
+
+def causes_in(text: str) -> tuple[list[str], list[str]]:
     if WRONG in text:
         return [], []
     slower, _, memory = text.partition(SLOWER)[2].partition(MEMORY)
@@ -275,11 +280,12 @@ def links(device: SimulatedDevice) -> Callable[[float], None]:
 
 
 def _told_on_device(device: SimulatedDevice, model: nn.Module, **options: Any) -> tuple[list[str], list[str]]:
-    """What is told of four steps on the device; ``pending_bytes=1``: what moves is gone when backward begins."""
+    """What is told of four steps on the device; what moves is gone when backward begins."""
     torch.accelerator.reset_peak_memory_stats()
-    model = model.to(NAME)
-    with simulated(SimulatedAccelerator(), **({"pending_bytes": 1} | options)) as offloader:
-        steps(offloader, model, 4, batch().to(NAME))
+    model, x = model.to(NAME), batch().to(NAME)
+    with simulated(SimulatedAccelerator(), **options) as offloader:
+        for _ in range(4):
+            train_step(model, x, offloader, between=offloader.synchronize)
         device.synchronize()
         return told(offloader)
 
@@ -299,7 +305,7 @@ def test_a_device_whose_link_keeps_up(
 @pytest.mark.simulated
 def test_host_memory_that_is_slow_to_reach(device: SimulatedDevice, links: Callable[..., None]) -> None:
     links(1e5)
-    slower, _ = _told_on_device(device, Chain(depth=12))
+    slower, _ = _told_on_device(device, Chain(depth=24))
     assert "of a step waits for host memory, most of it in backward, for what comes back" in slower[0]
 
 
@@ -318,6 +324,16 @@ def test_host_memory_that_is_used_up(device: SimulatedDevice, links: Callable[..
     _, memory = _told_on_device(device, Chain(depth=12), host_budget="512KiB")
     assert re.match(r"[\d.]+ KiB: [\d.]+ KiB a step stay on the device, as the 512.0 KiB of host memory", memory[0])
     assert memory[1].startswith("next: host_budget='")
+
+
+@pytest.mark.simulated
+def test_hooks_that_keep_the_host_from_giving_the_device_work(device: SimulatedDevice) -> None:
+    """A budget demands that half moves. Without one a plan declines, and this is no cause: `test_host_bound`."""
+    bound, half = host_bound.LAUNCHES["host-bound"], host_bound.TENSORS * host_bound.NBYTES // 2
+    slower, _ = causes_in(host_bound.run(device, bound, budget=half)["explained"])
+    (found,) = [line for line in slower if "hooks that move tensors keep the host busy" in line]
+    assert re.match(r"[\d.]+ ms a step: for \d+% of a step the device has no work", found)
+    assert any("raise min_bytes" in line for line in slower)
 
 
 @pytest.mark.simulated

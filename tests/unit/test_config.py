@@ -231,19 +231,6 @@ def test_a_path_that_cannot_be_used_says_why(enter: Any, tmp_path: Path, target:
     assert descriptors() == before
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="Linux")
-def test_a_directory_that_nobody_can_write_to(enter: Any) -> None:
-    with pytest.raises(SpoolPathError, match="path='/proc/self'"):
-        enter(target="nvme", path="/proc/self", allow_any_filesystem=True)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_directory(enter: Any, tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(SpoolPathError, match="is not writable: give a directory that this user may write to"):
-        enter(target="nvme", path=tmp_path)
-
-
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no /dev/shm")
 def test_a_file_system_in_memory_is_refused_unless_allowed(enter: Any) -> None:
     with pytest.raises(SpoolPathError, match=r"path='/dev/shm' is on tmpfs, .*: .*set allow_any_filesystem=True"):
@@ -316,10 +303,6 @@ def test_the_typed_options_are_the_fields_of_the_configuration() -> None:
         parameters = inspect.signature(function, eval_str=True).parameters
         assert parameters["options"].annotation == Unpack[Options]
         assert parameters["target"].annotation is Target
-
-
-def test_what_is_active_is_announced_by_default() -> None:
-    assert OffloadConfig().announce == "first"
 
 
 def test_an_nvme_budget_without_room_for_anything(tmp_path: Path) -> None:

@@ -113,11 +113,11 @@ def test_attach_and_detach(options: dict[str, Any]) -> None:
 
 
 class _Failing(nn.Module):
-    fails = True
+    error: type[BaseException] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fails:
-            raise KeyError("in forward")
+        if self.error is not None:
+            raise self.error
         return x
 
 
@@ -129,18 +129,25 @@ def _no_hooks_left() -> Iterator[None]:
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
-def test_an_exception_in_an_attached_forward_leaves_the_context(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit])
+def test_whatever_ends_an_attached_forward_leaves_the_context(
+    options: dict[str, Any], error: type[BaseException]
+) -> None:
     failing = _Failing()
     model = nn.Sequential(Chain(), failing)
     attachment = actoffload.attach(model, **options)
+    failing.error = error
     with _no_hooks_left():
         for _ in range(3):
-            with pytest.raises(KeyError, match="in forward"):
+            with pytest.raises(error):
                 model(batch())
+    torch.func.grad(lambda x: x.square().sum())(batch())  # it refuses to run inside of hooks
     assert_empty(attachment.offloader)
-    failing.fails = False
-    expected = train_step(Chain(), batch())
-    found = train_step(model, batch())
+    packed = attachment.offloader.statistics().packed_tensors
+    expected = train_step(Chain(), batch())  # another model
+    assert attachment.offloader.statistics().packed_tensors == packed
+    failing.error = None
+    found = train_step(model, batch(), between=attachment.offloader.synchronize)
     assert_same_gradients({name.removeprefix("0."): g for name, g in found.items()}, expected)
     assert attachment.offloader.statistics().steps == 4
 
@@ -347,37 +354,6 @@ def test_a_dropped_offloader_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     del offloader
     gc.collect()
     assert "forward" not in vars(model[0])
-
-
-# -- what ends a forward, and is no Exception --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit])
-def test_what_is_no_exception_leaves_an_attached_forward_too(
-    options: dict[str, Any], error: type[BaseException]
-) -> None:
-    class Ends(nn.Module):
-        ends = True
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.ends:
-                raise error
-            return x
-
-    ends = Ends()
-    model = nn.Sequential(Chain(), ends)
-    attachment = actoffload.attach(model, **options)
-    with _no_hooks_left(), pytest.raises(error):
-        model(batch())
-    torch.func.grad(lambda x: x.square().sum())(batch())  # it refuses to run inside of hooks
-    assert_empty(attachment.offloader)
-    packed = attachment.offloader.statistics().packed_tensors
-    train_step(Chain(), batch())  # another model
-    assert attachment.offloader.statistics().packed_tensors == packed
-    ends.ends = False
-    found = train_step(model, batch(), between=attachment.offloader.synchronize)
-    assert_same_gradients({name.removeprefix("0."): g for name, g in found.items()}, train_step(Chain(), batch()))
-    attachment.detach()
 
 
 def test_detached_inside_of_its_own_forward(options: dict[str, Any]) -> None:

@@ -25,6 +25,14 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture
+def quickly_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is built is no allocator, where only its place counts."""
+    source = tmp_path / "cpu_allocator.cpp"
+    source.write_text("int nothing;")
+    monkeypatch.setattr(cpu_allocator, "SOURCE", source)
+
+
+@pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """No library is in use and none in the cache, as far as `cpu_allocator` knows; the cache's place."""
     monkeypatch.setattr(cpu_allocator._Process, "library", None)
@@ -48,6 +56,7 @@ def test_the_library_is_built_once_and_says_so(fresh: Path, capsys: pytest.Captu
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.usefixtures("quickly_compiled")
 def test_without_a_home_it_is_built_once_as_well(fresh: Path) -> None:
     temporary = fresh.parent / "temporary"
     fresh.touch()  # no directory can be made there
@@ -66,6 +75,7 @@ def test_without_a_home_it_is_built_once_as_well(fresh: Path) -> None:
     assert cpu_allocator.refusal() == ""
 
 
+@pytest.mark.usefixtures("quickly_compiled")
 def test_a_cache_that_others_can_write_to_is_not_trusted(fresh: Path) -> None:
     fresh.mkdir(mode=0o777)
     fresh.chmod(0o777)
@@ -126,6 +136,7 @@ def test_where_it_cannot_be_used_the_reason_is_said(
     torch.full((1 << 20,), 1.0)
 
 
+@pytest.mark.usefixtures("quickly_compiled")
 def test_a_cache_that_is_a_link_to_elsewhere_is_judged_by_where_it_leads(fresh: Path, tmp_path: Path) -> None:
     open_folder = tmp_path / "open"
     open_folder.mkdir()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -61,19 +61,19 @@ def test_a_workers_last_object_is_its_result(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("script", "oom", "text"),
+    ("script", "oom", "text", "limit_s"),
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", True, "killed by the system"),
-        ("raise MemoryError('no room')", True, "MemoryError: no room"),
-        ("raise SystemExit('a bad day')", False, "a bad day"),
-        ("time.sleep(60)", False, "stopped after 3 s"),
-        ("", False, "no output"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", True, "killed by the system", 60),
+        ("raise MemoryError('no room')", True, "MemoryError: no room", 60),
+        ("raise SystemExit('a bad day')", False, "a bad day", 60),
+        ("time.sleep(60)", False, "stopped after 1 s", 1),
+        ("", False, "no output", 60),
     ],
 )
 def test_a_worker_that_fails_is_a_result(
-    script: str, oom: bool, text: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    script: str, oom: bool, text: str, limit_s: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    result = run_worker(_worker(tmp_path, monkeypatch, script), {}, limit_s=3)
+    result = run_worker(_worker(tmp_path, monkeypatch, script), {}, limit_s=limit_s)
     assert result["oom"] is oom
     assert text in result["error"]
 
@@ -95,17 +95,34 @@ def test_a_stream_yields_each_object_and_then_the_failure(
     assert "a bad day" in capfd.readouterr().err
 
 
+class Clock(threading.Timer):
+    """A timer whose time is over at once when the third of them is started, and else never."""
+
+    started = 0
+    running = 0
+
+    def start(self) -> None:
+        Clock.started, Clock.running = Clock.started + 1, Clock.running + 1
+        if Clock.started == 3:
+            self.function()
+
+    def cancel(self) -> None:
+        Clock.running = 0
+
+
 def test_a_stream_with_a_limit_for_each_object_may_take_longer_as_a_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time in which nobody asks does not count."""
     script = "print('{\"a\": 1}', flush=True)\ninput()\nprint('{\"b\": 2}', flush=True)\ntime.sleep(600)"
     name = _worker(tmp_path, monkeypatch, script)
+    monkeypatch.setattr(threading, "Timer", Clock)
     with contextlib.closing(stream_worker(name, {}, limit_s=5, prompts=1)) as stream:
-        assert next(stream) == {"a": 1}
-        time.sleep(3)
-        assert next(stream) == {"b": 2}
+        for said in ({"a": 1}, {"b": 2}):
+            assert next(stream) == said
+            assert Clock.running == 0
         assert next(stream) == {"error": "stopped after 5 s", "oom": False}
+    assert Clock.started == 3
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -38,9 +36,11 @@ from tests.harness import (
     run_in_threads,
     same_bits,
     spool_statistics,
+    states_of,
     train_step,
     wait_until,
 )
+from tests.programs import run_program
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -222,6 +222,19 @@ def test_retained_graphs_are_read_again_and_freed_at_the_end(make_offloader: Mak
     assert_empty(offloader)
 
 
+def test_each_round_of_backward_holds_what_came_back_until_its_last_unpack(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="all", engine="memory")
+    with offloader:
+        y = torch.ones(300, 300, requires_grad=True) * 2
+        graphs: list[Any] = [y.sin(), y.cos()]
+        del y
+    offloader.synchronize()
+    for _ in range(3):
+        for graph, state in zip(graphs, ("resident", "spilled"), strict=True):
+            assert bool((graph.grad_fn._saved_self == 2).all())
+            assert states_of(offloader) == [state]
+
+
 def test_a_deep_graph_is_freed_without_recursion(tmp_path: Path) -> None:
     """Once Python has seen a graph's nodes they are freed one inside the other: at this depth the process ended."""
     script = """
@@ -238,7 +251,7 @@ del h
 offloader.close()
 print("alive")
 """
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
+    done = run_program(script, str(tmp_path))
     assert "alive" in done.stdout, (done.returncode, done.stderr[-2000:])
 
 

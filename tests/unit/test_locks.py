@@ -103,23 +103,6 @@ def test_abandon_gives_back_what_this_thread_alone_holds() -> None:
     assert in_another_thread(lambda: lock.acquire(blocking=False))
 
 
-def test_it_is_used_as_any_lock_is() -> None:
-    lock = DrainingLock()
-    assert lock.acquire()
-    assert lock.owned()
-    assert not in_another_thread(lambda: lock.acquire(blocking=False))
-    assert not in_another_thread(lambda: lock.acquire(timeout=0.01))
-    assert not in_another_thread(lock.owned)
-    lock.release()
-    assert not lock.owned()
-    with pytest.raises(RuntimeError):
-        lock.release()
-    assert not lock.owned()
-    with pytest.raises(ValueError, match="inside"), lock:
-        raise ValueError("inside")
-    assert not lock.owned()
-
-
 def test_something_is_done_unless_somebody_holds_it() -> None:
     lock = DrainingLock()
     assert lock.run_if_free(lock.owned) is True

@@ -45,17 +45,11 @@ from tests.harness import (
     tier_of,
     wait_until,
 )
-from tests.unit.simulated_programs import RECORD_BYTES, SIZE, _Block
+from tests.unit.simulated_programs import RECORD_BYTES, SIZE, _model
 
 pytestmark = pytest.mark.simulated
 
 TARGETS = ("host", "nvme", "tiered")
-
-
-def _model(index: int = 0, blocks: int = 6) -> tuple[nn.Sequential, Tensor]:
-    torch.manual_seed(0)
-    where = torch.device(NAME, index)
-    return nn.Sequential(*[_Block() for _ in range(blocks)]).to(where), torch.randn(SIZE, SIZE).to(where)
 
 
 def _loss(model: nn.Sequential, x: Tensor, other: torch.Stream | None = None) -> Tensor:

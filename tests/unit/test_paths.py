@@ -7,21 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from actoffload.errors import ConfigError, SpoolPathError
+from actoffload.errors import SpoolPathError
 from actoffload.storage import spool_files as paths
-from actoffload.storage.spool import Spool
 from tests.spools import BLOCK, MakeSpool, get, put
-
-
-def test_a_missing_directory_a_file_and_no_directory_are_refused(make_spool: MakeSpool, tmp_path: Path) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    with pytest.raises(SpoolPathError, match=r"path='.*missing' .*create the directory"):
-        make_spool(tmp_path / "missing")
-    with pytest.raises(SpoolPathError, match=r"path='.*file' is not a directory"):
-        make_spool(file)
-    with pytest.raises(ConfigError, match="at least one directory"):
-        Spool([])
 
 
 def test_a_directory_without_write_permission_is_refused(

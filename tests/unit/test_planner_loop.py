@@ -12,8 +12,8 @@ import pytest
 
 from actoffload import Plan
 from actoffload.autotune.agreement import Proposal
-from actoffload.autotune.autopilot import WARM_UP
 from actoffload.errors import BudgetError, ConfigError
+from actoffload.planning.constants import WARM_UP
 from actoffload.planning.planners import Limits, make_planner
 from actoffload.planning.profile import Profile
 from tests import planner_cases

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from actoffload.errors import ConfigError
+from actoffload.planning.constants import LINK_CHANGE, WAIT_SHARE
 from actoffload.planning.plan import Plan
 from actoffload.planning.planners import Limits, Observed, Rate, StepModel, make_planner
-from actoffload.planning.planners.feedback import LINK_CHANGE, WAIT_SHARE, rescaled
+from actoffload.planning.planners.feedback import rescaled
 from actoffload.planning.profile import Link, Profile
 from actoffload.planning.simulator import simulate
 from tests.profiles import slow_profile

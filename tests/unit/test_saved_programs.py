@@ -6,13 +6,10 @@ Each once gave wrong gradients, lost memory, or ended the process, in some versi
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import textwrap
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import pytest
@@ -24,10 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 from actoffload import OffloadConfig, Offloader
 from actoffload.errors import SavedTensorModifiedError
-from actoffload.storage.engines.base import IoKind
-from actoffload.testing.faults import FailingEngine
 from actoffload.tiers.storage_ref import StorageRef
 from tests.harness import MakeOffloader, assert_empty, run_in_threads, same_bits
+from tests.programs import run_program
 from tests.unit.saved_tensors import BYTES, ELEMENTS, KeepsByIndex, SavedTensor, activation, in_python
 
 ALL = {"policy": "all", "min_bytes": 1, "engine": "memory"}
@@ -75,9 +71,13 @@ class _Saved:
     version: int
 
 
+_MODEL = torch.nn.Identity()
+"""Known, or else all live modules are looked through for each program."""
+
+
 def follow(options: dict[str, Any], elements: list[int], program: list[tuple[Any, ...]]) -> tuple[Any, ...]:
     """Run a program; each unpack gives the bits that were saved, or an error where they were changed in place."""
-    offloader = Offloader(OffloadConfig(target="nvme", path="/tmp", devices="cpu", **options)).use(torch.nn.Identity())
+    offloader = Offloader(OffloadConfig(target="nvme", path="/tmp", devices="cpu", **options)).use(_MODEL)
     tensors = [_Tensor(activation(number, size)) for number, size in enumerate(elements)]
     saved: list[_Saved] = []
     offloader.__enter__()
@@ -358,7 +358,7 @@ def test_a_mode_that_makes_another_kind_of_tensor_ends_nothing() -> None:
         expected, = torch.autograd.grad((x * 1.0).sin().cos().exp().sum(), x)
         assert torch.equal(x.grad, expected)
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=120)
+    done = run_program(textwrap.dedent(program))
     assert done.returncode == 0, done.stderr
 
 
@@ -392,36 +392,6 @@ def test_what_outlives_the_offloader_can_be_read_and_is_counted_out(
     assert offloader.statistics().live_records == (3 if least == 1 else 0)
     saved.clear()
     assert offloader.statistics().live_records == 0
-
-
-@pytest.mark.parametrize("least", [1, 1 << 20], ids=["records", "small"])
-def test_what_was_saved_outlives_the_offloader_and_holds_it_no_longer(least: int) -> None:
-    config = OffloadConfig(target="nvme", engine="memory", path="/tmp", devices="cpu", min_bytes=least, policy="all")
-    offloader = Offloader(config)
-    with offloader:
-        saved = SavedTensor(activation(1))
-    offloader.synchronize()
-    gone = weakref.ref(offloader)
-    del offloader
-    gc.collect()
-    assert same_bits(saved.unpack(), activation(1))
-    del saved
-    gc.collect()
-    assert gone() is None
-
-
-def test_backward_begins_with_what_could_not_leave(make_offloader: MakeOffloader) -> None:
-    offloader = make_offloader(**ALL | {"engine": partial(FailingEngine, kind=IoKind.WRITE, count=9)})
-    tensors = [activation(number, 64 * KIB) for number in range(3)]
-    with offloader:
-        saved = [SavedTensor(tensor) for tensor in tensors]
-    with pytest.warns(RuntimeWarning, match="write failed"):
-        offloader.synchronize()
-    for one, tensor in zip(reversed(saved), reversed(tensors), strict=True):
-        assert same_bits(one.unpack(), tensor)
-    saved.clear()
-    del one
-    assert_empty(offloader)
 
 
 def test_the_plan_is_of_the_forward_that_saved_last(make_offloader: MakeOffloader) -> None:

@@ -25,39 +25,6 @@ def test_kernels_run_late_and_in_order(device: SimulatedDevice) -> None:
     assert device.synchronous_kernels == before
 
 
-def test_a_stream_sees_what_another_one_did_only_after_its_event(device: SimulatedDevice) -> None:
-    x = torch.zeros(1 << 10, device=NAME)
-    device.synchronize()
-    main, side = torch.accelerator.current_stream(), torch.Stream(torch.device(NAME, 0))
-    event, host = torch.Event(NAME), torch.ones(1 << 10).pin_memory()
-    with device.paused(side):
-        with on_stream(side, ordered=False):
-            x.copy_(host, non_blocking=True)
-            event.record(side)
-        assert not event.query()
-        before = x * 2
-        main.synchronize()
-        main.wait_event(event)
-        after = x * 2
-    assert bool((before.cpu() == 0).all())
-    assert bool((after.cpu() == 2).all())
-
-
-def test_a_lazy_stream_does_nothing_before_it_is_waited_for(device: SimulatedDevice) -> None:
-    main, side = torch.accelerator.current_stream(), torch.Stream(torch.device(NAME, 0))
-    x, host = torch.zeros(1 << 10, device=NAME), torch.ones(1 << 10).pin_memory()
-    device.synchronize()
-    device.lazy(side)
-    with on_stream(side, ordered=False):
-        x.copy_(host, non_blocking=True)
-    before = x * 2
-    main.synchronize()
-    assert not side.query()
-    main.wait_stream(side)
-    assert bool((before.cpu() == 0).all())
-    assert bool(((x * 2).cpu() == 2).all())
-
-
 def test_who_touches_memory_of_another_is_counted(device: SimulatedDevice) -> None:
     side = torch.Stream(torch.device(NAME, 0))
     x = torch.zeros(1 << 10, device=NAME)
@@ -81,21 +48,6 @@ def test_memory_is_poisoned_when_it_has_a_new_owner(device: SimulatedDevice) -> 
     again = torch.empty(1 << 14, device=NAME)
     assert again.data_ptr() == address
     assert bool(again.cpu().isnan().all())
-
-
-def test_memory_that_another_stream_uses_waits_for_it(device: SimulatedDevice) -> None:
-    side = torch.Stream(torch.device(NAME, 0))
-    x = torch.zeros(1 << 14, device=NAME)
-    address = x.data_ptr()
-    device.synchronize()
-    with device.paused(side):
-        with on_stream(side, ordered=False):
-            x.add_(1)
-        x.record_stream(side)
-        del x
-        assert torch.empty(1 << 14, device=NAME).data_ptr() != address
-    device.synchronize()
-    assert address in {torch.empty(1 << 14, device=NAME).data_ptr(), torch.empty(1 << 14, device=NAME).data_ptr()}
 
 
 def test_a_limit_of_memory_flushes_before_it_raises(device: SimulatedDevice) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor
 from actoffload import Offloader
 from actoffload.errors import StateError
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
+from tests.harness import on_stream
 from tests.unit.simulated_programs import (
     RECORD_BYTES,
     SIZE,
-    _current,
     _equal,
     _is_right,
     _model,
@@ -94,7 +94,7 @@ def test_memory_of_a_stream_that_was_never_seen_is_not_its_own_before_the_saving
 ) -> None:
     main, other = torch.accelerator.current_stream(), torch.Stream(torch.device(NAME, 0))
     weight = torch.ones(SIZE, SIZE, device=NAME, requires_grad=True)
-    with _current(other):
+    with on_stream(other, ordered=False):
         saved = torch.full((SIZE, SIZE), 7.0, device=NAME)
     main.wait_stream(other)
     device.synchronize()
@@ -104,7 +104,7 @@ def test_memory_of_a_stream_that_was_never_seen_is_not_its_own_before_the_saving
             with offloader:
                 out = weight * saved
             del saved
-            with _current(other):
+            with on_stream(other, ordered=False):
                 again = [torch.full((SIZE, SIZE), 9.0, device=NAME) for _ in range(3)]
             other.synchronize()
         assert address not in {tensor.data_ptr() for tensor in again}

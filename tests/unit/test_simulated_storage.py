@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from actoffload.errors import StorageReadError
 from actoffload.storage.engines.base import IoKind, SpoolFile
 from actoffload.storage.engines.memory import MemoryEngine
 from actoffload.storage.spool import Spool
-from actoffload.testing.faults import GateEngine
+from actoffload.testing.faults import FailingEngine, GateEngine
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers import device_tier, tiers
 from actoffload.tiers.copy_streams import CopyStreams
@@ -185,6 +186,35 @@ def test_uring_is_tried_first_behind_a_device(device: SimulatedDevice, tmp_path:
     with _offloader(tmp_path, target="nvme", engine="auto") as offloader:
         spool = spool_of(offloader)
         assert spool.engine_name == "uring" or "not uring" in spool.engine_reason
+
+
+def test_a_read_that_fails_is_an_error_and_is_tried_again(device: SimulatedDevice, tmp_path: Path) -> None:
+    w = _one_record()
+    engine = partial(FailingEngine, kind=IoKind.READ, count=1)
+    with _offloader(tmp_path, target="nvme", engine=engine) as offloader:
+        with offloader:
+            out = (w * 2).sin()
+        offloader.synchronize()
+        with pytest.raises(StorageReadError):
+            torch.autograd.grad(out.sum(), w, retain_graph=True)
+        (found,) = torch.autograd.grad(out.sum(), w)
+    assert torch.equal(found.cpu(), (2 * (w * 2).cos()).cpu())
+
+
+def test_a_small_view_comes_back_with_its_alignment(device: SimulatedDevice, tmp_path: Path) -> None:
+    """Kernels choose by it how they round."""
+    view = torch.linspace(0, 1, 1 << 16).to(NAME)[301:5301]
+    expected = view.cpu()
+    with _offloader(tmp_path, target="host") as offloader:
+        with offloader:
+            out: Any = torch.ones(5000, device=NAME, requires_grad=True) * view
+        offloader.synchronize()
+        alignment = view.data_ptr() % 512
+        del view
+        found = out.grad_fn._saved_other
+        assert offloader.statistics().host_read_bytes > 0
+        assert torch.equal(found.cpu(), expected)
+        assert found.data_ptr() % 512 == alignment
 
 
 # -- parts of one tensor -----------------------------------------------------------------------------------------------

@@ -18,33 +18,12 @@ from actoffload.tiers.accounts import Accounts
 from tests.harness import Chain, MakeOffloader, batch, train_step
 
 MIB = 1 << 20
-FIELDS = [
-    "steps",
-    "packed_tensors",
-    "packed_bytes",
-    "deduplicated_bytes",
-    "kept_bytes",
-    "host_written_bytes",
-    "host_read_bytes",
-    "nvme_written_bytes",
-    "nvme_read_bytes",
-    "forwarded_bytes",
-    "cancelled_bytes",
-    "resident_peak_bytes",
-    "baseline_peak_bytes",
-    "host_peak_bytes",
-    "nvme_peak_bytes",
-    "pack_wait_s",
-    "unpack_wait_s",
-    "live_records",
-    "degraded",
-    "microbatches",
-    "optimizer_steps",
-    "plan_peak_bytes",
-    "process_peak_bytes",
-    "process_before_bytes",
-    "device_peak_bytes",
-]
+FIELDS = (
+    "steps packed_tensors packed_bytes deduplicated_bytes kept_bytes host_written_bytes host_read_bytes "
+    "nvme_written_bytes nvme_read_bytes forwarded_bytes cancelled_bytes resident_peak_bytes baseline_peak_bytes "
+    "host_peak_bytes nvme_peak_bytes pack_wait_s unpack_wait_s live_records degraded microbatches optimizer_steps "
+    "plan_peak_bytes process_peak_bytes process_before_bytes device_peak_bytes"
+)
 
 
 def _statistics(**changes: Any) -> Statistics:
@@ -85,10 +64,10 @@ def test_shares_stay_within_0_and_1() -> None:
 
 
 def test_the_fields_are_the_contract_and_as_dict_is_json_with_the_derived_ones() -> None:
-    assert [field.name for field in dataclasses.fields(Statistics)] == FIELDS
+    assert [field.name for field in dataclasses.fields(Statistics)] == FIELDS.split()
     values = json.loads(json.dumps(_statistics().as_dict()))
     derived = {"saved_bytes", "activation_bytes", "moved_bytes", "moved_share", "resident_share", "wait_s"}
-    assert set(values) == {*FIELDS, *derived}
+    assert set(values) == {*FIELDS.split(), *derived}
     assert values["kept_bytes"]["parameter"] == 8 * MIB
 
 

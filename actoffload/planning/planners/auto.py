@@ -10,28 +10,23 @@ from collections.abc import Sequence
 from functools import partial
 
 from ...sizes import format_size
+from ..constants import (
+    COST_OF_A_RUN,
+    LEAST_GAIN,
+    LEAST_GAIN_BYTES,
+    MANY_ITEMS,
+    SAFETY,
+    SHARES_AHEAD,
+    SPEND,
+    SPEND_PER_ITEM,
+)
 from ..plan import Plan
 from ..profile import Profile
 from ..simulator import run
 from ..workload import Choice
-from .base import SAFETY, Bench, Limits, Score
+from .base import Bench, Limits, Score
 from .joint import joint
 from .search import every_choice, refine
-
-MIN_GAIN = 0.01
-"""A peak that is lower by less than this share is not worth moving anything ..."""
-MIN_GAIN_BYTES = 16 << 20
-"""... nor is one that is lower by less: a 2 × 128 GPT paid 9 to 29 % of a step to move 11 MiB, and its process became
-5 MiB smaller."""
-SPEND = 60_000
-"""Items that one plan may simulate, at about 7 µs each."""
-SPEND_PER_ITEM = 800
-"""What local search may spend for each item that there is: more gains nothing where there are few."""
-OWN = (0.25, 1, 2, 8)
-SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
-"""Prefetch windows that are tried: these factors of the profile's, and these shares of what a forward saves."""
-MANY_ITEMS = 500
-"""With more, choices are looked for under a wide one alone: every look takes a while."""
 
 
 class Auto:
@@ -84,7 +79,7 @@ class Auto:
         if not bench.fits(best):
             best = bench.best([best, bench.floor()[1]])
         best = bench.best([best, joint(bench)])
-        most = SPEND_PER_ITEM * (len(bench.workload.items) + 40)
+        most = SPEND_PER_ITEM * (len(bench.workload.items) + COST_OF_A_RUN)
         return refine(bench, best, min(most, self._spend - bench.spent))
 
 
@@ -100,7 +95,7 @@ def first_cut(bench: Bench) -> Choice:
 def _windows(bench: Bench) -> list[int]:
     """How far ahead backward may read, in bytes, from near to far."""
     own, whole = bench.workload.profile.prefetch_bytes, bench.workload.reach[-1]
-    return sorted({max(1, int(own * factor)) for factor in OWN} | {max(1, int(whole * share)) for share in SHARES})
+    return sorted({own, *(max(1, int(whole * share)) for share in SHARES_AHEAD)})
 
 
 def _under(bench: Bench, windows: Sequence[int]) -> list[Choice]:
@@ -128,7 +123,7 @@ def _choose_window(bench: Bench, choices: Sequence[Choice], windows: Sequence[in
 
 def _worth_it(bench: Bench) -> float:
     """The highest peak, in bytes, for which it is worth moving anything."""
-    return min((1 - MIN_GAIN) * bench.kept.peak_bytes, bench.kept.peak_bytes - MIN_GAIN_BYTES)
+    return min((1 - LEAST_GAIN) * bench.kept.peak_bytes, bench.kept.peak_bytes - LEAST_GAIN_BYTES)
 
 
 def _why_declined(bench: Bench) -> str:

@@ -8,24 +8,11 @@ from typing import Protocol, runtime_checkable
 
 from ...errors import BudgetError, ConfigError
 from ...sizes import format_size
+from ..constants import COST_OF_A_RUN, CUT_TRIES, FLOOR_TRIES, HOST_SHARE, NO_LOSS, SAFETY
 from ..plan import Plan
 from ..profile import Profile
 from ..simulator import Conditions, Prediction, run
 from ..workload import HOST, KEEP, NVME, Choice, Workload
-
-NO_LOSS = 0.01
-"""Without a budget and without ``max_slowdown``, a step may be slower than keeping all by this share at most."""
-SAFETY = 0.9
-"""Planners use this share of the slow-down that they are allowed, as a step is never quite as predicted."""
-HOST_SHARE = 0.75
-"""With a disk below it, planners fill this share of the host budget with what is to stay there."""
-
-WIDE = 8
-"""Under a budget, planners let backward read so many times the profile's window ahead."""
-CUTS = 256
-"""A cut through a long list of items is found to within one part of so many."""
-FLOOR_TRIES = 12
-"""How many blocks are tried one by one for a lower floor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +72,7 @@ class Bench:
         all_groups: the groups of blocks that may be recomputed: none without a budget or a slow-down to pay it with.
         to_host: whether items may go to host memory.
         to_disk: whether they may go to disk.
-        window: how far ahead to read; None for the profile's window. Under a budget it is wide: nothing is fetched
-            beyond the budget anyway.
+        window: how far ahead to read; None for the profile's window.
         spent: items simulated so far, as a measure of time without a clock.
     """
 
@@ -98,9 +84,9 @@ class Bench:
         costs_allowed = limits.device_budget is not None or bool(limits.max_slowdown)
         groups = range(len(self.workload.groups)) if limits.recompute and costs_allowed else ()
         self.all_groups = frozenset(groups)
-        self.window = WIDE * profile.prefetch_bytes if limits.device_budget is not None else None
+        self.window: int | None = None
         self.spent = 0
-        self._cost = len(self.workload.items) + 40
+        self._cost = len(self.workload.items) + COST_OF_A_RUN
         self._known: dict[tuple[Choice, int | None, int | None], Prediction] = {}
         self.keep = self.workload.keep_all()
         self.kept = self.predict(self.keep)
@@ -180,19 +166,18 @@ class Bench:
         """All that may move leaves."""
         return self.offload(self.movable(recompute), recompute)
 
-    def search_cut(self, order: Sequence[int], recompute: frozenset[int] = frozenset(), *, tries: int = 12) -> Choice:
+    def search_cut(self, order: Sequence[int], recompute: frozenset[int] = frozenset()) -> Choice:
         """The first of ``order`` leave: as few as the budget demands, or as many as cost no time.
 
-        Where no number of them fits, the one that comes nearest. ``tries`` is how often what is open is halved.
+        Where no number of them fits, the one that comes nearest.
         """
         few, many = 0, len(order)
-        close = max(1, many // CUTS)
         want_few = self.limits.device_budget is not None
         good = self.offload(() if want_few else order, recompute)
         if self.fits(good):
             return good
-        for _ in range(tries):
-            if many - few <= close:
+        for _ in range(CUT_TRIES):
+            if many - few <= 1:
                 break
             middle = (few + many) // 2
             if self.fits(self.offload(order[:middle], recompute)) == want_few:

@@ -11,30 +11,26 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...errors import ConfigError
+from ..constants import (
+    COMPUTE_CHANGE,
+    FIT_STEPS,
+    LEAST_TRUST,
+    LINK_CHANGE,
+    MAX_COST_SHARE,
+    MOST_TRUST,
+    NO_LOSS,
+    PLAN_GAIN,
+    STEP_CHANGE,
+    TRUST_LESS,
+    WAIT_SHARE,
+)
 from ..plan import Plan
 from ..profile import Block, Link, Profile, Storage
 from ..simulator import Prediction, simulate
-from .base import NO_LOSS, Limits
+from .base import Limits
 
 # What follows was chosen on the virtual steps of tests/unit/test_planner_loop.py, which fail with much larger values;
 # the medians of five steps differ by less than these on a quiet machine.
-COMPUTE_CHANGE = 0.1
-"""A step that computes for so much longer or less is another one, for which another plan may be better ..."""
-STEP_CHANGE = 0.05
-"""... and so is one that takes so much longer or less in all than was predicted."""
-LINK_CHANGE = 0.25
-"""A link that is faster or slower by less than this share is as it was."""
-WAIT_SHARE = 0.02
-"""Waits that nothing predicted are believed from this share of the step on."""
-LEAST_TRUST, MOST_TRUST, FIT_STEPS = 0.25, 1.2, 6
-"""Then the links are taken to be so many times as fast as measured as explains the waits, found by so many halvings."""
-TRUST_LESS = 0.8
-"""Where no speed explains them, the links are trusted less by this factor; and a link that was not full is believed to
-be slower where it was by this factor."""
-MIN_GAIN = 0.02
-"""A new plan is followed if it is better than the old one by this share: plans that are alike do not take turns."""
-MAX_COST_SHARE = 2.0
-"""Bytes are never taken to cost more compute time than this share of the step, however late it was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +51,8 @@ class Observed:
         backward_wait_s: what backward waited for.
         rates: of the links that were used, by link (``"host"``, ``"disk"``) and way (``"write"``, ``"read"``).
         peak_bytes: the most activation bytes on the device; None when nobody looked.
+        hooks_s: what hooks took of the host to move tensors, without waits; 0 where nobody looked.
+        idle_s: for how much of that an accelerator had caught up with the host, so that it had to wait for it.
         blocks: each block's name and the seconds of its forward and backward, without waits; empty if nobody looked.
     """
 
@@ -63,6 +61,8 @@ class Observed:
     backward_wait_s: float = 0.0
     rates: Mapping[tuple[str, str], Rate] = field(default_factory=dict)
     peak_bytes: int | None = None
+    hooks_s: float = 0.0
+    idle_s: float = 0.0
     blocks: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
@@ -100,6 +100,7 @@ class StepModel:
     def learn(self, plan: Plan, observed: Observed) -> str:
         """Correct the profile by a step under a plan; say what has changed since the last plan, or nothing."""
         self._learn_rates(observed)
+        self._learn_idle(self.predict(plan), observed)
         self._learn_compute(self.predict(plan), observed)
         seen = self.predict(plan)
         waited_s = observed.wait_s - seen.wait_s
@@ -109,7 +110,7 @@ class StepModel:
             if self.profile != before and waited_s > 0:
                 return f"the step waited {observed.wait_s:.3g} of {observed.step_s:.3g} s, {waited_s:.3g} s unforeseen"
             seen = self.predict(plan)
-        return self._change(plan, seen)
+        return self._change(plan, seen, observed)
 
     def predict(self, plan: Plan) -> Prediction:
         """A step under a plan, as far as is known now."""
@@ -121,16 +122,22 @@ class StepModel:
 
     def gains(self, new: Plan, old: Plan) -> bool:
         """Whether a plan that was made just now is better than the one that is followed by enough to change."""
-        limits, before = self._limits, self.predict(old)
-        budget, slowdown = limits.device_budget, limits.max_slowdown
-        if slowdown is None:
-            slowdown = NO_LOSS if budget is None else float("inf")
-        if before.peak_bytes > (budget or float("inf")) or before.step_s > (1 + slowdown) * self.profile.step_s:
+        budget, before = self._limits.device_budget, self.predict(old)
+        longest_s = (1 + self._allowed_share) * self.profile.step_s
+        if before.peak_bytes > (budget or float("inf")) or before.step_s > longest_s:
             return True  # the old one breaks a limit
         after = self.predict(new)
         if budget is not None:
-            return after.step_s < (1 - MIN_GAIN) * before.step_s
-        return after.peak_bytes < (1 - MIN_GAIN) * before.peak_bytes
+            return after.step_s < (1 - PLAN_GAIN) * before.step_s
+        return after.peak_bytes < (1 - PLAN_GAIN) * before.peak_bytes
+
+    @property
+    def _allowed_share(self) -> float:
+        """How much slower than keeping all a step may be."""
+        limits = self._limits
+        if limits.max_slowdown is not None:
+            return limits.max_slowdown
+        return NO_LOSS if limits.device_budget is None else float("inf")
 
     # -- links --------------------------------------------------------------------------------------------------------
 
@@ -194,17 +201,27 @@ class StepModel:
         it is what a step computes beyond the recorded one, in which nothing moved.
         """
         compute_s = seen.compute_s + seen.recompute_s
-        computed_s = observed.step_s - observed.wait_s
+        computed_s = observed.step_s - observed.wait_s - observed.idle_s
         if not compute_s or computed_s <= 0:
             return
+        cost_s = 0.0 if observed.hooks_s else seen.cost_s  # else it was measured, and is not in what is left
         if self._limits.device_budget is not None:
-            factor = computed_s / (compute_s + seen.cost_s)
-        elif self._limits.max_slowdown is not None and seen.moved_bytes:
-            self._learn_cost(computed_s - compute_s - seen.cost_s, seen)
+            factor = computed_s / (compute_s + cost_s)
+        elif self._limits.max_slowdown is not None and seen.moved_bytes and not observed.hooks_s:
+            self._learn_cost(computed_s - compute_s - cost_s, seen)
             factor = min(1.0, computed_s / compute_s)
         else:
             factor = min(computed_s, self._recorded_s) / compute_s
         self.profile = rescaled(self.profile, factor)
+
+    def _learn_idle(self, seen: Prediction, observed: Observed) -> None:
+        """What moves costs the device what it idles for while hooks keep the host busy, where that was watched."""
+        if observed.hooks_s and seen.moved_bytes:
+            each = observed.idle_s / seen.moved_bytes
+            for name, link in self._links.items():
+                if link is not None:
+                    self._links[name] = replace(link, cost_s_per_byte=each)
+            self._use_links()
 
     def _learn_cost(self, late_s: float, seen: Prediction) -> None:
         """A step was late by so much against what its bytes were known to cost."""
@@ -216,8 +233,12 @@ class StepModel:
 
     # -- what has changed ---------------------------------------------------------------------------------------------
 
-    def _change(self, plan: Plan, seen: Prediction) -> str:
+    def _change(self, plan: Plan, seen: Prediction, observed: Observed) -> str:
         before, after = self._planned, self.profile
+        if seen.cost_s > self._allowed_share * after.step_s and observed.idle_s:
+            return (
+                f"the device idled for {observed.idle_s:.3g} of {observed.step_s:.3g} s while hooks kept the host busy"
+            )
         for name in ("host", "disk"):
             old, new = getattr(before, name), getattr(after, name)
             if old is None and new is not None:

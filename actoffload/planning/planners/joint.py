@@ -7,15 +7,11 @@ no time. The step is close to convex in that number, so a few numbers are tried 
 
 from __future__ import annotations
 
+from ..constants import ALIKE, SPEND, SPREAD
 from ..plan import Plan
 from ..profile import Profile
 from ..workload import Choice
 from .base import Bench, Limits
-
-SPREAD = 5
-"""How many numbers of recomputed blocks are tried at first, and then at each closer look."""
-SPEND = 60_000
-"""Items that the search may simulate, at about 7 µs each."""
 
 
 class Joint:
@@ -50,7 +46,7 @@ def ranking(bench: Bench, *, earliest_first: bool) -> list[int]:
 
     Args:
         bench: the profile and limits.
-        earliest_first: which of equals come first. Equal is what differs by less than a tenth.
+        earliest_first: which of equals come first. Equal is what differs by less than one part of `ALIKE`.
     """
     groups = bench.workload.groups
     useful = [n for n in sorted(bench.all_groups) if groups[n].freed_bytes > 0]
@@ -59,7 +55,7 @@ def ranking(bench: Bench, *, earliest_first: bool) -> list[int]:
     rate = {n: groups[n].recompute_s / groups[n].freed_bytes for n in useful}
     cheapest = min(rate.values())
     sign = 1 if earliest_first else -1
-    useful.sort(key=lambda n: (round(10 * rate[n] / cheapest) if cheapest else 0, sign * groups[n].birth_s))
+    useful.sort(key=lambda n: (round(ALIKE * rate[n] / cheapest) if cheapest else 0, sign * groups[n].birth_s))
     spare_s = bench.allowed_s - bench.kept.step_s
     chosen = []
     for n in useful:
@@ -78,7 +74,7 @@ def _close_in(bench: Bench, ranked: list[int], until: int) -> Choice:
         for count in sorted(counts, key=lambda count: (count not in (low, high), count)):
             if count not in tried and (bench.spent < until or not tried):
                 recompute = frozenset(ranked[:count])
-                tried[count] = bench.search_cut(bench.movable(recompute), recompute, tries=8)
+                tried[count] = bench.search_cut(bench.movable(recompute), recompute)
         best = min(tried, key=lambda count: bench.score(tried[count]))
         if bench.spent >= until or high - low < SPREAD:
             return tried[best]

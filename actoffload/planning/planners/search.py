@@ -5,13 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations, product
 
+from ..constants import EXHAUSTIVE, FIRST_STRETCH
 from ..workload import HOST, KEEP, NVME, Choice
 from .base import Bench
-
-EXHAUSTIVE = 1100
-"""Up to so many choices are all tried."""
-FEW = 200
-"""Up to so many items, local search tries disk where there is host memory, too: what is on disk comes back later."""
 
 
 def every_choice(bench: Bench, at_most: int = EXHAUSTIVE) -> Iterator[Choice] | None:
@@ -40,7 +36,7 @@ def refine(bench: Bench, choice: Choice, spend: int) -> Choice:
     """The best choice reached from ``choice`` while fewer than ``spend`` items are simulated."""
     until = bench.spent + spend
     score = bench.score(choice)
-    length = max(1, len(bench.movable(choice.recompute)) // 4)
+    length = max(1, len(bench.movable(choice.recompute)) // FIRST_STRETCH)
     while True:
         improved = False
         for other in neighbours(bench, choice, length):
@@ -94,6 +90,4 @@ def toggled(bench: Bench, choice: Choice, group: int) -> Choice:
 
 
 def _tiers(bench: Bench) -> list[int]:
-    few = len(bench.workload.items) <= FEW
-    both = bench.to_host and bench.to_disk and (few or bench.limits.host_budget is not None)
-    return [KEEP, HOST, NVME] if both else [KEEP, bench.lowest_tier()]
+    return [KEEP, HOST, NVME] if bench.to_host and bench.to_disk else [KEEP, bench.lowest_tier()]

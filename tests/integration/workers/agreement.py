@@ -13,9 +13,8 @@ import torch.distributed.nn.functional as collectives
 from torch import Tensor, nn
 
 from actoffload import OffloadConfig, Offloader, Plan
-from actoffload.autotune.autopilot import WARM_UP
-from actoffload.autotune.observations import REVIEW_STEPS
 from actoffload.errors import StateError
+from actoffload.planning.constants import REVIEW_STEPS, WARM_UP
 from actoffload.planning.plan import PlanEntry
 from actoffload.planning.planners.base import Limits
 from actoffload.planning.profile import Profile

@@ -1,31 +1,56 @@
-"""An unchanged program that trains with transformers, TRL, Accelerate and DeepSpeed: with and without ``ACTOFFLOAD``.
+"""Programs that train with transformers, TRL, Accelerate and DeepSpeed: as they are, and offloaded in three ways.
 
-``OFFLOAD_FLAG`` is the value of the frameworks' own flags for offloading.
+``env``: nothing in them is changed, and ``ACTOFFLOAD`` is set; ``flag``: by what is read from a command line or a
+configuration; ``code``: by `attach`. Each does four steps of two micro-batches, with an evaluation in between.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
+import io
 import os
 import sys
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import accelerate
+import actoffload.integrations.deepspeed
+import actoffload.integrations.hf
 import datasets
 import deepspeed
 import torch
 import transformers
+from deepspeed.runtime.activation_checkpointing.checkpointing import checkpoint
 from torch import nn
 from trl.trainer.sft_config import SFTConfig
 from trl.trainer.sft_trainer import SFTTrainer
 
+import actoffload
 from tests.integration.hf_models import QUIET, llama, sentence, texts, tokenizer
 from tests.integration.processes import main, scratch
 
+STEPS: dict[str, Any] = {
+    **QUIET,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 4,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+}
+Found = dict[str, Any]
+_sizes = count(1024)
+"""A ``min_bytes`` for each program, so that each has an offloader of its own, and says its own line."""
+
+
+def options() -> dict[str, Any]:
+    """What ``ACTOFFLOAD`` and its variables say, for the ways that are not asked for by them."""
+    return {"target": "nvme", "path": str(scratch()), "min_bytes": next(_sizes)}
+
 
 class Collector(transformers.TrainerCallback):
-    """Stands for what reports logs: W&B, TensorBoard, MLflow."""
+    """Stands for what reports logs."""
 
     def __init__(self) -> None:
         self.logs: list[dict[str, Any]] = []
@@ -43,51 +68,86 @@ def digest(model: nn.Module) -> str:
     return found.hexdigest()
 
 
-def finish(trainer: Any) -> dict[str, Any]:
-    """Train, and tell."""
+def train(trainer: Any, way: str) -> Found:
+    """Train, attached in one of the ways."""
     collector = Collector()
     trainer.add_callback(collector)
+    if way == "code":
+        actoffload.integrations.hf.attach(trainer, **options())
+    elif way == "flag":
+        words = [word for name, value in options().items() for word in (f"--actoffload_{name}", str(value))]
+        parser = transformers.HfArgumentParser(actoffload.integrations.hf.OffloadArguments)  # type: ignore[arg-type]
+        parser.parse_args_into_dataclasses(words)[0].attach(trainer)
     trainer.train()
-    trainer.evaluate()
-    losses = [log["loss"] for log in collector.logs if "loss" in log]
-    losses += [log["eval_loss"] for log in collector.logs if "eval_loss" in log]
+    losses = [log[name] for log in collector.logs for name in ("loss", "eval_loss") if name in log]
     ours = [{name: value for name, value in log.items() if name.startswith("actoffload/")} for log in collector.logs]
-    kwargs = trainer.args.activation_checkpointing_kwargs
-    left = {"attached": hasattr(trainer, "actoffload"), "checkpointing": kwargs}
-    return {"losses": losses, "weights": digest(trainer.model), "logs": ours, "left": left}
+    found = {"losses": losses, "weights": digest(trainer.model), "logs": [log for log in ours if log]}
+    if way in ("code", "flag"):
+        trainer.actoffload.detach()
+    left = {"attached": hasattr(trainer, "actoffload"), "checkpointing": trainer.args.activation_checkpointing_kwargs}
+    return {**found, "left": left}
 
 
-def trainer(directory: str, **options: Any) -> dict[str, Any]:
-    """transformers' Trainer, four steps of two micro-batches, evaluation in between."""
-    known = {**QUIET, "gradient_accumulation_steps": 2, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
-    arguments = transformers.TrainingArguments(directory, **{**known, **options})
+def trainer(checkpointed: bool, way: str) -> Found:
+    """transformers' Trainer; its own flag for offloading is taken over, and two programs are sent its logs."""
+    chosen: dict[str, Any] = {}
+    if checkpointed:
+        offload = {"offload": "nvme"} if way == "env" else {}
+        chosen = {
+            "activation_checkpointing": True,
+            "activation_checkpointing_kwargs": {"use_reentrant": False, **offload},
+        }
+    elif way == "env":
+        os.environ |= {"TENSORBOARD_LOGGING_DIR": f"{scratch()}/tensorboard", "TRACKIO_DIR": f"{scratch()}/trackio"}
+        chosen = {"report_to": ["tensorboard", "trackio"], "project": "test", "trackio_static_space_id": False}
+    arguments = transformers.TrainingArguments(str(scratch()), **{**STEPS, **chosen})
     data = texts()
-    return finish(transformers.Trainer(llama(), args=arguments, train_dataset=data, eval_dataset=data[:4]))
+    return train(transformers.Trainer(llama(), args=arguments, train_dataset=data, eval_dataset=data[:4]), way)
 
 
-def checkpointed(directory: str) -> dict[str, Any]:
-    """The same with transformers' own flag for offloading."""
-    kwargs = {"use_reentrant": False, "offload": os.environ.get("OFFLOAD_FLAG", False)}
-    return trainer(directory, activation_checkpointing=True, activation_checkpointing_kwargs=kwargs)
-
-
-def sft(directory: str) -> dict[str, Any]:
-    """TRL's trainer with TRL's own flag for offloading."""
+def sft(checkpointed: bool, way: str) -> Found:
+    """TRL's trainer; its own flag for offloading is taken over."""
     data = datasets.Dataset.from_dict({"text": [sentence(seed) for seed in range(16)]})
-    flag = "OFFLOAD_FLAG" in os.environ
-    config = SFTConfig(directory, max_length=32, activation_offloading=flag, **QUIET)
-    return finish(SFTTrainer(llama(), args=config, train_dataset=data, eval_dataset=data, processing_class=tokenizer()))
+    config = SFTConfig(
+        str(scratch()),
+        max_length=32,
+        activation_offloading=way == "env",
+        gradient_checkpointing=checkpointed,
+        **STEPS,
+    )
+    return train(
+        SFTTrainer(llama(), args=config, train_dataset=data, eval_dataset=data, processing_class=tokenizer()), way
+    )
 
 
-def loop(directory: str) -> dict[str, Any]:
+def batches(number: int) -> list[dict[str, Any]]:
+    """Micro-batches of four rows."""
+    return [{name: value[None].expand(4, -1) for name, value in row.items()} for row in texts(number)]
+
+
+def evaluated(model: Any) -> float:
+    """A loss that nothing is trained by."""
+    model.eval()
+    with torch.no_grad():
+        loss: float = model(**batches(1)[0]).loss.item()
+    model.train()
+    return loss
+
+
+def loop(checkpointed: bool, way: str) -> Found:
     """A loop of Accelerate's."""
-    model = llama()
+    model: Any = llama()
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    if way == "code":
+        actoffload.attach(model, **options())
     losses = []
-    for row in texts(8):
+    for number, batch in enumerate(batches(8)):
+        if number == 4:
+            losses.append(evaluated(model))
         with accelerator.accumulate(model):
-            batch = {name: value[None].expand(4, -1) for name, value in row.items()}
             loss = model(**batch).loss
             accelerator.backward(loss)
             optimizer.step()
@@ -96,40 +156,75 @@ def loop(directory: str) -> dict[str, Any]:
     return {"losses": losses, "weights": digest(accelerator.unwrap_model(model))}
 
 
-def engine(directory: str) -> dict[str, Any]:
-    """A loop of DeepSpeed's, with a device for its checkpoints in the configuration."""
+def engine(checkpointed: bool, way: str) -> Found:
+    """A loop of DeepSpeed's, with a device for its checkpoints in the configuration where that is asked for."""
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo does; this would be compiled for a minute
-    config = {
+    config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
         "zero_optimization": {"stage": 2},
-        "activation_checkpointing": {"device": "nvme", "nvme_path": directory} if "OFFLOAD_FLAG" in os.environ else {},
     }
-    model = llama()
-    made, *_ = deepspeed.initialize(model=model, config=config, model_parameters=model.parameters())
+    initialize: Any = deepspeed.initialize
+    if way == "flag":
+        config["actoffload"], initialize = options(), actoffload.integrations.deepspeed.initialize
+    elif way == "env" and checkpointed:
+        config["activation_checkpointing"] = {"device": "nvme", "nvme_path": str(scratch())}
+    model: Any = llama()
+    if checkpointed:
+        for layer in model.model.layers:
+            layer.forward = functools.partial(checkpointed_forward, layer.forward)
+    made, *_ = initialize(model=model, config=config, model_parameters=model.parameters())
+    if way == "code":
+        actoffload.attach(made, **options())
     losses = []
-    for row in texts(4):
-        loss = made(**{name: value[None].expand(4, -1) for name, value in row.items()}).loss
+    for number, batch in enumerate(batches(8)):
+        if number == 4:
+            losses.append(evaluated(made))
+        loss = made(**batch).loss
         made.backward(loss)
         made.step()
         losses.append(loss.item())
-    return {"losses": losses, "weights": digest(made.module), "on": getattr(made, "actoffload", None) is not None}
+    found = {"losses": losses, "weights": digest(made.module)}
+    made.destroy()
+    return found
 
 
-PROGRAMS: dict[str, Callable[[str], dict[str, Any]]] = {
-    "trainer": trainer,
-    "checkpointed": checkpointed,
-    "sft": sft,
-    "loop": loop,
-    "engine": engine,
-}
+def checkpointed_forward(forward: Any, hidden: torch.Tensor, **named: Any) -> Any:
+    """A layer by DeepSpeed's own checkpoint, which takes no names."""
+    return (
+        checkpoint(functools.partial(forward, **named), hidden) if torch.is_grad_enabled() else forward(hidden, **named)
+    )
 
 
-def work() -> dict[str, Any]:
-    """What came of each program, and what was moved."""
-    found: dict[str, Any] = {name: program(str(scratch())) for name, program in PROGRAMS.items()}
-    api = sys.modules["actoffload.api"]
-    return {**found, "moved": [each.statistics().moved_bytes for each in api._offloaders.values()]}
+PROGRAMS: dict[str, Callable[[bool, str], Found]] = {"trainer": trainer, "sft": sft, "loop": loop, "engine": engine}
+
+
+def run(program: Callable[[bool, str], Found], checkpointed: bool, way: str) -> Found:
+    """What came of a program, what it printed, and what was moved meanwhile."""
+    offloaders = sys.modules["actoffload.api"]._offloaders
+    if way == "env":
+        os.environ["ACTOFFLOAD_MIN_BYTES"] = str(next(_sizes))
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        found = program(checkpointed, way)
+    said = [line for line in (out.getvalue() + err.getvalue()).splitlines() if "actoffload: target" in line]
+    made = list(offloaders.values())
+    moved = [offloader.statistics().moved_bytes for offloader in made]
+    for offloader in made:
+        offloader.close()
+    offloaders.clear()
+    return {**found, "said": said, "moved": moved}
+
+
+def work() -> Found:
+    """What came of each program in each way: (program, with checkpoints, way)."""
+    found: Found = {}
+    for way in sys.argv[1:]:
+        for name, program in PROGRAMS.items():
+            for checkpointed in (False, True):
+                if not (name == "loop" and way == "flag"):  # has no flag of its own
+                    found[name, checkpointed, way] = run(program, checkpointed, way)
+    return found
 
 
 if __name__ == "__main__":

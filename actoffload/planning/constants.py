@@ -1,0 +1,156 @@
+"""The numbers by which plans are made, followed, corrected and explained, each with its unit and what it rests on.
+
+Files lie in ``benchmarks/results``. "The loop" is `tests/unit/test_planner_loop.py`, many steps in virtual time, and
+"the planner's property tests" are `tests/property/test_planners_property.py`. Of "100 plans" (of 18 profiles of
+`tests.profiles.random_profile`, the recorded ones at a quarter of their disk, and three transformers, without a budget
+and with three) the step, or without a budget the peak, was compared with and without a number; not kept.
+"""
+
+from __future__ import annotations
+
+GIB = 1 << 30
+
+# -- what a plan may cost, and what it has to gain --------------------------------------------------------------------
+
+NO_LOSS = 0.01
+"""Share of keep's step by which one may be slower without a budget and without ``max_slowdown``: "no loss" in the
+planner's property tests, and less than what steps of one plan differ by."""
+SAFETY = 0.9
+"""Share of the slow-down that is allowed which planners use, as a step is never quite as predicted: the simulator is
+within 1 % of real steps in virtual time (`planner_cpu_virtual_2026-11-25.json`)."""
+LEAST_GAIN = 0.01
+"""Share of keep's peak. A peak that is lower by less is not worth moving anything ..."""
+LEAST_GAIN_BYTES = 16 << 20
+"""... nor is one that is lower by fewer bytes: a 2 × 128 GPT paid 9 to 29 % of a step to move 11 MiB, and its process
+became 5 MiB smaller (``test_nothing_moves_where_next_to_nothing_is_gained`` of the loop)."""
+PREFETCH_BYTES = 64 << 20
+"""How far ahead of backward an offloader reads unless it is told otherwise: `OffloadConfig.prefetch_bytes`."""
+
+# -- the search -------------------------------------------------------------------------------------------------------
+
+EXHAUSTIVE = 1100
+"""Choices. Up to so many are all tried: 2 ** 10, and a few for sets of recomputed blocks."""
+SPEND = 60_000
+"""Items that a search may simulate, at about 7 µs each (`planner_speed_2026-11-22.json`: 0.87 s for the slowest plan).
+With a tenth, 17 of 100 plans were worse, by up to 1.19 ×."""
+SPEND_PER_ITEM = 800
+"""Items that local search may simulate for each one that there is: a small profile is planned in less. With a tenth, 11
+of 100 plans were worse, by up to 1.11 ×."""
+COST_OF_A_RUN = 40
+"""Items that one more simulation costs beside its own."""
+CUT_TRIES = 8
+"""How often what is open of a cut through a list is halved: it is found to within one part of 256."""
+FIRST_STRETCH = 4
+"""Local search begins with stretches of one part of so many of the places, and halves them."""
+SPREAD = 5
+"""How many numbers of recomputed blocks are tried at first, and then at each closer look: the ends, the middle and the
+quarters."""
+FLOOR_TRIES = 12
+"""How many blocks are tried one by one for a lower floor. With none it was higher for 12 of 90 profiles of
+`tests.profiles.random_profile`, by up to 1.38 ×; with a hundred it was the same for all."""
+MANY_ITEMS = 500
+"""With more, choices are looked for under a wide window alone, as every look takes a while
+(`planner_speed_2026-11-22.json` has 2,002). From 50 on, 8 of 100 plans were worse, by up to 7.7 ×."""
+HOST_SHARE = 0.75
+"""Share of the host budget that is filled with what is to stay there, with a disk below it: the rest is on its way.
+With all of it, one of 100 plans was worse, by 1.11 ×."""
+SHARES_AHEAD = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
+"""Windows that are tried beside the profile's own, as shares of what a forward saves. One as large as all that is saved
+has everything back before the peak. With none of these 8 of 100 plans were worse, by up to 2.97 ×."""
+ALIKE = 10
+"""Blocks whose recomputation frees a byte for the same time, to within one part of so many, are equally cheap."""
+
+# -- corrections ------------------------------------------------------------------------------------------------------
+# What follows was chosen on the loop, which fails with much larger values; the medians of five steps differ by less
+# than these on a quiet machine.
+
+REVIEW_STEPS = 5
+"""Steps. A plan is compared with the median of so many, as single ones are noisy. A link that no plan uses is measured
+as often, by one storage."""
+AFTER_A_CHANGE = 3
+"""Steps. So many the first time under a corrected plan, which was made from steps before and after something had
+changed: the loop asks for the best plan ten steps after each change."""
+LOOK_AT_STEP = 3
+"""The step under a new plan, from 0, in which the blocks' times are taken: there it has settled."""
+COMPUTE_CHANGE = 0.1
+"""Share of a step. One that computes for so much longer or less is another, for which another plan may be better ..."""
+STEP_CHANGE = 0.05
+"""... and so is one that takes so much longer or less in all than was predicted. The loop allows 1.05 × the best."""
+LINK_CHANGE = 0.25
+"""Share of a bandwidth. A link that is faster or slower by less is as it was: the loop's disk that is at rest varies by
+0.2."""
+WAIT_SHARE = 0.02
+"""Share of a step from which on waits that nothing predicted are believed."""
+LEAST_TRUST, MOST_TRUST, FIT_STEPS = 0.25, 1.2, 6
+"""Then the links are taken to be so many times as fast as measured as explains the waits, found by so many halvings: to
+within 0.015."""
+TRUST_LESS = 0.8
+"""Where no speed explains them, the links are trusted less by this factor; and a link that was not full is believed to
+be slower where it was by this factor."""
+PLAN_GAIN = 0.02
+"""Share of the time or of the peak by which a new plan has to be better than the old one to be followed: plans that are
+alike do not take turns (200 steps of the loop)."""
+MAX_COST_SHARE = 2.0
+"""Share of a step. Bytes are never taken to cost more compute time, however late a step was: 9 to 29 % were seen."""
+
+# -- from step to step ------------------------------------------------------------------------------------------------
+
+WARM_UP = 1
+"""Steps before the one that is planned from: the first one allocates what the later ones use again."""
+PLANNING_SHARE = 0.1
+"""Share of the time that planning takes at most: a search takes a second, which is much for short steps."""
+SHAPES_CHANGED = 0.1
+"""Share of the saved bytes. A forward that saves so much at other places, or in other sizes, is not the planned one."""
+MOST_MISLED = 3
+"""Plans in a row. After so many that recompute and do not fit what is saved, nothing is recomputed any more."""
+MOST_REST = 64
+"""Steps. Where shapes change all the time, at most so many pass before another one is recorded; half as many before."""
+MOST_WAITED = 0.9
+"""Share of a step that waits are taken to be at most: something was computed."""
+ROOM_TO_KEEP = 1.5
+"""A step that keeps all is tried only where so many times its peak is free."""
+MOST_SHAPES = 16
+"""Shapes that have a plan of their own; profiles of a large model take a few MB each."""
+UNUSED_STEPS = 64
+"""Steps. Then a new shape takes the place of one that none had for so long; it makes do with another's plan until then.
+"""
+MOST_REASONS = 100
+"""Reasons for plans that are remembered."""
+
+# -- what people are told ---------------------------------------------------------------------------------------------
+
+SLOW = 0.05
+"""Share of the time. A step that waits for so much is slow."""
+SMALL_PART = 0.2
+"""Share of the peak. Where saved activations are less, moving them changes little."""
+MUCH_KEPT = 0.5
+"""Share of the activations' peak that stays from which on a budget is named."""
+WORTH_SAYING = 0.05
+"""Share of a step that another budget is predicted to save where it is named."""
+PART_OF_WAITS = 0.25
+"""Share of a slow step's waits from which on what they are for is a cause."""
+LARGE_FIRST = 0.1
+"""Share of the activations' peak from which on what backward asks for first is named: a wait for less is the link's,
+which is behind."""
+HELD = 0.05
+"""Share of the activations' peak. Bytes that stay for one reason are a cause from there on."""
+LEAST_OTHERS = 64 << 20
+"""Bytes. What else fills the memory is a cause from there on: libraries that a first step loads take nearly as much."""
+MOST_CAUSES = 3
+"""Causes that a report names, each with one thing to do."""
+NO_GAIN = 1e-4
+"""Share of a step. What a larger budget saves is nothing if it is less."""
+MORE_BUDGET = 1.5
+"""So many times the budget is tried where no block lies just above it."""
+BUDGET_SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)
+"""Shares of keep's peak that a table of budgets has."""
+JUST_BELOW = 1.25
+"""A budget lies just below a block that is larger by no more than this factor."""
+ROOM_FOR_A_BLOCK = 1.07
+"""Factor of a block's size that a budget needs so that the block can be recomputed."""
+NEARLY_ALL = 0.98
+"""Share of a block's bytes from which on it is said to be offloaded, without a number."""
+MOST_ROWS = 24
+"""Lines of blocks at most; neighbours that are treated alike share one."""
+MOST_MODULES, MOST_AT_PEAK = 8, 3
+"""Modules with the most bytes at the peak that a prediction lists, and that a plan's explanation names."""

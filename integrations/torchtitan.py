@@ -1,0 +1,140 @@
+r"""torchtitan: a config that is chosen on its command line, as its own activation-checkpointing configs are.
+
+    python -m actoffload.integrations.torchtitan --module llama3 --config llama3_8b --training.disable_cuda_graphs \
+        activation-checkpoint:actoffload --activation-checkpoint.target nvme --activation-checkpoint.path /mnt/nvme0
+
+This module stands for ``torchtitan.train``: with torchtitan's script, ``TRAIN_FILE=actoffload.integrations.torchtitan``
+is all that changes before the flags. `register` does the same for a program that starts a trainer itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
+
+from torch import nn
+
+from actoffload import OffloadConfig, attach, create_selective_checkpoint_contexts
+from actoffload.errors import ConfigError
+
+try:
+    import tyro
+    from torchtitan.distributed import activation_checkpoint
+    from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC, SelectiveAC
+    from torchtitan.tools.logging import logger
+    from torchtitan.trainer import Trainer
+except ImportError as error:
+    raise ImportError(f"needs torchtitan, tested with 0.3.0 (pip install actoffload[torchtitan]): {error}") from error
+
+_CHECKPOINTINGS: dict[str, type[ActivationCheckpointing]] = {"full": FullAC, "selective": SelectiveAC}
+_NO_CUDA_GRAPHS = "a captured step moves nothing: set --training.disable_cuda_graphs"
+_ONE_GRAPH = "graph_trainer traces forward, loss and backward as one graph, which saves nothing that could be moved"
+_SAME_TENSORS = "torchtitan would move the same activations: switch one of the two off"
+
+
+class OffloadAC(ActivationCheckpointing):
+    """What the model saves for backward is moved, after any checkpointing of its transformer blocks."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ActivationCheckpointing.Config):
+        """The options that are set most; variables ``ACTOFFLOAD_<OPTION>`` set these, and all others, by default."""
+
+        checkpointing: Literal["none", "selective", "full"] = "none"
+        """Which blocks run again in backward: none, or as with torchtitan's own config of this name."""
+        target: Literal["auto", "host", "nvme", "tiered"] | None = None
+        """The tier that saved tensors go to."""
+        path: str | None = None
+        """Directory of the spool."""
+        device_budget: str | None = None
+        """Most bytes of saved activations on the device: 8GiB, or 40% of what keeping everything takes."""
+        host_budget: str | None = None
+        """Most bytes of host memory."""
+        nvme_budget: str | None = None
+        """Most bytes on disk, of each rank."""
+        min_bytes: str | None = None
+        """Smaller tensors stay."""
+        policy: Literal["auto", "greedy", "all"] | None = None
+        """What moves."""
+        include: list[str] | None = None
+        """Modules (glob) whose tensors move."""
+        exclude: list[str] | None = None
+        """Modules (glob) whose tensors stay."""
+
+    config: Config
+
+    def apply(self, model: nn.Module) -> None:
+        """Checkpoint the blocks where the config says so. The trainer attaches the model once it has built it."""
+        kind = _CHECKPOINTINGS.get(self.config.checkpointing)
+        if kind is not None:
+            shared = {field.name: getattr(self.config, field.name) for field in fields(ActivationCheckpointing.Config)}
+            kind(kind.Config(**shared)).apply(model)
+
+
+@functools.cache
+def register() -> None:
+    """Let ``activation-checkpoint:actoffload`` be chosen, and let ``ACTOFFLOAD`` attach what any trainer trains.
+
+    A trainer raises a `ConfigError` when it is built if an option cannot work, with CUDA graphs, and with torchtitan's
+    own offloading. It logs the report when it is closed.
+    """
+    annotations = Trainer.Config.__annotations__
+    chosen = Annotated[OffloadAC.Config, tyro.conf.subcommand("actoffload")]
+    annotations["activation_checkpoint"] = annotations["activation_checkpoint"] | chosen
+    vars(activation_checkpoint)["create_selective_checkpoint_contexts"] = create_selective_checkpoint_contexts
+    build, close = Trainer.__init__, Trainer.close
+
+    @functools.wraps(build)
+    def build_and_attach(self: Any, config: Any) -> None:
+        options = _options(config.activation_checkpoint)
+        if options is not None:
+            _refuse_conflicts(config)
+        build(self, config)
+        attached = () if options is None else self.model_parts
+        self.actoffload = [attach(part, **{"announce": "first", **options}) for part in attached]
+
+    @functools.wraps(close)
+    def report_and_close(self: Any) -> None:
+        for offloader in {attachment.offloader for attachment in self.actoffload}:
+            logger.info(offloader.report())
+        close(self)
+
+    Trainer.__init__, Trainer.close = build_and_attach, report_and_close
+
+
+def _options(chosen: object) -> dict[str, Any] | None:
+    """The options of `attach` that the flags give, and the environment where they do not; None where neither is on."""
+    if not isinstance(chosen, OffloadAC.Config):
+        on = os.environ.get("ACTOFFLOAD", "0") not in {"", "0", "off"}
+        return OffloadConfig.options_from_environment() if on else None
+    flags = {field.name: getattr(chosen, field.name, None) for field in fields(OffloadConfig)}
+    flags = {name: value for name, value in flags.items() if value is not None}
+    try:
+        OffloadConfig(**flags)
+    except ConfigError as error:
+        raise ConfigError(f"activation_checkpoint.{error.field}", error.value, error.remedy) from None
+    return {**OffloadConfig.options_from_environment(), **flags}
+
+
+def _refuse_conflicts(config: Any) -> None:
+    if getattr(config.compile, "memory_policy", None) == "sac_and_offload":
+        raise ConfigError("compile.memory_policy", "sac_and_offload", _SAME_TENSORS)
+    if getattr(config.compile, "mode", None) is not None:
+        raise ConfigError("compile.mode", config.compile.mode, _ONE_GRAPH)
+    if not config.training.disable_cuda_graphs:
+        raise ConfigError("training.disable_cuda_graphs", False, _NO_CUDA_GRAPHS)
+
+
+def main() -> None:
+    """Run ``torchtitan.train`` with one more config to choose."""
+    from torchtitan import train
+
+    register()
+    train.main()
+
+
+if __name__ == "__main__":
+    from actoffload.integrations import torchtitan as this  # one module, also where `switch` has imported it
+
+    this.main()

@@ -1,0 +1,81 @@
+"""The table of docs/integrations.md: which frameworks were seen to train alike, and switched on in which way.
+
+    pytest tests/integration --junitxml results.xml
+    python -m tests.integration.matrix results.xml
+
+A test that shows one cell is marked with it: ``@pytest.mark.proves("TRL", checkpointing=True, way="env")``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations.md"
+WAYS = ("flag", "env", "code")
+NOT_OFFERED = {
+    "Accelerate": {"flag"},
+    "Megatron-core": {"env", "code"},
+    "Lightning": {"flag", "env"},
+    "torch.distributed": {"flag", "env"},
+}
+"""The ways that a framework has none of."""
+BEGIN = "| framework |"
+
+Cell = tuple[str, bool, str]
+"""Framework, with its checkpointing, way."""
+
+
+def cells(item: Any) -> list[Cell]:
+    """What a test shows when it passes."""
+
+    def of(framework: str, *, checkpointing: bool, way: str) -> Cell:
+        assert way in WAYS, way
+        return framework, checkpointing, way
+
+    return [of(*mark.args, **mark.kwargs) for mark in item.iter_markers("proves")]
+
+
+def passed(files: Iterable[str]) -> set[Cell]:
+    """What was shown by the tests that passed, from pytest's JUnit files."""
+    found: set[Cell] = set()
+    for case in (case for file in files for case in ElementTree.parse(file).iter("testcase")):
+        if not {child.tag for child in case} & {"failure", "error", "skipped"}:
+            properties = (p.attrib for p in case.iter("property") if p.attrib["name"] == "proves")
+            for framework, checkpointing, way in (p["value"].split("|") for p in properties):
+                found.add((framework, checkpointing == "True", way))
+    return found
+
+
+def render(proved: set[Cell]) -> list[str]:
+    """The lines of the table."""
+    frameworks = dict.fromkeys([*NOT_OFFERED, *sorted(framework for framework, _, _ in proved)])
+    titles = [f"{way}{suffix}" for suffix in ("", ", checkpointing") for way in WAYS]
+    lines = [f"{BEGIN} {' | '.join(titles)} |", "| --- " * (1 + len(titles)) + "|"]
+    for framework in sorted(frameworks):
+        words = []
+        for checkpointing in (False, True):
+            for way in WAYS:
+                absent = "–" if way in NOT_OFFERED.get(framework, ()) else "not tested"
+                words.append("yes" if (framework, checkpointing, way) in proved else absent)
+        lines.append(f"| {framework} | {' | '.join(words)} |")
+    return lines
+
+
+def written() -> list[str]:
+    """The lines of the table in the page."""
+    parts = PAGE.read_text(encoding="utf-8").split("\n\n")
+    return next(part for part in parts if part.startswith(BEGIN)).split("\n")
+
+
+def main(files: list[str]) -> None:
+    """Write what the results of a run show into the page."""
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(text.replace("\n".join(written()), "\n".join(render(passed(files)))), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

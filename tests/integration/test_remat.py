@@ -1,0 +1,201 @@
+"""torch_remat's checkpoints, with what they keep moved: the same gradients, or an error."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import gelu, scaled_dot_product_attention
+
+from actoffload import Statistics, attach
+from actoffload.errors import ConfigError
+
+remat = pytest.importorskip("torch_remat")
+WIDTH = 64
+
+
+class Block(nn.Module):
+    """A transformer block; ``save`` says which of its two regions are not run again."""
+
+    def __init__(self, save: tuple[bool, bool]) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.save = save
+        self.pair: Any = None
+        """Hooks around the attention."""
+        self.changes = False
+        """Whether what the attention returned is changed in place after it was used."""
+
+    def attention(self, x: Tensor) -> Tensor:
+        attended: Tensor = self.out(scaled_dot_product_attention(*self.qkv(x).chunk(3, -1)))
+        return attended
+
+    def mlp(self, x: Tensor) -> Tensor:
+        return self.down(gelu(self.up(x)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with nullcontext() if self.pair is None else remat.saved_tensors_hooks(*self.pair):
+            attended = remat.region(self.attention, "attention", recompute=not self.save[0])(self.norms[0](x))
+        remat.recompute_needs_tensor(attended)
+        y = x + attended
+        moved = remat.region(self.mlp, "mlp", recompute=not self.save[1])(self.norms[1](y))
+        remat.recompute_needs_tensor(moved)
+        if self.changes:
+            attended.detach().zero_()
+        return y + moved
+
+
+class Model(nn.Module):
+    """Three blocks, each in a checkpoint with the options given; None for no checkpoint."""
+
+    def __init__(self, save: tuple[bool, bool] = (True, False), options: dict[str, Any] | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(save) for _ in range(3))
+        self.options = {} if options is None else options
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = remat.checkpoint(**self.options)(block)(x)
+        return x.square().mean()
+
+
+def gradients(model: Callable[..., Tensor], twice: bool = False) -> list[Tensor]:
+    x = torch.randn(8, 32, WIDTH, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    loss = model(x)
+    if twice:
+        loss.backward(retain_graph=True)
+    loss.backward()
+    assert x.grad is not None
+    return [x.grad, *(parameter.grad for parameter in model.parameters())]  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def attached(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Attach for the length of the test."""
+    from actoffload.integrations import remat as adapter
+
+    attachments = []
+
+    def make(module: nn.Module, **options: Any) -> Any:
+        known = {"target": "nvme", "path": tmp_path, "min_bytes": "1KiB", "policy": "all", "verify": True}
+        attachments.append(adapter.attach(module, **{**known, **options, "announce": "none"}))
+        return attachments[-1].offloader
+
+    yield make
+    for attachment in attachments:
+        attachment.offloader.close()
+        attachment.detach()
+
+
+def trained(attached: Callable[..., Any], model: Model, twice: bool = False, **options: Any) -> Statistics:
+    """What was done in two steps, whose gradients are those of the model alone."""
+    expected = gradients(Model(model.blocks[0].save), twice)  # type: ignore[arg-type]
+    offloader = attached(model, **options)
+    for _ in range(2):
+        model.zero_grad()
+        assert all(map(torch.equal, gradients(model, twice), expected))
+    statistics: Statistics = offloader.statistics()
+    assert statistics.live_records == 0
+    return statistics
+
+
+def movable(statistics: Statistics) -> int:
+    """Bytes that nothing kept where they were."""
+    return statistics.packed_bytes - statistics.deduplicated_bytes - sum(statistics.kept_bytes.values())
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["", "retain_graph"])
+@pytest.mark.parametrize("save", [(False, False), (True, False), (False, True), (True, True)], ids=str)
+def test_the_same_gradients_and_what_is_kept_moves(
+    attached: Callable[..., Any], save: tuple[bool, bool], twice: bool
+) -> None:
+    statistics = trained(attached, Model(save), twice)
+    inputs = (
+        2 * 2 * 8 * 32 * WIDTH * 4
+    )  # of the second and the third checkpoint, in two steps; the first is the model's
+    assert statistics.nvme_written_bytes >= inputs * (1 + sum(save)), "and what SAVE regions save"
+    assert statistics.nvme_read_bytes > 0
+
+
+def test_boundaries_only_moves_the_inputs_of_the_checkpoints(attached: Callable[..., Any]) -> None:
+    everything, only = (trained(attached, Model(), boundaries=which) for which in ("all", "only"))
+    inputs = 2 * 2 * 8 * 32 * WIDTH * 4  # of two checkpoints in two steps; that of the first is the model's own
+    assert movable(only) == inputs < movable(everything)
+
+
+def test_a_budget_holds_and_nothing_is_run_again_by_the_planner(attached: Callable[..., Any]) -> None:
+    model = Model((True, True))
+    offloader = attached(model, policy="auto", device_budget="1MiB")
+    expected = gradients(Model((True, True)))
+    for _ in range(5):
+        model.zero_grad()
+        assert all(map(torch.equal, gradients(model), expected))
+    assert offloader.statistics().resident_peak_bytes <= 1 << 20
+    assert not offloader.plan.recompute
+
+
+def test_a_kept_output_that_was_changed_in_place_is_an_error(attached: Callable[..., Any]) -> None:
+    model = Model()
+    attached(model)
+    model.blocks[1].changes = True
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changed in place"):
+        gradients(model)
+
+
+def pair() -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """Hooks of another library."""
+    return Tensor.clone, Tensor.clone
+
+
+def test_hooks_of_its_own_are_refused(attached: Callable[..., Any]) -> None:
+    on_checkpoint, in_body = Model(options={"saved_tensors_hooks": pair()}), Model()
+    in_body.blocks[1].pair = pair()
+    for model in (on_checkpoint, in_body):
+        gradients(model)  # alone it may
+        attached(model)
+        with pytest.raises(ConfigError, match="saved_tensors_hooks"):
+            gradients(model)
+
+
+def test_hooks_around_ours_are_shadowed_as_those_of_pytorch_are(attached: Callable[..., Any]) -> None:
+    seen: list[Tensor] = []
+    model = Model()
+    attached(model)
+    with remat.saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor):
+        loss = model(torch.ones(8, 32, WIDTH))
+    assert not seen
+    loss.backward()
+
+
+def test_inside_a_checkpoint_is_refused(attached: Callable[..., Any]) -> None:
+    model = Model()
+    attached(model.blocks[1])
+    with pytest.raises(ConfigError, match=r"runs in a remat\.checkpoint"):
+        gradients(model)
+
+
+def test_what_attach_refuses(attached: Callable[..., Any]) -> None:
+    with pytest.raises(ConfigError, match="recompute"):
+        attached(Model(), recompute=True)
+    model = Model()
+    attachment = attach(model, target="host", announce="none")
+    with pytest.raises(ConfigError, match="attached already"):
+        attached(model)
+    attachment.detach()
+
+
+def test_a_missing_torch_remat_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch_remat", None)
+    monkeypatch.delitem(sys.modules, "actoffload.integrations.remat", raising=False)
+    with pytest.raises(ImportError, match=r"pip install actoffload\[remat\]"):
+        importlib.import_module("actoffload.integrations.remat")

@@ -1,0 +1,70 @@
+"""torchtitan 0.3.0: its llama3 debug model on the CPU, with and without the config that its command line chooses."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Any
+
+import pytest
+
+from tests.integration.processes import launch
+
+Found = dict[str, Any]
+PAIRS = [("none", "none, flag"), ("full", "full, flag"), ("selective", "selective, variable")]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """What one process found that ran every command line of the worker."""
+    pytest.importorskip("torchtitan")
+    place = tmp_path_factory.mktemp("titan")
+    env = {"ACTOFFLOAD": "auto", "ACTOFFLOAD_PATH": str(place), "ACTOFFLOAD_MIN_BYTES": "1KiB"}
+    env |= {"ACTOFFLOAD_DEVICE_BUDGET": "40%", "HF_DATASETS_CACHE": str(place / "datasets")}
+    answer: Found = launch("tests.integration.workers.titan", 1, place, env=env)[0]
+    return {**answer, "said": (place / "log0.txt").read_text()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("alone", "offloaded"), PAIRS, ids=[name for _, name in PAIRS])
+def test_losses_and_weights_are_those_of_torchtitan_alone(found: Found, alone: str, offloaded: str) -> None:
+    plain, ours = found["rows"][alone], found["rows"][offloaded]
+    assert len(plain["losses"]) == 7, "four steps, and validation after the first, the second and the fourth"
+    assert len({loss for _, loss, *_ in plain["losses"]}) == 7, "the losses do not change: nothing is learned"
+    assert ours["losses"] == plain["losses"]
+    assert ours["weights"] == plain["weights"]
+    assert plain["statistics"] is None
+    statistics = ours["statistics"]
+    assert statistics.nvme_written_bytes > 0
+    assert statistics.nvme_read_bytes > 0
+    assert statistics.resident_peak_bytes < statistics.baseline_peak_bytes
+    assert statistics.live_records == 0
+
+
+@pytest.mark.slow
+def test_what_is_on_is_said_once_and_the_report_is_logged(found: Found) -> None:
+    assert found["said"].count("actoffload: target nvme") == len(PAIRS)
+    assert found["said"].count("diagnosis: ") == len(PAIRS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("CUDA graphs", "training.disable_cuda_graphs"),
+        ("its own offloading", "compile.memory_policy='sac_and_offload'"),
+        ("one graph", "compile.mode='aot_fx_trace'"),
+        ("wrong target", "--activation-checkpoint.target"),
+        ("wrong size", "activation_checkpoint.device_budget='much'"),
+        ("unknown variable", "ACTOFFLOAD_BUDGET='1GiB'"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_its_flag_before_training(found: Found, case: str, words: str) -> None:
+    assert words in found["refused"][case]
+
+
+def test_a_missing_torchtitan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchtitan", None)
+    monkeypatch.delitem(sys.modules, "actoffload.integrations.torchtitan", raising=False)
+    with pytest.raises(ImportError, match=r"pip install actoffload\[torchtitan\]"):
+        importlib.import_module("actoffload.integrations.torchtitan")

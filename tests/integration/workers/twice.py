@@ -1,0 +1,44 @@
+"""Run a module twice in one process, which starts once, as ``python -m`` would: ``MODULE [FLAG ...] -- [FLAG ...]``.
+
+The first run has the flags before ``--`` and ``--target none``, the second all flags and ``--target nvme``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import sys
+
+import torch
+
+SECOND = "===== the second run"
+
+
+def define_operators() -> None:
+    """Where torchvision is a build for another PyTorch (CUDA's beside the CPU's), so that it can be imported."""
+    found = importlib.util.find_spec("torchvision")
+    if found is None or found.origin is None:
+        return
+    try:
+        torch.ops.load_library(os.path.join(os.path.dirname(found.origin), "_C.so"))
+    except OSError:
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+
+
+def main() -> None:
+    """Run both."""
+    name, *flags = sys.argv[1:]
+    both, more = flags[: flags.index("--")], flags[flags.index("--") + 1 :]
+    define_operators()
+    sys.argv = [name, *both, "--target", "none"]
+    runpy.run_module(name, run_name="__main__")
+    for stream in (sys.stdout, sys.stderr):
+        print(SECOND, file=stream, flush=True)
+    sys.argv = [name, *both, "--target", "nvme", *more]
+    runpy.run_module(name, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
