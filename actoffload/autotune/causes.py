@@ -160,14 +160,14 @@ def slow_link(f: Facts) -> Cause | None:
     if f.share(f.wait_s) < SLOW or waited_s < PART_OF_WAITS * f.wait_s:
         return None
     on_disk, planned, config = bool(f.counts.nvme_written_bytes), f.planned, f.config
-    waits = "forward, for what leaves" if forward_s > backward_s else "backward, for what comes back"
-    medium = "the disk" if on_disk else "host memory"
-    rate = _rate(f, on_disk=on_disk, write=forward_s > backward_s)
+    medium, part = "the disk" if on_disk else "host memory", "forward" if forward_s > backward_s else "backward"
     remedies: list[str] = []
     if planned is not None and planned.limits.device_budget is not None:
         remedies += _another_budget(planned, planned.limits.device_budget)
         if not planned.profile.blocks:
             remedies.append("pass model=, so that blocks can be recomputed where that is cheaper than waiting")
+    elif config.policy != "auto" and config.device_budget is not None:
+        remedies.append("policy='auto' with model= recomputes blocks where that takes less than waiting")
     elif config.policy != "auto":
         remedies.append("policy='auto' keeps what cannot be moved in time")
     elif config.device_budget is not None:
@@ -176,7 +176,8 @@ def slow_link(f: Facts) -> Cause | None:
         remedies.append("give path= on a faster disk ('actoffload bench' measures one), or several to stripe over")
     return Cause(
         weight=waited_s,
-        evidence=f"{f.share(waited_s):.0%} of a step waits for {medium}, most of it in {waits}{rate}",
+        evidence=f"{f.share(waited_s):.0%} of a step waits for {medium}, mostly in {part}"
+        + _rate(f, on_disk=on_disk, write=part == "forward"),
         remedies=tuple(remedies) or ("set max_slowdown=0.02: what would take longer stays",),
     )
 
@@ -188,7 +189,7 @@ def _rate(f: Facts, *, on_disk: bool, write: bool) -> str:
         return ""
     found = (link.write_bytes_per_s if write else link.read_bytes_per_s) / 1e9
     needed = f.counts.moved_bytes / f.steps / max(1e-9, f.step_s - f.wait_s) / 1e9
-    more = f", and computing needs more than {needed:.2g}" if needed > found else ""
+    more = f" and needs more than {needed:.2g}" if needed > found else ""
     return f": it {'writes' if write else 'reads'} {found:.2g} GB/s{more}"
 
 
@@ -313,8 +314,8 @@ def held_by_functions(f: Facts) -> Cause | None:
     names = ", ".join(sorted(f.held_bytes, key=lambda name: -f.held_bytes[name])[:3])
     return Cause(
         weight=nbytes,
-        evidence=f"{format_size(nbytes)} of tensors are attributes of ctx in custom autograd functions ({names}), and "
-        "stay there for as long as the loss does",
+        evidence=f"{format_size(nbytes)} of tensors are attributes of ctx in custom autograd functions ({names}), "
+        "alive as long as the loss",
         remedies=("save them by ctx.save_for_backward(...), and read them from ctx.saved_tensors",),
     )
 

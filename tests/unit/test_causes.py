@@ -112,12 +112,12 @@ def test_a_disk_that_is_too_slow_is_named_with_its_rate_and_the_rate_that_is_nee
     rig.steps(3)
     slower, memory = told(rig.offloader)
     assert re.fullmatch(
-        r"[\d.]+ m?s a step: \d+% of a step waits for the disk, most of it in (forward|backward), .*: "
-        r"it (writes|reads) 0.01 GB/s, and computing needs more than 0.0\d+",
+        r"[\d.]+ m?s a step: \d+% of a step waits for the disk, mostly in (forward|backward): "
+        r"it (writes|reads) 0.01 GB/s and needs more than 0.0\d+",
         slower[0],
     )
     assert slower[1:] == [
-        "next: policy='auto' keeps what cannot be moved in time",
+        "next: policy='auto' with model= recomputes blocks where that takes less than waiting",
         "next: give path= on a faster disk ('actoffload bench' measures one), or several to stripe over",
     ]
     assert memory == []
@@ -306,7 +306,7 @@ def test_a_device_whose_link_keeps_up(
 def test_host_memory_that_is_slow_to_reach(device: SimulatedDevice, links: Callable[..., None]) -> None:
     links(1e5)
     slower, _ = _told_on_device(device, Chain(depth=24))
-    assert "of a step waits for host memory, most of it in backward, for what comes back" in slower[0]
+    assert "of a step waits for host memory, mostly in backward" in slower[0]
 
 
 @pytest.mark.simulated
@@ -371,6 +371,26 @@ def test_a_peak_of_temporaries(device: SimulatedDevice, links: Callable[..., Non
     assert memory[0].endswith("MiB are gradients, optimizer states and temporaries")
 
 
+# -- the page about it ------------------------------------------------------------------------------------------------
+
+
+def test_the_tuning_page_shows_what_its_program_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text(encoding="utf-8")
+    program, shown = (page.partition(f"```{kind}\n")[2].partition("```")[0] for kind in ("python", "text"))
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": "tuning"}
+    exec(compile(program, "docs/tuning.md", "exec"), namespace)
+    namespace["offloader"].close()
+    printed = capsys.readouterr().out
+
+    def without_numbers(text: str) -> str:
+        return re.sub(r"[\d.]+", "N", re.sub("mostly in .*", "", text))
+
+    assert without_numbers(printed).endswith(without_numbers(shown))
+
+
 # -- what is told of facts, and of a plan -----------------------------------------------------------------------------
 
 
@@ -432,10 +452,10 @@ def test_greedy_is_told_how_much_to_keep() -> None:
 
 @pytest.mark.parametrize("forward", [True, False])
 def test_it_says_for_what_a_step_waits(forward: bool) -> None:
-    waits = {"forward_wait_s" if forward else "backward_wait_s": 5.2}
+    waits: dict[str, Any] = {"forward_wait_s" if forward else "backward_wait_s": 5.2}
     lines = diagnose(facts(**waits))
-    assert lines[0].startswith("diagnosis: 52% of a step waits for the disk, most of it in ")
-    assert ("for what leaves" in lines[0]) == forward
+    part = "forward" if forward else "backward"
+    assert lines[0] == f"diagnosis: 52% of a step waits for the disk, mostly in {part}"
     host = diagnose(facts({"host_written_bytes": 90 * MIB, "nvme_written_bytes": 0}, **waits))
     assert "for host memory" in host[0]
 
