@@ -7,6 +7,7 @@
 #   make bench       the benchmarks of the CPU, with peers (about an hour; needs a quiet machine)
 #   make gpu         the suite for a machine with an accelerator (uses PYTHON as it is, no environment, no network)
 #   make gpu-wheels  what such a machine may lack, into the folder .gpu-wheels, to be carried there with the clone
+#   make docs        the documentation's pages, in build/site (a part of `make test`)
 #   make versions    tests on several releases of PyTorch and Python, each installed by pip (25 GB, an hour)
 #
 # PYTHON      the interpreter that makes the environment, and that `make gpu` runs
@@ -47,14 +48,14 @@ QUICK := tests/unit/test_architecture.py tests/unit/test_contributing.py tests/u
 
 QUICK_SIMULATED := tests/unit/test_ordering.py::test_gradients_survive_every_adversary
 
-.PHONY: demo test quick bench gpu gpu-wheels versions lint format types tiny tests simulated clean
+.PHONY: demo test quick bench gpu gpu-wheels versions docs lint format types tiny tests simulated clean
 
 demo: $(VENV)/.installed
 	$(BIN)/actoffload demo $(DEMO_ARGS)
 
-# The types, and the simulated device, are looked at beside the tests: alone they keep one processor idle.
+# The types, the simulated device and the pages are looked at beside the tests: alone they keep one processor idle.
 test: lint
-	+$(MAKE) --no-print-directory --jobs=2 tests types simulated
+	+$(MAKE) --no-print-directory --jobs=2 tests types docs simulated
 
 quick: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadscope $(QUICK)
@@ -81,6 +82,10 @@ tests: $(VENV)/.installed-test
 # What needs an accelerator, on the simulated one, in a process of its own; with SIMULATED_ARGS=--thorough all of it.
 simulated: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --simulated tests/unit tests/parity tests/gpu $(SIMULATED_ARGS)
+
+# A warning is an error, and so is a cell of the tutorial that raises.
+docs: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/site
 
 bench: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.micro
@@ -114,6 +119,6 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.installed-test: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PIP) -e ".[test]"
+	$(PIP) -e ".[test,docs]"
 	$(PIP) --no-deps --upgrade --target $(VENV)/torchvision torchvision
 	touch $@ $(VENV)/.installed

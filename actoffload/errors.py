@@ -1,5 +1,7 @@
 """Every error this library raises, as one tree.
 
+::
+
     ActOffloadError
     ├── ConfigError (ValueError)               an option has a value that cannot work
     ├── BudgetError (ValueError)               no plan keeps a step within a budget; it says the floor

@@ -40,7 +40,7 @@ class DrainingLock(_thread.RLock):  # type: ignore[misc]  # it may be subclassed
         self.noted: deque[Any] = deque() if noted is None else noted
         self.after_release: weakref.WeakMethod[Callable[[], None]] | None = None
 
-    def release(self) -> None:
+    def __exit__(self, *exc: object) -> None:
         """Give the lock back, and have the owner do what was noted meanwhile."""
         super().release()
         if self.noted and not self.owned():
@@ -48,8 +48,7 @@ class DrainingLock(_thread.RLock):  # type: ignore[misc]  # it may be subclassed
             if after is not None:
                 after()
 
-    def __exit__(self, *exc: object) -> None:
-        self.release()
+    release = __exit__
 
     def run_if_free(self, work: Callable[[], bool]) -> bool | None:
         """Return what ``work`` returns with the lock held, or None where any thread holds it, even this one."""

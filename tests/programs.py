@@ -46,13 +46,16 @@ def _server() -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
-    assert server.stdin is not None
-    atexit.register(server.stdin.close)
+    atexit.register(server.communicate)  # ends its input, and waits
     return server
 
 
 def run_program(
-    program: str, *arguments: str, errors: tuple[str, ...] = (), timeout_s: float = 240, **environment: str
+    program: str,
+    *arguments: str,
+    errors: tuple[str, ...] = (),
+    environment: dict[str, str] | None = None,
+    timeout_s: float = 240,
 ) -> subprocess.CompletedProcess[str]:
     """Run a program as ``python -c`` does, to the end of the interpreter.
 
@@ -60,14 +63,14 @@ def run_program(
         program: its text.
         arguments: behind ``sys.argv[0]``.
         errors: the warnings that are errors in it.
-        timeout_s: then it is killed.
         environment: variables in addition to ours.
+        timeout_s: then it is killed.
     """
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
-        job = {"program": program, "arguments": arguments, "errors": errors, "environment": environment}
+        job = {"program": program, "arguments": arguments, "errors": errors, "environment": environment or {}}
         server.stdin.write(json.dumps(job | {"out": out.name, "err": err.name}) + "\n")
         server.stdin.flush()
         clock = threading.Timer(timeout_s, os.killpg, (server.pid, signal.SIGKILL))
@@ -75,6 +78,7 @@ def run_program(
         answer = server.stdout.readline()
         clock.cancel()
         if not answer:
+            server.wait()
             _server.cache_clear()
         status = int(answer or -signal.SIGKILL)
         return subprocess.CompletedProcess(["-c"], status, out.read(), err.read())

@@ -155,9 +155,14 @@ _OF_FUNCTIONS = "torch._functorch.autograd_function"
 @untraced
 def unpack(handle: Any) -> Tensor:
     """Return the tensor that a handle stands for: the unpack hook."""
+    return hand_out(unpack_only(handle))
+
+
+def unpack_only(handle: Any) -> Tensor:
+    """Return the tensor that a handle stands for, before it is handed out."""
     _let_go()
     with sharing_counters():
-        return hand_out(handle.unpack())
+        return handle.unpack()  # type: ignore[no-any-return]
 
 
 class Handle:

@@ -23,10 +23,12 @@ from ..memory.cpu_allocator import HeldBlock
 from ..memory.host_pool import Slot
 from ..memory.native_build import SWITCH, Refused, told
 from ..policy import STATIC, KeepReason
+from ..runtime.identity import own_counter
+from ..runtime.kept_place import KeptPlace
 from ..runtime.untraced import untraced
 from ..tiers.storage_ref import StorageRef
 from .exclusions import OPEN_REGIONS
-from .handles import Handle, KeptActivation, Stayed, check_version, hand_out, unpack
+from .handles import Handle, KeptActivation, Stayed, check_version, hand_out, unpack_only
 
 NAME = "actoffload_hooks"
 SOURCE = native_build.PACKAGE / "autograd" / "hooks.cpp"
@@ -34,7 +36,7 @@ TESTED = ("2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
 """Releases of PyTorch in whose objects the module may look. ``ACTOFFLOAD_NATIVE=1`` (or ``=hooks``) has it try others:
 it still checks where a tensor lies in its Python object before it is used."""
 
-FINALIZED: tuple[Any, ...] = (Handle, Stayed, KeptActivation, Slot, StorageRef, HeldBlock)
+FINALIZED: tuple[Any, ...] = (Handle, Stayed, KeptActivation, KeptPlace, Slot, StorageRef, HeldBlock)
 """What dies as autograd frees a graph, between kernels: no interrupt may be lost in these finalizers."""
 
 
@@ -53,7 +55,10 @@ def load() -> Any:
 
     - ``notes``: of `Accounts`. Each tensor that stays, and the death of each activation, is appended to it.
     - ``settle``: called without arguments once there are ``many`` notes.
-    - ``fallback``: the pack hook in Python, for every tensor that is not kept here. Its ``__self__`` is the hook's.
+    - ``fallback``: the pack hook in Python, for every tensor that is not saved here. Its ``__self__`` is the hook's.
+    - ``save``: called with a plain tensor that may move, the bytes of its storage, and whether that is new. Returns the
+      `KeptPlace` of what a plan keeps, or a handle.
+    - ``kept``: the ``KeptStorages`` of the module, what a plan keeps; ``records``: `IdentityMap.records`.
     - ``static``: the storages that never move, `StorageSet.by_number`; ``marked``: those with ``keep()``, likewise.
     - ``awaited``: a dictionary. While it has any item, ``fallback`` gets every tensor that ``static`` does not name.
     - ``least``: bytes by the type of a device. Smaller storages stay. Of a type that is missing ``fallback`` decides.
@@ -103,8 +108,11 @@ def _load() -> Any:
         regions=OPEN_REGIONS,
         reasons={note: note for note in STATIC},  # why a storage stays, by its note in a `StorageSet`
         small=KeepReason.SMALL.value,
+        place=KeptPlace,
+        passed=untraced(KeptPlace.passed),
+        own_counter=untraced(own_counter),
         changed=_changed,
-        unpack=unpack,
+        unpack=untraced(unpack_only),
         hand_out=untraced(hand_out),
         samples=_samples(),
     )
@@ -122,9 +130,9 @@ def _import(path: Path) -> Any:
     return module
 
 
-def _changed(alias: Tensor, version: int) -> None:
+def _changed(alias: Tensor, version: int, place: KeptPlace | None) -> None:
     """Raise the error of a saved tensor that was changed in place."""
-    check_version(alias._version, version, alias.dtype, alias.shape, None)
+    check_version(alias._version, version, alias.dtype, alias.shape, None if place is None else place.module)
 
 
 def _samples() -> tuple[Tensor, ...]:

@@ -66,6 +66,8 @@ class Packer:
         self._module_names = module_names
         self._forwards = forwards
         self._min_bytes = store.min_bytes
+        self._kept: Any = None
+        """What a plan keeps, where the hooks are compiled: a ``KeptStorages``."""
         self._only_boundaries = store.shared.config.boundaries == "only"
         self._names_count = store.decision.uses_names
 
@@ -75,10 +77,15 @@ class Packer:
         if module is None:
             return self.pack, unpack
         shared = self._store.shared
+        if self._kept is None:
+            self._kept = module.KeptStorages(notes=shared.accounts.deferred)
         pack = module.Pack(
             notes=shared.accounts.deferred,
             settle=self._store.count_deferred,
             fallback=self.pack,
+            save=self.save_plain,
+            kept=self._kept,
+            records=self._store.identities.records,
             static=self._exclusions.static.by_number,
             marked=MARKED.by_number,
             awaited=self._exclusions.owners.sharded,
@@ -94,6 +101,37 @@ class Packer:
         try:
             with sharing_counters():
                 return self._pack(tensor, ())
+        except Exception:
+            raise
+        except BaseException:
+            self._store.abort_interrupted()
+            raise
+
+    @untraced
+    def save_plain(self, tensor: Tensor, nbytes: int, new: bool) -> Any:
+        """Return the handle of a plain tensor that may move, or the place of a storage that a plan keeps.
+
+        Args:
+            tensor: neither excluded nor small.
+            nbytes: the bytes of its storage, all of which it stands for.
+            new: nothing of the storage is saved yet.
+        """
+        try:
+            store, kind = self._store, "cpu" if tensor.is_cpu else tensor.device.type
+            if store.interrupted:
+                return Kept(tensor.detach())
+            if store.tiers.by_device[kind].capturing():
+                return self._keep(tensor, KeepReason.CAPTURE, nbytes)
+            if is_filled_later(tensor):
+                return self._keep(tensor, KeepReason.FILLED_LATER, nbytes)
+            tape, module = self._tape(), self._module_names.innermost()
+            if new and tape.planned:
+                place = store.keep_planned(nbytes, kind, tape, module)
+                if place is not None:
+                    return place
+            with sharing_counters():
+                alias = tensor.detach()
+                return self._save(alias, tensor.untyped_storage(), (0, nbytes), tape, module)
         except Exception:
             raise
         except BaseException:
@@ -124,7 +162,13 @@ class Packer:
             reason = KeepReason.FILLED_LATER
         if reason is not None:
             return self._keep(tensor, reason, end - begin)
-        return self._save(tensor, storage, (begin, end), counters)
+        counters = counters or own_counter(tensor)
+        alias = tensor.detach()
+        if self._kept is not None and not counters:
+            again = self._kept.again(alias, begin, end)
+            if again is not None:
+                return again
+        return self._save(alias, storage, (begin, end), self._tape(), self._module_names.innermost(), counters=counters)
 
     def is_recorded(self, tensor: Tensor) -> bool:
         """Return whether a plain tensor would get a record if autograd saved it now."""
@@ -145,20 +189,30 @@ class Packer:
             return KeepReason.SMALL
         return KeepReason.CAPTURE if self._store.tiers.by_device[device].capturing() else None
 
+    def _tape(self) -> Tape[Record]:
+        """The tape of the forward that runs. Handles that died may have been its last."""
+        if self._store.shared.lock.noted:
+            self._store.count_deferred()
+        return self._forwards.tape
+
     def _save(
-        self, tensor: Tensor, storage: torch.UntypedStorage, span: tuple[int, int], counters: tuple[Counter, ...]
+        self,
+        alias: Tensor,
+        storage: torch.UntypedStorage,
+        span: tuple[int, int],
+        tape: Tape[Record],
+        module: str | None,
+        *,
+        counters: tuple[Counter, ...] = (),
     ) -> Any:
         """Give a tensor that may move to the store."""
-        counters = counters or own_counter(tensor)
-        alias = tensor.detach()
         conj, neg = alias.is_conj(), alias.is_neg()
         if conj:
             alias = alias.conj()
         if neg:
             alias = alias._neg_view()
         name = name_of(storage, only_boundaries=self._only_boundaries) if self._names_count else None
-        names = (self._module_names.innermost(), name)
-        record = self._store.admit(alias, span, storage, self._forwards.tape, names, counters)
+        record = self._store.admit(alias, span, storage, tape, (module, name), counters)
         if record.stays and not conj and not neg:
             return Stayed(self._store, record, alias)
         return Handle(self._store, record, alias, conj, neg)

@@ -39,9 +39,10 @@ class OffloadDecision:
         policy = config.policy
         # A plan is followed entry by entry instead.
         self._policy: Policy | None = None if isinstance(policy, str) or type(policy) is Plan else policy
-        self._planned = KeepReason.POLICY
+        self.why_planned = KeepReason.POLICY
+        """Why a storage stays that the plan keeps."""
         if isinstance(policy, str):
-            self._planned = KeepReason.NO_TIME if config.device_budget is None else KeepReason.FITS
+            self.why_planned = KeepReason.NO_TIME if config.device_budget is None else KeepReason.FITS
         self.uses_names = bool(
             config.include or config.exclude or self._policy is not None or config.boundaries == "only"
         )
@@ -52,6 +53,7 @@ class OffloadDecision:
         self._late_names: dict[tuple[int, int], str] = {}
         self._plan: Plan | None = None
         self._borrowed = False
+        self._planned_sizes: tuple[int, ...] = ()
         self.forward_begins: ForwardBegins = lambda: None
         """Told of a forward's first storage, by its size."""
         self._unproven = isinstance(policy, Plan) and bool(policy.entries)
@@ -67,6 +69,13 @@ class OffloadDecision:
     def follow(self, plan: Plan | None, *, borrowed: bool = False) -> None:
         """Do as a plan says; None: as before there was one. ``borrowed``: it was made for larger inputs."""
         self._plan, self._borrowed = plan, borrowed
+        entries = () if plan is None or borrowed else plan.entries
+        self._planned_sizes = tuple(entry.nbytes if entry.action == _KEEP else -1 for entry in entries)
+
+    def planned_sizes(self) -> tuple[int, ...]:
+        """Return by index the bytes of each storage that the plan keeps, or -1; () if not only the plan decides."""
+        alone = not (self.uses_names or self._unproven or self.keep_all or self.probes)
+        return self._planned_sizes if alone else ()
 
     def why_keep(self, record: Record, tensor: Tensor, tape: Tape[Record]) -> KeepReason | None:
         """Why a record that was just added to ``tape`` stays, or None.
@@ -96,7 +105,7 @@ class OffloadDecision:
             if self.probes and entry.action == _KEEP and not entry.reason:
                 self.probes = False
                 return None
-            return self._planned if entry.action == _KEEP else None
+            return self.why_planned if entry.action == _KEEP else None
         if self._plan is not None:
             self.mismatched_bytes += record.nbytes
         return KeepReason.LAST if self._keeps_last and self._is_last(tape) else None

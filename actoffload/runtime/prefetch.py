@@ -9,6 +9,7 @@ import torch
 from ..tiers.record import Record, State
 from ..tiers.shared import Shared
 from ..tiers.tier import Tier
+from .kept_place import KeptPlace
 from .pipeline import Hint, Phases
 from .tape import FOR_EVER, LearnedOrders, Tape, Window
 
@@ -46,7 +47,7 @@ class Prefetch:
         if tape is not None and not tape.in_backward:
             self._fetch(tape, self._ahead(tape))
 
-    def reach(self, record: Record, round_: int) -> None:
+    def reach(self, record: Record | KeptPlace, round_: int) -> None:
         """Backward has reached a record; ``round_`` is how often this handle was unpacked before."""
         tape = record.tape
         if tape is None:
@@ -56,6 +57,14 @@ class Prefetch:
         if round_ > record.round:
             tape.rewind()
         tape.advance(record.index, self.orders)
+
+    def given(self, record: Record, waited_s: float) -> None:
+        """Backward has a record that had moved; count what it waits for as it begins, and how much that is."""
+        tape, accounts = record.tape, self._shared.accounts
+        if tape.is_first:
+            accounts.first_wait_s += waited_s
+            accounts.first_bytes = max(accounts.first_bytes, tape.bytes_up_to(record.index))
+        tape.given_bytes += record.nbytes
 
     def during_backward(self, tape: Tape[Record]) -> None:
         """Fill the window along the tape that backward walks, and what is left of it along the next backward's."""

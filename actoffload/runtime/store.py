@@ -29,6 +29,7 @@ from ..tiers.tier import Tier
 from ..tiers.tiers import Tiers
 from .decision import OffloadDecision
 from .identity import Counter, IdentityMap
+from .kept_place import KeptPlace
 from .optimizer_steps import optimizer_steps
 from .pipeline import Hint, Phases
 from .prefetch import Prefetch
@@ -99,7 +100,7 @@ class ActivationStore:
         self.first_step: tuple[float, Accounts] | None = None
         self._optimizer_steps = optimizer_steps()
         self._microbatches_stepped = 0
-        self._dropped: deque[tuple[Record, int]] = self.shared.lock.noted
+        self._dropped: deque[tuple[Record | KeptPlace, int]] = self.shared.lock.noted
         self._decisions: list[tuple[int, KeepReason | None, str | None]] = []
         self._following_bytes: int | None = None
         self._swallowed: BaseException | None = None
@@ -203,11 +204,44 @@ class ActivationStore:
             except BaseException:  # a policy's error: no handle will own the record
                 self._dropped.append((record, record.round))
                 raise
-            if tape.by_node.saved(torch._C._autograd._get_sequence_nr(), record.nbytes):
-                accounts.resident_at_once(
-                    tape.by_node.node_bytes
-                )  # the node holds all that it saves until it saved the last
+            if not record.index and shared.budget.limit_bytes is None and shared.reporter.sink is None:
+                tape.planned = self.decision.planned_sizes()
+            self._saved_by_node(tape, record.nbytes)
         return record
+
+    def _saved_by_node(self, tape: Tape[Record], nbytes: int) -> None:
+        if tape.by_node.saved(torch._C._autograd._get_sequence_nr(), nbytes):
+            # The node holds all that it saves until it saved the last.
+            self.shared.accounts.resident_at_once(tape.by_node.node_bytes)
+
+    def keep_planned(self, nbytes: int, kind: str, tape: Tape[Record], module: str | None) -> KeptPlace | None:
+        """Count a storage that the plan keeps, and that needs no record; None where `admit` has to decide.
+
+        Args:
+            nbytes: its size, all of which is saved.
+            kind: the type of its device.
+            tape: the forward that it is saved in.
+            module: that is running, if that is known.
+        """
+        shared, index = self.shared, len(tape.records)
+        if index >= len(tape.planned) or tape.planned[index] != nbytes or shared.stopped or self.closed:
+            return None
+        self.speak()
+        accounts, reason = shared.accounts, self.decision.why_planned
+        with shared.lock:
+            accounts.deferred.append((reason._value_, nbytes, True))
+            if len(accounts.deferred) >= MANY_DEFERRED:
+                self._count_dropped()
+            accounts.live_records += 1
+            tape.append_kept(nbytes)
+            tape.decisions.append((nbytes, reason, module))
+            self._saved_by_node(tape, nbytes)
+            if shared.largest_moved_bytes:  # others move under this plan
+                tier = self.tiers.by_device[kind]
+                tier.notice_resized()
+                tier.poll()
+                self.prefetch.during_forward(tape)
+        return KeptPlace(self, tape, index, nbytes, kind, module)
 
     def _place(self, record: Record, tensor: Tensor, tape: Tape[Record], tier: Tier) -> None:
         """Decide what becomes of a new record, and begin it."""
@@ -313,7 +347,7 @@ class ActivationStore:
                 self.shared.accounts.unpack_wait_s += waited_s
                 self.shared.reporter.event(EventKind.UNPACK_WAIT, record, since_s=since_s)
                 self.prefetch.window.waited()
-            self._count_first(record, waited_s)
+            self.prefetch.given(record, waited_s)
             begin = record.data_begin
             next_round = self._pass(record, round_)
             if record.waiting <= 0:
@@ -328,7 +362,15 @@ class ActivationStore:
             self._reach(record, round_, self.tiers.by_device[record.kind])
             return self._pass(record, round_)
 
-    def _reach(self, record: Record, round_: int, tier: Tier) -> None:
+    @_aborts_when_interrupted
+    def passed_place(self, place: KeptPlace, again: bool) -> None:
+        """As `passed`, of a storage without a record; ``again``: its handle was unpacked before."""
+        self.speak()
+        with self.shared.lock:
+            self._reach(place, int(again), self.tiers.by_device[place.kind])
+            self.prefetch.during_backward(place.tape)
+
+    def _reach(self, record: Record | KeptPlace, round_: int, tier: Tier) -> None:
         """Backward has come to a record."""
         self._count_dropped()
         tier.notice_resized()
@@ -348,14 +390,6 @@ class ActivationStore:
             record.waiting = record.handles - 1
         self.prefetch.during_backward(record.tape)
         return record.round + 1
-
-    def _count_first(self, record: Record, waited_s: float) -> None:
-        """Count what backward is given of a record that had moved, and what it waits as it begins."""
-        tape, accounts = record.tape, self.shared.accounts
-        if tape.is_first:
-            accounts.first_wait_s += waited_s
-            accounts.first_bytes = max(accounts.first_bytes, tape.bytes_up_to(record.index))
-        tape.given_bytes += record.nbytes
 
     def _fetch_now(self, record: Record, tier: Tier) -> torch.UntypedStorage:
         record.error = None  # a prefetch that failed is tried once more
@@ -384,13 +418,14 @@ class ActivationStore:
 
     # -- the end of a handle ------------------------------------------------------------------------------------------
 
-    def drop(self, record: Record, round_: int) -> None:
+    def drop(self, record: Record | KeptPlace, round_: int) -> None:
         """Note that a handle died. It may be called anywhere, also with our own lock held: it never blocks."""
         if self.interrupted:
             return
         try:
             self._dropped.append((record, round_))
-            self._count_dropped_if_free()
+            if self.closed or not isinstance(record, KeptPlace):  # which holds nothing; the next save counts it
+                self._count_dropped_if_free()
         except Exception:
             raise
         except BaseException as error:  # Python only prints what a finalizer raises
@@ -423,6 +458,10 @@ class ActivationStore:
             accounts.count_deferred()
         while self._dropped:
             record, round_ = self._dropped.popleft()
+            if isinstance(record, KeptPlace):
+                accounts.remove_resident(record.nbytes)
+                self._leave(record)
+                continue
             record.handles -= 1
             if round_ <= record.round:
                 record.waiting -= 1
@@ -438,12 +477,16 @@ class ActivationStore:
         if self.profiler.running:
             self.profiler.died(record)
         self.identities.remove(record)
+        self._leave(record)
+        self.shared.reporter.event(EventKind.RELEASE, record)
+        self.shared.changed.notify_all()
+
+    def _leave(self, record: Record | KeptPlace) -> None:
+        """A storage has no handles any more: its place on the tape is free."""
         if record.tape is not None:
             record.tape.forget(record.index)
             self.prefetch.learn(record.tape)
         self.shared.accounts.remove_record(record.nbytes)
-        self.shared.reporter.event(EventKind.RELEASE, record)
-        self.shared.changed.notify_all()
 
     @_aborts_when_interrupted
     def nothing_is_alive(self) -> bool:

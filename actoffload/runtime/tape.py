@@ -96,7 +96,7 @@ class Tape(Generic[R]):
     It has more than fifteen attributes, as the order of saving and backward's place in it change together.
 
     Attributes:
-        records: by index; None once released.
+        records: by index; None once released, and for a storage that stays without a record.
         live: records that are not released.
         total_bytes: of all records.
         signature: equal for forwards that saved storages of the same sizes in the same order.
@@ -104,6 +104,7 @@ class Tape(Generic[R]):
         given_bytes: what backward was given of the records that had moved.
         by_node: what each autograd node saved.
         decisions: what was decided of each record, as the store notes it; outlives the records.
+        planned: by index, the bytes of a storage that the plan keeps without a record, or -1.
         order: the indices in the order in which backward is expected to come.
     """
 
@@ -116,6 +117,8 @@ class Tape(Generic[R]):
         self.given_bytes = 0
         self.by_node = SavedByNode()
         self.decisions: list[Any] = []
+        self.planned: tuple[int, ...] = ()
+        self._sizes: list[int] = []
         self.order: tuple[int, ...] = ()
         self._position: dict[int, int] = {}
         self._reach: list[int] = [0]
@@ -133,10 +136,18 @@ class Tape(Generic[R]):
 
     def append(self, record: R) -> int:
         """Add a record; returns its index."""
+        return self._append(record, record.nbytes)
+
+    def append_kept(self, nbytes: int) -> int:
+        """Add a storage of so many bytes that stays without a record; returns its index."""
+        return self._append(None, nbytes)
+
+    def _append(self, record: R | None, nbytes: int) -> int:
+        self._sizes.append(nbytes)
         self.records.append(record)
         self.live += 1
-        self.total_bytes += record.nbytes
-        self.signature = hash((self.signature, record.nbytes))
+        self.total_bytes += nbytes
+        self.signature = hash((self.signature, nbytes))
         return len(self.records) - 1
 
     def idle_until(self, changes: int, nbytes: int) -> None:
@@ -154,7 +165,8 @@ class Tape(Generic[R]):
 
     def forget(self, index: int) -> None:
         """The record at ``index`` was released."""
-        if self.records[index] is not None:
+        if self._sizes[index]:
+            self._sizes[index] = 0
             self.records[index] = None
             self.live -= 1
         self._uncount(index)
@@ -168,13 +180,17 @@ class Tape(Generic[R]):
         self.prepare(orders)
         self.in_backward = True
         self._uncount(index)
-        if index not in self._was_seen:
-            self._was_seen.add(index)
-            self._seen.append(index)
+        self.see(index)
         position = self._position.get(index)
         if position is not None:
             self._cursor = max(self._cursor, position + 1)
             self._frontier = max(self._frontier, self._cursor)
+
+    def see(self, index: int) -> None:
+        """Backward has come to a storage, and there is nothing to fetch."""
+        if index not in self._was_seen:
+            self._was_seen.add(index)
+            self._seen.append(index)
 
     def prepare(self, orders: LearnedOrders) -> None:
         """The forward has ended: choose the order in which backward will want the records, unless that was done."""
@@ -186,8 +202,7 @@ class Tape(Generic[R]):
         order = orders.get(self.signature)
         self.order = order if order is not None else tuple(range(count - 1, -1, -1))
         self._position = {index: position for position, index in enumerate(self.order)}
-        records = (self.records[index] for index in self.order)
-        self._reach = [0, *accumulate(0 if record is None else record.nbytes for record in records)]
+        self._reach = [0, *accumulate(self._sizes[index] for index in self.order)]
 
     def rewind(self) -> None:
         """Backward starts over (``retain_graph``): the same order again. What is ahead stays ahead."""

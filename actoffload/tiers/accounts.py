@@ -13,7 +13,7 @@ MANY_DEFERRED = 4096
 
 Deferred = int | tuple[str, int, bool]
 """A tensor that stays without a record: the reason, its bytes, and whether it is an activation; or the bytes of such an
-activation that died."""
+activation that died. Without a reason its storage was counted before."""
 
 
 @dataclass(slots=True)
@@ -126,7 +126,10 @@ class Accounts:
                 held -= entry
                 continue
             reason, nbytes, is_activation = entry
-            by_reason[reason] += nbytes
+            if reason:
+                by_reason[reason] += nbytes
+            else:
+                self.deduplicated_bytes += nbytes
             self.packed_tensors += 1
             self.packed_bytes += nbytes
             if is_activation:

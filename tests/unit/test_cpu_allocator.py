@@ -36,7 +36,7 @@ assert blocks() == 0
 
 def run(body: str, **environment: str) -> None:
     """Run a program that has the allocator."""
-    done = run_program(_HEAD + body, errors=("Warning",), **environment)
+    done = run_program(_HEAD + body, errors=("Warning",), environment=environment)
     assert done.returncode == 0, done.stderr
 
 

@@ -6,6 +6,7 @@ Autograd itself hands out the very tensor that was saved, where it is an input, 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ from tests.harness import (
     same_bits,
     simulated,
 )
+from tests.unit.saved_tensors import in_python
 
 ELEMENTS = 4096
 NBYTES = 4 * ELEMENTS
@@ -45,7 +47,10 @@ def _plan(*moving: int, count: int = COUNT, prefetch_bytes: int | None = None) -
 
 def _keeping(make_offloader: MakeOffloader, kind: str) -> Offloader:
     """An offloader that keeps what these tests save, for this reason."""
-    return make_offloader(policy=_plan(), min_bytes=1 if kind == "policy" else NBYTES + 1, engine="memory")
+    offloader = make_offloader(policy=_plan(), min_bytes=1 if kind == "policy" else NBYTES + 1, engine="memory")
+    with offloader:  # from the second forward on the plan has been proven
+        _sines(_input())
+    return offloader
 
 
 def activation(number: int) -> Tensor:
@@ -265,6 +270,76 @@ def test_tensors_stay_and_move_side_by_side_on_a_device(device: SimulatedDevice,
         assert statistics.kept_bytes == {"policy": 3 * 5 * NBYTES}
         assert statistics.host_written_bytes > 0
         assert statistics.live_records == 0
+
+
+def _saves_in_many_ways(offloader: Offloader) -> list[Tensor]:
+    """Steps that save storages again: as they are, as views, changed, with other counters, and never unpacked."""
+    found: list[Tensor] = []
+    for _ in range(3):
+        x = _input()
+        with offloader:
+            unused = [(x * factor).sin() for factor in (1.0, 2.0)]
+            del unused[0]
+            unused.clear()  # nobody wants its backward: what is saved from here on is another forward's
+            first, second, third = (x * 1.0 for _ in range(3))
+            turned = torch.view_as_complex(second.view(-1, 2)).conj()
+            out = first.sin() + first.view(2, -1).cos().view(-1) + first[: ELEMENTS // 4].exp().sum()
+            out = out + second.sin() + second.cos() + (turned * turned).abs().sum() + third.detach().mul_(2).sum()
+            chunks = third.clone().unsafe_chunk(2)
+            with torch.no_grad():
+                second.detach()[:7].mul_(1)
+            out = out + sum(chunk.sin().sum() for chunk in chunks) + (x[:3] * 1.0).exp().sum()
+        with contextlib.suppress(SavedTensorModifiedError):
+            found += torch.autograd.grad(out.sum(), x, retain_graph=True)
+        out = first.sin()
+        with offloader:
+            out = ((first * 1.0).sin() * third).sum()
+        for retain in (True, False):
+            found += torch.autograd.grad(out, x, retain_graph=retain)
+        del first, second, third, turned, out, chunks
+    return found
+
+
+COUNTED = (
+    "packed_tensors", "packed_bytes", "deduplicated_bytes", "kept_bytes", "steps", "microbatches", "live_records",
+    "baseline_peak_bytes",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("moving", [(), (2, 5)])
+def test_compiled_hooks_count_as_python_does(moving: tuple[int, ...], make_offloader: MakeOffloader) -> None:
+    """A plan that keeps a storage has the same places, bits and statistics, whoever packs."""
+    outcomes = []
+    for hooks in (contextlib.nullcontext(), in_python()):
+        offloader = make_offloader(policy=_plan(*moving), engine="memory", min_bytes=64, prefetch_bytes=NBYTES)
+        with hooks:
+            found = _saves_in_many_ways(offloader)
+        plan = offloader.plan
+        statistics = offloader.statistics()
+        assert_empty(offloader)
+        outcomes.append((found, plan, [getattr(statistics, name) for name in COUNTED]))
+    (found, plan, counts), (expected, planned, counted) = outcomes
+    assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
+    assert plan == planned
+    assert counts == counted
+
+
+def test_what_a_plan_keeps_counts_for_as_long_as_it_lives(make_offloader: MakeOffloader) -> None:
+    offloader = _keeping(make_offloader, "policy")
+    with offloader:
+        out = _sines(_input())
+    statistics = offloader.statistics()
+    assert statistics.live_records == COUNT
+    assert statistics.resident_peak_bytes == statistics.baseline_peak_bytes == COUNT * NBYTES
+    offloader.close()
+    out.sum().backward(retain_graph=True)
+    assert not offloader.store.shared.stopped, "its graph can be read"
+    del out
+    for thread in threading.enumerate():
+        if thread.name == "actoffload-close":
+            thread.join()
+    assert offloader.store.shared.stopped
+    assert_empty(offloader)
 
 
 class ReturnsSaved(torch.autograd.Function):

@@ -66,6 +66,7 @@ class Hooks:
         self.unpack = module.unpack
         self.pack = module.Pack(
             notes=self.notes, settle=settle or self.settle, fallback=self.fallback, static=self.static.by_number,
+            save=self.save, kept=module.KeptStorages(notes=self.notes), records={},
             marked=self.marked.by_number, awaited=self.awaited, least=least or {"cpu": LEAST_BYTES},
             recording=self.recording, many=many,
         )  # fmt: skip
@@ -75,6 +76,9 @@ class Hooks:
         self.notes.clear()
 
     def fallback(self, tensor: Tensor) -> Python:
+        return Python(tensor)
+
+    def save(self, tensor: Tensor, nbytes: int, new: bool) -> Python:
         return Python(tensor)
 
     def takes(self, tensor: Tensor) -> bool:

@@ -614,7 +614,7 @@ def test_a_read_that_ends_as_its_last_handle_dies_is_no_error(
     assert raised == []
 
 
-def _freed_and_filled(context: Any, meanwhile: Callable[[], None]) -> Tensor:
+def _freed_and_filled(context: Any, meanwhile: Callable[[], None], then: Callable[[], None] = lambda: None) -> Tensor:
     """Gradient at an input whose exponential is freed and filled again, as sharding and Megatron's recomputation do."""
     torch.manual_seed(0)
     x = torch.randn(256, 256).to(NAME).requires_grad_()
@@ -628,6 +628,7 @@ def _freed_and_filled(context: Any, meanwhile: Callable[[], None]) -> Tensor:
     storage.resize_(nbytes)
     with torch.no_grad(), _unsafe_preserve_version_counter(result):
         result.copy_(bytes_)
+    then()
     result.sum().backward(retain_graph=True)
     result.sum().backward()
     assert x.grad is not None
@@ -644,5 +645,25 @@ def test_memory_that_is_freed_while_it_is_copied_to_the_host_is_taken_as_its_own
         gradient = _freed_and_filled(offloader, offloader.synchronize)
         assert same_bits(gradient, expected)
         assert offloader.statistics().kept_bytes == {"resized": 256 * 256 * 4}
+    device.reset()
+    device.take_violations()  # the copy that was given up
+
+
+def test_memory_that_another_had_while_it_was_copied_is_taken_as_its_owner_left_it(device: SimulatedDevice) -> None:
+    """Filled again at its old address it shows nothing any more: it was seen to be free at a save in between."""
+    accelerator = SimulatedAccelerator()
+    expected = _freed_and_filled(contextlib.nullcontext(), lambda: None)
+    hinder(device, accelerator, "late copies")
+    with simulated(accelerator, policy="all", pending_bytes="1MiB") as offloader:  # the copy begins, and is not over
+
+        def meanwhile() -> None:
+            other = torch.full((256, 256), 7.0, device=NAME)
+            with offloader:
+                _look = torch.ones(8, device=NAME, requires_grad=True).exp()
+            accelerator.side_stream(0, "out").synchronize()
+            del other
+
+        assert same_bits(_freed_and_filled(offloader, meanwhile, offloader.synchronize), expected)
+        assert offloader.statistics().kept_bytes["resized"] == 256 * 256 * 4
     device.reset()
     device.take_violations()  # the copy that was given up
