@@ -26,6 +26,7 @@ from actoffload.planning.profile import Profile
 from actoffload.statistics import Statistics
 from actoffload.testing.faults import FullEngine
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
+from actoffload.tiers.accounts import Accounts
 from tests import host_bound
 from tests.harness import Chain, MakeOffloader, batch, simulated, train_step
 from tests.planner_rig import MIB, MakeRig, rigs
@@ -160,7 +161,7 @@ def test_a_forward_inside_other_hooks_reaches_none_of_ours(make_offloader: MakeO
 @pytest.mark.parametrize(
     ("min_bytes", "evidence", "remedy"),
     [
-        ("1GiB", "nothing moves (below min_bytes)", "lower min_bytes: every activation is smaller"),
+        ("1GiB", "nothing moves (below min_bytes)", "lower min_bytes"),
         ("33KiB", "1.8 MiB of 2.4 MiB that a step saves stay (below min_bytes)", "lower min_bytes"),
     ],
 )
@@ -259,7 +260,7 @@ def test_an_engine_that_writes_through_the_page_cache(make_offloader: MakeOffloa
     offloader = make_offloader(policy="all", engine="aiofiles")
     steps(offloader, Chain())
     found = told(offloader)[1]
-    assert "are in the page cache as well, which is the machine's memory: the aiofiles engine writes" in found[0]
+    assert "on disk are in the machine's memory too: aiofiles uses the page cache" in found[0]
     assert "direct I/O" in found[1]
 
 
@@ -322,7 +323,9 @@ def test_logits_that_move_are_waited_for_as_backward_begins(
 def test_host_memory_that_is_used_up(device: SimulatedDevice, links: Callable[..., None]) -> None:
     links(1e12)
     _, memory = _told_on_device(device, Chain(depth=12), host_budget="512KiB")
-    assert re.match(r"[\d.]+ KiB: [\d.]+ KiB a step stay on the device, as the 512.0 KiB of host memory", memory[0])
+    assert re.match(
+        r"[\d.]+ KiB: [\d.]+ KiB a step stay on the device, as the 512.0 KiB of host memory are full", memory[0]
+    )
     assert memory[1].startswith("next: host_budget='")
 
 
@@ -367,7 +370,7 @@ class _Temporary(nn.Module):
 def test_a_peak_of_temporaries(device: SimulatedDevice, links: Callable[..., None]) -> None:
     links(1e12)
     _, memory = _told_on_device(device, nn.Sequential(Chain(), _Temporary()))
-    assert re.match(r"[\d.]+ MiB: the device's peak is 100\.\d MiB, of which saved activations are at most", memory[0])
+    assert re.match(r"[\d.]+ MiB: of the device's peak, 100\.\d MiB, saved activations are at most", memory[0])
     assert memory[0].endswith("MiB are gradients, optimizer states and temporaries")
 
 
@@ -395,7 +398,7 @@ def test_the_tuning_page_shows_what_its_program_prints(
 
 
 def facts(counts: dict[str, Any] | None = None, **changes: Any) -> Facts:
-    """Of a run that moved 90 of 100 MiB to disk in one step of 10 s, and waited for nothing."""
+    """Of a run that moved 90 of 100 MiB to disk in one step of 10 s, and waited for nothing but what ``step`` says."""
     values: dict[str, Any] = {
         "steps": 1,
         "packed_tensors": 30,
@@ -406,7 +409,8 @@ def facts(counts: dict[str, Any] | None = None, **changes: Any) -> Facts:
         "baseline_peak_bytes": 100 * MIB,
         "process_peak_bytes": 300 * MIB,
     }
-    known: dict[str, Any] = {"config": make_config({}), "step_s": 10.0, "before_bytes": 100 * MIB}
+    known: dict[str, Any] = {"config": make_config({}), "before_bytes": 100 * MIB}
+    changes["step"] = Observed(**({"step_s": 10.0} | changes.get("step", {})))
     return Facts(counts=Statistics(**(values | (counts or {}))), **(known | changes))
 
 
@@ -435,8 +439,10 @@ def test_where_nothing_moves_the_largest_reason_is_named_and_what_to_do(reason: 
 def test_a_report_names_three_causes_of_which_each_list_has_its_heaviest_first() -> None:
     many = facts(
         {"degraded": {"no room on disk": 3}, "nvme_peak_bytes": 90 * MIB},
-        backward_wait_s=5.0, cached_by="posix", at_once_bytes=100 * MIB, degraded_bytes=MIB,
-    )  # fmt: skip
+        step={"backward_wait_s": 5.0},
+        cached_by="posix",
+        accounts=Accounts(at_once_bytes=100 * MIB, degraded_bytes=MIB),
+    )
     lines = diagnose(many)
     starts = [line.removeprefix("diagnosis: ")[:24] for line in lines[::2]]
     assert starts == ["50% of a step waits for ", "one autograd node saves ", "up to 90.0 MiB on disk a"]
@@ -445,7 +451,8 @@ def test_a_report_names_three_causes_of_which_each_list_has_its_heaviest_first()
 
 def test_greedy_is_told_how_much_to_keep() -> None:
     config = make_config({"policy": "greedy"})
-    lines = diagnose(facts(config=config, backward_wait_s=3.0, first_wait_s=2.5, first_bytes=60 * MIB))
+    first = Accounts(first_bytes=60 * MIB)
+    lines = diagnose(facts(config=config, step={"backward_wait_s": 3.0}, first_wait_s=2.5, accounts=first))
     assert lines[0].startswith("diagnosis: 25% of a step waits as backward begins: the last 60.0 MiB")
     assert lines[1] == "  next: keep_last_bytes='60.0 MiB' keeps them"
 
@@ -453,10 +460,10 @@ def test_greedy_is_told_how_much_to_keep() -> None:
 @pytest.mark.parametrize("forward", [True, False])
 def test_it_says_for_what_a_step_waits(forward: bool) -> None:
     waits: dict[str, Any] = {"forward_wait_s" if forward else "backward_wait_s": 5.2}
-    lines = diagnose(facts(**waits))
+    lines = diagnose(facts(step=waits))
     part = "forward" if forward else "backward"
     assert lines[0] == f"diagnosis: 52% of a step waits for the disk, mostly in {part}"
-    host = diagnose(facts({"host_written_bytes": 90 * MIB, "nvme_written_bytes": 0}, **waits))
+    host = diagnose(facts({"host_written_bytes": 90 * MIB, "nvme_written_bytes": 0}, step=waits))
     assert "for host memory" in host[0]
 
 
@@ -466,24 +473,28 @@ def test_a_budget_just_below_a_block_is_named_with_one_above_it_and_what_that_gi
     budget = int(0.97 * block)
     plan = planned(profile, budget)
     lines = diagnose(
-        facts(config=make_config({"device_budget": budget}), forward_wait_s=5.0, disk=plan.profile.disk, planned=plan)
+        facts(
+            config=make_config({"device_budget": budget}),
+            step={"forward_wait_s": 5.0},
+            disk=plan.profile.disk,
+            planned=plan,
+        )
     )
     assert "it writes 0.5 GB/s" in lines[0]
-    assert "is below one block" in lines[1]
-    assert "none can be recomputed" in lines[1]
+    assert "does not fit now, so none can be recomputed" in lines[1]
     assert "is predicted to peak at" in lines[1]
 
 
 def test_no_budget_is_named_that_buys_no_time() -> None:
     profile = one_large_block()
-    lines = diagnose(facts(backward_wait_s=5.0, planned=planned(profile, profile.baseline_peak_bytes)))
+    lines = diagnose(facts(step={"backward_wait_s": 5.0}, planned=planned(profile, profile.baseline_peak_bytes)))
     assert "of a step waits" in lines[0]
     assert not any("predicted" in line for line in lines)
 
 
 def test_where_activations_are_not_what_fills_the_memory() -> None:
     (told, _) = diagnose(facts({"process_peak_bytes": 1000 * MIB}))
-    assert "the process's peak is 1000.0 MiB, of which saved activations are at most 10.0 MiB" in told
+    assert "of the process's peak, 1000.0 MiB, saved activations are at most 10.0 MiB; 100.0 MiB were there" in told
     assert diagnose(facts({"process_peak_bytes": 1000 * MIB}, before_bytes=None))[0].startswith("diagnosis: OK")
 
 
