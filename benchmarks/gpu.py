@@ -39,6 +39,10 @@ ALLOCATOR = "PYTORCH_ALLOC_CONF"
 LEAST_S = 15
 """With less time than this left, no case is begun."""
 SPARE_S = 5
+UNTIMED = 8
+"""Steps of each mode before those that are timed, with the one whose bits are compared before them: the second one is
+recorded, the plan is made for the third, and corrected by those up to the seventh, so that the eighth has another one.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,7 +69,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of a run."""
     parser = harness.make_parser(__doc__, tiny=True)
     parser.add_argument("--budget-s", type=float, default=BUDGET_S, help="seconds for everything together")
-    parser.add_argument("--steps", type=int, help="timed steps of each mode; 3, with --tiny 1")
+    parser.add_argument("--steps", type=int, help="timed steps of each mode; 5, with --tiny 1")
     parser.add_argument("--cases", nargs="+", choices=[case.name for case in cases(True)], help="only these")
     parser.add_argument("--resume", help="a result file: what it has is not measured again")
     parser.add_argument("--skip-tests", action="store_true", help="only the cases")
@@ -148,9 +152,9 @@ class Suite:
             "device": simulated_device.NAME if accelerator is None else accelerator.type,
             "reference": case.reference,
             "modes": list(modes),
-            "steps": self.options.steps or (1 if tiny else 3),
+            "steps": self.options.steps or (1 if tiny else 5),
             "path": self.options.path,
-            "untimed": 4 if tiny else 8,
+            "untimed": UNTIMED,
             "baseline_bytes": max((counts.get("baseline_peak_bytes", 0) for counts in known), default=0),
             "threads": 1 if tiny else None,
             "limit_s": limit_s,

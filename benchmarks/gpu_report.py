@@ -32,6 +32,9 @@ def render(points: Sequence[PointRow]) -> str:
     left_out = [_name(point) for point in points if "left_out" in point["result"]]
     if left_out:
         text += f"\nLeft out, as time was short or the reference failed: {'; '.join(left_out)}.\n"
+    planned = [_name(point) for point in points if point["result"].get("plans_while_timed")]
+    if planned:
+        text += f"\nTimed while another plan was made: {'; '.join(planned)}.\n"
     pageable = [_name(point) for point in points if point["result"].get("page_locked") is False]
     if pageable:
         text += f"\nWith host memory that could not be page-locked, so that copies block: {'; '.join(pageable)}.\n"

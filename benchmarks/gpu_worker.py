@@ -29,6 +29,8 @@ SPARE_S, SPARE_ON_DEVICE_S = 10.0, 30.0
 """Left for a mode beyond its steps: on a device tens of gigabytes of host memory are page-locked, and let go of."""
 LINK_BYTES = 1 << 26
 """How much is copied to see what the link takes."""
+MOST_TIMED = 3
+"""How often the timed steps are taken at most, until no plan is made among them."""
 COST = 3.0
 """How many times the reference's a mode's step is reckoned to take before it is known."""
 
@@ -105,7 +107,7 @@ class Series:
         run.open(name, self._budget(name))
         result["first_gradients"] = run.first_step()
         run.timed(self.spec["untimed"])
-        result |= run.measure(lambda: run.timed(self.spec["steps"]))
+        result |= self._timed()
         result["host_rss_bytes"] = max(0, rss_bytes() - self.static_rss_bytes)
         # What a driver pins for a process is not always in its resident memory.
         result["host_taken_bytes"] = max(0, self.available_bytes - psutil.virtual_memory().available)
@@ -126,6 +128,21 @@ class Series:
         except torch.OutOfMemoryError:  # deterministic kernels take more of it: what was timed stands
             result["last_gradients"] = None
         return result
+
+    def _timed(self) -> dict[str, Any]:
+        """The timed steps; again where a plan was made among them, as it is one plan that is timed."""
+        for _ in range(MOST_TIMED):
+            before = self._plans()
+            result = self.run.measure(lambda: self.run.timed(self.spec["steps"]))
+            result |= {"plans": before, "plans_while_timed": self._plans() - before}
+            if not result["plans_while_timed"]:
+                break
+        return result
+
+    def _plans(self) -> int:
+        """How many plans the library has made in this mode."""
+        pilot = None if self.run.offloader is None else self.run.offloader.autopilot
+        return 0 if pilot is None else len(pilot.history)
 
     def _budget(self, name: str) -> dict[str, Any]:
         share = MODES[name].options.get("device_budget")

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 
 from actoffload import Attachment, OffloadConfig, Offloader, keep, offload_activations
+from actoffload.analysis.process_usage import block_io
 from actoffload.errors import ConfigError
 
 try:
@@ -102,6 +103,7 @@ class EngineAttachment(Attachment):
         pipelined = isinstance(engine.module, PipelineModule)  # its engine is never called, but calls it
         super().__init__(engine.module if pipelined else engine, offloader)
         self._note, self._undo = note, contextlib.ExitStack()
+        self._io, self._before = block_io(), offloader.statistics()
         _save_checkpoint_inputs()
         _attached.add(self)
         if engine.zero_optimization_stage() == 3:
@@ -114,7 +116,23 @@ class EngineAttachment(Attachment):
 
     def report(self) -> str:
         """The offloader's report, and what DeepSpeed moves over the same links."""
-        return "\n".join(filter(None, (self.offloader.report(), self._note)))
+        return "\n".join(filter(None, (self.offloader.report(), self._note, self._on_disk())))
+
+    def _on_disk(self) -> str:
+        """What went to disks since this was attached: by us, and by all else in this process, as the kernel counts."""
+        io = block_io()
+        if "nvme" not in self._note or io is None:
+            return ""
+        now, before, profile = self.offloader.statistics(), self._before, self.offloader.profile
+        wrote, read = now.nvme_written_bytes - before.nvme_written_bytes, now.nvme_read_bytes - before.nvme_read_bytes
+        others = io.write_bytes - self._io.write_bytes - wrote, io.read_bytes - self._io.read_bytes - read
+        shown = [f"{max(0, nbytes) / 2**20:.1f} MiB" for nbytes in (wrote, read, *others)]
+        others_are = "DeepSpeed, and all else in this process,"
+        told = f"on disk: actoffload wrote {shown[0]} and read {shown[1]}; {others_are} {shown[2]} and {shown[3]}"
+        if profile is None or profile.disk is None:
+            return told
+        rates = [rate / 2**20 for rate in (profile.disk.write_bytes_per_s, profile.disk.read_bytes_per_s)]
+        return f"{told}; plans are for what that leaves us: {rates[0]:.1f} and {rates[1]:.1f} MiB/s"
 
     def detach(self) -> None:
         super().detach()

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..autotune.autopilot import Autopilot, agree
 from ..autotune.blocks import BlockWatch, Proof
-from ..autotune.diagnosis import diagnose, known_at_the_end, planned_by
+from ..autotune.diagnosis import diagnose, explain_causes, facts_of, known_at_the_end
 from ..autotune.following import Following
 from ..autotune.observations import Recording
 from ..autotune.recompute import RecomputeMeter
@@ -41,6 +41,7 @@ from ..tiers.accelerator import Accelerator
 from ..tiers.record import Record
 from ..tiers.tiers import Tiers
 from .exclusions import Exclusions
+from .function_tensors import held_by_functions
 from .module_names import ModelInputs, ModuleScopes, check_patterns
 from .packing import Forwards, Packer
 
@@ -279,6 +280,9 @@ class Offloader:
         said = advice(entry.tape.by_node, entry.tape.total_bytes)
         if said is not None:
             store.shared.reporter.advise("burst", said)
+            with store.shared.lock:
+                accounts = store.shared.accounts
+                accounts.at_once_bytes = max(accounts.at_once_bytes, entry.tape.by_node.largest_bytes)
         unmatched = store.decision.unmatched_names() if entry.tape.live else []
         if unmatched:
             given = ", ".join(f"tensor:{pattern}" for pattern in unmatched)
@@ -369,26 +373,29 @@ class Offloader:
         return self.store.statistics()
 
     def report(self) -> Report:
-        """Return what was done and why, as text; a notebook shows a table. Last: what limits the step, what to do."""
-        concluded = diagnose(self.config, self.statistics(), self.store.elapsed_s, planned_by(self.autopilot))
-        return Report("\n".join([self.store.report(), *concluded]))
+        """Return what was done and why, as text; a notebook shows a table. Last: what limits the run, what to do."""
+        return Report("\n".join([self.store.report(), *diagnose(facts_of(self.store, self.autopilot))]))
 
     def _known(self) -> dict[str, Any]:
         """What a trace has of the whole run."""
-        statistics = self.store.statistics()
         return {
-            "statistics": statistics.as_dict(),
+            "statistics": self.store.statistics().as_dict(),
             "plan": json.loads(self.plan.to_json()),
             "report": self.store.report(),
-            **known_at_the_end(self.config, statistics, self.store.elapsed_s, self.autopilot),
+            "elapsed_s": self.store.elapsed_s,
+            **known_at_the_end(facts_of(self.store, self.autopilot), self.autopilot),
         }
 
     def explain(self) -> str:
-        """Return what was decided in the last forward, storage by storage, and why."""
-        found, s = [render_decisions(self.plan, self.config.target)], self.statistics()
-        if self.plan.entries:
+        """Return what was decided in the last forward and why; why a step is slower, and why memory did not fall."""
+        plan, s = self.plan, self.statistics()
+        found = [render_decisions(plan, self.config.target)] if plan.entries or not s.packed_tensors else []
+        if plan.entries:
             found.append(f"forward and backward waited {s.wait_s:.3f} s in {passes(s)}")
-        return "\n".join(found if self.autopilot is None else [self.autopilot.explain(), *found])
+        if self.autopilot is not None:
+            found.insert(0, self.autopilot.explain())
+        held = held_by_functions(self.exclusions.static.by_number, self.store.tiers.by_device)
+        return "\n".join([*found, *explain_causes(facts_of(self.store, self.autopilot, held))])
 
     @property
     def plan(self) -> Plan:

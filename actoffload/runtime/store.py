@@ -21,7 +21,7 @@ from ..planning.plan import Plan, decided
 from ..policy import KeepReason
 from ..statistics import Statistics
 from ..tiers.accelerator import Accelerator
-from ..tiers.accounts import MANY_DEFERRED
+from ..tiers.accounts import MANY_DEFERRED, Accounts
 from ..tiers.cpu_tier import CpuTier
 from ..tiers.record import Record, State
 from ..tiers.shared import Shared
@@ -44,6 +44,8 @@ SHORT_WAIT_S = 1e-4
 """A wait for room is an event of its own only above this."""
 CPU_PREFETCH_BYTES = 64 << 20
 DEVICE_PREFETCH_BYTES = 128 << 20
+TOLD_AS_CAUSES = ("burst", "page-locking")
+"""Advice that a report does not repeat, as the causes that it names say the same with this run's figures."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -88,6 +90,8 @@ class ActivationStore:
         trace: takes down the steps; None when nobody asks for a file of them.
         closed: nothing more is taken; ``forked``: this process is a fork and has none of the threads.
         interrupted: it was aborted by an interrupt.
+        memory_before: as `Tiers.memory` was when the first forward began.
+        first_step: when the second step began, and what was counted by then: the first one allocates what all use.
     """
 
     def __init__(self, config: OffloadConfig, accelerator: Accelerator | None = None) -> None:
@@ -96,6 +100,8 @@ class ActivationStore:
         self.identities = IdentityMap()
         self._began_s: float | None = None
         self._process_before_bytes = 0
+        self.memory_before = (0, 0)
+        self.first_step: tuple[float, Accounts] | None = None
         self._optimizer_steps = optimizer_steps()
         self._microbatches_stepped = 0
         self._dropped: deque[tuple[Record | KeptPlace, int]] = self.shared.lock.noted
@@ -130,6 +136,9 @@ class ActivationStore:
                 accounts.begin_step()
             if self._began_s is None:
                 self._began_s, self._process_before_bytes = now(), rss_bytes()
+                self.memory_before = self.tiers.memory()
+            elif self.first_step is None and accounts.packed_tensors and (first or accounts.optimizer_steps):
+                self.first_step = now(), copy.copy(accounts)
             accounts.steps += 1
 
     def _count_optimizer_steps(self) -> None:
@@ -344,10 +353,13 @@ class ActivationStore:
             if not on_device and not record.counted:
                 tier.make_room(record.nbytes)
             storage = self._fetch_now(record, tier)
+            waited_s = 0.0
             if not on_device and first in (State.FETCHING, State.SPILLED):
-                self.shared.accounts.unpack_wait_s += now() - since_s
+                waited_s = now() - since_s
+                self.shared.accounts.unpack_wait_s += waited_s
                 self.shared.reporter.event(EventKind.UNPACK_WAIT, record, since_s=since_s)
                 self.prefetch.window.waited()
+            self.prefetch.given(record, waited_s)
             begin = record.data_begin
             next_round = self._pass(record, round_)
             if record.waiting <= 0:
@@ -579,7 +591,8 @@ class ActivationStore:
     def report(self) -> str:
         """Return what was done and why, for a person."""
         spool = self.tiers.spool
-        notes = [*self.tiers.remarks, *self.shared.reporter.advice.values()]
+        advice = (text for key, text in self.shared.reporter.advice.items() if key not in TOLD_AS_CAUSES)
+        notes = [*self.tiers.remarks, *advice]
         spooled = spool.statistics() if spool else None
         return render_report(self.shared.config, self.statistics(), spooled, notes, self.elapsed_s)
 

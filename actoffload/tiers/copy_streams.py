@@ -42,6 +42,7 @@ class Batch:
     """The batches whose place this one has taken, by owner, until it begins."""
     happened: bool = False  # the event is known to have happened
     settled: bool = False  # on the way in: the stream that owns the memory has waited for the copies
+    needed_first: bool = False  # on the way in: most of it is what backward asks for as it begins
     awaited_by: list[Stream] = field(default_factory=list)  # other streams that have
     about: tuple[tuple[str | None, int], ...] = ()  # while somebody traces: the module and bytes of each copy
 
@@ -228,7 +229,7 @@ class CopyStreams:
         batch.replaced.clear()
 
     def _order_use_after_fill(self, current: Stream, incoming: Batch) -> None:
-        self._compute_waits(WaitFor.DATA, current, incoming)
+        self._compute_waits(WaitFor.FIRST if incoming.needed_first else WaitFor.DATA, current, incoming)
 
     def _order_reuse_after_fill(self, incoming: Batch) -> None:
         self._compute_waits(WaitFor.ROOM, incoming.stream, incoming)

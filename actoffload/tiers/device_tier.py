@@ -106,6 +106,7 @@ class DeviceTier(Tier):
                 self.shared.accounts.pack_wait_s += now() - since_s
             slot = self._pool.acquire(nbytes)
         if slot is None:
+            self.shared.accounts.refused_bytes += nbytes
             self.window.begin()
             self.window.advance()
             return KeepReason.PRESSURE
@@ -496,6 +497,7 @@ class DeviceTier(Tier):
         if incoming is not None:
             if incoming.event is None:
                 self._begin_reloads()
+            incoming.needed_first = record.tape.is_first and 2 * record.nbytes >= incoming.nbytes
             self.copies.before_use(incoming, record.flat)
         if record.state is State.RELOADING:
             del self._reloading[record]
@@ -577,7 +579,8 @@ class DeviceTier(Tier):
         with self.shared.lock:
             waited = self.copies.waits.take()
             self.shared.accounts.pack_wait_s += waited[WaitFor.ROOM]
-            self.shared.accounts.unpack_wait_s += waited[WaitFor.DATA]
+            self.shared.accounts.unpack_wait_s += waited[WaitFor.DATA] + waited[WaitFor.FIRST]
+            self.shared.accounts.first_wait_s += waited[WaitFor.FIRST]
 
     def capturing(self) -> bool:
         return not self._in_child and self.copies.device.is_capturing()

@@ -94,6 +94,7 @@ class Reporter:
     def degrade(self, reason: str, record: Record, error: BaseException) -> None:
         """Count that something below failed and the step goes on; `warn` says so once for each reason."""
         self._accounts.degraded[reason] += 1
+        self._accounts.degraded_bytes += record.nbytes
         self.event(EventKind.DEGRADED, record, reason)
         if reason not in self._warned:
             self._warned.add(reason)

@@ -10,10 +10,10 @@ from ..config import PATH_VARIABLE
 from ..errors import ConfigError, SpoolPathError
 from ..memory import cpu_allocator
 from ..memory.host_pool import HostPool
-from ..memory.process_memory import available_bytes, fix_mmap_threshold, peak_rss_bytes
+from ..memory.process_memory import available_bytes, fix_mmap_threshold, peak_rss_bytes, rss_bytes
 from ..storage.engines import BEHIND_A_DEVICE
 from ..storage.spool import Spool
-from .accelerator import Accelerator, accelerator_for, default_device_types, peak_allocated_bytes
+from .accelerator import Accelerator, accelerator_for, allocated_bytes, default_device_types
 from .copy_streams import CopyStreams
 from .cpu_tier import CpuTier
 from .device_tier import DeviceTier
@@ -69,8 +69,12 @@ class Tiers:
             "host_peak_bytes": sum(pool.peak_bytes for pool in self.pools),
             "nvme_peak_bytes": spool.peak_allocated_bytes if spool else 0,
             "process_peak_bytes": peak_rss_bytes(),
-            "device_peak_bytes": peak_allocated_bytes(self.by_device),
+            "device_peak_bytes": (allocated_bytes(self.by_device) or (0, 0))[1],
         }
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes in use now and the most there were: of the accelerator whose tensors move, else of this process."""
+        return allocated_bytes(self.by_device) or (rss_bytes(), peak_rss_bytes())
 
     @property
     def remarks(self) -> list[str]:

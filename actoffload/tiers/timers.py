@@ -139,6 +139,7 @@ class WaitFor(Enum):
 
     ROOM = "room"  # memory that is being copied out is to be used again
     DATA = "data"  # what is being copied in is needed
+    FIRST = "first"  # as DATA, by a backward that has just begun
 
 
 class Timeline:

@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,6 +107,14 @@ def test_one_bit_in_a_later_step_makes_a_difference(monkeypatch: pytest.MonkeyPa
     assert series.mode("recompute")["identical"] is False
     wrong = 9  # the last of the one after it
     assert series.mode("recompute")["identical"] is False
+
+
+def test_steps_are_timed_again_where_a_plan_was_made_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = iter([1, 2, 2, 2])
+    series = object.__new__(gpu_worker.Series)
+    vars(series).update(spec={"steps": 2}, run=SimpleNamespace(measure=lambda take: take(), timed=lambda steps: {}))
+    monkeypatch.setattr(series, "_plans", lambda: next(made), raising=False)
+    assert series._timed() == {"plans": 2, "plans_while_timed": 0}
 
 
 def _sample(median_s: float, rss: int = 2000, **more: Any) -> harness.Sample:
@@ -345,6 +354,8 @@ def test_the_suite_on_the_simulated_device(
         assert result["identical" if "ratio" in result else "reproducible"] is True, (mode, result)
         assert result["step_s"]
         assert result["peak_device_bytes"] > result["activation_peak_bytes"] > 0
+        assert result["plans_while_timed"] == 0
+        assert (result["plans"] > 0) == (mode in ("default", "budget 35 %")), mode
         # In small nothing moves but by force: the window of copies under way is larger than the model.
         assert MODES[mode].ours >= (result.get("written_bytes_per_step", 0) > 0) >= (mode == "host, all"), mode
     keep = results["keep"]

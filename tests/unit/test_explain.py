@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from actoffload.errors import BudgetError, ConfigError
+from actoffload.planning.constants import MOST_ROWS
 from actoffload.planning.explain import (
-    MOST_ROWS,
     OUTSIDE,
     Alternative,
     BlockRow,

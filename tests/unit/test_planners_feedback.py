@@ -100,6 +100,18 @@ def test_what_moving_costs_is_learned_where_it_is_bounded() -> None:
     assert simulate(real, again).step_s <= 1.05 * real.step_s
 
 
+def test_what_the_device_idles_for_hooks_is_what_moving_costs() -> None:
+    model, plan = _made(Limits())
+    step_s = model.profile.step_s
+    seen = Observed(step_s=1.2 * step_s, hooks_s=0.3 * step_s, idle_s=0.2 * step_s)
+    assert "while hooks kept the host busy" in model.learn(plan, seen)
+    assert model.profile.step_s == pytest.approx(step_s)
+    assert model.predict(plan).cost_s == pytest.approx(0.2 * step_s, rel=0.01)
+    again = make_planner("auto").plan(model.profile, Limits())
+    assert model.gains(again, plan)
+    assert model.predict(again).step_s <= 1.01 * step_s
+
+
 @pytest.mark.parametrize("limits", [Limits(), HALF], ids=["none", "budget"])
 def test_a_link_is_as_fast_as_it_was_seen_full(limits: Limits) -> None:
     model, plan = _made(limits)

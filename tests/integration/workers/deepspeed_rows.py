@@ -321,7 +321,7 @@ def forms() -> dict[str, Any]:
     """Every way to hand a configuration in: which of them offload, and what is left of what was handed in."""
     config = config_of(Row(zero={"stage": 1}), offloaded=True)
     config["actoffload"]["announce"] = "none"
-    file = scratch() / "config.json"
+    file = scratch() / f"config{torch.distributed.get_rank()}.json"
     file.write_text(json.dumps(config))
     off = {**config, "actoffload": {**config["actoffload"], "enabled": False}}
     namespace, by_dict = argparse.Namespace(deepspeed_config=str(file)), argparse.Namespace(deepspeed_config=config)
