@@ -113,14 +113,14 @@ def test_a_simulated_devices_step_goes_by_its_own_time() -> None:
     theirs = [
         replace(phase, begin_s=phase.begin_s / 10, end_s=phase.end_s / 10, on_device=True) for phase in trace.phases
     ]
-    both = {"phases": (*trace.phases, *theirs), "metadata": {**trace.metadata, "virtual_device_time": True}}
-    run = look_at(replace(trace, **both))
+    one_clock = replace(trace, phases=(*trace.phases, *theirs))
+    run = look_at(replace(one_clock, metadata={**trace.metadata, "virtual_device_time": True}))
     assert run.virtual
     assert (run.shown, run.host) == (3, (8.0, 10.0))
     assert run.step_s == pytest.approx(0.2)
     assert [round(phase.begin_s, 9) for phase in run.phases(on_device=True)] == [0.0, 0.1]
-    one_clock = look_at(replace(trace, phases=both["phases"]))
-    assert (one_clock.step_s, one_clock.device) == (2.0, one_clock.host)
+    run = look_at(one_clock)
+    assert (run.step_s, run.device) == (2.0, run.host)
 
 
 def test_numbers_memory_links_waits_and_what_stayed() -> None:
