@@ -113,7 +113,8 @@ def test_a_simulated_devices_step_goes_by_its_own_time() -> None:
     theirs = [
         replace(phase, begin_s=phase.begin_s / 10, end_s=phase.end_s / 10, on_device=True) for phase in trace.phases
     ]
-    both: dict[str, Any] = {"phases": (*trace.phases, *theirs), "metadata": {**trace.metadata, "virtual_device_time": True}}
+    metadata = {**trace.metadata, "virtual_device_time": True}
+    both: dict[str, Any] = {"phases": (*trace.phases, *theirs), "metadata": metadata}
     run = look_at(replace(trace, **both))
     assert run.virtual
     assert (run.shown, run.host) == (3, (8.0, 10.0))
