@@ -257,7 +257,7 @@ def _tell_stages(engine: Any, offloader: Offloader, undo: contextlib.ExitStack) 
 
 def _trace_optimizer(zero: Any, offloader: Offloader, undo: contextlib.ExitStack) -> None:
     """Have the trace show the step of ZeRO's offloaded optimizer, and the gradients and parameters that it copies."""
-    own = {name: getattr(zero, name, None) for name in _COPYING}
+    own: dict[str, Any] = {name: getattr(zero, name, None) for name in _COPYING}
     if not all(own.values()):  # stage 3, or another release: the steps of the optimizer inside are seen all the same
         return
     copying = contextlib.ExitStack()  # from a group's update on until its memory is released
