@@ -30,7 +30,7 @@ from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..policy import module_patterns
 from ..runtime.pipeline import Direction, Hint, check_phase
-from ..runtime.report import Announcement, Report, passes
+from ..runtime.report import Announcement, Report, passes, report_of
 from ..runtime.saved_by_node import advice
 from ..runtime.store import ActivationStore
 from ..runtime.strict import MovedSince
@@ -374,14 +374,14 @@ class Offloader:
 
     def report(self) -> Report:
         """Return what was done and why, as text; a notebook shows a table. Last: what limits the run, what to do."""
-        return Report("\n".join([self.store.report(), *diagnose(facts_of(self.store, self.autopilot))]))
+        return Report("\n".join([report_of(self.store), *diagnose(facts_of(self.store, self.autopilot))]))
 
     def _known(self) -> dict[str, Any]:
         """What a trace has of the whole run."""
         return {
             "statistics": self.store.statistics().as_dict(),
             "plan": json.loads(self.plan.to_json()),
-            "report": self.store.report(),
+            "report": report_of(self.store),
             "elapsed_s": self.store.elapsed_s,
             **known_at_the_end(facts_of(self.store, self.autopilot), self.autopilot),
         }

@@ -15,6 +15,7 @@ from ..storage.arena import SpoolStatistics
 from ..storage.endurance import Rating, render_wear
 from ..storage.spool import Spool
 from ..tiers.shared import Shared
+from .store import ActivationStore
 from .trace import rank_and_ranks
 
 KEPT_MEANINGS = {
@@ -42,6 +43,8 @@ KEPT_MEANINGS = {
     "forked process": "a child of the process that owns the spool",
 }
 """What a reason means; a reason that is not here is shown by its name."""
+TOLD_AS_CAUSES = ("burst", "page-locking")
+"""Advice that a report does not repeat, as the causes that it names say the same with this run's figures."""
 
 
 class Report(str):
@@ -58,6 +61,16 @@ class Report(str):
             wide = f'<{tag} colspan="{width - len(cells)}" style="text-align: left">{last}</{tag}>'
             rows.append("".join([*(f"<{tag}>{cell}</{tag}>" for cell in cells), wide]))
         return "<table>" + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
+
+
+def report_of(store: ActivationStore) -> str:
+    """Return what was done and why, for a person."""
+    spool = store.tiers.spool
+    advice = (text for key, text in store.shared.reporter.advice.items() if key not in TOLD_AS_CAUSES)
+    spooled = spool.statistics() if spool else None
+    return render_report(
+        store.shared.config, store.statistics(), spooled, [*store.tiers.remarks, *advice], store.elapsed_s
+    )
 
 
 def render_report(

@@ -34,7 +34,6 @@ from .optimizer_steps import optimizer_steps
 from .pipeline import Hint, Phases
 from .prefetch import Prefetch
 from .profiler import Profiler, SavedStorage
-from .report import render_report
 from .tape import Tape, Window
 from .trace import Recorder, trace_path
 
@@ -44,8 +43,6 @@ SHORT_WAIT_S = 1e-4
 """A wait for room is an event of its own only above this."""
 CPU_PREFETCH_BYTES = 64 << 20
 DEVICE_PREFETCH_BYTES = 128 << 20
-TOLD_AS_CAUSES = ("burst", "page-locking")
-"""Advice that a report does not repeat, as the causes that it names say the same with this run's figures."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -587,14 +584,6 @@ class ActivationStore:
         if last:
             self._shut(wait=True)
         return statistics
-
-    def report(self) -> str:
-        """Return what was done and why, for a person."""
-        spool = self.tiers.spool
-        advice = (text for key, text in self.shared.reporter.advice.items() if key not in TOLD_AS_CAUSES)
-        notes = [*self.tiers.remarks, *advice]
-        spooled = spool.statistics() if spool else None
-        return render_report(self.shared.config, self.statistics(), spooled, notes, self.elapsed_s)
 
     @property
     def elapsed_s(self) -> float:
