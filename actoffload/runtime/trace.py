@@ -91,6 +91,7 @@ class Recorder:
         self._rates = {f"{link} {way}": Rates() for link in ("disk", "host") for way in ("write", "read")}
         self._local = threading.local()
         self._forwards = 0
+        self._told_bytes: dict[str, int] = {}
         self._next_look_s = 0.0
         self._closed = False
         self._timeline = tiers.start_timeline()
@@ -170,7 +171,7 @@ class Recorder:
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         """An optimizer steps."""
-        self.look(always=True)
+        self.look()
         self._optimizers.add(optimizer)
         within = any(phase.name == "optimizer" for phase in self._phases)  # another's, that calls this one
         self._phases.append(self._begin(f"{type(optimizer).__name__}.step" if within else "optimizer"))
@@ -265,9 +266,11 @@ class Recorder:
         if self._memory.on_device:
             self._writer.counter("process memory", begin_s, {"bytes": rss_bytes()})
         pools = sum(pool.allocated_bytes for pool in self._tiers.pools)
-        self._writer.counter("host pool", begin_s, {"bytes": pools})
-        if self._tiers.spool is not None:
-            self._writer.counter("disk", begin_s, {"bytes": self._tiers.spool.allocated_bytes})
+        disk = self._tiers.spool.allocated_bytes if self._tiers.spool is not None else 0
+        for name, nbytes in (("host pool", pools), ("disk", disk)):
+            if nbytes != self._told_bytes.get(name):
+                self._told_bytes[name] = nbytes
+                self._writer.counter(name, begin_s, {"bytes": nbytes})
         for link, rates in self._rates.items():
             for time_s, rate in rates.told(begin_s - OVERLAP_S):
                 self._writer.counter(link, time_s, {"bytes_per_s": rate, "can_do": rates.best})
