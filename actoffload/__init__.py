@@ -12,6 +12,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from . import errors
 from .api import Attachment, attach, offload_activations
 from .autograd.exclusions import keep, no_offload
@@ -25,6 +27,8 @@ from .policy import Decision, Policy, TensorFacts
 from .statistics import Statistics
 from .storage.engines.base import StorageEngine
 from .version import __version__
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())  # quiet, unless the program asks for it
 
 __all__ = [
     "Attachment",

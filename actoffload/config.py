@@ -18,7 +18,7 @@ from .sizes import Size, parse_share, parse_size
 from .storage.engines.base import SpoolFile, StorageEngine
 
 Target = Literal["auto", "host", "nvme", "tiered"]
-POLICIES = ("auto", "greedy", "all")
+POLICIES = ("auto", "greedy", "all", "keep")
 """Policies by name."""
 EngineName = Literal["auto", "uring", "posix", "aiofiles", "gds", "memory"]
 PathLike = str | os.PathLike[str]
@@ -61,8 +61,8 @@ class OffloadConfig:
     """Tensors smaller than this stay. Default: 128 KiB on CPU, 1 MiB on an accelerator."""
     policy: str | Policy | Plan = "auto"
     """What moves: ``"auto"`` (all that can be moved in time; from the third step on what a planner decides from what
-    the steps before showed), ``"greedy"`` (the same without a planner), ``"all"`` (everything above ``min_bytes``), a
-    `Policy`, or a `Plan` to follow."""
+    the steps before showed), ``"greedy"`` (the same without a planner), ``"all"`` (everything above ``min_bytes``),
+    ``"keep"`` (nothing, to measure a step as it is), a `Policy`, or a `Plan` to follow."""
     max_slowdown: float | None = None
     """With ``policy="auto"``: how much slower than keeping everything a step may be, as a share (0.02 is 2 %). Default:
     without ``device_budget`` nothing waits; with it, whatever the budget costs. On the CPU transfers take processor
@@ -90,7 +90,8 @@ class OffloadConfig:
     """Say in one line, at the end of the first forward that saved something, what is active, what moves, what stays and
     why: ``"first"`` (rank 0, on stderr), ``"all"`` (every rank), a callable that takes the line, or ``"none"``."""
     trace: PathLike | Callable[[TraceEvent], None] | None = None
-    """A file for a Chrome/Perfetto trace, or a callable that takes each `TraceEvent`."""
+    """A file for a trace of the run, which Perfetto and ``actoffload.analysis.trace_file`` open, or a callable that
+    takes each `TraceEvent`. With several ranks each has a file of its own: ``run.rank0.json``."""
     drive_tbw: Size | None = None
     """What a drive under ``path`` is rated to take in writes (its TBW), such as ``"600TB"``: the report then projects
     how long it lasts. Several paths are taken for several drives."""

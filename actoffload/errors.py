@@ -8,6 +8,7 @@
     ├── OffloaderClosedError (RuntimeError)    used after close() or abort()
     ├── NothingOffloadedError (RuntimeError)   strict=True and no byte was moved
     ├── SavedTensorModifiedError (RuntimeError) a saved tensor was changed in place before backward
+    ├── TraceFileError (ValueError)            a file that is no whole trace of a run
     ├── StateError (RuntimeError)              a bug in this library: an illegal state transition
     └── StorageError (OSError)                 the storage below us
         ├── SpoolPathError                     the directory cannot hold a spool
@@ -70,6 +71,10 @@ class NothingOffloadedError(ActOffloadError, RuntimeError):
 
 class SavedTensorModifiedError(ActOffloadError, RuntimeError):
     """A tensor saved for backward was changed in place before backward used it."""
+
+
+class TraceFileError(ActOffloadError, ValueError):
+    """A file is no trace of a run, is broken, or not whole. The message names the file and what to do."""
 
 
 class StateError(ActOffloadError, RuntimeError):

@@ -104,6 +104,18 @@ class Statistics:
         """Time that the step waited for us, forward and backward together."""
         return self.pack_wait_s + self.unpack_wait_s
 
+    def metrics(self, since: Statistics | None = None) -> dict[str, float]:
+        """Numbers for a logger of metrics, such as W&B's or TensorBoard's, by names that begin with ``actoffload/``.
+
+        Args:
+            since: what was counted when it was last told; what was done is told since then, peaks of all time.
+        """
+        before = since or Statistics()
+        done = ("moved_bytes", "wait_s", "host_written_bytes", "nvme_written_bytes")
+        found = {name: getattr(self, name) - getattr(before, name) for name in done}
+        found |= {name: getattr(self, name) for name in ("resident_peak_bytes", "baseline_peak_bytes")}
+        return {f"actoffload/{name}": value for name, value in found.items()}
+
     def as_dict(self) -> dict[str, object]:
         """Every field and derived number, ready for JSON."""
         derived = ("saved_bytes", "activation_bytes", "moved_bytes", "moved_share", "resident_share", "wait_s")

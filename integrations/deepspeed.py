@@ -24,6 +24,7 @@ from typing import Any, Literal
 import torch
 
 from actoffload import Attachment, OffloadConfig, Offloader, keep, offload_activations
+from actoffload.analysis.process_usage import block_io
 from actoffload.errors import ConfigError
 
 try:
@@ -44,6 +45,13 @@ _CONFLICTS = (
     ("activation_checkpointing", "cpu_checkpointing", "DeepSpeed would move the same checkpoint inputs"),
     ("deepspeed.checkpointing.configure", "checkpoint_in_cpu", "DeepSpeed would move the same checkpoint inputs"),
 )
+_COPYING = (
+    "step",
+    "_optimizer_step",
+    "_release_preflattened_grad_buffers",
+    "async_inplace_copy_grad_to_fp32_buffer_from_gpu",
+)
+"""Methods of ZeRO's optimizer, stages 1 and 2, between which it copies what it offloads."""
 _attached: weakref.WeakSet[Attachment] = weakref.WeakSet()
 
 
@@ -95,6 +103,7 @@ class EngineAttachment(Attachment):
         pipelined = isinstance(engine.module, PipelineModule)  # its engine is never called, but calls it
         super().__init__(engine.module if pipelined else engine, offloader)
         self._note, self._undo = note, contextlib.ExitStack()
+        self._io, self._before = block_io(), offloader.statistics()
         _save_checkpoint_inputs()
         _attached.add(self)
         if engine.zero_optimization_stage() == 3:
@@ -102,10 +111,28 @@ class EngineAttachment(Attachment):
                 self._undo.callback(module.register_forward_pre_hook(_keep_gathered).remove)
         if pipelined and hasattr(engine, "_INSTRUCTION_MAP"):
             _tell_stages(engine, offloader, self._undo)
+        if offloader.store.trace is not None and getattr(engine.optimizer, "cpu_offload", False):
+            _trace_optimizer(engine.optimizer, offloader, self._undo)
 
     def report(self) -> str:
         """The offloader's report, and what DeepSpeed moves over the same links."""
-        return "\n".join(filter(None, (self.offloader.report(), self._note)))
+        return "\n".join(filter(None, (self.offloader.report(), self._note, self._on_disk())))
+
+    def _on_disk(self) -> str:
+        """What went to disks since this was attached: by us, and by all else in this process, as the kernel counts."""
+        io = block_io()
+        if "nvme" not in self._note or io is None:
+            return ""
+        now, before, profile = self.offloader.statistics(), self._before, self.offloader.profile
+        wrote, read = now.nvme_written_bytes - before.nvme_written_bytes, now.nvme_read_bytes - before.nvme_read_bytes
+        others = io.write_bytes - self._io.write_bytes - wrote, io.read_bytes - self._io.read_bytes - read
+        shown = [f"{max(0, nbytes) / 2**20:.1f} MiB" for nbytes in (wrote, read, *others)]
+        others_are = "DeepSpeed, and all else in this process,"
+        told = f"on disk: actoffload wrote {shown[0]} and read {shown[1]}; {others_are} {shown[2]} and {shown[3]}"
+        if profile is None or profile.disk is None:
+            return told
+        rates = [rate / 2**20 for rate in (profile.disk.write_bytes_per_s, profile.disk.read_bytes_per_s)]
+        return f"{told}; plans are for what that leaves us: {rates[0]:.1f} and {rates[1]:.1f} MiB/s"
 
     def detach(self) -> None:
         super().detach()
@@ -226,3 +253,34 @@ def _tell_stages(engine: Any, offloader: Offloader, undo: contextlib.ExitStack) 
     engine._exec_schedule, engine._INSTRUCTION_MAP = run_schedule, {**known, **told}
     undo.callback(delattr, engine, "_exec_schedule")
     undo.callback(delattr, engine, "_INSTRUCTION_MAP")
+
+
+def _trace_optimizer(zero: Any, offloader: Offloader, undo: contextlib.ExitStack) -> None:
+    """Have the trace show the step of ZeRO's offloaded optimizer, and the gradients and parameters that it copies."""
+    own: dict[str, Any] = {name: getattr(zero, name, None) for name in _COPYING}
+    if not all(own.values()):  # stage 3, or another release: the steps of the optimizer inside are seen all the same
+        return
+    copying = contextlib.ExitStack()  # from a group's update on until its memory is released
+
+    def step(*args: Any) -> Any:
+        with offloader.traced("optimizer"):
+            return own["step"](*args)
+
+    def update(group: int) -> None:
+        own["_optimizer_step"](group)
+        nbytes = zero.param_buffer_of_bit16_for_cpu_offload_groups[group].nbytes
+        copying.enter_context(offloader.traced("DeepSpeed: parameters", link="host read", nbytes=nbytes))
+
+    def release(*args: Any) -> None:
+        copying.close()
+        own["_release_preflattened_grad_buffers"](*args)
+
+    def gradient(parameter: Any) -> None:
+        group, _, _, count = zero.grad_position[zero.get_param_id(parameter)]
+        nbytes = count * zero.single_partition_of_fp32_groups[group].element_size()
+        with offloader.traced("DeepSpeed: gradient", link="host write", nbytes=nbytes):
+            own["async_inplace_copy_grad_to_fp32_buffer_from_gpu"](parameter)
+
+    for name, traced in zip(_COPYING, (step, update, release, gradient), strict=True):
+        setattr(zero, name, traced)
+        undo.callback(delattr, zero, name)

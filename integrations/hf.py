@@ -127,17 +127,9 @@ class TrainerAttachment(TrainerCallback):
             return
         before, now = self._reported, self.offloader.statistics()
         self._reported = now
-        new = {
-            "moved_bytes": now.moved_bytes - before.moved_bytes,
-            "wait_s": now.wait_s - before.wait_s,
-            "host_written_bytes": now.host_written_bytes - before.host_written_bytes,
-            "nvme_written_bytes": now.nvme_written_bytes - before.nvme_written_bytes,
-            "resident_peak_bytes": now.resident_peak_bytes,
-            "baseline_peak_bytes": now.baseline_peak_bytes,
-            "planned_anew": int(self.offloader.profile is not self._profile),
-        }
+        planned_anew = int(self.offloader.profile is not self._profile)
         self._profile = self.offloader.profile
-        logs.update({f"actoffload/{name}": value for name, value in new.items()})
+        logs.update({**now.metrics(since=before), "actoffload/planned_anew": planned_anew})
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._take_over()  # what was switched on since

@@ -30,7 +30,7 @@ _inside = contextvars.ContextVar("inside", default=False)
 
 
 def attach(module: nn.Module, **options: Any) -> Attachment:
-    """As `actoffload.attach`, for a module with ``remat.checkpoint`` in its forward; ``announce`` is ``"first"``.
+    """As `actoffload.attach`, for a module with ``remat.checkpoint`` in its forward.
 
     A forward raises a `ConfigError` where torch_remat is given other hooks, and if it runs in a ``remat.checkpoint``.
 
@@ -42,7 +42,7 @@ def attach(module: nn.Module, **options: Any) -> Attachment:
     if options.setdefault("recompute", False):
         raise ConfigError("recompute", True, "the regions of torch_remat say what runs again: leave it out")
     _watch_hooks()
-    return _RematAttachment(module, offload_activations(model=module, **{"announce": "first", **options}).offloader)
+    return _RematAttachment(module, offload_activations(model=module, **options).offloader)
 
 
 class _RematAttachment(Attachment):

@@ -34,11 +34,11 @@ _ONE_GRAPH = "graph_trainer traces forward, loss and backward as one graph, whic
 _SAME_TENSORS = "torchtitan would move the same activations: switch one of the two off"
 
 
-class OffloadAC(ActivationCheckpointing):
+class OffloadAC(ActivationCheckpointing):  # type: ignore[misc]
     """What the model saves for backward is moved, after any checkpointing of its transformer blocks."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(ActivationCheckpointing.Config):
+    class Config(ActivationCheckpointing.Config):  # type: ignore[misc]
         """The options that are set most; variables ``ACTOFFLOAD_<OPTION>`` set these, and all others, by default."""
 
         checkpointing: Literal["none", "selective", "full"] = "none"
@@ -91,8 +91,7 @@ def register() -> None:
         if options is not None:
             _refuse_conflicts(config)
         build(self, config)
-        attached = () if options is None else self.model_parts
-        self.actoffload = [attach(part, **{"announce": "first", **options}) for part in attached]
+        self.actoffload = [] if options is None else [attach(part, **options) for part in self.model_parts]
 
     @functools.wraps(close)
     def report_and_close(self: Any) -> None:
@@ -108,7 +107,7 @@ def _options(chosen: object) -> dict[str, Any] | None:
     if not isinstance(chosen, OffloadAC.Config):
         on = os.environ.get("ACTOFFLOAD", "0") not in {"", "0", "off"}
         return OffloadConfig.options_from_environment() if on else None
-    flags = {field.name: getattr(chosen, field.name, None) for field in fields(OffloadConfig)}
+    flags: dict[str, Any] = {field.name: getattr(chosen, field.name, None) for field in fields(OffloadConfig)}
     flags = {name: value for name, value in flags.items() if value is not None}
     try:
         OffloadConfig(**flags)

@@ -30,13 +30,14 @@ SETTLED = 12
 """Steps after which the plan has been corrected."""
 
 
-def run(device: SimulatedDevice, launch: float, *, watched: bool = True) -> dict[str, Any]:
+def run(device: SimulatedDevice, launch: float, *, watched: bool = True, budget: int | None = None) -> dict[str, Any]:
     """Train, and compare the last steps with those of a run that keeps all. Seconds of virtual time.
 
     Args:
         device: the simulated device.
         launch: see `LAUNCHES`.
         watched: whether the library looks at what its hooks take of the host.
+        budget: ``device_budget``.
     """
     device.model(flops=1e18, latency_s=0.0, launch_s=launch * KERNEL_S / 2, **GPU)
     keep_s = _steps(device, None, 4)[-1]
@@ -47,7 +48,7 @@ def run(device: SimulatedDevice, launch: float, *, watched: bool = True) -> dict
         _charge(device, patch)
         if not watched:
             patch.setattr(DeviceTier, "watched", super(DeviceTier, DeviceTier).watched)
-        config = OffloadConfig(target="host", min_bytes=1, announce="none", host_budget=1 << 28)
+        config = OffloadConfig(target="host", min_bytes=1, announce="none", host_budget=1 << 28, device_budget=budget)
         offloader = Offloader(config, accelerator=SimulatedAccelerator())
         try:
             seconds = _steps(device, offloader, SETTLED + 8)

@@ -74,6 +74,8 @@ class Disk(StorageEngine):
         self._queues: dict[IoKind, deque[IoRequest]] = {kind: deque() for kind in IoKind}
         self._running: dict[IoKind, tuple[float, IoRequest]] = {}
         self.written_bytes = self.read_bytes = 0
+        self.other_bytes = 0
+        """What the disk serves of somebody else's before each of these transfers."""
         self._closed = False
         clock.disks.append(self)
 
@@ -117,7 +119,8 @@ class Disk(StorageEngine):
             if request.try_start():
                 if request.before is not None:
                     request.before()
-                self._running[kind] = self._clock.now_s + request.length / self.bytes_per_s, request
+                seconds = (self.other_bytes + request.length) / self.bytes_per_s
+                self._running[kind] = self._clock.now_s + seconds, request
 
     def close(self) -> None:
         self._closed = True

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
+import json
 import os
 import threading
 import weakref
 from collections.abc import Hashable
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -17,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..autotune.autopilot import Autopilot, agree
 from ..autotune.blocks import BlockWatch, Proof
-from ..autotune.diagnosis import diagnose, planned_by
+from ..autotune.diagnosis import diagnose, explain_causes, facts_of, known_at_the_end
 from ..autotune.following import Following
 from ..autotune.observations import Recording
 from ..autotune.recompute import RecomputeMeter
@@ -28,7 +30,7 @@ from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..policy import module_patterns
 from ..runtime.pipeline import Direction, Hint, check_phase
-from ..runtime.report import Announcement, passes
+from ..runtime.report import Announcement, Report, passes, report_of
 from ..runtime.saved_by_node import advice
 from ..runtime.store import ActivationStore
 from ..runtime.strict import MovedSince
@@ -39,6 +41,7 @@ from ..tiers.accelerator import Accelerator
 from ..tiers.record import Record
 from ..tiers.tiers import Tiers
 from .exclusions import Exclusions
+from .function_tensors import held_by_functions
 from .module_names import ModelInputs, ModuleScopes, check_patterns
 from .packing import Forwards, Packer
 
@@ -142,6 +145,8 @@ class Offloader:
             self.autopilot = Autopilot(store.shared, store.tiers, recording, following)
         called = None if self.autopilot is None else weakref.WeakMethod(self.autopilot.forward_begins)
         self._inputs = ModelInputs(self.exclusions.static, called)
+        if store.trace is not None:
+            store.trace.ask = weakref.WeakMethod(self._known)
         # Dropped without close(): its threads and files go too. Not at exit, where `_at_exit` does it.
         weakref.finalize(store, _close_later, store.tiers).atexit = False
 
@@ -172,6 +177,8 @@ class Offloader:
 
     def _watch(self, model: nn.Module) -> None:
         self._models.add(model)
+        if self.store.trace is not None:
+            self.store.trace.watch(model)
         self._inputs.watch(model)
         if self.autopilot is not None or self._following.plan is not None:
             self._blocks.watch(model)
@@ -193,7 +200,8 @@ class Offloader:
 
     @property
     def _needs_names(self) -> bool:
-        return bool(self.config.include or self.config.exclude) or not isinstance(self.config.policy, str)
+        asked = bool(self.config.include or self.config.exclude) or not isinstance(self.config.policy, str)
+        return asked or self.store.trace is not None
 
     @untraced
     def __enter__(self) -> Offloader:
@@ -240,6 +248,8 @@ class Offloader:
         elif first and self._following.plan is not None:
             self._following.check()
         store.begin_forward(first=first)
+        if store.trace is not None:
+            store.trace.forward_begins()
 
     @untraced
     def __exit__(
@@ -263,11 +273,16 @@ class Offloader:
 
     def _end_forward(self, entry: _Entry, *, failed: bool) -> None:
         store = self.store
+        if store.trace is not None:
+            store.trace.forward_ended()
         if not failed:  # else it may be a generator's, closed by the collector inside of our own lock
             store.count_deferred()
         said = advice(entry.tape.by_node, entry.tape.total_bytes)
         if said is not None:
             store.shared.reporter.advise("burst", said)
+            with store.shared.lock:
+                accounts = store.shared.accounts
+                accounts.at_once_bytes = max(accounts.at_once_bytes, entry.tape.by_node.largest_bytes)
         unmatched = store.decision.unmatched_names() if entry.tape.live else []
         if unmatched:
             given = ", ".join(f"tensor:{pattern}" for pattern in unmatched)
@@ -312,6 +327,19 @@ class Offloader:
                 stack[-1].tape = Tape()
         self.store.expect(Hint(microbatch, direction, next))
 
+    def traced(
+        self, name: str, *, link: Literal["", "host write", "host read"] = "", nbytes: int = 0
+    ) -> contextlib.AbstractContextManager[None]:
+        """Have the trace show what runs inside of a context, which hooks do not see; nothing happens without a trace.
+
+        Args:
+            name: of a phase, or of what is copied.
+            link: a copy by somebody else, away from the device or back; "" for a phase.
+            nbytes: of the copy.
+        """
+        trace = self.store.trace
+        return contextlib.nullcontext() if trace is None else trace.region(name, link, nbytes)
+
     def agree(self, group: Any = None) -> bool:
         """Have all ranks of a group follow one plan, so that blocks can be recomputed where ranks communicate.
 
@@ -344,17 +372,30 @@ class Offloader:
         """Return what was done since the offloader began, or since the last interrupt."""
         return self.store.statistics()
 
-    def report(self) -> str:
-        """Return what was done and why, for a person: at the end what limits the step, and what to do next."""
-        concluded = diagnose(self.config, self.statistics(), self.store.elapsed_s, planned_by(self.autopilot))
-        return "\n".join([self.store.report(), *concluded])
+    def report(self) -> Report:
+        """Return what was done and why, as text; a notebook shows a table. Last: what limits the run, what to do."""
+        return Report("\n".join([report_of(self.store), *diagnose(facts_of(self.store, self.autopilot))]))
+
+    def _known(self) -> dict[str, Any]:
+        """What a trace has of the whole run."""
+        return {
+            "statistics": self.store.statistics().as_dict(),
+            "plan": json.loads(self.plan.to_json()),
+            "report": report_of(self.store),
+            "elapsed_s": self.store.elapsed_s,
+            **known_at_the_end(facts_of(self.store, self.autopilot), self.autopilot),
+        }
 
     def explain(self) -> str:
-        """Return what was decided in the last forward, storage by storage, and why."""
-        found, s = [render_decisions(self.plan, self.config.target)], self.statistics()
-        if self.plan.entries:
+        """Return what was decided in the last forward and why; why a step is slower, and why memory did not fall."""
+        plan, s = self.plan, self.statistics()
+        found = [render_decisions(plan, self.config.target)] if plan.entries or not s.packed_tensors else []
+        if plan.entries:
             found.append(f"forward and backward waited {s.wait_s:.3f} s in {passes(s)}")
-        return "\n".join(found if self.autopilot is None else [self.autopilot.explain(), *found])
+        if self.autopilot is not None:
+            found.insert(0, self.autopilot.explain())
+        held = held_by_functions(self.exclusions.static.by_number, self.store.tiers.by_device)
+        return "\n".join([*found, *explain_causes(facts_of(self.store, self.autopilot, held))])
 
     @property
     def plan(self) -> Plan:

@@ -1,42 +1,45 @@
-"""What a report concludes: the limiting factor, the share of the time spent waiting, and what to do next."""
+"""What a run is told: the facts of an offloader, and the causes that they are evidence of, as lines of text."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from itertools import zip_longest
+from typing import Any
 
-from ..config import OffloadConfig
-from ..planning.constants import MORE_BUDGET, MOST_STEPS, MUCH_KEPT, SLOW, SMALL_PART, WORTH_SAYING
-from ..planning.explain import BudgetRow, budget_rows, format_time, next_block
-from ..planning.plan import Plan
-from ..planning.planners.base import Limits, Planner
+from ..events import now
+from ..planning.constants import MOST_CAUSES
+from ..planning.explain import format_time
 from ..planning.planners.feedback import Observed
-from ..planning.profile import Profile
-from ..policy import STATIC
+from ..planning.profile import Link
+from ..runtime.store import ActivationStore
 from ..sizes import format_size
-from ..statistics import Statistics
+from ..storage.engines.base import IoKind
+from ..storage.spool import Spool
 from .autopilot import Autopilot
-
-_WHEN_ALL_STAYS = {
-    "below min_bytes": "lower min_bytes: every activation is smaller",
-    "other device": "CPU tensors move with target='nvme' and path= alone; for other devices pass devices=",
-    "module excluded": "widen include=, or name less in exclude=",
-    "policy": "have the policy decide Decision.OFFLOAD for larger tensors",
-    "no time to move": "set device_budget, so that a step may wait for what leaves",
-    "fits the budget": "lower device_budget",
-    "pressure": "set device_budget, so that forward waits for what leaves; or raise pending_bytes",
-    "last saved layer": "pass keep_last_bytes=0; a deeper model has more that can leave",
-}
+from .causes import Facts, Planned, causes
 
 
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """What ``policy="auto"`` knows: what it planned from and how, the plan, and the steps that were seen under it."""
-
-    profile: Profile
-    plan: Plan
-    limits: Limits
-    planner: Planner
-    seen: Observed | None
+def known_at_the_end(facts: Facts, pilot: Autopilot | None) -> dict[str, Any]:
+    """What a trace has of the whole run beside the statistics, ready for JSON."""
+    planned = facts.planned
+    found: dict[str, Any] = {
+        "diagnosis": diagnose(facts),
+        "plans": [] if pilot is None else list(pilot.history),
+        "profile": None,
+        "limits": None,
+        "predicted": None,
+        "seen": None,
+    }
+    if planned is not None:
+        plan, seen = planned.plan, planned.seen
+        found["profile"] = json.loads(planned.profile.to_json())
+        found["limits"] = asdict(planned.limits)
+        found["predicted"] = {"step_s": plan.predicted_step_s, "peak_bytes": plan.predicted_peak_bytes}
+        if seen is not None:
+            found["seen"] = {"step_s": seen.step_s, "wait_s": seen.wait_s, "peak_bytes": seen.peak_bytes}
+    return found
 
 
 def planned_by(pilot: Autopilot | None) -> Planned | None:
@@ -46,115 +49,82 @@ def planned_by(pilot: Autopilot | None) -> Planned | None:
     return Planned(profile=pilot.profile, plan=pilot.plan, limits=pilot.limits, planner=pilot.planner, seen=pilot.seen)
 
 
-def diagnose(config: OffloadConfig, s: Statistics, elapsed_s: float, planned: Planned | None = None) -> list[str]:
-    """Return what limits a step and at most `MOST_STEPS` things to do about it, as lines; none before the first step.
+def facts_of(store: ActivationStore, pilot: Autopilot | None, held_bytes: Mapping[str, int] | None = None) -> Facts:
+    """What is known of a run; ``held_bytes``: see `Facts`."""
+    counts, spool, pools, planned = store.statistics(), store.tiers.spool, store.tiers.pools, planned_by(pilot)
+    before, peak_before = store.memory_before
+    cached = spool is not None and not spool.direct and spool.engines[0].capabilities.needs_file
+    step, first_wait_s = _step(store)
+    return Facts(
+        config=store.shared.config,
+        counts=counts,
+        accounts=store.shared.accounts,
+        planned=planned,
+        step=planned.seen if planned is not None and planned.seen is not None else step,
+        first_wait_s=first_wait_s,
+        disk=planned.profile.disk if planned is not None else _disk(spool),
+        cached_by=spool.engine_name if spool is not None and cached else "",
+        host_bytes=sum(pool.capacity_bytes for pool in pools),
+        pageable=any(pool.pin_failed for pool in pools),
+        before_bytes=before if peak_before < (counts.device_peak_bytes or counts.process_peak_bytes) else None,
+        held_bytes=held_bytes or {},
+    )
 
-    Args:
-        config: the options of the offloader.
-        s: what it counted.
-        elapsed_s: seconds since the first forward began.
-        planned: its plan, where it has one: budgets are only named with what they are predicted to give.
-    """
-    if not s.packed_tensors:
+
+def _step(store: ActivationStore) -> tuple[Observed | None, float]:
+    """The mean of all steps but the first, and what backward waits in it for what it asks for first."""
+    if store.first_step is None:
+        return None, 0.0
+    accounts, (began_s, before) = store.shared.accounts, store.first_step
+    steps = max(1, accounts.optimizer_steps - before.optimizer_steps or accounts.microbatches - before.microbatches)
+    step = Observed(
+        step_s=max(1e-9, now() - began_s) / steps,
+        forward_wait_s=(accounts.pack_wait_s - before.pack_wait_s) / steps,
+        backward_wait_s=(accounts.unpack_wait_s - before.unpack_wait_s) / steps,
+    )
+    return step, (accounts.first_wait_s - before.first_wait_s) / steps
+
+
+def _disk(spool: Spool | None) -> Link | None:
+    """How fast the disk was, where no plan says it."""
+    if spool is None:
+        return None
+    write, read = (spool.meters[kind].bytes_per_s for kind in (IoKind.WRITE, IoKind.READ))
+    known = write or read
+    return None if known is None else Link(write_bytes_per_s=write or known, read_bytes_per_s=read or known)
+
+
+def diagnose(facts: Facts) -> list[str]:
+    """Return the causes that weigh the most and one thing to do about each, as lines; none before the first step."""
+    if not facts.counts.steps:
         return []
-    share = _waited_share(s, elapsed_s, planned)
-    if s.activation_bytes and not (s.moved_bytes or s.forwarded_bytes or s.cancelled_bytes):
-        cause, steps = _nothing_moves(s, planned)
-    elif s.degraded:
-        cause, steps = _degraded(s)
-    elif share >= SLOW:
-        cause, steps = _slow(config, s, planned, share)
-    else:
-        cause, steps = _in_time(config, s, planned, share)
-    return [f"diagnosis: {cause}", *(f"  next: {step}" for step in steps[:MOST_STEPS])]
+    if facts.config.policy == "keep":
+        return ["diagnosis: nothing moves, as policy='keep' says"]
+    ranked = [cause for pair in zip_longest(*causes(facts)) for cause in pair if cause is not None]
+    lines: list[str] = []
+    for _, told, remedies in ranked[:MOST_CAUSES]:
+        lines += [f"diagnosis: {told}", *(f"  next: {remedy}" for remedy in remedies[:1])]
+    return lines or [f"diagnosis: OK: {_waits(facts)}"]
 
 
-def _waited_share(s: Statistics, elapsed_s: float, planned: Planned | None) -> float:
-    """The share of the time that was waited: of the last steps under the plan, else since the first forward."""
-    if planned is not None and planned.seen is not None:
-        return planned.seen.wait_s / planned.seen.step_s
-    return min(1.0, s.wait_s / elapsed_s) if elapsed_s else 0.0
-
-
-def _nothing_moves(s: Statistics, planned: Planned | None) -> tuple[str, list[str]]:
-    kept = {reason: nbytes for reason, nbytes in s.kept_bytes.items() if reason not in STATIC}
-    reason = max(kept, key=lambda name: kept[name], default="")
-    why = planned.plan.declined if planned is not None and planned.plan.declined else reason
-    return f"nothing moves ({why or 'see above'})", [_WHEN_ALL_STAYS[reason]] if reason in _WHEN_ALL_STAYS else []
-
-
-def _degraded(s: Statistics) -> tuple[str, list[str]]:
-    steps = {
-        "no room on disk": "free room under path=, raise nvme_budget, or give another path=",
-        "write failed": "look at the disk under path= (dmesg), or give another path=",
-    }
-    told = ", ".join(f"{count} × {reason}" for reason, count in sorted(s.degraded.items()))
-    found = [step for reason, step in steps.items() if reason in s.degraded]
-    return f"memory is not saved as it could be: {told}", found
-
-
-def _slow(config: OffloadConfig, s: Statistics, planned: Planned | None, share: float) -> tuple[str, list[str]]:
-    medium = "the disk" if s.nvme_written_bytes else "host memory"
-    forward = s.pack_wait_s > s.unpack_wait_s
-    waits = "forward, for what leaves" if forward else "backward, for what comes back"
-    rate = _rate(planned, disk=bool(s.nvme_written_bytes), write=forward)
-    cause = f"SLOW: {share:.0%} of the time was spent waiting for {medium}{rate}, most of it in {waits}"
-    steps: list[str] = []
-    if planned is not None and planned.limits.device_budget is not None:
-        steps += _another_budget(planned, planned.limits.device_budget)
-        if not planned.profile.blocks:
-            steps.append("pass model=, so that blocks can be recomputed where that is cheaper than waiting")
-    elif config.policy == "all":
-        steps.append("policy='auto' keeps what cannot be moved in time")
-    elif config.device_budget is not None:
-        steps.append("raise device_budget: forward waits until what is above it has left")
-    if s.nvme_written_bytes:
-        steps.append("give path= on a faster disk ('actoffload bench' measures one), or several to stripe over")
-    return cause, steps
-
-
-def _rate(planned: Planned | None, *, disk: bool, write: bool) -> str:
-    link = None if planned is None else planned.profile.disk if disk else planned.profile.host
-    if link is None:
-        return ""
-    return f" ({(link.write_bytes_per_s if write else link.read_bytes_per_s) / 1e9:.2g} GB/s)"
-
-
-def _another_budget(planned: Planned, budget: int) -> list[str]:
-    """What a budget above the next block, or `MORE_BUDGET` times as large, is predicted to give."""
-    block, enough = next_block(planned.profile, budget) if planned.limits.recompute else (0, 0)
-    tried = enough or min(int(MORE_BUDGET * budget), planned.profile.baseline_peak_bytes)
-    (row,) = budget_rows(planned.profile, planned.limits, planned.planner, [tried])
-    now_s = planned.plan.predicted_step_s
-    if row.step_s is None or now_s is None or row.step_s > (1 - WORTH_SAYING) * now_s:
+def explain_causes(facts: Facts) -> list[str]:
+    """Return all causes with all that can be done, as lines; one line where nothing is wrong, none before a step."""
+    if not facts.counts.steps:
         return []
-    why = ""
-    if block:
-        why = f" (device_budget {format_size(budget)} is below one block, {format_size(block)}: none can be recomputed)"
-    return [f"{_predicted(row)} instead of {format_time(now_s)}{why}"]
+    if facts.config.policy == "keep":
+        return ["nothing moves, as policy='keep' says"]
+    slower, memory = causes(facts)
+    if not slower and not memory:
+        return [f"nothing slows the step, and nothing keeps memory from falling: {_waits(facts)}"]
+    lines: list[str] = []
+    for title, found in (("why is a step slower:", slower), ("why did memory not fall:", memory)):
+        lines.append(title if found else f"{title} nothing was found")
+        for weight, told, remedies in found:
+            size = f"{format_time(weight)} a step" if found is slower else format_size(int(weight))
+            lines += [f"  {size}: {told}", *(f"    next: {remedy}" for remedy in remedies)]
+    return lines
 
 
-def _in_time(config: OffloadConfig, s: Statistics, planned: Planned | None, share: float) -> tuple[str, list[str]]:
-    whole, of = s.device_peak_bytes or s.process_peak_bytes, "device" if s.device_peak_bytes else "process"
-    cause = f"OK: {share:.1%} of the time was spent waiting"
-    if s.baseline_peak_bytes < SMALL_PART * whole:
-        part = s.baseline_peak_bytes / whole
-        told = f"saved activations are only {part:.0%} of the {of}'s peak, so moving them lowers it by no more"
-        return f"{cause}; {told}", ["look for parameters, gradients, optimizer states and temporaries first"]
-    kept = s.plan_peak_bytes / s.baseline_peak_bytes if s.baseline_peak_bytes else 0.0
-    if kept < MUCH_KEPT or planned is None or planned.limits.device_budget is not None:
-        return cause, []
-    cause += f"; {kept:.0%} of the activations' peak stays, as no more can be moved in time"
-    (row,) = budget_rows(planned.profile, planned.limits, planned.planner, [s.plan_peak_bytes // 2])
-    if row.step_s is None:
-        return cause, []
-    now_s = planned.plan.predicted_step_s or planned.profile.step_s
-    return cause, [f"{_predicted(row)} instead of {format_time(now_s)}"]
-
-
-def _predicted(row: BudgetRow) -> str:
-    assert row.step_s is not None, "the budget can be kept"
-    assert row.peak_bytes is not None, "with its step its peak is known"
-    budget = f"device_budget={format_size(row.device_budget)!r}"
-    peak = format_size(row.peak_bytes)
-    return f"{budget} is predicted to peak at {peak} and to take {format_time(row.step_s)} a step"
+def _waits(facts: Facts) -> str:
+    waited = f"{facts.share(facts.wait_s):.1%} of the time was spent waiting"
+    return "one step was seen" if facts.step is None else waited

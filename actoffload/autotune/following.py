@@ -65,6 +65,7 @@ class Following:
         else:
             budget.largest_bytes = max((entry.nbytes for entry in plan.entries), default=0)
         self.placement.follow(plan, borrowed=borrowed)
+        self._shared.reporter.planned("no plan" if plan is None else plan.summary())
         if plan is None or plan.prefetch_bytes is None:
             self._prefetch.window.start_over()
         else:

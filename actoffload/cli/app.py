@@ -10,7 +10,7 @@ import typer
 from ..config import OffloadConfig
 from ..testing.gpt import GPTConfig
 from ..version import __version__
-from . import bench, estimate, plan, rok, run
+from . import bench, estimate, plan, report, rok, run
 from . import demo as demo_module
 from . import doctor as doctor_module
 from .console import JsonOption, PathOption, explained_errors, print_json, strings
@@ -74,8 +74,11 @@ def doctor(path: PathOption = None, as_json: JsonOption = False) -> None:
 app.command(name="bench")(bench.command)
 app.command(name="estimate")(estimate.command)
 app.command(name="plan")(plan.command)
+app.command(name="report")(report.command)
 app.command(name="rok")(rok.command)
 app.command(name="run", context_settings=run.SETTINGS)(run.command)
+app.command(name="top")(report.top)
+app.command(name="trace", context_settings=run.SETTINGS)(run.traced)
 
 
 def _check(path: list[Path] | None, target: str) -> None:

@@ -16,8 +16,8 @@ from .. import OffloadConfig, Offloader
 from ..analysis.environment import find_device
 from ..analysis.plots import Look, Style, draw_plan
 from ..errors import ConfigError
+from ..planning.constants import GIB
 from ..planning.explain import (
-    GIB,
     Analysis,
     BudgetRow,
     analyse,

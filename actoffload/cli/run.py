@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -19,34 +20,57 @@ NOT_FOUND = 127
 """The exit status of a shell that finds no such program."""
 
 
+Program = Annotated[
+    list[str], typer.Argument(help="A script (train.py), Python's options (-m trainer) or a command (torchrun).")
+]
+Target = Annotated[str, typer.Option(envvar=SWITCH, help="host, nvme, tiered or auto.")]
+DeviceBudget = Annotated[str | None, typer.Option(help="Most bytes of saved activations on the device: 8GiB, 40%.")]
+OTHER = "Any other field of OffloadConfig."
+
+
 def command(
-    program: Annotated[
-        list[str], typer.Argument(help="A script (train.py), Python's options (-m trainer) or a command (torchrun).")
-    ],
-    target: Annotated[str, typer.Option(envvar=SWITCH, help="host, nvme, tiered or auto.")] = "auto",
+    program: Program,
+    target: Target = "auto",
     path: PathOption = None,
-    device_budget: Annotated[
-        str | None, typer.Option(help="Most bytes of saved activations on the device: 8GiB, 40%.")
-    ] = None,
-    option: Annotated[
-        list[str] | None, typer.Option("--option", "-o", metavar="NAME=VALUE", help="Any other field of OffloadConfig.")
-    ] = None,
+    device_budget: DeviceBudget = None,
+    option: Annotated[list[str] | None, typer.Option("--option", "-o", metavar="NAME=VALUE", help=OTHER)] = None,
 ) -> None:
     """Run a program, and offload what it trains with transformers, TRL, Accelerate or DeepSpeed."""
+    _become("run", program, target, path, device_budget, option or [])
+
+
+def traced(
+    program: Program,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The trace; with several ranks, one file for each.")
+    ] = Path("trace.json"),
+    target: Target = "auto",
+    path: PathOption = None,
+    device_budget: DeviceBudget = None,
+    option: Annotated[list[str] | None, typer.Option("--option", metavar="NAME=VALUE", help=OTHER)] = None,
+) -> None:
+    """As `run`, and write a trace of it; with --option policy=keep nothing moves, and it shows the step as it is."""
+    _become("trace", program, target, path, device_budget, [*(option or []), f"trace={output.absolute()}"])
+
+
+def _become(
+    name: str, program: list[str], target: str, path: list[Path] | None, device_budget: str | None, options: list[str]
+) -> None:
+    """Replace this process by the program, with the options in its environment."""
     given = {"target": target, "path": os.pathsep.join(strings(path) or ()), "device_budget": device_budget}
-    for text in option or ():
-        name, equals, value = text.partition("=")
+    for text in options:
+        field, equals, value = text.partition("=")
         if not equals:
             raise typer.BadParameter(f"option={text!r}: give NAME=VALUE, such as min_bytes=1MiB")
-        given[name] = value
-    variables = {SWITCH if name == "target" else f"{SWITCH}_{name.upper()}": value for name, value in given.items()}
-    environment = {**os.environ, **{name: value for name, value in variables.items() if value}}
+        given[field] = value
+    variables = {SWITCH if field == "target" else f"{SWITCH}_{field.upper()}": value for field, value in given.items()}
+    environment = {**os.environ, **{variable: value for variable, value in variables.items() if value}}
     with explained_errors():
         OffloadConfig.options_from_environment(environment)
     words = [sys.executable, *program] if program[0].endswith(".py") or program[0].startswith("-") else program
     found = shutil.which(words[0])
     if found is None:
-        print(f"actoffload run: {words[0]}: there is no such program", file=sys.stderr)
+        print(f"actoffload {name}: {words[0]}: there is no such program", file=sys.stderr)
         raise typer.Exit(NOT_FOUND)
     if importlib.util.find_spec("_actoffload_start") is None:
         raise typer.BadParameter("this is no installed actoffload: pip installs what Python loads at its start")

@@ -107,10 +107,11 @@ def peak_rss_bytes() -> int:
 
 def rss_bytes() -> int:
     """Resident memory of this process now, in bytes."""
-    now = _proc_status("VmRSS")
-    if now is not None:
-        return now
-    return int(psutil.Process().memory_info().rss)
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE
+    except OSError:
+        return int(psutil.Process().memory_info().rss)
 
 
 def _proc_status(key: str) -> int | None:

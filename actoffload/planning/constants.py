@@ -127,8 +127,17 @@ MUCH_KEPT = 0.5
 """Share of the activations' peak that stays from which on a budget is named."""
 WORTH_SAYING = 0.05
 """Share of a step that another budget is predicted to save where it is named."""
-MOST_STEPS = 3
-"""Things to do that a diagnosis names."""
+PART_OF_WAITS = 0.25
+"""Share of a slow step's waits from which on what they are for is a cause."""
+LARGE_FIRST = 0.1
+"""Share of the activations' peak from which on what backward asks for first is named: a wait for less is the link's,
+which is behind."""
+HELD = 0.05
+"""Share of the activations' peak. Bytes that stay for one reason are a cause from there on."""
+LEAST_OTHERS = 64 << 20
+"""Bytes. What else fills the memory is a cause from there on: libraries that a first step loads take nearly as much."""
+MOST_CAUSES = 3
+"""Causes that a report names, each with one thing to do."""
 NO_GAIN = 1e-4
 """Share of a step. What a larger budget saves is nothing if it is less."""
 MORE_BUDGET = 1.5

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..policy import Decision, KeepReason, TensorFacts
+from ..sizes import format_size
 
 TIERS = ("", "host", "nvme")
 """Where a planned storage may go; empty leaves it to the offloader."""
@@ -88,6 +89,12 @@ class Plan:
     def offloaded_bytes(self) -> int:
         """Bytes that leave the device."""
         return sum(e.nbytes for e in self.entries if e.action == Decision.OFFLOAD.value)
+
+    def summary(self) -> str:
+        """The plan in a few words."""
+        saved = self.offloaded_bytes + self.kept_bytes
+        told = f"plan: moves {format_size(self.offloaded_bytes)} of {format_size(saved)}"
+        return told + (f", recomputes {len(self.recompute)} blocks" if self.recompute else "")
 
     @property
     def kept_bytes(self) -> int:

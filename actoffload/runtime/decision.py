@@ -59,7 +59,7 @@ class OffloadDecision:
         self._unproven = isinstance(policy, Plan) and bool(policy.entries)
         """The user's plan has not been followed yet: the first forward has to save what it says."""
         self._forwards = 0
-        self.keep_all = False
+        self.keep_all = config.policy == "keep"
         """Move nothing for now."""
         self.probes = False
         """The next storage that a plan keeps although it might move leaves, to measure a link that is not used."""
@@ -96,7 +96,7 @@ class OffloadDecision:
         if not record.index and (begins := self.forward_begins()) is not None:
             begins(((record.nbytes,),))
         if self.keep_all:
-            return KeepReason.PLAN
+            return KeepReason.POLICY if self._config.policy == "keep" else KeepReason.PLAN
         entry = self._entry(record)
         if self._unproven:
             self._check(record, entry)

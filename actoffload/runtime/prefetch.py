@@ -58,6 +58,14 @@ class Prefetch:
             tape.rewind()
         tape.advance(record.index, self.orders)
 
+    def given(self, record: Record, waited_s: float) -> None:
+        """Backward has a record that had moved; count what it waits for as it begins, and how much that is."""
+        tape, accounts = record.tape, self._shared.accounts
+        if tape.is_first:
+            accounts.first_wait_s += waited_s
+            accounts.first_bytes = max(accounts.first_bytes, tape.bytes_up_to(record.index))
+        tape.given_bytes += record.nbytes
+
     def during_backward(self, tape: Tape[Record]) -> None:
         """Fill the window along the tape that backward walks, and what is left of it along the next backward's."""
         if not tape.exhausted:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import html
+import re
 import sys
 from collections.abc import Callable, Sequence
-
-import torch.distributed as dist
 
 from ..config import OffloadConfig
 from ..policy import STATIC
@@ -16,6 +15,8 @@ from ..storage.arena import SpoolStatistics
 from ..storage.endurance import Rating, render_wear
 from ..storage.spool import Spool
 from ..tiers.shared import Shared
+from .store import ActivationStore
+from .trace import rank_and_ranks
 
 KEPT_MEANINGS = {
     "parameter": "a parameter or a view of one",
@@ -42,6 +43,34 @@ KEPT_MEANINGS = {
     "forked process": "a child of the process that owns the spool",
 }
 """What a reason means; a reason that is not here is shown by its name."""
+TOLD_AS_CAUSES = ("burst", "page-locking")
+"""Advice that a report does not repeat, as the causes that it names say the same with this run's figures."""
+
+
+class Report(str):
+    """The text of a report. A notebook shows it as a table, whose columns two spaces or more lie between."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str:
+        lines = [(line.startswith(" "), re.split(r"\s{2,}", html.escape(line.strip()))) for line in self.splitlines()]
+        width = max((len(cells) for _, cells in lines), default=1)
+        rows = []
+        for indented, (*cells, last) in lines:
+            tag = "td" if indented else "th"
+            wide = f'<{tag} colspan="{width - len(cells)}" style="text-align: left">{last}</{tag}>'
+            rows.append("".join([*(f"<{tag}>{cell}</{tag}>" for cell in cells), wide]))
+        return "<table>" + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
+
+
+def report_of(store: ActivationStore) -> str:
+    """Return what was done and why, for a person."""
+    spool = store.tiers.spool
+    advice = (text for key, text in store.shared.reporter.advice.items() if key not in TOLD_AS_CAUSES)
+    spooled = spool.statistics() if spool else None
+    return render_report(
+        store.shared.config, store.statistics(), spooled, [*store.tiers.remarks, *advice], store.elapsed_s
+    )
 
 
 def render_report(
@@ -95,6 +124,8 @@ def render_announcement(config: OffloadConfig, s: Statistics, moving_bytes: int,
     if moving_bytes:
         moves = f"{format_size(moving_bytes)} moves, {format_size(sum(n for n, _ in stays))} stays"
         told = f"{moves} ({why})" if why else moves
+    elif config.policy == "keep":
+        told = "nothing moves, as policy='keep' says"
     else:
         told = (
             f"nothing moves ({why or 'no activation was saved'}): lower min_bytes, or check target, devices and policy"
@@ -210,7 +241,7 @@ class Announcement:
             return
         self._wanted = False
         announce = self._announce
-        rank, world = _rank()
+        rank, world = rank_and_ranks()
         if announce == "first" and rank != 0:
             return
         where = ""
@@ -224,13 +255,3 @@ class Announcement:
             announce(line)
         else:
             print(line, file=sys.stderr, flush=True)
-
-
-def _rank() -> tuple[int, int]:
-    """This process's global rank, and how many there are."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    try:
-        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    except ValueError:
-        return 0, 1

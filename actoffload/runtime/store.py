@@ -15,13 +15,13 @@ from torch import Tensor
 
 from ..config import OffloadConfig
 from ..errors import OffloaderClosedError
-from ..events import EventKind, now, open_sink
+from ..events import EventKind, now
 from ..memory.process_memory import rss_bytes
 from ..planning.plan import Plan, decided
 from ..policy import KeepReason
 from ..statistics import Statistics
 from ..tiers.accelerator import Accelerator
-from ..tiers.accounts import MANY_DEFERRED
+from ..tiers.accounts import MANY_DEFERRED, Accounts
 from ..tiers.cpu_tier import CpuTier
 from ..tiers.record import Record, State
 from ..tiers.shared import Shared
@@ -34,11 +34,13 @@ from .optimizer_steps import optimizer_steps
 from .pipeline import Hint, Phases
 from .prefetch import Prefetch
 from .profiler import Profiler, SavedStorage
-from .report import render_report
 from .tape import Tape, Window
+from .trace import Recorder, trace_path
 
 CPU_MIN_BYTES = 128 << 10
 DEVICE_MIN_BYTES = 1 << 20
+SHORT_WAIT_S = 1e-4
+"""A wait for room is an event of its own only above this."""
 CPU_PREFETCH_BYTES = 64 << 20
 DEVICE_PREFETCH_BYTES = 128 << 20
 
@@ -82,16 +84,21 @@ class ActivationStore:
         decision: says what stays.
         profiler: notes a step while one is recorded.
         identities: the live records by storage.
+        trace: takes down the steps; None when nobody asks for a file of them.
         closed: nothing more is taken; ``forked``: this process is a fork and has none of the threads.
         interrupted: it was aborted by an interrupt.
+        memory_before: as `Tiers.memory` was when the first forward began.
+        first_step: when the second step began, and what was counted by then: the first one allocates what all use.
     """
 
     def __init__(self, config: OffloadConfig, accelerator: Accelerator | None = None) -> None:
-        self.shared = Shared(config, open_sink(config.trace))
+        self.shared = Shared(config, config.trace if callable(config.trace) else None)
         self.closed = self.forked = self.interrupted = False
         self.identities = IdentityMap()
         self._began_s: float | None = None
         self._process_before_bytes = 0
+        self.memory_before = (0, 0)
+        self.first_step: tuple[float, Accounts] | None = None
         self._optimizer_steps = optimizer_steps()
         self._microbatches_stepped = 0
         self._dropped: deque[tuple[Record | KeptPlace, int]] = self.shared.lock.noted
@@ -107,6 +114,8 @@ class ActivationStore:
         phases: Phases[Tape[Record]] = Phases()
         self.prefetch = Prefetch(self.shared, self.tiers.by_device, window, phases)
         self.decision = OffloadDecision(config, window, phases)
+        path = trace_path(config)
+        self.trace = None if path is None else Recorder(path, self.shared, self.tiers)
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -124,6 +133,9 @@ class ActivationStore:
                 accounts.begin_step()
             if self._began_s is None:
                 self._began_s, self._process_before_bytes = now(), rss_bytes()
+                self.memory_before = self.tiers.memory()
+            elif self.first_step is None and accounts.packed_tensors and (first or accounts.optimizer_steps):
+                self.first_step = now(), copy.copy(accounts)
             accounts.steps += 1
 
     def _count_optimizer_steps(self) -> None:
@@ -187,6 +199,7 @@ class ActivationStore:
             accounts.add_record(record.nbytes)
             if not len(tape):
                 accounts.microbatches += 1
+                tape.number = accounts.microbatches
                 self.prefetch.phases.begin_forward(tape)
             record.tape, record.index = tape, tape.append(record)
             record.handles = record.waiting = 1  # before anything that may let go of the lock
@@ -254,7 +267,9 @@ class ActivationStore:
         if budget.limit_bytes is not None:
             # Whether this one stays or not, there must be room for the next: it exists before it is saved.
             self._following_bytes = self.decision.following_bytes(record)
-            self._make_room(tier)
+            waited_s = self._make_room(tier)
+            if waited_s > SHORT_WAIT_S:
+                shared.reporter.event(EventKind.PACK_WAIT, record, since_s=now() - waited_s)
         if reason is None:
             shared.accounts.moved_bytes += record.nbytes
             shared.largest_moved_bytes = max(shared.largest_moved_bytes, record.nbytes)
@@ -268,9 +283,12 @@ class ActivationStore:
         tape.decisions.append((record.nbytes, reason, record.module))
         self._decisions = tape.decisions
 
-    def _make_room(self, tier: Tier) -> None:
+    def _make_room(self, tier: Tier) -> float:
+        """Keep the budget before the next storage comes; return the seconds that this thread waited."""
         following = self.shared.budget.largest_bytes if self._following_bytes is None else self._following_bytes
-        self.shared.accounts.pack_wait_s += tier.make_room(following)
+        waited_s = tier.make_room(following)
+        self.shared.accounts.pack_wait_s += waited_s
+        return waited_s
 
     def keep_static(self, reason: KeepReason, nbytes: int) -> None:
         """Count a tensor that stays and is no activation."""
@@ -332,10 +350,13 @@ class ActivationStore:
             if not on_device and not record.counted:
                 tier.make_room(record.nbytes)
             storage = self._fetch_now(record, tier)
+            waited_s = 0.0
             if not on_device and first in (State.FETCHING, State.SPILLED):
-                self.shared.accounts.unpack_wait_s += now() - since_s
+                waited_s = now() - since_s
+                self.shared.accounts.unpack_wait_s += waited_s
                 self.shared.reporter.event(EventKind.UNPACK_WAIT, record, since_s=since_s)
                 self.prefetch.window.waited()
+            self.prefetch.given(record, waited_s)
             begin = record.data_begin
             next_round = self._pass(record, round_)
             if record.waiting <= 0:
@@ -366,6 +387,8 @@ class ActivationStore:
         if self.shared.accounts.recomputed_bytes:
             self.shared.accounts.recomputed(0)  # backward is done with the block that it recomputed last
         self.prefetch.reach(record, round_)
+        if self.trace is not None and record.tape is not None:
+            self.trace.backward(record.tape.number)
 
     def _pass(self, record: Record, round_: int) -> int:
         """Backward has the bytes, and goes on; return the handle's next round."""
@@ -533,15 +556,15 @@ class ActivationStore:
         with self.shared.lock:
             self.shared.stopped = True
             self.shared.changed.notify_all()
+        if self.trace is not None:
+            self.trace.close(wait=wait, ask=not self.interrupted)
         self.tiers.close(wait=wait)
-        closer = getattr(self.shared.reporter.sink, "close", None)
-        if closer is not None:
-            closer()
 
     def after_fork_in_child(self) -> None:
         """Keep what is saved in the child and give up what is not in memory: it has none of our threads."""
         self.forked = True
         self.profiler.active = False
+        self.trace = None
         self.shared.after_fork_in_child()
         self.tiers.after_fork_in_child()
 
@@ -561,13 +584,6 @@ class ActivationStore:
         if last:
             self._shut(wait=True)
         return statistics
-
-    def report(self) -> str:
-        """Return what was done and why, for a person."""
-        spool = self.tiers.spool
-        notes = [*self.tiers.remarks, *self.shared.reporter.advice.values()]
-        spooled = spool.statistics() if spool else None
-        return render_report(self.shared.config, self.statistics(), spooled, notes, self.elapsed_s)
 
     @property
     def elapsed_s(self) -> float:

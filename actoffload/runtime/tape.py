@@ -24,6 +24,8 @@ GROWTH_LIMIT = 8
 """... up to so many times its first size."""
 FOR_EVER = 1 << 62
 """Bytes that no forward saves."""
+FIRST = 1 / 16
+"""Backward has just begun while it was given no more than this share of what a forward saved."""
 MOST = 1 / 4
 """Nor does it reach further than over this share of what a forward saved: else all of it would be back at once."""
 
@@ -99,6 +101,8 @@ class Tape(Generic[R]):
         total_bytes: of all records.
         signature: equal for forwards that saved storages of the same sizes in the same order.
         in_backward: backward has begun on it.
+        number: which micro-batch it is, from 1; 0 before it has saved anything.
+        given_bytes: what backward was given of the records that had moved.
         by_node: what each autograd node saved.
         decisions: what was decided of each record, as the store notes it; outlives the records.
         planned: by index, the bytes of a storage that the plan keeps without a record, or -1.
@@ -111,6 +115,8 @@ class Tape(Generic[R]):
         self.total_bytes = 0
         self.signature = 0
         self.in_backward = False
+        self.number = 0
+        self.given_bytes = 0
         self.by_node = SavedByNode()
         self.decisions: list[Any] = []
         self.planned: tuple[int, ...] = ()
@@ -235,9 +241,18 @@ class Tape(Generic[R]):
         return True
 
     @property
+    def is_first(self) -> bool:
+        """Whether what backward asks for now is among what it asks for first."""
+        return self.given_bytes <= FIRST * self.total_bytes
+
+    @property
     def exhausted(self) -> bool:
         """Whether nothing of this tape is left to fetch."""
         return self._frontier >= len(self.order)
+
+    def bytes_up_to(self, index: int) -> int:
+        """Bytes that backward asks for up to the record at ``index``, that one included."""
+        return self._reach[self._position[index] + 1] if index in self._position else 0
 
     @property
     def left_bytes(self) -> int:

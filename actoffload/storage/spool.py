@@ -76,6 +76,8 @@ class Spool:
         self._ended: deque[Extent | Transfer] = deque()  # what is freed or over, and not yet worked off
         self._live: dict[Transfer, LinkShare | None] = {}  # None: nothing of it has begun
         self.meters = {IoKind.WRITE: RateMeter(), IoKind.READ: RateMeter()}
+        self.on_moved: Callable[[Transfer], None] | None = None
+        """Called with each transfer that has moved bytes and is over, with our lock held: it must not call us."""
         self._verify = verify
         self._arenas = ArenaSet(
             paths,
@@ -105,6 +107,11 @@ class Spool:
         """The engine of each path: for diagnosis and tests."""
         return tuple(arena.engine for arena in self._arenas.arenas)
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Room that is taken now."""
+        return self._arenas.allocated_bytes
+
     def allocate(self, nbytes: int) -> Extent:
         """Return room for ``nbytes`` bytes; nothing may be read from it before something has been written.
 
@@ -130,6 +137,7 @@ class Spool:
         on_done: Callable[[Transfer], None] | None = None,
         keepalive: object = None,
         held: bool = False,
+        about: object = None,
     ) -> Transfer:
         """Start to write ``length`` bytes of memory to an extent that nothing else reads or writes.
 
@@ -142,12 +150,13 @@ class Spool:
             on_done: Called at most once with the transfer, in an engine's thread, with no lock held.
             keepalive: Kept alive until nothing touches the memory any more.
             held: Begin nothing: the caller says by ``go_on`` how many bytes may be written, as they are ready.
+            about: What it is known by: ``Transfer.about``.
 
         Raises:
             OffloaderClosedError: The spool is closed.
             StateError: The extent is freed, too small or in use, or something is not aligned.
         """
-        transfer = Transfer(IoKind.WRITE, extent, length, self._post, 0, before, on_done, keepalive)
+        transfer = Transfer(IoKind.WRITE, extent, length, self._post, 0, before, on_done, keepalive, about=about)
         return self._start(transfer, ((address, length),), held)
 
     def write_ranges(
@@ -158,10 +167,11 @@ class Spool:
         before: Callable[[], None] | None = None,
         on_done: Callable[[Transfer], None] | None = None,
         keepalive: object = None,
+        about: object = None,
     ) -> Transfer:
         """As ``write``, from several ranges of memory to one segment, one behind the other; only where ``vectored``."""
         length = sum([nbytes for _, nbytes in memory])
-        transfer = Transfer(IoKind.WRITE, extent, length, self._post, 0, before, on_done, keepalive)
+        transfer = Transfer(IoKind.WRITE, extent, length, self._post, 0, before, on_done, keepalive, about=about)
         return self._start(transfer, memory)
 
     def read(
@@ -175,6 +185,7 @@ class Spool:
         keepalive: object = None,
         on_part: Callable[[], None] | None = None,
         held: bool = False,
+        about: object = None,
     ) -> Transfer:
         """Start to read the first ``length`` bytes of what the last successful write left in an extent.
 
@@ -182,7 +193,7 @@ class Spool:
         shorter. With ``verify`` the length must be the one that was written. ``on_part`` is called as ``on_done`` is,
         after each part but the last: see ``Transfer.arrived_bytes``.
         """
-        transfer = Transfer(IoKind.READ, extent, length, self._post, 0, before, on_done, keepalive, on_part)
+        transfer = Transfer(IoKind.READ, extent, length, self._post, 0, before, on_done, keepalive, on_part, about)
         return self._start(transfer, ((address, length),), held)
 
     def read_ranges(
@@ -193,10 +204,11 @@ class Spool:
         skip: int = 0,
         on_done: Callable[[Transfer], None] | None = None,
         keepalive: object = None,
+        about: object = None,
     ) -> Transfer:
         """As ``read``, behind ``skip`` bytes of the extent, into several ranges of memory; as ``write_ranges``."""
         length = sum([nbytes for _, nbytes in memory])
-        transfer = Transfer(IoKind.READ, extent, length, self._post, skip, None, on_done, keepalive)
+        transfer = Transfer(IoKind.READ, extent, length, self._post, skip, None, on_done, keepalive, about=about)
         return self._start(transfer, memory)
 
     def go_on(self, transfer: Transfer, nbytes: int | None = None) -> None:
@@ -207,7 +219,7 @@ class Spool:
         """
         with self._lock:
             if transfer in self._live and self._live[transfer] is None:
-                self._live[transfer] = self.meters[transfer.kind].began(now())
+                self._live[transfer] = self._begins(transfer)
         transfer.start(nbytes)
 
     def free(self, extent: Extent) -> None:
@@ -292,7 +304,7 @@ class Spool:
                 if extent.freed:
                     raise StateError(f"{transfer.kind.value}: {extent!r} is freed")
                 transfer.check_order(self._verify)
-                self._live[transfer] = None if held else self.meters[transfer.kind].began(now())
+                self._live[transfer] = None if held else self._begins(transfer)
                 extent.transfers += 1
                 if transfer.kind is IoKind.WRITE:
                     extent.writer, extent.valid_bytes = transfer, 0
@@ -303,6 +315,10 @@ class Spool:
                 transfer.cancel(exc)
             raise
         return transfer
+
+    def _begins(self, transfer: Transfer) -> LinkShare:
+        transfer.began_s = now()
+        return self.meters[transfer.kind].began(transfer.began_s)
 
     def _post(self, item: Extent | Transfer) -> None:
         """Queue an extent that is freed or a transfer that is over, and work the queue off if nobody else does.
@@ -326,6 +342,8 @@ class Spool:
                 share = self._live.pop(item)
                 if share is not None:
                     self.meters[item.kind].ended(item.moved_bytes, now(), share)
+                    if self.on_moved is not None and item.moved_bytes:
+                        self.on_moved(item)
                 extent.transfers -= 1
             if extent.release_due and not extent.transfers:
                 self._release(extent)

@@ -66,6 +66,8 @@ class Transfer:
     on_done: Callable[[Transfer], None] | None = None
     keepalive: object = None
     on_part: Callable[[], None] | None = None
+    about: object = None  # what the caller wants to know it by
+    began_s: float = 0.0  # when it was given to an engine
     error: BaseException | None = None  # what went wrong; after `Spool.abort` an `OffloaderClosedError`
     done: bool = False  # every segment has finished, or has been cancelled in time
     _before_error: BaseException | None = None

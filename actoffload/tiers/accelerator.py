@@ -251,7 +251,9 @@ def default_device_types() -> tuple[str, ...]:
     return ("cpu",) if current is None else (current.type,)
 
 
-def peak_allocated_bytes(device_types: Iterable[str]) -> int:
-    """The most memory that PyTorch has had on the current accelerator; 0 where it is of no such type."""
+def allocated_bytes(device_types: Iterable[str]) -> tuple[int, int] | None:
+    """What PyTorch has on the current accelerator now, and the most it had; None where it is of no such type."""
     device = torch.accelerator.current_accelerator(check_available=True)
-    return 0 if device is None or device.type not in device_types else int(torch.accelerator.max_memory_allocated())
+    if device is None or device.type not in device_types:
+        return None
+    return int(torch.accelerator.memory_allocated()), int(torch.accelerator.max_memory_allocated())

@@ -37,6 +37,7 @@ class Accounts:
     forwarded_bytes: int = 0
     cancelled_bytes: int = 0
     resident_bytes: int = 0
+    resident_by_module: Counter[str | None] | None = None  # of records, while somebody traces
     resident_peak_bytes: int = 0
     step_peak_bytes: int = 0  # as `resident_peak_bytes`, in the step that runs
     plan_peak_bytes: int = 0  # in the steps before it that ran under the same plan
@@ -45,6 +46,11 @@ class Accounts:
     baseline_peak_bytes: int = 0
     pack_wait_s: float = 0.0
     unpack_wait_s: float = 0.0
+    first_wait_s: float = 0.0  # of `unpack_wait_s`, for what backward asks for first
+    first_bytes: int = 0  # what that is
+    at_once_bytes: int = 0  # the most that one autograd node saved, where that was most of a forward
+    refused_bytes: int = 0  # stayed for want of host memory
+    degraded_bytes: int = 0  # stayed as something below failed
     hooks_s: float = 0.0
     """What hooks took of the host to move records, in the steps that were watched; without waits."""
     idle_s: float = 0.0

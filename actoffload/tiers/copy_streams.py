@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from .accelerator import Accelerator, Event, Stream
-from .timers import DeviceStopwatch, StreamWaits, WaitFor
+from .timers import DeviceStopwatch, StreamWaits, Timeline, WaitFor
 
 WINDOW_FLOOR_BYTES = 64 << 20
 BATCH_BYTES = 16 << 20
@@ -42,7 +42,9 @@ class Batch:
     """The batches whose place this one has taken, by owner, until it begins."""
     happened: bool = False  # the event is known to have happened
     settled: bool = False  # on the way in: the stream that owns the memory has waited for the copies
+    needed_first: bool = False  # on the way in: most of it is what backward asks for as it begins
     awaited_by: list[Stream] = field(default_factory=list)  # other streams that have
+    about: tuple[tuple[str | None, int], ...] = ()  # while somebody traces: the module and bytes of each copy
 
     def add(self, owner: object, destination: Tensor, source: Tensor, nbytes: int, used_by: list[Any]) -> None:
         """Have one more copy of ``nbytes`` begin with the others.
@@ -75,6 +77,8 @@ class CopyStreams:
         self.stopwatch: DeviceStopwatch | None = None
         """Told of every copy and of every wait of a compute stream, while a step is timed."""
         self.waits = StreamWaits(device)
+        self.timeline: Timeline | None = None
+        """Notes every copy, and every wait of a compute stream, while somebody traces."""
         self._inert = False
         self._events = EventPool(device)
         self._numbers: dict[tuple[str, int], int] = {}
@@ -225,7 +229,7 @@ class CopyStreams:
         batch.replaced.clear()
 
     def _order_use_after_fill(self, current: Stream, incoming: Batch) -> None:
-        self._compute_waits(WaitFor.DATA, current, incoming)
+        self._compute_waits(WaitFor.FIRST if incoming.needed_first else WaitFor.DATA, current, incoming)
 
     def _order_reuse_after_fill(self, incoming: Batch) -> None:
         self._compute_waits(WaitFor.ROOM, incoming.stream, incoming)
@@ -233,7 +237,12 @@ class CopyStreams:
     def _copy(self, way: str, batch: Batch, side: Stream) -> None:
         stopwatch = self.stopwatch if self.stopwatch is not None and self.stopwatch.running else None
         before = stopwatch.moment(side) if stopwatch is not None else None
-        self.device.copy(batch.copies.values(), side)
+        if self.timeline is not None:
+            batch.about = tuple((getattr(owner, "module", None), to.nbytes) for owner, (to, _) in batch.copies.items())
+            with self.timeline.span(f"host {way}", batch.index, side, batch.about):
+                self.device.copy(batch.copies.values(), side)
+        else:
+            self.device.copy(batch.copies.values(), side)
         if stopwatch is not None:
             stopwatch.copied(way, batch.nbytes, side, before)
         batch.event = self._events.record(side, batch.index)
@@ -247,6 +256,8 @@ class CopyStreams:
         self.device.wait(stream, batch.event)
         if begin is not None:
             end = self.waits.end(why, batch.index, stream, begin)
+            if end is not None and self.timeline is not None:
+                self.timeline.add(f"wait for {why.value}", batch.index, begin, end, batch.about)
             if end is not None and self.stopwatch is not None and self.stopwatch.running:
                 self.stopwatch.waited(begin, end, batch.index)
 

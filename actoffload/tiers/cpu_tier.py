@@ -205,6 +205,7 @@ class CpuTier(Tier):
                 before=write.check_places if in_place and not self._kernel_reads else None,
                 on_done=partial(self._written, write, in_place, now()),
                 keepalive=[write.held, *(record.data for record in write.records)],
+                about=tuple(write.records),
             )
         except Exception:
             for record in list(write.records):
@@ -340,6 +341,7 @@ class CpuTier(Tier):
                 skip=batch.offsets[first],
                 on_done=partial(self._arrived, batch, read, arriving, now()),
                 keepalive=(slot, *(storage for storage, _ in arriving.values())),
+                about=tuple(arriving),
             )
         except Exception:
             for one in list(read.records):

@@ -10,6 +10,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,6 +37,13 @@ CHUNK_BYTES = 64 << 20
 """A larger record is copied and written, or read and copied, in parts of so many bytes, so that both go on at once."""
 SPILL_ABOVE = 0.75
 """Tiered: the oldest records go to disk while more than this share of the host budget is taken."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """Owner of a copy out of the first bytes of a record, which goes in parts."""
+
+    module: str | None
 
 
 class DeviceTier(Tier):
@@ -98,6 +106,7 @@ class DeviceTier(Tier):
                 self.shared.accounts.pack_wait_s += now() - since_s
             slot = self._pool.acquire(nbytes)
         if slot is None:
+            self.shared.accounts.refused_bytes += nbytes
             self.window.begin()
             self.window.advance()
             return KeepReason.PRESSURE
@@ -133,7 +142,7 @@ class DeviceTier(Tier):
         outs: list[tuple[Batch, int]] = []
         for begin in range(0, nbytes, CHUNK_BYTES):
             end = min(begin + CHUNK_BYTES, nbytes)
-            owner = record if end == nbytes else object()  # the last part stands for all
+            owner = record if end == nbytes else Part(record.module)  # the last part stands for all
             part = source if nbytes <= CHUNK_BYTES else source[begin:end]
             host = self._pool.tensor(slot, begin, end - begin)
             outs.append((self.window.hold(owner, host, part, index, slot.events, nbytes), end))
@@ -219,7 +228,9 @@ class DeviceTier(Tier):
         if extent is None:
             return
         on_done = partial(self._written, record, now())
-        transfer = self.spool.write(extent, slot.address, slot.nbytes, on_done=on_done, keepalive=slot, held=True)
+        transfer = self.spool.write(
+            extent, slot.address, slot.nbytes, on_done=on_done, keepalive=slot, held=True, about=(record,)
+        )
         record.transfer = transfer
         if record.state is State.HOSTED:
             record.to(State.SPILLING)
@@ -315,6 +326,7 @@ class DeviceTier(Tier):
             on_done=partial(self._arrived_on_host, record, now()),
             keepalive=slot,
             on_part=self._part_arrived if record.nbytes > CHUNK_BYTES else None,
+            about=(record,),
         )
         record.slot = slot
         record.filled_bytes = 0
@@ -485,6 +497,7 @@ class DeviceTier(Tier):
         if incoming is not None:
             if incoming.event is None:
                 self._begin_reloads()
+            incoming.needed_first = record.tape.is_first and 2 * record.nbytes >= incoming.nbytes
             self.copies.before_use(incoming, record.flat)
         if record.state is State.RELOADING:
             del self._reloading[record]
@@ -566,7 +579,8 @@ class DeviceTier(Tier):
         with self.shared.lock:
             waited = self.copies.waits.take()
             self.shared.accounts.pack_wait_s += waited[WaitFor.ROOM]
-            self.shared.accounts.unpack_wait_s += waited[WaitFor.DATA]
+            self.shared.accounts.unpack_wait_s += waited[WaitFor.DATA] + waited[WaitFor.FIRST]
+            self.shared.accounts.first_wait_s += waited[WaitFor.FIRST]
 
     def capturing(self) -> bool:
         return not self._in_child and self.copies.device.is_capturing()

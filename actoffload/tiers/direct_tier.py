@@ -63,7 +63,9 @@ class DirectTier(Tier):
         self._used_here(record, source)
         on_done = partial(self._written, record, now())
         address = source.data_ptr()
-        transfer = self._disk.write(extent, address, record.nbytes, on_done=on_done, keepalive=source, held=True)
+        transfer = self._disk.write(
+            extent, address, record.nbytes, on_done=on_done, keepalive=source, held=True, about=(record,)
+        )
         record.transfer = transfer
         record.to(State.SPILLING)
         self.shared.pending_bytes += record.nbytes
@@ -162,7 +164,9 @@ class DirectTier(Tier):
         event = self._so_far(record)
         on_done = partial(self._arrived, record, tensor, now())
         extent, address = record.extent, tensor.data_ptr()
-        transfer = self._disk.read(extent, address, record.nbytes, on_done=on_done, keepalive=tensor, held=True)
+        transfer = self._disk.read(
+            extent, address, record.nbytes, on_done=on_done, keepalive=tensor, held=True, about=(record,)
+        )
         record.transfer = transfer
         record.to(State.FETCHING)
         self._ahead[record] = None

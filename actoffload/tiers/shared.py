@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import warnings
 from collections import deque
 
@@ -10,6 +12,8 @@ from ..events import EventKind, EventSink, TraceEvent, now
 from ..locks import Changed, DrainingLock
 from .accounts import Accounts
 from .record import Record
+
+_logger = logging.getLogger("actoffload")
 
 
 class DeviceBudget:
@@ -60,7 +64,8 @@ class Reporter:
     def __init__(self, sink: EventSink | None, accounts: Accounts) -> None:
         self.sink = sink
         self.advice: dict[str, str] = {}
-        self.unsaid: deque[str] = deque()
+        self.unsaid: deque[tuple[int, str]] = deque()
+        """What is to be said, with its level of `logging`."""
         self._accounts = accounts
         self._warned: set[str] = set()
 
@@ -70,40 +75,45 @@ class Reporter:
             return
         time_s = now()
         begin_s = time_s if since_s is None else since_s
-        told = TraceEvent(
-            kind=kind,
-            time_s=begin_s,
-            record=record.number,
-            nbytes=record.nbytes,
-            duration_s=time_s - begin_s,
-            detail=detail,
-        )
+        thread, module = threading.get_ident(), record.module or ""
+        self._tell(TraceEvent(kind, begin_s, record.number, record.nbytes, time_s - begin_s, detail, thread, module))
+
+    def planned(self, told: str) -> None:
+        """Report another plan to the sink, if there is one, and have `warn` log it."""
+        self.unsaid.append((logging.INFO, told))
+        if self.sink is not None:
+            self._tell(TraceEvent(EventKind.PLAN, now(), 0, 0, detail=told, thread=threading.get_ident()))
+
+    def _tell(self, event: TraceEvent) -> None:
+        assert self.sink is not None, "there is one"
         try:
-            self.sink(told)
+            self.sink(event)
         except Exception as error:  # the records change under the lock meanwhile, and must not stay half changed
             self.advise("trace", f"the trace= callable raised {error!r}; training goes on, later events are told")
 
     def degrade(self, reason: str, record: Record, error: BaseException) -> None:
         """Count that something below failed and the step goes on; `warn` says so once for each reason."""
         self._accounts.degraded[reason] += 1
+        self._accounts.degraded_bytes += record.nbytes
         self.event(EventKind.DEGRADED, record, reason)
         if reason not in self._warned:
             self._warned.add(reason)
-            self.unsaid.append(
-                f"actoffload: {reason}: {error}. The tensor stays in memory and the step goes on; "
-                "Statistics.degraded counts such tensors"
-            )
+            told = f"{reason}: {error}. The tensor stays in memory and the step goes on; "
+            self.unsaid.append((logging.WARNING, f"{told}Statistics.degraded counts such tensors"))
 
     def advise(self, key: str, text: str) -> None:
         """Have `warn` say something once for each ``key``; the report repeats it."""
         if key not in self.advice:
             self.advice[key] = text
-            self.unsaid.append(f"actoffload: {text}")
+            self.unsaid.append((logging.WARNING, text))
 
     def warn(self) -> None:
         """Say what is to be said, on a thread of the user's and without the lock: a filter may raise it as an error."""
         while self.unsaid:
-            warnings.warn(self.unsaid.popleft(), RuntimeWarning, stacklevel=2)
+            level, text = self.unsaid.popleft()
+            _logger.log(level, text)
+            if level >= logging.WARNING:
+                warnings.warn(f"actoffload: {text}", RuntimeWarning, stacklevel=2)
 
 
 class Shared:

@@ -175,6 +175,8 @@ class Tier(ABC):
         if not record.counted:
             record.counted = True
             self.shared.accounts.add_resident(record.nbytes)
+            if self.shared.accounts.resident_by_module is not None:
+                self.shared.accounts.resident_by_module[record.module] += record.nbytes
 
     def remove_resident(self, record: Record) -> None:
         """Drop our reference to the device copy."""
@@ -182,6 +184,8 @@ class Tier(ABC):
         if record.counted:
             record.counted = False
             self.shared.accounts.remove_resident(record.nbytes)
+            if self.shared.accounts.resident_by_module is not None:
+                self.shared.accounts.resident_by_module[record.module] -= record.nbytes
 
     def forwarded(self, record: Record) -> None:
         """Count that backward takes the record from a copy nearer than the tier it was heading for."""

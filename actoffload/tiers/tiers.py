@@ -10,10 +10,10 @@ from ..config import PATH_VARIABLE
 from ..errors import ConfigError, SpoolPathError
 from ..memory import cpu_allocator
 from ..memory.host_pool import HostPool
-from ..memory.process_memory import available_bytes, fix_mmap_threshold, peak_rss_bytes
+from ..memory.process_memory import available_bytes, fix_mmap_threshold, peak_rss_bytes, rss_bytes
 from ..storage.engines import BEHIND_A_DEVICE
 from ..storage.spool import Spool
-from .accelerator import Accelerator, accelerator_for, default_device_types, peak_allocated_bytes
+from .accelerator import Accelerator, accelerator_for, allocated_bytes, default_device_types
 from .copy_streams import CopyStreams
 from .cpu_tier import CpuTier
 from .device_tier import DeviceTier
@@ -21,7 +21,7 @@ from .direct_tier import DirectTier
 from .processes import processes_here
 from .shared import Shared
 from .tier import Tier
-from .timers import DeviceStopwatch, HostStopwatch, Stopwatch
+from .timers import DeviceStopwatch, HostStopwatch, Stopwatch, Timeline
 
 CPU_SLAB_BYTES = 16 << 20
 NOT_PAGE_LOCKED = (
@@ -69,8 +69,12 @@ class Tiers:
             "host_peak_bytes": sum(pool.peak_bytes for pool in self.pools),
             "nvme_peak_bytes": spool.peak_allocated_bytes if spool else 0,
             "process_peak_bytes": peak_rss_bytes(),
-            "device_peak_bytes": peak_allocated_bytes(self.by_device),
+            "device_peak_bytes": (allocated_bytes(self.by_device) or (0, 0))[1],
         }
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes in use now and the most there were: of the accelerator whose tensors move, else of this process."""
+        return allocated_bytes(self.by_device) or (rss_bytes(), peak_rss_bytes())
 
     @property
     def remarks(self) -> list[str]:
@@ -109,6 +113,13 @@ class Tiers:
         stopwatch = DeviceStopwatch(tiers[0].copies.device)
         tiers[0].copies.stopwatch = stopwatch
         return stopwatch
+
+    def start_timeline(self) -> Timeline | None:
+        """Note from now on what the device does and when; None where there is none."""
+        for tier in self._device_tiers:
+            tier.copies.timeline = Timeline(tier.copies.device)
+            return tier.copies.timeline
+        return None
 
     def begin_step(self) -> None:
         """Give CPU memory that was idle for long back to the system, and count what streams waited for."""
@@ -178,7 +189,7 @@ class Tiers:
                     self.shared.reporter.advise("path", f"{NO_DEFAULT_PATH} ({error})")
             elif config.target != "host":
                 self.by_device[device_type] = self._cpu_tier()
-        if config.tune_malloc and isinstance(self.by_device.get("cpu"), CpuTier):
+        if config.tune_malloc and config.policy != "keep" and isinstance(self.by_device.get("cpu"), CpuTier):
             self._tune_malloc()  # last: nobody would end its use if something above failed
 
     def _open_spool(self, auto: str | tuple[str, ...] = "auto") -> Spool:

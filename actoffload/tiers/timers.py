@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Iterator
 from enum import Enum
 from itertools import accumulate
 from typing import Any
@@ -137,6 +139,73 @@ class WaitFor(Enum):
 
     ROOM = "room"  # memory that is being copied out is to be used again
     DATA = "data"  # what is being copied in is needed
+    FIRST = "first"  # as DATA, by a backward that has just begun
+
+
+class Timeline:
+    """What a device does and when, on the host's clock, while somebody traces. Nothing here blocks the host or fails.
+
+    On the simulated device times are virtual: they begin at a moment of the host's clock and go on as the model says.
+    """
+
+    def __init__(self, device: Accelerator) -> None:
+        self._device = device
+        self._open: deque[tuple[str, int, Event, Event, Any]] = deque()
+        self._origins: dict[int, tuple[float, Event]] = {}
+        """By device, a moment of the host's clock and of the device's."""
+
+    @property
+    def current_index(self) -> int:
+        """The index of the device on which the calling thread computes."""
+        return self._device.current_index()
+
+    def moment(self, index: int, stream: Stream | None = None) -> Event | None:
+        """A moment of a stream of device ``index``, the current one by default; None while nothing can be timed."""
+        if self._device.is_capturing():
+            return None
+        try:
+            if index not in self._origins:  # on a stream with no work, so that it happens at once
+                self._origins[index] = now(), self._device.timestamp(self._device.side_stream(index, "clock"))
+            return self._device.timestamp(self._device.current_stream(index) if stream is None else stream)
+        except RuntimeError:  # no timed events here, or a broken device
+            return None
+
+    def add(self, what: str, index: int, begin: Event | None, end: Event | None, about: Any) -> None:
+        """Note what went on between two moments, and what it was about."""
+        if begin is not None and end is not None and index in self._origins and len(self._open) < MOST_OPEN:
+            self._open.append((what, index, begin, end, about))
+
+    @contextlib.contextmanager
+    def span(self, what: str, index: int, stream: Stream, about: Any) -> Iterator[None]:
+        """Note what a stream is given inside of the context."""
+        begin = self.moment(index, stream)
+        yield
+        self.add(what, index, begin, self.moment(index, stream), about)
+
+    def take(self, *, wait: bool = False) -> list[tuple[str, float, float, Any]]:
+        """What is over and was not taken yet: what it was, from when to when, and about what.
+
+        ``wait``: block this thread until all is over.
+        """
+        found: list[tuple[str, float, float, Any]] = []
+        try:
+            for _ in range(0 if self._device.is_capturing() else len(self._open)):
+                what, index, begin, end, about = entry = self._open.popleft()
+                if wait:
+                    self._device.synchronize(end)
+                elif not self._device.done(end):
+                    self._open.append(entry)
+                    continue
+                since_s, origin = self._origins[index]
+                times = [since_s + self._device.seconds_between(origin, event) for event in (begin, end)]
+                found.append((what, times[0], times[1], about))
+        except RuntimeError:
+            self._open.clear()
+        return found
+
+    def under_way(self) -> list[tuple[str, float, float, Any]]:
+        """What is not over, as if it took no time."""
+        return [(what, now(), now(), about) for what, _, _, _, about in self._open]
 
 
 class StreamWaits:

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     noising = DDPMScheduler()
 
     if args.target != "none":
-        actoffload.attach(model, **options(args), announce="first")  # <- offloading
+        actoffload.attach(model, **options(args))  # <- offloading
 
     for step in range(args.steps):
         pictures, _ = waves(step, args.batch, args.size, device)
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
-        print(f"step {step}: loss {loss.item():.4f} = {loss.item().hex()}", flush=True)
+        print(f"step {step}: loss {loss.item():.4f} = {float(loss).hex()}", flush=True)
 
     attachment = actoffload.Attachment.of(model)
     if attachment is not None:

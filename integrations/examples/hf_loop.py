@@ -23,7 +23,7 @@ class Printing(Trainer):
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """The loss, in nats."""
-        loss = super().compute_loss(*args, **kwargs)
+        loss: Any = super().compute_loss(*args, **kwargs)
         print(f"loss {loss.item():.4f} = {loss.item().hex()}", flush=True)
         return loss
 
@@ -44,11 +44,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             save_strategy="no",
         )
         trainer = Printing(model, training, train_dataset=[{"input_ids": row, "labels": row} for row in tokens])
+        attachment = None
         if args.target != "none":
-            hf.attach(trainer, **options(args))  # <- offloading: the forward and the loss of each training step
+            attachment = hf.attach(
+                trainer, **options(args)
+            )  # <- offloading: the forward and the loss of each training step
         trainer.train()
-    if args.target != "none":
-        print(trainer.actoffload.offloader.report())  # what it did and why
+    if attachment is not None:
+        print(attachment.offloader.report())  # what it did and why
 
 
 if __name__ == "__main__":

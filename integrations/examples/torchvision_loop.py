@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     if args.target != "none":
-        actoffload.attach(model, **options(args), announce="first")  # <- offloading
+        actoffload.attach(model, **options(args))  # <- offloading
 
     for step in range(args.steps):
         pictures, kinds = waves(step, args.batch, args.size, device)
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
-        print(f"step {step}: loss {loss.item():.4f} = {loss.item().hex()}", flush=True)
+        print(f"step {step}: loss {loss.item():.4f} = {float(loss).hex()}", flush=True)
 
     attachment = actoffload.Attachment.of(model)
     if attachment is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ _FLAGS = {
     "host_budget": ("host-budget", "SIZE", "most bytes of host memory"),
     "nvme_budget": ("nvme-budget", "SIZE", "most bytes on disk"),
     "min_bytes": ("min-bytes", "SIZE", "smaller tensors stay"),
-    "include": ("modules", "GLOB", "names of the modules whose saved tensors move"),
+    "include": ("modules", "NAME", "what moves: names as in Megatron's --offload-modules, or globs of module names"),
     "exclude": ("exclude-modules", "GLOB", "names of the modules whose saved tensors stay"),
     "policy": ("policy", "POLICY", "auto, greedy, all, or a file with a plan's JSON"),
     "max_slowdown": ("max-slowdown", "SHARE", "with policy auto: how much slower a step may get, for example 0.02"),
@@ -29,6 +29,19 @@ _FLAGS = {
     "announce": ("announce", "WHO", "who says at the first step what is active: none, first or all"),
 }
 """For each field of `OffloadConfig` that a flag can set: the flag's name, its metavar and its help."""
+MODULES = {
+    "layer_input": (["*.input_layernorm", "tensor:checkpoint_input"], []),
+    "attn_norm": (["*.input_layernorm"], []),
+    "qkv_linear": (["*.linear_qkv"], []),
+    "core_attn": (["*.core_attention"], []),
+    "attn_proj": (["*.linear_proj"], []),
+    "mlp_norm": (["*.pre_mlp_layernorm"], []),
+    "mlp_act": (["*.mlp"], ["*.mlp.linear_fc1", "*.mlp.linear_fc2"]),
+    "expert_fc1": (["*.experts*.linear_fc1"], []),
+    "moe_act": (["*.experts"], ["*.experts*.linear_fc1", "*.experts*.linear_fc2"]),
+}
+"""Megatron's names for ``--offload-modules``, and two more: globs of the modules that save such tensors, and of those
+inside them that save others."""
 _SEVERAL = ("path", "include", "exclude")
 _SWITCHES = ("strict", "verify")
 
@@ -51,10 +64,10 @@ def add_actoffload_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     )
     for field, (_, metavar, text) in _FLAGS.items():
         if field in _SWITCHES:
-            group.add_argument(_flag(field), action="store_true", help=text)
+            group.add_argument(flag(field), action="store_true", help=text)
         else:
             nargs = "+" if field in _SEVERAL else None
-            group.add_argument(_flag(field), nargs=nargs, type=_checked(field), metavar=metavar, help=text)
+            group.add_argument(flag(field), nargs=nargs, type=_checked(field), metavar=metavar, help=text)
     return parser
 
 
@@ -75,17 +88,40 @@ def options_of(args: Any) -> dict[str, Any] | None:
         return None
     options: dict[str, Any] = {"target": target, "announce": "first"}
     for field in _FLAGS:
-        value = getattr(args, _flag(field).removeprefix("--").replace("-", "_"), None)
+        value = getattr(args, flag(field).removeprefix("--").replace("-", "_"), None)
         if value is not None:
             options[field] = _read(field, value)
+    if "include" in options:
+        _select(options)
     try:
         OffloadConfig(**options)
     except ConfigError as error:
-        raise ConfigError(_flag(error.field), error.value, error.remedy) from None
+        raise ConfigError(flag(error.field), error.value, error.remedy) from None
     return options
 
 
-def _flag(field: str) -> str:
+def _select(options: dict[str, Any]) -> None:
+    """Put globs where ``include`` has names of `MODULES`, and into ``exclude`` what those names leave out."""
+    words, exclude = _words(options["include"]), _words(options.get("exclude"))
+    names = [word for word in words if not set(word) & set(".*?[:")]
+    unknown = [name for name in names if name not in MODULES]
+    if unknown:
+        remedy = f"no such name; choose from {', '.join(MODULES)}, or give a glob such as 'decoder.*'"
+        raise ConfigError(flag("include"), unknown[0], remedy)
+    if "attn_proj" in names and "core_attn" not in names:
+        remedy = "attn_proj alone moves nothing: its input is saved by core_attn before, so name core_attn as well"
+        raise ConfigError(flag("include"), words, remedy)
+    options["include"] = [word for word in words if word not in names]
+    options["include"] += [glob for name in names for glob in MODULES[name][0]]
+    left_out = [glob for name in names for glob in MODULES[name][1] if glob not in options["include"]]
+    options["exclude"] = [*exclude, *left_out] or None
+
+
+def _words(value: str | Sequence[str] | None) -> list[str]:
+    return [value] if isinstance(value, str) else list(value or ())
+
+
+def flag(field: str) -> str:
     """The flag that sets a field."""
     return f"--actoffload-{_FLAGS[field][0] if field in _FLAGS else field}"
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import os
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from actoffload import Offloader, keep, offload_activations
+from actoffload import Offloader, Statistics, keep, offload_activations
 from actoffload.errors import ConfigError, SpoolPathError
 
-from .arguments import options_of
+from .arguments import flag, options_of
 from .microbatches import MicroBatches, Phase, core
 
 _SAME_TENSORS = "both would move the same tensors"
@@ -56,6 +59,7 @@ class OffloadedForwardStep:
         self.offloader: Offloader | None = None
         self._forward_step = forward_step
         self._began = False
+        self._names_mlp_act = False
         self._numbers = MicroBatches()
         if args is not None:
             self._begin(args)
@@ -68,7 +72,13 @@ class OffloadedForwardStep:
             return self._forward_step(*args, **kwargs)
         offloader, model = self.offloader, _unwrap(args, kwargs)
         _refuse_conflicts(model.config, offloader.config.target)
-        offloader.use(model)
+        if self._names_mlp_act and getattr(model.config, "num_moe_experts", None):
+            remedy = "the model has experts: name moe_act and expert_fc1, or give globs of module names"
+            raise ConfigError(flag("include"), "mlp_act", remedy)
+        try:
+            offloader.use(model)
+        except ConfigError as error:
+            raise ConfigError(flag(error.field), error.value, error.remedy) from None
         key = self._numbers.key(model)
         after = self._numbers.following(model, key)
 
@@ -92,7 +102,35 @@ class OffloadedForwardStep:
                 self.offloader = offload_activations(**options).offloader
             except SpoolPathError as error:
                 raise ConfigError("--actoffload-path", options.get("path"), str(error)) from error
+            self._names_mlp_act = "mlp_act" in (getattr(args, "actoffload_modules", None) or ())
+            if options["announce"] != "none":
+                _say_at_the_end(self.offloader)
         self._began = True
+
+
+def row(rank: str, found: Statistics) -> str:
+    """One rank's row of the table that stands at the end of a training."""
+
+    def mib(nbytes: int) -> str:
+        return f"{nbytes / 2**20:10.1f}"
+
+    return (
+        f"actoffload rank {rank:>4}: moved {mib(found.moved_bytes)} MiB | resident peak "
+        f"{mib(found.resident_peak_bytes)} of {mib(found.baseline_peak_bytes)} MiB | waited {found.wait_s:8.2f} s | "
+        f"host {mib(found.host_written_bytes)} MiB | disk {mib(found.nvme_written_bytes)} MiB"
+    )
+
+
+@functools.cache
+def _say_at_the_end(offloader: Offloader) -> None:
+    """Each rank prints its own row when it ends: none waits for another, which may have died."""
+
+    def say() -> None:
+        found = offloader.statistics()
+        if found.steps:
+            print(row(os.environ.get("RANK", "0"), found), file=sys.stderr, flush=True)
+
+    atexit.register(say)
 
 
 def _megatron_args() -> Any:

@@ -3,7 +3,7 @@
     python -m actoffload.integrations.megatron.pretrain_gpt --actoffload-target nvme --actoffload-min-bytes 16KiB
     torchrun --nproc-per-node 2 -m actoffload.integrations.megatron.pretrain_gpt --pp 2 --actoffload-target nvme
 
-The text is PyTorch's own source, a token a byte. Each step's loss is printed, and at the end what was moved and why.
+The text is PyTorch's own source, a token a byte. Each step's loss is printed, and at the end a row of each rank.
 The two lines that switch actoffload on are marked.
 """
 
@@ -38,7 +38,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"layers": 4, "width": 128, "heads": 4, "seq": 256, "micro-batch": 2, "microbatches": 4, "steps": 5}
-    for flag, default in {**sizes, "tp": 1, "pp": 1, "vpp": 1}.items():
+    for flag, default in {**sizes, "tp": 1, "pp": 1, "vpp": 1, "ep": 1}.items():
         parser.add_argument(f"--{flag}", type=int, default=default)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--sequence-parallel", action="store_true")
@@ -58,6 +58,7 @@ def make_config(args: argparse.Namespace, **more: Any) -> TransformerConfig:
         tensor_model_parallel_size=args.tp,
         pipeline_model_parallel_size=args.pp,
         virtual_pipeline_model_parallel_size=args.vpp if args.vpp > 1 else None,
+        expert_model_parallel_size=args.ep,
         sequence_parallel=args.sequence_parallel,
         pipeline_dtype=torch.float32,
         deallocate_pipeline_outputs=True,
@@ -74,7 +75,7 @@ def make_chunks(
     config: TransformerConfig, seq: int, *, distributed_optimizer: bool = False
 ) -> list[DistributedDataParallel]:
     """This process's part of the model: one chunk, or several where the pipeline is interleaved."""
-    layer = get_gpt_layer_local_spec()
+    layer = get_gpt_layer_local_spec(config.num_moe_experts)
     layer.submodules.self_attention.submodules.core_attention = CausalAttention
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     rank, size = parallel_state.get_pipeline_model_parallel_rank(), config.pipeline_model_parallel_size
@@ -134,7 +135,8 @@ def join() -> None:
 
 def set_up(args: argparse.Namespace) -> None:
     """Megatron's process groups, number of micro-batches and random numbers."""
-    parallel_state.initialize_model_parallel(args.tp, args.pp, args.vpp if args.vpp > 1 else None)
+    chunks = args.vpp if args.vpp > 1 else None
+    parallel_state.initialize_model_parallel(args.tp, args.pp, chunks, expert_model_parallel_size=args.ep)
     replicas = parallel_state.get_data_parallel_world_size()
     samples = args.microbatches * args.micro_batch * replicas
     init_num_microbatches_calculator(dist.get_rank(), None, samples, args.micro_batch, replicas)
@@ -169,8 +171,6 @@ def train(args: argparse.Namespace) -> None:
         optimizer.step()
         if losses and parallel_state.get_tensor_model_parallel_rank() == parallel_state.get_data_parallel_rank() == 0:
             print(f"step {number}: loss {torch.stack(losses).mean().item():.4f}", flush=True)
-    if step.offloader is not None:
-        print(f"rank {dist.get_rank()}:\n{step.offloader.report()}", flush=True)
 
 
 def main() -> None:

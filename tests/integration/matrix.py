@@ -20,10 +20,10 @@ NOT_OFFERED = {
     "Accelerate": {"flag"},
     "Megatron-core": {"env", "code"},
     "Lightning": {"flag", "env"},
-    "torch.distributed": {"flag", "env"},
+    "torchtitan": {"code"},
 }
 """The ways that a framework has none of."""
-BEGIN = "| framework |"
+BEGIN = "| way |"
 
 Cell = tuple[str, bool, str]
 """Framework, with its checkpointing, way."""
@@ -51,18 +51,20 @@ def passed(files: Iterable[str]) -> set[Cell]:
 
 
 def render(proved: set[Cell]) -> list[str]:
-    """The lines of the table."""
-    frameworks = dict.fromkeys([*NOT_OFFERED, *sorted(framework for framework, _, _ in proved)])
-    titles = [f"{way}{suffix}" for suffix in ("", ", checkpointing") for way in WAYS]
-    lines = [f"{BEGIN} {' | '.join(titles)} |", "| --- " * (1 + len(titles)) + "|"]
-    for framework in sorted(frameworks):
-        words = []
-        for checkpointing in (False, True):
-            for way in WAYS:
-                absent = "–" if way in NOT_OFFERED.get(framework, ()) else "not tested"
-                words.append("yes" if (framework, checkpointing, way) in proved else absent)
-        lines.append(f"| {framework} | {' | '.join(words)} |")
+    """The lines of the table: a row for each way, a column for each framework."""
+    frameworks = sorted({*NOT_OFFERED, *(framework for framework, _, _ in proved)}, key=str.lower)
+    lines = [f"{BEGIN} {' | '.join(frameworks)} |", "| --- " * (1 + len(frameworks)) + "|"]
+    for way in WAYS:
+        words = [_word(proved, framework, way) for framework in frameworks]
+        lines.append(f"| {way} | {' | '.join(words)} |")
     return lines
+
+
+def _word(proved: set[Cell], framework: str, way: str) -> str:
+    if way in NOT_OFFERED.get(framework, ()):
+        return "–"
+    shown = (framework, False, way) in proved, (framework, True, way) in proved
+    return {(True, True): "both", (True, False): "without", (False, True): "with"}.get(shown, "not tested")
 
 
 def written() -> list[str]:

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from actoffload.analysis.process_usage import block_io
+from actoffload.analysis.trace_file import load
+from actoffload.analysis.traced_run import look_at
 from actoffload.errors import ConfigError
 from tests.integration.evidence import assert_evidence
 from tests.integration.processes import launch
@@ -26,20 +33,19 @@ ZERO = ["zero0", "zero1", "zero2", "zero3", "zero3_frozen", "zero3_bf16", "accum
 OFFLOADED = ["optimizer_cpu", "param_cpu"]
 CHECKPOINT = ["checkpoint", "checkpoint_zero3", "checkpoint_non_reentrant", "checkpoint_partitioned"]
 PIPELINE = ["pipeline", "pipeline_checkpoint", "pipeline_dual"]
-ONE_PROCESS = ["zero1", "zero3", "checkpoint"]
 
 Found = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    rows = ["announced", *ZERO, *OFFLOADED, *CHECKPOINT, *PIPELINE]
-    return launch(WORKER, 2, tmp_path_factory.mktemp("two"), *rows)
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("two")
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return launch(WORKER, 1, tmp_path_factory.mktemp("one"), "forms", *ONE_PROCESS)
+def two(directory: Path) -> Found:
+    rows = ["announced", "forms", *ZERO, *OFFLOADED, *CHECKPOINT, *PIPELINE]
+    return launch(WORKER, 2, directory, *rows)
 
 
 def assert_row(ranks: Found, row: str) -> None:
@@ -57,11 +63,6 @@ def test_zero(two: Found, row: str) -> None:
 @pytest.mark.parametrize("row", [*CHECKPOINT, *PIPELINE])
 def test_checkpoints_and_pipelines(two: Found, row: str) -> None:
     assert_row(two, row)
-
-
-@pytest.mark.parametrize("row", ONE_PROCESS)
-def test_one_process(one: Found, row: str) -> None:
-    assert_row(one, row)
 
 
 def test_the_inputs_of_deepspeeds_own_checkpoints_leave(two: Found) -> None:
@@ -89,11 +90,75 @@ def test_one_line_is_said_by_the_first_rank_alone(two: Found) -> None:
     assert "actoffload" not in second
 
 
-def test_every_form_of_configuration(one: Found) -> None:
-    found = one[0]["forms"]
-    assert found.pop("switched off") == 0
-    assert all(found.values()), found
-    assert len(found) == 5
+def test_every_form_of_configuration(two: Found) -> None:
+    for found in (rank["forms"] for rank in two):
+        assert found.pop("switched off") == 0
+        assert all(found.values()), found
+        assert len(found) == 5
+
+
+class Engine(nn.Linear):
+    """As much of an engine as an attachment asks for."""
+
+    def __init__(self) -> None:
+        super().__init__(1024, 1024)
+        self.module = nn.Identity()
+
+    def zero_optimization_stage(self) -> int:
+        """No part is another rank's."""
+        return 0
+
+
+def test_what_deepspeed_swaps_is_told_from_what_we_move(tmp_path: Path) -> None:
+    """A file that is written beside the spool stands for DeepSpeed's, whose swapping needs libaio."""
+    note = adapter._shared_bandwidth({"zero_optimization": {"offload_param": {"device": "nvme"}}})
+    engine = Engine()
+    attachment = adapter.EngineAttachment(engine, {"target": "nvme", "path": tmp_path, "announce": "none"}, note)
+    for _ in range(5):
+        engine(torch.ones(1024, 1024)).exp().sum().backward()
+    before = block_io()
+    with open(tmp_path / "swapped", "wb") as file:
+        file.write(bytes(24 << 20))
+        os.fsync(file.fileno())
+    after = block_io()
+    if before is None or after.write_bytes - before.write_bytes < 24 << 20:
+        pytest.skip("the kernel does not count what is written here")
+    found = re.search(
+        r"on disk: actoffload wrote ([\d.]+) MiB .*all else in this process, ([\d.]+) MiB", attachment.report()
+    )
+    assert found is not None
+    ours = attachment.offloader.statistics().nvme_written_bytes
+    assert float(found[1]) == pytest.approx(ours / 2**20, abs=0.1)
+    assert 24 <= float(found[2]) < 32
+    attachment.detach()
+    attachment.offloader.close()
+
+
+def test_a_trace_shows_the_offloaded_optimizer(two: Found, directory: Path) -> None:
+    """Its steps, the gradients and parameters that it copies around them, and its memory; each rank has a file."""
+    steps = 3
+    for rank in range(len(two)):
+        trace = load(directory / f"run.rank{rank}.json")
+        assert [phase.name for phase in trace.phases] == steps * ["forward", "backward", "optimizer"]
+        for phase in trace.phases[2::3]:
+            copied = [one for one in trace.transfers if not one.ours and phase.begin_s <= one.begin_s <= phase.end_s]
+            assert [one.name for one in copied] == ["DeepSpeed: parameters"]
+            parameters = trace.counters["memory"].at(phase.end_s)["parameters"]
+            assert copied[0].nbytes == pytest.approx(parameters / 2, rel=0.01)  # of two ranks
+        gradients = [one for one in trace.transfers if one.name == "DeepSpeed: gradient"]
+        between = [(b.begin_s, o.begin_s) for b, o in zip(trace.phases[1::3], trace.phases[2::3], strict=True)]
+        assert all(any(begin_s <= one.begin_s <= end_s for begin_s, end_s in between) for one in gradients)
+        written = sum(one.nbytes for one in gradients) / steps
+        assert written == pytest.approx(parameters / 2, rel=0.2)
+        links = {link.name: link.nbytes for link in look_at(trace).links()}
+        assert links["host write"] == sum(one.nbytes for one in gradients)
+        memory = trace.counters["memory"].series
+        assert memory["optimizer state"][-1] >= parameters  # half of three: weights and two moments
+        statistics = trace.metadata["statistics"]
+        assert (
+            sum(one.nbytes for one in trace.transfers if one.link == "disk" and one.way == "write")
+            == (statistics["nvme_written_bytes"])
+        )
 
 
 # -- what is refused, before DeepSpeed builds anything --
@@ -150,6 +215,30 @@ def test_both_offloaders_on_are_refused(part: dict[str, Any], message: str) -> N
         adapter.initialize(config={**part, "actoffload": {}})
     with pytest.raises(AssertionError, match="asked to build"):  # one of the two is off
         adapter.initialize(config={**part, "actoffload": {"enabled": False}})
+
+
+@pytest.mark.usefixtures("never_built")
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"device": "floppy"}, r"activation_checkpointing\.device='floppy': choose one of 'none', 'cpu', 'nvme'"),
+        ({"nvme_path": "/"}, r"activation_checkpointing\.nvme_path='/': is read only with \"device\": \"nvme\""),
+        ({"device": "cpu", "nvme_path": "/"}, r"activation_checkpointing\.nvme_path='/': is read only with"),
+        ({"device": "nvme", "nvme_path": 3}, "path=3: "),
+    ],
+)
+def test_a_device_for_checkpoints_that_cannot_work_is_refused(part: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        adapter.initialize(config={"activation_checkpointing": part})
+
+
+def test_a_device_for_checkpoints_stands_for_target_and_path() -> None:
+    def options(**part: str) -> Any:
+        return adapter.read_section({"activation_checkpointing": part})
+
+    assert options(device="cpu") == {"target": "host"}
+    assert options(device="nvme", nvme_path="/d") == {"target": "nvme", "path": "/d"}
+    assert options(device="none") is None
 
 
 @pytest.mark.usefixtures("never_built")

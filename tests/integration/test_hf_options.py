@@ -12,8 +12,7 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 import actoffload
 from actoffload.errors import ConfigError
-from tests.integration.evidence import assert_evidence
-from tests.integration.hf_models import attached, checkpointing, compare, make_trainer
+from tests.integration.hf_models import attached, checkpointing, make_trainer
 
 for _package in ("accelerate", "peft"):
     pytest.importorskip(_package)
@@ -76,11 +75,18 @@ def test_the_flag_of_transformers_is_taken_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["floppy", 3])
-def test_a_flag_with_a_value_that_cannot_work_is_refused(value: object, tmp_path: Path) -> None:
-    options: dict[str, Any] = checkpointing(reentrant=False)
-    options["activation_checkpointing_kwargs"] = {"offload": value}
-    with pytest.raises(ConfigError, match=r"activation_checkpointing_kwargs\['offload'\]=.*choose one of .*, or True"):
-        attach(make_trainer(tmp_path, **options))
+@pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing", "activation_offloading"])
+def test_a_flag_with_a_value_that_cannot_work_is_refused(name: str, value: object, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    flag = name
+    if name == "activation_offloading":  # TRL's
+        trainer.args.activation_offloading = value
+    else:
+        setattr(trainer.args, name, True)
+        setattr(trainer.args, f"{name}_kwargs", {"offload": value})
+        flag = rf"{name}_kwargs\['offload'\]"
+    with pytest.raises(ConfigError, match=f"{flag}=.*choose one of .*, or True"):
+        attach(trainer)
 
 
 def test_the_offloading_of_transformers_by_hand_is_refused(tmp_path: Path) -> None:
@@ -128,15 +134,13 @@ def test_flags_are_off_by_default(tmp_path: Path) -> None:
     assert not hasattr(trainer, "actoffload")
 
 
-def test_flags_train(tmp_path: Path) -> None:
+def test_flags_are_options(tmp_path: Path) -> None:
     flags = parse(
         *("--actoffload_target", "nvme", "--actoffload_path", str(tmp_path), "--actoffload_min_bytes", "1KiB"),
         *("--actoffload_device_budget", "131072", "--actoffload_exclude", "lm_head", "model.norm"),
         *("--actoffload_strict", "--actoffload_announce", "first"),
     )
-    assert_evidence(*compare(lambda: make_trainer(tmp_path), **flags.options()))
-    trainer = make_trainer(tmp_path)
-    attachment = flags.attach(trainer, policy="all")
+    attachment = flags.attach(make_trainer(tmp_path), policy="all")
     config = attachment.offloader.config
     assert (config.device_budget, config.min_bytes, config.policy) == (131072, 1024, "all")
     assert (config.exclude, config.strict, config.announce) == (("lm_head", "model.norm"), True, "first")
@@ -162,8 +166,16 @@ def test_a_flag_with_an_unknown_value_is_refused(capsys: pytest.CaptureFixture[s
 
 
 def test_a_flag_that_cannot_work_is_named() -> None:
-    with pytest.raises(ConfigError, match="actoffload_min_bytes='many': not a size"):
-        parse("--actoffload_target", "nvme", "--actoffload_min_bytes", "many")
+    values = {
+        "device_budget": "much",
+        "host_budget": "-1",
+        "nvme_budget": "0",
+        "min_bytes": "many",
+        "max_slowdown": "-1",
+    }
+    for name, value in values.items():
+        with pytest.raises(ConfigError, match=f"actoffload_{name}='?{value}"):
+            parse("--actoffload_target", "nvme", f"--actoffload_{name}={value}")
     parser = HfArgumentParser(OffloadArguments)
     with pytest.raises(ConfigError, match="actoffload_target='floppy': choose one of"):
         parser.parse_dict({"actoffload_target": "floppy"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint_sequential
 from torch.utils.data import DataLoader, TensorDataset
 
 import actoffload
@@ -18,7 +20,7 @@ from tests.integration.evidence import Run, assert_evidence, counting_owners
 pl = pytest.importorskip("lightning.pytorch")
 
 WIDTH = 64
-STEPS = 6
+STEPS = 8
 
 pytestmark = [
     # Lightning and torchmetrics on themselves and on this machine.
@@ -38,8 +40,8 @@ class Task(pl.LightningModule):  # type: ignore[misc, name-defined]
     """A small net whose forward is not what the trainer calls.
 
     Args:
-        by: how the training step runs the net: ``"forward"`` (``self(x)``) or ``"part"`` (``self.net(x)``, so that no
-            forward hook of the module itself ever fires).
+        by: how the training step runs the net: ``"forward"`` (``self(x)``), ``"part"`` (``self.net(x)``, so that no
+            forward hook of the module itself ever fires), or ``"checkpoint"`` (each layer under PyTorch's checkpoint).
         manual: the step does its own backward and optimizer step.
     """
 
@@ -54,12 +56,13 @@ class Task(pl.LightningModule):  # type: ignore[misc, name-defined]
         self.validated: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.dropout(self.net(x))
+        net = functools.partial(checkpoint_sequential, self.net, 6, use_reentrant=False)
+        out: Tensor = self.dropout(net(x) if self.by == "checkpoint" else self.net(x))
         return out
 
     def training_step(self, batch: list[Tensor], index: int) -> Tensor | None:
         x, y = batch
-        hidden = self(x) if self.by == "forward" else self.dropout(self.net(x))
+        hidden = self.dropout(self.net(x)) if self.by == "part" else self(x)
         loss: Tensor = (hidden.exp() - y).square().mean()  # saves tensors outside of every module's forward
         self.run.losses.append(loss.detach().clone())
         if self.automatic_optimization:
@@ -123,18 +126,23 @@ def options(tmp_path: Path) -> dict[str, Any]:
     }
 
 
+ACCUMULATE = {"accumulate_grad_batches": 2}
+proves = pytest.mark.proves
+
+
 @pytest.mark.parametrize(
     ("by", "manual", "extra"),
     [
         ("forward", False, {}),
         ("part", False, {}),
-        ("forward", False, {"accumulate_grad_batches": 3}),
+        pytest.param("forward", False, ACCUMULATE, marks=proves("Lightning", checkpointing=False, way="code")),
+        pytest.param("checkpoint", False, ACCUMULATE, marks=proves("Lightning", checkpointing=True, way="code")),
         ("part", False, {"gradient_clip_val": 0.01}),
         ("forward", False, {"precision": "bf16-mixed"}),
         ("forward", True, {}),
         ("part", True, {}),
     ],
-    ids=["forward", "part", "accumulation", "clipping", "bf16", "manual forward", "manual part"],
+    ids=["forward", "part", "accumulation", "checkpoint", "clipping", "bf16", "manual forward", "manual part"],
 )
 def test_same_bits(by: str, manual: bool, extra: dict[str, Any], tmp_path: Path) -> None:
     plain = fit(Task(by, manual), tmp_path, **extra)

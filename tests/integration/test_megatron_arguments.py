@@ -14,9 +14,10 @@ import torch
 
 pytest.importorskip("megatron.core.package_info")
 
-from actoffload.integrations.megatron import add_actoffload_args, microbatches, wrap_forward_step
+from actoffload.integrations.megatron import add_actoffload_args, arguments, microbatches, wrap_forward_step
+from actoffload.integrations.megatron.forward_step import row
 
-from actoffload import OffloadConfig
+from actoffload import OffloadConfig, Statistics
 from actoffload.errors import ConfigError
 
 pytestmark = [
@@ -106,7 +107,7 @@ def test_every_flag_reaches_the_offloader(tmp_path: Path) -> None:
         parse(
             f"--actoffload-target tiered --actoffload-path {tmp_path} {tmp_path}/second "
             "--actoffload-device-budget 3MiB --actoffload-host-budget 64MiB --actoffload-nvme-budget 1GiB "
-            "--actoffload-min-bytes 5 --actoffload-modules a.* b --actoffload-exclude-modules c "
+            "--actoffload-min-bytes 5 --actoffload-modules a.* b.c --actoffload-exclude-modules c "
             f"--actoffload-policy {tmp_path}/plan.json --actoffload-engine posix --actoffload-strict "
             f"--actoffload-verify --actoffload-trace {tmp_path}/trace.json --actoffload-announce all"
         ),
@@ -120,7 +121,7 @@ def test_every_flag_reaches_the_offloader(tmp_path: Path) -> None:
         host_budget=64 << 20,
         nvme_budget=1 << 30,
         min_bytes=5,
-        include=("a.*", "b"),
+        include=("a.*", "b.c"),
         exclude="c",
         policy=config.policy,
         engine="posix",
@@ -131,6 +132,9 @@ def test_every_flag_reaches_the_offloader(tmp_path: Path) -> None:
     )
     assert not isinstance(config.policy, str)
     step.offloader.close()
+    slower = arguments.options_of(parse("--actoffload-target nvme --actoffload-max-slowdown 0.02"))
+    assert slower is not None
+    assert slower["max_slowdown"] == 0.02
 
 
 @pytest.mark.parametrize(
@@ -145,6 +149,7 @@ def test_every_flag_reaches_the_offloader(tmp_path: Path) -> None:
         ("--actoffload-policy", "none"),
         ("--actoffload-engine", "tape"),
         ("--actoffload-announce", "loudly"),
+        ("--actoffload-max-slowdown", "much"),
     ],
 )
 def test_a_bad_value_names_its_flag(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,11 +166,44 @@ def test_a_bad_value_names_its_flag(flag: str, value: str, capsys: pytest.Captur
         ({"actoffload_target": "ssd"}, "--actoffload-target='ssd'"),
         ({"actoffload_target": "nvme", "actoffload_path": ["/missing"]}, "--actoffload-path="),
         ({"hidden_size": 4}, "add_actoffload_args"),
+        (
+            {"actoffload_target": "nvme", "actoffload_modules": ["core_att"]},
+            "no such name; choose from layer_input, .*",
+        ),
+        ({"actoffload_target": "nvme", "actoffload_modules": ["attn_proj"]}, "name core_attn as well"),
     ],
 )
 def test_a_bad_value_that_no_parser_saw_names_its_flag(values: dict[str, Any], flag: str) -> None:
     with pytest.raises(ConfigError, match=flag):
         wrap_forward_step(no_step, argparse.Namespace(**values))
+
+
+def test_names_of_modules_are_globs_in_the_end() -> None:
+    options = arguments.options_of(
+        parse("--actoffload-target nvme --actoffload-modules mlp_act a.* expert_fc1 moe_act")
+    )
+    assert options is not None
+    assert options["include"] == ["a.*", "*.mlp", "*.experts*.linear_fc1", "*.experts"]
+    assert options["exclude"] == ["*.mlp.linear_fc1", "*.mlp.linear_fc2", "*.experts*.linear_fc2"]
+
+
+def test_names_of_modules_that_the_model_has_not_are_refused(tmp_path: Path) -> None:
+    flags = f"--actoffload-target nvme --actoffload-path {tmp_path} --actoffload-modules"
+    for name, chunk, message in (
+        ("mlp_act", chunk_with(num_moe_experts=2), "--actoffload-modules='mlp_act': the model has experts"),
+        ("core_attn", chunk_with(), r"--actoffload-modules=.*'\*.core_attention' matches no module of the model"),
+    ):
+        step = wrap_forward_step(no_step, parse(f"{flags} {name}"))
+        with pytest.raises(ConfigError, match=message):
+            step(None, chunk)
+        assert step.offloader is not None
+        step.offloader.close()
+
+
+def test_each_rank_says_what_it_did() -> None:
+    found = Statistics(nvme_written_bytes=3 << 20, resident_peak_bytes=1 << 20, baseline_peak_bytes=5 << 20)
+    expected = "moved 3.0 MiB | resident peak 1.0 of 5.0 MiB | waited 0.00 s | host 0.0 MiB | disk 3.0 MiB"
+    assert " ".join(row("7", found).split()) == f"actoffload rank 7: {expected}"
 
 
 def test_a_plan_that_is_none_names_its_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

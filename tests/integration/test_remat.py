@@ -40,14 +40,15 @@ class Block(nn.Module):
         return attended
 
     def mlp(self, x: Tensor) -> Tensor:
-        return self.down(gelu(self.up(x)))
+        changed: Tensor = self.down(gelu(self.up(x)))
+        return changed
 
     def forward(self, x: Tensor) -> Tensor:
         with nullcontext() if self.pair is None else remat.saved_tensors_hooks(*self.pair):
             attended = remat.region(self.attention, "attention", recompute=not self.save[0])(self.norms[0](x))
         remat.recompute_needs_tensor(attended)
-        y = x + attended
-        moved = remat.region(self.mlp, "mlp", recompute=not self.save[1])(self.norms[1](y))
+        y: Tensor = x + attended
+        moved: Tensor = remat.region(self.mlp, "mlp", recompute=not self.save[1])(self.norms[1](y))
         remat.recompute_needs_tensor(moved)
         if self.changes:
             attended.detach().zero_()
@@ -60,7 +61,7 @@ class Model(nn.Module):
     def __init__(self, save: tuple[bool, bool] = (True, False), options: dict[str, Any] | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block(save) for _ in range(3))
+        self.blocks: Any = nn.ModuleList(Block(save) for _ in range(3))
         self.options = {} if options is None else options
 
     def forward(self, x: Tensor) -> Tensor:
@@ -99,7 +100,7 @@ def attached(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
 def trained(attached: Callable[..., Any], model: Model, twice: bool = False, **options: Any) -> Statistics:
     """What was done in two steps, whose gradients are those of the model alone."""
-    expected = gradients(Model(model.blocks[0].save), twice)  # type: ignore[arg-type]
+    expected = gradients(Model(model.blocks[0].save), twice)
     offloader = attached(model, **options)
     for _ in range(2):
         model.zero_grad()
@@ -119,12 +120,13 @@ def movable(statistics: Statistics) -> int:
 def test_the_same_gradients_and_what_is_kept_moves(
     attached: Callable[..., Any], save: tuple[bool, bool], twice: bool
 ) -> None:
-    statistics = trained(attached, Model(save), twice)
-    inputs = (
-        2 * 2 * 8 * 32 * WIDTH * 4
-    )  # of the second and the third checkpoint, in two steps; the first is the model's
-    assert statistics.nvme_written_bytes >= inputs * (1 + sum(save)), "and what SAVE regions save"
+    budget = "640KiB" if any(save) else "128KiB"  # less than is kept, so that something is written
+    statistics = trained(attached, Model(save), twice, device_budget=budget)
+    assert statistics.nvme_written_bytes > 0
     assert statistics.nvme_read_bytes > 0
+    if any(save):
+        inputs_alone = trained(attached, Model((False, False)), twice, device_budget="128KiB")
+        assert movable(statistics) > movable(inputs_alone), "what SAVE regions save, too"
 
 
 def test_boundaries_only_moves_the_inputs_of_the_checkpoints(attached: Callable[..., Any]) -> None:
@@ -168,12 +170,13 @@ def test_hooks_of_its_own_are_refused(attached: Callable[..., Any]) -> None:
 
 
 def test_hooks_around_ours_are_shadowed_as_those_of_pytorch_are(attached: Callable[..., Any]) -> None:
-    seen: list[Tensor] = []
+    def fail(tensor: Tensor) -> Tensor:
+        raise AssertionError("the outer hooks were called")
+
     model = Model()
     attached(model)
-    with remat.saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor):
+    with remat.saved_tensors_hooks(fail, fail):
         loss = model(torch.ones(8, 32, WIDTH))
-    assert not seen
     loss.backward()
 
 

@@ -120,8 +120,8 @@ def online_dpo(model: str, out: Path, kind: str) -> Any:
 
 
 ROWS = [
-    *[(one, kind) for one in (sft, dpo, grpo) for kind in ("plain", "lora")],
-    *[(sft, "packing"), (kto, "plain"), (rewarding, "plain"), (rloo, "plain"), (online_dpo, "plain")],
+    *[(one, kind) for one in (dpo, grpo) for kind in ("plain", "lora")],
+    *[(sft, "lora"), (sft, "packing"), (kto, "plain"), (rewarding, "plain"), (rloo, "plain"), (online_dpo, "plain")],
 ]
 
 

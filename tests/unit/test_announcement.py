@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +227,23 @@ def test_a_step_inside_an_except_block_did_not_fail(tmp_path: Path) -> None:
             model(torch.randn(2, 4))
     attachment.detach()
     attachment.offloader.close()
+
+
+# -- logging -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_plans_and_failures_are_logged(make_offloader: MakeOffloader, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "actoffload")
+    offloader = make_offloader(policy="auto", min_bytes="16KiB", nvme_budget="64KiB")
+    model = Chain(depth=8)
+    for _ in range(4):
+        train_step(model, batch(256), offloader)
+    levels = {record.getMessage().split(":")[0]: record.levelname for record in caplog.records}
+    assert levels["no room on disk"] == "WARNING"
+    assert levels["plan"] == "INFO"
+
+
+def test_logging_is_quiet_unless_the_program_asks_for_it() -> None:
+    """Without a handler of the library's own, `logging` would print warnings to stderr."""
+    assert [type(handler) for handler in logging.getLogger("actoffload").handlers] == [logging.NullHandler]

@@ -32,7 +32,7 @@ FLOORS = {
 TORCH_FREE = (
     "errors config events locks policy sizes statistics version memory.best_fit memory.native_build storage storage.* "
     "planning planning.* analysis.estimate analysis.estimate_* analysis.rok "
-    "analysis.bench"
+    "analysis.bench analysis.trace_file runtime.trace_writer"
 )
 """Modules that never import torch, directly or through another module of the package."""
 
@@ -41,9 +41,11 @@ OPTIONAL = {
     "cupy": "storage.engines.gds",
     "deepspeed": "integrations.deepspeed benchmarks.frameworks_cpu",
     "diffusers": "integrations.examples.diffusers_loop",
+    "jinja2": "analysis.report_page",
     "kvikio": "storage.engines.gds cli.doctor",
     "matplotlib": "analysis.plots",
     "megatron": "integrations.megatron integrations.megatron.* benchmarks.peers",
+    "plotly": "analysis.report_page",
     "rich": "cli.*",
     "torch_remat": "integrations.remat",
     "torchtitan": "integrations.torchtitan",

@@ -15,6 +15,7 @@ def test_a_plan_declines_where_hooks_keep_the_host_from_the_device(device: Simul
     assert max(row["seconds"][2:6]) > 1.1 * row["keep_s"], "before that was seen"
     assert row["late"] <= 1.02
     assert "while hooks kept the host busy" in row["explained"]
+    assert "why is a step slower:\n" not in row["explained"]
 
 
 def test_a_plan_moves_where_the_host_runs_ahead(device: SimulatedDevice) -> None:
@@ -22,3 +23,4 @@ def test_a_plan_moves_where_the_host_runs_ahead(device: SimulatedDevice) -> None
     assert row["late"] <= 1.02
     assert row["moved_share"] > 0.2
     assert "hooks that move" in row["explained"]
+    assert "why is a step slower:\n" not in row["explained"]

@@ -87,6 +87,22 @@ def _throttled(make_rig: MakeRig, budget: int | None, blocks: int) -> None:
     _check(rig, fast, 2 * SOON + 33 + SOON)
 
 
+def test_a_disk_that_somebody_else_writes_to_as_well(make_rig: MakeRig) -> None:
+    """As DeepSpeed does that swaps: the plan is for what is left of the disk, and later for all of it again."""
+    shared, whole = (_settled(make_rig, rate, None) for rate in (FAST / 4, FAST))
+    rig = make_rig(bytes_per_s=FAST)
+    rig.disk.other_bytes = 3 * 2 * MIB  # before each of ours of 2 MiB
+    rig.steps(2 * SOON)
+    _check(rig, shared, WARM_UP + 1)
+    assert rig.offloader.profile is not None
+    assert rig.offloader.profile.disk is not None
+    assert rig.offloader.profile.disk.write_bytes_per_s == pytest.approx(FAST / 4, rel=0.05)
+    assert 0 < rig.moved[-1] < 8 * 4 * 2 * MIB
+    rig.disk.other_bytes = 0
+    rig.steps(40)
+    _check(rig, whole, 3 * SOON)
+
+
 @pytest.mark.parametrize(("factor", "soon"), [(50, SOON), (500, 2 * SOON)])
 def test_a_disk_that_no_plan_used_is_measured_now_and_then(make_rig: MakeRig, factor: int, soon: int) -> None:
     """A disk that was too slow for anything at first: one of them has ended no write when the plan is made."""

@@ -85,7 +85,8 @@ def test_policies_are_told_by_what_they_do() -> None:
 
 def test_importing_it_imports_nothing_heavy_beside_torch() -> None:
     """The compiler alone takes seconds (``torch._dynamo``)."""
-    heavy = "torch._dynamo torch._inductor sympy rich typer matplotlib transformers deepspeed megatron numpy.testing"
+    heavy = "torch._dynamo torch._inductor sympy rich typer matplotlib numpy.testing"
+    heavy += " transformers accelerate trl peft deepspeed megatron lightning torchtitan diffusers"
     program = (
         "import sys, torch; before = set(sys.modules); import actoffload; new = set(sys.modules) - before; "
         "model = torch.nn.Linear(2, 2); actoffload.attach(model, target='host', announce='none'); "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import torch
 from actoffload import Offloader
 from actoffload.config import make_config
 from actoffload.policy import KeepReason
-from actoffload.runtime.report import KEPT_MEANINGS, render_report
+from actoffload.runtime.report import KEPT_MEANINGS, Report, render_report
 from actoffload.statistics import Statistics
 from actoffload.tiers.accounts import Accounts
 from tests.harness import Chain, MakeOffloader, batch, train_step
@@ -226,3 +227,32 @@ def test_the_report_says_what_a_day_of_this_costs_the_drive() -> None:
     assert "50.0 days of writing" in render_report(two, statistics, elapsed_s=3600)
     assert "set drive_tbw=" in render_report(make_config({}), statistics, elapsed_s=3600)
     assert "wear" not in render_report(make_config({}), Statistics(packed_tensors=1, steps=1), elapsed_s=3600)
+
+
+def test_metrics_tell_what_was_done_since_and_the_peaks() -> None:
+    before = _statistics()
+    now = _statistics(nvme_written_bytes=100 * MIB, unpack_wait_s=1.5, resident_peak_bytes=11 * MIB)
+    assert now.metrics(since=before) == {
+        "actoffload/moved_bytes": 10 * MIB,
+        "actoffload/wait_s": 0.5,
+        "actoffload/host_written_bytes": 0,
+        "actoffload/nvme_written_bytes": 10 * MIB,
+        "actoffload/resident_peak_bytes": 11 * MIB,
+        "actoffload/baseline_peak_bytes": 40 * MIB,
+    }
+    assert before.metrics()["actoffload/moved_bytes"] == 90 * MIB
+
+
+def test_a_notebook_shows_the_report_as_a_table(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="keep")
+    train_step(Chain(), batch(), offloader)
+    report = offloader.report()
+    assert isinstance(report, str)
+    table = ElementTree.fromstring(report._repr_html_())
+    rows = [["".join(cell.itertext()) for cell in row] for row in table]
+    assert len(rows) == len(report.splitlines())
+    assert [row[0] for row in rows][:2] == [report.splitlines()[0], "saved activations"]
+    widths = {sum(int(cell.get("colspan", "1")) for cell in row) for row in table}
+    assert len(widths) == 1
+    assert [row for row in rows if row[1:] == ["policy", "the policy said so"]]
+    assert "&lt;b&gt;" in Report("<b>")._repr_html_()

@@ -29,7 +29,7 @@ from tests.harness import (
 
 pytestmark = pytest.mark.simulated
 
-NOTHING = {WaitFor.ROOM: 0.0, WaitFor.DATA: 0.0}
+NOTHING = dict.fromkeys(WaitFor, 0.0)
 X = batch()
 
 
@@ -64,15 +64,15 @@ def test_waits_for_room_and_for_data_are_counted_apart(
     written, read = _on_host(1_000_000), _on_host(2_000_000)
     copies.release_sources(copy_out(copies, _on_device(1_000_000), written))
     device.synchronize()
-    assert copies.waits.take() == pytest.approx({WaitFor.ROOM: 1.0, WaitFor.DATA: 0.0})
+    assert copies.waits.take() == pytest.approx(NOTHING | {WaitFor.ROOM: 1.0, WaitFor.DATA: 0.0})
     incoming, filled = copy_in(copies, read)
     copies.before_use(incoming, lambda: filled)
     copies.before_use(incoming, lambda: filled)  # it has been waited for
     device.synchronize()
-    assert copies.waits.take() == pytest.approx({WaitFor.ROOM: 0.0, WaitFor.DATA: 2.0})
+    assert copies.waits.take() == pytest.approx(NOTHING | {WaitFor.ROOM: 0.0, WaitFor.DATA: 2.0})
     copies.drop_unused(copy_in(copies, read[:500_000])[0])
     device.synchronize()
-    assert copies.waits.take() == pytest.approx({WaitFor.ROOM: 0.5, WaitFor.DATA: 0.0})
+    assert copies.waits.take() == pytest.approx(NOTHING | {WaitFor.ROOM: 0.5, WaitFor.DATA: 0.0})
 
 
 def _step(offloader: Offloader, model: nn.Module) -> float:

@@ -116,6 +116,7 @@ class Row:
         checkpointing: arguments of ``deepspeed.checkpointing.configure``.
         frozen: whether every second block is frozen.
         budget: ``device_budget``; below what the row's forward saves.
+        traced: whether a trace is written, for the test to read.
         more: other sections of DeepSpeed's configuration.
     """
 
@@ -126,6 +127,7 @@ class Row:
     frozen: bool = False
     budget: str = "1MiB"
     more: dict[str, Any] = field(default_factory=dict)
+    traced: bool = False
 
 
 ROWS = {
@@ -148,7 +150,7 @@ ROWS = {
         checkpointing={"partition_activations": True},
         budget="96KiB",
     ),
-    "optimizer_cpu": Row(zero={"stage": 2, "offload_optimizer": {"device": "cpu"}}),
+    "optimizer_cpu": Row(zero={"stage": 2, "offload_optimizer": {"device": "cpu"}}, traced=True),
     "param_cpu": Row(zero={**ZERO3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}),
 }
 
@@ -169,7 +171,8 @@ def config_of(row: Row, offloaded: bool) -> dict[str, Any]:
         "gradient_clipping": 1.0,
         **row.more,
     }
-    return {**config, "actoffload": section(row.budget)} if offloaded else config
+    trace = {"trace": str(scratch() / "run.json")} if row.traced else {}
+    return {**config, "actoffload": section(row.budget) | trace} if offloaded else config
 
 
 def recorded(optimizer: torch.optim.Optimizer, run: Run) -> None:
@@ -301,7 +304,7 @@ def announced() -> str:
     """What the process prints in its first step when nobody says where announcements go."""
     row = ROWS["optimizer_cpu"]
     config = config_of(row, offloaded=True)
-    del config["actoffload"]["announce"]
+    del config["actoffload"]["announce"], config["actoffload"]["trace"]  # another row writes it
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with contextlib.redirect_stdout(io.StringIO()) as said:
@@ -318,7 +321,7 @@ def forms() -> dict[str, Any]:
     """Every way to hand a configuration in: which of them offload, and what is left of what was handed in."""
     config = config_of(Row(zero={"stage": 1}), offloaded=True)
     config["actoffload"]["announce"] = "none"
-    file = scratch() / "config.json"
+    file = scratch() / f"config{torch.distributed.get_rank()}.json"
     file.write_text(json.dumps(config))
     off = {**config, "actoffload": {**config["actoffload"], "enabled": False}}
     namespace, by_dict = argparse.Namespace(deepspeed_config=str(file)), argparse.Namespace(deepspeed_config=config)

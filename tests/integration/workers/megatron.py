@@ -77,9 +77,17 @@ DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 BLOCK = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}
 # Without biases: recomputing "mlp" returns a bias from an autograd function, which has Megatron's backward call itself.
 DISCARD = {"recompute_modules": ["core_attn", "layernorm", "mlp"], "add_bias_linear": False}
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_token_dispatcher_type": "alltoall",
+    "moe_router_load_balancing_type": "none",
+    "moe_shared_expert_intermediate_size": 64,
+    "add_bias_linear": False,  # shared experts have none
+    "moe_shared_expert_overlap": True,  # the all-to-all is awaited when they are done
+}
 TIGHT = "--actoffload-device-budget 160KiB"  # layer inputs are all that full recompute saves
 ROWS = {
-    "no pipeline": Row("--microbatches 3", DROPOUT, evaluate=True, steps=3),
+    "no pipeline": Row("--microbatches 3", DROPOUT, evaluate=True, steps=4),
     "1f1b": Row("--pp 2 --microbatches 6", DROPOUT, evaluate=True, steps=3),
     "1f1b, no calculator": Row("--pp 2 --microbatches 6", {"deallocate_pipeline_outputs": False}, calculator=False),
     "1f1b, bf16": Row("--pp 2 --microbatches 3", {"bf16": True, "pipeline_dtype": torch.bfloat16}, half=True),
@@ -93,7 +101,9 @@ ROWS = {
         {**DROPOUT, **DISCARD},
         "--actoffload-device-budget 1MiB",
     ),
-    "full recompute": Row("--layers 8 --pp 2 --microbatches 4 --recompute full", DROPOUT, TIGHT),
+    "full recompute": Row(
+        "--layers 8 --pp 2 --microbatches 4 --recompute full", DROPOUT, TIGHT, evaluate=True, steps=4
+    ),
     "full recompute, blocks": Row("--microbatches 2", {**DROPOUT, **BLOCK}),
     "full recompute, distributed": Row(
         "--layers 8 --tp 2 --microbatches 2 --recompute full", {**DROPOUT, "distribute_saved_activations": True}, TIGHT
@@ -107,6 +117,7 @@ ROWS = {
     "modules": Row(
         "--microbatches 2", offload="--actoffload-modules decoder.layers.*.mlp --actoffload-device-budget 1MiB"
     ),
+    "experts": Row("--microbatches 2 --ep 2", EXPERTS, "--actoffload-device-budget 512KiB"),
 }
 
 
@@ -131,6 +142,44 @@ def without_fp8() -> Iterator[None]:
     }
     with mock.patch.multiple("megatron.core.tensor_parallel.random", create=True, **stand_ins):
         yield
+
+
+class NoStream:
+    """Stands for a stream or an event of CUDA, for the all-to-all of Megatron's experts."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Wait for nothing."""
+
+    def record_event(self) -> NoStream:
+        """Return an event that has happened."""
+        return self
+
+    def synchronize(self) -> None:
+        """Wait for nothing."""
+
+
+@contextlib.contextmanager
+def without_streams() -> Iterator[None]:
+    """What Megatron's experts need where there is neither CUDA nor TransformerEngine: streams, numbers, and a name."""
+    cuda: dict[str, Any] = {
+        "Stream": NoStream,
+        "current_stream": NoStream,
+        "stream": lambda stream: contextlib.nullcontext(),
+    }
+    moved: dict[str, Any] = {"maybe_move_tensor_to_cpu": as_moved}
+    gemm: dict[str, Any] = {"te_general_gemm": None}
+    experts = "megatron.core.transformer.moe"
+    with (
+        mock.patch.multiple("torch.cuda", **cuda),
+        mock.patch.multiple(f"{experts}.token_dispatcher", **moved),
+        mock.patch.multiple(f"{experts}.moe_utils", create=True, **gemm),
+    ):
+        yield
+
+
+def as_moved(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """A tensor as it is once it has been moved to the CPU, where it is."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, Tensor) else tensor
 
 
 def plain_adam(parameters: list[Any]) -> Callable[[], None]:
@@ -267,14 +316,44 @@ def compare(name: str, row: Row) -> Found:
     return Found(plain, offloaded, hints, said.getvalue(), packed, dict(offloaded.statistics.kept_bytes))
 
 
-def all_rows() -> dict[str, Found]:
-    """Every row, in each rank."""
-    return dict(each_row())
+RECOMPUTED = "--recompute full"
+NAMED = [
+    *[(name, "", {}) for name in ("layer_input", "attn_norm", "qkv_linear", "core_attn", "mlp_norm", "mlp_act")],
+    ("core_attn attn_proj", "", {}),
+    ("layer_input", RECOMPUTED, {}),
+    *[(name, "--ep 2", EXPERTS) for name in ("expert_fc1", "moe_act", "expert_fc1 moe_act")],
+]
+"""Names for ``--actoffload-modules``, flags, and more fields of Megatron's configuration."""
+
+
+def entries(names: str, flags: str, config: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Of each storage that one forward saved: the module, what was decided, and why."""
+    offload = [*OFFLOAD.split(), "--actoffload-modules", *names.split(), "--actoffload-path", str(scratch())]
+    args = parse([*SIZES.split(), "--microbatches", "1", *flags.split(), *offload])
+    set_up(args)
+    try:
+        _, chunks = build(Row(config=config), args)
+        step = wrap_forward_step(forward_step, args)
+        run(args, step, [batches(args.seq, args.micro_batch, 0)], chunks)
+        found = [(entry.module or "", entry.action, entry.reason) for entry in step.offloader.plan.entries]
+        step.offloader.close()
+        return found
+    finally:
+        destroy_num_microbatches_calculator()
+        parallel_state.destroy_model_parallel()
+
+
+def all_rows() -> dict[str, Any]:
+    """Every row, in each rank; and what names of modules choose."""
+    found: dict[str, Any] = dict(each_row())
+    with cpu_stands_in_for_cuda(), without_streams():
+        found["named"] = {(names, flags): entries(names, flags, config) for names, flags, config in NAMED}
+    return found
 
 
 def each_row() -> Iterator[tuple[str, Found]]:
     """Row by row; all ranks together."""
-    with cpu_stands_in_for_cuda(), without_fp8():
+    with cpu_stands_in_for_cuda(), without_fp8(), without_streams():
         for name, row in ROWS.items():
             yield name, compare(name, row)
             dist.barrier()

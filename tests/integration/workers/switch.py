@@ -76,7 +76,7 @@ def train(trainer: Any, way: str) -> Found:
         actoffload.integrations.hf.attach(trainer, **options())
     elif way == "flag":
         words = [word for name, value in options().items() for word in (f"--actoffload_{name}", str(value))]
-        parser = transformers.HfArgumentParser(actoffload.integrations.hf.OffloadArguments)  # type: ignore[arg-type]
+        parser = transformers.HfArgumentParser(actoffload.integrations.hf.OffloadArguments)
         parser.parse_args_into_dataclasses(words)[0].attach(trainer)
     trainer.train()
     losses = [log[name] for log in collector.logs for name in ("loss", "eval_loss") if name in log]
@@ -216,9 +216,9 @@ def run(program: Callable[[bool, str], Found], checkpointed: bool, way: str) -> 
     return {**found, "said": said, "moved": moved}
 
 
-def work() -> Found:
+def work() -> dict[tuple[str, bool, str], Found]:
     """What came of each program in each way: (program, with checkpoints, way)."""
-    found: Found = {}
+    found = {}
     for way in sys.argv[1:]:
         for name, program in PROGRAMS.items():
             for checkpointed in (False, True):

@@ -25,9 +25,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from actoffload import Attachment
 from tests.integration.processes import main, scratch
+from tests.integration.workers.upstream import python_of
 
-torch._utils._get_available_device_type = lambda: "cpu"  # type: ignore[attr-defined]
+torch._utils._get_available_device_type = lambda: "cpu"
 sys.modules["torchtitan.distributed.minimal_async_ep.kernels"] = MagicMock()  # Triton's
 
 from torchtitan.components import metrics  # noqa: E402
@@ -44,7 +46,12 @@ OFFLOAD = "activation-checkpoint:actoffload --activation-checkpoint.target nvme"
 ROWS = {
     "none": ("activation-checkpoint:none", "0"),
     "none, flag": (OFFLOAD, "auto"),
+    "none, variable": ("activation-checkpoint:none", "nvme"),
     "full": ("activation-checkpoint:full", "0"),
+    "full, override": (
+        '--override.imports upstream_shim.offload={"target":"nvme","device_budget":"40%"} activation-checkpoint:full',
+        "0",
+    ),
     "full, flag": (f"{OFFLOAD} --activation-checkpoint.checkpointing full", "auto"),
     "selective": ("activation-checkpoint:selective", "0"),
     "selective, variable": ("activation-checkpoint:selective", "nvme"),
@@ -91,6 +98,8 @@ def write_assets() -> None:
     os.chdir(scratch())
     os.makedirs("tests/assets/tokenizer")
     os.makedirs("tests/assets/c4_test")
+    (scratch() / "upstream_shim.py").write_text(python_of("torchtitan"))
+    sys.path.append(str(scratch()))
     tokenizer.save("tests/assets/tokenizer/tokenizer.json")
     with open("tests/assets/tokenizer/tokenizer_config.json", "w") as file:
         json.dump({"eos_token": "</s>"}, file)
@@ -122,9 +131,10 @@ def train(arguments: str, variable: str) -> dict[str, Any]:
             local = value.to_local() if isinstance(value, DTensor) else value
             digest.update(name.encode() + local.numpy().tobytes())
         found["weights"] = digest.hexdigest()
+        attachment = Attachment.of(self.model_parts[0])
         close(self)
         found["statistics"] = None
-        for attachment in self.actoffload:
+        if attachment is not None:
             found["statistics"] = attachment.offloader.statistics()
             attachment.offloader.close()
 

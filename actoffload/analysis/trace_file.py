@@ -1,0 +1,307 @@
+"""Reads the trace of a run (``trace="run.json"``), checks it, and gives what is in it by kind. Needs no torch.
+
+Times are in seconds from the first event of the file, sizes in bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import TraceFileError
+
+LETTERS = {"X": "span", "C": "counter", "i": "instant", "M": "metadata"}
+"""The kinds of event that a trace of ours has, by their letter in the format."""
+PHASES = ("forward", "backward", "optimizer")
+OTHERS = ", by others"
+"""After the name of a link: another library moved it."""
+ROUNDING_US = 0.01
+"""Spans of one track may lie so far across each other's ends: times are rounded to nanoseconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Something that took time.
+
+    Attributes:
+        name: what it was; of a transfer, the module that saved what was moved.
+        begin_s: when it began; ``end_s``: when it had ended.
+        track: where a viewer shows it.
+    """
+
+    name: str
+    begin_s: float
+    end_s: float
+    track: str
+
+    @property
+    def duration_s(self) -> float:
+        """How long it took."""
+        return self.end_s - self.begin_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase(Span):
+    """A forward, a backward or an optimizer's step.
+
+    Attributes:
+        microbatch: which one, from 1; for an optimizer the last one before it.
+        on_device: the device's own time, virtual on a simulated one; else the host's.
+    """
+
+    microbatch: int
+    on_device: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moved(Span):
+    """Bytes that went over a link.
+
+    Attributes:
+        link: ``"disk"`` or ``"host"``; ``way``: ``"write"`` (away from the device) or ``"read"``.
+        nbytes: what went over it, alignment included.
+        tensors: the module that saved each tensor, or None, and its bytes.
+        ours: this library moved them; else another, such as DeepSpeed, whose times are those of its calls.
+    """
+
+    link: str
+    way: str
+    nbytes: int
+    tensors: tuple[tuple[str | None, int], ...]
+    ours: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait(Span):
+    """A step that waited.
+
+    Attributes:
+        reason: ``"data"`` (backward waited for a tensor) or ``"room"`` (memory had to leave first).
+        module: that saved the tensor waited for, or that was about to save one; "" where it is not known.
+        nbytes: the tensor's.
+        on_device: a stream of the device waited; else a thread of the host's.
+    """
+
+    reason: str
+    module: str
+    nbytes: int
+    on_device: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Something that happened at a moment: another plan, a failure that did no harm, a write that was not needed."""
+
+    name: str
+    time_s: float
+    module: str = ""
+    nbytes: int = 0
+
+
+@dataclass(slots=True)
+class Counter:
+    """Values over time.
+
+    Attributes:
+        times_s: the moments, ascending.
+        series: the values at these moments by the name of the series, each as long as ``times_s``.
+    """
+
+    times_s: list[float] = field(default_factory=list)
+    series: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, time_s: float, values: Mapping[str, float]) -> None:
+        """Add a moment; a series that is not named stays as it was."""
+        for name in values.keys() - self.series.keys():
+            self.series[name] = [0.0] * len(self.times_s)
+        for name, known in self.series.items():
+            known.append(float(values.get(name, known[-1] if known else 0.0)))
+        self.times_s.append(time_s)
+
+    def at(self, time_s: float) -> dict[str, float]:
+        """The values at a moment; 0 before the first."""
+        place = bisect_right(self.times_s, time_s) - 1
+        return {name: known[place] if place >= 0 else 0.0 for name, known in self.series.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceFile:
+    """A trace that was read and found to be in order.
+
+    Attributes:
+        path: the file.
+        truncated: the process was killed, or still runs: what is known only at the end is not there.
+        began_unix_s: the first event, in seconds since 1970.
+        metadata: what is known of the run, by name: ``machine``, ``config``, ``statistics``, ``plan``, ...
+        phases: by their begin, as all that follow.
+        counters: by name. ``memory``: bytes by what they are; ``memory total``: all of them, as measured;
+            ``memory with nothing moved``: what that would be; ``host pool`` and ``disk``: bytes in use; a link, as
+            ``disk write``: bytes per second (``bytes_per_s``), and the most that was seen so far (``can_do``).
+    """
+
+    path: str
+    truncated: bool
+    began_unix_s: float
+    metadata: Mapping[str, Any]
+    phases: tuple[Phase, ...]
+    transfers: tuple[Moved, ...]
+    waits: tuple[Wait, ...]
+    notes: tuple[Note, ...]
+    counters: Mapping[str, Counter]
+
+    def steps(self, *, on_device: bool = False) -> list[tuple[float, float]]:
+        """When each step began and ended: from the first forward after an optimizer's step to the next such forward.
+
+        Where no optimizer was seen, each forward with its backward is a step. ``on_device``: by the device's phases.
+        """
+        phases = [phase for phase in self.phases if phase.on_device == on_device]
+        stepped = any(phase.name == "optimizer" for phase in phases)
+        last = "optimizer" if stepped else "backward"
+        begins: list[float] = []
+        before = last
+        for phase in phases:
+            if phase.name == "forward" and before == last:
+                begins.append(phase.begin_s)
+            before = phase.name
+        ends = [*begins[1:], max((phase.end_s for phase in phases), default=0.0)]
+        return list(zip(begins, ends, strict=False))  # no begins: no ends
+
+
+def load(path: str | os.PathLike[str], *, truncated_ok: bool = False) -> TraceFile:
+    """Read and check the trace of a run.
+
+    Args:
+        path: the file.
+        truncated_ok: take a trace without its end as it is, not as an error.
+
+    Raises:
+        TraceFileError: there is no such file, it is no trace of ours, is not whole, is broken, or shows no step; the
+            message names the file and says what to do.
+    """
+    name = os.fspath(path)
+    try:
+        text = Path(path).read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise TraceFileError(f"{name}: cannot be read ({error.strerror}): give the file of a run's trace=") from error
+    truncated = text.startswith("[")
+    data = _incomplete(text) if truncated else _complete(name, text)
+    events = data["traceEvents"]
+    about = next((e["args"] for e in events if e.get("ph") == "M" and e.get("name") == "actoffload"), None)
+    if not isinstance(about, dict):
+        remedy = "it is a trace of another program: give the file of trace=, or of `actoffload trace`"
+        raise TraceFileError(f"{name}: {remedy}")
+    if truncated and not truncated_ok:
+        raise TraceFileError(
+            f"{name}: truncated after {len(events)} events: the process was killed before it ended the file, or still "
+            "runs. `actoffload top`, load(..., truncated_ok=True) and Perfetto show what is there"
+        )
+    problems = list(_problems(events))
+    if problems:
+        raise TraceFileError(f"{name}: broken: {'; '.join(problems[:3])}: trace the run again")
+    found = _sorted(events)
+    if not found["phases"]:
+        raise TraceFileError(f"{name}: empty: no forward ran inside an offloading context: attach() the model")
+    base_s = float(about["base_ns"]) / 1e9
+    return TraceFile(
+        path=name,
+        truncated=truncated,
+        began_unix_s=base_s + min(e["ts"] for e in events if e["ph"] != "M") / 1e6,
+        metadata={**about, **data.get("otherData", {})},
+        **found,
+    )
+
+
+def _complete(name: str, text: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise TraceFileError(f"{name}: no JSON ({error}): give the file of a run's trace=") from error
+    if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
+        raise TraceFileError(f"{name}: JSON, but no trace (it has no traceEvents): give the file of a run's trace=")
+    return data
+
+
+def _incomplete(text: str) -> dict[str, Any]:
+    """The events of a file without its end: one on each line, and perhaps the half of one on the last."""
+    events = []
+    for line in text[1:].splitlines():
+        try:
+            event = json.loads(line.strip().rstrip(","))
+        except ValueError:
+            continue
+        if isinstance(event, dict):
+            events.append(event)
+    return {"traceEvents": events}
+
+
+def _problems(events: list[dict[str, Any]]) -> Iterator[str]:
+    """What is wrong with the events, if anything is."""
+    spans: dict[tuple[Any, Any], list[tuple[float, float]]] = {}
+    for number, event in enumerate(events):
+        letter = event.get("ph")
+        if letter not in LETTERS or not isinstance(event.get("name"), str) or not isinstance(event.get("pid"), int):
+            yield f"event {number} is none of {', '.join(LETTERS.values())}"
+        elif letter != "M" and not isinstance(event.get("ts"), (int, float)):
+            yield f"event {number} has no time"
+        elif letter == "X":
+            duration = event.get("dur")
+            if not isinstance(duration, (int, float)) or duration < 0:
+                yield f"event {number} ({event['name']}) has no end"
+            else:
+                begin = event["ts"]
+                spans.setdefault((event["pid"], event.get("tid")), []).append((begin, -duration))
+        elif letter == "C" and not all(isinstance(value, (int, float)) for value in event.get("args", {}).values()):
+            yield f"event {number} ({event['name']}) counts something that is no number"
+    for track, found in spans.items():
+        open_until: list[float] = []
+        for begin, negative in sorted(found):
+            end = begin - negative
+            while open_until and open_until[-1] <= begin + ROUNDING_US:
+                open_until.pop()
+            if open_until and end > open_until[-1] + ROUNDING_US:
+                yield f"two spans of track {track[1]} cross each other at {begin}"
+                break
+            open_until.append(end)
+
+
+def _sorted(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The events by kind, with times from the first of them on."""
+    origin = min((event["ts"] for event in events if event["ph"] != "M"), default=0.0)
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+    phases: list[Phase] = []
+    transfers: list[Moved] = []
+    waits: list[Wait] = []
+    notes: list[Note] = []
+    counters: dict[str, Counter] = {}
+    for event in sorted((e for e in events if e["ph"] != "M"), key=lambda e: float(e["ts"])):
+        args, begin_s = event.get("args", {}), (event["ts"] - origin) / 1e6
+        if event["ph"] == "C":
+            counters.setdefault(event["name"], Counter()).add(begin_s, args)
+            continue
+        if event["ph"] == "i":
+            module, nbytes = args.get("module", ""), args.get("bytes", 0)
+            notes.append(Note(name=event["name"], time_s=begin_s, module=module, nbytes=nbytes))
+            continue
+        track = tracks.get(event["tid"], "")
+        span: dict[str, Any] = {"name": event["name"], "begin_s": begin_s, "track": track}
+        span["end_s"] = begin_s + event["dur"] / 1e6
+        on_device = track.startswith("device ")
+        lane = track.partition(" #")[0]
+        link, _, way = lane.removesuffix(OTHERS).partition(" ")
+        if event["name"].startswith("wait for "):
+            reason = event["name"].removeprefix("wait for ")
+            module, nbytes = args.get("module", ""), args.get("bytes", 0)
+            waits.append(Wait(**span, reason=reason, module=module, nbytes=nbytes, on_device=on_device))
+        elif event["name"] in PHASES:
+            phases.append(Phase(**span, microbatch=args.get("microbatch", 0), on_device=on_device))
+        elif link in ("disk", "host"):
+            tensors = tuple((module, nbytes) for module, nbytes in args["tensors"])
+            moved = {"link": link, "way": way, "nbytes": args["bytes"], "ours": not lane.endswith(OTHERS)}
+            transfers.append(Moved(**span, **moved, tensors=tensors))
+    groups = {"phases": tuple(phases), "transfers": tuple(transfers), "waits": tuple(waits), "notes": tuple(notes)}
+    return {**groups, "counters": counters}

@@ -1,0 +1,309 @@
+"""A traced run in numbers: its usual step, memory with and without moving, links, waits, and what was predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from statistics import median_low
+from typing import Any
+
+from ..errors import TraceFileError
+from ..planning.explain import format_time
+from ..sizes import format_size
+from ..storage.endurance import Rating, render_wear
+from .next_steps import next_steps
+from .trace_file import Counter, Moved, Phase, Span, TraceFile, Wait
+
+SAVED = "saved activations"
+KINDS = ("parameters", "gradients", "optimizer state", "other", SAVED)
+"""What memory is used for, as it is stacked."""
+MOST_WAITS = 10
+MOST_BLOCKS = 3
+"""So many blocks are named of those that saved what is in memory at a moment."""
+LABELS = {
+    "steps": "steps",
+    "step_s": "a step (median)",
+    "peak_bytes": "memory, peak of a step",
+    "peak_without_bytes": "… with nothing moved",
+    "saved_peak_bytes": "saved activations, peak",
+    "saved_peak_without_bytes": "… with nothing moved",
+    "moved_bytes": "leaves in a step (mean)",
+    "wait_s": "waits in a step (mean)",
+}
+"""The names of a run's `Run.numbers` for a person."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """Memory over one step: seconds from its begin, and bytes at these moments.
+
+    Attributes:
+        by_kind: for each of `KINDS`.
+        blocks: the blocks that saved the most of what is there, each with its size as text.
+        total: all of it, as measured.
+        without: what that would be with nothing moved.
+    """
+
+    times_s: list[float]
+    by_kind: dict[str, list[float]]
+    blocks: list[list[str]]
+    total: list[float]
+    without: list[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkUse:
+    """One direction of a link in one step: bytes per second over time, on average, and at most in the whole run."""
+
+    name: str
+    times_s: list[float]
+    bytes_per_s: list[float]
+    mean_bytes_per_s: float
+    can_do: float
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WaitsFor:
+    """All waits of a run for what one module saved, for one reason (`Wait.reason`)."""
+
+    module: str
+    reason: str
+    total_s: float
+    count: int
+    nbytes: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """A trace, and which of its steps is shown; made by `look_at`.
+
+    Attributes:
+        count: how many steps it has.
+        step_s: their median, without those before the last plan; virtual on a simulated device.
+        shown: the number of the step that is shown, from 0: the one that took so long.
+        host: when it began and ended: first for the host or the device, last for both.
+        device: the same, or on a simulated device when it did so in that device's own, virtual time.
+    """
+
+    trace: TraceFile
+    count: int
+    step_s: float
+    shown: int
+    host: tuple[float, float]
+    device: tuple[float, float]
+
+    def known(self, name: str) -> Mapping[str, Any]:
+        """What the trace has at its end under a name; empty where it does not know it."""
+        found = self.trace.metadata.get(name)
+        return found if isinstance(found, dict) else {}
+
+    def numbers(self) -> dict[str, float]:
+        """What runs are compared by; see `LABELS`. Bytes, seconds, and a count."""
+        memory, statistics = self.memory(), self.known("statistics")
+        saved = memory.by_kind[SAVED]
+        away = [without - total for without, total in zip(memory.without, memory.total, strict=True)]
+        by_link = {link: sum(m.nbytes for m in self._left(link)) for link in ("host", "disk")}
+        return {
+            "steps": self.count,
+            "step_s": self.step_s,
+            "peak_bytes": max(memory.total),
+            "peak_without_bytes": max(memory.without),
+            "saved_peak_bytes": statistics.get("plan_peak_bytes", max(saved)),
+            "saved_peak_without_bytes": statistics.get(
+                "baseline_peak_bytes", max(map(sum, zip(saved, away, strict=True)))
+            ),
+            "moved_bytes": max(by_link.values()) / self.count,
+            "wait_s": sum(wait.duration_s for wait in self.trace.waits) / self.count,
+        }
+
+    def _left(self, link: str) -> list[Moved]:
+        return [moved for moved in self.trace.transfers if moved.ours and (moved.link, moved.way) == (link, "write")]
+
+    def memory(self) -> Memory:
+        """Memory over the step."""
+        begin_s, end_s = self.host
+        counters = self.trace.counters
+        detail = counters["memory"]
+        times = [begin_s, *(time_s for time_s in detail.times_s if begin_s < time_s < end_s), end_s]
+        at = [detail.at(time_s) for time_s in times]
+        by_kind = {kind: [values.get(kind, 0.0) for values in at] for kind in KINDS}
+        saved = [
+            {name: nbytes for name, nbytes in values.items() if name.startswith("saved") and nbytes} for values in at
+        ]
+        by_kind[SAVED] = [sum(values.values()) for values in saved]
+        whole, unmoved = counters["memory total"], counters["memory with nothing moved"]
+        return Memory(
+            times_s=[time_s - begin_s for time_s in times],
+            by_kind=by_kind,
+            blocks=[_largest(values) for values in saved],
+            total=[whole.at(time_s)["bytes"] for time_s in times],
+            without=[unmoved.at(time_s)["bytes"] for time_s in times],
+        )
+
+    def links(self) -> list[LinkUse]:
+        """The directions of links that moved bytes in the run."""
+        found = []
+        for link in ("host", "disk"):
+            for way in ("write", "read"):
+                counter = self.trace.counters.get(f"{link} {way}")
+                if counter is not None and counter.times_s:
+                    found.append(self._use(f"{link} {way}", counter, *(self.device if link == "host" else self.host)))
+        return found
+
+    def _use(self, name: str, counter: Counter, begin_s: float, end_s: float) -> LinkUse:
+        times = [begin_s, *(time_s for time_s in counter.times_s if begin_s < time_s < end_s), end_s]
+        rates = [counter.at(time_s)["bytes_per_s"] for time_s in times]
+        lasted = [after - before for before, after in pairwise(times)]
+        moved = sum(rate * time_s for rate, time_s in zip(rates, lasted, strict=False))
+        return LinkUse(
+            name=name,
+            times_s=[time_s - begin_s for time_s in times],
+            bytes_per_s=rates,
+            mean_bytes_per_s=moved / sum(lasted) if sum(lasted) else 0.0,
+            can_do=counter.series["can_do"][-1],
+            nbytes=sum(moved.nbytes for moved in self.trace.transfers if f"{moved.link} {moved.way}" == name),
+        )
+
+    @property
+    def virtual(self) -> bool:
+        """Whether the device's time is another one than the host's."""
+        return self.host != self.device
+
+    def phases(self, *, on_device: bool) -> list[Phase]:
+        """The phases of the step, of the host or of the device, with times from its begin on."""
+        return [span for span in self.spans() if isinstance(span, Phase) and span.on_device == on_device]
+
+    def spans(self) -> list[Span]:
+        """Phases, waits and transfers of the step, with times from its begin on; each by the clock that it goes by."""
+        trace, found = self.trace, list[Span]()
+        waits = [wait for wait in trace.waits if wait.duration_s]
+        for span in (*trace.phases, *waits, *trace.transfers):
+            begin_s, end_s = self.device if on_device(span) else self.host
+            if span.begin_s < end_s and span.end_s > begin_s:
+                found.append(replace(span, begin_s=span.begin_s - begin_s, end_s=min(span.end_s, end_s) - begin_s))
+        return found
+
+    def dearest_waits(self) -> list[WaitsFor]:
+        """The `MOST_WAITS` modules that were waited for longest, over the whole run."""
+        groups: dict[tuple[str, str], list[Wait]] = {}
+        for wait in (wait for wait in self.trace.waits if wait.duration_s):
+            groups.setdefault((wait.module or "(no module)", wait.reason), []).append(wait)
+        found = [
+            WaitsFor(
+                module=module,
+                reason=reason,
+                total_s=sum(wait.duration_s for wait in waits),
+                count=len(waits),
+                nbytes=max(wait.nbytes for wait in waits),
+            )
+            for (module, reason), waits in groups.items()
+        ]
+        return sorted(found, key=lambda waits: -waits.total_s)[:MOST_WAITS]
+
+    def kept(self) -> dict[str, int]:
+        """Bytes of the whole run that stayed, by reason, the most first."""
+        kept = self.known("statistics").get("kept_bytes", {})
+        return dict(sorted(((name, n) for name, n in kept.items() if n), key=lambda item: -item[1]))
+
+    def predictions(self) -> list[tuple[str, float, float | None]]:
+        """What was predicted of a step under the plan, and what was seen: ``step_s`` and ``peak_bytes``."""
+        predicted = self.known("predicted")
+        seen = {"step_s": self.step_s, "peak_bytes": self.known("statistics").get("plan_peak_bytes")}
+        return [(name, value, seen.get(name)) for name, value in predicted.items() if value is not None]
+
+    def wear(self) -> str:
+        """What the run means for its SSD; empty where nothing was written to one."""
+        config, spool = self.known("config"), self.known("spool")
+        tbw = config.get("drive_tbw")
+        rating = None if tbw is None else Rating(name="the drive", rated_written_bytes=tbw)
+        elapsed_s = self.trace.metadata.get("elapsed_s") or self.trace.steps()[-1][1]
+        written = sum(moved.nbytes for moved in self._left("disk"))
+        return " ".join(render_wear(written, elapsed_s, rating, drives=len(spool.get("paths", ())) or 1))
+
+    def what_limits(self) -> str:
+        """What limits the step, as `Offloader.report` says; empty where the run did not come to its end."""
+        diagnosis: Sequence[str] = self.trace.metadata.get("diagnosis") or [""]
+        told = diagnosis[0].removeprefix("diagnosis: ")
+        return told[:1].upper() + told[1:]
+
+    @cached_property
+    def next_steps(self) -> list[str]:
+        """What to do next: at most three sentences, each with an option, its value and what it changes."""
+        return next_steps(self.trace.metadata, self.numbers())
+
+    def about(self) -> str:
+        """Where it ran, and what."""
+        data, machine = self.trace.metadata, self.known("machine")
+        config, parts = self.known("config"), [str(machine.get("device", "?"))]
+        if data.get("virtual_device_time"):
+            parts.append("virtual device time")
+        parts += [f"{machine.get('cores')} cores", f"torch {data.get('torch')}", f"target {config.get('target')}"]
+        parts += [f"policy {config.get('policy')}"]
+        if data.get("ranks", 1) > 1:
+            parts.append(f"rank {data['rank']} of {data['ranks']}")
+        return ", ".join(parts)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it but what goes over time, ready for JSON."""
+        without = ("times_s", "bytes_per_s")
+        links = [{name: value for name, value in asdict(link).items() if name not in without} for link in self.links()]
+        return {
+            "path": self.trace.path,
+            "about": self.about(),
+            "step_shown": self.shown + 1,
+            **self.numbers(),
+            "links": links,
+            "dearest_waits": [asdict(wait) for wait in self.dearest_waits()],
+            "kept_bytes": self.kept(),
+            "predicted": {name: {"predicted": value, "seen": seen} for name, value, seen in self.predictions()},
+            "wear": self.wear(),
+            "what_limits": self.what_limits(),
+            "next_steps": self.next_steps,
+        }
+
+
+def look_at(trace: TraceFile) -> Run:
+    """Return the run of a trace, with the step of median length among those after the last plan was made.
+
+    Raises:
+        TraceFileError: it shows no forward.
+    """
+    virtual = bool(trace.metadata.get("virtual_device_time"))
+    host, device = trace.steps(), trace.steps(on_device=True)
+    count = min(len(host), len(device)) if device else len(host)
+    if not count:
+        raise TraceFileError(f"{trace.path}: empty: no forward ended inside an offloading context")
+    host, device = host[:count], device[:count] or host[:count]
+    lengths_s = [end_s - begin_s for begin_s, end_s in (device if virtual else host)]
+    if not virtual:
+        host = device = [(min(h[0], d[0]), max(h[1], d[1])) for h, d in zip(host, device, strict=True)]
+    planned_s = max((note.time_s for note in trace.notes if note.name.startswith("plan:")), default=0.0)
+    usual = [n for n in range(count) if n and host[n][0] >= planned_s] or list(range(count))
+    step_s = median_low(lengths_s[n] for n in usual)
+    shown = next(n for n in usual if lengths_s[n] == step_s)
+    return Run(trace=trace, count=count, step_s=step_s, shown=shown, host=host[shown], device=device[shown])
+
+
+def on_device(span: Span) -> bool:
+    """Whether a span's times are the device's."""
+    if isinstance(span, Moved):
+        return span.link == "host" and span.ours
+    return isinstance(span, (Phase, Wait)) and span.on_device
+
+
+def format_number(name: str, value: float | None) -> str:
+    """A number of `Run.numbers`, for a person."""
+    if value is None:
+        return "-"
+    if name.endswith("_bytes"):
+        return format_size(value)
+    return format_time(value) if name.endswith("_s") else f"{value:g}"
+
+
+def _largest(saved: Mapping[str, float]) -> list[str]:
+    largest = sorted(saved.items(), key=lambda item: -item[1])
+    told = [f"{name.removeprefix('saved by ')} {format_size(nbytes)}" for name, nbytes in largest[:MOST_BLOCKS]]
+    return [*told, *(["…"] if largest[MOST_BLOCKS:] else [])]

@@ -1,0 +1,340 @@
+"""Why a step is slower, and why memory did not fall: each cause with the figures of this run and what to do. Pure.
+
+Each cause is one function of the facts, which returns None where they are no evidence of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..config import OffloadConfig
+from ..planning.constants import (
+    HELD,
+    LARGE_FIRST,
+    LEAST_OTHERS,
+    MORE_BUDGET,
+    MUCH_KEPT,
+    PART_OF_WAITS,
+    SLOW,
+    SMALL_PART,
+    WORTH_SAYING,
+)
+from ..planning.explain import budget_rows, format_time, next_block
+from ..planning.plan import Plan
+from ..planning.planners.base import Limits, Planner
+from ..planning.planners.feedback import Observed
+from ..planning.profile import Link, Profile
+from ..policy import STATIC
+from ..sizes import format_size
+from ..statistics import Statistics
+from ..tiers.accounts import Accounts
+
+_WHEN_IT_STAYS = {
+    "below min_bytes": "lower min_bytes",
+    "other device": "CPU tensors move with target='nvme' and path= alone; for other devices pass devices=",
+    "no time to move": "set device_budget, so that a step may wait for what leaves",
+    "pressure": "set device_budget, so that forward waits for what leaves; or raise pending_bytes",
+    "last saved layer": "pass keep_last_bytes=0; a deeper model has more that can leave",
+    "module excluded": "widen include=, or name less in exclude=",
+    "policy": "have the policy decide Decision.OFFLOAD for larger tensors",
+    "fits the budget": "lower device_budget",
+}
+_AS_ASKED = ("module excluded", "policy", "fits the budget")
+"""Reasons that are told only where nothing moves."""
+_WHEN_DEGRADED = {
+    "no room on disk": "free room under path=, raise nvme_budget, or give another path=",
+    "write failed": "look at the disk under path= (dmesg), or give another path=",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What ``policy="auto"`` knows: what it planned from and how, the plan, and the steps that were seen under it."""
+
+    profile: Profile
+    plan: Plan
+    limits: Limits
+    planner: Planner
+    seen: Observed | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What is known of a run, in bytes and seconds.
+
+    Attributes:
+        config: the options of the offloader.
+        counts: what it counted; ``accounts``: what else it did.
+        planned: its plan, where it has one: budgets are only named with what they are predicted to give.
+        step: a step as it is under the plan, else without the first one; None where that alone was seen.
+        first_wait_s: what backward waits in a step for what it asks for first.
+        disk: how fast the disk was.
+        cached_by: the engine that writes through the page cache; empty where none does.
+        host_bytes: most host memory; ``pageable``: some of it could not be page-locked.
+        before_bytes: memory of the device or the process before the first forward; None where the peak was before that.
+        held_bytes: tensors that autograd functions hold as attributes, by the function's name.
+    """
+
+    config: OffloadConfig
+    counts: Statistics
+    accounts: Accounts = field(default_factory=Accounts)
+    planned: Planned | None = None
+    step: Observed | None = None
+    first_wait_s: float = 0.0
+    disk: Link | None = None
+    cached_by: str = ""
+    host_bytes: int = 0
+    pageable: bool = False
+    before_bytes: int | None = None
+    held_bytes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        """Steps so far."""
+        return max(1, self.counts.optimizer_steps or self.counts.microbatches or self.counts.steps)
+
+    @property
+    def wait_s(self) -> float:
+        """What a step waits."""
+        return 0.0 if self.step is None else self.step.wait_s
+
+    def share(self, seconds: float) -> float:
+        """A time as a share of a step; where the host and a stream wait at once, the step is no shorter than that."""
+        return 0.0 if self.step is None else seconds / max(self.step.step_s, self.wait_s)
+
+
+class Cause(NamedTuple):
+    """Why a step is slower, or why memory did not fall."""
+
+    weight: float
+    """Seconds of a step, or bytes: causes are ranked by it."""
+    evidence: str
+    """What was seen in this run."""
+    remedies: Sequence[str]
+    """What to do, the best first."""
+
+
+def causes(facts: Facts) -> tuple[list[Cause], list[Cause]]:
+    """Return why a step is slower, and why memory did not fall, each list with the heaviest cause first."""
+
+    def found(checks: Sequence[Callable[[Facts], Cause | None]]) -> list[Cause]:
+        return sorted(filter(None, (check(facts) for check in checks)), key=lambda cause: -cause.weight)
+
+    return found(SLOWER), found(MEMORY)
+
+
+# -- why is a step slower ---------------------------------------------------------------------------------------------
+
+
+def slow_link(f: Facts) -> Cause | None:
+    """The disk, or the way to host memory, is slower than the step needs it."""
+    waited_s = max(0.0, f.wait_s - _first_wait_s(f))
+    if f.step is None or f.share(f.wait_s) < SLOW or waited_s < PART_OF_WAITS * f.wait_s:
+        return None
+    writes = f.step.forward_wait_s > waited_s - f.step.forward_wait_s
+    disk, planned, config = bool(f.counts.nvme_written_bytes), f.planned, f.config
+    rate, link = "", f.disk if disk else planned.profile.host if planned is not None else None
+    if link is not None:
+        found = (link.write_bytes_per_s if writes else link.read_bytes_per_s) / 1e9
+        needed = f.counts.moved_bytes / f.steps / max(1e-9, f.step.step_s - f.wait_s) / 1e9  # in all of a step
+        rate = f": it {'writes' if writes else 'reads'} {found:.2g} GB/s"
+        rate += f" and needs more than {needed:.2g}" if needed > found else ""
+    remedies: list[str] = []
+    if planned is not None and planned.limits.device_budget is not None:
+        remedies += _another_budget(planned)
+        if not planned.profile.blocks:
+            remedies.append("pass model=, so that blocks can be recomputed where that is cheaper than waiting")
+    elif config.policy != "auto" and config.device_budget is not None:
+        remedies.append("policy='auto' with model= recomputes blocks where that takes less than waiting")
+    elif config.policy != "auto":
+        remedies.append("policy='auto' keeps what cannot be moved in time")
+    elif config.device_budget is not None:
+        remedies.append("raise device_budget: forward waits until what is above it has left")
+    if disk:
+        remedies.append("give path= on a faster disk ('actoffload bench' measures one), or several to stripe over")
+    medium, part = "the disk" if disk else "host memory", "forward" if writes else "backward"
+    told = f"{f.share(waited_s):.0%} of a step waits for {medium}, mostly in {part}{rate}"
+    return Cause(waited_s, told, remedies or ["set max_slowdown=0.02: what would take longer stays"])
+
+
+def _first_wait_s(f: Facts) -> float:
+    """What backward waits for what it asks for first; 0 where that is little, or a plan has weighed it."""
+    weighed = f.planned is not None and f.planned.seen is not None
+    little = f.accounts.first_bytes < LARGE_FIRST * f.counts.baseline_peak_bytes
+    return 0.0 if weighed or little else f.first_wait_s
+
+
+def first_moves(f: Facts) -> Cause | None:
+    """What forward saves last moves, as a loss's logits, and backward waits for it as it begins."""
+    waited_s, size = _first_wait_s(f), format_size(f.accounts.first_bytes)
+    if f.share(f.wait_s) < SLOW or waited_s < PART_OF_WAITS * f.wait_s:
+        return None
+    keeps = f"keep_last_bytes={size!r}" if f.config.policy in ("auto", "greedy") else "policy='auto'"
+    told = f"{f.share(waited_s):.0%} of a step waits as backward begins: the last {size} that forward saves move"
+    return Cause(waited_s, told, [f"{keeps} keeps them", "or name the last module, such as the head, in exclude="])
+
+
+def host_bound(f: Facts) -> Cause | None:
+    """The device idles while hooks that move tensors keep the host busy."""
+    if f.step is None or f.share(f.step.idle_s) < SLOW:
+        return None
+    share = f"{f.share(f.step.idle_s):.0%}"
+    told = f"for {share} of a step the device has no work, as hooks that move tensors keep the host busy"
+    remedy = "raise min_bytes, so that fewer and larger tensors move; or take larger batches"
+    return Cause(f.step.idle_s, told, [*(_another_budget(f.planned) if f.planned else []), remedy])
+
+
+def pageable_copies(f: Facts) -> Cause | None:
+    """Copies go through host memory that is not page-locked, so the host waits for each."""
+    if not f.pageable or not f.counts.host_written_bytes:
+        return None
+    written, read = f.counts.host_written_bytes / f.steps, f.counts.host_read_bytes / f.steps
+    link = None if f.planned is None else f.planned.profile.host
+    seconds = 0.0 if link is None else written / link.write_bytes_per_s + read / link.read_bytes_per_s
+    size = format_size(int(written + read))
+    told = f"host memory could not be page-locked: the host waits for each copy, of {size} a step"
+    return Cause(seconds, told, ["raise the limit of locked memory (ulimit -l unlimited), or lower host_budget"])
+
+
+# -- why did memory not fall ------------------------------------------------------------------------------------------
+
+
+def nothing_reached(f: Facts) -> Cause | None:
+    """Autograd saved nothing inside the context."""
+    if f.counts.packed_tensors or not f.counts.steps:
+        return None
+    told = f"autograd saved nothing inside the context in {f.counts.steps} forward passes"
+    remedy = "run the forward inside it and in its thread, with gradients, and inside no other saved_tensors_hooks"
+    return Cause(0 if f.before_bytes is None else _peak(f)[0] - f.before_bytes, told, [remedy])
+
+
+def stays(f: Facts) -> Cause | None:
+    """Nothing moves, or most of what is saved stays, for a reason."""
+    s, planned = f.counts, f.planned
+    kept = {reason: nbytes // f.steps for reason, nbytes in s.kept_bytes.items() if reason not in STATIC}
+    if f.accounts.refused_bytes:
+        kept["pressure"] = kept.get("pressure", 0) - f.accounts.refused_bytes // f.steps  # see `host_memory_full`
+    reason, saved_bytes = max(kept, key=lambda name: kept[name], default=""), s.activation_bytes // f.steps
+    remedies = [_WHEN_IT_STAYS[reason]] if reason in _WHEN_IT_STAYS else []
+    if saved_bytes and not (s.moved_bytes or s.forwarded_bytes or s.cancelled_bytes):
+        why = (planned.plan.declined if planned is not None else "") or reason or "see above"
+        return Cause(sum(kept.values()), f"nothing moves ({why})", remedies)
+    if planned is not None:
+        if planned.limits.device_budget is not None or s.plan_peak_bytes < MUCH_KEPT * s.baseline_peak_bytes:
+            return None
+        why, share = planned.plan.declined or "no more can be moved in time", s.plan_peak_bytes / s.baseline_peak_bytes
+        told = f"{share:.0%} of the activations' peak stays: {why}"
+        return Cause(s.plan_peak_bytes, told, _predicted(planned, s.plan_peak_bytes // 2))
+    if not remedies or reason in _AS_ASKED or kept[reason] < MUCH_KEPT * saved_bytes:
+        return None
+    told = f"{format_size(kept[reason])} of {format_size(saved_bytes)} that a step saves stay ({reason})"
+    return Cause(kept[reason], told, remedies)
+
+
+def degraded(f: Facts) -> Cause | None:
+    """Something below failed, so tensors stayed."""
+    reasons = f.counts.degraded
+    if not reasons:
+        return None
+    told = ", ".join(f"{count} × {reason}" for reason, count in sorted(reasons.items()))
+    remedies = [remedy for reason, remedy in _WHEN_DEGRADED.items() if reason in reasons]
+    return Cause(f.accounts.degraded_bytes / f.steps, f"memory is not saved as it could be: {told}", remedies)
+
+
+def held_by_functions(f: Facts) -> Cause | None:
+    """Custom autograd functions hold tensors as attributes of ``ctx``, where no hook sees them."""
+    nbytes, names = sum(f.held_bytes.values()), sorted(f.held_bytes, key=lambda name: -f.held_bytes[name])[:3]
+    if not nbytes or nbytes < HELD * f.counts.baseline_peak_bytes:
+        return None
+    told = f"{format_size(nbytes)} of tensors are attributes of ctx in custom autograd functions ({', '.join(names)})"
+    remedy = "save them by ctx.save_for_backward(...), and read them from ctx.saved_tensors"
+    return Cause(nbytes, f"{told}, alive as long as the loss", [remedy])
+
+
+def compiled_whole(f: Facts) -> Cause | None:
+    """One autograd node saves most of a forward at once, as a whole model under ``torch.compile`` does."""
+    nbytes = f.accounts.at_once_bytes
+    told = f"one autograd node saves {format_size(nbytes)} at once, as a compiled model does; the peak stays above that"
+    remedy = "compile block by block (for block in model.blocks: block.compile())"
+    return Cause(nbytes, told, [remedy]) if nbytes else None
+
+
+def page_cache(f: Facts) -> Cause | None:
+    """What is written to disk stays in the machine's memory, as the engine writes through the page cache."""
+    nbytes = f.counts.nvme_peak_bytes if f.cached_by else 0
+    told = f"up to {format_size(nbytes)} on disk are in the machine's memory too: {f.cached_by} uses the page cache"
+    remedy = "give path= on a file system with direct I/O (ext4, XFS), and leave engine= out"
+    return Cause(nbytes, told, [remedy]) if nbytes else None
+
+
+def host_memory_full(f: Facts) -> Cause | None:
+    """Host memory was used up, so tensors stayed on the device."""
+    nbytes, size = f.accounts.refused_bytes // f.steps, format_size(f.host_bytes)
+    if not nbytes or nbytes < HELD * f.counts.baseline_peak_bytes:
+        return None
+    told = f"{format_size(nbytes)} a step stay on the device, as the {size} of host memory are full"
+    more = f"host_budget={format_size(f.host_bytes + nbytes)!r}, if the machine has that"
+    return Cause(nbytes, told, [more, "or target='tiered' with path=, so that the rest goes to disk"])
+
+
+def peak_of_others(f: Facts) -> Cause | None:
+    """The peak is set by what autograd does not save."""
+    (peak, of), s, before = _peak(f), f.counts, f.before_bytes
+    if before is None or not s.packed_tensors:
+        return None
+    transient = max(0, peak - before - s.resident_peak_bytes)
+    others = transient if of == "process" else transient + before  # a process has Python and libraries before
+    if s.baseline_peak_bytes >= SMALL_PART * (others + s.baseline_peak_bytes) or others < LEAST_OTHERS:
+        return None
+    told = (
+        f"of the {of}'s peak, {format_size(peak)}, saved activations are at most {format_size(s.resident_peak_bytes)}; "
+        f"{format_size(before)} were there before the first forward, and {format_size(transient)} are gradients, "
+        "optimizer states and temporaries"
+    )
+    return Cause(others, told, ["look for those first: moving activations lowers the peak by no more than it has"])
+
+
+def _peak(f: Facts) -> tuple[int, str]:
+    """The peak of the device or the process, and which of them it is."""
+    s = f.counts
+    return (s.device_peak_bytes, "device") if s.device_peak_bytes else (s.process_peak_bytes, "process")
+
+
+SLOWER = (slow_link, first_moves, host_bound, pageable_copies)
+MEMORY = (
+    nothing_reached,
+    stays,
+    degraded,
+    held_by_functions,
+    compiled_whole,
+    page_cache,
+    host_memory_full,
+    peak_of_others,
+)
+
+
+# -- budgets ----------------------------------------------------------------------------------------------------------
+
+
+def _another_budget(planned: Planned) -> list[str]:
+    """What a budget above the next block, or `MORE_BUDGET` times as large, is predicted to give."""
+    budget = planned.limits.device_budget
+    if budget is None:
+        return []
+    block, enough = next_block(planned.profile, budget) if planned.limits.recompute else (0, 0)
+    more = enough or min(int(MORE_BUDGET * budget), planned.profile.baseline_peak_bytes)
+    why = f" (one block, {format_size(block)}, does not fit now, so none can be recomputed)" if block else ""
+    return [text + why for text in _predicted(planned, more, WORTH_SAYING)]
+
+
+def _predicted(planned: Planned, budget: int, gain: float = float("-inf")) -> list[str]:
+    """What a budget is predicted to give, where that is known and the step is shorter by a share of ``gain``."""
+    (row,) = budget_rows(planned.profile, planned.limits, planned.planner, [budget])
+    now_s = planned.plan.predicted_step_s or planned.profile.step_s
+    if row.step_s is None or row.peak_bytes is None or row.step_s > (1 - gain) * now_s:
+        return []
+    peak, step = format_size(row.peak_bytes), format_time(row.step_s)
+    told = f"device_budget={format_size(budget)!r} is predicted to peak at {peak} and to take {step} a step"
+    return [f"{told} instead of {format_time(now_s)}"]

@@ -1,0 +1,122 @@
+"""``actoffload report`` and ``top``: what a traced run did, as text and as a page, at its end and while it runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from ..analysis.report_page import comparison, predictions_table, waits_table, write_page
+from ..analysis.trace_file import load
+from ..analysis.traced_run import Run, look_at
+from ..errors import TraceFileError
+from ..runtime.report import KEPT_MEANINGS
+from ..sizes import format_size
+from .console import JsonOption, explained_errors, print_json
+
+READING_SHARE = 0.1
+"""Following a trace takes at most this share of the time: it is read anew each time."""
+
+TraceArgument = Annotated[Path, typer.Argument(help="The trace of a run, as trace= or `actoffload trace` write it.")]
+
+
+def command(
+    run: TraceArgument,
+    html: Annotated[Path | None, typer.Option(help="Write a page with pictures here.")] = None,
+    compare: Annotated[Path | None, typer.Option(help="Another trace, put before this one, to compare with.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what a traced run did: memory, links, waits, what was predicted, and what to do next."""
+    with explained_errors():
+        runs = [look_at(load(path)) for path in (compare, run) if path is not None]
+        if html is not None:
+            write_page(runs, html)
+    if as_json:
+        print_json([each.as_dict() for each in runs])
+        return
+    console = Console()
+    console.print(render(runs))
+    if html is not None:
+        console.print(f"\nThe page: {html}", markup=False)
+
+
+def top(
+    run: TraceArgument,
+    every: Annotated[float, typer.Option(min=0.1, help="Seconds between looks.")] = 2.0,
+) -> None:
+    """Follow the trace of a run while it is written: the report of what is there so far. Ctrl-C leaves."""
+    with explained_errors(), Live(console=Console(), auto_refresh=False) as live:
+        while True:
+            began_s = time.monotonic()
+            found = _so_far(run)
+            live.update("waiting for the first step" if found is None else render([found]), refresh=True)
+            if found is not None and not found.trace.truncated:
+                return
+            try:
+                time.sleep(max(every, (time.monotonic() - began_s) / READING_SHARE))
+            except KeyboardInterrupt:
+                return
+
+
+def _so_far(path: Path) -> Run | None:
+    """What a run has written until now; None before its first forward has ended."""
+    try:
+        return look_at(load(path, truncated_ok=True))
+    except TraceFileError as error:
+        if ": empty: " in str(error):
+            return None
+        raise
+
+
+def render(runs: list[Run]) -> RenderableType:
+    """The report on runs, one after the other, for a terminal."""
+    names = [Path(run.trace.path).name for run in runs]
+    parts: list[RenderableType] = [_table("", [["", *names], *comparison(runs)])]
+    for name, run in zip(names, runs, strict=True):
+        parts += [f"\n[bold]{escape(name)}[/bold]: {escape(run.about())}", *_one(run)]
+    return Group(*parts)
+
+
+def _one(run: Run) -> list[RenderableType]:
+    parts: list[RenderableType] = []
+    links = [["link", "moved", "in the step", "can do", "used"]]
+    for link in run.links():
+        rates = [f"{rate / 1e9:.3g} GB/s" for rate in (link.mean_bytes_per_s, link.can_do)]
+        links.append([link.name, format_size(link.nbytes), *rates, f"{link.mean_bytes_per_s / link.can_do:.0%}"])
+    kept = [["", "bytes", "why"]]
+    for reason, nbytes in run.kept().items():
+        kept.append([reason, format_size(nbytes), KEPT_MEANINGS.get(reason, "")])
+    tables: dict[str, Sequence[Sequence[str]]] = {
+        "Links": links,
+        "Dearest waits": waits_table(run),
+        "Predicted and seen": predictions_table(run),
+        "What stayed": kept,
+    }
+    parts += [_table(title, rows) for title, rows in tables.items() if rows[1:]]
+    parts += [f"\n{escape(text)}" for text in (run.wear(), run.what_limits()) if text]
+    steps = Table.grid(padding=(0, 1))
+    for number, step in enumerate(run.next_steps, start=1):
+        steps.add_row(f"{number}.", escape(step))
+    if steps.rows:
+        parts += ["\n[bold]What to do next[/bold]", steps]
+    return parts
+
+
+def _table(title: str, rows: Sequence[Sequence[str]]) -> Table:
+    """The first row is the head; columns of numbers are aligned right."""
+    head, *others = rows
+    table = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, name in enumerate(head):
+        are_numbers = all(row[number][:1].isdigit() or row[number] == "-" for row in others)
+        table.add_column(escape(name), justify="right" if are_numbers else "left", overflow="fold")
+    for row in others:
+        table.add_row(*map(escape, row))
+    return table

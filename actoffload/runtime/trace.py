@@ -1,0 +1,502 @@
+"""What a trace has of one offloader: phases, transfers, waits, plans, and memory by what it is, over time.
+
+All of it goes to `TraceWriter`. Memory is looked at where a forward saves or backward asks, at the ends of phases, and
+otherwise so seldom that looking takes at most `LOOKING_SHARE` of the time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import platform
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ..config import OffloadConfig
+from ..events import EventKind, TraceEvent, now
+from ..memory.process_memory import rss_bytes
+from ..policy import STATIC
+from ..storage.transfers import Transfer
+from ..tiers.shared import Shared
+from ..tiers.tiers import Tiers
+from ..version import __version__
+from .identity import inner_tensors
+from .trace_writer import TraceWriter, writer_for
+from .untraced import skipped
+
+VARIABLE = "ACTOFFLOAD_TRACE"
+LOOKING_SHARE = 0.003
+LEAST_LOOK_S = 0.001
+RECOUNT_FORWARDS = 64
+"""After so many forwards parameters are counted again: their owner may have changed their sizes."""
+RATE_S = 0.01
+"""Bytes per second of a link are told for stretches of so many seconds."""
+OVERLAP_S = 2.0
+"""So long after a stretch has passed its rate is told: a transfer that ends later counts from there on."""
+
+
+_TOLD_OTHERWISE = (EventKind.PACK, EventKind.KEEP, EventKind.RELEASE, EventKind.WRITE, EventKind.READ)
+"""Of saved storages; a trace has the transfers, and bytes by why they stay."""
+
+
+def trace_path(config: OffloadConfig) -> str | None:
+    """The file of the trace: as the options or ``ACTOFFLOAD_TRACE`` say, with the rank before its suffix if several."""
+    given = os.environ.get(VARIABLE) if config.trace is None else config.trace
+    if not given or callable(given):
+        return None
+    rank, ranks = rank_and_ranks()
+    stem, suffix = os.path.splitext(os.fspath(given))
+    return f"{stem}.rank{rank}{suffix}" if ranks > 1 else f"{stem}{suffix}"
+
+
+def rank_and_ranks() -> tuple[int, int]:
+    """This process's global rank, and how many there are."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    try:
+        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    except ValueError:
+        return 0, 1
+
+
+class Recorder:
+    """Takes down one offloader's steps. It is the sink of its events, which come under its lock.
+
+    Args:
+        path: the file.
+        shared: of the offloader's store; ``tiers``: likewise.
+    """
+
+    def __init__(self, path: str, shared: Shared, tiers: Tiers) -> None:
+        self._shared = shared
+        self._tiers = tiers
+        self.ask: Callable[[], Callable[[], dict[str, Any]] | None] = lambda: None
+        """Gives, while there is one, what tells all that is known at the end, ready for JSON."""
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._memory = Memory(tiers.by_device)
+        self._rates = {f"{link} {way}": Rates() for link in ("disk", "host") for way in ("write", "read")}
+        self._local = threading.local()
+        self._forwards = 0
+        self._told_bytes: dict[str, int] = {}
+        self._next_look_s = 0.0
+        self._closed = False
+        self._timeline = tiers.start_timeline()
+        self._writer: TraceWriter = writer_for(path, _about_the_run(shared.config))
+        shared.accounts.resident_by_module = self._memory.saved
+        shared.reporter.sink = self.event
+        if tiers.spool is not None:
+            tiers.spool.on_moved = self.moved
+        self._hooks = [
+            register_optimizer_step_pre_hook(functools.partial(_optimizer_begins, weakref.ref(self))),
+            register_optimizer_step_post_hook(functools.partial(_optimizer_ended, weakref.ref(self))),
+        ]
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def event(self, event: TraceEvent) -> None:
+        """Take down an event of a saved storage: the sink."""
+        kind = event.kind
+        if kind is EventKind.PACK:
+            self.look()
+        if kind in _TOLD_OTHERWISE:
+            return
+        args = {"module": event.module, "bytes": event.nbytes}
+        if kind in (EventKind.UNPACK_WAIT, EventKind.PACK_WAIT):
+            name = f"wait for {'data' if kind is EventKind.UNPACK_WAIT else 'room'}"
+            self._writer.span(f"waits, {self._thread}", name, event.time_s, event.time_s + event.duration_s, args)
+        elif kind in (EventKind.FORWARD, EventKind.CANCEL):
+            name = "used from memory" if kind is EventKind.FORWARD else "write cancelled"
+            self._writer.instant("notes", name, event.time_s, args)
+        elif kind is EventKind.DEGRADED:
+            self._writer.instant("notes", f"degraded: {event.detail}", event.time_s, args)
+        elif kind is EventKind.PLAN:
+            self._writer.instant("notes", event.detail, event.time_s)
+
+    def moved(self, transfer: Transfer) -> None:
+        """Take down a transfer of the spool that has moved bytes."""
+        tensors = [(record.module, record.nbytes) for record in transfer.about or ()]  # type: ignore[attr-defined]
+        self._transfer(f"disk {transfer.kind.value}", transfer.began_s, now(), tensors, transfer.moved_bytes)
+
+    def _transfer(self, link: str, begin_s: float, end_s: float, tensors: list[Any], nbytes: int) -> None:
+        name = (tensors[0][0] or "saved tensor") if tensors else "bytes"
+        args = {"bytes": nbytes, "tensors": tensors}
+        self._writer.span(f"{link}*", name + (f" +{len(tensors) - 1}" if tensors[1:] else ""), begin_s, end_s, args)
+        self._rates[link].add(begin_s, end_s, nbytes)
+
+    # -- phases -------------------------------------------------------------------------------------------------------
+
+    def watch(self, model: nn.Module) -> None:
+        """Know a model: its parameters, buffers and gradients are told apart from other memory."""
+        self._models.add(model)
+
+    def forward_begins(self) -> None:
+        """A context is entered."""
+        self._forwards += 1
+        self._take_timeline()
+        self._memory.count(self._models, self._optimizers, anew=self._forwards % RECOUNT_FORWARDS == 0)
+        self.look()
+        self._phases.append(self._begin("forward"))
+
+    def forward_ended(self) -> None:
+        """It is left."""
+        self.look(always=True)
+        self._end("forward")
+
+    def backward(self, number: int) -> None:
+        """Backward asks for something that the forward of micro-batch ``number`` saved."""
+        self.look()
+        running = next((phase for phase in self._phases if phase.name == "backward"), None)
+        if running is not None and running.forwards < self._forwards:  # it ended by an exception
+            self._end("backward", running.last_s)
+        elif running is not None:
+            running.last_s = now()
+            return
+        if torch._C._current_graph_task_id() != -1:
+            self._phases.append(self._begin("backward", number))
+            Variable._execution_engine.queue_callback(functools.partial(self._end, "backward"))
+
+    def optimizer_begins(self, optimizer: Optimizer) -> None:
+        """An optimizer steps."""
+        self.look()
+        self._optimizers.add(optimizer)
+        within = any(phase.name == "optimizer" for phase in self._phases)  # another's, that calls this one
+        self._phases.append(self._begin(f"{type(optimizer).__name__}.step" if within else "optimizer"))
+
+    def optimizer_ended(self, optimizer: Optimizer) -> None:
+        """It has stepped."""
+        self._memory.count(self._models, self._optimizers)
+        self.look(always=True)
+        names = ("optimizer", f"{type(optimizer).__name__}.step")
+        self._end(next((phase.name for phase in reversed(self._phases) if phase.name in names), ""))
+
+    @contextlib.contextmanager
+    def region(self, name: str, link: str, nbytes: int) -> Iterator[None]:
+        """Take down what runs inside of the context: as a phase, or as bytes that go over a link, but not by us."""
+        begin_s = now()
+        if not link:
+            self.look(always=True)
+            self._phases.append(self._begin(name))
+        try:
+            yield
+        finally:
+            if link:
+                self._writer.span(f"{link}, by others*", name, begin_s, now(), {"bytes": nbytes, "tensors": []})
+                self._rates[link].add(begin_s, now(), nbytes)
+            else:
+                self.look(always=True)
+                self._end(name)
+
+    def _begin(self, name: str, number: int | None = None) -> _Phase:
+        index = self._timeline.current_index if self._timeline is not None else 0
+        moment = self._timeline.moment(index) if self._timeline is not None else None
+        return _Phase(name, now(), number, index, moment, self._forwards, now())
+
+    def _end(self, name: str, end_s: float | None = None) -> None:
+        """The innermost phase of this name has ended; those within it have no end of their own, by an exception."""
+        phases, end_s = self._phases, now() if end_s is None else end_s
+        if not any(phase.name == name for phase in phases):
+            return
+        while phases:
+            phase = phases.pop()
+            args = {"microbatch": self._shared.accounts.microbatches if phase.number is None else phase.number}
+            self._writer.span(f"phases, {self._thread}", phase.name, phase.begin_s, end_s, args)
+            if self._timeline is not None:
+                moment = self._timeline.moment(phase.index)
+                self._timeline.add(phase.name, phase.index, phase.moment, moment, args)
+            if phase.name == name:
+                return
+
+    @property
+    def _phases(self) -> list[_Phase]:
+        """What runs in this thread, outermost first."""
+        phases: list[_Phase] | None = getattr(self._local, "phases", None)
+        if phases is None:
+            phases = self._local.phases = []
+        return phases
+
+    @property
+    def _thread(self) -> str:
+        name: str | None = getattr(self._local, "name", None)
+        if name is None:
+            thread = threading.current_thread()
+            main = thread is threading.main_thread()
+            name = self._local.name = "main thread" if main else f"thread {thread.native_id or thread.ident}"
+        return name
+
+    def _take_timeline(self, *, last: bool = False, wait: bool = False) -> None:
+        """Take down what the device has done meanwhile; ``last``: also copies that are under way."""
+        done = self._timeline.take(wait=wait) if self._timeline is not None else []
+        under_way = self._timeline.under_way() if self._timeline is not None and last else []
+        for what, begin_s, end_s, about in [*done, *under_way]:
+            if what in self._rates:
+                self._transfer(what, begin_s, end_s, list(about), sum(nbytes for _, nbytes in about))
+            elif isinstance(about, Mapping):
+                self._writer.span("device phases*", what, begin_s, end_s, about)
+            else:
+                module, nbytes = about[0] if about else (None, 0)
+                self._writer.span("device waits*", what, begin_s, end_s, {"module": module or "", "bytes": nbytes})
+
+    # -- counters -----------------------------------------------------------------------------------------------------
+
+    def look(self, *, always: bool = False) -> None:
+        """Take down what memory is used for now, unless that was done a moment ago."""
+        begin_s = now()
+        if (begin_s < self._next_look_s and not always) or self._closed:
+            return
+        total = self._memory.total()
+        accounts = self._shared.accounts
+        self._writer.counter("memory", begin_s, self._memory.values(total, accounts.resident_bytes))
+        self._writer.counter("memory total", begin_s, {"bytes": total})
+        unmoved = total + accounts.baseline_bytes - accounts.resident_bytes
+        self._writer.counter("memory with nothing moved", begin_s, {"bytes": unmoved})
+        if self._memory.on_device:
+            self._writer.counter("process memory", begin_s, {"bytes": rss_bytes()})
+        pools = sum(pool.allocated_bytes for pool in self._tiers.pools)
+        disk = self._tiers.spool.allocated_bytes if self._tiers.spool is not None else 0
+        for name, nbytes in (("host pool", pools), ("disk", disk)):
+            if nbytes != self._told_bytes.get(name):
+                self._told_bytes[name] = nbytes
+                self._writer.counter(name, begin_s, {"bytes": nbytes})
+        for link, rates in self._rates.items():
+            for time_s, rate in rates.told(begin_s - OVERLAP_S):
+                self._writer.counter(link, time_s, {"bytes_per_s": rate, "can_do": rates.best})
+        end_s = now()
+        self._next_look_s = end_s + max(LEAST_LOOK_S, (end_s - begin_s) / LOOKING_SHARE)
+        if self._writer.failed:
+            self._shared.reporter.advise("trace", f"the trace ends early: {self._writer.failed}")
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self, *, wait: bool, ask: bool) -> None:
+        """End the trace. Idempotent.
+
+        Args:
+            wait: for copies that are under way, to know their times.
+            ask: write what is known at the end; not after an interrupt, which may have left locks that are taken.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._shared.reporter.sink = self._shared.accounts.resident_by_module = None
+        if self._tiers.spool is not None:
+            self._tiers.spool.on_moved = None
+        for hook in self._hooks:
+            hook.remove()
+        self._take_timeline(last=True, wait=wait)
+        for link, rates in self._rates.items():
+            for time_s, rate in rates.told(float("inf")):
+                self._writer.counter(link, time_s, {"bytes_per_s": rate, "can_do": rates.best})
+        known: dict[str, Any] = {}
+        tell = self.ask() if ask else None
+        if tell is not None:
+            try:
+                known = tell()
+                known["spool"] = None if self._tiers.spool is None else asdict(self._tiers.spool.statistics())
+            except Exception as error:  # a device that broke, say
+                known["not_known"] = repr(error)
+        self._writer.close(known)
+
+
+@dataclass(slots=True, eq=False)
+class _Phase:
+    """One that runs.
+
+    Attributes:
+        number: of the micro-batch; None: the one that saved last when it ends.
+        index: of the device, and its moment when the phase began.
+        forwards: how many forwards had begun when it began.
+        last_s: when it was seen last.
+    """
+
+    name: str
+    begin_s: float
+    number: int | None
+    index: int
+    moment: Any
+    forwards: int
+    last_s: float
+
+
+class Memory:
+    """What the memory of the device, or of the process on the CPU, is used for.
+
+    Args:
+        device_types: of the tensors that move.
+
+    Attributes:
+        saved: bytes of saved activations by module; whoever moves them keeps it.
+        on_device: an accelerator's memory is looked at.
+    """
+
+    def __init__(self, device_types: Iterable[str]) -> None:
+        self.saved: Counter[str | None] = Counter()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        types = set(device_types) or {accelerator.type if accelerator is not None else "cpu"}
+        self._type = accelerator.type if accelerator is not None and accelerator.type in types else "cpu"
+        self.on_device = self._type != "cpu"
+        self._parameters: list[tuple[weakref.ref[Tensor], int]] = []
+        self._parameter_bytes = self._state_bytes = 0
+        self._told: frozenset[str] = frozenset()
+        self._counted: tuple[int, ...] = ()
+
+    def count(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer], *, anew: bool = False) -> None:
+        """Count parameters, buffers and optimizer state, if there may be others, or ``anew``.
+
+        What an optimizer steps and no model has counts as its state.
+        """
+        models, optimizers = list(models), list(optimizers)
+        counted = (len(models), *(len(optimizer.state) for optimizer in optimizers))
+        if counted == self._counted and not anew:
+            return
+        self._counted = counted
+        parameters: dict[int, Tensor] = {id(p): p for model in models for p in model.parameters()}
+        buffers = {id(b): b for model in models for b in model.buffers()}
+        stepped: dict[int, Tensor] = {}
+        states: list[Tensor] = []
+        for optimizer in optimizers:
+            stepped.update((id(p), p) for group in optimizer.param_groups for p in group["params"])
+            for state in list(optimizer.state.values()):
+                values = state.values() if isinstance(state, Mapping) else ()
+                states += [value for value in values if isinstance(value, Tensor)]
+        if not parameters:
+            parameters = stepped
+        states += [p for number, p in stepped.items() if number not in parameters]
+        self._parameters = [(weakref.ref(p), self._bytes(p)) for p in (parameters | stepped).values()]
+        self._parameter_bytes = sum(map(self._bytes, (parameters | buffers).values()))
+        self._state_bytes = sum(map(self._bytes, states))
+
+    def total(self) -> int:
+        """All that PyTorch has allocated on the device, or what is resident of the process."""
+        return rss_bytes() if self._type == "cpu" else int(torch.accelerator.memory_allocated())
+
+    def values(self, total: int, resident_bytes: int) -> dict[str, float]:
+        """Bytes by what they are. "other" is what is left of the total.
+
+        Args:
+            total: as `total` has just said.
+            resident_bytes: saved activations that are on the device, with those of no module.
+        """
+        gradients = 0
+        for reference, nbytes in self._parameters:
+            parameter = reference()
+            if parameter is not None and parameter.grad is not None:
+                gradients += nbytes
+        values = {
+            "parameters": self._parameter_bytes,
+            "gradients": gradients,
+            "optimizer state": self._state_bytes,
+        }
+        small = resident_bytes
+        for module, nbytes in list(self.saved.items()):
+            if nbytes:
+                name = f"saved by {block_of(module)}"
+                values[name] = values.get(name, 0) + nbytes
+                small -= nbytes
+        if small > 0:
+            values["saved, small or recomputed"] = small
+        values["other"] = max(0, total - sum(values.values()))
+        gone = self._told - values.keys()
+        self._told = frozenset(values)
+        return {**values, **dict.fromkeys(gone, 0)}
+
+    def _bytes(self, tensor: Tensor) -> int:
+        if type(tensor) is nn.Parameter or type(tensor) is Tensor:
+            return tensor.nbytes if tensor.device.type == self._type else 0
+        return sum(inner.nbytes for inner in inner_tensors(tensor) if inner.device.type == self._type)
+
+
+@functools.cache
+def block_of(module: str | None) -> str:
+    """The block of a module: its name as far as the first number in it, else its first two parts."""
+    parts = (module or "a module without a name").split(".")
+    numbers = [place for place, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[0] + 1] if numbers else parts[:2])
+
+
+class Rates:
+    """Bytes per second of one direction of a link, in stretches of `RATE_S`."""
+
+    def __init__(self) -> None:
+        self.best = 0.0
+        self._bytes: dict[int, float] = {}
+        self._told = 0
+        self._last = 0.0
+
+    def add(self, begin_s: float, end_s: float, nbytes: int) -> None:
+        """So many bytes went over it, evenly, in this time."""
+        first, last = int(begin_s / RATE_S), int(end_s / RATE_S)
+        first = max(first, min(self._told, last))
+        for stretch in range(first, last + 1):
+            self._bytes[stretch] = self._bytes.get(stretch, 0.0) + nbytes / (last + 1 - first)
+
+    def told(self, until_s: float) -> Iterable[tuple[float, float]]:
+        """The time at which a rate begins, and the rate, of the stretches before that were not told yet."""
+        for stretch in sorted(list(self._bytes)):
+            if (stretch + 1) * RATE_S > until_s:
+                return
+            rate = self._bytes.pop(stretch) / RATE_S
+            if self._last and stretch > self._told:
+                yield self._told * RATE_S, 0.0
+            self.best = max(self.best, rate)
+            self._told, self._last = stretch + 1, rate
+            yield stretch * RATE_S, rate
+        if self._last and until_s > (self._told + 1) * RATE_S:
+            self._last = 0.0
+            yield self._told * RATE_S, 0.0
+
+
+def _about_the_run(config: OffloadConfig) -> dict[str, Any]:
+    rank, ranks = rank_and_ranks()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    device = "cpu" if accelerator is None else accelerator.type
+    return {
+        "actoffload": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": {
+            "system": platform.platform(),
+            "processor": platform.machine(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "memory_bytes": psutil.virtual_memory().total,
+            "device": torch.cuda.get_device_name() if device == "cuda" else device,
+        },
+        "command": sys.argv,
+        "rank": rank,
+        "ranks": ranks,
+        "virtual_device_time": device == "sim",
+        "static_reasons": sorted(STATIC),
+        "config": {field.name: _plain(getattr(config, field.name)) for field in fields(config)},
+    }
+
+
+def _plain(value: object) -> object:
+    return value if isinstance(value, (str, int, float, bool, tuple, type(None))) else repr(value)[:200]
+
+
+@skipped
+def _optimizer_begins(recorder: weakref.ref[Recorder], optimizer: Optimizer, *_: object) -> None:
+    there = recorder()
+    if there is not None and not torch.compiler.is_compiling():
+        there.optimizer_begins(optimizer)
+
+
+@skipped
+def _optimizer_ended(recorder: weakref.ref[Recorder], optimizer: Optimizer, *_: object) -> None:
+    there = recorder()
+    if there is not None and not torch.compiler.is_compiling():
+        there.optimizer_ended(optimizer)

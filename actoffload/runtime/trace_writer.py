@@ -1,0 +1,230 @@
+"""The file of a trace, in Chrome's trace event format: a thread writes it while the run goes on. Knows no tensors.
+
+While it is open the file is an array without its end, which the format allows, so that a killed run still has its
+trace. `TraceWriter.close` makes it an object: the same bytes but for the first few, and what is known at the end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+FLUSH_S = 0.25
+"""A killed run loses what happened in so many seconds."""
+MOST_ROWS = 200_000
+"""So many events wait to be written at most, about 60 MB; what comes then is counted and dropped."""
+TRACK_IDS = 2_000_000_000
+"""Tracks are numbered from here on: no thread of the system has such a number, so that traces may be merged."""
+QUARTER_S = 7_889_238
+"""Times count from the last multiple of a quarter of a year, as those of ``torch.profiler`` do: a double holds them."""
+
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+_ARRAY, _OBJECT = b"[               ", b'{"traceEvents":['
+Row = tuple[str, str, str, float, float, Mapping[str, Any] | None]
+"""Phase letter of the format, track, name, begin and duration in seconds, arguments."""
+
+
+class TraceWriter:
+    """One file. Any thread adds to it; nothing but an append is done on its way.
+
+    Args:
+        path: the file; an old one is overwritten.
+        about: what is known of the run at its beginning, ready for JSON.
+
+    Attributes:
+        dropped: events that came faster than they could be written.
+        failed: why nothing is written any more, or "".
+    """
+
+    def __init__(self, path: str, about: Mapping[str, Any]) -> None:
+        self.path = path
+        self.dropped = 0
+        self.failed = ""
+        self.users = 0
+        unix_ns = max(time.time_ns() - time.monotonic_ns() for _ in range(5))
+        self.base_ns = time.time_ns() // (QUARTER_S * 10**9) * QUARTER_S * 10**9
+        self._shift_us = (unix_ns - self.base_ns) / 1e3
+        self._pid = os.getpid()
+        self._rows: deque[Row] = deque()
+        self._tracks: dict[str, int] = {}
+        self._lanes: dict[str, list[float]] = {}
+        self._writing = threading.Lock()
+        self._stopped = threading.Event()
+        self._end = 0
+        self._about = {**about, "base_ns": self.base_ns}
+        self._file = os.open(path, _FLAGS | os.O_TRUNC, 0o666)
+        self._put(_ARRAY)
+        name = {"name": f"actoffload, rank {about.get('rank', 0)}"}
+        self._began_us = (time.time_ns() - self.base_ns) / 1e3
+        self._put(self._metadata("process_name", 0, name), first=True)
+        self._put(self._metadata("actoffload", 0, self._about))
+
+    # -- what is added ------------------------------------------------------------------------------------------------
+
+    def span(self, track: str, name: str, begin_s: float, end_s: float, args: Mapping[str, Any] | None = None) -> None:
+        """Something that took time; on one track spans are one after the other, or one within the other."""
+        self._add(("X", track, name, begin_s, max(0.0, end_s - begin_s), args))
+
+    def instant(self, track: str, name: str, time_s: float, args: Mapping[str, Any] | None = None) -> None:
+        """Something that happened."""
+        self._add(("i", track, name, time_s, 0.0, args))
+
+    def counter(self, name: str, time_s: float, values: Mapping[str, float]) -> None:
+        """The values of a counter from now on. A series that is left out stays as it was."""
+        self._add(("C", "", name, time_s, 0.0, values))
+
+    def _add(self, row: Row) -> None:
+        if len(self._rows) < MOST_ROWS:
+            self._rows.append(row)
+        else:
+            self.dropped += 1
+
+    # -- what is written ----------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Begin to write, or go on where `close` has ended the file."""
+        self.users += 1
+        if self.users > 1:
+            return
+        with self._writing:
+            if self._file < 0:
+                self._file = os.open(self.path, _FLAGS, 0o666)
+                os.truncate(self._file, self._end)
+                os.pwrite(self._file, _ARRAY, 0)
+            self._stopped = threading.Event()
+        threading.Thread(target=self._run, args=(self._stopped,), name="actoffload-trace", daemon=True).start()
+
+    def close(self, known: Mapping[str, Any]) -> None:
+        """One of those that opened it is done: the last one ends the file, with what is known at the end."""
+        self.users -= 1
+        self.flush()
+        if self.users:
+            return
+        self._stopped.set()
+        other = {**self._about, **known, "dropped_events": self.dropped}
+        end = {"displayTimeUnit": "ms", "baseTimeNanoseconds": self.base_ns, "otherData": other}
+        with self._writing, suppress(OSError):
+            os.pwrite(self._file, b"\n]," + _json(end)[1:] + b"\n", self._end)
+            os.pwrite(self._file, _OBJECT, 0)
+        os.close(self._file)
+        self._file = -1
+
+    def flush(self) -> None:
+        """Write what was added so far."""
+        with self._writing:
+            while self._rows and not self.failed:
+                lines = [self._line(self._rows.popleft()) for _ in range(min(1000, len(self._rows)))]
+                try:
+                    self._put(b",\n".join(lines))
+                except OSError as error:
+                    self.failed = f"{self.path}: {error}"
+            if self.failed:
+                self._rows.clear()
+
+    def after_fork_in_child(self) -> None:
+        """Write nothing any more: the file is the parent's."""
+        self.failed = "a forked process"
+        self._rows.clear()
+        self._writing = threading.Lock()
+
+    def _run(self, stopped: threading.Event) -> None:
+        while not stopped.wait(FLUSH_S):
+            self.flush()
+
+    def _put(self, data: bytes, *, first: bool = False) -> None:
+        """Append to the file."""
+        if self._end and not first:
+            data = b",\n" + data
+        elif first:
+            data = b"\n" + data
+        while data:
+            written = os.pwrite(self._file, data, self._end)
+            self._end += written
+            data = data[written:]
+
+    def _line(self, row: Row) -> bytes:
+        letter, track, name, begin_s, duration_s, args = row
+        event: dict[str, Any] = {"ph": letter, "name": name, "pid": self._pid}
+        event["ts"] = round(begin_s * 1e6 + self._shift_us, 3)
+        before = b""
+        if letter != "C":
+            if track.endswith("*"):  # transfers overlap: each goes to the first lane that is free
+                track = self._lane(track, begin_s, duration_s)
+            before, event["tid"] = self._track(track)
+        if letter == "X":
+            event["cat"], event["dur"] = track.partition(" #")[0], round(duration_s * 1e6, 3)
+        elif letter == "i":
+            event["cat"], event["s"] = "note", "p"
+        if args:
+            event["args"] = args
+        return before + _json(event)
+
+    def _lane(self, track: str, begin_s: float, duration_s: float) -> str:
+        ends = self._lanes.setdefault(track, [])
+        lane = next((number for number, end_s in enumerate(ends) if end_s <= begin_s), len(ends))
+        ends[lane : lane + 1] = [begin_s + duration_s]
+        return f"{track[:-1]} #{lane + 1}"
+
+    def _track(self, track: str) -> tuple[bytes, int]:
+        """Return what names a track, where it is new, and its number."""
+        number = self._tracks.get(track)
+        if number is not None:
+            return b"", number
+        number = self._tracks[track] = TRACK_IDS + len(self._tracks)
+        name = self._metadata("thread_name", number, {"name": track})
+        order = self._metadata("thread_sort_index", number, {"sort_index": len(self._tracks)})
+        return name + b",\n" + order + b",\n", number
+
+    def _metadata(self, name: str, track: int, args: Mapping[str, Any]) -> bytes:
+        event = {"ph": "M", "name": name, "pid": self._pid, "tid": track, "ts": round(self._began_us, 3)}
+        return _json({**event, "args": args})
+
+
+_encode = json.JSONEncoder(default=str, separators=(",", ":")).encode
+
+
+def _json(value: object) -> bytes:
+    return _encode(value).encode()
+
+
+_writers: dict[str, TraceWriter] = {}
+"""The files of this process: offloaders with the same file share it."""
+
+
+def writer_for(path: str, about: Mapping[str, Any]) -> TraceWriter:
+    """Return the writer of a file, opened; the caller closes it.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    place = os.path.abspath(path)
+    writer = _writers.get(place)
+    if writer is None or writer.failed:
+        writer = _writers[place] = TraceWriter(place, about)
+    writer.open()
+    return writer
+
+
+def _in_child() -> None:
+    for writer in _writers.values():
+        writer.after_fork_in_child()
+    _writers.clear()
+
+
+def _at_exit() -> None:
+    for writer in _writers.values():
+        if writer.users:  # its offloader was dropped without close()
+            writer.users = 1
+            writer.close({})
+
+
+atexit.register(_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

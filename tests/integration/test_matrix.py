@@ -1,0 +1,36 @@
+"""The table of docs/integrations.md names no cell that no test shows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration import matrix
+
+
+def test_each_cell_of_the_table_has_a_test(request: pytest.FixtureRequest) -> None:
+    items = request.session.items
+    files = {file for file in Path(__file__).parent.glob("test_*.py") if "proves(" in file.read_text(encoding="utf-8")}
+    if request.config.option.keyword or request.config.option.markexpr or not files <= {item.path for item in items}:
+        pytest.skip("not all tests of this folder were chosen")
+    assert matrix.written() == matrix.render({cell for item in items for cell in matrix.cells(item)})
+
+
+def test_only_what_passed_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "page.md").write_text(f"Before.\n\n{matrix.BEGIN} a |\n| old |\n\nAfter.\n")
+    shown = '<properties><property name="proves" value="{}"/></properties>'
+    cases = [shown.format("TRL|True|env"), shown.format("TRL|False|env") + "<failure/>", "<skipped/>"]
+    (tmp_path / "results.xml").write_text("".join(["<s>", *(f"<testcase>{case}</testcase>" for case in cases), "</s>"]))
+    monkeypatch.setattr(matrix, "PAGE", tmp_path / "page.md")
+    matrix.main([str(tmp_path / "results.xml")])
+    header, _, *rows = (line.strip("| ").split(" | ") for line in matrix.written())
+    others = {
+        "Accelerate": "not tested",
+        "Lightning": "–",
+        "Megatron-core": "–",
+        "torchtitan": "not tested",
+        "TRL": "with",
+    }
+    assert dict(zip(header, rows[1], strict=True)) == {"way": "env", **others}
+    assert (tmp_path / "page.md").read_text().endswith("\n\nAfter.\n")

@@ -1,0 +1,52 @@
+"""The notes in docs/upstream: short, about the versions that are installed, and their code runs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from typing import Any
+
+import pytest
+
+from tests.integration.processes import ROOT, launch
+
+NOTES = {file.stem: file.read_text(encoding="utf-8") for file in (ROOT / "docs/upstream").glob("*.md")}
+RUN = ("deepspeed", "transformers", "trl")
+"""test_torchtitan.py runs the other one."""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What one process found that ran the code of every note."""
+    for package in RUN:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+    place = tmp_path_factory.mktemp("upstream")
+    answer: dict[str, Any] = launch(
+        "tests.integration.workers.upstream", 1, place, env={"ACTOFFLOAD_PATH": str(place)}
+    )[0]
+    return answer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("note", RUN)
+def test_the_shim_moves_and_changes_no_loss(found: dict[str, Any], note: str) -> None:
+    assert len(found[note]["losses"]) == 3
+    assert found[note]["losses"] == found[note]["plain"]
+    assert found[note]["moved"] > 0
+
+
+@pytest.mark.parametrize("note", NOTES)
+def test_a_note_is_short_and_names_the_version(note: str) -> None:
+    assert len(NOTES[note].splitlines()) <= 40
+    assert max(map(len, NOTES[note].splitlines())) <= 120
+    try:
+        version = importlib.metadata.version(note)
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{note} is not installed")
+    assert f"({version})" in NOTES[note]
+    assert "```diff" in NOTES[note]
+
+
+def test_there_is_a_note_for_each() -> None:
+    assert set(NOTES) == {*RUN, "torchtitan"}

@@ -1,0 +1,98 @@
+"""The shims in the notes of docs/upstream, each beside the same program without it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from tests.integration.processes import ROOT, main, scratch
+
+Result = tuple[list[float], Any]
+"""Losses, and the offloader where there is one."""
+
+
+def python_of(note: str) -> str:
+    """The block of Python in a note."""
+    [block] = re.findall(r"^```python\n(.*?)^```$", (ROOT / f"docs/upstream/{note}.md").read_text(), re.M | re.S)
+    return str(block)
+
+
+def names_of(note: str) -> dict[str, Any]:
+    """What the block of Python in a note defines."""
+    names: dict[str, Any] = {"__name__": note}
+    exec(compile(python_of(note), f"{note}.md", "exec"), names)
+    return names
+
+
+def losses_of(trainer: Any) -> list[float]:
+    """Train."""
+    trainer.train()
+    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def transformers(shim: dict[str, Any] | None) -> Result:
+    """A Trainer."""
+    from transformers import Trainer, TrainingArguments
+
+    from tests.integration.hf_models import QUIET, llama, texts
+
+    kind: Any = shim["OffloadingTrainer"] if shim else Trainer
+    losses = losses_of(kind(llama(), TrainingArguments(str(scratch()), **QUIET), train_dataset=texts()))
+    return losses, kind.offloading.offloader if shim else None
+
+
+def trl(shim: dict[str, Any] | None) -> Result:
+    """TRL's trainer for supervised fine-tuning."""
+    from datasets import Dataset
+    from trl.trainer.sft_config import SFTConfig
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    from tests.integration.hf_models import QUIET, llama, sentence, tokenizer
+
+    data = Dataset.from_dict({"text": [sentence(seed) for seed in range(16)]})
+    config = SFTConfig(str(scratch()), max_length=32, **QUIET)
+    trainer = SFTTrainer(llama(), args=config, train_dataset=data, processing_class=tokenizer())
+    offloader = shim["attach"](trainer) if shim else None
+    return losses_of(trainer), offloader
+
+
+def deepspeed(shim: dict[str, Any] | None) -> Result:
+    """An engine."""
+    import deepspeed
+
+    from tests.integration.hf_models import llama, texts
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # gloo does; this would be compiled for a minute
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    model = llama()
+    initialize = shim["initialize"] if shim else deepspeed.initialize
+    engine, offloader, *_ = initialize(model=model, config=config, model_parameters=model.parameters())
+    losses = []
+    for row in texts(3):
+        loss = engine(**{name: value[None].expand(4, -1) for name, value in row.items()}).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses, offloader
+
+
+PROGRAMS: dict[str, Callable[[dict[str, Any] | None], Result]] = {
+    "deepspeed": deepspeed,
+    "transformers": transformers,
+    "trl": trl,
+}
+
+
+def work() -> dict[str, dict[str, Any]]:
+    """For each note the losses with its shim and without, and what was moved."""
+    found = {}
+    for note, program in PROGRAMS.items():
+        losses, offloader = program(names_of(note))
+        plain, _ = program(None)
+        found[note] = {"losses": losses, "plain": plain, "moved": offloader.statistics().moved_bytes}
+    return found
+
+
+if __name__ == "__main__":
+    main(work)

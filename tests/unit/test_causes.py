@@ -1,0 +1,508 @@
+"""``explain()`` says why a step is slower and why memory did not fall; the report names the causes that weigh most.
+
+Each cause is brought about, and named with its figures; runs in which nothing is wrong name none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from actoffload import Offloader
+from actoffload.autotune.causes import Facts, Planned
+from actoffload.autotune.diagnosis import diagnose
+from actoffload.config import make_config
+from actoffload.planning.constants import MOST_CAUSES
+from actoffload.planning.planners import Limits, Observed, make_planner
+from actoffload.planning.profile import Profile
+from actoffload.statistics import Statistics
+from actoffload.testing.faults import FullEngine
+from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
+from actoffload.tiers.accounts import Accounts
+from tests import host_bound
+from tests.harness import Chain, MakeOffloader, batch, simulated, train_step
+from tests.planner_rig import MIB, MakeRig, rigs
+from tests.unit.test_explain import one_large_block, transformer
+
+WRONG = "nothing slows the step, and nothing keeps memory from falling: "
+SLOWER, MEMORY = "why is a step slower:", "why did memory not fall:"
+NONE = "nothing was found"
+
+
+def told(offloader: Offloader) -> tuple[list[str], list[str]]:
+    """The lines under both questions, each without its indent."""
+    return causes_in(offloader.explain())
+
+
+def causes_in(text: str) -> tuple[list[str], list[str]]:
+    if WRONG in text:
+        return [], []
+    slower, _, memory = text.partition(SLOWER)[2].partition(MEMORY)
+    return _lines(slower), _lines(memory)
+
+
+def _lines(part: str) -> list[str]:
+    return [] if part.strip() == NONE else [line.strip() for line in part.strip().splitlines()]
+
+
+def steps(offloader: Offloader, model: nn.Module, count: int = 3, x: Tensor | None = None) -> None:
+    for _ in range(count):
+        train_step(model, batch() if x is None else x, offloader)
+
+
+@pytest.fixture
+def make_rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
+    with rigs(tmp_path, monkeypatch) as make:
+        yield make
+
+
+# -- nothing is wrong -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"device_budget": 24 * MIB}, {"policy": "greedy"}, {"policy": "all"}])
+def test_a_step_that_the_disk_keeps_up_with(make_rig: MakeRig, options: dict[str, Any]) -> None:
+    rig = make_rig(bytes_per_s=400e6, **options)
+    rig.steps(12)
+    assert WRONG in rig.offloader.explain()
+    (line,) = rig.offloader.report().splitlines()[-1:]
+    assert line.startswith("diagnosis: OK: ")
+
+
+@pytest.mark.parametrize("depth", [4, 12])
+def test_plain_steps_on_a_real_disk_keep_no_memory(make_offloader: MakeOffloader, depth: int) -> None:
+    offloader, model = make_offloader(policy="all"), Chain(depth=depth)
+    steps(offloader, model)
+    assert told(offloader)[1] == []
+
+
+def test_steps_with_micro_batches_and_passes_without_gradients(make_offloader: MakeOffloader) -> None:
+    offloader, model = make_offloader(policy="all"), Chain()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        for _ in range(2):
+            with offloader:
+                loss = model(batch()).square().sum()
+            loss.backward()
+        optimizer.step()
+        with torch.no_grad(), offloader:
+            model(batch())
+    assert told(offloader)[1] == []
+
+
+def test_nothing_is_told_before_the_first_step_and_no_waits_after_one(make_rig: MakeRig) -> None:
+    rig = make_rig(bytes_per_s=1e6, policy="all")
+    assert "diagnosis" not in rig.offloader.report()
+    assert "memory" not in rig.offloader.explain()
+    rig.step()
+    assert "one step was seen" in rig.offloader.explain(), "the first one allocates what the others use again"
+
+
+# -- why is a step slower ---------------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_is_too_slow_is_named_with_its_rate_and_the_rate_that_is_needed(make_rig: MakeRig) -> None:
+    rig = make_rig(bytes_per_s=10e6, policy="all", blocks=4, device_budget=16 * MIB)
+    rig.steps(3)
+    slower, memory = told(rig.offloader)
+    assert re.fullmatch(
+        r"[\d.]+ m?s a step: \d+% of a step waits for the disk, mostly in (forward|backward): "
+        r"it (writes|reads) 0.01 GB/s and needs more than 0.0\d+",
+        slower[0],
+    )
+    assert slower[1:] == [
+        "next: policy='auto' with model= recomputes blocks where that takes less than waiting",
+        "next: give path= on a faster disk ('actoffload bench' measures one), or several to stripe over",
+    ]
+    assert memory == []
+    report = rig.offloader.report().splitlines()[-2:]
+    assert report[0].startswith("diagnosis: ")
+    assert report[0].endswith(slower[0].partition(": ")[2])
+    assert report[1] == f"  {slower[1]}"
+
+
+def test_what_forward_saves_last_moves_and_is_wanted_back_at_once(make_rig: MakeRig) -> None:
+    """The loss takes so long that the logits have left, and are read again as backward begins."""
+    rig = make_rig(bytes_per_s=150e6, policy="all", sizes=[(2 * MIB,) * 4] * 8 + [(60 * MIB, 2 * MIB, 2 * MIB)])
+    for _ in range(3):
+        with rig.offloader:
+            out = rig.model(torch.empty(1000))
+        rig.clock.compute(1.0)
+        out.backward(torch.empty_like(out))
+    slower, _ = told(rig.offloader)
+    assert "as backward begins: the last 62.0 MiB that forward saves move" in slower[0]
+    assert slower[1:] == [
+        "next: policy='auto' keeps them",
+        "next: or name the last module, such as the head, in exclude=",
+    ]
+
+
+# -- why did memory not fall ------------------------------------------------------------------------------------------
+
+
+def test_a_forward_inside_other_hooks_reaches_none_of_ours(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="all")
+    for _ in range(2):
+        with offloader, saved_tensors_hooks(lambda saved: saved, lambda saved: saved):
+            loss = Chain()(batch()).sum()
+        loss.backward()
+    _, memory = told(offloader)
+    assert memory[0].endswith("autograd saved nothing inside the context in 2 forward passes")
+    assert "inside no other saved_tensors_hooks" in memory[1]
+
+
+@pytest.mark.parametrize(
+    ("min_bytes", "evidence", "remedy"),
+    [
+        ("1GiB", "nothing moves (below min_bytes)", "lower min_bytes"),
+        ("33KiB", "1.8 MiB of 2.4 MiB that a step saves stay (below min_bytes)", "lower min_bytes"),
+    ],
+)
+def test_what_stays_is_told_with_the_reason(
+    make_offloader: MakeOffloader, min_bytes: str, evidence: str, remedy: str
+) -> None:
+    """Micro-batches of several sizes, of which the larger moves."""
+    offloader, model = make_offloader(min_bytes=min_bytes), Chain()
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(2):
+        for rows in (200, 128, 128, 128):
+            train_step(model, batch(rows), offloader)
+        optimizer.step()
+    found = told(offloader)[1]
+    assert found == [found[0], f"next: {remedy}"]
+    assert found[0].endswith(evidence)
+    assert offloader.report().splitlines()[-2:] == [f"diagnosis: {evidence}", f"  next: {remedy}"]
+
+
+@pytest.mark.filterwarnings("ignore:actoffload. write failed:RuntimeWarning")
+def test_a_disk_that_is_full(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="all", engine=partial(FullEngine, capacity_bytes=64 << 10))
+    steps(offloader, Chain())
+    offloader.synchronize()
+    found = told(offloader)[1]
+    assert re.fullmatch(r"[\d.]+ KiB: memory is not saved as it could be: \d+ × write failed", found[0])
+    assert "another path=" in found[1]
+
+
+class _Keeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kept: bool) -> Tensor:
+        out = x.tanh()
+        ctx.kept = kept
+        if kept:
+            ctx.held = {"out": [out]}
+        else:
+            ctx.save_for_backward(out)
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (out,) = ctx.held["out"] if ctx.kept else ctx.saved_tensors
+        return gradients[0] * (1 - out**2), None
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_tensors_that_a_function_keeps_on_ctx(make_offloader: MakeOffloader, kept: bool) -> None:
+    """They are seen as long as the graph is alive: until the loss is gone, also after backward."""
+    offloader, model, x = make_offloader(policy="all"), nn.Linear(64, 64), batch()
+    with offloader:
+        loss = sum((_Keeps.apply(model(x), kept).sum() for _ in range(4)), torch.zeros(()))
+    loss.backward()
+    found = told(offloader)[1]
+    if not kept:
+        assert found == []
+        return
+    assert found[0].startswith(
+        "128.0 KiB: 128.0 KiB of tensors are attributes of ctx in custom autograd functions (_Keeps)"
+    )
+    assert "ctx.save_for_backward" in found[1]
+    del loss
+    assert told(offloader)[1] == []
+
+
+class _Whole(torch.autograd.Function):
+    """Saves all that it made in one node, as a graph of ``torch.compile`` does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        made = [x]
+        for _ in range(12):
+            made.append(made[-1].tanh())
+        ctx.save_for_backward(*made[1:])
+        return made[-1].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        gradient = gradients[0]
+        for out in reversed(ctx.saved_tensors):
+            gradient = gradient * (1 - out**2)
+        return gradient
+
+
+def test_a_model_that_is_compiled_whole(make_offloader: MakeOffloader) -> None:
+    offloader, x = make_offloader(policy="all"), batch().requires_grad_()
+    with pytest.warns(RuntimeWarning, match="one autograd node"), offloader:
+        loss = _Whole.apply(x).sum()
+    loss.backward()
+    found = told(offloader)[1]
+    assert found[0].startswith("384.0 KiB: one autograd node saves 384.0 KiB at once")
+    assert found[1] == "next: compile block by block (for block in model.blocks: block.compile())"
+
+
+def test_an_engine_that_writes_through_the_page_cache(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="all", engine="aiofiles")
+    steps(offloader, Chain())
+    found = told(offloader)[1]
+    assert "on disk are in the machine's memory too: aiofiles uses the page cache" in found[0]
+    assert "direct I/O" in found[1]
+
+
+# -- on a device ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def links(device: SimulatedDevice) -> Callable[[float], None]:
+    """Sets how fast the device's copies are, in bytes of a virtual second; its kernels take no time."""
+
+    def speed(to_device: float, to_host: float = 1e12) -> None:
+        device.model(
+            flops=float("inf"), memory_bytes_per_s=float("inf"), to_device_bytes_per_s=to_device,
+            to_host_bytes_per_s=to_host, latency_s=0,
+        )  # fmt: skip
+
+    return speed
+
+
+def _told_on_device(device: SimulatedDevice, model: nn.Module, **options: Any) -> tuple[list[str], list[str]]:
+    """What is told of four steps on the device; what moves is gone when backward begins."""
+    torch.accelerator.reset_peak_memory_stats()
+    model, x = model.to(NAME), batch().to(NAME)
+    with simulated(SimulatedAccelerator(), **options) as offloader:
+        for _ in range(4):
+            train_step(model, x, offloader, between=offloader.synchronize)
+        device.synchronize()
+        return told(offloader)
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize("options", [{}, {"policy": "greedy"}, {"device_budget": "256KiB"}, {"target": "nvme"}])
+def test_a_device_whose_link_keeps_up(
+    device: SimulatedDevice, links: Callable[..., None], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    links(1e12)
+    slower, memory = _told_on_device(device, Chain(depth=12), path=str(tmp_path), **options)
+    assert memory == []
+    if options.get("target") != "nvme":  # a real disk, on a machine that may be busy
+        assert slower == []
+
+
+@pytest.mark.simulated
+def test_host_memory_that_is_slow_to_reach(device: SimulatedDevice, links: Callable[..., None]) -> None:
+    links(1e5)
+    slower, _ = _told_on_device(device, Chain(depth=24))
+    assert "of a step waits for host memory, mostly in backward" in slower[0]
+
+
+@pytest.mark.simulated
+def test_logits_that_move_are_waited_for_as_backward_begins(
+    device: SimulatedDevice, links: Callable[..., None]
+) -> None:
+    links(1e6)
+    slower, _ = _told_on_device(device, nn.Sequential(Chain(), nn.Linear(64, 4096), nn.Sigmoid()))
+    assert "as backward begins: the last 2.0 MiB that forward saves move" in slower[0]
+
+
+@pytest.mark.simulated
+def test_host_memory_that_is_used_up(device: SimulatedDevice, links: Callable[..., None]) -> None:
+    links(1e12)
+    _, memory = _told_on_device(device, Chain(depth=12), host_budget="512KiB")
+    assert re.match(
+        r"[\d.]+ KiB: [\d.]+ KiB a step stay on the device, as the 512.0 KiB of host memory are full", memory[0]
+    )
+    assert memory[1].startswith("next: host_budget='")
+
+
+@pytest.mark.simulated
+def test_hooks_that_keep_the_host_from_giving_the_device_work(device: SimulatedDevice) -> None:
+    """A budget demands that half moves. Without one a plan declines, and this is no cause: `test_host_bound`."""
+    bound, half = host_bound.LAUNCHES["host-bound"], host_bound.TENSORS * host_bound.NBYTES // 2
+    slower, _ = causes_in(host_bound.run(device, bound, budget=half)["explained"])
+    (found,) = [line for line in slower if "hooks that move tensors keep the host busy" in line]
+    assert re.match(r"[\d.]+ ms a step: for \d+% of a step the device has no work", found)
+    assert any("raise min_bytes" in line for line in slower)
+
+
+@pytest.mark.simulated
+@pytest.mark.filterwarnings("ignore:actoffload. host memory could not be page-locked:RuntimeWarning")
+def test_host_memory_that_cannot_be_page_locked(
+    device: SimulatedDevice, links: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    links(1e12)
+    plain = torch.empty
+
+    def empty(*sizes: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        if pin_memory:
+            raise RuntimeError("in this test")
+        return plain(*sizes, **options)
+
+    monkeypatch.setattr(SimulatedAccelerator, "pin", lambda *_: False)
+    monkeypatch.setattr(torch, "empty", empty)
+    slower, _ = _told_on_device(device, Chain())
+    assert any("host memory could not be page-locked: " in line for line in slower)
+    assert any("ulimit -l" in line for line in slower)
+
+
+class _Temporary(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            torch.zeros(100 * MIB, dtype=torch.uint8, device=x.device)
+        return x
+
+
+@pytest.mark.simulated
+def test_a_peak_of_temporaries(device: SimulatedDevice, links: Callable[..., None]) -> None:
+    links(1e12)
+    _, memory = _told_on_device(device, nn.Sequential(Chain(), _Temporary()))
+    assert re.match(r"[\d.]+ MiB: of the device's peak, 100\.\d MiB, saved activations are at most", memory[0])
+    assert memory[0].endswith("MiB are gradients, optimizer states and temporaries")
+
+
+# -- the page about it ------------------------------------------------------------------------------------------------
+
+
+def test_the_tuning_page_shows_what_its_program_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tuning.md").read_text(encoding="utf-8")
+    program, shown = (page.partition(f"```{kind}\n")[2].partition("```")[0] for kind in ("python", "text"))
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": "tuning"}
+    exec(compile(program, "docs/tuning.md", "exec"), namespace)
+    namespace["offloader"].close()
+    printed = capsys.readouterr().out
+
+    def without_numbers(text: str) -> str:
+        return re.sub(r"[\d.]+", "N", re.sub("mostly in .*", "", text))
+
+    assert without_numbers(printed).endswith(without_numbers(shown))
+
+
+# -- what is told of facts, and of a plan -----------------------------------------------------------------------------
+
+
+def facts(counts: dict[str, Any] | None = None, **changes: Any) -> Facts:
+    """Of a run that moved 90 of 100 MiB to disk in one step of 10 s, and waited for nothing but what ``step`` says."""
+    values: dict[str, Any] = {
+        "steps": 1,
+        "packed_tensors": 30,
+        "packed_bytes": 100 * MIB,
+        "nvme_written_bytes": 90 * MIB,
+        "resident_peak_bytes": 10 * MIB,
+        "plan_peak_bytes": 10 * MIB,
+        "baseline_peak_bytes": 100 * MIB,
+        "process_peak_bytes": 300 * MIB,
+    }
+    known: dict[str, Any] = {"config": make_config({}), "before_bytes": 100 * MIB}
+    changes["step"] = Observed(**({"step_s": 10.0} | changes.get("step", {})))
+    return Facts(counts=Statistics(**(values | (counts or {}))), **(known | changes))
+
+
+def planned(profile: Profile, budget: int | None, seen: Observed | None = None) -> Planned:
+    limits, planner = Limits(device_budget=budget), make_planner("auto")
+    plan = planner.plan(profile, limits)
+    return Planned(profile=profile, plan=plan, limits=limits, planner=planner, seen=seen)
+
+
+def test_a_healthy_run_is_one_line() -> None:
+    assert diagnose(facts()) == ["diagnosis: OK: 0.0% of the time was spent waiting"]
+    assert diagnose(facts({"steps": 0, "packed_tensors": 0})) == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "step"),
+    [("below min_bytes", "lower min_bytes"), ("other device", "path="), ("no time to move", "set device_budget")],
+)
+def test_where_nothing_moves_the_largest_reason_is_named_and_what_to_do(reason: str, step: str) -> None:
+    kept = {"parameter": 900 * MIB, reason: 90 * MIB, "last saved layer": 10 * MIB}
+    lines = diagnose(facts({"packed_bytes": 1000 * MIB, "nvme_written_bytes": 0, "kept_bytes": kept}))
+    assert lines[0] == f"diagnosis: nothing moves ({reason})"
+    assert step in lines[1]
+
+
+def test_a_report_names_three_causes_of_which_each_list_has_its_heaviest_first() -> None:
+    many = facts(
+        {"degraded": {"no room on disk": 3}, "nvme_peak_bytes": 90 * MIB},
+        step={"backward_wait_s": 5.0},
+        cached_by="posix",
+        accounts=Accounts(at_once_bytes=100 * MIB, degraded_bytes=MIB),
+    )
+    lines = diagnose(many)
+    starts = [line.removeprefix("diagnosis: ")[:24] for line in lines[::2]]
+    assert starts == ["50% of a step waits for ", "one autograd node saves ", "up to 90.0 MiB on disk a"]
+    assert [line.startswith("  next: ") for line in lines] == [False, True] * MOST_CAUSES
+
+
+def test_greedy_is_told_how_much_to_keep() -> None:
+    config = make_config({"policy": "greedy"})
+    first = Accounts(first_bytes=60 * MIB)
+    lines = diagnose(facts(config=config, step={"backward_wait_s": 3.0}, first_wait_s=2.5, accounts=first))
+    assert lines[0].startswith("diagnosis: 25% of a step waits as backward begins: the last 60.0 MiB")
+    assert lines[1] == "  next: keep_last_bytes='60.0 MiB' keeps them"
+
+
+@pytest.mark.parametrize("forward", [True, False])
+def test_it_says_for_what_a_step_waits(forward: bool) -> None:
+    waits: dict[str, Any] = {"forward_wait_s" if forward else "backward_wait_s": 5.2}
+    lines = diagnose(facts(step=waits))
+    part = "forward" if forward else "backward"
+    assert lines[0] == f"diagnosis: 52% of a step waits for the disk, mostly in {part}"
+    host = diagnose(facts({"host_written_bytes": 90 * MIB, "nvme_written_bytes": 0}, step=waits))
+    assert "for host memory" in host[0]
+
+
+def test_a_budget_just_below_a_block_is_named_with_one_above_it_and_what_that_gives() -> None:
+    profile = transformer(layers=4, write_gb_s=0.5)
+    block = max(sum(s.nbytes for s in profile.storages if s.block == b) for b in range(len(profile.blocks)))
+    budget = int(0.97 * block)
+    plan = planned(profile, budget)
+    lines = diagnose(
+        facts(
+            config=make_config({"device_budget": budget}),
+            step={"forward_wait_s": 5.0},
+            disk=plan.profile.disk,
+            planned=plan,
+        )
+    )
+    assert "it writes 0.5 GB/s" in lines[0]
+    assert "does not fit now, so none can be recomputed" in lines[1]
+    assert "is predicted to peak at" in lines[1]
+
+
+def test_no_budget_is_named_that_buys_no_time() -> None:
+    profile = one_large_block()
+    lines = diagnose(facts(step={"backward_wait_s": 5.0}, planned=planned(profile, profile.baseline_peak_bytes)))
+    assert "of a step waits" in lines[0]
+    assert not any("predicted" in line for line in lines)
+
+
+def test_where_activations_are_not_what_fills_the_memory() -> None:
+    (told, _) = diagnose(facts({"process_peak_bytes": 1000 * MIB}))
+    assert "of the process's peak, 1000.0 MiB, saved activations are at most 10.0 MiB; 100.0 MiB were there" in told
+    assert diagnose(facts({"process_peak_bytes": 1000 * MIB}, before_bytes=None))[0].startswith("diagnosis: OK")
+
+
+def test_in_time_and_much_stays_a_budget_is_priced() -> None:
+    plan = planned(transformer(layers=4, write_gb_s=0.5), None)
+    peak = plan.profile.baseline_peak_bytes
+    kept = {"plan_peak_bytes": int(0.9 * peak), "baseline_peak_bytes": peak, "process_peak_bytes": 2 * peak}
+    lines = diagnose(facts(kept, planned=plan))
+    assert "90% of the activations' peak stays" in lines[0]
+    assert "device_budget=" in lines[1]
+    assert " instead of " in lines[1]

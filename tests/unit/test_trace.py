@@ -1,0 +1,227 @@
+"""The trace of a run: what a callable is told, what the file has, and what its reader makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from actoffload.analysis.trace_file import TraceFile, load
+from actoffload.errors import TraceFileError
+from actoffload.events import EventKind, TraceEvent
+from tests.harness import Chain, MakeOffloader, batch, train_step
+
+TENSOR_BYTES = 128 * 64 * 4
+
+
+def test_a_callable_sees_every_event(make_offloader: MakeOffloader) -> None:
+    events: list[TraceEvent] = []
+    offloader = make_offloader(trace=events.append)
+    train_step(Chain(), batch(), offloader, between=offloader.synchronize)
+    offloader.close()
+    kinds = Counter(event.kind for event in events)
+    assert kinds[EventKind.PACK] == kinds[EventKind.RELEASE] == len({event.record for event in events})
+    assert kinds[EventKind.WRITE] == kinds[EventKind.PACK]
+    assert 0 < kinds[EventKind.READ] <= kinds[EventKind.WRITE]
+    assert all(event.nbytes == TENSOR_BYTES and event.duration_s >= 0 for event in events)
+    per_record: dict[int, list[EventKind]] = {}
+    for event in events:
+        per_record.setdefault(event.record, []).append(event.kind)
+    for story in per_record.values():
+        assert story[0] is EventKind.PACK
+        assert story[-1] is EventKind.RELEASE
+
+
+def _traced(make_offloader: MakeOffloader, file: Path, *, steps: int = 2, **options: Any) -> TraceFile:
+    offloader = make_offloader(trace=file, **options)
+    model = Chain()
+    offloader.use(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        with offloader:
+            loss = model(batch()).square().sum()
+        offloader.synchronize()
+        loss.backward()
+        optimizer.step()
+    offloader.close()
+    return load(file)
+
+
+def test_a_trace_has_phases_transfers_and_memory(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+    trace = _traced(make_offloader, tmp_path / "run.json")
+    assert [phase.name for phase in trace.phases] == ["forward", "backward", "optimizer"] * 2
+    assert [phase.microbatch for phase in trace.phases] == [1, 1, 1, 2, 2, 2]
+    assert len(trace.steps()) == 2
+    statistics = trace.metadata["statistics"]
+    for way, counted in (("write", "nvme_written_bytes"), ("read", "nvme_read_bytes")):
+        assert sum(moved.nbytes for moved in trace.transfers if moved.way == way) == statistics[counted] > 0
+    modules = {module for moved in trace.transfers for module, _ in moved.tensors}
+    assert modules == {"layers.1", "layers.2", "layers.3", None}  # None: the loss, outside of the model
+    memory = trace.counters["memory"].series
+    assert memory["parameters"][-1] > 0
+    assert memory["gradients"][-1] == memory["parameters"][-1]
+    assert memory["optimizer state"][-1] >= 2 * memory["parameters"][-1]
+    assert {"config", "machine", "torch", "statistics", "spool"} <= trace.metadata.keys()
+
+
+def _run(file: Path, end: str, **environment: str) -> int:
+    """Train a step in a process of its own, which never closes what it attaches, and ends as ``end`` says."""
+    program = f"""
+import os, signal, time, torch, actoffload
+model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(3)))
+actoffload.attach(model, target="nvme", trace={str(file)!r}, announce="none", policy="keep")
+model(torch.ones(256, 256)).sum().backward()
+{end}
+"""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+    return subprocess.run([sys.executable, "-c", program], check=False, env=environment).returncode
+
+
+def test_a_killed_run_leaves_a_trace_that_is_said_to_be_truncated(tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    assert _run(file, "time.sleep(1); os.kill(os.getpid(), signal.SIGKILL)") == -signal.SIGKILL
+    with pytest.raises(TraceFileError, match=r"run\.json: truncated after \d+ events: .*truncated_ok=True"):
+        load(file)
+    trace = load(file, truncated_ok=True)
+    assert trace.truncated
+    assert [phase.name for phase in trace.phases] == ["forward", "backward"]
+    assert "statistics" not in trace.metadata
+    assert trace.metadata["config"]["policy"] == "keep"
+    with file.open("r+b") as half:  # in the middle of its last event
+        half.truncate(file.stat().st_size - 7)
+    assert load(file, truncated_ok=True).phases
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, "cannot be read"),
+        ("no trace", "no JSON"),
+        ('{"a": 1}', "it has no traceEvents"),
+        ('{"traceEvents": [{"ph": "X", "name": "conv", "pid": 1, "ts": 1, "dur": 2}]}', "another program"),
+    ],
+)
+def test_the_wrong_file_is_refused(text: str | None, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "other.json"
+    if text is not None:
+        file.write_text(text, encoding="utf-8")
+    with pytest.raises(TraceFileError, match=rf"other\.json: .*{told}"):
+        load(file)
+
+
+def test_a_run_without_a_step_is_refused(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+    make_offloader(trace=tmp_path / "run.json").close()
+    with pytest.raises(TraceFileError, match="empty: no forward ran"):
+        load(tmp_path / "run.json")
+
+
+def test_an_event_without_its_end_is_found(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    _traced(make_offloader, file)
+    data = json.loads(file.read_text(encoding="utf-8"))
+    del next(event for event in data["traceEvents"] if event["ph"] == "X")["dur"]
+    file.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(TraceFileError, match="has no end"):
+        load(file)
+
+
+def test_it_has_the_clock_of_the_profiler(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+    """Both files' events lie on one time line: our forward within the profiler's region around it."""
+    offloader = make_offloader(trace=tmp_path / "run.json", policy="keep")
+    model = Chain()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        for _ in range(2):
+            with record_function("region"):
+                loss = train_step(model, batch(), offloader)
+        del loss
+    offloader.close()
+    load(tmp_path / "run.json")
+    profiled.export_chrome_trace(str(tmp_path / "profile.json"))
+    both = [json.loads((tmp_path / name).read_text(encoding="utf-8")) for name in ("run.json", "profile.json")]
+    ours, theirs = (data["traceEvents"] for data in both)
+    assert both[0]["baseTimeNanoseconds"] == both[1]["baseTimeNanoseconds"]
+    region = [event for event in theirs if event.get("name") == "region" and event["ph"] == "X"][-1]
+    slack = 500  # microseconds
+    for name in ("forward", "backward"):
+        phase = [event for event in ours if event["name"] == name][-1]
+        assert region["ts"] - slack <= phase["ts"]
+        assert phase["ts"] + phase["dur"] <= region["ts"] + region["dur"] + slack
+
+
+def test_each_rank_has_a_file_of_its_own_and_ends_it_at_exit(tmp_path: Path) -> None:
+    assert _run(tmp_path / "run.json", "", WORLD_SIZE="2", RANK="1") == 0
+    trace = load(tmp_path / "run.rank1.json")
+    assert trace.metadata["rank"] == 1
+    assert trace.metadata["statistics"]["kept_bytes"]["policy"] > 0
+    assert trace.metadata["diagnosis"] == ["diagnosis: nothing moves, as policy='keep' says"]
+    assert not (tmp_path / "run.json").exists()
+
+
+def test_two_offloaders_share_a_file(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+    """One after the other, as after an interrupt, or at the same time."""
+    file, model = tmp_path / "run.json", Chain()
+    first, second = (make_offloader(trace=file, policy=policy) for policy in ("keep", "greedy"))
+    for offloader in (first, second):
+        train_step(model, batch(), offloader)
+        offloader.close()
+    third = make_offloader(trace=file, policy="keep")
+    train_step(model, batch(), third)
+    third.close()
+    assert [phase.name for phase in load(file).phases] == ["forward", "backward"] * 3
+
+
+def test_a_backward_that_raised_has_an_end(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+    offloader = make_offloader(trace=tmp_path / "run.json", policy="keep")
+    model = Chain()
+    with offloader:
+        loss = model(batch()).square().sum()
+    first = next(model.parameters())
+    hook = first.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    hook.remove()
+    del loss
+    train_step(model, batch(), offloader)
+    offloader.close()
+    assert [phase.name for phase in load(tmp_path / "run.json").phases] == ["forward", "backward"] * 2
+
+
+DEMO = {"mode": "nvme", "layers": 4, "width": 256, "batch": 4, "seq": 128, "seed": 0, "threads": 1, "profile": None}
+
+
+def test_the_trace_of_the_demo_is_valid_and_adds_up(tmp_path: Path) -> None:
+    """A process that says nothing of a trace, run by the command; the file is read by a package of others as well."""
+    chrometrace = pytest.importorskip("chrometrace")
+    file = tmp_path / "run.json"
+    program = ["-m", "actoffload.cli.demo_worker", json.dumps(DEMO | {"paths": [str(tmp_path)]})]
+    command = [sys.executable, "-m", "actoffload", "trace", "-o", str(file), "--", *program]
+    run = subprocess.run(command, input="\n" * 4, capture_output=True, text=True, check=True)
+    said = json.loads(run.stdout.splitlines()[-1])["end"]["statistics"]
+    events = json.loads(file.read_text(encoding="utf-8"))["traceEvents"]
+    for event in events:
+        read = chrometrace.TraceEvent.from_dict(event)
+        letter = {"i": "I"}.get(read.event_type, read.event_type)  # the package knows an older letter for instants
+        assert chrometrace.TraceEventType(letter)
+        assert isinstance(read.process_id, int)
+        assert read.duration_us >= 0
+        assert read.timestamp_us > 0 or letter == "M"
+    trace = load(file)
+    written, read_back = (sum(one.nbytes for one in trace.transfers if one.way == way) for way in ("write", "read"))
+    assert (written, read_back) == (said["nvme_written_bytes"], said["nvme_read_bytes"])
+    assert written > 0
+    assert [phase.name for phase in trace.phases] == ["forward", "backward", "optimizer"] * 4
+    total, memory = trace.counters["memory total"].series["bytes"], trace.counters["memory"].series
+    for place, measured in enumerate(total):
+        assert abs(sum(values[place] for values in memory.values()) - measured) <= 0.05 * measured
+    assert {"saved by stack.blocks.0", "parameters", "gradients", "optimizer state", "other"} <= memory.keys()
+    assert max(trace.counters["disk write"].series["bytes_per_s"]) > 0
+    assert trace.metadata["predicted"]["step_s"] > 0

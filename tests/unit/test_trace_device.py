@@ -1,0 +1,74 @@
+"""The trace of a run on an accelerator: the device's own times, and what its memory is used for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from actoffload import OffloadConfig, Offloader
+from actoffload.analysis.trace_file import TraceFile, load
+from actoffload.testing.gpt import GPT, GPTConfig
+from actoffload.testing.simulated_device import NAME, SimulatedDevice
+
+pytestmark = pytest.mark.simulated
+
+MEASURED = 0.05
+"""What memory is used for sums to what the allocator says within this share."""
+
+
+def _traced(device: SimulatedDevice, path: Path, **options: object) -> TraceFile:
+    device.model()
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(layers=2, width=128, seq=64)).to(NAME)
+    optimizer = torch.optim.AdamW(model.parameters())
+    fields = {"path": path, "min_bytes": "16KiB", "announce": "none", "engine": "memory", **options}
+    offloader = Offloader(OffloadConfig(trace=path / "run.json", **fields)).use(model)  # type: ignore[arg-type]
+    for _ in range(3):
+        tokens = torch.randint(0, 255, (4, 65)).to(NAME)
+        with offloader:
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    offloader.close()
+    return load(path / "run.json")
+
+
+@pytest.mark.parametrize("target", ["host", "nvme"])
+def test_every_copy_has_its_time_and_its_bytes(device: SimulatedDevice, tmp_path: Path, target: str) -> None:
+    trace = _traced(device, tmp_path, target=target, policy="all", device_budget=1)
+    statistics = trace.metadata["statistics"]
+    for link, name in (("host", "host"), ("disk", "nvme")):
+        for way, done in (("write", "written"), ("read", "read")):
+            moved = [one for one in trace.transfers if (one.link, one.way) == (link, way)]
+            assert sum(one.nbytes for one in moved) == statistics[f"{name}_{done}_bytes"]
+            assert bool(moved) is (link == "host" or target == "nvme")
+            assert all(one.nbytes >= sum(nbytes for _, nbytes in one.tensors) > 0 for one in moved)
+    copies = [one for one in trace.transfers if one.link == "host"]
+    assert all(one.duration_s > 0 for one in copies)
+    waits = [wait for wait in trace.waits if wait.on_device]
+    assert {wait.reason for wait in waits} == {"data", "room"}
+    assert {"stack.blocks.0.up", "stack.blocks.1.up"} <= {wait.module for wait in waits}
+    assert trace.metadata["virtual_device_time"] is True
+
+
+def test_the_device_has_phases_of_its_own(device: SimulatedDevice, tmp_path: Path) -> None:
+    trace = _traced(device, tmp_path, target="host", policy="greedy")
+    names = [(phase.name, phase.microbatch) for phase in trace.phases if phase.on_device]
+    assert names == [(name, number) for number in (1, 2, 3) for name in ("forward", "backward", "optimizer")]
+
+
+def test_memory_is_what_it_is_used_for(device: SimulatedDevice, tmp_path: Path) -> None:
+    """With nothing moved all that is allocated at the end of a forward has a name."""
+    trace = _traced(device, tmp_path, target="host", policy="keep")
+    total, memory = trace.counters["memory total"].series["bytes"], trace.counters["memory"].series
+    for place, measured in enumerate(total):
+        named = sum(values[place] for values in memory.values())
+        assert abs(named - measured) <= MEASURED * measured
+    forwards = [phase.end_s for phase in trace.phases if phase.name == "forward" and not phase.on_device]
+    for end_s in forwards:
+        used = trace.counters["memory"].at(end_s)
+        assert used["other"] <= MEASURED * sum(used.values())
+        assert used["saved by stack.blocks.0"] == used["saved by stack.blocks.1"] > 0
