@@ -194,11 +194,11 @@ def _rok_legend(points: Sequence[rok.Point], look: Look) -> list[Any]:
 
     drawn = [p for p in points if p.tflops]
     markers, size = _markers(drawn), 4.5 * _points(look)
-    handles = [
-        Line2D([], [], linestyle=LINES[v.series], label=_text_of(v), markersize=size, **_marker(v, markers, look))
-        for v in markers
-    ]
-    dot = {"color": look.ink, "linestyle": "none"}
+    handles: list[Any] = []
+    for variant in markers:
+        line = _marker(variant, markers, look) | {"linestyle": LINES[variant.series], "markersize": size}
+        handles.append(Line2D([], [], label=_text_of(variant), **line))
+    dot: dict[str, Any] = {"color": look.ink, "linestyle": "none"}
     for batch, diameter in _batch_sizes(points, look).items():
         handles.append(Line2D([], [], marker="o", markersize=diameter, label=f"batch {batch}", **dot))
     noisy = any(map(_steps_vary, drawn))
@@ -354,11 +354,12 @@ def _panels(names: Iterable[str], paths: Sequence[Path], title: str, look: Look)
         rows = -(-count // columns)
     letters = _letters(width, fontsize)
     coloured = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    colours = dict.fromkeys(coloured, look.ink) | {"figure.facecolor": look.paper, "axes.facecolor": look.paper}
-    sizes = {"font.size": fontsize} | dict.fromkeys(
-        ("axes.titlesize", "xtick.labelsize", "ytick.labelsize", "legend.fontsize", "figure.titlesize"), fontsize
-    )
-    with pyplot.rc_context({**colours, **sizes}):
+    colours: dict[Any, Any] = dict.fromkeys(coloured, look.ink) | {
+        "figure.facecolor": look.paper,
+        "axes.facecolor": look.paper,
+    }
+    sized = ("font.size", "axes.titlesize", "xtick.labelsize", "ytick.labelsize", "legend.fontsize", "figure.titlesize")
+    with pyplot.rc_context(colours | dict.fromkeys(sized, fontsize)):
         figure, grid = pyplot.subplots(rows, columns, figsize=(width, height), squeeze=False, layout="constrained")
         axes = list(grid.flatten())
         for axis in axes[count:]:

@@ -18,6 +18,7 @@ PREDICTED = "predicted"
 OWN = "own"
 """The preset of a user's own model: on the accelerator where there is one."""
 LEAST_NOISE = 0.01
+"""How far apart two steps of keep are taken to lie at least, as a share."""
 BACKWARD_FACTOR = 3
 """FLOPs of a step over those of its forward."""
 
@@ -102,8 +103,8 @@ class Preset:
 
     def on_paper(self, gpu: str) -> Preset:
         """Return what predicts it, each case once, for a GPU that `estimate` knows."""
-        once = {"device": PREDICTED, "warm_up": 0, "steps": 1, "repeats": 1, "threads": None}
-        return replace(self, gpu=gpu, series=SERIES, **once)
+        once = replace(self, gpu=gpu, device=PREDICTED, series=SERIES)
+        return replace(once, warm_up=0, steps=1, repeats=1, threads=None)
 
 
 def _grid(models: Iterable[str], shapes: Iterable[tuple[int, int, Sequence[int]]], **common: Any) -> tuple[Case, ...]:
@@ -279,7 +280,7 @@ def _point(case: Case, variant: Variant, samples: Sequence[Sample]) -> Point:
 def verdict(ratio: Spread, noise: Spread) -> str:
     """Return what a ratio to keep says: a difference only where its middle half lies outside the A/A noise's.
 
-    The noise counts as 1 % at least: virtual time has none, and its model is no better than that.
+    The noise counts as 1 % at least: virtual time has none, and is no more exact than that.
 
     >>> verdict(Spread(1.3, 1.2, 1.4), Spread(1.0, 0.9, 1.1)), verdict(Spread(1.05, 1.0, 1.2), Spread(1.0, 0.9, 1.1))
     ('slower', 'as keep')

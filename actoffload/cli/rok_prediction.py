@@ -8,7 +8,7 @@ its SSDs directly, as in SSDTrain.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from ..analysis.estimate import Hardware
-from ..analysis.rok import BACKWARD_FACTOR, Case, Variant
+from ..analysis.rok import BACKWARD_FACTOR, SERIES, Case, Variant
 from ..analysis.saved_bytes import FLOPS, MIN_BYTES, AsOnAccelerator
-from ..errors import ActOffloadError, BudgetError
+from ..errors import ActOffloadError
 from ..planning.planners import Limits, make_planner
 from ..planning.profile import Block, Link, Profile, Storage
 from ..planning.simulator import Conditions, Prediction, run
@@ -30,7 +30,7 @@ from ..planning.workload import KEEP, NVME, Choice, Workload
 from ..policy import KeepReason
 from . import models
 from .estimate import hardware_of
-from .rok_worker import OFFLOAD_READS_AHEAD
+from .rok_worker import FAILURES, NO_BLOCKS, OFFLOAD_READS_AHEAD, failure
 
 DRIVES = {"drive": "980pro-1tb", "drives": 4}
 """The SSDs of a GPU, as `estimate` takes them."""
@@ -48,28 +48,40 @@ def describe_gpu(name: str) -> str:
 
 
 def predict(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return ``samples``, one for each variant, as a round that is measured gives them; ``gpu`` names the GPU."""
+    """Return ``samples``, one for each variant, as a round that is measured gives them; ``gpu`` names the GPU.
+
+    What cannot be predicted is a result as well.
+    """
     case = Case(**spec["case"])
-    step = _PaperStep(models.build(case, torch.device("meta")), hardware_of({"gpu": spec["gpu"], **DRIVES}))
-    step.run(case.batch)
-    workload = Workload(step.profile())
+    try:
+        step = _PaperStep(models.build(case, torch.device("meta")), hardware_of({"gpu": spec["gpu"], **DRIVES}))
+        step.run(case.batch)
+        workload = Workload(step.profile())
+    except FAILURES as error:
+        return failure(error)
     peaks: dict[str, int] = {}
     samples = []
-    keep_s = workload.profile.step_s
     for variant in (Variant(**one) for one in spec["variants"]):
-        whole = workload.profile.baseline_peak_bytes
-        budget = peaks.get(variant.level) or (int(float(variant.level) * whole) if variant.level else None)
-        sample = {"series": variant.series, "level": variant.level, "device_budget": budget, "flops": step.model_flops}
+        sample: dict[str, Any] = {"series": variant.series, "level": variant.level, "flops": step.model_flops}
         try:
+            budget = _budget(variant.level, workload.profile.baseline_peak_bytes, peaks)
             found = _predict_variant(workload, variant.series, budget)
         except ActOffloadError as error:
-            failure = {"error": str(error), "oom": False, "below_floor": isinstance(error, BudgetError)}
-            samples.append(sample | failure)
+            samples.append(sample | failure(error))
             continue
         peaks[variant.series] = found.peak_bytes
-        figures = {"step_s": [found.step_s], "peak_bytes": [found.peak_bytes], "ratios": [found.step_s / keep_s]}
-        samples.append(sample | figures | {"process_peak_bytes": None, "identical": None})
+        ratio = found.step_s / workload.profile.step_s
+        sample |= {"step_s": [found.step_s], "peak_bytes": [found.peak_bytes], "ratios": [ratio]}
+        samples.append(sample | {"device_budget": budget, "process_peak_bytes": None, "identical": None})
     return {"samples": samples}
+
+
+def _budget(level: str, whole: int, peaks: Mapping[str, int]) -> int | None:
+    if level in SERIES:
+        if level not in peaks:
+            raise ActOffloadError(f"no budget: the peak for {level} is not known")
+        return peaks[level]
+    return int(float(level) * whole) if level else None
 
 
 def _predict_variant(workload: Workload, series: str, budget: int | None) -> Prediction:
@@ -78,6 +90,8 @@ def _predict_variant(workload: Workload, series: str, budget: int | None) -> Pre
         plan = make_planner("auto").plan(workload.profile, limits)
         conditions = Conditions(device_budget=budget)
         return run(workload, workload.from_plan(plan), conditions, window=plan.prefetch_bytes)
+    if series == "recompute" and not workload.groups:
+        raise ActOffloadError(NO_BLOCKS)
     tiers = tuple(NVME if series == "offload" and item.movable else KEEP for item in workload.items)
     recomputed = frozenset(range(len(workload.groups))) if series == "recompute" else frozenset()
     return run(workload, Choice(tiers, recomputed), Conditions(), window=OFFLOAD_READS_AHEAD)
@@ -152,13 +166,19 @@ class _PaperStep:
         disk = Link(
             write_bytes_per_s=self._hardware.write_bytes_per_s, read_bytes_per_s=self._hardware.read_bytes_per_s
         )
-        times = {"forward_s": self._forward_s, "backward_s": self._end_s - self._forward_s}
-        return Profile(storages=storages, blocks=tuple(blocks), disk=disk, device=self._hardware.name, **times)
+        return Profile(
+            storages=storages,
+            blocks=tuple(blocks),
+            disk=disk,
+            forward_s=self._forward_s,
+            backward_s=self._end_s - self._forward_s,
+            device=self._hardware.name,
+        )
 
     def _now(self) -> float:
         return self._flops.get_total_flops() / (self._hardware.peak_flops * self._hardware.utilisation)
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def _pack(self, tensor: Tensor) -> Tensor | _Handle:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._static:
@@ -170,8 +190,8 @@ class _PaperStep:
             self._saved[key].block = None
         return _Handle(self, self._saved[key], tensor)
 
-    def _unpack(self, packed: Any) -> Tensor:
-        if not isinstance(packed, _Handle):
+    def _unpack(self, packed: Tensor | _Handle) -> Tensor:
+        if isinstance(packed, Tensor):
             return packed
         if packed.saved.need_s is None:
             packed.saved.need_s = self._now()

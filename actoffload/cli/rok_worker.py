@@ -39,6 +39,7 @@ from .models import Workload, build
 from .training import prepare_process, say, synchronize
 
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory")
+NO_BLOCKS = "there are no blocks to recompute: layers of one class in a ModuleList or Sequential"
 SEED = 0
 FAILURES = (ActOffloadError, MemoryError, RuntimeError, OSError)
 SIMULATED_GPU = {
@@ -136,8 +137,7 @@ class Round:
             self._attempt(mode, self._count)
         if variant.series == "recompute":
             if not mode.workload.blocks:
-                error = "there are no blocks to recompute: layers of one class in a ModuleList or Sequential"
-                mode.failure = {"error": error, "oom": False}
+                mode.failure = {"error": NO_BLOCKS, "oom": False}
                 return
             blocks = {name: mode.workload.model.get_submodule(name) for name in mode.workload.blocks}
             Recompute().follow(blocks, blocks)

@@ -55,6 +55,23 @@ def test_offloading_hides_where_links_are_fast_enough_and_the_hybrid_keeps_its_b
     assert [name for name, sample in found.items() if "error" in sample] == ["hybrid0.01"]
 
 
+def test_what_cannot_be_predicted_is_a_result(tmp_path: Path) -> None:
+    own = tmp_path / "mine.py"
+    own.write_text("import torch\ndef build():\n    return torch.nn.Flatten(0), lambda size: torch.ones(size)\n")
+    variants = [asdict(v) for v in replace(PRESETS["cpu"], levels=("recompute",)).variants]
+    spec = {"variants": variants, "gpu": "a100-pcie"}
+    assert "must return its loss" in predict({**spec, "case": {"model": f"{own}:build", "batch": 2}})["error"]
+    own.write_text(
+        "import torch\n"
+        "def build():\n"
+        "    return torch.nn.Sequential(torch.nn.Linear(4, 1), torch.nn.Flatten(0)), lambda size: torch.ones(size, 4)\n"
+    )
+    keep, recompute, _, _, hybrid = predict({**spec, "case": {"model": f"{own}:build", "batch": 1}})["samples"]
+    assert keep["ratios"] == [1.0]
+    assert "there are no blocks to recompute" in recompute["error"]
+    assert "the peak for recompute is not known" in hybrid["error"]
+
+
 def test_one_command_predicts_and_writes_both_pictures_which_say_so(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     file = tmp_path / "r.json"
