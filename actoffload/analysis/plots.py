@@ -104,6 +104,11 @@ def _draw_rok_panel(
     look: Look,
 ) -> None:
     drawn = [(p, p.tflops) for p in sorted(points, key=lambda p: p.case.batch) if p.tflops]
+    failed = {
+        "out of memory": [p for p in points if p.oom],
+        "not measured": [p for p in points if not p.tflops and not p.oom],
+    }
+    texts = [f"{what}: {'; '.join(p.label for p in mine)}" for what, mine in failed.items() if mine]
     for variant, line in _grouped(drawn, lambda d: d[0].variant).items():
         colour, style = look.colours[variant.series], LINES[variant.series]
         xs, ys = [p.peak_bytes / unit for p, _ in line], [tflops.median for _, tflops in line]
@@ -115,7 +120,7 @@ def _draw_rok_panel(
                 bars["yerr"] = [[y - tflops.low], [tflops.high - y]]
             if _peaks_vary(p):
                 bars["xerr"] = [[0], [(p.worst_peak_bytes - p.peak_bytes) / unit]]
-            axis.errorbar(x, y, color=colour, elinewidth=0.8, capsize=1.5, **bars)
+            axis.errorbar(x, y, color=colour, elinewidth=0.8 * _points(look), capsize=1.5 * _points(look), **bars)
         if variant.series == "keep":
             for p, tflops in line:
                 if _steps_vary(p) and p.ratio is not None:
@@ -125,14 +130,10 @@ def _draw_rok_panel(
         axis.step(*zip(*best, strict=True), where="post", **_frontier_line(look))
         bottom = min(max(tflops.low, 0.7 * tflops.median) for _, tflops in drawn)
         top = max(min(tflops.high, 1.3 * tflops.median) for _, tflops in drawn)
-        axis.set_ylim(0.93 * bottom, 1.05 * top)
+        room = 0.16 * len(texts) * (top - bottom)  # for the texts, below all points
+        axis.set_ylim(0.93 * bottom - room, 1.05 * top)
     axis.set_xscale("log", base=2)
     axis.xaxis.set_major_formatter("{x:g}")
-    failed = {
-        "out of memory": [p for p in points if p.oom],
-        "not measured": [p for p in points if not p.tflops and not p.oom],
-    }
-    texts = [f"{what}: {'; '.join(p.label for p in mine)}" for what, mine in failed.items() if mine]
     axis.text(0.02, 0.02, "\n".join(texts), transform=axis.transAxes, wrap=True)
 
 
