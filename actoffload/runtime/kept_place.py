@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from ..tiers.record import Record
-    from .store import ActivationStore
-    from .tape import Tape
+from ..tiers.record import Record
+from ..tiers.shared import Shared
+from .tape import Tape
+
+
+class Counting(Protocol):
+    """What a place needs of the store that it is of."""
+
+    shared: Shared
+
+    def passed_place(self, place: KeptPlace, again: bool) -> None:
+        """Backward takes a tensor of the storage."""
+
+    def drop(self, record: Any, round_: int) -> None:
+        """The last handle died."""
 
 
 class KeptPlace:
@@ -29,7 +40,7 @@ class KeptPlace:
     """As of a `Record`; here it is never passed, as the hooks know who asks again."""
 
     def __init__(
-        self, store: ActivationStore, tape: Tape[Record], index: int, nbytes: int, kind: str, module: str | None
+        self, store: Counting, tape: Tape[Record], index: int, nbytes: int, kind: str, module: str | None
     ) -> None:
         self.tape = tape
         self.index = index
