@@ -9,8 +9,11 @@ import importlib.util
 import os
 import runpy
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.distributed
 
 SECOND = "===== the second run"
 
@@ -27,8 +30,22 @@ def define_operators() -> None:
             torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 
+def keep_group() -> Callable[[], None]:
+    """Have the process group outlive the first run: ranks that make it anew over one store may wait for ever."""
+    distributed: Any = torch.distributed
+    make, end = distributed.init_process_group, distributed.destroy_process_group
+
+    def init(*args: Any, **options: Any) -> None:
+        if not distributed.is_initialized():
+            make(*args, **options)
+
+    distributed.init_process_group, distributed.destroy_process_group = init, lambda: None
+    return end  # type: ignore[no-any-return]
+
+
 def main() -> None:
     """Run both."""
+    end = keep_group()
     name, *flags = sys.argv[1:]
     both, more = flags[: flags.index("--")], flags[flags.index("--") + 1 :]
     define_operators()
@@ -38,6 +55,8 @@ def main() -> None:
         print(SECOND, file=stream, flush=True)
     sys.argv = [name, *both, "--target", "nvme", *more]
     runpy.run_module(name, run_name="__main__")
+    if torch.distributed.is_initialized():
+        end()
 
 
 if __name__ == "__main__":
