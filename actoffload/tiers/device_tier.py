@@ -560,7 +560,8 @@ class DeviceTier(Tier):
         self._waiter.shutdown(wait=False, cancel_futures=True)
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
-        return self._watched() if self.shared.watches_host and not self.capturing() else super().watched()
+        watches = self.shared.watches_host and not self._in_child and not self.capturing()
+        return self._watched() if watches else super().watched()
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
