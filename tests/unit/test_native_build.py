@@ -110,6 +110,15 @@ def test_a_damaged_module_is_made_anew(fresh: Path) -> None:
 @pytest.mark.parametrize("samples", [(torch.ones(1), 7), 7])
 def test_what_is_no_tensor_is_not_looked_into(samples: Any) -> None:
     module: Any = native.load()
-    told: Any = {"tensor": Tensor, "parameter": nn.Parameter, "regions": [], "reasons": {}, "small": "small"}
+    told: Any = {
+        "tensor": Tensor,
+        "parameter": nn.Parameter,
+        "regions": [],
+        "reasons": {},
+        "small": "small",
+        "place": object,
+    }
     with pytest.raises(TypeError, match="tuple"):
-        module.setup(**told, changed=print, unpack=print, hand_out=print, samples=samples)
+        module.setup(
+            **told, passed=print, own_counter=print, changed=print, unpack=print, hand_out=print, samples=samples
+        )
