@@ -49,7 +49,7 @@ def test_every_copy_has_its_time_and_its_bytes(device: SimulatedDevice, tmp_path
     copies = [one for one in trace.transfers if one.link == "host"]
     assert all(one.duration_s > 0 for one in copies)
     waits = [wait for wait in trace.waits if wait.on_device]
-    assert {wait.reason for wait in waits} == {"data", "room"}
+    assert {wait.reason for wait in waits} == {"data", "first", "room"}
     assert {"stack.blocks.0.up", "stack.blocks.1.up"} <= {wait.module for wait in waits}
     assert trace.metadata["virtual_device_time"] is True
 
@@ -61,7 +61,8 @@ def test_the_device_has_phases_of_its_own(device: SimulatedDevice, tmp_path: Pat
 
 
 def test_memory_is_what_it_is_used_for(device: SimulatedDevice, tmp_path: Path) -> None:
-    """With nothing moved all that is allocated at the end of a forward has a name."""
+    """With nothing moved all that is allocated at the end of a forward has a name, but what other tests have left."""
+    left = torch.accelerator.memory_allocated()
     trace = _traced(device, tmp_path, target="host", policy="keep")
     total, memory = trace.counters["memory total"].series["bytes"], trace.counters["memory"].series
     for place, measured in enumerate(total):
@@ -70,5 +71,5 @@ def test_memory_is_what_it_is_used_for(device: SimulatedDevice, tmp_path: Path) 
     forwards = [phase.end_s for phase in trace.phases if phase.name == "forward" and not phase.on_device]
     for end_s in forwards:
         used = trace.counters["memory"].at(end_s)
-        assert used["other"] <= MEASURED * sum(used.values())
+        assert used["other"] - left <= MEASURED * sum(used.values())
         assert used["saved by stack.blocks.0"] == used["saved by stack.blocks.1"] > 0
