@@ -181,6 +181,7 @@ UNITS = {"s": 1.0, "GB": 1e9, "GB/s": 1e9, "GiB": float(GIB)}
 _RUNS = ("megatron-22b", "gpt3-175b", "megatron-530b", "megatron-1t")
 _TABLE_5 = "Korthikanti et al., Table 5"
 _FORMULA = "Korthikanti et al., 34·s·b·h/t bytes a layer"
+_TABLE_III = "SSDTrain, Table III, offloaded bytes (recalled: no copy was found to check them)"
 PUBLISHED = (
     *(Published(m, "step_s", s, "s", _TABLE_5) for m, s in zip(_RUNS, (1.10, 13.75, 37.83, 71.49), strict=True)),
     *(
@@ -188,6 +189,9 @@ PUBLISHED = (
         for m, gib in zip(_RUNS, (9.5625, 12.3515625, 23.076171875, 26.5625), strict=True)
     ),
     Published("gpt3-175b", "required_bytes_per_s", 12.1, "GB/s", "SSDTrain, Figure 5, the most of its runs"),
+    Published("ssdtrain-8192", "activation_bytes_per_step", 10.37, "GB", _TABLE_III),
+    Published("ssdtrain-12288", "activation_bytes_per_step", 12.85, "GB", _TABLE_III),
+    Published("ssdtrain-16384", "activation_bytes_per_step", 11.75, "GB", _TABLE_III),
 )
 
 
