@@ -48,7 +48,7 @@ OVERLAP_S = 2.0
 """So long after a stretch has passed its rate is told: a transfer that ends later counts from there on."""
 
 
-_TOLD_OTHERWISE = (EventKind.PACK, EventKind.KEEP, EventKind.RELEASE, EventKind.WRITE, EventKind.READ)
+_TOLD_OTHERWISE = (EventKind.WRITE, EventKind.READ, EventKind.RELEASE, EventKind.KEEP)
 """Of saved storages; a trace has the transfers, and bytes by why they stay."""
 
 
@@ -97,7 +97,7 @@ class Recorder:
         self._timeline = tiers.start_timeline()
         self._writer: TraceWriter = writer_for(path, _about_the_run(shared.config))
         shared.accounts.resident_by_module = self._memory.saved
-        shared.reporter.sink = self.event
+        shared.reporter.sink, shared.reporter.unwanted = self.event, _TOLD_OTHERWISE
         if tiers.spool is not None:
             tiers.spool.on_moved = self.moved
         self._hooks = [
@@ -112,7 +112,6 @@ class Recorder:
         kind = event.kind
         if kind is EventKind.PACK:
             self.look()
-        if kind in _TOLD_OTHERWISE:
             return
         args = {"module": event.module, "bytes": event.nbytes}
         if kind in (EventKind.UNPACK_WAIT, EventKind.PACK_WAIT):

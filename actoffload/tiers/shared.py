@@ -58,11 +58,13 @@ class Reporter:
 
     Attributes:
         sink: takes the events; None when nobody traces.
+        unwanted: kinds of events that it does not need.
         advice: what was said once about how the library is used, by its key.
     """
 
     def __init__(self, sink: EventSink | None, accounts: Accounts) -> None:
         self.sink = sink
+        self.unwanted: tuple[EventKind, ...] = ()
         self.advice: dict[str, str] = {}
         self.unsaid: deque[tuple[int, str]] = deque()
         """What is to be said, with its level of `logging`."""
@@ -71,7 +73,7 @@ class Reporter:
 
     def event(self, kind: EventKind, record: Record, detail: str = "", since_s: float | None = None) -> None:
         """Report to the sink, if there is one. An error of the sink is advised once and harms nothing."""
-        if self.sink is None:
+        if self.sink is None or kind in self.unwanted:
             return
         time_s = now()
         begin_s = time_s if since_s is None else since_s
