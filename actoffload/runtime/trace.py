@@ -1,7 +1,7 @@
 """What a trace has of one offloader: phases, transfers, waits, plans, and memory by what it is, over time.
 
-All of it goes to `TraceWriter`. Memory is looked at where a forward saves or backward asks, at the ends of phases, and
-otherwise so seldom that looking takes at most `LOOKING_SHARE` of the time.
+All of it goes to `TraceWriter`. A thread looks at memory, so often that looking takes at most `LOOKING_SHARE` of the
+time; beside that it is looked at where a forward or an optimizer's step ends.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ from .trace_writer import TraceWriter, writer_for
 from .untraced import skipped
 
 VARIABLE = "ACTOFFLOAD_TRACE"
-LOOKING_SHARE = 0.003
-LEAST_LOOK_S = 0.001
+LOOKING_SHARE = 0.005
+LEAST_LOOK_S = 0.005
+LOOKS, AT_ONCE_S = 5, 0.005
+"""Where a look took longer, other threads ran between its figures, and it is repeated, up to so many times."""
 RECOUNT_FORWARDS = 64
 """After so many forwards parameters are counted again: their owner may have changed their sizes."""
 RATE_S = 0.01
@@ -48,7 +50,7 @@ OVERLAP_S = 2.0
 """So long after a stretch has passed its rate is told: a transfer that ends later counts from there on."""
 
 
-_TOLD_OTHERWISE = (EventKind.WRITE, EventKind.READ, EventKind.RELEASE, EventKind.KEEP)
+_TOLD_OTHERWISE = (EventKind.PACK, EventKind.WRITE, EventKind.READ, EventKind.RELEASE, EventKind.KEEP)
 """Of saved storages; a trace has the transfers, and bytes by why they stay."""
 
 
@@ -92,8 +94,12 @@ class Recorder:
         self._local = threading.local()
         self._forwards = 0
         self._told_bytes: dict[str, int] = {}
-        self._next_look_s = 0.0
-        self._closed = False
+        self._told_series: frozenset[str] = frozenset()
+        self._looking = threading.RLock()
+        self._closed = threading.Event()
+        self._looker = threading.Thread(
+            target=_look_often, args=(weakref.ref(self), self._closed), name="actoffload-trace-memory", daemon=True
+        )
         self._timeline = tiers.start_timeline()
         self._writer: TraceWriter = writer_for(path, _about_the_run(shared.config))
         shared.accounts.resident_by_module = self._memory.saved
@@ -110,9 +116,6 @@ class Recorder:
     def event(self, event: TraceEvent) -> None:
         """Take down an event of a saved storage: the sink."""
         kind = event.kind
-        if kind is EventKind.PACK:
-            self.look()
-            return
         args = {"module": event.module, "bytes": event.nbytes}
         if kind in (EventKind.UNPACK_WAIT, EventKind.PACK_WAIT):
             name = f"wait for {'data' if kind is EventKind.UNPACK_WAIT else 'room'}"
@@ -148,16 +151,17 @@ class Recorder:
         self._take_timeline()
         self._memory.count(self._models, self._optimizers, anew=self._forwards % RECOUNT_FORWARDS == 0)
         self.look()
+        if self._looker.ident is None:
+            self._looker.start()
         self._phases.append(self._begin("forward"))
 
     def forward_ended(self) -> None:
         """It is left."""
-        self.look(always=True)
+        self.look()
         self._end("forward")
 
     def backward(self, number: int) -> None:
         """Backward asks for something that the forward of micro-batch ``number`` saved."""
-        self.look()
         running = next((phase for phase in self._phases if phase.name == "backward"), None)
         if running is not None and running.forwards < self._forwards:  # it ended by an exception
             self._end("backward", running.last_s)
@@ -170,7 +174,6 @@ class Recorder:
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         """An optimizer steps."""
-        self.look()
         self._optimizers.add(optimizer)
         within = any(phase.name == "optimizer" for phase in self._phases)  # another's, that calls this one
         self._phases.append(self._begin(f"{type(optimizer).__name__}.step" if within else "optimizer"))
@@ -178,7 +181,7 @@ class Recorder:
     def optimizer_ended(self, optimizer: Optimizer) -> None:
         """It has stepped."""
         self._memory.count(self._models, self._optimizers)
-        self.look(always=True)
+        self.look()
         names = ("optimizer", f"{type(optimizer).__name__}.step")
         self._end(next((phase.name for phase in reversed(self._phases) if phase.name in names), ""))
 
@@ -187,7 +190,7 @@ class Recorder:
         """Take down what runs inside of the context: as a phase, or as bytes that go over a link, but not by us."""
         begin_s = now()
         if not link:
-            self.look(always=True)
+            self.look()
             self._phases.append(self._begin(name))
         try:
             yield
@@ -196,7 +199,7 @@ class Recorder:
                 self._writer.span(f"{link}, by others*", name, begin_s, now(), {"bytes": nbytes, "tensors": []})
                 self._rates[link].add(begin_s, now(), nbytes)
             else:
-                self.look(always=True)
+                self.look()
                 self._end(name)
 
     def _begin(self, name: str, number: int | None = None) -> _Phase:
@@ -251,14 +254,26 @@ class Recorder:
 
     # -- counters -----------------------------------------------------------------------------------------------------
 
-    def look(self, *, always: bool = False) -> None:
-        """Take down what memory is used for now, unless that was done a moment ago."""
-        begin_s = now()
-        if (begin_s < self._next_look_s and not always) or self._closed:
-            return
-        total = self._memory.total()
+    def look(self) -> None:
+        """Take down what memory is used for now, unless another thread does so."""
+        if self._looking.acquire(blocking=False):
+            try:
+                if not self._closed.is_set():
+                    self._look()
+            finally:
+                self._looking.release()
+
+    def _look(self) -> None:
         accounts = self._shared.accounts
-        self._writer.counter("memory", begin_s, self._memory.values(total, accounts.resident_bytes))
+        for _ in range(LOOKS):
+            begin_s = now()
+            total = self._memory.total()
+            values = self._memory.values(total, accounts.resident_bytes)
+            if now() - begin_s < AT_ONCE_S:
+                break
+        gone = self._told_series - values.keys()
+        self._told_series = frozenset(values)
+        self._writer.counter("memory", begin_s, {**values, **dict.fromkeys(gone, 0)})
         self._writer.counter("memory total", begin_s, {"bytes": total})
         unmoved = total + accounts.baseline_bytes - accounts.resident_bytes
         self._writer.counter("memory with nothing moved", begin_s, {"bytes": unmoved})
@@ -273,8 +288,6 @@ class Recorder:
         for link, rates in self._rates.items():
             for time_s, rate in rates.told(begin_s - OVERLAP_S):
                 self._writer.counter(link, time_s, {"bytes_per_s": rate, "can_do": rates.best})
-        end_s = now()
-        self._next_look_s = end_s + max(LEAST_LOOK_S, (end_s - begin_s) / LOOKING_SHARE)
         if self._writer.failed:
             self._shared.reporter.advise("trace", f"the trace ends early: {self._writer.failed}")
 
@@ -287,9 +300,11 @@ class Recorder:
             wait: for copies that are under way, to know their times.
             ask: write what is known at the end; not after an interrupt, which may have left locks that are taken.
         """
-        if self._closed:
+        if self._closed.is_set():
             return
-        self._closed = True
+        self._closed.set()
+        if self._looking.acquire(timeout=1.0):  # a look takes less, but in a forked child it may never end
+            self._looking.release()
         self._shared.reporter.sink = self._shared.accounts.resident_by_module = None
         if self._tiers.spool is not None:
             self._tiers.spool.on_moved = None
@@ -346,17 +361,19 @@ class Memory:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         types = set(device_types) or {accelerator.type if accelerator is not None else "cpu"}
         self._type = accelerator.type if accelerator is not None and accelerator.type in types else "cpu"
+        self._index = 0
         self.on_device = self._type != "cpu"
         self._parameters: list[tuple[weakref.ref[Tensor], int]] = []
         self._parameter_bytes = self._state_bytes = 0
-        self._told: frozenset[str] = frozenset()
         self._counted: tuple[int, ...] = ()
 
     def count(self, models: Iterable[nn.Module], optimizers: Iterable[Optimizer], *, anew: bool = False) -> None:
-        """Count parameters, buffers and optimizer state, if there may be others, or ``anew``.
+        """Count parameters, buffers and optimizer state, if there may be others, or ``anew``; note the current device.
 
         What an optimizer steps and no model has counts as its state.
         """
+        if self.on_device:
+            self._index = torch.accelerator.current_device_index()
         models, optimizers = list(models), list(optimizers)
         counted = (len(models), *(len(optimizer.state) for optimizer in optimizers))
         if counted == self._counted and not anew:
@@ -380,9 +397,9 @@ class Memory:
 
     def total(self) -> int:
         """All that PyTorch has allocated on the device, or what is resident of the process."""
-        return rss_bytes() if self._type == "cpu" else int(torch.accelerator.memory_allocated())
+        return rss_bytes() if self._type == "cpu" else int(torch.accelerator.memory_allocated(self._index))
 
-    def values(self, total: int, resident_bytes: int) -> dict[str, float]:
+    def values(self, total: int, resident_bytes: int) -> dict[str, int]:
         """Bytes by what they are. "other" is what is left of the total.
 
         Args:
@@ -400,7 +417,7 @@ class Memory:
             "optimizer state": self._state_bytes,
         }
         small = resident_bytes
-        for module, nbytes in list(self.saved.items()):
+        for module, nbytes in dict(self.saved).items():
             if nbytes:
                 name = f"saved by {block_of(module)}"
                 values[name] = values.get(name, 0) + nbytes
@@ -408,9 +425,7 @@ class Memory:
         if small > 0:
             values["saved, small or recomputed"] = small
         values["other"] = max(0, total - sum(values.values()))
-        gone = self._told - values.keys()
-        self._told = frozenset(values)
-        return {**values, **dict.fromkeys(gone, 0)}
+        return values
 
     def _bytes(self, tensor: Tensor) -> int:
         if type(tensor) is nn.Parameter or type(tensor) is Tensor:
@@ -485,6 +500,19 @@ def _about_the_run(config: OffloadConfig) -> dict[str, Any]:
 
 def _plain(value: object) -> object:
     return value if isinstance(value, (str, int, float, bool, tuple, type(None))) else repr(value)[:200]
+
+
+def _look_often(recorder: weakref.ref[Recorder], closed: threading.Event) -> None:
+    """Have a recorder look at memory until it is closed or gone: the work of its thread."""
+    pause_s = LEAST_LOOK_S
+    while not closed.wait(pause_s):
+        there = recorder()
+        if there is None:
+            return
+        begin_s = now()
+        there.look()
+        pause_s = max(LEAST_LOOK_S, (now() - begin_s) / LOOKING_SHARE)
+        del there
 
 
 @skipped

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,28 @@ def test_a_trace_has_phases_transfers_and_memory(make_offloader: MakeOffloader, 
     assert memory["gradients"][-1] == memory["parameters"][-1]
     assert memory["optimizer state"][-1] >= 2 * memory["parameters"][-1]
     assert {"config", "machine", "torch", "statistics", "spool"} <= trace.metadata.keys()
+
+
+def test_memory_is_looked_at_while_nothing_is_saved(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+    offloader = make_offloader(trace=tmp_path / "run.json", policy="keep")
+    model = Chain()
+    offloader.use(model)
+    with offloader:
+        first = model.layers[0](batch())
+        first.register_hook(lambda _: time.sleep(0.3))  # all but the first layer have their gradients by then
+        loss = torch.nn.Sequential(*model.layers[1:])(first).sum()
+    loss.backward()
+    offloader.close()
+    trace = load(tmp_path / "run.json")
+    (backward,) = (phase for phase in trace.phases if phase.name == "backward")
+    memory = trace.counters["memory"]
+    within = [
+        gradients
+        for time_s, gradients in zip(memory.times_s, memory.series["gradients"], strict=True)
+        if backward.begin_s < time_s < backward.end_s
+    ]
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    assert any(0 < gradients < whole for gradients in within), within
 
 
 def _run(file: Path, end: str, **environment: str) -> int:
