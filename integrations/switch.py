@@ -1,7 +1,7 @@
 """``ACTOFFLOAD=auto``: what a program trains with one of the frameworks below is attached by itself.
 
     ACTOFFLOAD=nvme ACTOFFLOAD_PATH=/mnt/nvme0 accelerate launch train.py
-    actoffload run --target nvme --path /mnt/nvme0 -- train.py
+    actoffload run --target nvme -- train.py
 
 The value is the target, ``ACTOFFLOAD_<OPTION>`` any other option (`OffloadConfig.options_from_environment`). These
 places are patched when the program imports them: ``Trainer.train`` of transformers, ``Accelerator.prepare``,

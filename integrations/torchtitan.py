@@ -1,7 +1,7 @@
 r"""torchtitan: a config that is chosen on its command line, as its own activation-checkpointing configs are.
 
     python -m actoffload.integrations.torchtitan --module llama3 --config llama3_8b --training.disable_cuda_graphs \
-        activation-checkpoint:actoffload --activation-checkpoint.target nvme --activation-checkpoint.path /mnt/nvme0
+        activation-checkpoint:actoffload --activation-checkpoint.target nvme  # needs a GPU
 
 This module stands for ``torchtitan.train``: with torchtitan's script, ``TRAIN_FILE=actoffload.integrations.torchtitan``
 is all that changes before the flags. `register` does the same for a program that starts a trainer itself.

@@ -1,24 +1,27 @@
-"""The notes in docs/upstream: short, about the versions that are installed, and their code runs."""
+"""The blocks of Python about frameworks run; the notes in docs/upstream are short, and about what is installed."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import re
 from typing import Any
 
 import pytest
 
+from tests import pages
 from tests.integration.processes import ROOT, launch
 
 NOTES = {file.stem: file.read_text(encoding="utf-8") for file in (ROOT / "docs/upstream").glob("*.md")}
 RUN = ("deepspeed", "transformers", "trl")
 """test_torchtitan.py runs the other one."""
+BLOCKS = [name for name in pages.BLOCKS if re.match(r"docs/(integrations\.md, (?!Megatron)|remat)", name)]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What one process found that ran the code of every note."""
-    for package in RUN:
+    for package in (*RUN, "torch_remat"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
     place = tmp_path_factory.mktemp("upstream")
@@ -34,6 +37,12 @@ def test_the_shim_moves_and_changes_no_loss(found: dict[str, Any], note: str) ->
     assert len(found[note]["losses"]) == 3
     assert found[note]["losses"] == found[note]["plain"]
     assert found[note]["moved"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_block_puts_a_model_inside(found: dict[str, Any], block: str) -> None:
+    assert found[block] > 0
 
 
 @pytest.mark.parametrize("note", NOTES)

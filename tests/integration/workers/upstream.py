@@ -1,11 +1,18 @@
-"""The shims in the notes of docs/upstream, each beside the same program without it."""
+"""The blocks of Python about frameworks: those of docs/upstream beside the same program without, others once."""
 
 from __future__ import annotations
 
+import functools
+import gc
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
+from torch import Tensor, nn, randn
+
+import actoffload
+from tests import pages
 from tests.integration.processes import ROOT, main, scratch
 
 Result = tuple[list[float], Any]
@@ -84,9 +91,58 @@ PROGRAMS: dict[str, Callable[[dict[str, Any] | None], Result]] = {
 }
 
 
-def work() -> dict[str, dict[str, Any]]:
-    """For each note the losses with its shim and without, and what was moved."""
-    found = {}
+def layers() -> Any:
+    """A model of two layers."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2)))
+
+
+def step(model: Any) -> None:
+    """A forward and a backward."""
+    getattr(model, "backward", Tensor.backward)(model(randn(4, 16)).square().mean())
+
+
+def given() -> dict[str, dict[str, Any]]:
+    """By its page and heading, the names that a block takes for granted."""
+    import torch_remat
+    from torch.distributed.fsdp import fully_shard
+
+    from tests.integration.hf_models import make_trainer
+
+    compiled, checkpointed = layers(), layers()
+    compiled.blocks = list(compiled)
+    setattr(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend="aot_eager"))  # noqa: B010
+    for layer in checkpointed:
+        layer.forward = torch_remat.checkpoint()(layer.forward)
+    config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {"torch_adam": True}}}
+    plain_loop = {"task": layers(), "trainer": SimpleNamespace(fit=step)}
+    tuning = {"SFTTrainer": lambda *_, **__: make_trainer(scratch()), "model": None, "args": None, "data": None}
+    return {
+        "docs/integrations.md, DeepSpeed": {"model": layers(), "config": config},
+        "docs/integrations.md, Hugging Face: Transformers, TRL, PEFT, Accelerate": tuning,
+        "docs/integrations.md, torch.distributed": {"model": layers(), "fully_shard": fully_shard},
+        "docs/integrations.md, torch.compile": {"model": compiled},
+        "docs/integrations.md, Lightning, diffusers, torchvision, and plain loops": plain_loop,
+        "docs/remat.md, torch_remat": {"model": checkpointed},
+    }
+
+
+def saved_bytes() -> int:
+    """What all offloaders were given."""
+    return sum(each.statistics().packed_bytes for each in gc.get_objects() if type(each) is actoffload.Offloader)
+
+
+def run_block(name: str, names: dict[str, Any]) -> int:
+    """What autograd saved in a block, and in a step afterwards, where the library saw it."""
+    before, names["actoffload"] = saved_bytes(), actoffload
+    exec(compile(pages.BLOCKS[name].replace("/mnt/nvme0", str(scratch())), name, "exec"), names)
+    if model := names.get("engine", names.get("model")):
+        step(model)
+    return saved_bytes() - before
+
+
+def work() -> dict[str, Any]:
+    """For each note the losses with its shim and without, and what was moved; for each other block what was saved."""
+    found: dict[str, Any] = {name: run_block(name, names) for name, names in given().items()}
     for note, program in PROGRAMS.items():
         losses, offloader = program(names_of(note))
         plain, _ = program(None)

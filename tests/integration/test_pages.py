@@ -1,0 +1,132 @@
+"""Every command and every block of Python in the documentation runs: here, or in the test that is named below.
+
+A command that CI cannot run says so where it stands, in the words of `tests/pages.py`. All others are run as they
+stand, in a folder with the files that they name, and with more arguments where that takes long.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from actoffload.cli.app import app
+from tests import pages
+
+ELSEWHERE = {
+    r"make (test|simulated)|pytest --simulated": "../Makefile::test",
+    r"make quick": "unit/test_contributing.py::test_what_make_quick_runs_is_there",
+    r"make tiny": "unit/test_benchmarks.py::test_the_suite_on_the_simulated_device",
+    r"pip install \.": "unit/test_packaging.py::test_the_distributions_hold_what_they_should",
+    r"actoffload doctor": "unit/test_cli.py::test_doctor_really_writes_and_reads_a_path",
+    r"actoffload demo( --profile \S+)?": "unit/test_cli.py::test_the_demo_is_identical_and_its_counters_agree",
+    r"actoffload estimate --check": "unit/test_cli_estimate.py::test_published_figures_are_beside_ours",
+    r"actoffload rok --model .*": "unit/test_cli_rok.py::test_ones_own_model_is_measured_with_its_dropout",
+    r"ACTOFF.* accelerate launch train\.py": "integration/test_switch.py::test_launchers_hand_the_switch_on",
+    r".* -m actoffload\.integrations\.examples\..*": "integration/test_examples.py::test_same_losses",
+    r"python .*\.pretrain_gpt .*": "integration/test_megatron.py::test_the_example_runs_and_ends_with_a_row",
+    r"README\.md, .*": "unit/test_readme.py::test_the_examples_run",
+    r"CONTRIBUTING\.md, Add an? (engine|policy|integration|planner)": "unit/test_contributing.py::example",
+    r"docs/tuning\.md, Tuning: .*": "unit/test_causes.py::test_the_tuning_page_shows_what_its_program_prints",
+    r"docs/commands\.md, A model of .*": "unit/test_cli_estimate.py::test_the_documented_model_of_ones_own_is_counted",
+    r"docs/integrations\.md, Megatron-core": "integration/test_megatron_arguments.py::documented_lines",
+    r"docs/upstream/torchtitan\.md, .*": "integration/test_torchtitan.py::found",
+    r"docs/upstream/(?!torchtitan).*": "integration/test_upstream.py::test_the_shim_moves_and_changes_no_loss",
+    r"docs/(integrations\.md, (?!Megatron)|remat).*": "integration/test_upstream.py::test_a_block_puts_a_model_inside",
+}
+SMALLER = {
+    "make demo": "DEMO_ARGS=--help",
+    "actoffload bench": "--size 1MiB --depth 2 --seconds 0.02 --rounds 1 --region 8MiB",
+    "actoffload rok --preset": "--model bert --batch 4",
+    "python -m actoffload.integrations.examples": "--layers 2 --width 64 --seq 64 --steps 2",
+    "torchrun": "--layers 2 --width 64 --seq 64 --steps 1",
+}
+"""Arguments to add, by how a command begins."""
+INSTEAD = {"/mnt/nvme0": ".", "DIR": ".", "COMMAND": "demo", "NAME": "plain_loop", "FILE.py:FUNCTION": "mine.py:build"}
+VENV = sys.prefix
+SHELL = f"""
+python() {{ {sys.executable} "$@"; }}
+actoffload() {{ python -m actoffload "$@"; }}
+torchrun() {{ python -m torch.distributed.run "$@"; }}
+make() {{ command make -f {pages.ROOT}/Makefile VENV={VENV} -o {VENV}/.installed -o {VENV}/.installed-test "$@"; }}
+"""
+TRAIN = """
+import accelerate, torch
+model = accelerate.Accelerator(cpu=True).prepare(torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4))))
+for _ in range(4):
+    model(torch.randn(256, 256)).square().mean().backward()
+"""
+
+
+def elsewhere(text: str) -> list[str]:
+    """The entries of ELSEWHERE that are about it."""
+    return [pattern for pattern in ELSEWHERE if re.fullmatch(pattern, text)]
+
+
+COMMANDS = list(pages.commands())
+HERE = {one.text: one.name for one in COMMANDS if not one.marked and not elsewhere(one.text)}
+TWICE = "docs/index.md, One context around the forward"
+"""README's first example."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where commands are run, with the files that they name."""
+    for package in ("accelerate", "matplotlib", "plotly", "transformers"):
+        pytest.importorskip(package)
+    place = tmp_path_factory.mktemp("pages")
+    (place / "train.py").write_text(TRAIN)
+    (place / "mine.py").write_text(pages.BLOCKS["docs/commands.md, A model of your own in the commands"])
+    (place / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 256}))
+    shutil.copy(pages.ROOT / "tests/recorded/gpt.json", place / "profile.json")
+    shutil.copy(pages.ROOT / "benchmarks/results/rok_cpu_2026-11-24.json", place / "rok_mine.json")
+    for name in ("run.json", "before.json"):
+        names: dict[str, Any] = {}
+        exec(pages.BLOCKS[TWICE].replace('path="."', f"path={str(place)!r}, trace={str(place / name)!r}"), names)
+        names["offloader"].close()
+    return place
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", HERE, ids=lambda text: f"{HERE[text]}: {text}")
+def test_a_command_runs(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = " ".join([text, *(more for beginning, more in SMALLER.items() if text.startswith(beginning))])
+    for name, standing in INSTEAD.items():
+        line = line.replace(name, standing)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("ACTOFFLOAD_PATH", str(folder))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("MAKEFLAGS", raising=False)
+    if re.match("actoffload (?!run|trace)", line):  # in this process, which has imported PyTorch
+        result = CliRunner().invoke(app, shlex.split(line)[1:])
+        assert result.exit_code == 0, f"{result.output}\n{result.exception!r}"
+        return
+    done = subprocess.run(["bash", "-ec", SHELL + line], capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if "nvme" in text:
+        assert "actoffload: target nvme" in done.stderr
+
+
+def test_nothing_is_left_out() -> None:
+    assert [name for name in pages.BLOCKS if not elsewhere(name)] == [TWICE]
+    assert pages.BLOCKS[TWICE] == pages.BLOCKS["README.md, Install and try"]
+    about = {pattern for text in (*pages.BLOCKS, *(one.text for one in COMMANDS)) for pattern in elsewhere(text)}
+    assert about == set(ELSEWHERE)
+    for file, _, name in (test.partition("::") for test in ELSEWHERE.values()):
+        text = (pages.ROOT / "tests" / file).read_text(encoding="utf-8")
+        assert re.search(rf"^(def )?{name}\b", text, re.MULTILINE), f"{file} has no {name}"
+    everything = list(pages.pieces())
+    assert len(pages.BLOCKS) == sum(piece.kind == "python" for piece in everything), "one below each heading"
+    kinds = {piece.kind for piece in everything}
+    assert kinds == {"prose", "bash", "python", "diff", "text", "{eval-rst}", "{toctree}"}, "another is not looked at"
+    prose = [piece for piece in everything if piece.kind == "prose"]
+    indented = [piece.name for piece in prose if re.search(r"\n\n    +[^ \n-]", piece.text)]
+    assert indented == [], "a block of code stands between fences that name its language"
