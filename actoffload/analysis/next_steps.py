@@ -139,7 +139,8 @@ def _without_a_plan(
             f"policy='auto' moves what costs no time: up to {format_size(saved / numbers['steps'])} a step can "
             f"leave, and at its peak {format_size(peak)} of saved activations are {peak / whole:.0%} of the memory."
         )
-    if policy != "auto" and peak > WORTH_SAYING * whole and config.get("device_budget") is None:
+    lowers = peak / 2 <= LOWER * numbers["saved_peak_bytes"]
+    if policy != "auto" and lowers and peak > WORTH_SAYING * whole and config.get("device_budget") is None:
         found.append(
             f"device_budget='50%' with policy='auto' holds saved activations at {format_size(peak / 2)} instead of "
             f"{format_size(numbers['saved_peak_bytes'])}; after three steps its report predicts what a step takes."

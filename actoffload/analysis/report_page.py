@@ -114,7 +114,7 @@ class _Page:
             ),
             self._section(
                 "What the links do",
-                f"{over_time} The dotted line is the most that the link did in any 10 ms of the run.",
+                f"{over_time} The dotted line is what the link does while something is under way.",
                 lambda run: self._figure("links", run, self._links(run)) if run.links() else {"text": "Nothing moved."},
             ),
             self._section(
@@ -203,7 +203,7 @@ class _Page:
             line = {"shape": "hv", "width": 1, "color": colour}
             figure.add_scatter(x=x, y=y, line=line, mode="lines", fill="tozeroy", hovertemplate=label, row=row, col=1)
             figure.add_hline(y=link.can_do / 1e9, line={"dash": "dot", "width": 2, "color": VERMILLION}, row=row, col=1)
-            figure.update_yaxes(title="GB/s", range=[0, 1.4 * link.can_do / 1e9], row=row, col=1)
+            figure.update_yaxes(title="GB/s", range=[0, 1.4 * max(*y, link.can_do / 1e9)], row=row, col=1)
             _shade(figure, run.phases(on_device=on_device), length_ms, row=row, col=1)
             figure.update_xaxes(range=[0, length_ms], row=row, col=1)
         figure.update_annotations(font_size=13)

@@ -141,7 +141,7 @@ class TraceFile:
         phases: by their begin, as all that follow.
         counters: by name. ``memory``: bytes by what they are; ``memory total``: all of them, as measured;
             ``memory with nothing moved``: what that would be; ``host pool`` and ``disk``: bytes in use; a link, as
-            ``disk write``: bytes per second (``bytes_per_s``), and the most that was seen so far (``can_do``).
+            ``disk write``: bytes per second (``bytes_per_s``), and so far while a transfer was under way (``can_do``).
     """
 
     path: str

@@ -55,7 +55,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkUse:
-    """One direction of a link in one step: bytes per second over time, on average, and at most in the whole run."""
+    """One direction of a link in one step: bytes per second over time, on average, and while it moved something."""
 
     name: str
     times_s: list[float]

@@ -1,7 +1,7 @@
 """What a trace has of one offloader: phases, transfers, waits, plans, and memory by what it is, over time.
 
-All of it goes to `TraceWriter`. A thread looks at memory, so often that looking takes at most `LOOKING_SHARE` of the
-time; beside that it is looked at where a forward or an optimizer's step ends.
+All of it goes to `TraceWriter`. A thread looks at memory, and takes at most `LOOKING_SHARE` of a processor for it;
+beside that it is looked at where a forward or an optimizer's step ends.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import os
 import platform
 import sys
 import threading
+import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -287,7 +288,7 @@ class Recorder:
                 self._writer.counter(name, begin_s, {"bytes": nbytes})
         for link, rates in self._rates.items():
             for time_s, rate in rates.told(begin_s - OVERLAP_S):
-                self._writer.counter(link, time_s, {"bytes_per_s": rate, "can_do": rates.best})
+                self._writer.counter(link, time_s, {"bytes_per_s": rate, "can_do": rates.can_do})
         if self._writer.failed:
             self._shared.reporter.advise("trace", f"the trace ends early: {self._writer.failed}")
 
@@ -313,7 +314,7 @@ class Recorder:
         self._take_timeline(last=True, wait=wait)
         for link, rates in self._rates.items():
             for time_s, rate in rates.told(float("inf")):
-                self._writer.counter(link, time_s, {"bytes_per_s": rate, "can_do": rates.best})
+                self._writer.counter(link, time_s, {"bytes_per_s": rate, "can_do": rates.can_do})
         known: dict[str, Any] = {}
         tell = self.ask() if ask else None
         if tell is not None:
@@ -442,30 +443,49 @@ def block_of(module: str | None) -> str:
 
 
 class Rates:
-    """Bytes per second of one direction of a link, in stretches of `RATE_S`."""
+    """Bytes per second of one direction of a link, in stretches of `RATE_S`.
+
+    Attributes:
+        can_do: bytes per second so far while a transfer was under way.
+    """
 
     def __init__(self) -> None:
-        self.best = 0.0
+        self.can_do = 0.0
+        self._added: deque[tuple[float, float, int]] = deque()
         self._bytes: dict[int, float] = {}
+        self._busy: deque[tuple[float, float]] = deque(maxlen=1000)
+        self._busy_s = self._moved = 0.0
         self._told = 0
         self._last = 0.0
 
     def add(self, begin_s: float, end_s: float, nbytes: int) -> None:
-        """So many bytes went over it, evenly, in this time."""
+        """So many bytes went over it, evenly, in this time. Any thread may say so."""
+        self._added.append((begin_s, end_s, nbytes))
+
+    def _count(self, begin_s: float, end_s: float, nbytes: int) -> None:
         first, last = int(begin_s / RATE_S), int(end_s / RATE_S)
         first = max(first, min(self._told, last))
         for stretch in range(first, last + 1):
             self._bytes[stretch] = self._bytes.get(stretch, 0.0) + nbytes / (last + 1 - first)
+        while self._busy and self._busy[-1][1] >= begin_s:  # they come in the order in which they ended
+            earlier = self._busy.pop()
+            self._busy_s -= earlier[1] - earlier[0]
+            begin_s, end_s = min(begin_s, earlier[0]), max(end_s, earlier[1])
+        self._busy.append((begin_s, end_s))
+        self._busy_s += end_s - begin_s
+        self._moved += nbytes
+        self.can_do = self._moved / self._busy_s if self._busy_s else 0.0
 
     def told(self, until_s: float) -> Iterable[tuple[float, float]]:
         """The time at which a rate begins, and the rate, of the stretches before that were not told yet."""
-        for stretch in sorted(list(self._bytes)):
+        while self._added:
+            self._count(*self._added.popleft())
+        for stretch in sorted(self._bytes):
             if (stretch + 1) * RATE_S > until_s:
                 return
             rate = self._bytes.pop(stretch) / RATE_S
             if self._last and stretch > self._told:
                 yield self._told * RATE_S, 0.0
-            self.best = max(self.best, rate)
             self._told, self._last = stretch + 1, rate
             yield stretch * RATE_S, rate
         if self._last and until_s > (self._told + 1) * RATE_S:
@@ -509,9 +529,9 @@ def _look_often(recorder: weakref.ref[Recorder], closed: threading.Event) -> Non
         there = recorder()
         if there is None:
             return
-        begin_s = now()
+        begin_s = time.thread_time()
         there.look()
-        pause_s = max(LEAST_LOOK_S, (now() - begin_s) / LOOKING_SHARE)
+        pause_s = max(LEAST_LOOK_S, (time.thread_time() - begin_s) / LOOKING_SHARE)
         del there
 
 

@@ -19,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from actoffload.analysis.trace_file import TraceFile, load
 from actoffload.errors import TraceFileError
 from actoffload.events import EventKind, TraceEvent
+from actoffload.runtime.trace import RATE_S, Rates
 from tests.harness import Chain, MakeOffloader, batch, train_step
 
 TENSOR_BYTES = 128 * 64 * 4
@@ -94,6 +95,14 @@ def test_memory_is_looked_at_while_nothing_is_saved(make_offloader: MakeOffloade
     ]
     whole = sum(parameter.nbytes for parameter in model.parameters())
     assert any(0 < gradients < whole for gradients in within), within
+
+
+def test_what_a_link_can_do_counts_time_that_transfers_share_once() -> None:
+    rates = Rates()
+    for begin_s, end_s in ((1.0, 2.0), (1.0, 3.0), (2.5, 4.0), (9.0, 10.0), (8.0, 10.0)):
+        rates.add(begin_s, end_s, 100)
+    assert sum(rate for _, rate in rates.told(20.0)) * RATE_S == pytest.approx(500)
+    assert rates.can_do == pytest.approx(500 / 5.0)
 
 
 def _run(file: Path, end: str, **environment: str) -> int:

@@ -206,7 +206,13 @@ def test_a_run_that_waits_and_keeps_small_tensors_is_told_so() -> None:
     found = next_steps({"statistics": {**STATISTICS, **kept}, "config": {"policy": "all"}}, NUMBERS)
     assert len(found) == 3
     assert "of 1 s a step it can save up to the 200 ms" in found[0]
+    assert "device_budget='50%'" in found[1]
     assert found[2] == "min_bytes=0 lets up to 10.0 MiB more leave in a step, 40% of what it saves."
+
+
+def test_no_budget_is_proposed_that_holds_more_than_now() -> None:
+    numbers = {**NUMBERS, "saved_peak_bytes": 0.5 * NUMBERS["saved_peak_without_bytes"]}
+    assert not next_steps({"statistics": {**STATISTICS, "kept_bytes": {}}, "config": {"policy": "all"}}, numbers)[1:]
 
 
 def test_nothing_is_proposed_where_nothing_is_known() -> None:
