@@ -564,7 +564,9 @@ class ActivationStore:
         """Keep what is saved in the child and give up what is not in memory: it has none of our threads."""
         self.forked = True
         self.profiler.active = False
-        self.trace = None
+        if self.trace is not None:
+            self.trace.after_fork_in_child()
+            self.trace = None
         self.shared.after_fork_in_child()
         self.tiers.after_fork_in_child()
 

@@ -290,12 +290,7 @@ class Recorder:
         """
         if self._closed:
             return
-        self._closed = True
-        self._shared.reporter.sink = self._shared.accounts.resident_by_module = None
-        if self._tiers.spool is not None:
-            self._tiers.spool.on_moved = None
-        for hook in self._hooks:
-            hook.remove()
+        self._stop()
         self._take_timeline(last=True, wait=wait)
         for link, rates in self._rates.items():
             for time_s, rate in rates.told(float("inf")):
@@ -309,6 +304,19 @@ class Recorder:
             except Exception as error:  # a device that broke, say
                 known["not_known"] = repr(error)
         self._writer.close(known)
+
+    def after_fork_in_child(self) -> None:
+        """Take nothing down any more, nor ask the device for a time: file and device are the parent's."""
+        self._stop()
+        self._timeline = None
+
+    def _stop(self) -> None:
+        self._closed = True
+        self._shared.reporter.sink = self._shared.accounts.resident_by_module = None
+        if self._tiers.spool is not None:
+            self._tiers.spool.on_moved = None
+        for hook in self._hooks:
+            hook.remove()
 
 
 @dataclass(slots=True, eq=False)
