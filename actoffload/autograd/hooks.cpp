@@ -22,7 +22,7 @@ struct Known {
   PyObject* reasons;             // why a noted storage stays, by its note: a parameter's first of all
   PyObject* small;               // why a small tensor stays
   PyObject* place;               // the type of a place on a tape, of what a plan keeps
-  PyObject* passed;              // (place, again) -> None: backward has come to it
+  PyObject* passed;              // (place, round) -> the handle's next round: backward has come to it
   PyObject* own_counter;         // tensor -> not empty if its version counter says nothing of others
   PyObject* changed;             // (alias, version, place or None) -> raises the error of a tensor that was changed in place
   PyObject* unpack;              // handle -> the tensor, of Python's handles
@@ -142,7 +142,7 @@ struct Kept {
   PyObject* nbytes;
   KeptStorage* storage;  // that a plan keeps; else null
   bool itself;
-  bool passed;           // backward has come to it
+  long round;            // how often it was unpacked before, as `passed` said
 };
 
 PyTypeObject kept_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
@@ -162,7 +162,7 @@ Ref make_kept(const at::TensorBase& tensor, bool itself) {
     kept->notes = kept->nbytes = nullptr;
     kept->storage = nullptr;
     kept->itself = itself;
-    kept->passed = false;
+    kept->round = 0;
   }
   return Ref(reinterpret_cast<PyObject*>(kept));
 }
@@ -211,11 +211,13 @@ PyObject* kept_unpack(PyObject* self, PyObject*) {
     return alias ? PyObject_CallFunction(known.changed, "OLO", alias.get(), kept->version, place) : nullptr;
   }
   if (kept->storage != nullptr) {
-    PyObject* const again = kept->passed ? Py_True : Py_False;
-    if (!Ref(PyObject_CallFunctionObjArgs(known.passed, kept->storage->place, again, nullptr))) {
+    const Ref round(PyLong_FromLong(kept->round));
+    const Ref next(round ? PyObject_CallFunctionObjArgs(known.passed, kept->storage->place, round.get(), nullptr) : nullptr);
+    const long told = next ? PyLong_AsLong(next.get()) : -1;
+    if (told < 0) {
       return nullptr;
     }
-    kept->passed = true;
+    kept->round = told;
   }
   if (kept->itself) {
     return wrap(kept->alias).release();

@@ -14,7 +14,7 @@ class Counting(Protocol):
 
     shared: Shared
 
-    def passed_place(self, place: KeptPlace, again: bool) -> None:
+    def passed_place(self, place: KeptPlace, round_: int) -> int:
         """Backward takes a tensor of the storage."""
 
     def drop(self, record: Any, round_: int) -> None:
@@ -32,12 +32,10 @@ class KeptPlace:
         nbytes: the size of the storage.
         kind: the type of its device.
         module: that saved it, if that is known.
+        round: as of a `Record`.
     """
 
-    __slots__ = ("index", "kind", "module", "nbytes", "store", "tape")
-
-    round = 0
-    """As of a `Record`; here it is never passed, as the hooks know who asks again."""
+    __slots__ = ("index", "kind", "module", "nbytes", "round", "store", "tape")
 
     def __init__(
         self, store: Counting, tape: Tape[Record], index: int, nbytes: int, kind: str, module: str | None
@@ -47,17 +45,24 @@ class KeptPlace:
         self.nbytes = nbytes
         self.kind = kind
         self.module = module
+        self.round = 0
         self.store = store  # last: its death counts from here on
 
-    def passed(self, again: bool) -> None:
-        """Note that backward takes a tensor of the storage; ``again``: it has taken the same one before."""
+    def passed(self, round_: int) -> int:
+        """Note that backward takes a tensor of the storage; return the handle's next round.
+
+        Args:
+            round_: how often this handle was unpacked before, as this said.
+        """
         tape, shared = self.tape, self.store.shared
-        if again or not tape.in_backward or shared.largest_moved_bytes or shared.accounts.recomputed_bytes:
-            self.store.passed_place(self, again)
-        else:  # nothing moves under this plan
-            tape.see(self.index)
+        more = shared.largest_moved_bytes or shared.accounts.recomputed_bytes or not tape.in_backward
+        if more or round_ or self.round:
+            return self.store.passed_place(self, round_)
+        tape.see(self.index)  # nothing moves under this plan
+        return 1
 
     def __del__(self) -> None:
         store = getattr(self, "store", None)
         if store is not None:
+            del self.store  # else a store that has noted this, and that nobody holds, would hold itself for ever
             store.drop(self, 0)

@@ -372,12 +372,14 @@ class ActivationStore:
             return self._pass(record, round_)
 
     @_aborts_when_interrupted
-    def passed_place(self, place: KeptPlace, again: bool) -> None:
-        """As `passed`, of a storage without a record; ``again``: its handle was unpacked before."""
+    def passed_place(self, place: KeptPlace, round_: int) -> int:
+        """As `passed`, of a storage without a record."""
         self.speak()
         with self.shared.lock:
-            self._reach(place, int(again), self.tiers.by_device[place.kind])
+            self._reach(place, round_, self.tiers.by_device[place.kind])
+            place.round = max(place.round, round_)
             self.prefetch.during_backward(place.tape)
+            return place.round + 1
 
     def _reach(self, record: Record | KeptPlace, round_: int, tier: Tier) -> None:
         """Backward has come to a record."""
@@ -564,7 +566,9 @@ class ActivationStore:
         """Keep what is saved in the child and give up what is not in memory: it has none of our threads."""
         self.forked = True
         self.profiler.active = False
-        self.trace = None
+        if self.trace is not None:
+            self.trace.after_fork_in_child()
+            self.trace = None
         self.shared.after_fork_in_child()
         self.tiers.after_fork_in_child()
 

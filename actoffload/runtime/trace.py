@@ -152,8 +152,6 @@ class Recorder:
         self._take_timeline()
         self._memory.count(self._models, self._optimizers, anew=self._forwards % RECOUNT_FORWARDS == 0)
         self.look()
-        if self._looker.ident is None:
-            self._looker.start()
         self._phases.append(self._begin("forward"))
 
     def forward_ended(self) -> None:
@@ -261,6 +259,8 @@ class Recorder:
             try:
                 if not self._closed.is_set():
                     self._look()
+                    if self._looker.ident is None:
+                        self._looker.start()
             finally:
                 self._looking.release()
 
@@ -303,14 +303,7 @@ class Recorder:
         """
         if self._closed.is_set():
             return
-        self._closed.set()
-        if self._looking.acquire(timeout=1.0):  # a look takes less, but in a forked child it may never end
-            self._looking.release()
-        self._shared.reporter.sink = self._shared.accounts.resident_by_module = None
-        if self._tiers.spool is not None:
-            self._tiers.spool.on_moved = None
-        for hook in self._hooks:
-            hook.remove()
+        self._stop()
         self._take_timeline(last=True, wait=wait)
         for link, rates in self._rates.items():
             for time_s, rate in rates.told(float("inf")):
@@ -324,6 +317,21 @@ class Recorder:
             except Exception as error:  # a device that broke, say
                 known["not_known"] = repr(error)
         self._writer.close(known)
+
+    def after_fork_in_child(self) -> None:
+        """Take nothing down any more, nor ask the device for a time: file and device are the parent's."""
+        self._looking = threading.RLock()  # a thread of the parent's may have held it
+        self._stop()
+        self._timeline = None
+
+    def _stop(self) -> None:
+        with self._looking:  # a look takes no other lock, and less than a millisecond
+            self._closed.set()
+        self._shared.reporter.sink = self._shared.accounts.resident_by_module = None
+        if self._tiers.spool is not None:
+            self._tiers.spool.on_moved = None
+        for hook in self._hooks:
+            hook.remove()
 
 
 @dataclass(slots=True, eq=False)

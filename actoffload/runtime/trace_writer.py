@@ -110,16 +110,17 @@ class TraceWriter:
         self._stopped.set()
         other = {**self._about, **known, "dropped_events": self.dropped}
         end = {"displayTimeUnit": "ms", "baseTimeNanoseconds": self.base_ns, "otherData": other}
-        with self._writing, suppress(OSError):
-            os.pwrite(self._file, b"\n]," + _json(end)[1:] + b"\n", self._end)
-            os.pwrite(self._file, _OBJECT, 0)
-        os.close(self._file)
-        self._file = -1
+        with self._writing:
+            with suppress(OSError):
+                os.pwrite(self._file, b"\n]," + _json(end)[1:] + b"\n", self._end)
+                os.pwrite(self._file, _OBJECT, 0)
+            os.close(self._file)
+            self._file = -1
 
     def flush(self) -> None:
-        """Write what was added so far."""
+        """Write what was added so far; what comes later than the end waits for the file to be opened again."""
         with self._writing:
-            while self._rows and not self.failed:
+            while self._rows and not self.failed and self._file >= 0:
                 lines = [self._line(self._rows.popleft()) for _ in range(min(1000, len(self._rows)))]
                 try:
                     self._put(b",\n".join(lines))

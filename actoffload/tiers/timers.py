@@ -190,7 +190,10 @@ class Timeline:
         found: list[tuple[str, float, float, Any]] = []
         try:
             for _ in range(0 if self._device.is_capturing() else len(self._open)):
-                what, index, begin, end, about = entry = self._open.popleft()
+                try:
+                    what, index, begin, end, about = entry = self._open.popleft()
+                except IndexError:  # another thread takes as well
+                    break
                 if wait:
                     self._device.synchronize(end)
                 elif not self._device.done(end):

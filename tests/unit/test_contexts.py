@@ -20,11 +20,12 @@ import torch
 from torch import Tensor, nn
 
 import actoffload
-from actoffload import OffloadConfig, Offloader, offload_activations
+from actoffload import OffloadConfig, Offloader, Plan, offload_activations
 from actoffload.api import shared_offloader
 from actoffload.config import make_config
 from actoffload.errors import ConfigError, OffloaderClosedError, StateError
 from actoffload.events import EventKind, TraceEvent
+from actoffload.planning.plan import PlanEntry
 from actoffload.policy import Decision, TensorFacts
 from tests.harness import (
     ON_EACH_DEVICE,
@@ -318,6 +319,18 @@ def test_an_offloader_that_is_dropped_without_close_ends(tmp_path: Path) -> None
         loss.backward()  # the graph holds what it needs
         assert same_bits(w.grad, (w.detach() * 2.0).cos() * 2.0)
         del loss
+
+
+@pytest.mark.usefixtures("nothing_is_left")
+def test_one_that_follows_a_plan_ends_too(tmp_path: Path) -> None:
+    """Also where what was saved first died first, and nobody has counted since what else died."""
+    plan = Plan(tuple(PlanEntry(index=index, nbytes=4 * 4096, action="keep") for index in range(2)))
+    offloader = Offloader(OffloadConfig(target="nvme", path=tmp_path, min_bytes=0, policy=plan))
+    for _ in range(2):  # from the second forward on the plan has been proven
+        with offloader:
+            graphs = [_saved_once(), _saved_once()]
+        del graphs[0], graphs[0]
+    del offloader
 
 
 @pytest.mark.usefixtures("nothing_is_left")

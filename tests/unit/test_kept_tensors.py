@@ -24,6 +24,7 @@ from tests.harness import (
     ADVERSARIES,
     Adversary,
     MakeOffloader,
+    accounts_of,
     assert_empty,
     hinder,
     no_garbage_collection,
@@ -249,6 +250,33 @@ def test_a_second_backward_under_a_plan_finds_all_again(
         del out
         assert_empty(offloader)
     assert (offloader.statistics().nvme_read_bytes > 0) == bool(moving)
+
+
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_a_second_backward_reads_nothing_that_it_has_passed(
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch, native: str
+) -> None:
+    """A storage that stays was saved twice: backward comes to it first of all, and again when it is nearly done."""
+    if native == "0":
+        monkeypatch.setattr(compiled_hooks, "load", lambda: None)
+    plan = _plan(0, *range(2, COUNT), prefetch_bytes=4 * NBYTES)
+    offloader = make_offloader(policy=plan, engine="memory")
+    x = _input()
+    for _ in range(2):
+        with offloader:
+            kept = (x * 1.0).sin() * 1.0
+            out = kept.sin()
+            for _ in range(COUNT - 2):
+                out = (out * 1.0).sin()
+            out = (out + kept.cos()).sum()
+        offloader.synchronize()
+        left = []
+        for _ in range(3):
+            torch.autograd.grad(out, x, retain_graph=True)
+            left.append(accounts_of(offloader).resident_bytes)
+        del kept, out
+        assert left == [NBYTES] * 3
+    assert_empty(offloader)
 
 
 @pytest.mark.simulated

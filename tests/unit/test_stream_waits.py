@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,12 +105,18 @@ def test_during_a_capture_nothing_is_asked_nor_timed(
         assert offloader.statistics().wait_s == pytest.approx(waited_s)
 
 
+@pytest.mark.parametrize("traced", [False, True], ids=["", "traced"])
 def test_a_forked_child_asks_the_device_nothing(
-    accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
+    accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, traced: bool
 ) -> None:
-    """The child of a process that used CUDA cannot: it has no tensors there, but may enter a context of the parent."""
+    """The child of a process that used CUDA cannot: it has no tensors there, but may enter a context of the parent.
+
+    Nor does what it steps go to the trace, which is the parent's.
+    """
     model, x = _model(), X.to(NAME)
-    with simulated(accelerator, pending_bytes="1MiB") as offloader:
+    optimizer = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    options = {"target": "nvme", "path": str(tmp_path), "trace": tmp_path / "run.json"} if traced else {}
+    with simulated(accelerator, pending_bytes="1MiB", **options) as offloader:
         _step(offloader, model)
         recorder_of(offloader).begin()
         with offloader:
@@ -126,6 +133,7 @@ def test_a_forked_child_asks_the_device_nothing(
         del loss
         with offloader:
             pass
+        optimizer.step()
         assert offloader.statistics().live_records == 0
         assert offloader.report()
         assert not recorder_of(offloader).active, "it would ask for the time of what dies"

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -20,6 +21,7 @@ from actoffload.analysis.trace_file import TraceFile, load
 from actoffload.errors import TraceFileError
 from actoffload.events import EventKind, TraceEvent
 from actoffload.runtime.trace import RATE_S, Rates
+from actoffload.runtime.trace_writer import writer_for
 from tests.harness import Chain, MakeOffloader, batch, train_step
 
 TENSOR_BYTES = 128 * 64 * 4
@@ -209,6 +211,24 @@ def test_two_offloaders_share_a_file(make_offloader: MakeOffloader, tmp_path: Pa
     train_step(model, batch(), third)
     third.close()
     assert [phase.name for phase in load(file).phases] == ["forward", "backward"] * 3
+
+
+def test_what_comes_as_the_file_ends_does_not_go_over_its_end(tmp_path: Path) -> None:
+    """A thread that was about to write waits meanwhile, and the file is closed then."""
+    file = tmp_path / "run.json"
+    writer = writer_for(str(file), {})
+    late = threading.Thread(target=writer.flush)
+
+    class Written:
+        def __str__(self) -> str:  # as the end is made
+            writer.instant("notes", "late", 0.0)
+            late.start()
+            return "known"
+
+    writer.close({"known": Written()})
+    late.join()
+    assert json.loads(file.read_bytes())["otherData"]["known"] == "known"
+    assert not writer.failed
 
 
 def test_a_backward_that_raised_has_an_end(make_offloader: MakeOffloader, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from actoffload import OffloadConfig, Offloader
 from actoffload.analysis.trace_file import TraceFile, load
 from actoffload.testing.gpt import GPT, GPTConfig
 from actoffload.testing.simulated_device import NAME, SimulatedDevice
+from tests.harness import run_in_threads
 
 pytestmark = pytest.mark.simulated
 
@@ -73,3 +74,21 @@ def test_memory_is_what_it_is_used_for(device: SimulatedDevice, tmp_path: Path) 
         used = trace.counters["memory"].at(end_s)
         assert used["other"] - left <= MEASURED * sum(used.values())
         assert used["saved by stack.blocks.0"] == used["saved by stack.blocks.1"] > 0
+
+
+def test_forwards_of_several_threads_take_what_is_over(device: SimulatedDevice, tmp_path: Path) -> None:
+    """Each takes times that another might be taking just now."""
+    device.model()
+    offloader = Offloader(OffloadConfig(trace=tmp_path / "run.json", target="host", min_bytes=0, announce="none"))
+
+    def steps() -> None:
+        x = torch.ones(64, device=NAME, requires_grad=True)
+        for _ in range(100):
+            with offloader:
+                loss = (x * 2.0).sin().sum()
+            loss.backward()
+
+    run_in_threads(*[steps] * 4)
+    offloader.close()
+    forwards = [phase for phase in load(tmp_path / "run.json").phases if phase.on_device and phase.name == "forward"]
+    assert len(forwards) == 400
