@@ -208,10 +208,16 @@ class Run:
         kept = self.known("statistics").get("kept_bytes", {})
         return dict(sorted(((name, n) for name, n in kept.items() if n), key=lambda item: -item[1]))
 
+    @property
+    def planned_for(self) -> str:
+        """What was planned: a step, or with accumulated gradients a micro-batch of it."""
+        return self.trace.metadata.get("planned_for") or "a step"
+
     def predictions(self) -> list[tuple[str, float, float | None]]:
-        """What was predicted of a step under the plan, and what was seen: ``step_s`` and ``peak_bytes``."""
-        predicted = self.known("predicted")
-        seen = {"step_s": self.step_s, "peak_bytes": self.known("statistics").get("plan_peak_bytes")}
+        """What was predicted of `planned_for` under the plan, and what was seen: ``step_s`` and ``peak_bytes``."""
+        predicted, whole = self.known("predicted"), self.planned_for == "a step"
+        step_s = self.step_s if whole else self.known("seen").get("step_s")
+        seen = {"step_s": step_s, "peak_bytes": self.known("statistics").get("plan_peak_bytes")}
         return [(name, value, seen.get(name)) for name, value in predicted.items() if value is not None]
 
     def wear(self) -> str:
