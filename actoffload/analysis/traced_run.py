@@ -250,6 +250,10 @@ class Run:
         parts += [f"policy {config.get('policy')}"]
         if data.get("ranks", 1) > 1:
             parts.append(f"rank {data['rank']} of {data['ranks']}")
+        if data.get("dropped_events"):
+            parts.append(f"{data['dropped_events']} events came too fast and are missing")
+        if data.get("ended_early"):
+            parts.append(f"not all of it: the trace ended early ({data['ended_early']})")
         return ", ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:

@@ -96,8 +96,8 @@ class TraceWriter:
         with self._writing:
             if self._file < 0:
                 self._file = os.open(self.path, _FLAGS, 0o666)
-                os.truncate(self._file, self._end)
                 os.pwrite(self._file, _ARRAY, 0)
+                os.truncate(self._file, self._end)
             self._stopped = threading.Event()
         threading.Thread(target=self._run, args=(self._stopped,), name="actoffload-trace", daemon=True).start()
 
@@ -108,11 +108,12 @@ class TraceWriter:
         if self.users:
             return
         self._stopped.set()
-        other = {**self._about, **known, "dropped_events": self.dropped}
+        other = {**self._about, **known, "dropped_events": self.dropped, "ended_early": self.failed}
         end = {"displayTimeUnit": "ms", "baseTimeNanoseconds": self.base_ns, "otherData": other}
-        with self._writing, suppress(OSError):
-            os.pwrite(self._file, b"\n]," + _json(end)[1:] + b"\n", self._end)
-            os.pwrite(self._file, _OBJECT, 0)
+        with self._writing, suppress(OSError):  # then it stays an array
+            os.truncate(self._file, self._end)  # what there is of a write that failed
+            _write(self._file, b"\n]," + _json(end)[1:] + b"\n", self._end)
+            _write(self._file, _OBJECT, 0)
         os.close(self._file)
         self._file = -1
 
@@ -144,10 +145,8 @@ class TraceWriter:
             data = b",\n" + data
         elif first:
             data = b"\n" + data
-        while data:
-            written = os.pwrite(self._file, data, self._end)
-            self._end += written
-            data = data[written:]
+        _write(self._file, data, self._end)
+        self._end += len(data)
 
     def _line(self, row: Row) -> bytes:
         letter, track, name, begin_s, duration_s, args = row
@@ -185,6 +184,14 @@ class TraceWriter:
     def _metadata(self, name: str, track: int, args: Mapping[str, Any]) -> bytes:
         event = {"ph": "M", "name": name, "pid": self._pid, "tid": track, "ts": round(self._began_us, 3)}
         return _json({**event, "args": args})
+
+
+def _write(file: int, data: bytes, place: int) -> None:
+    """Write all of it."""
+    while data:
+        written = os.pwrite(file, data, place)
+        place += written
+        data = data[written:]
 
 
 _encode = json.JSONEncoder(default=str, separators=(",", ":")).encode

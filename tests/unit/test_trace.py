@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -16,8 +17,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from actoffload.analysis.trace_file import TraceFile, load
+from actoffload.analysis.traced_run import look_at
 from actoffload.errors import TraceFileError
 from actoffload.events import EventKind, TraceEvent
+from actoffload.runtime.trace_writer import TraceWriter
 from tests.harness import Chain, MakeOffloader, batch, train_step
 
 TENSOR_BYTES = 128 * 64 * 4
@@ -99,6 +102,40 @@ def test_a_killed_run_leaves_a_trace_that_is_said_to_be_truncated(tmp_path: Path
     with file.open("r+b") as half:  # in the middle of its last event
         half.truncate(file.stat().st_size - 7)
     assert load(file, truncated_ok=True).phases
+
+
+@pytest.mark.parametrize("until", ["the next write", "the end"])
+def test_a_disk_that_is_full_leaves_a_trace_that_can_be_read(
+    until: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have room again when the trace ends."""
+    file, write = tmp_path / "run.json", os.pwrite
+    writer = TraceWriter(str(file), {"rank": 0})
+    writer.open()
+
+    def forwards(first: int) -> None:
+        for number in range(first, first + 20):
+            writer.span("phases, main thread", "forward", number, number + 0.5, {"microbatch": number})
+        writer.flush()
+
+    def full(fd: int, data: bytes, place: int) -> int:
+        if place >= size + 300:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        return write(fd, data[: size + 300 - place], place)
+
+    forwards(0)
+    size = file.stat().st_size
+    monkeypatch.setattr(os, "pwrite", full)
+    if until == "the next write":
+        forwards(20)
+        monkeypatch.undo()
+    writer.close({"statistics": {}, "diagnosis": ["x" * 200]})
+    monkeypatch.undo()
+    trace = load(file, truncated_ok=True)
+    assert len(trace.phases) == 20
+    assert trace.truncated == (until == "the end")
+    if not trace.truncated:
+        assert "ended early" in look_at(trace).about()
 
 
 @pytest.mark.parametrize(
