@@ -78,7 +78,7 @@ class Listener(Protocol):
 class Proof:
     """A listener that fails where a block of a plan that was given changes what its second run would see.
 
-    It looks at the first forward of each such block.
+    It looks at the first forward of each such block that wants gradients.
 
     Args:
         names: the blocks that the plan recomputes.
@@ -101,6 +101,8 @@ class Proof:
         Raises:
             ConfigError: the block may not be run twice.
         """
+        if not torch.is_grad_enabled():
+            return  # an evaluation, in which a block may do otherwise
         if name in self._unproven and not repeatable:
             remedy = "its forward changes buffers, arguments, attributes or a random state: run twice it would give "
             remedy += "other gradients; plan anew, and this block will not be recomputed"

@@ -380,6 +380,20 @@ class _Counts(nn.Linear):
         return super().forward(x) * self.calls
 
 
+class _CountsInTraining(_Counts):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.training else x
+
+
+def test_an_evaluation_before_training_proves_nothing(make_offloader: MakeOffloader) -> None:
+    model = nn.Sequential(*(nn.Sequential(_CountsInTraining(64, 64), nn.Tanh()) for _ in range(3)))
+    offloader = make_offloader(policy=Plan((), recompute=("1",)), min_bytes="1MiB").use(model)
+    with torch.no_grad(), offloader:
+        model.eval()(torch.randn(64, 64))
+    with pytest.raises(ConfigError, match="a plan that recomputes '1'"), offloader:
+        model.train()(torch.randn(64, 64))
+
+
 @pytest.mark.parametrize("block", [nn.Linear, _Counts])
 def test_a_given_plan_recomputes_no_block_that_changes_what_it_sees(make_offloader: MakeOffloader, block: Any) -> None:
     model = nn.Sequential(*(nn.Sequential(block(64, 64), nn.Tanh()) for _ in range(3)))

@@ -76,6 +76,23 @@ def test_a_trace_has_phases_transfers_and_memory(make_offloader: MakeOffloader, 
     assert {"config", "machine", "torch", "statistics", "spool"} <= trace.metadata.keys()
 
 
+def test_an_evaluation_after_the_last_step_is_no_step(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+    offloader, model = make_offloader(trace=tmp_path / "run.json", policy="keep"), Chain()
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(3):
+        with torch.no_grad(), offloader:
+            model(batch())
+        for _ in range(2):
+            train_step(model, batch(), offloader)
+        optimizer.step()
+    with torch.no_grad(), offloader:
+        model(batch())
+    offloader.close()
+    steps = load(tmp_path / "run.json").steps()
+    assert len(steps) == 3
+    assert [end_s for _, end_s in steps[:-1]] == [begin_s for begin_s, _ in steps[1:]]
+
+
 def _run(file: Path, end: str, **environment: str) -> int:
     """Train a step in a process of its own, which never closes what it attaches, and ends as ``end`` says."""
     program = f"""
