@@ -250,6 +250,8 @@ class Run:
         parts += [f"policy {config.get('policy')}"]
         if data.get("ranks", 1) > 1:
             parts.append(f"rank {data['rank']} of {data['ranks']}")
+        if data.get("offloaders", 1) > 1:
+            parts.append(f"{data['offloaders']} offloaders: what is counted is the last one's")
         if data.get("dropped_events"):
             parts.append(f"{data['dropped_events']} events came too fast and are missing")
         if data.get("ended_early"):

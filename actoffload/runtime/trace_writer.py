@@ -41,13 +41,17 @@ class TraceWriter:
     Attributes:
         dropped: events that came faster than they could be written.
         failed: why nothing is written any more, or "".
+        running: what runs in a thread, for all that add to the file: spans of one thread lie within each other.
+        forwards: that have begun.
+        opened: how often it was opened.
     """
 
     def __init__(self, path: str, about: Mapping[str, Any]) -> None:
         self.path = path
         self.dropped = 0
         self.failed = ""
-        self.users = 0
+        self.users = self.opened = self.forwards = 0
+        self.running = threading.local()
         unix_ns = max(time.time_ns() - time.monotonic_ns() for _ in range(5))
         self.base_ns = time.time_ns() // (QUARTER_S * 10**9) * QUARTER_S * 10**9
         self._shift_us = (unix_ns - self.base_ns) / 1e3
@@ -91,6 +95,7 @@ class TraceWriter:
     def open(self) -> None:
         """Begin to write, or go on where `close` has ended the file."""
         self.users += 1
+        self.opened += 1
         if self.users > 1:
             return
         with self._writing:
@@ -108,7 +113,8 @@ class TraceWriter:
         if self.users:
             return
         self._stopped.set()
-        other = {**self._about, **known, "dropped_events": self.dropped, "ended_early": self.failed}
+        missing = {"dropped_events": self.dropped, "ended_early": self.failed}
+        other = {**self._about, **known, **missing, "offloaders": self.opened}
         end = {"displayTimeUnit": "ms", "baseTimeNanoseconds": self.base_ns, "otherData": other}
         with self._writing, suppress(OSError):  # then it stays an array
             os.truncate(self._file, self._end)  # what there is of a write that failed

@@ -233,6 +233,40 @@ def test_two_offloaders_share_a_file(make_offloader: MakeOffloader, tmp_path: Pa
     assert [phase.name for phase in load(file).phases] == ["forward", "backward"] * 3
 
 
+def test_two_offloaders_of_one_step_tell_its_phases_once(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    outer, inner = (make_offloader(trace=file, policy=policy) for policy in ("keep", "greedy"))
+    model = Chain()
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(5):
+        with outer:
+            with inner:
+                hidden = model(batch())
+            loss = hidden.exp().square().sum()
+        loss.backward()
+        optimizer.step()
+    outer.close()
+    inner.close()
+    trace = load(file)
+    assert [phase.name for phase in trace.phases] == ["forward", "forward", "backward", "optimizer"] * 5
+    assert "2 offloaders" in look_at(trace).about()
+
+
+def test_an_optimizer_that_raised_hides_no_later_step(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+    offloader, model = make_offloader(trace=tmp_path / "run.json", policy="keep"), Chain()
+    optimizer = torch.optim.SGD(model.parameters())
+    for number in range(3):
+        train_step(model, batch(), offloader)
+        if number == 0:
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step(lambda: 1 / 0)
+        optimizer.step()
+    offloader.close()
+    trace = load(tmp_path / "run.json")
+    assert [phase.name for phase in trace.phases if phase.name == "optimizer"] == ["optimizer"] * 4
+    assert len(trace.steps()) == 3
+
+
 def test_a_backward_that_raised_has_an_end(make_offloader: MakeOffloader, tmp_path: Path) -> None:
     offloader = make_offloader(trace=tmp_path / "run.json", policy="keep")
     model = Chain()
