@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from actoffload import Plan
+from actoffload import Plan, attach
 from actoffload.autotune.blocks import BlockWatch, find_blocks, why_not_recomputed
 from actoffload.autotune.recompute import Checkpointed, Recompute, RecomputeMeter
 from actoffload.errors import ConfigError
@@ -378,6 +378,17 @@ class _Counts(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return super().forward(x) * self.calls
+
+
+def test_what_the_library_leaves_at_a_block_does_not_change_it(make_offloader: MakeOffloader) -> None:
+    """Offloaders hang on a block that is recomputed and on one that is attached."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
+    attachment = attach(model[2][0], target="nvme", announce="none", policy="greedy")
+    offloader = make_offloader(policy=Plan((), recompute=("1", "2")), min_bytes=0).use(model)
+    for _ in range(2):
+        with offloader:
+            model(torch.randn(64, 64)).sum().backward()
+    attachment.detach()
 
 
 class _CountsInTraining(_Counts):
