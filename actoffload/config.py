@@ -26,9 +26,9 @@ PathLike = str | os.PathLike[str]
 PATH_VARIABLE = "ACTOFFLOAD_PATH"
 
 
-def default_path() -> str:
+def default_paths() -> tuple[str, ...]:
     """Where the spool goes when no path is given: ``$ACTOFFLOAD_PATH``, else the system's temporary directory."""
-    return os.environ.get(PATH_VARIABLE) or tempfile.gettempdir()
+    return tuple((os.environ.get(PATH_VARIABLE) or tempfile.gettempdir()).split(os.pathsep))
 
 
 MOST_THREADS = 256
@@ -163,7 +163,7 @@ class OffloadConfig:
     @property
     def paths(self) -> tuple[str, ...]:
         """The directories of the spool, with the default filled in."""
-        return self.path or (default_path(),)  # type: ignore[return-value]
+        return self.path or default_paths()  # type: ignore[return-value]
 
     def size(self, name: str, default: int) -> int:
         """A size option in bytes, or ``default`` where it was left out."""
@@ -194,6 +194,8 @@ class OffloadConfig:
         for variable in sorted(environment):
             if variable.startswith(f"{SWITCH}_") and variable not in _OTHER_VARIABLES:
                 name = variable.removeprefix(f"{SWITCH}_").lower()
+                if name == "target":
+                    raise ConfigError(variable, environment[variable], f"the target is the value of {SWITCH}")
                 options[name] = _from_text(name, environment[variable])
         try:
             make_config(options)

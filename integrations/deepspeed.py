@@ -74,14 +74,14 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
     return initialize_with(None, *args, **kwargs)
 
 
-def initialize_with(defaults: dict[str, Any] | None, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
-    """As `initialize`, and ``defaults`` are what the configuration's options are added to; None for no options."""
+def initialize_with(above: dict[str, Any] | None, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """As `initialize`, with options that go before the configuration's; None where only that can switch it on."""
     call = inspect.signature(_initialize).bind(*args, **kwargs)
     given: dict[str, Any] = call.arguments
     place = next((name for name in ("config", "config_params") if given.get(name) is not None), None)
     found = given[place] if place else getattr(given.get("args"), "deepspeed_config", None)
     config = {} if found is None else load_ds_config(found)
-    options = read_section(config, defaults)
+    options = read_section(config, above)
     with contextlib.ExitStack() as stack:
         if SECTION in config:
             config = {name: value for name, value in config.items() if name != SECTION}
@@ -140,8 +140,8 @@ class EngineAttachment(Attachment):
         _attached.discard(self)
 
 
-def read_section(config: dict[str, Any], defaults: dict[str, Any] | None = None) -> dict[str, Any] | None:
-    """The options of a configuration, added to ``defaults``, once they are checked; None where there are none at all.
+def read_section(config: dict[str, Any], above: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """The options of a configuration, and those that go before them, once checked; None where there are none at all.
 
     Raises:
         ConfigError: a key is unknown, a value cannot work, or DeepSpeed moves the same tensors.
@@ -154,8 +154,8 @@ def read_section(config: dict[str, Any], defaults: dict[str, Any] | None = None)
         near = difflib.get_close_matches(str(name), known, 1) or [f"one of {', '.join(known)}"]
         raise ConfigError(f"{SECTION}.{name}", section[name], f"no such key; did you mean {near[0]}?")
     checkpointed = _checkpointing_options(config)
-    asked = SECTION in config or bool(checkpointed) or defaults is not None
-    options = {"enabled": asked, **(defaults or {}), **checkpointed, **section}
+    asked = SECTION in config or bool(checkpointed) or above is not None
+    options = {"enabled": asked, **checkpointed, **section, **(above or {})}
     if not isinstance(enabled := options.pop("enabled"), bool):
         raise ConfigError(f"{SECTION}.enabled", enabled, "give true or false")
     OffloadConfig(**options)  # says what is wrong before DeepSpeed builds anything

@@ -227,6 +227,11 @@ def _flag(default: Any, text: str) -> Any:
     return field(default=default, metadata={"help": text})
 
 
+def _several(text: str) -> dict[str, str]:
+    """Of a flag that takes several values, and may be given again for more."""
+    return {"help": text, "action": "extend"}
+
+
 @dataclass
 class OffloadArguments:
     """The options of `attach` as flags, for ``transformers.HfArgumentParser``; off unless a target is given.
@@ -239,15 +244,15 @@ class OffloadArguments:
     """
 
     actoffload_target: Literal["none", "host", "nvme", "tiered", "auto"] = _flag("none", "the tier, or none: off")
-    actoffload_path: list[str] | None = field(default=None, metadata={"help": "directories of the spool"})
+    actoffload_path: list[str] | None = field(default=None, metadata=_several("directories of the spool"))
     actoffload_device_budget: str | None = _flag(None, "most bytes of saved activations on the device: 8GiB, 40%%")
     actoffload_host_budget: str | None = _flag(None, "most bytes of host memory")
     actoffload_nvme_budget: str | None = _flag(None, "most bytes on disk")
     actoffload_min_bytes: str | None = _flag(None, "smaller tensors stay")
     actoffload_policy: Literal["auto", "greedy", "all"] = _flag("auto", "what moves")
     actoffload_max_slowdown: float | None = _flag(None, "how much slower a planned step may get, such as 0.02")
-    actoffload_include: list[str] | None = field(default=None, metadata={"help": "modules (glob) whose tensors move"})
-    actoffload_exclude: list[str] | None = field(default=None, metadata={"help": "modules (glob) whose tensors stay"})
+    actoffload_include: list[str] | None = field(default=None, metadata=_several("modules (glob) whose tensors move"))
+    actoffload_exclude: list[str] | None = field(default=None, metadata=_several("modules (glob) whose tensors stay"))
     actoffload_engine: Literal["auto", "uring", "posix", "aiofiles", "gds", "memory"] = _flag("auto", "storage engine")
     actoffload_strict: bool = _flag(False, "raise when a step moves nothing")
     actoffload_verify: bool = _flag(False, "checksum what is written and check what is read")

@@ -104,16 +104,19 @@ def register() -> None:
 
 def _options(chosen: object) -> dict[str, Any] | None:
     """The options of `attach` that the flags give, and the environment where they do not; None where neither is on."""
+    environment = dict(os.environ)
+    if environment.get("ACTOFFLOAD", "0") in {"", "0", "off"}:
+        environment.pop("ACTOFFLOAD", None)
     if not isinstance(chosen, OffloadAC.Config):
-        on = os.environ.get("ACTOFFLOAD", "0") not in {"", "0", "off"}
-        return OffloadConfig.options_from_environment() if on else None
-    flags: dict[str, Any] = {field.name: getattr(chosen, field.name, None) for field in fields(OffloadConfig)}
+        return OffloadConfig.options_from_environment(environment) if "ACTOFFLOAD" in environment else None
+    others = {"checkpointing", *(field.name for field in fields(ActivationCheckpointing.Config))}  # has a "debug" too
+    flags = {field.name: getattr(chosen, field.name) for field in fields(chosen) if field.name not in others}
     flags = {name: value for name, value in flags.items() if value is not None}
     try:
         OffloadConfig(**flags)
     except ConfigError as error:
         raise ConfigError(f"activation_checkpoint.{error.field}", error.value, error.remedy) from None
-    return {**OffloadConfig.options_from_environment(), **flags}
+    return {**OffloadConfig.options_from_environment(environment), **flags}
 
 
 def _refuse_conflicts(config: Any) -> None:

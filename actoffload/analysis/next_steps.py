@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 _LETS_MOVE = {
     "below min_bytes": "min_bytes=0",
-    "module excluded": "exclude=() and include=None",
+    "module excluded": "exclude=None and include=None",
     "last saved layer": "keep_last_bytes=0",
 }
 """What lets move what stayed for a reason."""
@@ -32,10 +32,15 @@ _LETS_MOVE = {
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """What the run planned from, as its steps have corrected it, and a step under the best plan with its options."""
+    """What the run planned from, as its steps have corrected it, and a step under the best plan with its options.
+
+    Attributes:
+        what: is planned: a step, or with accumulated gradients a micro-batch of it.
+    """
 
     profile: Profile
     limits: Limits
+    what: str
     step_s: float
     peak_bytes: int
 
@@ -43,7 +48,7 @@ class _Planned:
         """What an option is predicted to change, as a sentence."""
         step, peak = format_time(step_s), format_size(peak_bytes)
         before = format_time(self.step_s), format_size(self.peak_bytes)
-        time = f"a step of {step}" + (f" instead of {before[0]}" if step != before[0] else ", as now")
+        time = f"{self.what} of {step}" + (f" instead of {before[0]}" if step != before[0] else ", as now")
         size = f"a peak of saved activations of {peak}" + (
             f" instead of {before[1]}" if peak != before[1] else ", as now"
         )
@@ -73,7 +78,7 @@ def _planned(metadata: Mapping[str, Any]) -> _Planned | None:
     profile = Profile.from_json(json.dumps(metadata["profile"]))
     limits = Limits(**{**metadata["limits"], "tiers": tuple(metadata["limits"]["tiers"])})
     predicted = _predict(profile, limits)
-    return None if predicted is None else _Planned(profile, limits, *predicted)
+    return predicted and _Planned(profile, limits, metadata.get("planned_for") or "a step", *predicted)
 
 
 def _predict(profile: Profile, limits: Limits) -> tuple[float, int] | None:

@@ -83,7 +83,7 @@ def waits_table(run: Run) -> list[tuple[str, ...]]:
 
 def predictions_table(run: Run) -> list[tuple[str, ...]]:
     """What was predicted and seen, as rows of text, under a heading."""
-    names = {"step_s": "a step", "peak_bytes": "saved activations, peak"}
+    names = {"step_s": run.planned_for, "peak_bytes": "saved activations, peak"}
     rows: list[tuple[str, ...]] = [("", "predicted", "seen")]
     for name, predicted, seen in run.predictions():
         rows.append((names[name], format_number(name, predicted), format_number(name, seen)))

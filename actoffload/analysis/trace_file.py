@@ -157,7 +157,8 @@ class TraceFile:
     def steps(self, *, on_device: bool = False) -> list[tuple[float, float]]:
         """When each step began and ended: from the first forward after an optimizer's step to the next such forward.
 
-        Where no optimizer was seen, each forward with its backward is a step. ``on_device``: by the device's phases.
+        Where no optimizer was seen, each forward with its backward is a step. An evaluation belongs to the step that
+        follows, and to none at the end of the run. ``on_device``: by the device's phases.
         """
         phases = [phase for phase in self.phases if phase.on_device == on_device]
         stepped = any(phase.name == "optimizer" for phase in phases)
@@ -169,6 +170,10 @@ class TraceFile:
                 begins.append(phase.begin_s)
             before = phase.name
         ends = [*begins[1:], max((phase.end_s for phase in phases), default=0.0)]
+        if begins and before == "forward" and any(phase.name == "backward" for phase in phases):
+            backward_s = max(phase.begin_s for phase in phases if phase.name == "backward")
+            if backward_s < begins[-1]:
+                del begins[-1], ends[-1]
         return list(zip(begins, ends, strict=False))  # no begins: no ends
 
 

@@ -208,10 +208,16 @@ class Run:
         kept = self.known("statistics").get("kept_bytes", {})
         return dict(sorted(((name, n) for name, n in kept.items() if n), key=lambda item: -item[1]))
 
+    @property
+    def planned_for(self) -> str:
+        """What was planned: a step, or with accumulated gradients a micro-batch of it."""
+        return self.trace.metadata.get("planned_for") or "a step"
+
     def predictions(self) -> list[tuple[str, float, float | None]]:
-        """What was predicted of a step under the plan, and what was seen: ``step_s`` and ``peak_bytes``."""
-        predicted = self.known("predicted")
-        seen = {"step_s": self.step_s, "peak_bytes": self.known("statistics").get("plan_peak_bytes")}
+        """What was predicted of `planned_for` under the plan, and what was seen: ``step_s`` and ``peak_bytes``."""
+        predicted, whole = self.known("predicted"), self.planned_for == "a step"
+        step_s = self.step_s if whole else self.known("seen").get("step_s")
+        seen = {"step_s": step_s, "peak_bytes": self.known("statistics").get("plan_peak_bytes")}
         return [(name, value, seen.get(name)) for name, value in predicted.items() if value is not None]
 
     def wear(self) -> str:
@@ -244,6 +250,12 @@ class Run:
         parts += [f"policy {config.get('policy')}"]
         if data.get("ranks", 1) > 1:
             parts.append(f"rank {data['rank']} of {data['ranks']}")
+        if data.get("offloaders", 1) > 1:
+            parts.append(f"{data['offloaders']} offloaders: what is counted is the last one's")
+        if data.get("dropped_events"):
+            parts.append(f"{data['dropped_events']} events came too fast and are missing")
+        if data.get("ended_early"):
+            parts.append(f"not all of it: the trace ended early ({data['ended_early']})")
         return ", ".join(parts)
 
     def as_dict(self) -> dict[str, Any]:

@@ -6,7 +6,9 @@ import functools
 import random
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable, Mapping
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,6 +19,10 @@ from ..errors import ConfigError
 from ..runtime.untraced import Hooking, untraced
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_CODE = (type, FunctionType, MethodType, ModuleType)
+_PLAIN = (bool, int, float, str, bytes)
+MOST_PARTS = 20_000
+"""So many parts of what a block can reach are looked at, the nearest first."""
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -72,7 +78,7 @@ class Listener(Protocol):
 class Proof:
     """A listener that fails where a block of a plan that was given changes what its second run would see.
 
-    It looks at the first forward of each such block.
+    It looks at the first forward of each such block that wants gradients.
 
     Args:
         names: the blocks that the plan recomputes.
@@ -95,6 +101,8 @@ class Proof:
         Raises:
             ConfigError: the block may not be run twice.
         """
+        if not torch.is_grad_enabled():
+            return  # an evaluation, in which a block may do otherwise
         if name in self._unproven and not repeatable:
             remedy = "its forward changes buffers, arguments, attributes or a random state: run twice it would give "
             remedy += "other gradients; plan anew, and this block will not be recomputed"
@@ -144,10 +152,11 @@ class BlockWatch(Hooking):
             return  # nobody listens, or a recomputation
         if not hasattr(self._local, "running"):
             self._local.running = []
-        leaves = enumerate(tree_leaves(inputs))
-        tensors = {place: leaf for place, leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()}
-        given = [(tensor, tensor._version) for tensor in tensors.values()]
-        self._local.running.append(_Running(name, module, _versions(module), _attributes(module), given))
+        leaves = tree_leaves(inputs)
+        given = enumerate(leaves)
+        tensors = {place: leaf for place, leaf in given if isinstance(leaf, Tensor) and not leaf.is_inference()}
+        reached = [module, *leaves]
+        self._local.running.append(_Running(name, module, reached, _state(reached)))
         self._listener.block_began(name, tensors)
 
     def leave(self, module: nn.Module) -> None:
@@ -173,40 +182,46 @@ class _Running(NamedTuple):
 
     name: str
     module: nn.Module
-    versions: int
-    attributes: list[Any]
-    given: list[tuple[Tensor, int]]
+    reached: list[Any]
+    """The module and its arguments; a list or a dictionary of arguments is another one when the block runs again."""
+    state: list[Any]
 
     def unchanged(self) -> bool:
         """Whether the forward has left everything as it was, as far as that can be seen."""
-        after = _attributes(self.module)
-        return (
-            all(tensor._version == version for tensor, version in self.given)
-            and _versions(self.module) == self.versions
-            and len(after) == len(self.attributes)
-            and all(map(_same, after, self.attributes))
-        )
+        after = _state(self.reached)
+        return len(after) == len(self.state) and all(map(_same, after, self.state))
 
 
-def _versions(module: nn.Module) -> int:
-    return sum(buffer._version for buffer in module.buffers() if not buffer.is_inference())
+def _state(reached: Iterable[Any]) -> list[Any]:
+    """Return all that these values hold, through containers and attributes, and what tells each one's changes."""
+    found: list[Any] = [hash(random.getstate())]
+    left, seen = deque(reached), set[int]()
+    while left and len(found) < MOST_PARTS:
+        value = left.popleft()
+        kind = type(value)  # not what a proxy stands for
+        if issubclass(kind, tuple):
+            found.append(len(value))
+            left.extend(value)
+            continue
+        found.append(value)
+        if issubclass(kind, Tensor):
+            found.append(0 if value.is_inference() else value._version)
+        elif issubclass(kind, torch.Generator):
+            found.append(bytes(value.get_state().numpy()))
+        elif id(value) not in seen:  # of what is found, which keeps it alive
+            seen.add(id(value))
+            left.extend(_parts(value, kind))
+    return found
 
 
-def _attributes(module: nn.Module) -> list[Any]:
-    """Return what its modules hold, the states of their generators, and the state of Python's own."""
-    found: list[Any] = []
-    for one in module.modules():
-        for value in vars(one).values():
-            found.append(value)
-            if isinstance(value, dict):  # the buffers among them
-                found += value.values()
-            elif isinstance(value, list | set):
-                found += value
-            elif isinstance(value, torch.Generator):
-                found.append(bytes(value.get_state().numpy()))
-    return [*found, random.getstate()]
+def _parts(value: Any, kind: type) -> Iterable[Any]:
+    if issubclass(kind, dict):
+        return [*value, *value.values()]
+    if issubclass(kind, (list, set, frozenset, deque)):
+        return list(value)
+    ours = kind.__module__.startswith("actoffload.") and not issubclass(kind, nn.Module)
+    return () if ours or not kind.__dictoffset__ or issubclass(kind, _CODE) else list(vars(value).values())
 
 
 def _same(after: Any, before: Any) -> bool:
-    states = type(after) in (bytes, tuple) and type(before) is type(after)
-    return after is before or (states and bool(after == before))
+    return after is before or (type(after) is type(before) and isinstance(after, _PLAIN) and after == before)

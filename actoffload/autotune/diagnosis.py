@@ -15,6 +15,7 @@ from ..planning.planners.feedback import Observed
 from ..planning.profile import Link
 from ..runtime.store import ActivationStore
 from ..sizes import format_size
+from ..statistics import Statistics
 from ..storage.engines.base import IoKind
 from ..storage.spool import Spool
 from .autopilot import Autopilot
@@ -26,6 +27,7 @@ def known_at_the_end(facts: Facts, pilot: Autopilot | None) -> dict[str, Any]:
     planned = facts.planned
     found: dict[str, Any] = {
         "diagnosis": diagnose(facts),
+        "planned_for": None if planned is None else planned.step,
         "plans": [] if pilot is None else list(pilot.history),
         "profile": None,
         "limits": None,
@@ -42,16 +44,19 @@ def known_at_the_end(facts: Facts, pilot: Autopilot | None) -> dict[str, Any]:
     return found
 
 
-def planned_by(pilot: Autopilot | None) -> Planned | None:
+def planned_by(pilot: Autopilot | None, counts: Statistics) -> Planned | None:
     """What an autopilot knows; None before it has a plan."""
     if pilot is None or pilot.profile is None or pilot.plan is None:
         return None
-    return Planned(profile=pilot.profile, plan=pilot.plan, limits=pilot.limits, planner=pilot.planner, seen=pilot.seen)
+    profile, plan = pilot.profile, pilot.plan
+    step = profile.told_as(counts.microbatches, counts.optimizer_steps)
+    return Planned(profile=profile, plan=plan, limits=pilot.limits, planner=pilot.planner, seen=pilot.seen, step=step)
 
 
 def facts_of(store: ActivationStore, pilot: Autopilot | None, held_bytes: Mapping[str, int] | None = None) -> Facts:
     """What is known of a run; ``held_bytes``: see `Facts`."""
-    counts, spool, pools, planned = store.statistics(), store.tiers.spool, store.tiers.pools, planned_by(pilot)
+    counts, spool, pools = store.statistics(), store.tiers.spool, store.tiers.pools
+    planned = planned_by(pilot, counts)
     before, peak_before = store.memory_before
     cached = spool is not None and not spool.direct and spool.engines[0].capabilities.needs_file
     step, first_wait_s = _step(store)

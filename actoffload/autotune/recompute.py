@@ -88,7 +88,7 @@ class Recompute:
             self._undo(name)
 
     def _apply(self, name: str, block: nn.Module) -> None:
-        wrapped = Checkpointed(block.forward, "forward" in vars(block), self._meter)
+        wrapped = Checkpointed(block.forward, "forward" in vars(block), self._meter, block)
         block.forward = wrapped
         self._applied[name] = weakref.ref(block), wrapped
 
@@ -112,17 +112,25 @@ class Checkpointed:
         forward: the module's forward as it was.
         was_attribute: whether that was an attribute of the instance.
         meter: told of every recomputation.
+        module: whose parameters and buffers are to be as they were when it runs again; None: nobody looks.
 
     Attributes:
         saved: which arguments hooks see, by their place in `tree_flatten`; the others are held as they are. None: all.
     """
 
-    def __init__(self, forward: Callable[..., Any], was_attribute: bool, meter: RecomputeMeter | None = None) -> None:
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        was_attribute: bool,
+        meter: RecomputeMeter | None = None,
+        module: nn.Module | None = None,
+    ) -> None:
         self.forward = forward
         self.was_attribute = was_attribute
         self.active = True
         self.saved: tuple[int, ...] | None = None
         self._meter = meter
+        self._module = module
 
     def __reduce__(self) -> Any:  # a copy of the module, or a pickled one, is as it was before us
         return _itself, (self.forward,)
@@ -133,7 +141,7 @@ class Checkpointed:
         leaves, shape = tree_flatten((args, kwargs))
         saved = [place for place in range(len(leaves)) if self.saved is None or place in self.saved]
         held = {place: leaf for place, leaf in enumerate(leaves) if place not in saved}
-        versions = {place: leaf._version for place, leaf in held.items() if _counts(leaf)}
+        versions = _versions(held.values()), _versions(self._own())
 
         own = [(args, kwargs)]  # for the first run: what it adds to a list that it is given, the caller is to see
 
@@ -142,11 +150,12 @@ class Checkpointed:
                 positional, named = own.pop()
                 return self.forward(*positional, **named)
             inputs = held | dict(zip(saved, given, strict=True))
-            if any(held[place]._version != version for place, version in versions.items()):
-                raise RuntimeError(
-                    "an argument of a recomputed block was changed in place after the block had run: do that after "
-                    "backward, or pass recompute=False"
-                )
+            for what, before, now in zip(_READ, versions, (held.values(), self._own()), strict=True):
+                if _versions(now) != before:
+                    raise RuntimeError(
+                        f"{what} of a recomputed block was changed in place after the block had run: do that after "
+                        "backward, or pass recompute=False"
+                    )
             again, keywords = tree_unflatten([inputs[place] for place in range(len(inputs))], shape)
             if self._meter is None or torch._C._current_graph_task_id() == -1:
                 return self.forward(*again, **keywords)
@@ -156,10 +165,16 @@ class Checkpointed:
         # Hooks around a checkpoint see the tensors that it is given by position, and no others.
         return checkpoint(run, *(leaves[place] for place in saved), use_reentrant=False)
 
+    def _own(self) -> Iterable[Tensor]:
+        return () if self._module is None else (*self._module.parameters(), *self._module.buffers())
 
-def _counts(leaf: Any) -> bool:
-    """Whether an argument is a tensor that counts its changes."""
-    return isinstance(leaf, Tensor) and not leaf.is_inference()
+
+_READ = ("an argument", "a parameter or buffer")
+
+
+def _versions(values: Iterable[Any]) -> list[int]:
+    """How often each of the tensors among these was changed in place, as far as it counts that."""
+    return [value._version for value in values if isinstance(value, Tensor) and not value.is_inference()]
 
 
 def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:

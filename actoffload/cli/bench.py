@@ -30,7 +30,7 @@ from ..analysis.bench import (
     rates_of,
     training_facts,
 )
-from ..config import default_path
+from ..config import default_paths
 from ..errors import ConfigError
 from ..sizes import format_size, parse_size
 from ..storage.engines import ENGINES
@@ -66,7 +66,7 @@ def command(
     with explained_errors():
         saved = None if saved_bytes is None else parse_size("saved_bytes", saved_bytes)
         settings = settings_of(engine, size, depth)
-        paths, region_bytes = strings(path) or [default_path()], parse_size("region", region)
+        paths, region_bytes = strings(path) or list(default_paths()), parse_size("region", region)
         results = measure_all(paths, settings, region_bytes=region_bytes, seconds=seconds, rounds=rounds)
         samples, failures = collect(results, len(settings), len(DIRECTIONS) * rounds, limit, quiet=as_json)
     rates = rates_of(samples)

@@ -17,7 +17,7 @@ import typer
 from ..analysis.bench import BLOCK_BYTES, DIRECTIONS, REGION_BYTES, ROUNDS, SECONDS, Rig, rates_of
 from ..analysis.environment import find_device
 from ..autograd import native
-from ..config import default_path
+from ..config import default_paths
 from ..errors import ActOffloadError
 from ..memory import cpu_allocator
 from ..memory.process_memory import cgroup_limit_bytes
@@ -33,7 +33,7 @@ LINK_WAYS = ("host_to_device", "device_to_host")
 
 def examine(paths: Sequence[str] | None) -> dict[str, Any]:
     """Return everything that `doctor` finds, ready for JSON. Sizes in bytes, rates in bytes a second."""
-    found_device, found_paths = device(), [examine_path(path) for path in paths or [default_path()]]
+    found_device, found_paths = device(), [examine_path(path) for path in paths or default_paths()]
     return {
         "device": found_device,
         "memory": memory(),

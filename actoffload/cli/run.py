@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -58,10 +58,14 @@ def _become(
 ) -> None:
     """Replace this process by the program, with the options in its environment."""
     given = {"target": target, "path": os.pathsep.join(strings(path) or ()), "device_budget": device_budget}
+    twice = {"target", *(field for field, value in given.items() if value)}
     for text in options:
-        field, equals, value = text.partition("=")
-        if not equals:
+        field, _, value = text.partition("=")
+        if not value:
             raise typer.BadParameter(f"option={text!r}: give NAME=VALUE, such as min_bytes=1MiB")
+        if field in twice:
+            raise typer.BadParameter(f"option={text!r}: {field} is given twice, or has an option of its own")
+        twice.add(field)
         given[field] = value
     variables = {SWITCH if field == "target" else f"{SWITCH}_{field.upper()}": value for field, value in given.items()}
     environment = {**os.environ, **{variable: value for variable, value in variables.items() if value}}
@@ -72,6 +76,7 @@ def _become(
     if found is None:
         print(f"actoffload {name}: {words[0]}: there is no such program", file=sys.stderr)
         raise typer.Exit(NOT_FOUND)
-    if importlib.util.find_spec("_actoffload_start") is None:
+    loaded = "import sys; sys.exit('_actoffload_start' not in sys.modules)"
+    if subprocess.run([sys.executable, "-c", loaded], env=environment, check=False).returncode:
         raise typer.BadParameter("this is no installed actoffload: pip installs what Python loads at its start")
     os.execve(found, words, environment)

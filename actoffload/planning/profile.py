@@ -158,6 +158,21 @@ class Profile:
         return self.forward_s + self.backward_s + self.other_s
 
     @property
+    def forwards(self) -> int:
+        """Forward passes that are alive at once in it."""
+        return 1 + max((storage.tape for storage in self.storages), default=0)
+
+    def told_as(self, microbatches: int, optimizer_steps: int) -> str:
+        """What was recorded, for a person: a step, or what of one is over before the next forward begins.
+
+        Args:
+            microbatches: of the run; ``optimizer_steps``: likewise.
+        """
+        if not optimizer_steps or microbatches < 1.5 * self.forwards * optimizer_steps:
+            return "a step"
+        return "a micro-batch" if self.forwards == 1 else f"{self.forwards} micro-batches"
+
+    @property
     def saved_bytes(self) -> int:
         """All that the step saves."""
         return sum(storage.nbytes for storage in self.storages)

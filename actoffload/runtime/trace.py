@@ -92,8 +92,6 @@ class Recorder:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._memory = Memory(tiers.by_device)
         self._rates = {f"{link} {way}": Rates() for link in ("disk", "host") for way in ("write", "read")}
-        self._local = threading.local()
-        self._forwards = 0
         self._told_bytes: dict[str, int] = {}
         self._told_series: frozenset[str] = frozenset()
         self._looking = threading.RLock()
@@ -148,9 +146,9 @@ class Recorder:
 
     def forward_begins(self) -> None:
         """A context is entered."""
-        self._forwards += 1
+        self._writer.forwards += 1
         self._take_timeline()
-        self._memory.count(self._models, self._optimizers, anew=self._forwards % RECOUNT_FORWARDS == 0)
+        self._memory.count(self._models, self._optimizers, anew=self._writer.forwards % RECOUNT_FORWARDS == 0)
         self.look()
         self._phases.append(self._begin("forward"))
 
@@ -162,7 +160,7 @@ class Recorder:
     def backward(self, number: int) -> None:
         """Backward asks for something that the forward of micro-batch ``number`` saved."""
         running = next((phase for phase in self._phases if phase.name == "backward"), None)
-        if running is not None and running.forwards < self._forwards:  # it ended by an exception
+        if running is not None and running.forwards < self._writer.forwards:  # it ended by an exception
             self._end("backward", running.last_s)
         elif running is not None:
             running.last_s = now()
@@ -174,6 +172,12 @@ class Recorder:
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         """An optimizer steps."""
         self._optimizers.add(optimizer)
+        teller = self._stepping.get(optimizer)
+        if teller == id(self):  # its last step ended by an exception
+            self._end_optimizer(optimizer, as_seen=True)
+        elif teller is not None:
+            return  # another offloader has the same file
+        self._stepping[optimizer] = id(self)
         within = any(phase.name == "optimizer" for phase in self._phases)  # another's, that calls this one
         self._phases.append(self._begin(f"{type(optimizer).__name__}.step" if within else "optimizer"))
 
@@ -181,8 +185,15 @@ class Recorder:
         """It has stepped."""
         self._memory.count(self._models, self._optimizers)
         self.look()
+        if self._stepping.get(optimizer) == id(self):
+            del self._stepping[optimizer]
+            self._end_optimizer(optimizer)
+
+    def _end_optimizer(self, optimizer: Optimizer, *, as_seen: bool = False) -> None:
         names = ("optimizer", f"{type(optimizer).__name__}.step")
-        self._end(next((phase.name for phase in reversed(self._phases) if phase.name in names), ""))
+        phase = next((phase for phase in reversed(self._phases) if phase.name in names), None)
+        if phase is not None:
+            self._end(phase.name, phase.last_s if as_seen else None)
 
     @contextlib.contextmanager
     def region(self, name: str, link: str, nbytes: int) -> Iterator[None]:
@@ -204,7 +215,7 @@ class Recorder:
     def _begin(self, name: str, number: int | None = None) -> _Phase:
         index = self._timeline.current_index if self._timeline is not None else 0
         moment = self._timeline.moment(index) if self._timeline is not None else None
-        return _Phase(name, now(), number, index, moment, self._forwards, now())
+        return _Phase(name, now(), number, index, moment, self._writer.forwards, now())
 
     def _end(self, name: str, end_s: float | None = None) -> None:
         """The innermost phase of this name has ended; those within it have no end of their own, by an exception."""
@@ -224,18 +235,27 @@ class Recorder:
     @property
     def _phases(self) -> list[_Phase]:
         """What runs in this thread, outermost first."""
-        phases: list[_Phase] | None = getattr(self._local, "phases", None)
+        phases: list[_Phase] | None = getattr(self._writer.running, "phases", None)
         if phases is None:
-            phases = self._local.phases = []
+            phases = self._writer.running.phases = []
         return phases
 
     @property
+    def _stepping(self) -> weakref.WeakKeyDictionary[Optimizer, int]:
+        """The optimizers that step in this thread, and by number which recorder tells that."""
+        running = self._writer.running
+        if not hasattr(running, "optimizers"):
+            running.optimizers = weakref.WeakKeyDictionary()
+        found: weakref.WeakKeyDictionary[Optimizer, int] = running.optimizers
+        return found
+
+    @property
     def _thread(self) -> str:
-        name: str | None = getattr(self._local, "name", None)
+        name: str | None = getattr(self._writer.running, "name", None)
         if name is None:
             thread = threading.current_thread()
             main = thread is threading.main_thread()
-            name = self._local.name = "main thread" if main else f"thread {thread.native_id or thread.ident}"
+            name = self._writer.running.name = "main thread" if main else f"thread {thread.native_id or thread.ident}"
         return name
 
     def _take_timeline(self, *, last: bool = False, wait: bool = False) -> None:

@@ -41,13 +41,17 @@ class TraceWriter:
     Attributes:
         dropped: events that came faster than they could be written.
         failed: why nothing is written any more, or "".
+        running: what runs in a thread, for all that add to the file: spans of one thread lie within each other.
+        forwards: that have begun.
+        opened: how often it was opened.
     """
 
     def __init__(self, path: str, about: Mapping[str, Any]) -> None:
         self.path = path
         self.dropped = 0
         self.failed = ""
-        self.users = 0
+        self.users = self.opened = self.forwards = 0
+        self.running = threading.local()
         unix_ns = max(time.time_ns() - time.monotonic_ns() for _ in range(5))
         self.base_ns = time.time_ns() // (QUARTER_S * 10**9) * QUARTER_S * 10**9
         self._shift_us = (unix_ns - self.base_ns) / 1e3
@@ -91,13 +95,14 @@ class TraceWriter:
     def open(self) -> None:
         """Begin to write, or go on where `close` has ended the file."""
         self.users += 1
+        self.opened += 1
         if self.users > 1:
             return
         with self._writing:
             if self._file < 0:
                 self._file = os.open(self.path, _FLAGS, 0o666)
-                os.truncate(self._file, self._end)
                 os.pwrite(self._file, _ARRAY, 0)
+                os.truncate(self._file, self._end)
             self._stopped = threading.Event()
         threading.Thread(target=self._run, args=(self._stopped,), name="actoffload-trace", daemon=True).start()
 
@@ -108,12 +113,14 @@ class TraceWriter:
         if self.users:
             return
         self._stopped.set()
-        other = {**self._about, **known, "dropped_events": self.dropped}
+        missing = {"dropped_events": self.dropped, "ended_early": self.failed}
+        other = {**self._about, **known, **missing, "offloaders": self.opened}
         end = {"displayTimeUnit": "ms", "baseTimeNanoseconds": self.base_ns, "otherData": other}
         with self._writing:
-            with suppress(OSError):
-                os.pwrite(self._file, b"\n]," + _json(end)[1:] + b"\n", self._end)
-                os.pwrite(self._file, _OBJECT, 0)
+            with suppress(OSError):  # then it stays an array
+                os.truncate(self._file, self._end)  # what there is of a write that failed
+                _write(self._file, b"\n]," + _json(end)[1:] + b"\n", self._end)
+                _write(self._file, _OBJECT, 0)
             os.close(self._file)
             self._file = -1
 
@@ -145,10 +152,8 @@ class TraceWriter:
             data = b",\n" + data
         elif first:
             data = b"\n" + data
-        while data:
-            written = os.pwrite(self._file, data, self._end)
-            self._end += written
-            data = data[written:]
+        _write(self._file, data, self._end)
+        self._end += len(data)
 
     def _line(self, row: Row) -> bytes:
         letter, track, name, begin_s, duration_s, args = row
@@ -186,6 +191,14 @@ class TraceWriter:
     def _metadata(self, name: str, track: int, args: Mapping[str, Any]) -> bytes:
         event = {"ph": "M", "name": name, "pid": self._pid, "tid": track, "ts": round(self._began_us, 3)}
         return _json({**event, "args": args})
+
+
+def _write(file: int, data: bytes, place: int) -> None:
+    """Write all of it."""
+    while data:
+        written = os.pwrite(file, data, place)
+        place += written
+        data = data[written:]
 
 
 _encode = json.JSONEncoder(default=str, separators=(",", ":")).encode

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,8 +65,8 @@ def add_actoffload_args(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
         if field in _SWITCHES:
             group.add_argument(flag(field), action="store_true", help=text)
         else:
-            nargs = "+" if field in _SEVERAL else None
-            group.add_argument(flag(field), nargs=nargs, type=_checked(field), metavar=metavar, help=text)
+            several: dict[str, Any] = {"nargs": "+", "action": "extend"} if field in _SEVERAL else {}
+            group.add_argument(flag(field), type=_checked(field), metavar=metavar, help=text, **several)
     return parser
 
 
@@ -144,9 +143,6 @@ def _read(field: str, value: Any) -> Any:
     named = value in ("auto", "greedy", "all") or not isinstance(value, str)
     if field == "policy" and not named and Path(value).is_file():
         return Plan.from_json(Path(value).read_text(encoding="utf-8"))
-    if field == "trace" and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        path = Path(value)
-        return str(path.with_name(f"{path.stem}.rank{os.environ.get('RANK', '0')}{path.suffix}"))
     if field == "max_slowdown":
         with contextlib.suppress(ValueError):
             return float(value)

@@ -241,6 +241,12 @@ def test_a_device_for_checkpoints_stands_for_target_and_path() -> None:
     assert options(device="none") is None
 
 
+def test_the_environment_goes_before_a_section_as_it_does_for_a_trainer() -> None:
+    section = {"actoffload": {"target": "host", "min_bytes": 7}}
+    assert adapter.read_section(section, {"target": "nvme"}) == {"target": "nvme", "min_bytes": 7}
+    assert adapter.read_section({"actoffload": {"enabled": False}}, {"target": "nvme"}) is None
+
+
 @pytest.mark.usefixtures("never_built")
 def test_checkpoints_that_were_configured_onto_the_cpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter.checkpointing, "CPU_CHECKPOINT", True)

@@ -219,8 +219,17 @@ def test_each_rank_traces_into_its_own_file(tmp_path: Path, monkeypatch: pytest.
     args = parse(f"--actoffload-target nvme --actoffload-path {tmp_path} --actoffload-trace {tmp_path}/t.json")
     step = wrap_forward_step(no_step, args)
     assert step.offloader is not None
-    assert step.offloader.config.trace == f"{tmp_path}/t.rank1.json"
     step.offloader.close()
+    assert [file.name for file in tmp_path.glob("*.json")] == ["t.rank1.json"]
+
+
+def test_a_flag_that_takes_several_values_may_be_given_again(tmp_path: Path) -> None:
+    paths = f"--actoffload-path {tmp_path}/a --actoffload-path {tmp_path}/b {tmp_path}/c"
+    modules = "--actoffload-modules core_attn --actoffload-modules decoder.layers.0.*"
+    options = arguments.options_of(parse(f"--actoffload-target nvme {paths} {modules}"))
+    assert options is not None
+    assert options["path"] == [f"{tmp_path}/{name}" for name in "abc"]
+    assert sorted(options["include"]) == ["*.core_attention", "decoder.layers.0.*"]
 
 
 # -- beside Megatron --------------------------------------------------------------------------------------------------

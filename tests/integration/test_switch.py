@@ -10,6 +10,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import venv
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -174,6 +175,10 @@ def test_launchers_hand_the_switch_on(tmp_path: Path) -> None:
         (["-o", "recompute=maybe", "--", "x.py"], "ACTOFFLOAD_RECOMPUTE='maybe': give True or False"),
         (["-o", "min_byte=3", "x.py"], "ACTOFFLOAD_MIN_BYTE='3': no such option; did you mean min_bytes?"),
         (["-o", "verify", "x.py"], "option='verify': give NAME=VALUE"),
+        (["-o", "min_bytes=", "x.py"], "option='min_bytes=': give NAME=VALUE"),
+        (["-o", "target=host", "x.py"], "target is given twice, or has an option of its own"),
+        (["-o", "min_bytes=1", "-o", "min_bytes=2", "x.py"], "option='min_bytes=2': min_bytes is given twice"),
+        (["--device-budget", "1GiB", "-o", "device_budget=2GiB", "x.py"], "device_budget is given twice"),
         ([], "Missing argument"),
     ],
 )
@@ -193,6 +198,18 @@ def test_a_variable_that_is_no_option_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("ACTOFFLOAD_MIN_BYTE", "3")
     with pytest.raises(ConfigError, match="ACTOFFLOAD_MIN_BYTE='3': no such option; did you mean min_bytes"):
         OffloadConfig.options_from_environment()
+    with pytest.raises(ConfigError, match="ACTOFFLOAD_TARGET='host': the target is the value of ACTOFFLOAD"):
+        OffloadConfig.options_from_environment({"ACTOFFLOAD": "nvme", "ACTOFFLOAD_TARGET": "host"})
+
+
+def test_a_package_that_python_does_not_load_at_its_start_is_refused(tmp_path: Path) -> None:
+    """As a checkout is: nothing in the program would be patched, and nobody would say so."""
+    venv.create(tmp_path, symlinks=True)
+    (folder,) = tmp_path.glob("lib/python*/site-packages")
+    (folder / "others.pth").write_text("\n".join(path for path in sys.path if path) + "\n")
+    done = start(str(tmp_path / "bin" / "python"), "-m", "actoffload", "run", "--", "-c", "pass")
+    assert done.returncode == 2
+    assert "this is no installed actoffload" in done.stderr
 
 
 def test_a_loop_that_nothing_is_attached_to_is_told() -> None:

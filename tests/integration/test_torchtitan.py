@@ -30,7 +30,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     pytest.importorskip("torchtitan")
     place = tmp_path_factory.mktemp("titan")
     env = {"ACTOFFLOAD": "auto", "ACTOFFLOAD_PATH": str(place), "ACTOFFLOAD_MIN_BYTES": "1KiB"}
-    env |= {"ACTOFFLOAD_DEVICE_BUDGET": "40%", "HF_DATASETS_CACHE": str(place / "datasets")}
+    env |= {"ACTOFFLOAD_DEVICE_BUDGET": "40%", "ACTOFFLOAD_DEBUG": "1", "HF_DATASETS_CACHE": str(place / "datasets")}
     answer: Found = launch("tests.integration.workers.titan", 1, place, env=env)[0]
     return {**answer, "said": (place / "log0.txt").read_text()}
 
@@ -49,6 +49,7 @@ def test_losses_and_weights_are_those_of_torchtitan_alone(found: Found, offloade
     assert statistics.nvme_read_bytes > 0
     assert statistics.resident_peak_bytes < statistics.baseline_peak_bytes
     assert statistics.live_records == 0
+    assert ours["debug"] == ("override" not in offloaded), "a variable that has the name of a flag of torchtitan's"
 
 
 @pytest.mark.slow

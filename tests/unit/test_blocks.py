@@ -8,13 +8,14 @@ import io
 import pickle
 import random
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from actoffload import Plan
+from actoffload import Plan, attach
 from actoffload.autotune.blocks import BlockWatch, find_blocks, why_not_recomputed
 from actoffload.autotune.recompute import Checkpointed, Recompute, RecomputeMeter
 from actoffload.errors import ConfigError
@@ -161,8 +162,10 @@ class _Changes(nn.Module):
         self.register_buffer("scale", torch.ones(()))
         self.what, self.count, self.dice = what, 0, torch.Generator()
         self.seen: list[float] = []
+        self.nested: dict[str, Any] = {"inner": SimpleNamespace(counts=[1.0])}
+        self.attribute, self.recent = torch.ones(()), (torch.ones(8), 1000)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: Any) -> Tensor:
         if self.what == "buffer":
             self.scale = self.scale * 0.9
         elif self.what == "number":
@@ -173,17 +176,45 @@ class _Changes(nn.Module):
             random.random()
         elif self.what == "generator":
             torch.rand(1, generator=self.dice)
+        elif self.what == "parameter":
+            torch.nn.init.ones_(self.linear.bias)
+        elif self.what == "tensor":
+            self.attribute.mul_(0.9)
+        elif self.what == "nested":
+            self.nested["inner"].counts[0] *= 0.9
+        elif self.what == "tuple":
+            self.recent = (torch.ones(8), 1000)
+        elif self.what == "argument":
+            cache.layers.append(x)
+        elif self.what == "nothing":
+            self.recent = (self.recent[0], int("1000"))
         y: Tensor = self.linear(x)
         return y
 
 
-@pytest.mark.parametrize("what", ["nothing", "buffer", "number", "list", "random", "generator"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "nothing",
+        "buffer",
+        "number",
+        "list",
+        "random",
+        "generator",
+        "parameter",
+        "tensor",
+        "nested",
+        "tuple",
+        "argument",
+    ],
+)
 def test_a_block_that_another_run_would_find_changed_is_not_run_twice(what: str) -> None:
     heard = _Heard()
     watch = BlockWatch(heard)
     blocks = nn.Sequential(_Changes(what), _Changes(what))
     watch.watch(blocks)
-    blocks(torch.randn(2, 8))
+    for block in blocks:
+        block(torch.randn(2, 8), SimpleNamespace(layers=[]))
     end = "" if what == "nothing" else "!"
     assert heard.words == ["+0(1)", f"-0{end}", "+1(1)", f"-1{end}"]
 
@@ -262,6 +293,18 @@ def test_an_argument_that_is_changed_after_its_block_has_run_is_an_error() -> No
         loss.backward()
 
 
+@pytest.mark.parametrize("name", ["0.0.bias", "0.1.running_mean"])
+def test_what_a_recomputed_block_reads_of_its_own_and_is_changed_before_backward_is_an_error(name: str) -> None:
+    """Backward needs none of it in a plain run, so nobody else would say so."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8).eval(), nn.Tanh()))
+    Recompute().follow({"0": model[0]}, ["0"])
+    loss = model(torch.randn(4, 8)).sum()
+    with torch.no_grad():
+        model.state_dict(keep_vars=True)[name].add_(1)
+    with pytest.raises(RuntimeError, match="a parameter or buffer of a recomputed block was changed in place"):
+        loss.backward()
+
+
 def test_following_another_plan_undoes_the_last_one_and_ignores_unknown_names() -> None:
     model = _Model()
     blocks = find_blocks(model)
@@ -335,6 +378,31 @@ class _Counts(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return super().forward(x) * self.calls
+
+
+def test_what_the_library_leaves_at_a_block_does_not_change_it(make_offloader: MakeOffloader) -> None:
+    """Offloaders hang on a block that is recomputed and on one that is attached."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
+    attachment = attach(model.get_submodule("2.0"), target="nvme", announce="none", policy="greedy")
+    offloader = make_offloader(policy=Plan((), recompute=("1", "2")), min_bytes=0).use(model)
+    for _ in range(2):
+        with offloader:
+            model(torch.randn(64, 64)).sum().backward()
+    attachment.detach()
+
+
+class _CountsInTraining(_Counts):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.training else x
+
+
+def test_an_evaluation_before_training_proves_nothing(make_offloader: MakeOffloader) -> None:
+    model = nn.Sequential(*(nn.Sequential(_CountsInTraining(64, 64), nn.Tanh()) for _ in range(3)))
+    offloader = make_offloader(policy=Plan((), recompute=("1",)), min_bytes="1MiB").use(model)
+    with torch.no_grad(), offloader:
+        model.eval()(torch.randn(64, 64))
+    with pytest.raises(ConfigError, match="a plan that recomputes '1'"), offloader:
+        model.train()(torch.randn(64, 64))
 
 
 @pytest.mark.parametrize("block", [nn.Linear, _Counts])

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from actoffload import Offloader
 from actoffload.autotune.causes import Facts, Planned
-from actoffload.autotune.diagnosis import diagnose
+from actoffload.autotune.diagnosis import diagnose, facts_of
 from actoffload.config import make_config
 from actoffload.planning.constants import MOST_CAUSES
 from actoffload.planning.planners import Limits, Observed, make_planner
@@ -465,6 +465,31 @@ def test_it_says_for_what_a_step_waits(forward: bool) -> None:
     assert lines[0] == f"diagnosis: 52% of a step waits for the disk, mostly in {part}"
     host = diagnose(facts({"host_written_bytes": 90 * MIB, "nvme_written_bytes": 0}, step=waits))
     assert "for host memory" in host[0]
+
+
+def test_with_micro_batches_the_rate_that_is_needed_is_that_of_a_micro_batch() -> None:
+    """Of which each was planned, and took so long."""
+    profile = transformer(layers=4, write_gb_s=0.001)
+    seen = Observed(step_s=2.0, forward_wait_s=1.0)
+    counts = {"optimizer_steps": 2, "microbatches": 16, "nvme_written_bytes": 160_000_000}
+    plan, step = planned(profile, None, seen), {"step_s": 2.0, "forward_wait_s": 1.0}
+    lines = diagnose(facts(counts, planned=plan, step=step, disk=profile.disk))
+    assert "needs more than 0.01" in lines[0], "10 MB each, in the second that it does not wait"
+
+
+def test_with_accumulated_gradients_a_micro_batch_is_what_is_planned(make_offloader: MakeOffloader) -> None:
+    told = {}
+    for each in (1, 4):
+        offloader, model = make_offloader(policy="auto", device_budget="1MiB"), Chain(depth=8)
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(3 * 4 // each):
+            for _ in range(each):
+                train_step(model, batch(256), offloader)
+            optimizer.step()
+        found = facts_of(offloader.store, offloader.autopilot).planned
+        assert found is not None
+        told[each] = found.step
+    assert told == {1: "a step", 4: "a micro-batch"}
 
 
 def test_a_budget_just_below_a_block_is_named_with_one_above_it_and_what_that_gives() -> None:

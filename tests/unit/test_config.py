@@ -202,6 +202,8 @@ def test_the_environment_names_the_path_where_nothing_else_does(
 ) -> None:
     monkeypatch.setenv("ACTOFFLOAD_PATH", str(tmp_path))
     assert make_config({}).paths == (str(tmp_path),)
+    monkeypatch.setenv("ACTOFFLOAD_PATH", "/one:/two")  # as `actoffload run` and `trace` hand several on
+    assert make_config({}).paths == ("/one", "/two")
     monkeypatch.setenv("ACTOFFLOAD_PATH", str(tmp_path / "nowhere"))
     with pytest.raises(SpoolPathError, match="nowhere' cannot be used"):
         Offloader(OffloadConfig(target="nvme"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -18,10 +19,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from actoffload.analysis.trace_file import TraceFile, load
+from actoffload.analysis.traced_run import look_at
 from actoffload.errors import TraceFileError
 from actoffload.events import EventKind, TraceEvent
 from actoffload.runtime.trace import RATE_S, Rates
-from actoffload.runtime.trace_writer import writer_for
+from actoffload.runtime.trace_writer import TraceWriter, writer_for
 from tests.harness import Chain, MakeOffloader, batch, train_step
 
 TENSOR_BYTES = 128 * 64 * 4
@@ -107,6 +109,23 @@ def test_what_a_link_can_do_counts_time_that_transfers_share_once() -> None:
     assert rates.can_do == pytest.approx(500 / 5.0)
 
 
+def test_an_evaluation_after_the_last_step_is_no_step(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+    offloader, model = make_offloader(trace=tmp_path / "run.json", policy="keep"), Chain()
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(3):
+        with torch.no_grad(), offloader:
+            model(batch())
+        for _ in range(2):
+            train_step(model, batch(), offloader)
+        optimizer.step()
+    with torch.no_grad(), offloader:
+        model(batch())
+    offloader.close()
+    steps = load(tmp_path / "run.json").steps()
+    assert len(steps) == 3
+    assert [end_s for _, end_s in steps[:-1]] == [begin_s for begin_s, _ in steps[1:]]
+
+
 def _run(file: Path, end: str, **environment: str) -> int:
     """Train a step in a process of its own, which never closes what it attaches, and ends as ``end`` says."""
     program = f"""
@@ -133,6 +152,40 @@ def test_a_killed_run_leaves_a_trace_that_is_said_to_be_truncated(tmp_path: Path
     with file.open("r+b") as half:  # in the middle of its last event
         half.truncate(file.stat().st_size - 7)
     assert load(file, truncated_ok=True).phases
+
+
+@pytest.mark.parametrize("until", ["the next write", "the end"])
+def test_a_disk_that_is_full_leaves_a_trace_that_can_be_read(
+    until: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may have room again when the trace ends."""
+    file, write = tmp_path / "run.json", os.pwrite
+    writer = TraceWriter(str(file), {"rank": 0})
+    writer.open()
+
+    def forwards(first: int) -> None:
+        for number in range(first, first + 20):
+            writer.span("phases, main thread", "forward", number, number + 0.5, {"microbatch": number})
+        writer.flush()
+
+    def full(fd: int, data: bytes, place: int) -> int:
+        if place >= size + 300:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        return write(fd, data[: size + 300 - place], place)
+
+    forwards(0)
+    size = file.stat().st_size
+    monkeypatch.setattr(os, "pwrite", full)
+    if until == "the next write":
+        forwards(20)
+        monkeypatch.undo()
+    writer.close({"statistics": {}, "diagnosis": ["x" * 200]})
+    monkeypatch.undo()
+    trace = load(file, truncated_ok=True)
+    assert len(trace.phases) == 20
+    assert trace.truncated == (until == "the end")
+    if not trace.truncated:
+        assert "ended early" in look_at(trace).about()
 
 
 @pytest.mark.parametrize(
@@ -229,6 +282,40 @@ def test_what_comes_as_the_file_ends_does_not_go_over_its_end(tmp_path: Path) ->
     late.join()
     assert json.loads(file.read_bytes())["otherData"]["known"] == "known"
     assert not writer.failed
+
+
+def test_two_offloaders_of_one_step_tell_its_phases_once(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+    file = tmp_path / "run.json"
+    outer, inner = (make_offloader(trace=file, policy=policy) for policy in ("keep", "greedy"))
+    model = Chain()
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(5):
+        with outer:
+            with inner:
+                hidden = model(batch())
+            loss = hidden.exp().square().sum()
+        loss.backward()
+        optimizer.step()
+    outer.close()
+    inner.close()
+    trace = load(file)
+    assert [phase.name for phase in trace.phases] == ["forward", "forward", "backward", "optimizer"] * 5
+    assert "2 offloaders" in look_at(trace).about()
+
+
+def test_an_optimizer_that_raised_hides_no_later_step(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+    offloader, model = make_offloader(trace=tmp_path / "run.json", policy="keep"), Chain()
+    optimizer = torch.optim.SGD(model.parameters())
+    for number in range(3):
+        train_step(model, batch(), offloader)
+        if number == 0:
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step(lambda: 1 / 0)
+        optimizer.step()
+    offloader.close()
+    trace = load(tmp_path / "run.json")
+    assert [phase.name for phase in trace.phases if phase.name == "optimizer"] == ["optimizer"] * 4
+    assert len(trace.steps()) == 3
 
 
 def test_a_backward_that_raised_has_an_end(make_offloader: MakeOffloader, tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ import torch
 from typer.testing import CliRunner
 
 from actoffload import OffloadConfig, Offloader
-from actoffload.analysis.next_steps import next_steps
+from actoffload.analysis.next_steps import _LETS_MOVE, next_steps
+from actoffload.analysis.report_page import predictions_table
 from actoffload.analysis.trace_file import Counter, Moved, Note, Phase, TraceFile, Wait, load
 from actoffload.analysis.traced_run import LABELS, Run, look_at
 from actoffload.cli.app import app
@@ -147,6 +148,14 @@ def test_numbers_memory_links_waits_and_what_stayed() -> None:
     assert spans == [(Wait, 0.2), (Wait, 1.0), (Moved, 0.5), (Moved, 0.5)]
 
 
+def test_a_prediction_for_a_micro_batch_stands_beside_what_a_micro_batch_took() -> None:
+    trace = _by_hand().trace
+    known = {**trace.metadata, "predicted": {"step_s": 0.5}, "seen": {"step_s": 0.6}}
+    for what, seen_s in (("a step", 2.0), ("a micro-batch", 0.6)):
+        run = look_at(replace(trace, metadata={**known, "planned_for": what}))
+        assert predictions_table(run)[1:] == [(what, "500 ms", format_time(seen_s))]
+
+
 # -- what to do next --------------------------------------------------------------------------------------------------
 
 STATISTICS: dict[str, Any] = {"kept_bytes": {}, "activation_bytes": 100 * MIB}
@@ -213,6 +222,15 @@ def test_a_run_that_waits_and_keeps_small_tensors_is_told_so() -> None:
 def test_no_budget_is_proposed_that_holds_more_than_now() -> None:
     numbers = {**NUMBERS, "saved_peak_bytes": 0.5 * NUMBERS["saved_peak_without_bytes"]}
     assert not next_steps({"statistics": {**STATISTICS, "kept_bytes": {}}, "config": {"policy": "all"}}, numbers)[1:]
+
+
+@pytest.mark.parametrize("reason", _LETS_MOVE)
+def test_what_lets_more_move_can_be_asked_for(reason: str) -> None:
+    (told,) = next_steps({"statistics": {**STATISTICS, "kept_bytes": {reason: 40 * MIB}}}, {**NUMBERS, "wait_s": 0.0})[
+        -1:
+    ]
+    words = told.partition(" lets up to")[0].replace(" and ", ", ")
+    assert eval(f"OffloadConfig({words})")
 
 
 def test_nothing_is_proposed_where_nothing_is_known() -> None:

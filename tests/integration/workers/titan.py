@@ -52,7 +52,7 @@ ROWS = {
         '--override.imports upstream_shim.offload={"target":"nvme","device_budget":"40%"} activation-checkpoint:full',
         "0",
     ),
-    "full, flag": (f"{OFFLOAD} --activation-checkpoint.checkpointing full", "auto"),
+    "full, flag": (f"{OFFLOAD} --activation-checkpoint.checkpointing full", "0"),
     "selective": ("activation-checkpoint:selective", "0"),
     "selective, variable": ("activation-checkpoint:selective", "nvme"),
 }
@@ -136,6 +136,7 @@ def train(arguments: str, variable: str) -> dict[str, Any]:
         found["statistics"] = None
         if attachment is not None:
             found["statistics"] = attachment.offloader.statistics()
+            found["debug"] = attachment.offloader.config.debug
             attachment.offloader.close()
 
     os.environ["ACTOFFLOAD"] = variable
