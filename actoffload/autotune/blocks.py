@@ -20,6 +20,8 @@ from ..runtime.untraced import Hooking, untraced
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _CODE = (type, FunctionType, MethodType, ModuleType)
+_RESTORED = ("actoffload.", "torch.distributed.")
+"""Whose objects at a block change with each forward, and make its second run see what the first one saw."""
 _PLAIN = (bool, int, float, str, bytes)
 MOST_PARTS = 20_000
 """So many parts of what a block can reach are looked at, the nearest first."""
@@ -219,8 +221,8 @@ def _parts(value: Any, kind: type) -> Iterable[Any]:
         return [*value, *value.values()]
     if issubclass(kind, (list, set, frozenset, deque)):
         return list(value)
-    ours = kind.__module__.startswith("actoffload.") and not issubclass(kind, nn.Module)
-    return () if ours or not kind.__dictoffset__ or issubclass(kind, _CODE) else list(vars(value).values())
+    theirs = kind.__module__.startswith(_RESTORED) and not issubclass(kind, nn.Module)
+    return () if theirs or not kind.__dictoffset__ or issubclass(kind, _CODE) else list(vars(value).values())
 
 
 def _same(after: Any, before: Any) -> bool:

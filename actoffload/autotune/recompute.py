@@ -166,7 +166,11 @@ class Checkpointed:
         return checkpoint(run, *(leaves[place] for place in saved), use_reentrant=False)
 
     def _own(self) -> Iterable[Tensor]:
-        return () if self._module is None else (*self._module.parameters(), *self._module.buffers())
+        if self._module is None:
+            return ()
+        # FSDP 1 gathers what it has flattened anew, in place, before the second run.
+        parameters = (p for p in self._module.parameters() if not getattr(p, "_fsdp_flattened", False))
+        return (*parameters, *self._module.buffers())
 
 
 _READ = ("an argument", "a parameter or buffer")

@@ -52,6 +52,7 @@ ROWS = [
     "pp_zbv/context",
     "pp_dual_v/outer",
 ]
+RECOMPUTED = ["fsdp_plan/outer", "fsdp1_plan/outer"]
 
 Runs = list[dict[str, Any]]
 
@@ -59,7 +60,7 @@ Runs = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """What each rank found in each row."""
-    return launch("tests.integration.workers.distributed_rows", 2, tmp_path_factory.mktemp("rows"), *ROWS)
+    return launch("tests.integration.workers.distributed_rows", 2, tmp_path_factory.mktemp("rows"), *ROWS, *RECOMPUTED)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -76,6 +77,17 @@ def test_parameters_that_were_gathered_are_kept_as_parameters(rows: Runs) -> Non
     for row in ("fsdp/outer", "fsdp_detached/outer", "fsdp_compiled/outer", "fsdp1/outer"):
         _, offloaded = rows[0][row]
         assert offloaded.statistics.kept_bytes["parameter"] > 0, row
+
+
+@pytest.mark.parametrize("row", RECOMPUTED)
+def test_a_plan_recomputes_blocks_whose_parameters_are_gathered_again(rows: Runs, row: str) -> None:
+    assert not isinstance(rows[0][row], str), rows[0][row]
+    plain, offloaded = rows[0][row]
+    assert all(map(same_bits, offloaded.losses, plain.losses))
+    assert offloaded.tensors.keys() == plain.tensors.keys()
+    assert all(same_bits(offloaded.tensors[name], tensor) for name, tensor in plain.tensors.items())
+    _, kept = rows[0]["fsdp/outer"]
+    assert offloaded.statistics.baseline_peak_bytes < 0.5 * kept.statistics.baseline_peak_bytes
 
 
 # -- single tensors, and the process ----------------------------------------------------------------------------------

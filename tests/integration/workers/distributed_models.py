@@ -23,6 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from actoffload import Plan
 from tests.integration.workers.distributed_runs import Setting
 
 WIDTH = 64
@@ -233,6 +234,16 @@ def fsdp_one(**options: Any) -> Setting:
     return Setting(model, data_parallel_step(model))
 
 
+def recomputed(setting: Setting) -> Setting:
+    """A plan that recomputes every block."""
+    names = [
+        name for name, module in setting.model.named_modules() if name.endswith(tuple("0123")) and "blocks." in name
+    ]
+    assert len(names) == DEPTH, names
+    setting.options = {"policy": Plan((), recompute=tuple(names))}
+    return setting
+
+
 # -- tensor parallel --------------------------------------------------------------------------------------------------
 
 
@@ -339,6 +350,8 @@ ROWS: dict[str, Callable[[], Setting]] = {
     "fsdp_compiled": fsdp_compiled,
     "fsdp1": fsdp_one,
     "fsdp1_original": lambda: fsdp_one(use_orig_params=True),
+    "fsdp_plan": lambda: recomputed(fsdp(reshard_after_forward=True)),
+    "fsdp1_plan": lambda: recomputed(fsdp_one(use_orig_params=True)),
     "tensor": tensor_parallel,
     "sequence": sequence_parallel,
     "context_parallel": sequence_cut,
