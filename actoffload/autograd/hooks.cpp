@@ -27,7 +27,7 @@ struct Known {
   PyObject* changed;             // (alias, version, place or None) -> raises the error of a tensor that was changed in place
   PyObject* unpack;              // handle -> the tensor, of Python's handles
   PyObject* hand_out;            // tensor -> the tensor, held while a custom Function has it
-  PyObject* let_go;              // () -> whether any is held still, once those of Functions that have returned are let go
+  PyObject* let_go;              // () -> whether any is held still; those of Functions that have returned are let go
 } known;
 
 TensorPlace tensor_place;
@@ -227,7 +227,8 @@ PyObject* kept_unpack(PyObject* self, PyObject*) {
   }
   if (kept->storage != nullptr) {
     const Ref round(PyLong_FromLong(kept->round));
-    const Ref next(round ? PyObject_CallFunctionObjArgs(known.passed, kept->storage->place, round.get(), nullptr) : nullptr);
+    PyObject* const place = kept->storage->place;
+    const Ref next(round ? PyObject_CallFunctionObjArgs(known.passed, place, round.get(), nullptr) : nullptr);
     const long told = next ? PyLong_AsLong(next.get()) : -1;
     if (told < 0) {
       return nullptr;
@@ -608,15 +609,17 @@ PyObject* setup(PyObject*, PyObject* arguments, PyObject* names) {
   Known told;
   PyObject* samples;
   TensorPlace place;
-  if (!PyArg_ParseTupleAndKeywords(arguments, names, "O!O!O!O!UO!OOOOOOO!:setup", const_cast<char**>(kNames), &PyType_Type,
-                                   &told.tensor, &PyType_Type, &told.parameter, &PyList_Type, &told.regions, &PyDict_Type,
-                                   &told.reasons, &told.small, &PyType_Type, &told.place, &told.passed, &told.own_counter,
-                                   &told.changed, &told.unpack, &told.hand_out, &told.let_go, &PyTuple_Type, &samples) ||
+  if (!PyArg_ParseTupleAndKeywords(
+          arguments, names, "O!O!O!O!UO!OOOOOOO!:setup", const_cast<char**>(kNames), &PyType_Type, &told.tensor,
+          &PyType_Type, &told.parameter, &PyList_Type, &told.regions, &PyDict_Type, &told.reasons, &told.small,
+          &PyType_Type, &told.place, &told.passed, &told.own_counter, &told.changed, &told.unpack, &told.hand_out,
+          &told.let_go, &PyTuple_Type, &samples) ||
       !find_place(samples, reinterpret_cast<PyTypeObject*>(told.tensor), &place)) {
     return nullptr;
   }
-  for (PyObject* const one : {told.tensor, told.parameter, told.regions, told.reasons, told.small, told.place, told.passed,
-                              told.own_counter, told.changed, told.unpack, told.hand_out, told.let_go}) {
+  for (PyObject* const one :
+       {told.tensor, told.parameter, told.regions, told.reasons, told.small, told.place, told.passed, told.own_counter,
+        told.changed, told.unpack, told.hand_out, told.let_go}) {
     Py_INCREF(one);  // for as long as the process lives
   }
   known = told;

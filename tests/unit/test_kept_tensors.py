@@ -480,12 +480,11 @@ def test_it_is_let_go_by_the_unpack_of_a_node_of_pytorchs(
     if native == "0":
         monkeypatch.setattr(compiled_hooks, "load", lambda: None)
     alive: list[bool] = []
-    x = _input()
+    x, saved = _input(), torch.ones(ELEMENTS)
+    reference = StorageWeakRef(saved.untyped_storage())
     with _keeping(make_offloader, kind):
         first = (x * 1.0).sin()
         first.register_hook(lambda gradient: alive.append(not reference.expired()))
-        saved = torch.ones(ELEMENTS)
-        reference = StorageWeakRef(saved.untyped_storage())
         loss = product(read_once).apply(first.sin(), saved).sum()
         del saved
     loss.backward()
