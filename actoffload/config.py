@@ -155,7 +155,7 @@ class OffloadConfig:
         if not (self.trace is None or callable(self.trace) or isinstance(self.trace, (str, os.PathLike))):
             raise ConfigError("trace", self.trace, "give a file or a callable that takes a TraceEvent")
         _check_takes_one("trace", self.trace, "a TraceEvent")
-        _check_file("trace", self.trace)
+        check_file("trace", self.trace)
         for name in ("device_budget", "nvme_budget", "pending_bytes", "prefetch_bytes", "drive_tbw"):
             if getattr(self, name) == 0:
                 raise ConfigError(name, 0, "must be above 0; leave it out for the default")
@@ -293,7 +293,7 @@ def _check_takes_one(field: str, value: object, argument: str) -> None:
         raise ConfigError(field, value, f"a callable is called with one argument, {argument}") from None
 
 
-def _check_file(field: str, value: object) -> None:
+def check_file(field: str, value: object) -> None:
     """Raise if a path is one where no file can be written."""
     if value is None or callable(value):
         return

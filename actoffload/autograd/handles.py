@@ -109,13 +109,18 @@ _ALONE = _holders([torch.empty(0)], 0)
 """Of a tensor that only the list holds; the interpreter may count itself."""
 
 
-def _let_go() -> None:
-    """Let go of what nobody else holds: its Function has returned, and it was not returned as a gradient."""
+def let_go() -> bool:
+    """Let go of what nobody else holds: its Function has returned, and it was not returned as a gradient.
+
+    Returns:
+        Whether anything is held still in this thread, by any backward.
+    """
     if not _handed_out.by_task:
-        return
+        return False
     held = _handed_out.by_task.get(torch._C._current_graph_task_id())
     if held:
         held[:] = [held[index] for index in range(len(held)) if _holders(held, index) > _ALONE]
+    return any(_handed_out.by_task.values())
 
 
 def hand_out(tensor: Tensor) -> Tensor:
@@ -126,7 +131,7 @@ def hand_out(tensor: Tensor) -> Tensor:
     """
     task = torch._C._current_graph_task_id()
     if task != -1 and not _asked_by_pytorch():
-        _let_go()
+        let_go()
         held = _handed_out.by_task.get(task)
         if held is None:
             held = _handed_out.by_task[task] = _Held()
@@ -160,7 +165,7 @@ def unpack(handle: Any) -> Tensor:
 
 def unpack_only(handle: Any) -> Tensor:
     """Return the tensor that a handle stands for, before it is handed out."""
-    _let_go()
+    let_go()
     with sharing_counters():
         return handle.unpack()  # type: ignore[no-any-return]
 

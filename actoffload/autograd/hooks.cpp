@@ -27,6 +27,7 @@ struct Known {
   PyObject* changed;             // (alias, version, place or None) -> raises the error of a tensor that was changed in place
   PyObject* unpack;              // handle -> the tensor, of Python's handles
   PyObject* hand_out;            // tensor -> the tensor, held while a custom Function has it
+  PyObject* let_go;              // () -> whether any is held still; those of Functions that have returned are let go
 } known;
 
 TensorPlace tensor_place;
@@ -194,17 +195,31 @@ int asked_by_engine() {
   return PyObject_RichCompareBool(name, text_engine, Py_EQ);
 }
 
+thread_local bool holds = false;  // `hand_out` was called in this thread, and `let_go` has not said since that all went
+
+// Lets go of what was handed out to custom Functions that have returned; false with an error.
+bool let_go() {
+  const Ref held(holds ? PyObject_CallNoArgs(known.let_go) : Py_NewRef(Py_False));
+  const int told = held ? PyObject_IsTrue(held.get()) : -1;
+  holds = told != 0;
+  return told >= 0;
+}
+
 // Gives a tensor, or the error that is set in its place, to whoever unpacks.
 PyObject* hand_out(Ref tensor) {
   const int plain = tensor ? asked_by_engine() : -1;
   if (plain != 0) {
     return plain < 0 ? nullptr : tensor.release();
   }
+  holds = true;
   return PyObject_CallOneArg(known.hand_out, tensor.get());
 }
 
 PyObject* kept_unpack(PyObject* self, PyObject*) {
   Kept* const kept = as_kept(self);
+  if (!let_go()) {
+    return nullptr;
+  }
   if (version_of(kept->alias) != kept->version) {
     const Ref alias = wrap(kept->alias);
     PyObject* const place = kept->storage != nullptr ? kept->storage->place : Py_None;
@@ -212,7 +227,8 @@ PyObject* kept_unpack(PyObject* self, PyObject*) {
   }
   if (kept->storage != nullptr) {
     const Ref round(PyLong_FromLong(kept->round));
-    const Ref next(round ? PyObject_CallFunctionObjArgs(known.passed, kept->storage->place, round.get(), nullptr) : nullptr);
+    PyObject* const place = kept->storage->place;
+    const Ref next(round ? PyObject_CallFunctionObjArgs(known.passed, place, round.get(), nullptr) : nullptr);
     const long told = next ? PyLong_AsLong(next.get()) : -1;
     if (told < 0) {
       return nullptr;
@@ -589,19 +605,21 @@ bool find_place(PyObject* samples, PyTypeObject* base, TensorPlace* place) {
 
 PyObject* setup(PyObject*, PyObject* arguments, PyObject* names) {
   static const char* const kNames[] = {"tensor", "parameter", "regions", "reasons", "small", "place", "passed",
-                                       "own_counter", "changed", "unpack", "hand_out", "samples", nullptr};
+                                       "own_counter", "changed", "unpack", "hand_out", "let_go", "samples", nullptr};
   Known told;
   PyObject* samples;
   TensorPlace place;
-  if (!PyArg_ParseTupleAndKeywords(arguments, names, "O!O!O!O!UO!OOOOOO!:setup", const_cast<char**>(kNames), &PyType_Type,
-                                   &told.tensor, &PyType_Type, &told.parameter, &PyList_Type, &told.regions, &PyDict_Type,
-                                   &told.reasons, &told.small, &PyType_Type, &told.place, &told.passed, &told.own_counter,
-                                   &told.changed, &told.unpack, &told.hand_out, &PyTuple_Type, &samples) ||
+  if (!PyArg_ParseTupleAndKeywords(
+          arguments, names, "O!O!O!O!UO!OOOOOOO!:setup", const_cast<char**>(kNames), &PyType_Type, &told.tensor,
+          &PyType_Type, &told.parameter, &PyList_Type, &told.regions, &PyDict_Type, &told.reasons, &told.small,
+          &PyType_Type, &told.place, &told.passed, &told.own_counter, &told.changed, &told.unpack, &told.hand_out,
+          &told.let_go, &PyTuple_Type, &samples) ||
       !find_place(samples, reinterpret_cast<PyTypeObject*>(told.tensor), &place)) {
     return nullptr;
   }
-  for (PyObject* const one : {told.tensor, told.parameter, told.regions, told.reasons, told.small, told.place, told.passed,
-                              told.own_counter, told.changed, told.unpack, told.hand_out}) {
+  for (PyObject* const one :
+       {told.tensor, told.parameter, told.regions, told.reasons, told.small, told.place, told.passed, told.own_counter,
+        told.changed, told.unpack, told.hand_out, told.let_go}) {
     Py_INCREF(one);  // for as long as the process lives
   }
   known = told;

@@ -28,7 +28,7 @@ from ..runtime.kept_place import KeptPlace
 from ..runtime.untraced import untraced
 from ..tiers.storage_ref import StorageRef
 from .exclusions import OPEN_REGIONS
-from .handles import Handle, KeptActivation, Stayed, check_version, hand_out, unpack_only
+from .handles import Handle, KeptActivation, Stayed, check_version, hand_out, let_go, unpack_only
 
 NAME = "actoffload_hooks"
 SOURCE = native_build.PACKAGE / "autograd" / "hooks.cpp"
@@ -114,6 +114,7 @@ def _load() -> Any:
         changed=_changed,
         unpack=untraced(unpack_only),
         hand_out=untraced(hand_out),
+        let_go=untraced(let_go),
         samples=_samples(),
     )
     for owner in FINALIZED:

@@ -105,6 +105,7 @@ class ActivationStore:
         self._decisions: list[tuple[int, KeepReason | None, str | None]] = []
         self._following_bytes: int | None = None
         self._swallowed: BaseException | None = None
+        path = trace_path(config)  # before anything is opened
         self.shared.lock.after_release = weakref.WeakMethod(self._count_dropped_if_free)
         self.tiers = Tiers(self.shared, accelerator)
         self.profiler = Profiler(self.tiers.stopwatch())
@@ -114,7 +115,6 @@ class ActivationStore:
         phases: Phases[Tape[Record]] = Phases()
         self.prefetch = Prefetch(self.shared, self.tiers.by_device, window, phases)
         self.decision = OffloadDecision(config, window, phases)
-        path = trace_path(config)
         self.trace = None if path is None else Recorder(path, self.shared, self.tiers)
 
     # -- forward ------------------------------------------------------------------------------------------------------

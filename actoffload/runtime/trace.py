@@ -26,7 +26,7 @@ from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..config import OffloadConfig
+from ..config import OffloadConfig, check_file
 from ..events import EventKind, TraceEvent, now
 from ..memory.process_memory import rss_bytes
 from ..policy import STATIC
@@ -56,10 +56,15 @@ _TOLD_OTHERWISE = (EventKind.PACK, EventKind.WRITE, EventKind.READ, EventKind.RE
 
 
 def trace_path(config: OffloadConfig) -> str | None:
-    """The file of the trace: as the options or ``ACTOFFLOAD_TRACE`` say, with the rank before its suffix if several."""
+    """The file of the trace: as the options or ``ACTOFFLOAD_TRACE`` say, with the rank before its suffix if several.
+
+    Raises:
+        ConfigError: no file can be written where ``ACTOFFLOAD_TRACE`` says.
+    """
     given = os.environ.get(VARIABLE) if config.trace is None else config.trace
     if not given or callable(given):
         return None
+    check_file(VARIABLE, given)
     rank, ranks = rank_and_ranks()
     stem, suffix = os.path.splitext(os.fspath(given))
     return f"{stem}.rank{rank}{suffix}" if ranks > 1 else f"{stem}{suffix}"

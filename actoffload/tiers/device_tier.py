@@ -86,7 +86,9 @@ class DeviceTier(Tier):
         self._keeps_backlog = shared.config.policy in ("auto", "greedy")
         self._in_child = False
         self._last_hook: Event | None = None
-        """After what the compute stream had been given by the end of the last hook that was watched."""
+        """After what the compute stream had been given by the end of the last hook that was watched ..."""
+        self._watched_last = False
+        """... which was the last of all."""
         self._waiter = ThreadPoolExecutor(1, "actoffload-copies")
 
     # -- device → host ------------------------------------------------------------------------------------------------
@@ -561,6 +563,7 @@ class DeviceTier(Tier):
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
         watches = self.shared.watches_host and not self._in_child and not self.capturing()
+        self._watched_last = self._watched_last and watches
         return self._watched() if watches else super().watched()
 
     @contextlib.contextmanager
@@ -570,9 +573,10 @@ class DeviceTier(Tier):
         yield
         hook_s = now() - since_s - (accounts.pack_wait_s + accounts.unpack_wait_s - waited_s)
         accounts.hooks_s += hook_s
-        if self._last_hook is not None and device.done(self._last_hook):
+        if self._watched_last and device.done(self._last_hook):
             accounts.idle_s += hook_s  # the device had caught up with the host
         self._last_hook = device.record(device.current_stream(device.current_index()))
+        self._watched_last = True
 
     def count_waits(self) -> None:
         if self.capturing():

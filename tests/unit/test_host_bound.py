@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from actoffload.testing.simulated_device import SimulatedDevice
+from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from tests import host_bound
+from tests.harness import accounts_of, hinder, simulated
 
 pytestmark = pytest.mark.simulated
 
@@ -24,3 +26,23 @@ def test_a_plan_moves_where_the_host_runs_ahead(device: SimulatedDevice) -> None
     assert row["moved_share"] > 0.2
     assert "hooks that move" in row["explained"]
     assert "why is a step slower:\n" not in row["explained"]
+
+
+def test_the_first_hook_of_a_step_that_is_watched_is_no_sign_that_the_device_idles(device: SimulatedDevice) -> None:
+    """What was given by the end of the last one that was watched, some steps ago, is long done."""
+    accelerator = SimulatedAccelerator()
+    x = torch.ones(1024, device=NAME, requires_grad=True)
+    idle_s: list[float] = []
+    with simulated(accelerator) as offloader:
+        shared = offloader.store.shared
+        for watches in (True, False, True):
+            shared.watches_host = watches
+            if idle_s == [0.0, 0.0]:
+                hinder(device, accelerator, "late kernels")  # it is busy from here on
+            with offloader:
+                out = (x * 2.0).sin()
+            idle_s.append(accounts_of(offloader).idle_s)
+            torch.accelerator.synchronize()
+        assert accounts_of(offloader).hooks_s > 0
+        assert idle_s == [0.0, 0.0, 0.0]
+        del out

@@ -469,3 +469,23 @@ def test_what_a_function_was_handed_is_let_go(
     del y
     assert alive == [False, False, False]
     assert all(reference.expired() for reference in references)
+
+
+@pytest.mark.parametrize("native", ["1", "0"])
+@pytest.mark.parametrize("kind", ["below min_bytes", "policy"])
+def test_it_is_let_go_by_the_unpack_of_a_node_of_pytorchs(
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch, kind: str, native: str
+) -> None:
+    """A loss that is a Function, as fused ones are, saves the most of all, and nothing after it may be one."""
+    if native == "0":
+        monkeypatch.setattr(compiled_hooks, "load", lambda: None)
+    alive: list[bool] = []
+    x, saved = _input(), torch.ones(ELEMENTS)
+    reference = StorageWeakRef(saved.untyped_storage())
+    with _keeping(make_offloader, kind):
+        first = (x * 1.0).sin()
+        first.register_hook(lambda gradient: alive.append(not reference.expired()))
+        loss = product(read_once).apply(first.sin(), saved).sum()
+        del saved
+    loss.backward()
+    assert alive == [False]

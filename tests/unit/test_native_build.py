@@ -120,5 +120,12 @@ def test_what_is_no_tensor_is_not_looked_into(samples: Any) -> None:
     }
     with pytest.raises(TypeError, match="tuple"):
         module.setup(
-            **told, passed=print, own_counter=print, changed=print, unpack=print, hand_out=print, samples=samples
+            **told,
+            passed=print,
+            own_counter=print,
+            changed=print,
+            unpack=print,
+            hand_out=print,
+            let_go=print,
+            samples=samples,
         )

@@ -20,11 +20,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from actoffload.analysis.trace_file import TraceFile, load
 from actoffload.analysis.traced_run import look_at
-from actoffload.errors import TraceFileError
+from actoffload.errors import ConfigError, TraceFileError
 from actoffload.events import EventKind, TraceEvent
 from actoffload.runtime.trace import RATE_S, Rates
 from actoffload.runtime.trace_writer import TraceWriter, writer_for
-from tests.harness import Chain, MakeOffloader, batch, train_step
+from tests.harness import Chain, MakeOffloader, batch, descriptors, train_step
 
 TENSOR_BYTES = 128 * 64 * 4
 
@@ -264,6 +264,16 @@ def test_two_offloaders_share_a_file(make_offloader: MakeOffloader, tmp_path: Pa
     train_step(model, batch(), third)
     third.close()
     assert [phase.name for phase in load(file).phases] == ["forward", "backward"] * 3
+
+
+def test_a_variable_that_names_no_file_is_refused(
+    make_offloader: MakeOffloader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACTOFFLOAD_TRACE", str(tmp_path / "missing" / "run.json"))
+    files = descriptors()
+    with pytest.raises(ConfigError, match=r"ACTOFFLOAD_TRACE.*directory does not exist"):
+        make_offloader()
+    assert descriptors() == files
 
 
 def test_what_comes_as_the_file_ends_does_not_go_over_its_end(tmp_path: Path) -> None:
