@@ -383,7 +383,7 @@ class _Counts(nn.Linear):
 def test_what_the_library_leaves_at_a_block_does_not_change_it(make_offloader: MakeOffloader) -> None:
     """Offloaders hang on a block that is recomputed and on one that is attached."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(3)))
-    attachment = attach(model[2][0], target="nvme", announce="none", policy="greedy")
+    attachment = attach(model.get_submodule("2.0"), target="nvme", announce="none", policy="greedy")
     offloader = make_offloader(policy=Plan((), recompute=("1", "2")), min_bytes=0).use(model)
     for _ in range(2):
         with offloader:
