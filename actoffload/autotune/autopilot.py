@@ -194,6 +194,8 @@ class Autopilot:
         began_s, packed_s, unpacked_s, tensors = self._began
         shape, recorded = self._shape, self._recording.active or self._recording.finished
         if accounts.packed_tensors == tensors and (shape.plan is not None or not self._recording.finished):
+            if not self._recording.finished:
+                self._recording.forget()  # what is recorded begins with the step that follows
             return  # a pass without gradients
         self._count += 1
         step_s = max(1e-9, now() - began_s)
