@@ -84,7 +84,7 @@ class TrainerAttachment(TrainerCallback):
         setattr(trainer, self._name, functools.wraps(self._inner)(functools.partial(self._run)))
         trainer.actoffload = self
         trainer.callback_handler.callbacks.insert(0, self)  # before what reports `on_log`
-        self._reported, self._profile = self.offloader.statistics(), self.offloader.profile
+        self._reported, self._plans = self.offloader.statistics(), self._why_planned()
         self._undo = contextlib.ExitStack()
         self._take_over()
 
@@ -121,14 +121,18 @@ class TrainerAttachment(TrainerCallback):
             self._undo.callback(flag.write, flag.value)
             flag.write(flag.off)
 
+    def _why_planned(self) -> tuple[str, ...]:
+        """Why each plan was made."""
+        return () if self.offloader.autopilot is None else tuple(self.offloader.autopilot.history)
+
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Add what was done since the last log, for all that report logs: W&B, TensorBoard, MLflow, trackio, ..."""
         if logs is None or "loss" not in logs:
             return
         before, now = self._reported, self.offloader.statistics()
         self._reported = now
-        planned_anew = int(self.offloader.profile is not self._profile)
-        self._profile = self.offloader.profile
+        plans, self._plans = self._plans, self._why_planned()
+        planned_anew = int(plans != self._plans)
         logs.update({**now.metrics(since=before), "actoffload/planned_anew": planned_anew})
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

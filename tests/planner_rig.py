@@ -140,13 +140,13 @@ class _Work(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: _Layer, nbytes: int) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer = layer
-        layer.clock.compute(layer.forward_s)
+        layer.compute(layer.forward_s)
         return torch.empty(nbytes // 4)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        ctx.layer.clock.compute(2 * ctx.layer.forward_s)
+        ctx.layer.compute(2 * ctx.layer.forward_s)
         return torch.empty_like(x), torch.zeros(1), None, None
 
 
@@ -156,7 +156,7 @@ class _Layer(nn.Module):
     def __init__(self, clock: Clock, forward_s: float, sizes: Sequence[int]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
-        self.clock, self.sizes = clock, tuple(sizes)
+        self.compute, self.sizes = clock.compute, tuple(sizes)  # a block that held the clock would hold what changes
         self.forward_s = forward_s / len(self.sizes)
 
     def forward(self, x: Tensor, scale: float) -> Tensor:

@@ -149,7 +149,7 @@ class Run:
         for link in ("host", "disk"):
             for way in ("write", "read"):
                 counter = self.trace.counters.get(f"{link} {way}")
-                if counter is not None and counter.times_s:
+                if counter is not None and counter.times_s and counter.series["can_do"][-1]:
                     found.append(self._use(f"{link} {way}", counter, *(self.device if link == "host" else self.host)))
         return found
 

@@ -194,6 +194,8 @@ class Autopilot:
         began_s, packed_s, unpacked_s, tensors = self._began
         shape, recorded = self._shape, self._recording.active or self._recording.finished
         if accounts.packed_tensors == tensors and (shape.plan is not None or not self._recording.finished):
+            if not self._recording.finished:
+                self._recording.forget()  # what is recorded begins with the step that follows
             return  # a pass without gradients
         self._count += 1
         step_s = max(1e-9, now() - began_s)
@@ -398,7 +400,10 @@ class Autopilot:
             lines.insert(0, f"inputs {self._shape} have no plan of their own: they follow this one, for {shape}")
         if shape.plan is None or shape.profile is None:
             first = f"no plan yet: it is made from what the first {WARM_UP + 1} steps show"
-            if len(self._shapes) > 1:
+            if not self._count and self._shared.accounts.optimizer_steps > WARM_UP + 1:
+                first = "no plan yet: no step has ended, as something that a forward saved is alive all the time, such "
+                first += "as a loss that somebody keeps: keep loss.detach() or loss.item() instead"
+            elif len(self._shapes) > 1:
                 first = f"no plan yet for inputs {shape}: it is made from what a step shows"
         else:
             first = f"{render_plan(shape.profile, shape.plan, self.limits, seen=shape.steps.seen)}\n{self._ages(shape)}"

@@ -20,8 +20,8 @@ from ..runtime.untraced import Hooking, untraced
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _CODE = (type, FunctionType, MethodType, ModuleType)
-_RESTORED = ("actoffload.", "torch.distributed.")
-"""Whose objects at a block change with each forward, and make its second run see what the first one saw."""
+_BOOKKEEPING = ("actoffload.", "torch.")
+"""Whose objects a forward does not compute with, such as FSDP's; modules are looked into all the same."""
 _PLAIN = (bool, int, float, str, bytes)
 MOST_PARTS = 20_000
 """So many parts of what a block can reach are looked at, the nearest first."""
@@ -221,8 +221,10 @@ def _parts(value: Any, kind: type) -> Iterable[Any]:
         return [*value, *value.values()]
     if issubclass(kind, (list, set, frozenset, deque)):
         return list(value)
-    theirs = kind.__module__.startswith(_RESTORED) and not issubclass(kind, nn.Module)
-    return () if theirs or not kind.__dictoffset__ or issubclass(kind, _CODE) else list(vars(value).values())
+    if issubclass(kind, _CODE) or not kind.__dictoffset__:
+        return ()
+    bookkeeping = kind.__module__.startswith(_BOOKKEEPING) and not issubclass(kind, nn.Module)
+    return () if bookkeeping else list(vars(value).values())
 
 
 def _same(after: Any, before: Any) -> bool:

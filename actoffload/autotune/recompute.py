@@ -141,7 +141,7 @@ class Checkpointed:
         leaves, shape = tree_flatten((args, kwargs))
         saved = [place for place in range(len(leaves)) if self.saved is None or place in self.saved]
         held = {place: leaf for place, leaf in enumerate(leaves) if place not in saved}
-        versions = _versions(held.values()), _versions(self._own())
+        reads = {"an argument": _versions(held.values()), "a parameter or buffer": _versions(self._own())}
 
         own = [(args, kwargs)]  # for the first run: what it adds to a list that it is given, the caller is to see
 
@@ -150,8 +150,8 @@ class Checkpointed:
                 positional, named = own.pop()
                 return self.forward(*positional, **named)
             inputs = held | dict(zip(saved, given, strict=True))
-            for what, before, now in zip(_READ, versions, (held.values(), self._own()), strict=True):
-                if _versions(now) != before:
+            for what, versions in reads.items():
+                if any(tensor._version != version for tensor, version in versions):
                     raise RuntimeError(
                         f"{what} of a recomputed block was changed in place after the block had run: do that after "
                         "backward, or pass recompute=False"
@@ -173,12 +173,9 @@ class Checkpointed:
         return (*parameters, *self._module.buffers())
 
 
-_READ = ("an argument", "a parameter or buffer")
-
-
-def _versions(values: Iterable[Any]) -> list[int]:
-    """How often each of the tensors among these was changed in place, as far as it counts that."""
-    return [value._version for value in values if isinstance(value, Tensor) and not value.is_inference()]
+def _versions(values: Iterable[Any]) -> list[tuple[Tensor, int]]:
+    """The tensors among these, and how often each was changed in place, as far as it counts that."""
+    return [(value, value._version) for value in values if isinstance(value, Tensor) and not value.is_inference()]
 
 
 def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -267,6 +267,21 @@ def test_the_end_of_training_is_logged(tmp_path: Path, transformers_log: pytest.
     assert "was never called" not in transformers_log.text
 
 
+def test_logs_say_when_it_was_planned_anew(tmp_path: Path) -> None:
+    """Every five steps what is known of a step is corrected: that alone is no other plan."""
+    trainer, told = make_trainer(tmp_path, max_steps=14), list[int]()
+
+    class Logs(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            told.append(logs.get("actoffload/planned_anew", 0))
+
+    trainer.add_callback(Logs())
+    with attached(trainer, **spool(tmp_path, policy="auto")) as offloader:
+        trainer.train()
+        assert offloader.autopilot is not None
+        assert sum(told) == len(offloader.autopilot.history) >= 1
+
+
 def test_a_trainer_that_passes_by_is_warned_of(tmp_path: Path, transformers_log: pytest.LogCaptureFixture) -> None:
     with attached(trainer := make_trainer(tmp_path), target="nvme", path=tmp_path):
         del trainer.compute_loss  # as one that sets its own after attach()

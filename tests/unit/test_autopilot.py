@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -161,6 +162,32 @@ def test_passes_without_gradients_or_without_backward_are_no_steps(make_offloade
     assert planner.profiles == []
     _steps(offloader, WARM_UP + 2, model)
     assert len(planner.profiles) == 1
+
+
+def test_a_graph_that_somebody_keeps_is_named_as_why_there_is_no_plan(make_offloader: MakeOffloader) -> None:
+    offloader, model = make_offloader(policy="auto"), Chain()
+    optimizer = torch.optim.SGD(model.parameters())
+    with offloader:
+        kept = model(batch()).sum()
+    for _ in range(WARM_UP + 3):
+        _steps(offloader, 1, model)
+        optimizer.step()
+    assert "no plan yet: no step has ended" in offloader.explain()
+    del kept
+    _steps(offloader, 1, model)
+    assert "no step has ended" not in offloader.explain()
+
+
+def test_an_evaluation_before_a_step_is_not_recorded_with_it(make_offloader: MakeOffloader) -> None:
+    offloader, planner, model = make_offloader(policy="auto"), _Scripted(lambda *_: True), Chain()
+    _with(offloader, planner)
+    for _ in range(WARM_UP + 2):
+        with torch.no_grad(), offloader:
+            model(batch())
+            time.sleep(0.5)
+        _steps(offloader, 1, model)
+    (profile,) = planner.profiles
+    assert profile.step_s < 0.5
 
 
 def test_recomputed_blocks_are_applied_followed_and_undone(make_offloader: MakeOffloader) -> None:

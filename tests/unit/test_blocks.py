@@ -305,6 +305,20 @@ def test_what_a_recomputed_block_reads_of_its_own_and_is_changed_before_backward
         loss.backward()
 
 
+def test_parameters_that_are_others_when_the_block_runs_again_are_not_changed_ones() -> None:
+    """As FSDP 1 puts views of what it has gathered in the place of its own."""
+    linear = nn.Linear(8, 8)
+    weight, gathered = linear.weight, nn.Parameter(linear.weight.detach().clone())
+    with torch.no_grad():
+        for _ in range(1 + weight._version):
+            gathered.mul_(1)
+    Recompute().follow({"0": linear}, ["0"])
+    loss = linear(torch.randn(4, 8)).tanh().sum()
+    linear.weight = gathered
+    loss.backward()
+    assert weight.grad is not None
+
+
 def test_following_another_plan_undoes_the_last_one_and_ignores_unknown_names() -> None:
     model = _Model()
     blocks = find_blocks(model)

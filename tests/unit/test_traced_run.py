@@ -253,6 +253,20 @@ def test_the_report_of_a_real_run(traces: dict[str, Path]) -> None:
     assert found["predicted"].keys() == {"step_s", "peak_bytes"}
 
 
+def test_a_copy_of_nothing_is_no_use_of_a_link(tmp_path: Path) -> None:
+    file, model = tmp_path / "run.json", Chain()
+    options: dict[str, Any] = {"target": "nvme", "path": str(tmp_path), "policy": "keep", "announce": "none"}
+    offloader = Offloader(OffloadConfig(**options, trace=file)).use(model)
+    with offloader:
+        loss = model(batch()).sum()
+    loss.backward()
+    with offloader.traced("a copy", link="host write", nbytes=0):
+        pass
+    offloader.close()
+    done = runner.invoke(app, ["report", str(file)])
+    assert done.exit_code == 0, done.output
+
+
 def test_two_runs_stand_side_by_side(traces: dict[str, Path]) -> None:
     arguments = ["report", "--compare", str(traces["keep"]), str(traces["budget"])]
     output = runner.invoke(app, arguments, env={"COLUMNS": "120"}).output
