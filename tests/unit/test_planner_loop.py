@@ -219,7 +219,7 @@ def test_it_comes_to_rest(make_rig: MakeRig) -> None:
         rig.disk.bytes_per_s = SLOW * noise.uniform(0.8, 1.2)
         rig.step()
     assert rig.plans <= 3
-    assert len(set(rig.moved[100:])) <= 2
+    assert len({round(moved / MIB, 1) for moved in rig.moved[100:]}) <= 2  # a page more or less is no other plan
 
 
 def test_shapes_that_take_turns_have_a_plan_each(make_rig: MakeRig) -> None:
