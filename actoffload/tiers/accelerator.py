@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -205,8 +207,9 @@ class CudaAccelerator(TorchAccelerator):
         super().__init__("cuda")
 
     def synchronize(self, event: Event) -> None:
-        while not self.done(event):  # cudaEventSynchronize would keep a core busy, as PyTorch's events do not block
-            time.sleep(NAP_S)
+        with _unlike_a_capture():
+            while not self.done(event):  # cudaEventSynchronize would keep a core busy, as PyTorch's events do not block
+                time.sleep(NAP_S)
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -214,7 +217,9 @@ class CudaAccelerator(TorchAccelerator):
     def pin(self, address: int, nbytes: int) -> bool:
         portable = 1  # cudaHostRegisterPortable: pinned for every device of the process
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        if int(runtime.cudaHostRegister(address, nbytes, portable)) == 0:
+        with _unlike_a_capture():
+            done = int(runtime.cudaHostRegister(address, nbytes, portable)) == 0
+        if done:
             return True
         _clear_cuda_error()
         return False
@@ -222,10 +227,37 @@ class CudaAccelerator(TorchAccelerator):
     def unpin(self, address: int) -> bool:
         not_registered = 713  # cudaErrorHostMemoryNotRegistered: an interrupt came before it was
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        result = int(runtime.cudaHostUnregister(address))
+        with _unlike_a_capture():
+            result = int(runtime.cudaHostUnregister(address))
         if result != 0:
             _clear_cuda_error()
         return result in {0, not_registered}
+
+
+@contextlib.contextmanager
+def _unlike_a_capture() -> Iterator[None]:
+    """Let this thread call what ends a capture in mode ``global``, CUDA's default, that another thread has begun."""
+    exchange = capture_mode_exchange()
+    mode = ctypes.c_int(2)  # cudaStreamCaptureModeRelaxed; afterwards what it was
+    if exchange is not None:
+        exchange(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        if exchange is not None:
+            exchange(ctypes.byref(mode))
+
+
+@functools.cache
+def capture_mode_exchange() -> Callable[[Any], int] | None:
+    """The function of the CUDA runtime that PyTorch has loaded; None where there is none, as with ROCm."""
+    version = torch.version.cuda
+    try:
+        runtime = ctypes.CDLL(f"libcudart.so.{version.partition('.')[0]}")  # type: ignore[union-attr]
+        exchange: Callable[[Any], int] = runtime.cudaThreadExchangeStreamCaptureMode
+    except (AttributeError, OSError):
+        return None
+    return exchange
 
 
 def _clear_cuda_error() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -203,3 +205,32 @@ def test_tensors_saved_during_graph_capture_stay(make_offloader: MakeOffloader) 
     torch.cuda.synchronize()
     assert_identical([p.grad for p in model.parameters() if p.grad is not None], reference)
     assert offloader.statistics().moved_bytes == moved_bytes
+
+
+def test_a_copy_that_is_waited_for_ends_no_capture(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+    """CUDA's default mode forbids other threads most calls while one captures."""
+    if accelerator().type != "cuda":
+        pytest.skip("needs CUDA graphs")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 256)).to(accelerator())
+    x = torch.randn(64, 256, device=accelerator())
+    model(x).square().mean().backward()
+    reference = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    offloader = make_offloader(target="nvme", path=tmp_path)
+    graph, captured, doubled = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.zeros(8, device=accelerator())
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)  # what leaves is on its way until then, half a second or so
+    with offloader:
+        loss = model(x).square().mean()
+    with torch.cuda.stream(captured):
+        graph.capture_begin(capture_error_mode="global")
+        doubled += 1
+        time.sleep(0.2)
+        graph.capture_end()
+    graph.replay()
+    loss.backward()
+    torch.cuda.synchronize()
+    assert doubled.tolist() == [1.0] * 8
+    assert_identical([p.grad for p in model.parameters() if p.grad is not None], reference)
+    assert offloader.statistics().nvme_written_bytes > 0
