@@ -136,10 +136,10 @@ class OffloadConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "give True or False")
         threads = self.io_threads
-        if threads is not None and not (isinstance(threads, int) and 1 <= threads <= MOST_THREADS):
+        if threads is not None and not (_is_number(threads, int) and 1 <= threads <= MOST_THREADS):
             raise ConfigError("io_threads", threads, f"give a number of threads, 1 or more and at most {MOST_THREADS}")
         slowdown = self.max_slowdown
-        if slowdown is not None and not (isinstance(slowdown, (int, float)) and 0 <= slowdown < float("inf")):
+        if slowdown is not None and not (_is_number(slowdown, int, float) and 0 <= slowdown < float("inf")):
             raise ConfigError("max_slowdown", slowdown, "give a share of the step's time, for example 0.02")
         if slowdown is not None and self.policy != "auto":
             raise ConfigError("max_slowdown", slowdown, "only a planner can keep it: leave policy at 'auto'")
@@ -273,6 +273,10 @@ def _from_text(name: str, text: str) -> Any:
     if name == "path":
         return text.split(os.pathsep)
     return text.split(",") if kind == "str | Sequence[str] | None" else text
+
+
+def _is_number(value: object, *kinds: type) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def _check_choice(field: str, value: object, choices: Sequence[str]) -> None:

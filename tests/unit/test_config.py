@@ -112,6 +112,8 @@ def enter(request: pytest.FixtureRequest) -> Any:
         ("tune_malloc", 0, "give True or False"),
         ("io_threads", 0, "1 or more"),
         ("io_threads", "four", "1 or more"),
+        ("io_threads", True, "1 or more"),
+        ("max_slowdown", True, "a share of the step's time"),
         ("io_threads", 10**9, "at most 256"),
         ("min_bytes", 2**70, "less than 8 EiB"),
         ("host_budget", "10000000TB", "less than 8 EiB"),
