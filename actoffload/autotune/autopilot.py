@@ -17,6 +17,7 @@ from ..planning.constants import (
     MOST_REST,
     MOST_WAITED,
     PLANNING_SHARE,
+    PROBE_SHARE,
     REVIEW_STEPS,
     ROOM_TO_KEEP,
     SHAPES_CHANGED,
@@ -151,8 +152,8 @@ class Autopilot:
         """A step of this shape begins: record it or not, and move something to measure a link or not."""
         shape, placement = self._shape, self._following.placement
         placement.keep_all = shape.tries_keeping
-        placement.probes = self._probes and shape.steps.review_begins
-        self._shared.watches_host = shape.plan is not None and not placement.probes and shape.steps.review_begins
+        placement.probe = self._probe if shape.steps.review_begins else None
+        self._shared.watches_host = shape.plan is not None and placement.probe is None and shape.steps.review_begins
         if shape.plan is not None:
             due = shape.steps.blocks_are_due
         else:
@@ -167,17 +168,22 @@ class Autopilot:
             self._recording.forget()
 
     @property
-    def _probes(self) -> bool:
-        """Whether one storage moves now and then although the plan moves none: what is not used is not measured.
+    def _probe(self) -> int | None:
+        """The place of the storage that moves now and then where the plan moves none: what is not used is not measured.
 
-        It is the first one of the forward, which backward needs last, so nothing waits for it but on a link that is
-        just fast enough to write it in time.
+        It is the first that a link brings back in `PROBE_SHARE` of a step, else the smallest.
         """
         plan, profile = self._shape.plan, self._shape.profile
         if plan is None or profile is None or plan.offloaded_bytes:
-            return False
-        costs = profile.disk is not None and profile.disk.cost_s_per_byte > 0  # known only where it is bounded
-        return not costs
+            return None
+        if profile.disk is not None and profile.disk.cost_s_per_byte > 0:
+            return None  # moving costs time, which somebody bounds
+        links = [link for link in (profile.disk, profile.host) if link is not None]
+        most = PROBE_SHARE * profile.step_s * min((link.read_bytes_per_s for link in links), default=float("inf"))
+        kept = [entry for entry in plan.entries if not entry.reason]
+        found = next((entry for entry in kept if entry.nbytes <= most), None)
+        smallest = min(kept, key=lambda entry: entry.nbytes, default=None) if found is None else found
+        return None if smallest is None else smallest.index
 
     @property
     def _moved_bytes(self) -> int:
@@ -415,7 +421,7 @@ class Autopilot:
         for name, step in shape.measured_at.items():
             by_age.setdefault(self._count - step + 1, []).append(name)
         parts = (f"{', '.join(names)} {age} step{'s' * (age != 1)} ago" for age, names in sorted(by_age.items()))
-        probe = f"; one storage in {REVIEW_STEPS} steps moves only to be measured" if self._probes else ""
+        probe = f"; one storage in {REVIEW_STEPS} steps moves only to be measured" if self._probe is not None else ""
         return f"measured: {'; '.join(parts)}{probe}"
 
     # -- options ------------------------------------------------------------------------------------------------------

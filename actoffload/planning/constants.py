@@ -67,6 +67,9 @@ ALIKE = 10
 REVIEW_STEPS = 5
 """Steps. A plan is compared with the median of so many, as single ones are noisy. A link that no plan uses is measured
 as often, by one storage."""
+PROBE_SHARE = 0.04
+"""Share of a step that reading this storage back may take: backward waits for no more. The loop asks for steps within
+1.05 × the best plan's; the first storage of a forward, whatever its size, had 1.17 ×."""
 AFTER_A_CHANGE = 3
 """Steps. So many the first time under a corrected plan, which was made from steps before and after something had
 changed: the loop asks for the best plan ten steps after each change."""

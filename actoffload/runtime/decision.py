@@ -61,8 +61,8 @@ class OffloadDecision:
         self._forwards = 0
         self.keep_all = config.policy == "keep"
         """Move nothing for now."""
-        self.probes = False
-        """The next storage that a plan keeps although it might move leaves, to measure a link that is not used."""
+        self.probe: int | None = None
+        """The storage at this place leaves once although a plan keeps it, to measure a link that is not used."""
         self.mismatched_bytes = 0
         """Bytes that a plan knew nothing of at their places; whoever looks at it sets it back."""
 
@@ -74,7 +74,7 @@ class OffloadDecision:
 
     def planned_sizes(self) -> tuple[int, ...]:
         """Return by index the bytes of each storage that the plan keeps, or -1; () if not only the plan decides."""
-        alone = not (self.uses_names or self._unproven or self.keep_all or self.probes)
+        alone = not (self.uses_names or self._unproven or self.keep_all or self.probe is not None)
         return self._planned_sizes if alone else ()
 
     def why_keep(self, record: Record, tensor: Tensor, tape: Tape[Record]) -> KeepReason | None:
@@ -102,8 +102,8 @@ class OffloadDecision:
             self._check(record, entry)
         if entry is not None:
             record.planned_tier = entry.tier
-            if self.probes and entry.action == _KEEP and not entry.reason:
-                self.probes = False
+            if record.index == self.probe:
+                self.probe = None
                 return None
             return self.why_planned if entry.action == _KEEP else None
         if self._plan is not None:
