@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import random
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +23,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _CODE = (type, FunctionType, MethodType, ModuleType)
 _BOOKKEEPING = ("actoffload.", "torch.")
 """Whose objects a forward does not compute with, such as FSDP's; modules are looked into all the same."""
+_CACHE_ARGUMENTS = ("past_key_values", "use_cache")
 _PLAIN = (bool, int, float, str, bytes)
 MOST_PARTS = 20_000
 """So many parts of what a block can reach are looked at, the nearest first."""
@@ -113,10 +115,18 @@ class Proof:
 
 
 class BlockWatch(Hooking):
-    """Tells a listener of the blocks of models as they run."""
+    """Tells a listener of the blocks of models as they run.
 
-    def __init__(self, listener: Listener) -> None:
+    Args:
+        listener: told of them.
+        recomputes: blocks may be recomputed. A model of Transformers' then makes no cache of keys and values in a
+            training forward that asks for none, as under its own checkpointing: a block that adds to one cannot run
+            twice.
+    """
+
+    def __init__(self, listener: Listener, *, recomputes: bool = False) -> None:
         super().__init__()
+        self._recomputes = recomputes
         self.blocks: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
         self._listener = listener
         self._local = threading.local()
@@ -132,6 +142,15 @@ class BlockWatch(Hooking):
             enter, leave = functools.partial(_enter, self, name), functools.partial(_leave, self)
             handles.append(block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
             handles.append(block.register_forward_hook(leave, always_call=True))
+        for module, place in _with_caches(model) if self._recomputes else ():
+            without = functools.partial(_without_cache, self, place)
+            handles.append(module.register_forward_pre_hook(without, with_kwargs=True))
+
+    def without_cache(self, place: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Return a training forward's arguments with ``use_cache=False``; None where it makes no cache, or is to."""
+        trains = module.training and torch.is_grad_enabled() and getattr(module.config, "use_cache", False)
+        asks = len(args) > place or any(kwargs.get(name) is not None for name in _CACHE_ARGUMENTS)
+        return (args, {**kwargs, "use_cache": False}) if trains and not asks else None
 
     def _free_name(self, name: str, block: nn.Module) -> str:
         """The name of a block, with a number where another model has a block of that name."""
@@ -175,8 +194,28 @@ def _enter(watch: BlockWatch, name: str, module: nn.Module, args: Any, kwargs: A
 
 
 @untraced
+def _without_cache(watch: BlockWatch, place: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return watch.without_cache(place, module, args, kwargs)
+
+
+@untraced
 def _leave(watch: BlockWatch, module: nn.Module, args: object, output: object) -> None:
     watch.leave(module)
+
+
+def _with_caches(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+    """The outermost modules that may make a cache, and at which place their arguments for it begin."""
+    if why_not_recomputed(model) == "compiled":
+        return
+    try:
+        names = list(inspect.signature(model.forward).parameters)
+    except (TypeError, ValueError):  # a forward that is not Python's
+        names = []
+    if hasattr(getattr(model, "config", None), "use_cache") and set(_CACHE_ARGUMENTS) <= set(names):
+        yield model, min(map(names.index, _CACHE_ARGUMENTS))
+    else:
+        for child in model.children():
+            yield from _with_caches(child)
 
 
 class _Running(NamedTuple):

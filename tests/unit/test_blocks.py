@@ -20,7 +20,7 @@ from actoffload.autotune.blocks import BlockWatch, find_blocks, why_not_recomput
 from actoffload.autotune.recompute import Checkpointed, Recompute, RecomputeMeter
 from actoffload.errors import ConfigError
 from actoffload.testing.gpt import GPT, GPTConfig
-from tests.harness import MakeOffloader, assert_same_gradients, gradients
+from tests.harness import MakeOffloader, assert_same_gradients, batch, gradients
 
 
 class _Keyword(nn.Module):
@@ -430,3 +430,40 @@ def test_a_given_plan_recomputes_no_block_that_changes_what_it_sees(make_offload
         return
     with pytest.raises(ConfigError, match=r"a plan that recomputes '1'.*plan anew"), offloader:
         model(x)
+
+
+class Caching(nn.Module):
+    """Makes a cache as models of Transformers do, and returns it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(use_cache=True)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: Tensor, past_key_values: Any = None, use_cache: bool | None = None) -> tuple[Tensor, Any]:
+        makes = self.config.use_cache if use_cache is None else use_cache
+        cache = [] if makes and past_key_values is None else past_key_values
+        for layer in self.layers:
+            x = layer(x).tanh()
+            if cache is not None:
+                cache.append(x)
+        return x, cache
+
+
+def test_a_model_whose_blocks_may_be_recomputed_makes_no_cache_to_train_with(make_offloader: MakeOffloader) -> None:
+    model, x = Caching(), batch()
+    outer = nn.Sequential(model)
+    offloader = make_offloader(policy="auto", device_budget="64KiB").use(outer)
+    with offloader:
+        assert model(x)[1] is None
+        assert outer(x)[1] is None
+        assert len(model(x, use_cache=True)[1]) == 3
+        assert len(model(x, [x])[1]) == 4
+        with torch.no_grad():
+            assert len(model(x)[1]) == 3
+    copied = pickle.loads(pickle.dumps(model))
+    assert len(copied(x)[1]) == 3
+    offloader.forget(outer)
+    assert len(model(x)[1]) == 3
+    make_offloader(policy="auto").use(model)  # without a budget nothing is recomputed
+    assert len(model(x)[1]) == 3
