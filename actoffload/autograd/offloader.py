@@ -132,8 +132,8 @@ class Offloader:
         given = self.config.policy if isinstance(self.config.policy, Plan) else None
         costs_allowed = self.config.device_budget is not None or bool(self.config.max_slowdown)
         recomputes = self.config.recompute and costs_allowed if given is None else bool(given.recompute)
-        listener = store.profiler if given is None else Proof(given.recompute)
-        self._blocks = BlockWatch(listener, recomputes=bool(recomputes))
+        self._proof = None if given is None else Proof(given.recompute)
+        self._blocks = BlockWatch(self._proof or store.profiler, recomputes=bool(recomputes))
         self.packer = Packer(store, self.exclusions, self._module_names, self._forwards)
         store.profiler.is_recorded = weakref.WeakMethod(self.packer.is_recorded)
         meter = RecomputeMeter(store.shared, store.tiers.by_device.values(), self.exclusions.static)
@@ -186,6 +186,8 @@ class Offloader:
         if self.autopilot is not None or self._following.plan is not None:
             self._blocks.watch(model)
             self._following.blocks_changed()
+            if self._proof is not None:
+                self._proof.begin_anew()
         if self._needs_names:
             self._module_names.watch(model)
 

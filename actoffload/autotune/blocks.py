@@ -89,7 +89,12 @@ class Proof:
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._unproven = set(names)
+        self._names = frozenset(names)
+        self._unproven = set(self._names)
+
+    def begin_anew(self) -> None:
+        """Another model has blocks of these names: nothing is known of them."""
+        self._unproven = set(self._names)
 
     @property
     def active(self) -> bool:

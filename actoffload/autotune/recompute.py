@@ -168,8 +168,10 @@ class Checkpointed:
     def _own(self) -> Iterable[Tensor]:
         if self._module is None:
             return ()
-        # FSDP 1 gathers what it has flattened anew, in place, before the second run.
-        parameters = (p for p in self._module.parameters() if not getattr(p, "_fsdp_flattened", False))
+        # FSDP 1 gathers what it has flattened anew, in place, before the second run. An optimizer that steps in
+        # backward may have done so before that, where nothing needs what is computed with the parameter any more.
+        skipped = ("_fsdp_flattened", "_post_accumulate_grad_hooks")
+        parameters = (p for p in self._module.parameters() if not any(getattr(p, name, None) for name in skipped))
         return (*parameters, *self._module.buffers())
 
 

@@ -467,3 +467,55 @@ def test_a_model_whose_blocks_may_be_recomputed_makes_no_cache_to_train_with(mak
     assert len(model(x)[1]) == 3
     make_offloader(policy="auto").use(model)  # without a budget nothing is recomputed
     assert len(model(x)[1]) == 3
+
+
+class Drawing(nn.Linear):
+    """Draws from Python's generator."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh() * random.random()
+
+
+def test_each_model_that_follows_a_plan_is_looked_at(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy=Plan((), recompute=("0", "1")))
+    good = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(2)))
+    with offloader.use(good):
+        good(batch()).sum().backward()
+    offloader.forget(good)
+    bad = nn.Sequential(*(Drawing(64, 64) for _ in range(2)))
+    with pytest.raises(ConfigError, match="recomputes '0'"), offloader.use(bad):
+        bad(batch())
+
+
+class Biased(nn.Linear):
+    """Ends with a parameter of which no backward needs a value."""
+
+    def __init__(self) -> None:
+        super().__init__(64, 64)
+        self.last = nn.Parameter(torch.zeros(64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).tanh() + self.last
+
+
+def test_an_optimizer_may_step_in_backward(make_offloader: MakeOffloader) -> None:
+    def losses(recompute: tuple[str, ...]) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Biased() for _ in range(3)))
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(_step_in_backward)
+        offloader, found = make_offloader(policy=Plan((), recompute=recompute)).use(model), []
+        for _ in range(3):
+            with offloader:
+                loss = model(batch()).square().sum()
+            loss.backward()
+            found.append(loss.item())
+        return found
+
+    assert losses(("0", "1", "2")) == losses(())
+
+
+def _step_in_backward(parameter: Tensor) -> None:
+    with torch.no_grad():
+        parameter.add_(parameter.grad, alpha=-1e-3)  # type: ignore[arg-type]
+    parameter.grad = None
