@@ -287,7 +287,7 @@ def _told_on_device(device: SimulatedDevice, model: nn.Module, **options: Any) -
     with simulated(SimulatedAccelerator(), **options) as offloader:
         for _ in range(4):
             train_step(model, x, offloader, between=offloader.synchronize)
-        device.synchronize()
+            device.synchronize()  # waits are counted when the next step begins, if they are over
         return told(offloader)
 
 
