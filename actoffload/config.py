@@ -165,6 +165,11 @@ class OffloadConfig:
         """The directories of the spool, with the default filled in."""
         return self.path or default_paths()  # type: ignore[return-value]
 
+    @property
+    def may_recompute(self) -> bool:
+        """Whether a plan may recompute blocks: somebody has said what that is to pay for."""
+        return self.recompute and (self.device_budget is not None or self.max_slowdown is not None)
+
     def size(self, name: str, default: int) -> int:
         """A size option in bytes, or ``default`` where it was left out."""
         value = getattr(self, name)

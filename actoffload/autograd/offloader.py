@@ -130,10 +130,9 @@ class Offloader:
         self.exclusions = Exclusions()
         self._module_names = ModuleScopes()
         given = self.config.policy if isinstance(self.config.policy, Plan) else None
-        costs_allowed = self.config.device_budget is not None or bool(self.config.max_slowdown)
-        recomputes = self.config.recompute and costs_allowed if given is None else bool(given.recompute)
+        recomputes = self.config.may_recompute if given is None else bool(given.recompute)
         self._proof = None if given is None else Proof(given.recompute)
-        self._blocks = BlockWatch(self._proof or store.profiler, recomputes=bool(recomputes))
+        self._blocks = BlockWatch(self._proof or store.profiler, recomputes=recomputes)
         self.packer = Packer(store, self.exclusions, self._module_names, self._forwards)
         store.profiler.is_recorded = weakref.WeakMethod(self.packer.is_recorded)
         meter = RecomputeMeter(store.shared, store.tiers.by_device.values(), self.exclusions.static)

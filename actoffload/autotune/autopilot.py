@@ -369,7 +369,7 @@ class Autopilot:
             return Proposal()
         profile = rescaled(shape.profile, compute_s / shape.profile.step_s)
         try:
-            limits = replace(self.limits, recompute=self._shared.config.recompute and self._bounded)
+            limits = replace(self.limits, recompute=self._shared.config.may_recompute)
             plan = self.planner.plan(profile, limits)
             text = plan.to_json()
         except Exception:  # as without: this rank goes on, and the others must not wait for it
@@ -427,11 +427,6 @@ class Autopilot:
     # -- options ------------------------------------------------------------------------------------------------------
 
     @property
-    def _bounded(self) -> bool:
-        config = self._shared.config
-        return config.device_budget is not None or config.max_slowdown is not None
-
-    @property
     def limits(self) -> Limits:
         """What a plan has to respect."""
         config = self._shared.config
@@ -445,7 +440,7 @@ class Autopilot:
             pending_bytes=None if config.pending_bytes is None else config.size("pending_bytes", 0),
             max_slowdown=config.max_slowdown,
             tiers=tiers,
-            recompute=config.recompute and self._bounded and self._misled < MOST_MISLED and not several_ranks(),
+            recompute=config.may_recompute and self._misled < MOST_MISLED and not several_ranks(),
         )
 
 

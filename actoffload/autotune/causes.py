@@ -58,8 +58,8 @@ class Planned:
     limits: Limits
     planner: Planner
     seen: Observed | None
-    step: str = "a step"
-    """What was planned, as `Profile.told_as` says."""
+    unit: str = "a step"
+    """What was planned, as `Profile.unit` names it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +98,8 @@ class Facts:
         return max(1, self.counts.optimizer_steps or self.counts.microbatches or self.counts.steps)
 
     @property
-    def like_step(self) -> float:
-        """How often there was what `step` is."""
+    def units(self) -> float:
+        """How many steps there were, or units of the plan where there is one: what `step` is a measurement of."""
         planned = self.planned
         if planned is None or planned.seen is None:
             return self.steps
@@ -148,7 +148,7 @@ def slow_link(f: Facts) -> Cause | None:
     rate, link = "", f.disk if disk else planned.profile.host if planned is not None else None
     if link is not None:
         found = (link.write_bytes_per_s if writes else link.read_bytes_per_s) / 1e9
-        needed = f.counts.moved_bytes / f.like_step / max(1e-9, f.step.step_s - f.wait_s) / 1e9  # in all of a step
+        needed = f.counts.moved_bytes / f.units / max(1e-9, f.step.step_s - f.wait_s) / 1e9  # in all of a step
         rate = f": it {'writes' if writes else 'reads'} {found:.2g} GB/s"
         rate += f" and needs more than {needed:.2g}" if needed > found else ""
     remedies: list[str] = []
@@ -346,5 +346,5 @@ def _predicted(planned: Planned, budget: int, gain: float = float("-inf")) -> li
     if row.step_s is None or row.peak_bytes is None or row.step_s > (1 - gain) * now_s:
         return []
     peak, step = format_size(row.peak_bytes), format_time(row.step_s)
-    told = f"device_budget={format_size(budget)!r} is predicted to peak at {peak} and to take {step} for {planned.step}"
+    told = f"device_budget={format_size(budget)!r} is predicted to peak at {peak} and to take {step} for {planned.unit}"
     return [f"{told} instead of {format_time(now_s)}"]

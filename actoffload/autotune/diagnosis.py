@@ -27,7 +27,7 @@ def known_at_the_end(facts: Facts, pilot: Autopilot | None) -> dict[str, Any]:
     planned = facts.planned
     found: dict[str, Any] = {
         "diagnosis": diagnose(facts),
-        "planned_for": None if planned is None else planned.step,
+        "planned_for": None if planned is None else planned.unit,
         "plans": [] if pilot is None else list(pilot.history),
         "profile": None,
         "limits": None,
@@ -49,8 +49,8 @@ def planned_by(pilot: Autopilot | None, counts: Statistics) -> Planned | None:
     if pilot is None or pilot.profile is None or pilot.plan is None:
         return None
     profile, plan = pilot.profile, pilot.plan
-    step = profile.told_as(counts.microbatches, counts.optimizer_steps)
-    return Planned(profile=profile, plan=plan, limits=pilot.limits, planner=pilot.planner, seen=pilot.seen, step=step)
+    unit = profile.unit(counts.microbatches, counts.optimizer_steps)
+    return Planned(profile=profile, plan=plan, limits=pilot.limits, planner=pilot.planner, seen=pilot.seen, unit=unit)
 
 
 def facts_of(store: ActivationStore, pilot: Autopilot | None, held_bytes: Mapping[str, int] | None = None) -> Facts:

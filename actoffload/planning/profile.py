@@ -162,8 +162,8 @@ class Profile:
         """Forward passes that are alive at once in it."""
         return 1 + max((storage.tape for storage in self.storages), default=0)
 
-    def told_as(self, microbatches: int, optimizer_steps: int) -> str:
-        """What was recorded, for a person: a step, or what of one is over before the next forward begins.
+    def unit(self, microbatches: int, optimizer_steps: int) -> str:
+        """Name what was recorded: a step, or the micro-batches of it that end before the next forward begins.
 
         Args:
             microbatches: of the run; ``optimizer_steps``: likewise.

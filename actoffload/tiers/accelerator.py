@@ -207,7 +207,7 @@ class CudaAccelerator(TorchAccelerator):
         super().__init__("cuda")
 
     def synchronize(self, event: Event) -> None:
-        with _unlike_a_capture():
+        with _relaxed_capture_mode():
             while not self.done(event):  # cudaEventSynchronize would keep a core busy, as PyTorch's events do not block
                 time.sleep(NAP_S)
 
@@ -217,7 +217,7 @@ class CudaAccelerator(TorchAccelerator):
     def pin(self, address: int, nbytes: int) -> bool:
         portable = 1  # cudaHostRegisterPortable: pinned for every device of the process
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        with _unlike_a_capture():
+        with _relaxed_capture_mode():
             done = int(runtime.cudaHostRegister(address, nbytes, portable)) == 0
         if done:
             return True
@@ -227,7 +227,7 @@ class CudaAccelerator(TorchAccelerator):
     def unpin(self, address: int) -> bool:
         not_registered = 713  # cudaErrorHostMemoryNotRegistered: an interrupt came before it was
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        with _unlike_a_capture():
+        with _relaxed_capture_mode():
             result = int(runtime.cudaHostUnregister(address))
         if result != 0:
             _clear_cuda_error()
@@ -235,8 +235,8 @@ class CudaAccelerator(TorchAccelerator):
 
 
 @contextlib.contextmanager
-def _unlike_a_capture() -> Iterator[None]:
-    """Let this thread call what ends a capture in mode ``global``, CUDA's default, that another thread has begun."""
+def _relaxed_capture_mode() -> Iterator[None]:
+    """Relax this thread's capture mode: in the default one its calls would end another thread's capture of a graph."""
     exchange = capture_mode_exchange()
     mode = ctypes.c_int(2)  # cudaStreamCaptureModeRelaxed; afterwards what it was
     if exchange is not None:

@@ -86,9 +86,9 @@ class DeviceTier(Tier):
         self._keeps_backlog = shared.config.policy in ("auto", "greedy")
         self._in_child = False
         self._last_hook: Event | None = None
-        """After what the compute stream had been given by the end of the last hook that was watched ..."""
+        """After what the compute stream had been given by the end of the last hook that was watched."""
         self._watched_last = False
-        """... which was the last of all."""
+        """No hook that was not watched has run since."""
         self._waiter = ThreadPoolExecutor(1, "actoffload-copies")
 
     # -- device → host ------------------------------------------------------------------------------------------------

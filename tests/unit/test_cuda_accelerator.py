@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from actoffload.tiers import accelerator
 
@@ -12,20 +14,44 @@ GLOBAL, RELAXED = 0, 2
 """Modes of capture as the CUDA runtime numbers them."""
 
 
-def test_waiting_for_a_copy_does_not_end_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA lets no thread ask for an event while another captures, unless its own mode is relaxed."""
-    mode, seen = [GLOBAL], []
+@pytest.fixture
+def mode(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """This thread's capture mode, as the runtime would keep it."""
+    kept = [GLOBAL]
 
     def exchange(pointer: Any) -> int:
-        mode[0], pointer._obj.value = pointer._obj.value, mode[0]
+        kept[0], pointer._obj.value = pointer._obj.value, kept[0]
         return 0
+
+    monkeypatch.setattr(accelerator, "capture_mode_exchange", lambda: exchange)
+    return kept
+
+
+def test_waiting_for_a_copy_does_not_end_a_capture(mode: list[int]) -> None:
+    """CUDA lets no thread ask for an event while another captures, unless its own mode is relaxed."""
+    seen = []
 
     class Asked(accelerator.CudaAccelerator):
         def done(self, event: Any) -> bool:
             seen.append(mode[0])
             return len(seen) == 3
 
-    monkeypatch.setattr(accelerator, "capture_mode_exchange", lambda: exchange)
     Asked().synchronize(None)
     assert seen == [RELAXED] * 3
+    assert mode == [GLOBAL]
+
+
+def test_page_locking_does_not_end_a_capture(mode: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def called(*arguments: object) -> int:
+        seen.append(mode[0])
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=called, cudaHostUnregister=called)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    device = accelerator.CudaAccelerator()
+    assert device.pin(0, 1)
+    assert device.unpin(0)
+    assert seen == [RELAXED] * 2
     assert mode == [GLOBAL]

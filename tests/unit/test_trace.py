@@ -24,7 +24,7 @@ from actoffload.errors import ConfigError, TraceFileError
 from actoffload.events import EventKind, TraceEvent
 from actoffload.runtime.trace import RATE_S, Rates
 from actoffload.runtime.trace_writer import TraceWriter, writer_for
-from tests.harness import Chain, MakeOffloader, batch, descriptors, train_step
+from tests.harness import WAIT_S, Chain, MakeOffloader, batch, descriptors, train_step
 
 TENSOR_BYTES = 128 * 64 * 4
 
@@ -99,6 +99,31 @@ def test_memory_is_looked_at_while_nothing_is_saved(make_offloader: MakeOffloade
     ]
     whole = sum(parameter.nbytes for parameter in model.parameters())
     assert any(0 < gradients < whole for gradients in within), within
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+def test_a_fork_in_the_middle_of_a_look_at_memory(
+    make_offloader: MakeOffloader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, goes_on = threading.Event(), threading.Event()
+
+    def slow() -> int:
+        if threading.current_thread() is not threading.main_thread():
+            looks.set()
+            goes_on.wait(WAIT_S)
+        return 1 << 30
+
+    monkeypatch.setattr("actoffload.runtime.trace.rss_bytes", slow)
+    offloader = make_offloader(trace=tmp_path / "run.json", policy="keep")
+    with offloader:
+        assert looks.wait(WAIT_S)
+        child = os.fork()
+        if not child:
+            signal.alarm(5)
+            offloader.close()
+            os._exit(0)
+        goes_on.set()
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_what_a_link_can_do_counts_time_that_transfers_share_once() -> None:
