@@ -488,7 +488,7 @@ def test_with_accumulated_gradients_a_micro_batch_is_what_is_planned(make_offloa
             optimizer.step()
         found = facts_of(offloader.store, offloader.autopilot).planned
         assert found is not None
-        told[each] = found.step
+        told[each] = found.unit
     assert told == {1: "a step", 4: "a micro-batch"}
 
 
