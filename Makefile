@@ -91,7 +91,7 @@ bench: $(VENV)/.installed-test
 	$(BIN)/python -m benchmarks.micro
 	$(BIN)/python -m benchmarks.e2e_cpu
 	$(BIN)/python -m benchmarks.peers_cpu
-	$(BIN)/python -m benchmarks.planner_cpu
+	$(BIN)/python -m benchmarks.planner
 
 gpu:
 	PYTHONPATH=$(CURDIR)/.gpu-wheels $(PYTHON) -m benchmarks.gpu $(GPU_ARGS)

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ import actoffload
 from actoffload.analysis.process_usage import peak_rss_bytes, rss_bytes
 from benchmarks import harness
 from benchmarks.harness import Bound, Row, Sample, Samples, middle
-from benchmarks.worker import reset_peak_rss, say
+from benchmarks.worker import say
 
 Options = dict[str, Any] | None
 """For the library; None to do without."""
@@ -212,7 +213,8 @@ def work(case: str, path: str, offloads: bool) -> None:
     with contextlib.redirect_stdout(sys.stderr):
         train, offloader = CASES[case]({"target": "nvme", "path": path} if offloads else None)
         before = rss_bytes()
-        reset_peak_rss()
+        with contextlib.suppress(OSError):  # begin the peak of resident memory anew
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         train()
         peak, found = peak_rss_bytes(), offloader()
     say({"before_bytes": before, "peak_bytes": peak, "statistics": found.statistics().as_dict() if found else None})

@@ -2,8 +2,8 @@
 
 The options come as one JSON argument: those of `benchmarks.workloads.build`, and ``device``, ``mode`` (of
 `benchmarks.modes`), ``steps`` (timed), ``warm_up`` (steps before them), ``path``, ``threads``, ``optimizer`` (bool),
-``options`` (more of them for `offload_activations`), ``in_turns`` (bool: a timed step is taken for every line that is
-read, and said; see `benchmarks.turns`) and ``bandwidth`` (bytes per second of a throttled disk).
+``options`` (more of them for `offload_activations`) and ``in_turns`` (bool: a timed step is taken for every line that
+is read, and said; see `benchmarks.turns`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -27,7 +25,6 @@ from torch import Tensor, nn
 import actoffload
 from actoffload.analysis.process_usage import peak_rss_bytes, rss_bytes
 from actoffload.testing import simulated_device
-from actoffload.testing.faults import SlowEngine
 from benchmarks.modes import MODES, Library, open_peer
 from benchmarks.peers import Peer, Unavailable
 from benchmarks.workloads import build, checkpoint_blocks
@@ -71,8 +68,6 @@ class Run:
         self.close()
         mode = MODES[name or self.spec["mode"]]
         more = {**(self.spec.get("options") or {}), **(options or {})}
-        if self.spec.get("bandwidth"):
-            more["engine"] = partial(SlowEngine, bandwidth_bytes_per_s=self.spec["bandwidth"], duplex=True)
         self.peer = open_peer(mode, self.work, self.device, self.spec.get("path"), more)
         self._mode.callback(self.peer.close)
         if mode.recompute:
@@ -232,19 +227,10 @@ def trim_heap() -> None:
         trim(0)
 
 
-def reset_peak_rss() -> bool:
-    """Let the peak of this process's resident memory begin anew; False where the system does not offer that."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        return False
-    return True
-
-
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
     """All steps of one sample. Bytes and seconds."""
     run = Run(spec)
-    result: dict[str, Any] = {name: spec.get(name) for name in ("mode", "options", "bandwidth")}
+    result: dict[str, Any] = {name: spec.get(name) for name in ("mode", "options")}
     run.open()  # a peer's library is static memory, too
     run.make_static()
     result["static_bytes" if run.on_device else "static_rss_bytes"] = run.static_bytes
@@ -253,13 +239,10 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         result["reproducible"] = run.first_step() == result["first_gradients"]
         run.losses.pop()
     run.timed(spec.get("warm_up", 1))
-    first_peak_bytes = peak_rss_bytes()
-    fresh = reset_peak_rss()
     used = kernel_counts()
     result |= run.measure(run.timed_in_turns if spec.get("in_turns") else lambda: run.timed(spec["steps"]))
     result |= per_step(used, kernel_counts(), len(result["step_s"]))
-    result["steady_peak_rss_bytes"] = peak_rss_bytes() if fresh else None
-    result["peak_rss_bytes"] = max(first_peak_bytes, peak_rss_bytes())
+    result["peak_rss_bytes"] = peak_rss_bytes()
     result["losses"] = run.losses
     result["last_parameters"] = checksum(parameter.detach() for parameter in run.model.parameters())
     if run.offloader is not None:

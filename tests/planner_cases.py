@@ -1,6 +1,6 @@
 """Many steps of models, disks and machines that change, in virtual time, against the best plan that is found for each.
 
-`run` gives one case's row; ``python -m benchmarks.planner_cpu --virtual`` makes the table of all.
+`run` gives one case's row; ``python -m benchmarks.planner`` makes the table of all.
 """
 
 from __future__ import annotations

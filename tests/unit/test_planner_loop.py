@@ -327,7 +327,7 @@ def test_a_budget_that_no_plan_will_keep_is_named_before_a_step_passes_it(make_r
     ],
 )
 def test_a_sample_of_the_cases(make_rig: MakeRig, model: str, scenario: str, limited: bool) -> None:
-    """All of them are in the table that ``python -m benchmarks.planner_cpu --virtual`` makes."""
+    """All of them are in the table that ``python -m benchmarks.planner`` makes."""
     row = planner_cases.run(make_rig, model, scenario, limited)
     assert row["holds"], row
 
