@@ -144,13 +144,14 @@ class BlockWatch(Hooking):
         for name, block in find_blocks(model).items():
             name = self._free_name(name, block)
             self.blocks[name] = block
-            enter, leave = functools.partial(_enter, self, name), functools.partial(_leave, self)
+            enter = functools.partial(self.enter, name)
             handles.append(block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-            handles.append(block.register_forward_hook(leave, always_call=True))
+            handles.append(block.register_forward_hook(self.leave, always_call=True))
         for module, place in _with_caches(model) if self._recomputes else ():
-            without = functools.partial(_without_cache, self, place)
+            without = functools.partial(self.without_cache, place)
             handles.append(module.register_forward_pre_hook(without, with_kwargs=True))
 
+    @untraced
     def without_cache(self, place: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return a training forward's arguments with ``use_cache=False``; None where it makes no cache, or is to."""
         trains = module.training and torch.is_grad_enabled() and getattr(module.config, "use_cache", False)
@@ -172,40 +173,27 @@ class BlockWatch(Hooking):
         for name in [name for name, block in self.blocks.items() if block in gone]:
             del self.blocks[name]
 
-    def enter(self, name: str, module: nn.Module, inputs: Any) -> None:
+    @untraced
+    def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The forward of a block begins."""
         if not self._listener.active or torch._C._current_graph_task_id() != -1:
             return  # nobody listens, or a recomputation
         if not hasattr(self._local, "running"):
             self._local.running = []
-        leaves = tree_leaves(inputs)
+        leaves = tree_leaves((args, kwargs))
         given = enumerate(leaves)
         tensors = {place: leaf for place, leaf in given if isinstance(leaf, Tensor) and not leaf.is_inference()}
         reached = [module, *leaves]
         self._local.running.append(_Running(name, module, reached, _state(reached)))
         self._listener.block_began(name, tensors)
 
-    def leave(self, module: nn.Module) -> None:
+    @untraced
+    def leave(self, module: nn.Module, args: object, output: object) -> None:
         """It has ended."""
         running: list[_Running] = getattr(self._local, "running", [])
         if running and running[-1].module is module:
             block = running.pop()
             self._listener.block_ended(block.name, repeatable=block.unchanged() and not why_not_recomputed(module))
-
-
-@untraced
-def _enter(watch: BlockWatch, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-    watch.enter(name, module, (args, kwargs))
-
-
-@untraced
-def _without_cache(watch: BlockWatch, place: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return watch.without_cache(place, module, args, kwargs)
-
-
-@untraced
-def _leave(watch: BlockWatch, module: nn.Module, args: object, output: object) -> None:
-    watch.leave(module)
 
 
 def _with_caches(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from ..tiers.record import Record
-from ..tiers.shared import Shared
 from .tape import Tape
 
-
-class Counting(Protocol):
-    """What a place needs of the store that it is of."""
-
-    shared: Shared
-
-    def passed_place(self, place: KeptPlace, round_: int) -> int:
-        """Backward takes a tensor of the storage."""
-
-    def drop(self, record: Any, round_: int) -> None:
-        """The last handle died."""
+if TYPE_CHECKING:
+    from .store import ActivationStore
 
 
 class KeptPlace:
@@ -38,7 +28,7 @@ class KeptPlace:
     __slots__ = ("index", "kind", "module", "nbytes", "round", "store", "tape")
 
     def __init__(
-        self, store: Counting, tape: Tape[Record], index: int, nbytes: int, kind: str, module: str | None
+        self, store: ActivationStore, tape: Tape[Record], index: int, nbytes: int, kind: str, module: str | None
     ) -> None:
         self.tape = tape
         self.index = index

@@ -111,8 +111,8 @@ class Recorder:
         if tiers.spool is not None:
             tiers.spool.on_moved = self.moved
         self._hooks = [
-            register_optimizer_step_pre_hook(functools.partial(_optimizer_begins, weakref.ref(self))),
-            register_optimizer_step_post_hook(functools.partial(_optimizer_ended, weakref.ref(self))),
+            register_optimizer_step_pre_hook(functools.partial(_tell, weakref.WeakMethod(self.optimizer_begins))),
+            register_optimizer_step_post_hook(functools.partial(_tell, weakref.WeakMethod(self.optimizer_ended))),
         ]
 
     # -- what happens -------------------------------------------------------------------------------------------------
@@ -569,14 +569,8 @@ def _look_often(recorder: weakref.ref[Recorder], closed: threading.Event) -> Non
 
 
 @skipped
-def _optimizer_begins(recorder: weakref.ref[Recorder], optimizer: Optimizer, *_: object) -> None:
-    there = recorder()
-    if there is not None and not torch.compiler.is_compiling():
-        there.optimizer_begins(optimizer)
-
-
-@skipped
-def _optimizer_ended(recorder: weakref.ref[Recorder], optimizer: Optimizer, *_: object) -> None:
-    there = recorder()
-    if there is not None and not torch.compiler.is_compiling():
-        there.optimizer_ended(optimizer)
+def _tell(told: weakref.WeakMethod[Callable[[Optimizer], None]], optimizer: Optimizer, *_: object) -> None:
+    """Tell a recorder of an optimizer's step, while there is one."""
+    method = told()
+    if method is not None and not torch.compiler.is_compiling():
+        method(optimizer)
