@@ -535,14 +535,6 @@ void pack_dealloc(PyObject* self) {
   Py_TYPE(self)->tp_free(self);
 }
 
-PyObject* pack_self(PyObject* self, void*) {
-  PyObject* const fallback = reinterpret_cast<Pack*>(self)->fallback;
-  return fallback != nullptr ? PyObject_GetAttrString(fallback, "__self__") : Py_NewRef(Py_None);
-}
-
-PyGetSetDef pack_getters[] = {{"__self__", pack_self, nullptr, "Whose hook it is: as of the fallback.", nullptr},
-                              {nullptr, nullptr, nullptr, nullptr, nullptr}};
-
 // -- finalizers ------------------------------------------------------------------------------------------------------
 
 // An interrupt (Ctrl-C) that came while a kernel ran is raised where Python runs next, which is often the finalizer of a
@@ -660,7 +652,6 @@ void describe_types() {
   pack_type.tp_traverse = pack_traverse;
   pack_type.tp_clear = pack_clear;
   pack_type.tp_free = PyObject_GC_Del;
-  pack_type.tp_getset = pack_getters;
   make_hook(&pack_type, offsetof(Pack, vectorcall));
 }
 

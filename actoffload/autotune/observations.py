@@ -21,34 +21,16 @@ class Recording:
     def __init__(self, profiler: Profiler, tiers: Tiers, prefetch: Prefetch) -> None:
         self.steps = 0
         """Steps that were recorded."""
-        self._profiler = profiler
+        self.profiler = profiler
         self._tiers = tiers
         self._prefetch = prefetch
         self._known_rates: dict[tuple[str, str], float] = {}
 
-    @property
-    def active(self) -> bool:
-        """Whether a step is being recorded."""
-        return self._profiler.active
-
-    @property
-    def finished(self) -> bool:
-        """Whether a recorded step waits to be looked at."""
-        return self._profiler.finished
-
-    def begin(self) -> None:
-        """Record the step that begins now."""
-        self._profiler.begin()
-
-    def forget(self) -> None:
-        """Drop what was recorded."""
-        self._profiler.active = self._profiler.finished = False
-
     def profile(self) -> Profile | None:
         """The recorded step; None for a forward without a backward, or while the device has not come to its end."""
-        if not self._profiler.useful:
+        if not self.profiler.useful:
             return None
-        profile = self._profiler.profile(device=next(iter(self._tiers.by_device), "cpu"))
+        profile = self.profiler.profile(device=next(iter(self._tiers.by_device), "cpu"))
         if profile is None:
             return None
         self.steps += 1
@@ -70,14 +52,14 @@ class Recording:
 
     def block_times(self) -> dict[str, float] | None:
         """Forward and backward of each block in seconds; None when another step, or a later call, has to tell."""
-        if not self._profiler.useful:
-            self.forget()  # a forward without a backward: another step shows it
+        if not self.profiler.useful:
+            self.profiler.forget()  # a forward without a backward: another step shows it
             return None
         times: dict[str, float] = {}
         try:
-            profile = self._profiler.profile()
+            profile = self.profiler.profile()
         except ConfigError:  # a step that was interrupted; a plan does not end because its blocks could not be timed
-            self.forget()
+            self.profiler.forget()
             return times
         if profile is None:
             return None  # the device has not come to the end of that step

@@ -48,11 +48,6 @@ class Hint:
 class Phases(Generic[F]):
     """The phases of this step so far, those of the step before, and what follows."""
 
-    __slots__ = (
-        "_agrees", "_bytes", "_forwards", "_keys", "_next", "_now", "_numbers", "_past", "_past_bytes", "_pending",
-        "changes",
-    )  # fmt: skip
-
     def __init__(self) -> None:
         self.changes = 0
         """Grows whenever the answers of `follows` and `expected_bytes` may have changed."""

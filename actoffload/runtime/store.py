@@ -565,7 +565,7 @@ class ActivationStore:
     def after_fork_in_child(self) -> None:
         """Keep what is saved in the child and give up what is not in memory: it has none of our threads."""
         self.forked = True
-        self.profiler.active = False
+        self.profiler.forget()
         if self.trace is not None:
             self.trace.after_fork_in_child()
             self.trace = None

@@ -64,10 +64,9 @@ class TraceWriter:
         self._end = 0
         self._about = {**about, "base_ns": self.base_ns}
         self._file = os.open(path, _FLAGS | os.O_TRUNC, 0o666)
-        self._put(_ARRAY)
         name = {"name": f"actoffload, rank {about.get('rank', 0)}"}
         self._began_us = (time.time_ns() - self.base_ns) / 1e3
-        self._put(self._metadata("process_name", 0, name), first=True)
+        self._put(_ARRAY + b"\n" + self._metadata("process_name", 0, name))
         self._put(self._metadata("actoffload", 0, self._about))
 
     # -- what is added ------------------------------------------------------------------------------------------------
@@ -146,12 +145,10 @@ class TraceWriter:
         while not stopped.wait(FLUSH_S):
             self.flush()
 
-    def _put(self, data: bytes, *, first: bool = False) -> None:
+    def _put(self, data: bytes) -> None:
         """Append to the file."""
-        if self._end and not first:
+        if self._end:
             data = b",\n" + data
-        elif first:
-            data = b"\n" + data
         _write(self._file, data, self._end)
         self._end += len(data)
 
