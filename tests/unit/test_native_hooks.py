@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actoffload import keep, no_offload
@@ -33,15 +32,6 @@ ELEMENTS = 24
 LEAST_BYTES = 1024
 
 
-class Full(list[Any]):
-    """A list that takes no numbers, which are the deaths."""
-
-    def append(self, note: Any) -> None:
-        if isinstance(note, int):
-            raise MemoryError("full")
-        super().append(note)
-
-
 class Python:
     """A handle of the fallback's."""
 
@@ -55,8 +45,8 @@ class Python:
 class Hooks:
     """The module's two hooks, and what they were told and have noted."""
 
-    def __init__(self, *, notes: list[Any] | None = None, settle: Any = None, many: int = 1000, **least: int) -> None:
-        self.notes: list[Any] = [] if notes is None else notes
+    def __init__(self, *, settle: Any = None, many: int = 1000, **least: int) -> None:
+        self.notes: list[Any] = []
         self.static = StorageSet()
         self.marked = StorageSet()
         self.awaited: dict[Any, Any] = {}
@@ -241,34 +231,6 @@ def test_python_looks_at_what_is_no_plain_tensor(name: str, hooks: Hooks) -> Non
     assert hooks.notes == []
 
 
-CHANGES: dict[str, Callable[[Tensor], Any]] = {
-    "smaller": lambda t: t.resize_(ELEMENTS // 2),
-    "larger": lambda t: t.resize_(3 * ELEMENTS).fill_(1.0),
-    "elsewhere": lambda t: t.set_(values().untyped_storage()),
-    "other data": lambda t: setattr(t, "data", values(torch.float64)),
-    "in place": lambda t: t.mul_(2),
-    "in place, as a view": lambda t: t[2:5].zero_(),
-    "transposed in place": lambda t: t.reshape(4, 6).t_(),
-    "a gradient": lambda t: t.requires_grad_().mul(3.0).sum().backward(),
-    "squeezed": lambda t: t.unsqueeze_(0),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_it_takes_what_a_detached_tensor_takes(change: str, hooks: Hooks) -> None:
-    outcomes = []
-    for detach in (Tensor.detach, lambda tensor: hooks.unpack(hooks.pack(tensor))):
-        tensor = activation(1, ELEMENTS)
-        back = detach(tensor)
-        try:
-            CHANGES[change](back)
-        except RuntimeError as error:
-            outcomes.append((str(error), tensor._version))
-        else:
-            outcomes.append((str(facts(back) | {"place": None}), tensor._version))
-    assert outcomes[0] == outcomes[1]
-
-
 def test_a_tangent_is_left_behind(hooks: Hooks) -> None:
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(values(), torch.ones(ELEMENTS))
@@ -389,22 +351,6 @@ def test_saved_during_backward_is_said(make_offloader: MakeOffloader) -> None:
     assert "saved during backward" in offloader.statistics().kept_bytes
 
 
-@pytest.mark.parametrize("name", ["detach", "untyped_storage"])
-def test_neither_a_patched_method_nor_a_mode_of_functions_is_asked(
-    name: str, hooks: Hooks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Odd(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return 7 if func is getattr(Tensor, name) else func(*args, **(kwargs or {}))
-
-    with Odd():
-        assert type(hooks.unpack(hooks.pack(ones(4)))) is Tensor
-    with monkeypatch.context() as patch:
-        patch.setattr(Tensor, name, lambda tensor: 7)
-        assert type(hooks.unpack(hooks.pack(ones(4)))) is Tensor
-    assert len(hooks.notes) == 4
-
-
 def test_a_dispatch_mode_sees_what_is_done(hooks: Hooks) -> None:
     calls: list[Any] = []
 
@@ -473,32 +419,6 @@ def test_an_error_while_notes_are_counted_leaves_nothing_behind() -> None:
     assert hooks.notes == [("below min_bytes", 16, True), 16]
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_death_that_cannot_be_noted_ends_nothing() -> None:
-    hooks = Hooks(notes=Full())
-    handle = hooks.pack(ones(4))
-    del handle
-    assert len(hooks.notes) == 1
-
-
-def test_without_memory_there_is_an_error_and_no_death_too_many(hooks: Hooks) -> None:
-    memory = pytest.importorskip("_testcapi", reason="Python's own tests are not installed")
-    errors = 0
-    tensor = ones(4)
-    for allocations in range(20):
-        memory.set_nomemory(allocations, allocations + 1)
-        try:
-            handle = hooks.pack(tensor)
-        except MemoryError:
-            errors += 1
-        else:
-            del handle
-        finally:
-            memory.remove_mem_hooks()
-        assert sum(note if isinstance(note, int) else -note[1] for note in hooks.notes) == 0
-    assert errors > 1
-
-
 def test_the_collector_passes_by_handles_and_sees_what_was_handed_out(hooks: Hooks) -> None:
     x = ones(4)
     gc.collect()
@@ -558,11 +478,6 @@ def test_a_hook_and_its_owner_are_collected_together() -> None:
     assert gone() is None
 
 
-def test_the_compiler_does_not_look_into_the_hooks(hooks: Hooks) -> None:
-    assert hooks.pack._torchdynamo_disable
-    assert hooks.unpack._torchdynamo_disable
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("compiled", ["forward", "both"])
 def test_what_a_compiled_function_saves(compiled: str, make_offloader: MakeOffloader) -> None:
@@ -581,14 +496,3 @@ def test_what_a_compiled_function_saves(compiled: str, make_offloader: MakeOfflo
     with offloader:
         (torch.compile(step, backend="eager") if compiled == "both" else step)()
     assert torch.equal(x.grad, expected[0])  # type: ignore[arg-type]
-
-
-def test_what_is_not_to_be_called_says_so(hooks: Hooks) -> None:
-    for call, what in ((hooks.pack, "one tensor"), (hooks.unpack, "one handle")):
-        with pytest.raises(TypeError, match=what):
-            call()
-        with pytest.raises(TypeError, match=what):
-            call(torch.ones(1), more=1)
-    with pytest.raises(AttributeError, match="unpack"):
-        hooks.unpack(7)
-    assert type(hooks.pack(7)) is Python
