@@ -88,8 +88,7 @@ class Recompute:
             self._undo(name)
 
     def _apply(self, name: str, block: nn.Module) -> None:
-        wrapped = Checkpointed(block.forward, "forward" in vars(block), self._meter, block)
-        block.forward = wrapped
+        wrapped = block.forward = Checkpointed(block, self._meter)
         self._applied[name] = weakref.ref(block), wrapped
 
     def _undo(self, name: str) -> None:
@@ -109,24 +108,17 @@ class Checkpointed:
     """A module's forward under ``torch.utils.checkpoint``, with its tensor arguments visible to saved-tensor hooks.
 
     Args:
-        forward: the module's forward as it was.
-        was_attribute: whether that was an attribute of the instance.
+        module: its parameters and buffers are to be as they were when it runs again.
         meter: told of every recomputation.
-        module: whose parameters and buffers are to be as they were when it runs again; None: nobody looks.
 
     Attributes:
+        forward: the module's forward as it was; ``was_attribute``: that was an attribute of the instance.
         saved: which arguments hooks see, by their place in `tree_flatten`; the others are held as they are. None: all.
     """
 
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        was_attribute: bool,
-        meter: RecomputeMeter | None = None,
-        module: nn.Module | None = None,
-    ) -> None:
-        self.forward = forward
-        self.was_attribute = was_attribute
+    def __init__(self, module: nn.Module, meter: RecomputeMeter | None = None) -> None:
+        self.forward = module.forward
+        self.was_attribute = "forward" in vars(module)
         self.active = True
         self.saved: tuple[int, ...] | None = None
         self._meter = meter
@@ -166,8 +158,6 @@ class Checkpointed:
         return checkpoint(run, *(leaves[place] for place in saved), use_reentrant=False)
 
     def _own(self) -> Iterable[Tensor]:
-        if self._module is None:
-            return ()
         # FSDP 1 gathers what it has flattened anew, in place, before the second run. An optimizer that steps in
         # backward may have done so before that, where nothing needs what is computed with the parameter any more.
         skipped = ("_fsdp_flattened", "_post_accumulate_grad_hooks")

@@ -272,7 +272,7 @@ def test_recomputed_blocks_save_less_and_give_the_same_bits(make_offloader: Make
 
 def test_a_checkpoints_inputs_by_keyword_and_in_containers_are_seen_and_moved(make_offloader: MakeOffloader) -> None:
     block = _Keyword(32)
-    block.forward = Checkpointed(block.forward, False)  # type: ignore[method-assign]
+    block.forward = Checkpointed(block)  # type: ignore[method-assign]
     x, scale, other = (torch.randn(64, 32, requires_grad=True) * 1.5 for _ in range(3))
     offloader = make_offloader()
     with offloader:
@@ -284,7 +284,7 @@ def test_a_checkpoints_inputs_by_keyword_and_in_containers_are_seen_and_moved(ma
 
 def test_an_argument_that_is_changed_after_its_block_has_run_is_an_error() -> None:
     """What a plain run does not save of it the checkpoint holds, out of sight of hooks."""
-    block = Checkpointed(nn.Linear(8, 8).forward, False)
+    block = Checkpointed(nn.Linear(8, 8))
     block.saved = ()
     x = torch.ones(4, 8)
     loss = block(x).sum()
