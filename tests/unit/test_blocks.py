@@ -181,23 +181,10 @@ class _Changes(nn.Module):
         return y
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        "nothing",
-        "buffer",
-        "number",
-        "list",
-        "random",
-        "generator",
-        "parameter",
-        "tensor",
-        "nested",
-        "tuple",
-        "input",
-        "argument",
-    ],
-)
+CHANGES = "buffer number list random generator parameter tensor nested tuple input argument"
+
+
+@pytest.mark.parametrize("what", ["nothing", *CHANGES.split()])
 def test_a_block_that_another_run_would_find_changed_is_not_run_twice(what: str) -> None:
     heard = _Heard()
     watch = BlockWatch(heard)
