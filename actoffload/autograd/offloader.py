@@ -21,7 +21,6 @@ from ..autotune.autopilot import Autopilot, agree
 from ..autotune.blocks import BlockWatch, Proof
 from ..autotune.diagnosis import diagnose, explain_causes, facts_of, known_at_the_end
 from ..autotune.following import Following
-from ..autotune.observations import Recording
 from ..autotune.recompute import RecomputeMeter
 from ..config import OffloadConfig
 from ..errors import ConfigError, OffloaderClosedError, StateError
@@ -136,15 +135,12 @@ class Offloader:
         self.packer = Packer(store, self.exclusions, self._module_names, self._forwards)
         store.profiler.is_recorded = weakref.WeakMethod(self.packer.is_recorded)
         meter = RecomputeMeter(store.shared, store.tiers.by_device.values(), self.exclusions.static)
-        following = self._following = Following(
-            store.shared, store.tiers, store.decision, store.prefetch, self._blocks.blocks, meter
-        )
+        following = self._following = Following(store, self._blocks.blocks, meter)
         self.autopilot = None
         if given is not None:
             following.follow(given)
         elif self.config.policy == "auto":
-            recording = Recording(store.profiler, store.tiers, store.prefetch)
-            self.autopilot = Autopilot(store.shared, store.tiers, recording, following)
+            self.autopilot = Autopilot(store, following)
         called = None if self.autopilot is None else weakref.WeakMethod(self.autopilot.forward_begins)
         self._inputs = ModelInputs(self.exclusions.static, called)
         if store.trace is not None:

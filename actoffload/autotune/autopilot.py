@@ -31,10 +31,9 @@ from ..planning.planners.base import Bench, Limits, Planner
 from ..planning.planners.feedback import Observed, StepModel, rescaled, with_cost
 from ..planning.profile import Profile
 from ..runtime.decision import InputShapes
+from ..runtime.store import ActivationStore
 from ..sizes import format_size
 from ..tiers.accounts import Accounts
-from ..tiers.shared import Shared
-from ..tiers.tiers import Tiers
 from .agreement import Proposal, choose, exchange, several_ranks
 from .following import Following
 from .observations import Recording, StepsUnderPlan
@@ -46,9 +45,7 @@ class Autopilot:
     """One offloader's planning. Called between steps, when nothing that was saved is alive.
 
     Args:
-        shared: the counts and the options.
-        tiers: the links that are measured.
-        recording: makes profiles.
+        store: is recorded and counted.
         following: follows the plan.
 
     Attributes:
@@ -56,14 +53,13 @@ class Autopilot:
         planner: how to plan.
     """
 
-    def __init__(self, shared: Shared, tiers: Tiers, recording: Recording, following: Following) -> None:
+    def __init__(self, store: ActivationStore, following: Following) -> None:
         self.history: deque[str] = deque(maxlen=MOST_REASONS)
         self.planner: Planner = Auto()
-        self._shared = shared
-        self._tiers = tiers
+        self._shared, self._tiers, self._profiler = store.shared, store.tiers, store.profiler
         self._following = following
         following.placement.forward_begins = weakref.WeakMethod(self.forward_begins)
-        self._recording, self._profiler = recording, recording.profiler
+        self._recording = Recording(store)
         self._recorded_shape = self._shape = Shape(())
         """The shape of the step that is or was recorded, and of the one that runs: as the one before, until known."""
         self._shapes = Shapes()

@@ -10,27 +10,23 @@ from ..errors import ConfigError
 from ..planning.constants import LOOK_AT_STEP, REVIEW_STEPS
 from ..planning.planners.feedback import Observed, Rate
 from ..planning.profile import Link, Profile
-from ..runtime.prefetch import Prefetch
-from ..runtime.profiler import Profiler
-from ..tiers.tiers import Tiers
+from ..runtime.store import ActivationStore
 
 
 class Recording:
     """Profiles of recorded steps, on the links as they are known by then."""
 
-    def __init__(self, profiler: Profiler, tiers: Tiers, prefetch: Prefetch) -> None:
+    def __init__(self, store: ActivationStore) -> None:
         self.steps = 0
         """Steps that were recorded."""
-        self.profiler = profiler
-        self._tiers = tiers
-        self._prefetch = prefetch
+        self._profiler, self._tiers, self._prefetch = store.profiler, store.tiers, store.prefetch
         self._known_rates: dict[tuple[str, str], float] = {}
 
     def profile(self) -> Profile | None:
         """The recorded step; None for a forward without a backward, or while the device has not come to its end."""
-        if not self.profiler.useful:
+        if not self._profiler.useful:
             return None
-        profile = self.profiler.profile(device=next(iter(self._tiers.by_device), "cpu"))
+        profile = self._profiler.profile(device=next(iter(self._tiers.by_device), "cpu"))
         if profile is None:
             return None
         self.steps += 1
@@ -52,14 +48,14 @@ class Recording:
 
     def block_times(self) -> dict[str, float] | None:
         """Forward and backward of each block in seconds; None when another step, or a later call, has to tell."""
-        if not self.profiler.useful:
-            self.profiler.forget()  # a forward without a backward: another step shows it
+        if not self._profiler.useful:
+            self._profiler.forget()  # a forward without a backward: another step shows it
             return None
         times: dict[str, float] = {}
         try:
-            profile = self.profiler.profile()
+            profile = self._profiler.profile()
         except ConfigError:  # a step that was interrupted; a plan does not end because its blocks could not be timed
-            self.profiler.forget()
+            self._profiler.forget()
             return times
         if profile is None:
             return None  # the device has not come to the end of that step
