@@ -293,7 +293,7 @@ class Offloader:
         if entry.tape.live and not entry.tape.in_backward:
             with store.shared.lock:
                 store.prefetch.after_forward(entry.tape)
-        self._announcement.after_forward(store.shared, store.tiers.spool, store.statistics)
+        self._announcement.after_forward(store)
         if self.config.strict:
             entry.moved.check(store.shared.accounts, with_gradients=torch.is_grad_enabled())
 

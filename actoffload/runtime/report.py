@@ -13,8 +13,6 @@ from ..sizes import format_size
 from ..statistics import Statistics
 from ..storage.arena import SpoolStatistics
 from ..storage.endurance import Rating, render_wear
-from ..storage.spool import Spool
-from ..tiers.shared import Shared
 from .store import ActivationStore
 from .trace import rank_and_ranks
 
@@ -230,13 +228,9 @@ class Announcement:
         self._announce = announce
         self._wanted = announce != "none"
 
-    def after_forward(self, shared: Shared, spool: Spool | None, statistics: Callable[[], Statistics]) -> None:
-        """A forward has ended without an error.
-
-        Args:
-            shared: of the store; ``spool``: its disk, if it has one.
-            statistics: returns what was counted until now; asked once.
-        """
+    def after_forward(self, store: ActivationStore) -> None:
+        """A forward has ended without an error."""
+        shared, spool = store.shared, store.tiers.spool
         if not self._wanted or shared.accounts.packed_tensors == 0:
             return
         self._wanted = False
@@ -248,7 +242,7 @@ class Announcement:
         if spool is not None:
             directness = "direct" if spool.statistics().direct else "buffered"
             where = f"{', '.join(shared.config.paths)}: {spool.engine_name} engine, {directness} I/O"
-        line = render_announcement(shared.config, statistics(), shared.accounts.moved_bytes, where)
+        line = render_announcement(shared.config, store.statistics(), shared.accounts.moved_bytes, where)
         if world > 1:
             line += f" [rank {rank} of {world}]"
         if callable(announce):
