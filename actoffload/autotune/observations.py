@@ -26,7 +26,7 @@ class Recording:
         """The recorded step; None for a forward without a backward, or while the device has not come to its end."""
         if not self._profiler.useful:
             return None
-        profile = self._profiler.profile(device=next(iter(self._tiers.by_device), "cpu"))
+        profile = self._profiler.profile(next(iter(self._tiers.by_device), "cpu"))
         if profile is None:
             return None
         self.steps += 1

@@ -273,12 +273,8 @@ class Profiler:
         """Whether the step that was recorded reached backward."""
         return bool(self._in_backward)
 
-    def profile(self, **facts: Any) -> Profile | None:
-        """The step as a profile; None while the device has not come to its end.
-
-        Args:
-            facts: fields of `Profile` that are known elsewhere: the links, the device, the prefetch window.
-        """
+    def profile(self, device: str = "cpu") -> Profile | None:
+        """The step as a profile, of tensors on this device; None while the device has not come to its end."""
         self.finish()
         if not self.stopwatch.end():
             return None
@@ -288,7 +284,8 @@ class Profiler:
         profile = Profile(
             storages=saved,
             blocks=tuple(self._block(block, number, saved) for number, block in enumerate(blocks)),
-            **{**self._durations(), **facts},
+            device=device,
+            **self._durations(),
         )
         self.forget()
         return profile

@@ -24,7 +24,7 @@ class _Forward:
     total_bytes: int = 100
 
 
-def _play(phases: Phases[_Forward], schedule: str, nbytes: dict[int, int] | None = None) -> list[str]:
+def _play(phases: Phases[_Forward], schedule: str) -> list[str]:
     """Run a step such as ``"F0 F1 B0 B1"``; returns what was predicted after each phase, ``-`` where nothing was."""
     forwards: dict[int, _Forward] = {}
     names: dict[int, int] = {}
@@ -32,7 +32,7 @@ def _play(phases: Phases[_Forward], schedule: str, nbytes: dict[int, int] | None
     for word in schedule.split():
         number = int(word[1:])
         if word[0] == "F":
-            forwards[number] = _Forward(total_bytes=(nbytes or {}).get(number, 100))
+            forwards[number] = _Forward()
             names[id(forwards[number])] = number
             phases.begin_forward(forwards[number])
         else:

@@ -42,23 +42,6 @@ def _names(tape: Tape[_Sized], window_bytes: int, near: tuple[int, ...] = ()) ->
     return fetched
 
 
-def test_the_order_seen_is_learned_and_replaces_the_guess() -> None:
-    orders = LearnedOrders()
-    seen = [3, 0, 1, 4, 2]
-    tape = _tape([10] * 5)
-    assert tape.learned() is None
-    for index in seen:
-        tape.advance(index, orders)
-        tape.advance(index, orders)  # unpacked twice: seen once
-    learned = tape.learned()
-    assert learned == tuple(seen)
-    orders.put(tape.signature, learned)
-    again = _tape([10] * 5)
-    assert again.signature == tape.signature
-    again.advance(3, orders)
-    assert _names(again, 1000) == [0, 1, 4, 2]
-
-
 def test_released_records_are_passed_over_and_no_longer_counted() -> None:
     tape = _tape([10] * 6)
     tape.advance(5, LearnedOrders())
