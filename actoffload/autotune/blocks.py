@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import inspect
 import random
@@ -183,8 +184,7 @@ class BlockWatch(Hooking):
         leaves = tree_leaves((args, kwargs))
         given = enumerate(leaves)
         tensors = {place: leaf for place, leaf in given if isinstance(leaf, Tensor) and not leaf.is_inference()}
-        reached = [module, *leaves]
-        self._local.running.append(_Running(name, module, reached, _state(reached)))
+        self._local.running.append(_Running(name, module, [module, *leaves], _seen([module, *leaves])))
         self._listener.block_began(name, tensors)
 
     @untraced
@@ -222,24 +222,39 @@ class _Running(NamedTuple):
 
     def unchanged(self) -> bool:
         """Whether the forward has left everything as it was, as far as that can be seen."""
-        after = _state(self.reached)
-        return len(after) == len(self.state) and all(map(_same, after, self.state))
+        return not differ(_seen(self.reached), self.state)
 
 
-def _state(reached: Iterable[Any]) -> list[Any]:
-    """Return all that these values hold, through containers and attributes, and what tells each one's changes."""
-    found: list[Any] = [hash(random.getstate())]
+def _seen(reached: list[Any]) -> list[Any]:
+    """Return what a forward may change of its module and arguments, and of Python's random numbers."""
+    attributes = [vars(leaf) for leaf in reached if isinstance(leaf, Tensor)]  # of a copy for the second run: none
+    return [hash(random.getstate()), *(object() for held in attributes if held), *state_of(reached, versions=True)]
+
+
+def state_of(reached: Iterable[Any], *, versions: bool = False) -> list[Any]:
+    """Return all that these values hold, through containers and attributes, for `differ`.
+
+    What can change unseen, an iterator or more than `MOST_PARTS` parts, differs from itself.
+
+    Args:
+        reached: where to begin.
+        versions: tensors that were changed in place differ, too.
+    """
+    found: list[Any] = []
     left, seen = deque(reached), set[int]()
-    while left and len(found) < MOST_PARTS:
+    while left:
         value = left.popleft()
         kind = type(value)  # not what a proxy stands for
         if issubclass(kind, tuple):
             found.append(len(value))
             left.extend(value)
             continue
+        if len(found) > MOST_PARTS or hasattr(kind, "__next__"):
+            found.append(object())
+            break
         found.append(value)
         if issubclass(kind, Tensor):
-            found.append(0 if value.is_inference() else value._version)
+            found.append(0 if value.is_inference() or not versions else value._version)
         elif issubclass(kind, torch.Generator):
             found.append(bytes(value.get_state().numpy()))
         elif id(value) not in seen:  # of what is found, which keeps it alive
@@ -253,10 +268,20 @@ def _parts(value: Any, kind: type) -> Iterable[Any]:
         return [*value, *value.values()]
     if issubclass(kind, (list, set, frozenset, deque)):
         return list(value)
-    if issubclass(kind, _CODE) or not kind.__dictoffset__:
-        return ()
     bookkeeping = kind.__module__.startswith(_BOOKKEEPING) and not issubclass(kind, nn.Module)
-    return () if bookkeeping else list(vars(value).values())
+    if bookkeeping or issubclass(kind, _CODE):
+        return ()
+    slots = [getattr(value, name) for name in copyreg._slotnames(kind) if hasattr(value, name)]  # type: ignore[attr-defined]
+    held = dict(vars(value)) if kind.__dictoffset__ else {}
+    if held.get("_is_fsdp_managed_module"):  # what FSDP gathers may be another tensor each time
+        del held["_parameters"]
+        held = {name: one for name, one in held.items() if not isinstance(one, Tensor)}
+    return [*slots, *held.values()]
+
+
+def differ(after: list[Any], before: list[Any]) -> bool:
+    """Whether two results of `state_of` differ."""
+    return len(after) != len(before) or not all(map(_same, after, before))
 
 
 def _same(after: Any, before: Any) -> bool:

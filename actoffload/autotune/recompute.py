@@ -14,6 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from ..runtime.identity import StorageSet, is_parameter, storages
 from ..tiers.shared import Shared
 from ..tiers.tier import Tier
+from .blocks import differ, state_of
+
+_CHANGED = "after the block had run: do that after backward, or pass recompute=False"
 
 
 class RecomputeMeter:
@@ -131,31 +134,35 @@ class Checkpointed:
         if not self.active or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         leaves, shape = tree_flatten((args, kwargs))
-        saved = [place for place in range(len(leaves)) if self.saved is None or place in self.saved]
+        firsts: dict[int, int] = {}  # a block may ask whether two of its arguments are one tensor
+        first = [firsts.setdefault(id(leaf), place) for place, leaf in enumerate(leaves)]
+        wanted = range(len(leaves)) if self.saved is None else self.saved
+        saved = sorted({first[place] for place in wanted if place < len(leaves)})
         held = {place: leaf for place, leaf in enumerate(leaves) if place not in saved}
         reads = {"an argument": _versions(held.values()), "a parameter or buffer": _versions(self._own())}
-
+        state = state_of([self._module])
         own = [(args, kwargs)]  # for the first run: what it adds to a list that it is given, the caller is to see
 
-        def run(*given: Any) -> Any:
+        def run(_: object, *given: Any) -> Any:
             if own:
                 positional, named = own.pop()
                 return self.forward(*positional, **named)
             inputs = held | dict(zip(saved, given, strict=True))
             for what, versions in reads.items():
                 if any(tensor._version != version for tensor, version in versions):
-                    raise RuntimeError(
-                        f"{what} of a recomputed block was changed in place after the block had run: do that after "
-                        "backward, or pass recompute=False"
-                    )
-            again, keywords = tree_unflatten([inputs[place] for place in range(len(inputs))], shape)
+                    raise RuntimeError(f"{what} of a recomputed block was changed in place {_CHANGED}")
+            if differ(state_of([self._module]), state):
+                raise RuntimeError(f"an attribute of a recomputed block was set {_CHANGED}")
+            again, keywords = tree_unflatten([inputs[place] for place in first], shape)
             if self._meter is None or torch._C._current_graph_task_id() == -1:
                 return self.forward(*again, **keywords)
             with _Counted(self._meter, inputs.values()):
                 return self.forward(*again, **keywords)
 
-        # Hooks around a checkpoint see the tensors that it is given by position, and no others.
-        return checkpoint(run, *(leaves[place] for place in saved), use_reentrant=False)
+        # Hooks around a checkpoint see the tensors that it is given by position, and no others. It keeps the random
+        # states of the devices of all that it is given. What the second run saves last may be filled after that.
+        others = [*held.values(), *self._own()]
+        return checkpoint(run, others, *(leaves[place] for place in saved), use_reentrant=False, early_stop=False)
 
     def _own(self) -> Iterable[Tensor]:
         # FSDP 1 gathers what it has flattened anew, in place, before the second run. An optimizer that steps in

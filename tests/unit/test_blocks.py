@@ -285,6 +285,7 @@ def test_what_a_recomputed_block_reads_of_its_own_and_is_changed_before_backward
 def test_parameters_that_are_others_when_the_block_runs_again_are_not_changed_ones() -> None:
     """As FSDP 1 puts views of what it has gathered in the place of its own."""
     linear = nn.Linear(8, 8)
+    linear.__dict__["_is_fsdp_managed_module"] = True
     weight, gathered = linear.weight, nn.Parameter(linear.weight.detach().clone())
     with torch.no_grad():
         for _ in range(1 + weight._version):
