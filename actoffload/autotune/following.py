@@ -71,7 +71,7 @@ class Following:
         """A step begins under a plan that the user gave.
 
         Raises:
-            ConfigError: a block that it recomputes is not there, or ``recompute=False`` forbids that.
+            ConfigError: a block that it recomputes is not there.
         """
         assert self.plan is not None, "the user gave one"
         told = f"a plan of {len(self.plan.entries)} storages"
@@ -79,5 +79,3 @@ class Following:
         if missing:
             known = f"they have {', '.join(sorted(self.blocks)[:3])}, ..." if self.blocks else "give model="
             raise ConfigError("policy", told, f"it recomputes {missing[0]!r}, which is no block of the models: {known}")
-        if self.plan.recompute and not self._shared.config.recompute:
-            raise ConfigError("recompute", False, "the plan given as policy= recomputes blocks: allow it, or plan anew")

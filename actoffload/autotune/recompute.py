@@ -16,7 +16,7 @@ from ..tiers.shared import Shared
 from ..tiers.tier import Tier
 from .blocks import differ, state_of
 
-_CHANGED = "after the block had run: do that after backward, or pass recompute=False"
+_CHANGED = "after the block had run: do that after backward, or let no block be recomputed"
 
 
 class RecomputeMeter:

@@ -149,7 +149,7 @@ class Round:
                 if mode.device_budget is None:
                     mode.failure = {"error": f"no budget: the peak for {variant.level} is not known", "oom": False}
                     return
-            mode.offloader = self._offloader(mode, policy="auto", device_budget=mode.device_budget)
+            mode.offloader = self._offloader(mode, policy="auto", device_budget=mode.device_budget, recompute=True)
         for _ in range(self.spec["warm_up"]):
             self._attempt(mode, self._step)
 

@@ -14,12 +14,14 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from actoffload import Plan, attach
 from actoffload.autotune.blocks import BlockWatch, find_blocks, why_not_recomputed
 from actoffload.autotune.recompute import Checkpointed, Recompute, RecomputeMeter
 from actoffload.errors import ConfigError
 from actoffload.testing.gpt import GPT, GPTConfig
+from actoffload.testing.simulated_device import NAME
 from tests.harness import MakeOffloader, assert_same_gradients, batch, gradients
 
 
@@ -138,6 +140,13 @@ def test_a_block_that_fails_is_left() -> None:
     assert heard.words == ["+0(1)", "-0"]
 
 
+class _Slots:
+    __slots__ = ("scale",)
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
 class _Changes(nn.Module):
     """A block that is another one after each forward, without a new version of any tensor."""
 
@@ -151,6 +160,8 @@ class _Changes(nn.Module):
         self.seen: list[float] = []
         self.nested: dict[str, Any] = {"inner": SimpleNamespace(counts=[1.0])}
         self.attribute, self.recent = torch.ones(()), (torch.ones(8), 1000)
+        self.slots = _Slots()
+        self.numbers: Any = iter((0, 1)) if what == "iterator" else None
 
     def forward(self, x: Tensor, cache: Any) -> Tensor:
         if self.what == "buffer":
@@ -175,13 +186,17 @@ class _Changes(nn.Module):
             x.add_(1)
         elif self.what == "argument":
             cache.layers.append(x)
+        elif self.what == "slots":
+            self.slots.scale *= 0.9
+        elif self.what == "iterator":
+            next(self.numbers)
         elif self.what == "nothing":
             self.recent = (self.recent[0], int("1000"))
         y: Tensor = self.linear(x)
         return y
 
 
-CHANGES = "buffer number list random generator parameter tensor nested tuple input argument"
+CHANGES = "buffer number list random generator parameter tensor nested tuple input argument slots iterator"
 
 
 @pytest.mark.parametrize("what", ["nothing", *CHANGES.split()])
@@ -194,6 +209,20 @@ def test_a_block_that_another_run_would_find_changed_is_not_run_twice(what: str)
         block(torch.randn(2, 8), SimpleNamespace(layers=[]))
     end = "" if what == "nothing" else "!"
     assert heard.words == ["+0(1)", f"-0{end}", "+1(1)", f"-1{end}"]
+
+
+@pytest.mark.parametrize("what", ["an attribute", "more than can be looked at"])
+def test_a_block_of_which_not_all_can_be_compared_is_not_run_twice(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = _Heard()
+    watch = BlockWatch(heard)
+    blocks, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 8)
+    watch.watch(blocks)
+    if what == "an attribute":
+        x.scale = 3  # type: ignore[attr-defined]  # the second run is given another tensor
+    else:
+        monkeypatch.setattr("actoffload.autotune.blocks.MOST_PARTS", 5)
+    blocks[0](x)
+    assert heard.words == ["+0(1)", "-0!"]
 
 
 class _Tells(nn.Module):
@@ -280,6 +309,91 @@ def test_what_a_recomputed_block_reads_of_its_own_and_is_changed_before_backward
         model.state_dict(keep_vars=True)[name].add_(1)
     with pytest.raises(RuntimeError, match="a parameter or buffer of a recomputed block was changed in place"):
         loss.backward()
+
+
+def _evaluate(model: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = model(x)
+    model.eval()
+    return y
+
+
+def _scale(model: Any, x: Tensor) -> Tensor:
+    y: Tensor = model(x)
+    model[0][2].scale = torch.ones(())
+    return y
+
+
+def _call_with_others(model: nn.Module, x: Tensor) -> Tensor:
+    others = {name: parameter * 2 for name, parameter in model.named_parameters()}
+    y: Tensor = torch.func.functional_call(model, others, (x,))
+    return y
+
+
+@pytest.mark.parametrize("forward", [_evaluate, _scale, _call_with_others])
+def test_what_is_set_at_a_recomputed_block_before_backward_is_an_error(forward: Any) -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), _Scaled()))
+    Recompute().follow({"0": model[0]}, ["0"])
+    loss = forward(model, torch.randn(4, 8)).sum()
+    with pytest.raises(RuntimeError, match="an attribute of a recomputed block was set after the block had run"):
+        loss.backward()
+
+
+class _Scaled(nn.Module):
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class _Noisy(nn.Module):
+    """The noise that it saves, which is the last that it saves, is drawn after that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.rrelu(x.sin(), training=True)
+
+
+class _Asks(nn.Module):
+    """Computes something else where both its arguments are one tensor, as attention does."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (x * y if x is y else x + y).tanh()
+
+
+@pytest.mark.parametrize(("block", "arguments"), [(_Noisy(), 1), (_Asks(), 2)], ids=["noise", "one tensor twice"])
+def test_the_second_run_of_a_block_is_as_the_first(make_offloader: MakeOffloader, block: Any, arguments: int) -> None:
+    found = []
+    for names in ([], ["0"]):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(8, 8), copy.deepcopy(block)), torch.randn(4, 8)
+        Recompute().follow({"0": model[1]}, names)
+        with make_offloader(min_bytes=0):
+            hidden = model[0](x)
+            loss = model[1](*[hidden] * arguments).square().sum()
+        loss.backward()
+        found.append(gradients(model))
+    assert_same_gradients(found[1], found[0])
+
+
+@pytest.mark.simulated
+def test_the_second_run_has_the_random_numbers_of_every_device(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the block's only tensor on it is one that no plain run saves, so that its checkpoint holds it."""
+    asked: list[Any] = []
+
+    def states(*given: Any) -> tuple[list[int], list[Tensor]]:
+        asked.extend(leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor))
+        return [], []
+
+    module = torch.get_device_module(NAME)
+    monkeypatch.setattr(module, "_initialized", True, raising=False)
+    monkeypatch.setattr("torch.utils.checkpoint.get_device_states", states)
+    dropout, x = Checkpointed(nn.Dropout()), torch.ones(8, device=NAME, requires_grad=True)
+    dropout.saved = ()
+    dropout(x).sum().backward()
+    assert any(one is x for one in asked)
 
 
 def test_parameters_that_are_others_when_the_block_runs_again_are_not_changed_ones() -> None:
@@ -431,7 +545,7 @@ class Caching(nn.Module):
 def test_a_model_whose_blocks_may_be_recomputed_makes_no_cache_to_train_with(make_offloader: MakeOffloader) -> None:
     model, x = Caching(), batch()
     outer = nn.Sequential(model)
-    offloader = make_offloader(policy="auto", device_budget="64KiB").use(outer)
+    offloader = make_offloader(policy="auto", device_budget="64KiB", recompute=True).use(outer)
     with offloader:
         assert model(x)[1] is None
         assert outer(x)[1] is None
@@ -443,7 +557,7 @@ def test_a_model_whose_blocks_may_be_recomputed_makes_no_cache_to_train_with(mak
     assert len(copied(x)[1]) == 3
     offloader.forget(outer)
     assert len(model(x)[1]) == 3
-    make_offloader(policy="auto").use(model)  # without a budget nothing is recomputed
+    make_offloader(policy="auto", device_budget="64KiB").use(model)  # nothing is recomputed
     assert len(model(x)[1]) == 3
 
 

@@ -118,7 +118,7 @@ def test_a_disk_that_is_too_slow_is_named_with_its_rate_and_the_rate_that_is_nee
         slower[0],
     )
     assert slower[1:] == [
-        "next: policy='auto' with model= recomputes blocks where that takes less than waiting",
+        "next: policy='auto' with model= and recompute=True recomputes blocks where that takes less than waiting",
         "next: give path= on a faster disk ('actoffload bench' measures one), or several to stripe over",
     ]
     assert memory == []

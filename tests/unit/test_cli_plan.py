@@ -39,7 +39,7 @@ def answer(*arguments: str) -> Any:
 
 
 def test_for_a_person(file: Path, tmp_path: Path) -> None:
-    text = invoke(str(file), "--device-budget", "1GiB")
+    text = invoke(str(file), "--device-budget", "1GiB", "--recompute")
     for part in (
         "plan of auto on cuda, device budget 1.0 GiB",
         "activation peak",
@@ -74,13 +74,13 @@ def test_a_budget_may_be_a_share(file: Path) -> None:
 
 
 def test_options_reach_the_planner(file: Path) -> None:
-    plan = answer(str(file), "--device-budget", "2GiB", "--no-recompute", "--planner", "joint")["plan"]
+    plan = answer(str(file), "--device-budget", "2GiB", "--planner", "joint")["plan"]
     assert (plan["planner"], plan["recompute"]) == ("joint", [])
     assert {entry["tier"] for entry in plan["entries"]} == {"", "nvme"}
-    slow = answer(str(file), "--device-budget", "2GiB", "--no-recompute")["prediction"]["step_s"]
-    fast = answer(str(file), "--device-budget", "2GiB", "--no-recompute", "--disk-write", "50", "--disk-read", "50")
+    slow = answer(str(file), "--device-budget", "2GiB")["prediction"]["step_s"]
+    fast = answer(str(file), "--device-budget", "2GiB", "--disk-write", "50", "--disk-read", "50")
     assert fast["prediction"]["step_s"] < slow
-    hosted = answer(str(file), "--device-budget", "2GiB", "--no-recompute", "--host-write", "25", "--target", "host")
+    hosted = answer(str(file), "--device-budget", "2GiB", "--host-write", "25", "--target", "host")
     assert {entry["tier"] for entry in hosted["plan"]["entries"]} == {"", "host"}
     assert answer(str(file), "--max-slowdown", "0.2")["prediction"]["peak_bytes"] < fast["keep"]["peak_bytes"]
 
@@ -98,7 +98,7 @@ def build():
 def test_a_model_of_ones_own_is_recorded_and_its_plan_can_be_followed(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     source = [f"{tmp_path}/mine.py:build", "--batch", "4", "--path", str(tmp_path)]
-    text = invoke(*source, "--device-budget", "70%", "--no-recompute", "--plan-out", str(tmp_path / "p"))
+    text = invoke(*source, "--device-budget", "70%", "--plan-out", str(tmp_path / "p"))
     assert "stack.blocks.1" in text
     plan = Plan.from_json((tmp_path / "p").read_text())
     assert plan.offloaded_bytes > 0
