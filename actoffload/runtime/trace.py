@@ -326,8 +326,10 @@ class Recorder:
             wait: for copies that are under way, to know their times.
             ask: write what is known at the end; not after an interrupt, which may have left locks that are taken.
         """
-        if self._closed.is_set():
-            return
+        with self._looking:  # a look takes no other lock, and less than a millisecond
+            if self._closed.is_set():
+                return
+            self._closed.set()
         self._stop()
         self._take_timeline(last=True, wait=wait)
         for link, rates in self._rates.items():
@@ -345,13 +347,12 @@ class Recorder:
 
     def after_fork_in_child(self) -> None:
         """Take nothing down any more, nor ask the device for a time: file and device are the parent's."""
-        self._looking = threading.RLock()  # a thread of the parent's may have held it
+        self._looking, self._closed = threading.RLock(), threading.Event()  # a thread of the parent's may hold the old
+        self._closed.set()
         self._stop()
         self._timeline = None
 
     def _stop(self) -> None:
-        with self._looking:  # a look takes no other lock, and less than a millisecond
-            self._closed.set()
         self._shared.reporter.sink = self._shared.accounts.resident_by_module = None
         if self._tiers.spool is not None:
             self._tiers.spool.on_moved = None
@@ -462,6 +463,8 @@ class Memory:
         return values
 
     def _bytes(self, tensor: Tensor) -> int:
+        if tensor.layout is not torch.strided:
+            return 0  # a sparse one has no bytes of its own
         if type(tensor) is nn.Parameter or type(tensor) is Tensor:
             return tensor.nbytes if tensor.device.type == self._type else 0
         return sum(inner.nbytes for inner in inner_tensors(tensor) if inner.device.type == self._type)

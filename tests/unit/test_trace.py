@@ -291,6 +291,42 @@ def test_two_offloaders_share_a_file(make_offloader: MakeOffloader, tmp_path: Pa
     assert [phase.name for phase in load(file).phases] == ["forward", "backward"] * 3
 
 
+def test_two_threads_that_close_an_offloader_end_its_part_of_a_file_once(
+    make_offloader: MakeOffloader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, looks, goes_on = tmp_path / "run.json", threading.Event(), threading.Event()
+
+    def slow() -> int:
+        if threading.current_thread().name == "actoffload-trace-memory":
+            looks.set()
+            goes_on.wait(WAIT_S)
+        return 1 << 30
+
+    monkeypatch.setattr("actoffload.runtime.trace.rss_bytes", slow)
+    first, second = make_offloader(trace=file, policy="keep"), make_offloader(trace=file, policy="keep")
+    train_step(Chain(), batch(), first)
+    assert looks.wait(WAIT_S)
+    closing = [threading.Thread(target=first.close) for _ in range(2)]
+    for thread in closing:
+        thread.start()
+    time.sleep(0.1)  # both wait for the look to end
+    goes_on.set()
+    for thread in closing:
+        thread.join(WAIT_S)
+    train_step(Chain(), batch(), second)
+    second.close()
+    assert [phase.name for phase in load(file).phases] == ["forward", "backward"] * 2
+
+
+def test_a_model_with_a_sparse_buffer(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+    model = Chain()
+    model.register_buffer("edges", torch.eye(4).to_sparse())
+    offloader = make_offloader(trace=tmp_path / "run.json").use(model)
+    train_step(model, batch(), offloader)
+    offloader.close()
+    assert load(tmp_path / "run.json").phases
+
+
 def test_a_variable_that_names_no_file_is_refused(
     make_offloader: MakeOffloader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
