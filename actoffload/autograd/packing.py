@@ -93,7 +93,7 @@ class Packer:
             recording=self._store.profiler.running,
             many=MANY_DEFERRED,
         )
-        return pack, module.unpack
+        return pack.pack, module.unpack
 
     @untraced
     def pack(self, tensor: Tensor) -> Any:

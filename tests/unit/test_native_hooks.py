@@ -59,7 +59,7 @@ class Hooks:
             save=self.save, kept=module.KeptStorages(notes=self.notes), records={},
             marked=self.marked.by_number, awaited=self.awaited, least=least or {"cpu": LEAST_BYTES},
             recording=self.recording, many=many,
-        )  # fmt: skip
+        ).pack  # fmt: skip
 
     def settle(self) -> None:
         self.settled += 1
