@@ -364,22 +364,12 @@ class ActivationStore:
             return storage, begin, next_round
 
     @_aborts_when_interrupted
-    def passed(self, record: Record, round_: int) -> int:
-        """Note that backward takes a record that stays; return the handle's next round, as `obtain` does."""
+    def passed(self, record: Record | KeptPlace, round_: int) -> int:
+        """Note that backward takes a storage that stays; return the handle's next round, as `obtain` does."""
         self.speak()
         with self.shared.lock:
             self._reach(record, round_, self.tiers.by_device[record.kind])
             return self._pass(record, round_)
-
-    @_aborts_when_interrupted
-    def passed_place(self, place: KeptPlace, round_: int) -> int:
-        """As `passed`, of a storage without a record."""
-        self.speak()
-        with self.shared.lock:
-            self._reach(place, round_, self.tiers.by_device[place.kind])
-            place.round = max(place.round, round_)
-            self.prefetch.during_backward(place.tape)
-            return place.round + 1
 
     def _reach(self, record: Record | KeptPlace, round_: int, tier: Tier) -> None:
         """Backward has come to a record."""
@@ -392,15 +382,14 @@ class ActivationStore:
         if self.trace is not None and record.tape is not None:
             self.trace.backward(record.tape.number)
 
-    def _pass(self, record: Record, round_: int) -> int:
+    def _pass(self, record: Record | KeptPlace, round_: int) -> int:
         """Backward has the bytes, and goes on; return the handle's next round."""
-        if self.profiler.running:
-            self.profiler.needed(record)
-        if round_ <= record.round:
-            record.waiting -= 1
-        else:  # a second unpack of this handle: everybody may ask again
-            record.round = round_
-            record.waiting = record.handles - 1
+        again = round_ > record.round  # a second unpack of this handle: everybody may ask again
+        record.round = max(record.round, round_)
+        if isinstance(record, Record):
+            record.waiting = record.handles - 1 if again else record.waiting - 1
+            if self.profiler.running:
+                self.profiler.needed(record)
         self.prefetch.during_backward(record.tape)
         return record.round + 1
 
