@@ -201,7 +201,7 @@ class ActivationStore:
                 accounts.microbatches += 1
                 tape.number = accounts.microbatches
                 self.prefetch.phases.begin_forward(tape)
-            record.tape, record.index = tape, tape.append(record)
+            record.tape, record.index = tape, tape.append(record, record.nbytes)
             record.handles = record.waiting = 1  # before anything that may let go of the lock
             try:
                 self._place(record, tensor, tape, tier)
@@ -237,7 +237,7 @@ class ActivationStore:
             if len(accounts.deferred) >= MANY_DEFERRED:
                 self._count_dropped()
             accounts.live_records += 1
-            tape.append_kept(nbytes)
+            tape.append(None, nbytes)
             tape.decisions.append((nbytes, reason, module))
             self._saved_by_node(tape, nbytes)
             if shared.largest_moved_bytes:  # others move under this plan
