@@ -112,7 +112,7 @@ class ActivationStore:
         on_cpu = isinstance(self.tiers.by_device.get("cpu"), CpuTier)
         first = CPU_PREFETCH_BYTES if on_cpu else DEVICE_PREFETCH_BYTES
         window = Window(config.size("prefetch_bytes", first), fixed=config.prefetch_bytes is not None)
-        phases: Phases[Tape[Record]] = Phases()
+        phases = Phases()
         self.prefetch = Prefetch(self.shared, self.tiers.by_device, window, phases)
         self.decision = OffloadDecision(config, window, phases)
         self.trace = None if path is None else Recorder(path, self.shared, self.tiers)
