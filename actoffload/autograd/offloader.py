@@ -29,7 +29,7 @@ from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..policy import module_patterns
 from ..runtime.pipeline import Direction, Hint, check_phase
-from ..runtime.report import Announcement, Report, passes, report_of
+from ..runtime.report import Report, announce, passes, report_of
 from ..runtime.saved_by_node import advice
 from ..runtime.store import ActivationStore
 from ..runtime.strict import MovedSince
@@ -118,7 +118,7 @@ class Offloader:
         self._forwards = Forwards()
         self._ended = False
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._announcement = Announcement(config.announce)
+        self._announced = False
         self._open()
         _offloaders.add(self)
 
@@ -293,7 +293,9 @@ class Offloader:
         if entry.tape.live and not entry.tape.in_backward:
             with store.shared.lock:
                 store.prefetch.after_forward(entry.tape)
-        self._announcement.after_forward(store)
+        if not self._announced and store.shared.accounts.packed_tensors:
+            self._announced = True
+            announce(store)
         if self.config.strict:
             entry.moved.check(store.shared.accounts, with_gradients=torch.is_grad_enabled())
 

@@ -11,13 +11,14 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import ConfigError
+from ..runtime.profiler import Profiler
 from ..runtime.untraced import Hooking, untraced
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -66,20 +67,6 @@ def why_not_recomputed(block: nn.Module) -> str:
     return ""
 
 
-class Listener(Protocol):
-    """Who wants to know when a block runs; called on the thread that runs it, in forward only."""
-
-    @property
-    def active(self) -> bool:
-        """Whether it listens now."""
-
-    def block_began(self, name: str, inputs: Mapping[int, Tensor]) -> None:
-        """The forward of a block begins; ``inputs``: the tensors it was given, by their place in `tree_leaves`."""
-
-    def block_ended(self, name: str, *, repeatable: bool) -> None:
-        """It has ended; ``repeatable``: as far as its modules and buffers show, running it twice is the same."""
-
-
 class Proof:
     """A listener that fails where a block of a plan that was given changes what its second run would see.
 
@@ -103,10 +90,10 @@ class Proof:
         return bool(self._unproven)
 
     def block_began(self, name: str, inputs: Mapping[int, Tensor]) -> None:
-        """See `Listener`."""
+        """The forward of a block begins; ``inputs``: the tensors it was given, by their place in `tree_leaves`."""
 
     def block_ended(self, name: str, *, repeatable: bool) -> None:
-        """See `Listener`.
+        """It has ended; ``repeatable``: as far as its modules and buffers show, running it twice is the same.
 
         Raises:
             ConfigError: the block may not be run twice.
@@ -124,13 +111,13 @@ class BlockWatch(Hooking):
     """Tells a listener of the blocks of models as they run.
 
     Args:
-        listener: told of them.
+        listener: told of them, on the thread that runs them, in forward only.
         recomputes: blocks may be recomputed. A model of Transformers' then makes no cache of keys and values in a
             training forward that asks for none, as under its own checkpointing: a block that adds to one cannot run
             twice.
     """
 
-    def __init__(self, listener: Listener, *, recomputes: bool = False) -> None:
+    def __init__(self, listener: Profiler | Proof, *, recomputes: bool = False) -> None:
         super().__init__()
         self._recomputes = recomputes
         self.blocks: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()

@@ -47,7 +47,7 @@ class KeptPlace:
         tape, shared = self.tape, self.store.shared
         more = shared.largest_moved_bytes or shared.accounts.recomputed_bytes or not tape.in_backward
         if more or round_ or self.round:
-            return self.store.passed_place(self, round_)
+            return self.store.passed(self, round_)
         tape.see(self.index)  # nothing moves under this plan
         return 1
 

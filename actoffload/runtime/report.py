@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ..config import OffloadConfig
 from ..policy import STATIC
@@ -102,16 +102,28 @@ def render_report(
     return "\n".join(line for section in sections for line in section)
 
 
-def render_announcement(config: OffloadConfig, s: Statistics, moving_bytes: int, spool: str = "") -> str:
-    """One line at the end of the first forward.
+def announce(store: ActivationStore) -> None:
+    """Say in one line what the first forward saved, to whom the configuration says."""
+    config = store.shared.config
+    if config.announce == "none":
+        return
+    rank, world = rank_and_ranks()
+    if config.announce == "first" and rank != 0:
+        return
+    line = _announcement(store) + (f" [rank {rank} of {world}]" if world > 1 else "")
+    if callable(config.announce):
+        config.announce(line)
+    else:
+        print(line, file=sys.stderr, flush=True)
 
-    Args:
-        config: the options of the offloader.
-        s: what it counted until now.
-        moving_bytes: bytes of activations that left or are leaving the device.
-        spool: where on disk, and how; empty when there is no spool.
-    """
-    target = f"target {config.target}" + (f" ({spool})" if spool else "")
+
+def _announcement(store: ActivationStore) -> str:
+    config, s, spool = store.shared.config, store.statistics(), store.tiers.spool
+    target = f"target {config.target}"
+    if spool is not None:
+        directness = "direct" if spool.statistics().direct else "buffered"
+        target += f" ({', '.join(config.paths)}: {spool.engine_name} engine, {directness} I/O)"
+    moving_bytes = store.shared.accounts.moved_bytes
     static = sum(s.kept_bytes.get(reason, 0) for reason in STATIC)
     stays = sorted(
         ((nbytes, reason) for reason, nbytes in s.kept_bytes.items() if nbytes and reason not in STATIC),
@@ -215,37 +227,3 @@ def _wear(config: OffloadConfig, s: Statistics, elapsed_s: float) -> list[str]:
     tbw = config.drive_tbw
     rating = None if tbw is None else Rating(name="the drive", rated_written_bytes=config.size("drive_tbw", 0))
     return render_wear(s.nvme_written_bytes, elapsed_s, rating, drives=len(config.paths))
-
-
-class Announcement:
-    """Speaks at the end of the first forward that saved something.
-
-    Args:
-        announce: to whom, as in the configuration.
-    """
-
-    def __init__(self, announce: str | Callable[[str], None]) -> None:
-        self._announce = announce
-        self._wanted = announce != "none"
-
-    def after_forward(self, store: ActivationStore) -> None:
-        """A forward has ended without an error."""
-        shared, spool = store.shared, store.tiers.spool
-        if not self._wanted or shared.accounts.packed_tensors == 0:
-            return
-        self._wanted = False
-        announce = self._announce
-        rank, world = rank_and_ranks()
-        if announce == "first" and rank != 0:
-            return
-        where = ""
-        if spool is not None:
-            directness = "direct" if spool.statistics().direct else "buffered"
-            where = f"{', '.join(shared.config.paths)}: {spool.engine_name} engine, {directness} I/O"
-        line = render_announcement(shared.config, store.statistics(), shared.accounts.moved_bytes, where)
-        if world > 1:
-            line += f" [rank {rank} of {world}]"
-        if callable(announce):
-            announce(line)
-        else:
-            print(line, file=sys.stderr, flush=True)

@@ -177,28 +177,24 @@ class Recorder:
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         """An optimizer steps."""
         self._optimizers.add(optimizer)
-        teller = self._stepping.get(optimizer)
-        if teller == id(self):  # its last step ended by an exception
-            self._end_optimizer(optimizer, as_seen=True)
-        elif teller is not None:
+        before = next((phase for phase in self._phases if phase.optimizer == id(optimizer)), None)
+        if before is not None and before.teller != id(self):
             return  # another offloader has the same file
-        self._stepping[optimizer] = id(self)
+        if before is not None:  # its last step ended by an exception
+            self._end(before.name, before.last_s)
         within = any(phase.name == "optimizer" for phase in self._phases)  # another's, that calls this one
-        self._phases.append(self._begin(f"{type(optimizer).__name__}.step" if within else "optimizer"))
+        phase = self._begin(f"{type(optimizer).__name__}.step" if within else "optimizer")
+        phase.optimizer, phase.teller = id(optimizer), id(self)
+        self._phases.append(phase)
 
     def optimizer_ended(self, optimizer: Optimizer) -> None:
         """It has stepped."""
         self._memory.count(self._models, self._optimizers)
         self.look()
-        if self._stepping.get(optimizer) == id(self):
-            del self._stepping[optimizer]
-            self._end_optimizer(optimizer)
-
-    def _end_optimizer(self, optimizer: Optimizer, *, as_seen: bool = False) -> None:
-        names = ("optimizer", f"{type(optimizer).__name__}.step")
-        phase = next((phase for phase in reversed(self._phases) if phase.name in names), None)
+        ours = (id(optimizer), id(self))
+        phase = next((phase for phase in self._phases if (phase.optimizer, phase.teller) == ours), None)
         if phase is not None:
-            self._end(phase.name, phase.last_s if as_seen else None)
+            self._end(phase.name)
 
     @contextlib.contextmanager
     def region(self, name: str, link: str, nbytes: int) -> Iterator[None]:
@@ -244,15 +240,6 @@ class Recorder:
         if phases is None:
             phases = self._writer.running.phases = []
         return phases
-
-    @property
-    def _stepping(self) -> weakref.WeakKeyDictionary[Optimizer, int]:
-        """The optimizers that step in this thread, and by number which recorder tells that."""
-        running = self._writer.running
-        if not hasattr(running, "optimizers"):
-            running.optimizers = weakref.WeakKeyDictionary()
-        found: weakref.WeakKeyDictionary[Optimizer, int] = running.optimizers
-        return found
 
     @property
     def _thread(self) -> str:
@@ -369,6 +356,7 @@ class _Phase:
         index: of the device, and its moment when the phase began.
         forwards: how many forwards had begun when it began.
         last_s: when it was seen last.
+        optimizer: the number of the optimizer that steps; ``teller``: of the recorder that tells that.
     """
 
     name: str
@@ -378,6 +366,8 @@ class _Phase:
     moment: Any
     forwards: int
     last_s: float
+    optimizer: int = 0
+    teller: int = 0
 
 
 class Memory:

@@ -110,7 +110,7 @@ class _Heard:
 
 
 def test_a_listener_hears_of_forwards_and_of_changed_buffers_but_not_of_recomputations() -> None:
-    heard = _Heard()
+    heard: Any = _Heard()
     watch = BlockWatch(heard)
     model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), _Counting()), nn.Sequential(nn.Linear(4, 4)))
     watch.watch(model)
@@ -131,7 +131,7 @@ def test_a_listener_hears_of_forwards_and_of_changed_buffers_but_not_of_recomput
 
 
 def test_a_block_that_fails_is_left() -> None:
-    heard = _Heard()
+    heard: Any = _Heard()
     watch = BlockWatch(heard)
     blocks = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     watch.watch(blocks)
@@ -201,7 +201,7 @@ CHANGES = "buffer number list random generator parameter tensor nested tuple inp
 
 @pytest.mark.parametrize("what", ["nothing", *CHANGES.split()])
 def test_a_block_that_another_run_would_find_changed_is_not_run_twice(what: str) -> None:
-    heard = _Heard()
+    heard: Any = _Heard()
     watch = BlockWatch(heard)
     blocks = nn.Sequential(_Changes(what), _Changes(what))
     watch.watch(blocks)

@@ -25,7 +25,7 @@ class _Sized:
 def _tape(sizes: list[int]) -> Tape[_Sized]:
     tape: Tape[_Sized] = Tape()
     for name, nbytes in enumerate(sizes):
-        assert tape.append(_Sized(nbytes, name)) == name
+        assert tape.append(_Sized(nbytes, name), nbytes) == name
     return tape
 
 
@@ -154,7 +154,7 @@ def _real(profile: Profile, away: list[bool], window: int) -> dict[int, list[int
     tape: Tape[_Record] = Tape()
     records = [_Record(s.nbytes, gone) for s, gone in zip(recorded, away, strict=True)]
     for record in records:
-        tape.append(record)
+        tape.append(record, record.nbytes)
     came: dict[int, list[int]] = {}
     orders = LearnedOrders()
     for storage, record in sorted(zip(recorded, records, strict=True), key=lambda pair: pair[0].need_s or 0.0):
