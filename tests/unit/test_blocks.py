@@ -213,7 +213,7 @@ def test_a_block_that_another_run_would_find_changed_is_not_run_twice(what: str)
 
 @pytest.mark.parametrize("what", ["an attribute", "more than can be looked at"])
 def test_a_block_of_which_not_all_can_be_compared_is_not_run_twice(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    heard = _Heard()
+    heard: Any = _Heard()
     watch = BlockWatch(heard)
     blocks, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 8)
     watch.watch(blocks)
