@@ -79,7 +79,8 @@ class CopyStreams:
         self.waits = StreamWaits(device)
         self.timeline: Timeline | None = None
         """Notes every copy, and every wait of a compute stream, while somebody traces."""
-        self._inert = False
+        self.inert = False
+        """In a forked child: the device is the parent's, and is asked nothing."""
         self._events = EventPool(device)
         self._numbers: dict[tuple[str, int], int] = {}
         self._awaited: dict[tuple[str, int, str, int], int] = {}
@@ -116,7 +117,7 @@ class CopyStreams:
 
         The caller drops its other references to the memory after this call.
         """
-        if not self._inert:
+        if not self.inert:
             self._order_release_after_copy(out)
             self._order_release_after_compute(out)
         out.copies.clear()
@@ -159,7 +160,7 @@ class CopyStreams:
 
     def drop_unused(self, incoming: Batch) -> None:
         """Before memory that was filled (or is being filled) and never used is dropped: reuse waits for the copies."""
-        if not incoming.settled and not self._inert:
+        if not incoming.settled and not self.inert:
             self._order_reuse_after_fill(incoming)
             incoming.settled = True
 
@@ -167,13 +168,13 @@ class CopyStreams:
 
     def done(self, batch: Any) -> bool:
         """Whether the copies of a batch are known to be complete, now."""
-        if not batch.happened and batch.event is not None and not self._inert:
+        if not batch.happened and batch.event is not None and not self.inert:
             batch.happened = self.device.done(batch.event)
         return bool(batch.happened)
 
     def synchronize(self, batch: Any) -> None:
         """Block the calling thread until the copies of a batch are complete, if they have begun."""
-        if not batch.happened and batch.event is not None and not self._inert:
+        if not batch.happened and batch.event is not None and not self.inert:
             self.device.synchronize(batch.event)
 
     def order_all_reuse(self, interrupted: Iterable[Batch] = ()) -> None:
@@ -181,7 +182,7 @@ class CopyStreams:
 
         ``interrupted``: batches without an event, of which some copies may have begun.
         """
-        for index, streams in () if self._inert else self._compute_streams.items():
+        for index, streams in () if self.inert else self._compute_streams.items():
             for role in ("out", "in"):
                 with contextlib.suppress(RuntimeError):  # a device that refuses must not keep the rest from ending
                     event = self.device.record(self.device.side_stream(index, role))
@@ -191,9 +192,13 @@ class CopyStreams:
                     for stream in streams:
                         self.device.wait(stream, event)
 
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+        return not self.inert and self.device.is_capturing()
+
     def after_fork_in_child(self) -> None:
         """The device is the parent's: it is asked nothing any more, and orders nothing."""
-        self._inert = True
+        self.inert = True
         self.waits.stop()
 
     def on_the_one_compute_stream(self, index: int) -> bool:
