@@ -133,6 +133,7 @@ class Spool:
         address: int,
         length: int,
         *,
+        ranges: Sequence[Range] = (),
         before: Callable[[], None] | None = None,
         on_done: Callable[[Transfer], None] | None = None,
         keepalive: object = None,
@@ -146,6 +147,7 @@ class Spool:
             address: Where from, a multiple of ``alignment``; must stay valid until the transfer is done (see
                 ``keepalive``).
             length: Bytes, a multiple of ``alignment``.
+            ranges: Several ranges of memory instead, as in ``IoRequest``: to one segment; only where ``vectored``.
             before: Runs once, in an engine's thread, before the memory is touched.
             on_done: Called at most once with the transfer, in an engine's thread, with no lock held.
             keepalive: Kept alive until nothing touches the memory any more.
@@ -157,22 +159,7 @@ class Spool:
             StateError: The extent is freed, too small or in use, or something is not aligned.
         """
         transfer = Transfer(IoKind.WRITE, extent, length, self._post, 0, before, on_done, keepalive, about=about)
-        return self._start(transfer, ((address, length),), held)
-
-    def write_ranges(
-        self,
-        extent: Extent,
-        memory: Sequence[Range],
-        *,
-        before: Callable[[], None] | None = None,
-        on_done: Callable[[Transfer], None] | None = None,
-        keepalive: object = None,
-        about: object = None,
-    ) -> Transfer:
-        """As ``write``, from several ranges of memory to one segment, one behind the other; only where ``vectored``."""
-        length = sum([nbytes for _, nbytes in memory])
-        transfer = Transfer(IoKind.WRITE, extent, length, self._post, 0, before, on_done, keepalive, about=about)
-        return self._start(transfer, memory)
+        return self._start(transfer, ranges or ((address, length),), held)
 
     def read(
         self,
@@ -180,6 +167,8 @@ class Spool:
         address: int,
         length: int,
         *,
+        ranges: Sequence[Range] = (),
+        skip: int = 0,
         before: Callable[[], None] | None = None,
         on_done: Callable[[Transfer], None] | None = None,
         keepalive: object = None,
@@ -187,29 +176,14 @@ class Spool:
         held: bool = False,
         about: object = None,
     ) -> Transfer:
-        """Start to read the first ``length`` bytes of what the last successful write left in an extent.
+        """Start to read ``length`` bytes, behind ``skip``, of what the last successful write left in an extent.
 
         Arguments and errors as in ``write``; also a StateError when that write has not finished, has failed or was
         shorter. With ``verify`` the length must be the one that was written. ``on_part`` is called as ``on_done`` is,
         after each part but the last: see ``Transfer.arrived_bytes``.
         """
-        transfer = Transfer(IoKind.READ, extent, length, self._post, 0, before, on_done, keepalive, on_part, about)
-        return self._start(transfer, ((address, length),), held)
-
-    def read_ranges(
-        self,
-        extent: Extent,
-        memory: Sequence[Range],
-        *,
-        skip: int = 0,
-        on_done: Callable[[Transfer], None] | None = None,
-        keepalive: object = None,
-        about: object = None,
-    ) -> Transfer:
-        """As ``read``, behind ``skip`` bytes of the extent, into several ranges of memory; as ``write_ranges``."""
-        length = sum([nbytes for _, nbytes in memory])
-        transfer = Transfer(IoKind.READ, extent, length, self._post, skip, None, on_done, keepalive, about=about)
-        return self._start(transfer, memory)
+        transfer = Transfer(IoKind.READ, extent, length, self._post, skip, before, on_done, keepalive, on_part, about)
+        return self._start(transfer, ranges or ((address, length),), held)
 
     def go_on(self, transfer: Transfer, nbytes: int | None = None) -> None:
         """Begin what of a held transfer lies within its first ``nbytes`` bytes (None: all). For one thread at a time.

@@ -196,9 +196,11 @@ class CpuTier(Tier):
     def _begin_write(self, write: BatchTransfer, batch: Batch, memory: Ranges, *, in_place: bool) -> None:
         assert batch.extent is not None, "the batch has room"
         try:
-            write.transfer = self._disk.write_ranges(
+            write.transfer = self._disk.write(
                 batch.extent,
-                memory,
+                memory[0][0],
+                batch.io_bytes,
+                ranges=memory,
                 before=write.check_places if in_place and not self._kernel_reads else None,
                 on_done=partial(self._written, write, in_place, now()),
                 keepalive=[write.held, *(record.data for record in write.records)],
@@ -291,9 +293,11 @@ class CpuTier(Tier):
             one.to(State.FETCHING)
             self.count_resident(one)
         try:
-            read.transfer = self._disk.read_ranges(
+            read.transfer = self._disk.read(
                 batch.extent,
-                memory,
+                memory[0][0],
+                sum(nbytes for _, nbytes in memory),
+                ranges=memory,
                 skip=batch.offsets[first],
                 on_done=partial(self._arrived, batch, read, arriving, now()),
                 keepalive=(slot, *(storage for storage, _ in arriving.values())),

@@ -185,14 +185,10 @@ class UringEngine(QueuedEngine):
 
     def _submit_to_kernel(self, request: IoRequest, cursor: Cursor) -> None:
         self._last_tag = tag = self._last_tag + 1
-        reads, ranges, offset = request.kind is IoKind.READ, cursor.ranges, cursor.offset
-        vectors = Ring.vectors(ranges) if len(ranges) > 1 else None
+        vectors = Ring.vectors(cursor.ranges)
         self._in_kernel[tag] = request, cursor, vectors  # first: the memory must stay for as long as the kernel has it
         try:
-            if vectors is not None:
-                (self._ring.read_ranges if reads else self._ring.write_ranges)(tag, vectors, offset)
-            else:
-                (self._ring.read if reads else self._ring.write)(tag, *ranges[0], offset)
+            (self._ring.read if request.kind is IoKind.READ else self._ring.write)(tag, vectors, cursor.offset)
         except BaseException:
             del self._in_kernel[tag]
             raise
