@@ -33,17 +33,11 @@ class TestPosix(StorageEngineTests):
 class TestPosixBuffered(TestPosix):
     @pytest.fixture
     def file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SpoolFile]:
-        monkeypatch.setattr(paths, "direct_alignment", lambda fd: 0)
+        monkeypatch.setattr(paths, "_enable_direct", lambda fd: None)
         file = paths.open_arena(str(tmp_path))
         assert (file.direct, file.alignment) == (False, 1)
         yield file
         os.close(file.fd)
-
-
-class TestPosixWithoutVectoredCalls(TestPosixBuffered):
-    @pytest.fixture(autouse=True)
-    def without_vectored_calls(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("actoffload.storage.engines.posix._HAS_VECTORED", False)
 
 
 class TestUring(TestPosix):
@@ -56,12 +50,6 @@ class TestUring(TestPosix):
 
 class TestUringBuffered(TestUring, TestPosixBuffered):
     pass
-
-
-class TestUringShort(TestUring):
-    @pytest.fixture(autouse=True)
-    def a_block_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("actoffload.storage.engines.ring._MAX_BYTES", 4096)
 
 
 class TestUringOldKernel(TestUring):
