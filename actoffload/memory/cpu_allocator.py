@@ -160,8 +160,6 @@ def _check_process() -> None:
             raise Refused(f"the process's address space is limited (`ulimit -{name}`), and much of it is reserved")
     if _overcommit() == 2:
         raise Refused("the system does not overcommit memory (vm.overcommit_memory is 2)")
-    if _locks_memory():
-        raise Refused("the process locks its memory (mlockall), and much of it is reserved")
 
 
 def _install() -> ctypes.CDLL:
@@ -184,11 +182,3 @@ def _overcommit() -> int:
         return int(Path("/proc/sys/vm/overcommit_memory").read_text())
     except (OSError, ValueError):
         return 0
-
-
-def _locks_memory() -> bool:
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return False
-    return any(line.split()[1] != "0" for line in status.splitlines() if line.startswith("VmLck:"))
