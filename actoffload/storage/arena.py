@@ -32,10 +32,6 @@ class Segment(NamedTuple):
 class SpoolStatistics:
     """What a spool is and has done so far; all sizes in bytes."""
 
-    engine: str
-    direct: bool
-    alignment: int
-    paths: tuple[str, ...]
     capacity_bytes: int | None
     """Limit for all arenas together; None: the free space of the file systems."""
     arena_bytes: int

@@ -254,10 +254,6 @@ class Spool:
         with self._lock:
             self._work_off()
             return SpoolStatistics(
-                engine=self.engine_name,
-                direct=self.direct,
-                alignment=self.alignment,
-                paths=tuple(file.path for file in self.files),
                 capacity_bytes=self._arenas.capacity_bytes,
                 arena_bytes=self._arenas.arena_bytes,
                 allocated_bytes=self._arenas.allocated_bytes,

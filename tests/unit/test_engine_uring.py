@@ -170,32 +170,6 @@ def test_an_error_before_the_kernel_has_it_is_that_of_the_request(
     assert move(engine, IoKind.WRITE, memory).error is None
 
 
-@pytest.mark.parametrize("failing", ["eventfd", "actoffload-uring-before", "actoffload-uring-0"])
-def test_an_engine_that_cannot_be_made_leaves_nothing_behind(
-    file: SpoolFile, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
-    make_uring(file).close()
-    files, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())
-    real_start, real_eventfd = threading.Thread.start, os.eventfd
-
-    def start(thread: threading.Thread) -> None:
-        if thread.name == failing:
-            raise MemoryError("in this test")
-        real_start(thread)
-
-    def eventfd(count: int) -> int:
-        if failing == "eventfd":
-            raise MemoryError("in this test")
-        return real_eventfd(count)
-
-    monkeypatch.setattr(os, "eventfd", eventfd)
-    monkeypatch.setattr(threading.Thread, "start", start)
-    with pytest.raises(MemoryError):
-        UringEngine(file)
-    assert set(threading.enumerate()) <= threads
-    assert set(os.listdir("/proc/self/fd")) <= files
-
-
 # -- its end ----------------------------------------------------------------------------------------------------------
 
 

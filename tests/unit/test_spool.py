@@ -62,7 +62,7 @@ def test_the_bytes_are_in_the_files_striped_over_the_paths(make_spool: MakeSpool
     assert [segment.arena for segment in extent.segments] == [0, 1, 2, 0, 1, 2]
     found = b"".join(peek_file(spool.files[part.arena], part.offset, part.nbytes) for part in extent.segments)
     assert found == data
-    assert spool.statistics().paths == tuple(str(directory) for directory in directories)
+    assert [file.path for file in spool.files] == [str(directory) for directory in directories]
 
 
 def test_nothing_is_left_in_the_directory(make_spool: MakeSpool, tmp_path: Path) -> None:

@@ -76,14 +76,9 @@ class UringEngine(QueuedEngine):
         self._to_prepare: deque[IoRequest] = deque()
         self._prepared: deque[IoRequest] = deque()
         self._ring = Ring(file.fd, self._depth + 1)
-        self._eventfd = -1
-        try:
-            self._eventfd = _open_eventfd()
-            self.start_threads(1)
-            self._start_thread("actoffload-uring-before", self._prepare)
-        except BaseException:
-            self._free()
-            raise
+        self._eventfd = os.eventfd(0)
+        self.start_threads(1)
+        self._start_thread("actoffload-uring-before", self._prepare)
 
     def close(self) -> None:
         """See ``StorageEngine``."""
@@ -116,9 +111,6 @@ class UringEngine(QueuedEngine):
     # -- the ring's thread --------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        with self._mutex:
-            if self._eventfd < 0:
-                return  # the constructor has given up, and the ring is gone
         ring = self._ring
         with contextlib.suppress(EngineUnavailableError):  # then every request fails, as its `enter` does
             ring.enable()
@@ -259,10 +251,3 @@ class UringEngine(QueuedEngine):
 
     def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
         raise NotImplementedError("this engine transfers on its ring")
-
-
-def _open_eventfd() -> int:
-    try:
-        return os.eventfd(0)
-    except OSError as exc:
-        raise EngineUnavailableError(f"engine='uring': no eventfd ({exc}); use 'posix'") from exc
