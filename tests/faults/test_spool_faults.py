@@ -8,10 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -35,32 +34,19 @@ from tests.spools import BLOCK, MIB, MakeSpool
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.fixture
-def make_spool(tmp_path: Path) -> Iterator[MakeSpool]:
-    made: list[Spool] = []
-
-    def make(engine: Any, **options: Any) -> Spool:
-        made.append(Spool([tmp_path], **{"engine": engine, "grow_bytes": 4 * MIB, "stripe_bytes": MIB, **options}))
-        return made[-1]
-
-    yield make
-    for spool in made:
-        spool.abort()
-
-
 def write(spool: Spool, extent: Extent, memory: Memory) -> Transfer:
     """Writes all of the memory and waits, also for ``on_done``."""
-    called = threading.Event()
-    transfer = spool.write(extent, memory.address, memory.nbytes, on_done=lambda _: called.set(), keepalive=memory)
-    assert called.wait(WAIT_S)
-    assert transfer.done
-    return transfer
+    return _move(spool.write, extent, memory)
 
 
 def read(spool: Spool, extent: Extent, memory: Memory) -> Transfer:
     """Reads all of the memory and waits, also for ``on_done``."""
+    return _move(spool.read, extent, memory)
+
+
+def _move(start: Callable[..., Transfer], extent: Extent, memory: Memory) -> Transfer:
     called = threading.Event()
-    transfer = spool.read(extent, memory.address, memory.nbytes, on_done=lambda _: called.set(), keepalive=memory)
+    transfer = start(extent, memory.address, memory.nbytes, on_done=lambda _: called.set(), keepalive=memory)
     assert called.wait(WAIT_S)
     assert transfer.done
     return transfer
@@ -77,7 +63,7 @@ def assert_write_error(error: BaseException | None, number: int, path: str) -> N
 
 
 def test_a_full_disk_fails_the_write_and_leaves_the_rest_alone(make_spool: MakeSpool, tmp_path: Path) -> None:
-    spool = make_spool(partial(FullEngine, threads=1, capacity_bytes=2 * MIB + BLOCK))
+    spool = make_spool(engine=partial(FullEngine, threads=1, capacity_bytes=2 * MIB + BLOCK))
     first, second = spool.allocate(2 * MIB), spool.allocate(MIB)
     memory = Memory(2 * MIB)
     memory.data = random_bytes(2 * MIB, 1)
@@ -94,7 +80,7 @@ def test_a_full_disk_fails_the_write_and_leaves_the_rest_alone(make_spool: MakeS
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_no_room_to_grow_is_a_full_spool(make_spool: MakeSpool, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    spool = make_spool("posix")
+    spool = make_spool(engine="posix")
     attempts = []
 
     def refuse(fd: int, offset: int, length: int) -> None:
@@ -119,13 +105,13 @@ def test_no_room_at_all_is_found_at_the_start(make_spool: MakeSpool, monkeypatch
     fds = set(os.listdir("/proc/self/fd"))
     threads = set(threading.enumerate())
     with pytest.raises(SpoolFullError, match="free disk space"):
-        make_spool("posix")
+        make_spool(engine="posix")
     assert set(os.listdir("/proc/self/fd")) == fds
     assert set(threading.enumerate()) <= threads
 
 
 def test_a_failing_write_is_an_error_with_all_facts(make_spool: MakeSpool, tmp_path: Path) -> None:
-    spool = make_spool(partial(FailingEngine, first=2, count=1, error_number=errno.EIO))
+    spool = make_spool(engine=partial(FailingEngine, first=2, count=1, error_number=errno.EIO))
     extent = spool.allocate(3 * MIB)
     transfer = write(spool, extent, Memory(3 * MIB))
     assert_write_error(transfer.error, errno.EIO, str(tmp_path))
@@ -135,7 +121,7 @@ def test_a_failing_write_is_an_error_with_all_facts(make_spool: MakeSpool, tmp_p
 
 
 def test_a_failing_read_is_an_error_with_all_facts(make_spool: MakeSpool, tmp_path: Path) -> None:
-    spool = make_spool(partial(FailingEngine, kind=IoKind.READ, first=2, count=1))
+    spool = make_spool(engine=partial(FailingEngine, kind=IoKind.READ, first=2, count=1))
     extent = spool.allocate(3 * MIB)
     assert write(spool, extent, Memory(3 * MIB)).error is None
     error = read(spool, extent, Memory(3 * MIB)).error
@@ -148,7 +134,7 @@ def test_a_failing_read_is_an_error_with_all_facts(make_spool: MakeSpool, tmp_pa
 @pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN])
 @pytest.mark.parametrize("kind", list(IoKind))
 def test_interruptions_are_tried_again(make_spool: MakeSpool, number: int, kind: IoKind) -> None:
-    spool = make_spool(partial(FailingEngine, kind=kind, count=5, error_number=number))
+    spool = make_spool(engine=partial(FailingEngine, kind=kind, count=5, error_number=number))
     source, target, extent = Memory(2 * MIB), Memory(2 * MIB), spool.allocate(2 * MIB)
     source.data = random_bytes(2 * MIB, 2)
     assert write(spool, extent, source).error is None
@@ -161,7 +147,7 @@ def test_interruptions_are_tried_again(make_spool: MakeSpool, number: int, kind:
 
 def test_endless_interruptions_are_an_error(make_spool: MakeSpool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actoffload.storage.engines.queued._MAX_STALLS", 5)
-    spool = make_spool(partial(FailingEngine, error_number=errno.EAGAIN))
+    spool = make_spool(engine=partial(FailingEngine, error_number=errno.EAGAIN))
     error = write(spool, spool.allocate(BLOCK), Memory(BLOCK)).error
     assert isinstance(error, StorageError)
     assert error.errno == errno.EAGAIN
@@ -177,7 +163,7 @@ def test_odd_short_transfers_of_a_direct_file_continue_on_a_boundary(make_spool:
             moved = super()._transfer_once(kind, views, offset)
             return moved - 512 if moved > BLOCK else moved
 
-    spool = make_spool(partial(OddEngine, most_bytes=4 * BLOCK))
+    spool = make_spool(engine=partial(OddEngine, most_bytes=4 * BLOCK))
     if not spool.direct:
         pytest.skip("this file system has no direct I/O")
     source, target, extent = Memory(MIB), Memory(MIB), spool.allocate(MIB)
@@ -191,7 +177,7 @@ def test_odd_short_transfers_of_a_direct_file_continue_on_a_boundary(make_spool:
 
 @pytest.mark.parametrize("position", [0, MIB - 1, MIB, 3 * MIB - 1])
 def test_verify_finds_what_changed_on_disk(make_spool: MakeSpool, tmp_path: Path, position: int) -> None:
-    spool = make_spool("posix", verify=True)
+    spool = make_spool(engine="posix", verify=True)
     extent, memory = spool.allocate(3 * MIB), Memory(3 * MIB, fill=0x5A)
     assert write(spool, extent, memory).error is None
     assert read(spool, extent, Memory(3 * MIB)).error is None
@@ -204,7 +190,7 @@ def test_verify_finds_what_changed_on_disk(make_spool: MakeSpool, tmp_path: Path
 
 
 def test_verify_needs_the_length_that_was_written(make_spool: MakeSpool) -> None:
-    spool = make_spool("posix", verify=True)
+    spool = make_spool(engine="posix", verify=True)
     extent, memory = spool.allocate(2 * BLOCK), Memory(2 * BLOCK)
     write(spool, extent, memory)
     with pytest.raises(StateError):
@@ -316,7 +302,7 @@ def test_a_forked_child_lets_go_and_the_parent_goes_on(tmp_path: Path, engine: s
 
 
 def test_abort_with_a_shut_gate_returns(make_spool: MakeSpool) -> None:
-    spool = make_spool(GateEngine)
+    spool = make_spool(engine=GateEngine)
     memory = Memory(MIB)
     transfers = [spool.write(spool.allocate(MIB), memory.address, MIB) for _ in range(4)]
     spool.abort()
@@ -327,7 +313,7 @@ def test_abort_with_a_shut_gate_returns(make_spool: MakeSpool) -> None:
 @pytest.mark.parametrize("engine", ["auto", "posix"])
 def test_random_cancels_and_frees_never_mix_bytes_up(make_spool: MakeSpool, engine: str) -> None:
     """Cancelled writes and early frees, from two threads, on an arena that is always nearly full."""
-    spool = make_spool(engine, capacity_bytes=8 * MIB, threads=3, poison=False)
+    spool = make_spool(engine=engine, capacity_bytes=8 * MIB, threads=3, poison=False)
     run_in_threads(partial(churn, spool, 1), partial(churn, spool, 2))
     found = spool.statistics()
     assert (found.allocated_bytes, found.busy_extents) == (0, 0)
