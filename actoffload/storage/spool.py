@@ -14,7 +14,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ..errors import ConfigError, StateError
+from ..errors import StateError
 from ..events import now
 from ..locks import DrainingLock
 from .arena import ArenaSet, SpoolStatistics
@@ -42,7 +42,7 @@ class Spool:
         allow_any_filesystem: Also take memory, network and FUSE file systems.
 
     Raises:
-        ConfigError: An option has a value that cannot work.
+        ConfigError: There is no such engine.
         SpoolPathError: A directory cannot hold a spool.
         SpoolFullError: There is no room for the first step.
         EngineUnavailableError: The engine cannot run here.
@@ -62,14 +62,6 @@ class Spool:
         poison: bool = False,
         allow_any_filesystem: bool = False,
     ) -> None:
-        _check_options(
-            paths,
-            capacity_bytes=capacity_bytes,
-            processes=processes,
-            stripe_bytes=stripe_bytes,
-            grow_bytes=grow_bytes,
-            threads=threads,
-        )
         self._lock = DrainingLock()
         self._closed = False
         self._inert = False  # in a forked child, to which nothing here belongs
@@ -258,8 +250,8 @@ class Spool:
                 arena_bytes=self._arenas.arena_bytes,
                 allocated_bytes=self._arenas.allocated_bytes,
                 peak_allocated_bytes=self._arenas.peak_allocated_bytes,
-                written_bytes=sum(arena.written_bytes for arena in self._arenas.arenas),
-                read_bytes=sum(arena.read_bytes for arena in self._arenas.arenas),
+                written_bytes=sum(arena.engine.written_bytes for arena in self._arenas.arenas),
+                read_bytes=sum(arena.engine.read_bytes for arena in self._arenas.arenas),
                 busy_extents=len({transfer.extent for transfer in self._live}),
             )
 
@@ -324,14 +316,6 @@ class Spool:
         if self._poison and not self._closed:
             self._arenas.poison(extent.segments)
         self._arenas.give_back(extent.segments)
-
-
-def _check_options(paths: object, **sizes: int | None) -> None:
-    if isinstance(paths, str | bytes | os.PathLike) or not paths:
-        raise ConfigError("paths", paths, "give a list with at least one directory")
-    for name, value in sizes.items():
-        if value is not None and value < 1:
-            raise ConfigError(name, value, "must be at least 1")
 
 
 __all__ = ["Extent", "Spool", "SpoolStatistics", "Transfer"]

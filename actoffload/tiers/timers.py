@@ -19,7 +19,7 @@ Stamp = Any
 """A moment, taken by `Stopwatch.stamp`; opaque until `Stopwatch.seconds` can tell."""
 
 MOST_OPEN = 4096
-"""Waits that nobody has taken yet; what comes then is not timed."""
+"""What nobody has taken yet of a timeline; what comes then is not noted."""
 
 
 class Stopwatch(ABC):
@@ -221,7 +221,7 @@ class StreamWaits:
 
     def begin(self, stream: Stream) -> Event | None:
         """Just before ``stream`` is made to wait; None when that is not timed."""
-        if self._refused or len(self._open) >= MOST_OPEN:
+        if self._refused:
             return None
         try:
             return self._device.timestamp(stream)

@@ -17,7 +17,6 @@ import pytest
 from actoffload.errors import (
     ChecksumError,
     EngineUnavailableError,
-    OffloaderClosedError,
     SpoolFullError,
     StateError,
     StorageError,
@@ -27,7 +26,7 @@ from actoffload.errors import (
 from actoffload.storage.engines.base import IoKind
 from actoffload.storage.spool import Extent, Spool, Transfer
 from actoffload.testing.engine_suite import WAIT_S, Memory, poke_file, random_bytes
-from actoffload.testing.faults import FailingEngine, FullEngine, GateEngine, ShortEngine
+from actoffload.testing.faults import FailingEngine, FullEngine, ShortEngine
 from tests.harness import run_in_threads
 from tests.spools import BLOCK, MIB, MakeSpool
 
@@ -299,15 +298,6 @@ def test_a_forked_child_lets_go_and_the_parent_goes_on(tmp_path: Path, engine: s
     command = [sys.executable, "-c", FORK, str(ROOT), str(tmp_path), engine]
     found = subprocess.run(command, capture_output=True, text=True, timeout=2 * WAIT_S, check=False)
     assert (found.returncode, found.stdout) == (0, "fine\n"), found.stderr
-
-
-def test_abort_with_a_shut_gate_returns(make_spool: MakeSpool) -> None:
-    spool = make_spool(engine=GateEngine)
-    memory = Memory(MIB)
-    transfers = [spool.write(spool.allocate(MIB), memory.address, MIB) for _ in range(4)]
-    spool.abort()
-    assert all(transfer.done for transfer in transfers)
-    assert {type(transfer.error) for transfer in transfers} == {OffloaderClosedError}
 
 
 @pytest.mark.parametrize("engine", ["auto", "posix"])

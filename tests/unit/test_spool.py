@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from actoffload.errors import (
-    ConfigError,
     EngineUnavailableError,
     OffloaderClosedError,
     SpoolFullError,
@@ -410,11 +409,3 @@ def test_a_write_that_meets_a_closing_engine_leaves_nothing_behind(make_spool: M
     with pytest.raises(OffloaderClosedError):
         spool.write(extent, memory.address, 2 * MIB)
     assert spool.statistics().busy_extents == 0
-
-
-@pytest.mark.parametrize(
-    "options", [{"capacity_bytes": 0}, {"stripe_bytes": 0}, {"grow_bytes": -1}, {"threads": 0}, {"engine": "nvme"}]
-)
-def test_impossible_options_are_refused(make_spool: MakeSpool, options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(options))):
-        make_spool(**options)
