@@ -241,7 +241,7 @@ class CopyStreams:
 
     def _copy(self, way: str, batch: Batch, side: Stream) -> None:
         stopwatch = self.stopwatch if self.stopwatch is not None and self.stopwatch.running else None
-        before = stopwatch.moment(side) if stopwatch is not None else None
+        before = self.device.timestamp(side) if stopwatch is not None else None
         if self.timeline is not None:
             batch.about = tuple((getattr(owner, "module", None), to.nbytes) for owner, (to, _) in batch.copies.items())
             with self.timeline.span(f"host {way}", batch.index, side, batch.about):
@@ -257,14 +257,16 @@ class CopyStreams:
     def _compute_waits(self, why: WaitFor, stream: Stream, batch: Batch) -> None:
         if self.done(batch):
             return
-        begin = self.waits.begin(stream)
+        begin = self.waits.moment(stream)
         self.device.wait(stream, batch.event)
-        if begin is not None:
-            end = self.waits.end(why, batch.index, stream, begin)
-            if end is not None and self.timeline is not None:
-                self.timeline.add(f"wait for {why.value}", batch.index, begin, end, batch.about)
-            if end is not None and self.stopwatch is not None and self.stopwatch.running:
-                self.stopwatch.waited(begin, end, batch.index)
+        end = self.waits.moment(stream)
+        if begin is None or end is None:
+            return
+        self.waits.add(why, batch.index, begin, end)
+        if self.timeline is not None:
+            self.timeline.add(f"wait for {why.value}", batch.index, begin, end, batch.about)
+        if self.stopwatch is not None and self.stopwatch.running:
+            self.stopwatch.waited(begin, end, batch.index)
 
     def _saw(self, index: int, stream: Stream) -> None:
         seen = self._compute_streams.setdefault(index, [])

@@ -97,10 +97,6 @@ class DeviceStopwatch(Stopwatch):
         self._last = self._device.timestamp(self._device.current_stream(self._index))
         return self._last
 
-    def moment(self, stream: Stream) -> Stamp:
-        """Just before a side stream is given a copy."""
-        return self._device.timestamp(stream)
-
     def waited(self, begin: Stamp, end: Stamp, index: int) -> None:
         """A compute stream of device ``index`` waited for a copy of ours."""
         if index == self._index:
@@ -219,8 +215,8 @@ class StreamWaits:
         self._refused = False  # no timed events here, or a broken device
         self._open: deque[tuple[WaitFor, int, Event, Event]] = deque()
 
-    def begin(self, stream: Stream) -> Event | None:
-        """Just before ``stream`` is made to wait; None when that is not timed."""
+    def moment(self, stream: Stream) -> Event | None:
+        """A moment of ``stream``, just before it is made to wait or just after; None when that is not timed."""
         if self._refused:
             return None
         try:
@@ -229,15 +225,9 @@ class StreamWaits:
             self._refuse()
             return None
 
-    def end(self, why: WaitFor, index: int, stream: Stream, begin: Event) -> Event | None:
-        """Just after, on a stream of device ``index``; the moment."""
-        try:
-            end = self._device.timestamp(stream)
-        except RuntimeError:
-            self._refuse()
-            return None
+    def add(self, why: WaitFor, index: int, begin: Event, end: Event) -> None:
+        """Note a wait of a stream of device ``index``."""
         self._open.append((why, index, begin, end))
-        return end
 
     def take(self) -> dict[WaitFor, float]:
         """Seconds of the waits that are over and were not taken yet: those of the device that waited most.
@@ -245,23 +235,20 @@ class StreamWaits:
         Not for several threads at once.
         """
         found: dict[int, dict[WaitFor, float]] = {}
+        later: set[int] = set()  # devices with a wait that is not over: those after it are looked at when it is
+        asks = not self._refused and self._open and not self._device.is_capturing()  # nor may an event be asked then
         try:
-            if self._open and not self._refused and not self._device.is_capturing():  # nor may an event be asked then
-                self._take(found)
+            for _ in range(len(self._open) if asks else 0):
+                why, index, begin, end = wait = self._open.popleft()
+                if index in later or not self._device.done(end):
+                    later.add(index)
+                    self._open.append(wait)
+                else:
+                    waits = found.setdefault(index, dict.fromkeys(WaitFor, 0.0))
+                    waits[why] += max(0.0, self._device.seconds_between(begin, end))
         except RuntimeError:
             self._refuse()
         return max(found.values(), key=lambda waits: sum(waits.values()), default=dict.fromkeys(WaitFor, 0.0))
-
-    def _take(self, found: dict[int, dict[WaitFor, float]]) -> None:
-        later: set[int] = set()  # devices with a wait that is not over: those after it are looked at when it is
-        for _ in range(len(self._open)):
-            why, index, begin, end = wait = self._open.popleft()
-            if index in later or not self._device.done(end):
-                later.add(index)
-                self._open.append(wait)
-            else:
-                waits = found.setdefault(index, dict.fromkeys(WaitFor, 0.0))
-                waits[why] += max(0.0, self._device.seconds_between(begin, end))
 
     def stop(self) -> None:
         """Time nothing any more, and ask the device nothing: not even to destroy the events that are there."""
