@@ -164,17 +164,13 @@ def _check_process() -> None:
 
 def _install() -> ctypes.CDLL:
     _check_process()
-    library = _load()
+    library = native_build.load(build, lambda path: ctypes.CDLL(str(path)))
     code = library.actoffload_install(
         ctypes.c_size_t(int(psutil.virtual_memory().total)), ctypes.c_size_t(SMALLEST_BYTES)
     )
     if code:
         raise Refused(_INSTALL_ERRORS.get(code, f"installing it failed with {code}"))
     return library
-
-
-def _load() -> ctypes.CDLL:
-    return native_build.load(build, lambda path: ctypes.CDLL(str(path)))
 
 
 def _overcommit() -> int:

@@ -31,7 +31,7 @@ _SIDES: dict[str, dict[tuple[int, str], torch.Stream]] = {}
 class Accelerator:
     """Any device that PyTorch drives through ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``.
 
-    Streams and events are opaque to the caller.
+    Streams and events are opaque to the caller; two handles of one stream are equal.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -93,10 +93,6 @@ class Accelerator:
     def empty(self, nbytes: int, index: int, stream: Stream) -> Tensor:
         """Uninitialised bytes on device ``index``, owned by ``stream``, its current one: freed in its order."""
         return torch.empty(nbytes, dtype=torch.uint8, device=torch.device(self.type, index))
-
-    def same_stream(self, one: Stream, other: Stream) -> bool:
-        """Whether two handles name the same stream."""
-        return bool(one == other)
 
     def used_on(self, tensor: Tensor, stream: Stream) -> None:
         """Tell the allocator that ``stream`` too uses this memory (``record_stream``)."""

@@ -97,7 +97,7 @@ class CopyStreams:
         """
         stream = self.device.current_stream(index)
         fits = batch is not None and batch.event is None and batch.index == index
-        if batch is not None and fits and self.device.same_stream(stream, batch.stream):
+        if batch is not None and fits and stream == batch.stream:
             return batch
         self._saw(index, stream)
         return Batch(way, index, stream)
@@ -145,18 +145,16 @@ class CopyStreams:
             filled: returns a tensor in the memory that is to be used.
         """
         current = self.device.current_stream(incoming.index)
-        if self.device.same_stream(current, incoming.stream):
+        if current == incoming.stream:
             if not incoming.settled:
                 self._order_use_after_fill(current, incoming)
                 incoming.settled = True
             return
         self._saw(incoming.index, current)
         self.device.used_on(filled(), current)
-        for stream in incoming.awaited_by:
-            if self.device.same_stream(current, stream):
-                return
-        self._order_use_after_fill(current, incoming)
-        incoming.awaited_by.append(current)
+        if current not in incoming.awaited_by:
+            self._order_use_after_fill(current, incoming)
+            incoming.awaited_by.append(current)
 
     def drop_unused(self, incoming: Batch) -> None:
         """Before memory that was filled (or is being filled) and never used is dropped: reuse waits for the copies."""
@@ -270,10 +268,8 @@ class CopyStreams:
 
     def _saw(self, index: int, stream: Stream) -> None:
         seen = self._compute_streams.setdefault(index, [])
-        for known in seen:
-            if self.device.same_stream(stream, known):
-                return
-        seen.append(stream)
+        if stream not in seen:
+            seen.append(stream)
 
 
 LOOK_AT = 8
