@@ -21,7 +21,7 @@ from .direct_tier import DirectTier
 from .processes import processes_here
 from .shared import Shared
 from .tier import Tier
-from .timers import DeviceStopwatch, HostStopwatch, Stopwatch, Timeline
+from .timers import DeviceStopwatch, Stopwatch, Timeline
 
 CPU_SLAB_BYTES = 16 << 20
 NOT_PAGE_LOCKED = (
@@ -109,7 +109,7 @@ class Tiers:
         for copies in self._copies:
             copies.stopwatch = DeviceStopwatch(copies.device)
             return copies.stopwatch
-        return HostStopwatch(self.shared.accounts)
+        return Stopwatch(self.shared.accounts)
 
     def start_timeline(self) -> Timeline | None:
         """Note from now on what the device does and when; None where there is none."""

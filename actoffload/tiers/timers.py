@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
@@ -22,44 +21,30 @@ MOST_OPEN = 4096
 """What nobody has taken yet of a timeline; what comes then is not noted."""
 
 
-class Stopwatch(ABC):
-    """Stamps moments of one step; what they mean in seconds is asked later."""
+class Stopwatch:
+    """Stamps moments of one step, for CPU tensors: the host's clock, less the waits that were counted.
 
-    @abstractmethod
-    def begin(self) -> None:
-        """The step begins."""
-
-    @abstractmethod
-    def stamp(self) -> Stamp:
-        """This moment, as the work given to the device so far defines it."""
-
-    @abstractmethod
-    def end(self) -> bool:
-        """Whether every stamp so far can be told in seconds; if not, ask again later."""
-
-    @abstractmethod
-    def seconds(self, stamp: Stamp) -> float:
-        """Seconds from the beginning until a stamp, without what was spent waiting for us."""
-
-
-class HostStopwatch(Stopwatch):
-    """For CPU tensors: the host's clock, less the waits that were counted."""
+    What the stamps mean in seconds is asked later.
+    """
 
     def __init__(self, accounts: Accounts) -> None:
         self._accounts = accounts
         self._origin_s = 0.0
 
     def begin(self) -> None:
-        self._origin_s = 0.0
+        """The step begins."""
         self._origin_s = self._compute_s()
 
     def stamp(self) -> Stamp:
+        """This moment, as the work given to the device so far defines it."""
         return self._compute_s() - self._origin_s
 
     def end(self) -> bool:
+        """Whether every stamp so far can be told in seconds; if not, ask again later."""
         return True
 
     def seconds(self, stamp: Stamp) -> float:
+        """Seconds from the beginning until a stamp, without what was spent waiting for us."""
         return float(stamp)
 
     def _compute_s(self) -> float:
