@@ -33,8 +33,6 @@ class ExtentAllocator:
     """
 
     def __init__(self, capacity_bytes: int, alignment: int) -> None:
-        if alignment < 1:
-            raise ValueError(f"alignment={alignment}: must be at least 1")
         self._alignment = alignment
         self.capacity_bytes = 0
         self.allocated_bytes = 0
@@ -56,13 +54,7 @@ class ExtentAllocator:
         return nbytes // self._alignment * self._alignment
 
     def allocate(self, nbytes: int) -> int | None:
-        """Return the offset of a free range of at least ``nbytes`` bytes, or None when there is none.
-
-        Raises:
-            ValueError: ``nbytes`` is not positive.
-        """
-        if nbytes <= 0:
-            raise ValueError(f"nbytes={nbytes}: must be positive")
+        """Return the offset of a free range of at least ``nbytes`` bytes, or None when there is none."""
         size = self.round_up(nbytes)
         fitting = [(hole, index) for index, (_, hole) in enumerate(self._free) if hole >= size]
         if not fitting:
@@ -94,14 +86,8 @@ class ExtentAllocator:
         self._add_free(offset, size)
 
     def grow(self, new_capacity_bytes: int) -> None:
-        """Make the arena larger; what is allocated stays where it is.
-
-        Raises:
-            ValueError: The new capacity is smaller than the old one.
-        """
+        """Make the arena larger; what is allocated stays where it is."""
         start, capacity = self.capacity_bytes, self.round_down(new_capacity_bytes)
-        if capacity < start:
-            raise ValueError(f"new_capacity_bytes={new_capacity_bytes}: smaller than {start}")
         if capacity > start:
             self.capacity_bytes = capacity
             self._add_free(start, capacity - start)

@@ -188,14 +188,6 @@ def test_verify_finds_what_changed_on_disk(make_spool: MakeSpool, tmp_path: Path
     assert f"at offset {part.offset} " in str(error)
 
 
-def test_verify_needs_the_length_that_was_written(make_spool: MakeSpool) -> None:
-    spool = make_spool(engine="posix", verify=True)
-    extent, memory = spool.allocate(2 * BLOCK), Memory(2 * BLOCK)
-    write(spool, extent, memory)
-    with pytest.raises(StateError):
-        spool.read(extent, memory.address, BLOCK)
-
-
 # A package without its __init__: these processes start many times, and storage needs no torch (seconds to import).
 PRELUDE = """
 import ctypes, mmap, os, sys, types
