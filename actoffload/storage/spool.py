@@ -161,7 +161,6 @@ class Spool:
         *,
         ranges: Sequence[Range] = (),
         skip: int = 0,
-        before: Callable[[], None] | None = None,
         on_done: Callable[[Transfer], None] | None = None,
         keepalive: object = None,
         on_part: Callable[[], None] | None = None,
@@ -174,7 +173,7 @@ class Spool:
         shorter. With ``verify`` the length must be the one that was written. ``on_part`` is called as ``on_done`` is,
         after each part but the last: see ``Transfer.arrived_bytes``.
         """
-        transfer = Transfer(IoKind.READ, extent, length, self._post, skip, before, on_done, keepalive, on_part, about)
+        transfer = Transfer(IoKind.READ, extent, length, self._post, skip, None, on_done, keepalive, on_part, about)
         return self._start(transfer, ranges or ((address, length),), held)
 
     def go_on(self, transfer: Transfer, nbytes: int | None = None) -> None:

@@ -252,6 +252,14 @@ class DeviceTier(Tier):
         except Exception as error:  # a broken device, or an engine that is closed
             transfer.fail(error)
 
+    def _read_when_copied(self, spool: Spool, transfer: Transfer, batches: list[object]) -> None:
+        """On the same thread: read into host memory once the copies that have used it are done."""
+        try:
+            self._wait_for(batches)
+            spool.go_on(transfer)
+        except Exception as error:
+            transfer.fail(error)
+
     def _wait_for(self, batches: list[object]) -> None:
         for batch in batches:
             self.copies.synchronize(batch)
@@ -310,16 +318,20 @@ class DeviceTier(Tier):
         if slot is None or record.state is not State.SPILLED:  # another thread has begun to read it meanwhile
             return slot is not None
         assert self.spool is not None, "a spilled record has a spool"
-        record.transfer = self.spool.read(
+        events = [batch for batch in slot.events if not self.copies.done(batch)]
+        transfer = self.spool.read(
             record.extent,
             slot.address,
             slot.nbytes,
-            before=partial(self._wait_for, list(slot.events)) if slot.events else None,
             on_done=partial(self._arrived_on_host, record, now()),
             keepalive=slot,
             on_part=self._part_arrived if record.nbytes > CHUNK_BYTES else None,
+            held=bool(events),
             about=(record,),
         )
+        record.transfer = transfer
+        if events:
+            self._waiter.submit(self._read_when_copied, self.spool, transfer, events)
         record.slot = slot
         record.filled_bytes = 0
         record.wanted = True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -116,28 +115,6 @@ def test_one_larger_than_the_window_goes_alone(
     memory = Memory(4 * BLOCK, fill=7)
     assert move(engine, IoKind.WRITE, memory).error is None
     assert peek_file(file, 0, 4 * BLOCK) == memory.data
-
-
-def test_a_before_that_waits_holds_up_no_read_and_leaves_what_is_behind_it_cancellable(
-    engine: UringEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(uring_module, "PREPARED_BYTES", 2 * BLOCK)
-    memory, go_on, running = Memory(BLOCK), threading.Event(), threading.Event()
-    assert move(engine, IoKind.WRITE, memory).error is None
-
-    def before() -> None:
-        running.set()
-        assert go_on.wait(WAIT_S)
-
-    writes = [IoRequest(IoKind.WRITE, memory.address, BLOCK, 0, before=before) for _ in range(5)]
-    for write in writes:
-        engine.submit(write)
-    assert running.wait(WAIT_S)
-    assert move(engine, IoKind.READ, memory).error is None
-    assert [write.cancel() for write in writes] == [False, False, True, True, True]
-    go_on.set()
-    assert all(write.wait(WAIT_S) for write in writes)
-    assert [write.state for write in writes] == [RequestState.DONE] * 2 + [RequestState.CANCELLED] * 3
 
 
 def test_many_threads_that_wait_for_each_transfer_are_never_forgotten(engine: UringEngine) -> None:
