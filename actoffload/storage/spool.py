@@ -140,7 +140,7 @@ class Spool:
                 ``keepalive``).
             length: Bytes, a multiple of ``alignment``.
             ranges: Several ranges of memory instead, as in ``IoRequest``: to one segment; only where ``vectored``.
-            before: Runs once, in an engine's thread, before the memory is touched.
+            before: Runs in an engine's thread, before the memory of each segment is touched.
             on_done: Called at most once with the transfer, in an engine's thread, with no lock held.
             keepalive: Kept alive until nothing touches the memory any more.
             held: Begin nothing: the caller says by ``go_on`` how many bytes may be written, as they are ready.

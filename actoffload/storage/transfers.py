@@ -7,7 +7,6 @@ any thread anywhere. The first entry of a list, whose ``append`` is atomic, deci
 from __future__ import annotations
 
 import errno
-import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -66,8 +65,6 @@ class Transfer:
     began_s: float = 0.0  # when it was given to an engine
     error: BaseException | None = None  # what went wrong; after `Spool.abort` an `OffloaderClosedError`
     done: bool = False  # every segment has finished, or has been cancelled in time
-    _before_error: BaseException | None = None
-    _before_lock: threading.Lock = field(default_factory=threading.Lock)
     _ended: Completion = field(default_factory=Completion)
     _requests: list[tuple[StorageEngine, IoRequest]] = field(default_factory=list)
     _ends: list[int] = field(default_factory=list)  # of the requests, in bytes of what is moved
@@ -204,26 +201,16 @@ class Transfer:
             raise StateError(f"{kind} from byte {skip} of {extent!r}: not a multiple of {alignment} bytes")
 
     def _before_request(self, index: int, memory: Sequence[Range], verify: bool) -> Callable[[], None] | None:
+        check = self.before
         if not verify or self.kind is IoKind.READ:
-            return None if self.before is None else self._run_before
+            return check
 
         def before() -> None:
-            self._run_before()
+            if check is not None:
+                check()
             self.extent.checksums[index] = _crc32(memory)
 
         return before
-
-    def _run_before(self) -> None:
-        """Run ``before`` once, before the first segment; the others wait and share its failure."""
-        with self._before_lock:
-            before, self.before = self.before, None
-            if before is not None:
-                try:
-                    before()
-                except BaseException as exc:
-                    self._before_error = exc
-        if self._before_error is not None:
-            raise self._before_error
 
     def _request_done(self, index: int, path: str, verify: bool, request: IoRequest) -> None:
         error = request.error
