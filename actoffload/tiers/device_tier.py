@@ -252,14 +252,6 @@ class DeviceTier(Tier):
         except Exception as error:  # a broken device, or an engine that is closed
             transfer.fail(error)
 
-    def _read_when_copied(self, spool: Spool, transfer: Transfer, batches: list[object]) -> None:
-        """On the same thread: read into host memory once the copies that have used it are done."""
-        try:
-            self._wait_for(batches)
-            spool.go_on(transfer)
-        except Exception as error:
-            transfer.fail(error)
-
     def _wait_for(self, batches: list[object]) -> None:
         for batch in batches:
             self.copies.synchronize(batch)
@@ -331,7 +323,7 @@ class DeviceTier(Tier):
         )
         record.transfer = transfer
         if events:
-            self._waiter.submit(self._read_when_copied, self.spool, transfer, events)
+            self._waiter.submit(self.begin_after, partial(self._wait_for, events), transfer)
         record.slot = slot
         record.filled_bytes = 0
         record.wanted = True

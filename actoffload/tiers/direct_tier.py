@@ -65,7 +65,7 @@ class DirectTier(Tier):
         record.to(State.SPILLING)
         self.shared.pending_bytes += record.nbytes
         self._copied_in_place.append(record)
-        self._waiter.submit(self._start_after, event, transfer)
+        self._waiter.submit(self.begin_after, partial(self._wait_for, event), transfer)
         return None
 
     def _so_far(self, record: Record) -> Event:
@@ -76,13 +76,6 @@ class DirectTier(Tier):
     def _used_here(self, record: Record, tensor: Tensor) -> None:
         """Tell the allocator that the current stream uses memory, which may be another stream's."""
         self.copies.device.used_on(tensor, self.copies.device.current_stream(record.device.index or 0))
-
-    def _start_after(self, event: Event, transfer: Transfer) -> None:
-        try:
-            self._wait_for(event)
-            self._disk.go_on(transfer)
-        except Exception as error:  # a broken device, or an engine that is closed
-            transfer.fail(error)
 
     def _wait_for(self, event: Event) -> None:
         self.copies.device.synchronize(event)
@@ -131,7 +124,7 @@ class DirectTier(Tier):
         record.to(State.FETCHING)
         self._ahead[record] = None
         self.count_resident(record)
-        self._waiter.submit(self._start_after, event, transfer)
+        self._waiter.submit(self.begin_after, partial(self._wait_for, event), transfer)
 
     def _arrived(self, record: Record, tensor: Tensor, since_s: float, transfer: Transfer) -> None:
         with self.shared.lock:

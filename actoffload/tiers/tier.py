@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -254,6 +255,15 @@ class Tier(ABC):
         elif record.state is State.SPILLING:
             record.to(State.RESIDENT)
         return left
+
+    def begin_after(self, wait: Callable[[], None], transfer: Transfer) -> None:
+        """Begin a transfer that was held once ``wait`` has returned, on the thread that waits for the device."""
+        assert self.spool is not None, "it has the transfer"
+        try:
+            wait()
+            self.spool.go_on(transfer)
+        except Exception as error:  # a broken device, or an engine that is closed
+            transfer.fail(error)
 
     def allocate(self, record: Record, nbytes: int) -> Extent | None:
         """Return room on disk for a record; None, and degraded, when there is none."""

@@ -18,7 +18,7 @@ from actoffload.storage.engines.memory import MemoryEngine
 from actoffload.storage.engines.posix import PosixEngine
 from actoffload.storage.engines.uring import UringEngine
 from actoffload.testing.engine_suite import StorageEngineTests
-from actoffload.testing.faults import GateEngine, ShortEngine, SlowEngine
+from actoffload.testing.faults import ShortEngine
 
 
 class TestPosix(StorageEngineTests):
@@ -99,18 +99,6 @@ class TestMemory(StorageEngineTests):
 class TestShort(StorageEngineTests):
     def make_engine(self, file: SpoolFile, threads: int | None = None) -> StorageEngine:
         return ShortEngine(file, threads=threads)
-
-
-class TestSlow(StorageEngineTests):
-    def make_engine(self, file: SpoolFile, threads: int | None = None) -> StorageEngine:
-        return SlowEngine(file, threads=threads, bandwidth_bytes_per_s=1e9, latency_s=1e-4)
-
-
-class TestOpenGate(StorageEngineTests):
-    def make_engine(self, file: SpoolFile, threads: int | None = None) -> StorageEngine:
-        engine = GateEngine(file, threads=threads)
-        engine.open()
-        return engine
 
 
 @pytest.mark.parametrize("name", ENGINES)
