@@ -15,7 +15,6 @@ from ..storage.endurance import (
     Drive,
     check_counts,
     check_positive,
-    endurance_bytes,
     lifetime_s,
     written_per_day,
 )
@@ -277,7 +276,7 @@ def estimate(
         share_hidden=share,
         moved_bytes_per_step=moved,
         written_bytes_per_day=written_per_day(moved, seconds),
-        rated_life_s=lifetime_s(endurance_bytes(hardware.drive, hardware.drives), seconds, moved),
+        rated_life_s=lifetime_s(hardware.drive.rated_written_bytes * hardware.drives, seconds, moved),
         ssd_price_usd=price,
         memory=_memory(activations, split, hardware, in_flight=in_flight, small=small, share=share),
         notes=tuple(_notes(activations, hardware, share, share * in_flight)),

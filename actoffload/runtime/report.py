@@ -11,8 +11,8 @@ from ..config import OffloadConfig
 from ..policy import STATIC
 from ..sizes import format_size
 from ..statistics import Statistics
-from ..storage.arena import SpoolStatistics
 from ..storage.endurance import Rating, render_wear
+from ..storage.spool import Spool
 from .store import ActivationStore
 from .trace import rank_and_ranks
 
@@ -65,16 +65,15 @@ def report_of(store: ActivationStore) -> str:
     """Return what was done and why, for a person."""
     spool = store.tiers.spool
     advice = (text for key, text in store.shared.reporter.advice.items() if key not in TOLD_AS_CAUSES)
-    spooled = spool.statistics() if spool else None
     return render_report(
-        store.shared.config, store.statistics(), spooled, [*store.tiers.remarks, *advice], store.elapsed_s
+        store.shared.config, store.statistics(), spool, [*store.tiers.remarks, *advice], store.elapsed_s
     )
 
 
 def render_report(
     config: OffloadConfig,
     statistics: Statistics,
-    spool: SpoolStatistics | None = None,
+    spool: Spool | None = None,
     notes: Sequence[str] = (),
     elapsed_s: float = 0.0,
 ) -> str:
@@ -83,7 +82,7 @@ def render_report(
     Args:
         config: the options of the offloader.
         statistics: what it counted.
-        spool: what the spool is, or None when there is none.
+        spool: the disk, or None when there is none.
         notes: further sentences, such as why an engine could not be used.
         elapsed_s: seconds since the first forward began, by which the wear of the drives is told.
 
@@ -121,7 +120,7 @@ def _announcement(store: ActivationStore) -> str:
     config, s, spool = store.shared.config, store.statistics(), store.tiers.spool
     target = f"target {config.target}"
     if spool is not None:
-        directness = "direct" if spool.statistics().direct else "buffered"
+        directness = "direct" if spool.direct else "buffered"
         target += f" ({', '.join(config.paths)}: {spool.engine_name} engine, {directness} I/O)"
     moving_bytes = store.shared.accounts.moved_bytes
     static = sum(s.kept_bytes.get(reason, 0) for reason in STATIC)
@@ -184,7 +183,7 @@ def _peaks(s: Statistics) -> list[str]:
     return lines
 
 
-def _tiers(s: Statistics, spool: SpoolStatistics | None) -> list[str]:
+def _tiers(s: Statistics, spool: Spool | None) -> list[str]:
     rows = []
     if s.host_written_bytes or s.host_peak_bytes:
         rows.append(("host", s.host_written_bytes, s.host_read_bytes, s.host_peak_bytes))
@@ -201,7 +200,7 @@ def _tiers(s: Statistics, spool: SpoolStatistics | None) -> list[str]:
         )
     if spool is not None:
         directness = "direct I/O" if spool.direct else "buffered I/O (through the page cache)"
-        lines.append(f"  storage engine {spool.engine}, {directness}, alignment {spool.alignment} B")
+        lines.append(f"  storage engine {spool.engine_name}, {directness}, alignment {spool.alignment} B")
     return lines
 
 

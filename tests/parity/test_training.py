@@ -153,8 +153,8 @@ def test_several_paths(make_offloader: Maker, tmp_path: Path) -> None:
     if offloader.store.tiers.spool is None:
         return  # the host only
     for arena in offloader.store.tiers.spool._arenas.arenas:
-        assert arena.written_bytes > x.nbytes // 2
-        assert arena.read_bytes > x.nbytes // 2
+        assert arena.engine.written_bytes > x.nbytes // 2
+        assert arena.engine.read_bytes > x.nbytes // 2
 
 
 def test_decorator_and_shared_offloader(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from actoffload.storage.endurance import (
     DAY_S,
     YEAR_S,
     Drive,
-    endurance_bytes,
     lifetime_s,
     render_wear,
     written_per_day,
@@ -42,7 +41,7 @@ def test_micro_batches_in_flight_are_those_of_1f1b() -> None:
 
 def test_ssdtrains_lifetime_on_rated_endurance_is_days() -> None:
     def life(drive: str) -> float:
-        return lifetime_s(endurance_bytes(DRIVES[drive], 4), 2.0, 12.1e9)
+        return lifetime_s(4 * DRIVES[drive].rated_written_bytes, 2.0, 12.1e9)
 
     assert life("980pro-1tb") / DAY_S == pytest.approx(4.6, abs=0.05)
     assert life("p5800x-1.6tb") / YEAR_S == pytest.approx(6.1, abs=0.05)
