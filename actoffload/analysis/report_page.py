@@ -106,7 +106,7 @@ class _Page:
         """What the template shows; a section of which no run has anything says so."""
         over_time = "Of the step of median length after the last plan; shaded: its phases."
         return [
-            self._section("What to do next", "Predicted by the planner from this run, or counted in it.", _next_steps),
+            self._section("What to do next", "As the run's own report says.", _next_steps),
             self._section(
                 "Memory over one step",
                 f"{over_time} The line is what there would be with nothing moved.",
