@@ -90,6 +90,14 @@ def predictions_table(run: Run) -> list[tuple[str, ...]]:
     return rows
 
 
+def kept_table(run: Run) -> list[tuple[str, ...]]:
+    """What stayed and why, as rows of text, under a heading."""
+    rows: list[tuple[str, ...]] = [("", "bytes", "why")]
+    for reason, nbytes in run.kept().items():
+        rows.append((reason, format_size(nbytes), KEPT_MEANINGS.get(reason, "")))
+    return rows
+
+
 class _Page:
     """Makes the sections, and collects their figures by the names of their places."""
 
@@ -138,9 +146,7 @@ class _Page:
             self._section(
                 "What stayed, and why",
                 "Bytes that autograd saved in the whole run and that did not move.",
-                lambda run: (
-                    self._figure("kept", run, _kept(run)) if run.kept() else {"text": "Not known, or nothing stayed."}
-                ),
+                lambda run: _rows(kept_table(run), "Not known, or nothing stayed."),
             ),
             self._section("SSD wear", "", lambda run: {"text": run.wear() or "Nothing was written to a drive."}),
         ]
@@ -249,23 +255,6 @@ def _next_steps(run: Run) -> dict[str, Any]:
 def _rows(rows: Sequence[Sequence[str]], nothing: str) -> dict[str, Any]:
     head, *others = rows
     return {"head": head, "rows": others} if others else {"text": nothing}
-
-
-def _kept(run: Run) -> Drawn:
-    from plotly import graph_objects
-
-    kept = dict(reversed(run.kept().items()))
-    figure = graph_objects.Figure()
-    figure.add_bar(
-        **{"orientation": "h", "marker": {"color": BLUE}, "textposition": "auto"},
-        x=[nbytes / MIB for nbytes in kept.values()],
-        y=list(kept),
-        text=[format_size(nbytes) for nbytes in kept.values()],
-        customdata=[KEPT_MEANINGS.get(reason, "") for reason in kept],
-        hovertemplate="%{y}, %{text}<br>%{customdata}<extra></extra>",
-    )
-    figure.update_xaxes(title="MiB")
-    return figure, 90 + 30 * len(kept)
 
 
 def _shade(figure: Any, phases: Sequence[Phase], length_ms: float, **place: int) -> None:

@@ -243,7 +243,7 @@ def test_a_page_needs_plotly(traces: dict[str, Path], monkeypatch: pytest.Monkey
 
 # -- the page ---------------------------------------------------------------------------------------------------------
 
-FIGURES = ["memory-1", "memory-2", "links-2", "lanes-1", "lanes-2", "kept-1", "kept-2"]
+FIGURES = ["memory-1", "memory-2", "links-2", "lanes-1", "lanes-2"]
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
