@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -14,18 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from actoffload import OffloadConfig, Offloader
 from actoffload.analysis.report_page import predictions_table
 from actoffload.analysis.trace_file import Counter, Moved, Note, Phase, TraceFile, Wait, load
 from actoffload.analysis.traced_run import LABELS, Run, look_at
-from actoffload.cli.app import app
 from actoffload.planning.explain import format_time
+from tests.commands import answer, invoke
 from tests.harness import Chain, batch
 
 MIB = 1 << 20
-runner = CliRunner()
 
 
 @pytest.fixture(scope="module")
@@ -163,11 +160,10 @@ def test_what_limits_and_what_to_do_next_are_the_diagnosis_of_the_run() -> None:
 
 
 def test_the_report_of_a_real_run(traces: dict[str, Path]) -> None:
-    result = runner.invoke(app, ["report", str(traces["budget"])], env={"COLUMNS": "120"})
-    assert result.exit_code == 0, result.output
+    said = invoke("report", str(traces["budget"]), columns=120)
     for words in ("a step (median)", "disk write", "Predicted and seen", "last saved layer", "SSD wear", "policy auto"):
-        assert words in result.output
-    (found,) = json.loads(runner.invoke(app, ["report", "--json", str(traces["budget"])]).output)
+        assert words in said
+    (found,) = answer("report", str(traces["budget"]))
     statistics = load(traces["budget"]).metadata["statistics"]
     assert found["saved_peak_bytes"] == statistics["plan_peak_bytes"] < found["saved_peak_without_bytes"]
     links = {link["name"]: link["nbytes"] for link in found["links"]}
@@ -185,13 +181,11 @@ def test_a_copy_of_nothing_is_no_use_of_a_link(tmp_path: Path) -> None:
     with offloader.traced("a copy", link="host write", nbytes=0):
         pass
     offloader.close()
-    done = runner.invoke(app, ["report", str(file)])
-    assert done.exit_code == 0, done.output
+    invoke("report", str(file))
 
 
 def test_two_runs_stand_side_by_side(traces: dict[str, Path]) -> None:
-    arguments = ["report", "--compare", str(traces["keep"]), str(traces["budget"])]
-    output = runner.invoke(app, arguments, env={"COLUMNS": "120"}).output
+    output = invoke("report", "--compare", str(traces["keep"]), str(traces["budget"]), columns=120)
     assert re.search(r"keep\.json +budget\.json", output)
     assert re.search(r"leaves in a step \(mean\) +0 B +\d", output)
     assert "Nothing moves, as policy='keep' says" in output
@@ -201,10 +195,8 @@ def test_a_file_that_cannot_be_reported_on_is_refused(tmp_path: Path, traces: di
     whole = traces["keep"].read_text(encoding="utf-8")
     truncated = tmp_path / "truncated.json"
     truncated.write_text("[" + whole.partition("[")[2].partition("\n],")[0], encoding="utf-8")
-    result = runner.invoke(app, ["report", str(truncated)])
-    assert (result.exit_code, "`actoffload top`" in result.output) == (1, True)
-    missing = runner.invoke(app, ["report", str(tmp_path / "none.json")])
-    assert (missing.exit_code, "cannot be read" in missing.output) == (1, True)
+    assert "`actoffload top`" in invoke("report", str(truncated), status=1)
+    assert "cannot be read" in invoke("report", str(tmp_path / "none.json"), status=1)
 
 
 def test_top_shows_what_is_there_and_ends_with_the_run(
@@ -224,8 +216,7 @@ def test_top_shows_what_is_there_and_ends_with_the_run(
         return ""
 
     monkeypatch.setattr("actoffload.cli.report.render", render)
-    result = runner.invoke(app, ["top", str(growing)])
-    assert result.exit_code == 0, result.output
+    invoke("top", str(growing))
     assert shown == [5, 5], "nothing before the first phase has ended"
     assert next(states, None) is None
 
@@ -234,10 +225,8 @@ def test_a_page_needs_plotly(traces: dict[str, Path], monkeypatch: pytest.Monkey
     for name in [name for name in sys.modules if name.partition(".")[0] == "plotly"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "plotly", None)
-    arguments = ["report", str(traces["keep"]), "--html", str(tmp_path / "page.html")]
-    result = runner.invoke(app, arguments, env={"COLUMNS": "400"})
-    assert result.exit_code == 2
-    assert "plotly is not installed: pip install 'actoffload[plots]'" in result.output
+    said = invoke("report", str(traces["keep"]), "--html", str(tmp_path / "page.html"), status=2)
+    assert "plotly is not installed: pip install 'actoffload[plots]'" in said
     assert not (tmp_path / "page.html").exists()
 
 
@@ -253,9 +242,7 @@ def test_a_browser_shows_the_page_without_an_error_or_the_network(traces: dict[s
     if BROWSER is None:
         pytest.skip("there is no Chromium")
     page = tmp_path / "page.html"
-    arguments = ["report", "--compare", str(traces["keep"]), str(traces["budget"]), "--html", str(page)]
-    result = runner.invoke(app, arguments)
-    assert result.exit_code == 0, result.output
+    invoke("report", "--compare", str(traces["keep"]), str(traces["budget"]), "--html", str(page))
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr"]
     command = [BROWSER, *options, f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom", page.as_uri()]
     shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
