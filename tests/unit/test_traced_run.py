@@ -18,6 +18,7 @@ from actoffload import OffloadConfig, Offloader
 from actoffload.analysis.report_page import predictions_table
 from actoffload.analysis.trace_file import Counter, Moved, Note, Phase, TraceFile, Wait, load
 from actoffload.analysis.traced_run import LABELS, Run, look_at
+from actoffload.errors import TraceFileError
 from actoffload.planning.explain import format_time
 from tests.commands import answer, invoke
 from tests.harness import Chain, batch
@@ -98,22 +99,17 @@ def _by_hand() -> Run:
 
 def test_the_step_shown_has_the_median_length_of_those_under_the_last_plan() -> None:
     run = _by_hand()
-    assert (run.count, run.shown, run.step_s, run.host) == (4, 3, 2.0, (8.0, 10.0))
+    assert (run.count, run.shown, run.step_s, run.begin_s, run.end_s) == (4, 3, 2.0, 8.0, 10.0)
 
 
-def test_a_simulated_devices_step_goes_by_its_own_time() -> None:
+def test_on_a_device_a_step_lasts_until_both_have_ended_it() -> None:
     trace = _by_hand().trace
-    theirs = [
-        replace(phase, begin_s=phase.begin_s / 10, end_s=phase.end_s / 10, on_device=True) for phase in trace.phases
-    ]
-    one_clock = replace(trace, phases=(*trace.phases, *theirs))
-    run = look_at(replace(one_clock, metadata={**trace.metadata, "virtual_device_time": True}))
-    assert run.virtual
-    assert (run.shown, run.host) == (3, (8.0, 10.0))
-    assert run.step_s == pytest.approx(0.2)
-    assert [round(phase.begin_s, 9) for phase in run.phases(on_device=True)] == [0.0, 0.1]
-    run = look_at(one_clock)
-    assert (run.step_s, run.device) == (2.0, run.host)
+    later = [replace(each, begin_s=each.begin_s + 0.5, end_s=each.end_s + 0.5, on_device=True) for each in trace.phases]
+    trace = replace(trace, phases=(*trace.phases, *later))
+    run = look_at(trace)
+    assert (run.step_s, run.begin_s, run.end_s) == (2.0, 8.0, 10.5)
+    with pytest.raises(TraceFileError, match="the simulated device's time"):
+        look_at(replace(trace, metadata={"virtual_device_time": True}))
 
 
 def test_numbers_memory_links_waits_and_what_stayed() -> None:
