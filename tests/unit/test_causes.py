@@ -53,9 +53,9 @@ def _lines(part: str) -> list[str]:
     return [] if part.strip() == NONE else [line.strip() for line in part.strip().splitlines()]
 
 
-def steps(offloader: Offloader, model: nn.Module, count: int = 3, x: Tensor | None = None) -> None:
-    for _ in range(count):
-        train_step(model, batch() if x is None else x, offloader)
+def steps(offloader: Offloader, model: nn.Module) -> None:
+    for _ in range(3):
+        train_step(model, batch(), offloader)
 
 
 @pytest.fixture
