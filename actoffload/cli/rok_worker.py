@@ -32,7 +32,6 @@ from ..analysis.rok import BACKWARD_FACTOR, SERIES, SIMULATED, Case, Variant
 from ..autotune.recompute import Recompute, RecomputeMeter
 from ..errors import ActOffloadError, BudgetError
 from ..memory import cpu_allocator
-from ..policy import Decision, TensorFacts
 from ..testing import simulated_device
 from ..tiers.accelerator import Accelerator
 from .models import Workload, build
@@ -54,14 +53,6 @@ has so many fewer FLOPs for each byte that it saves than one of width 12288 in b
 OFFLOAD_READS_AHEAD = 1 << 20
 """Bytes that the series ``offload`` reads ahead; the library makes that twice the largest tensor (SSDTrain reads one
 module ahead). Its default, a quarter of what a forward saves, is a whole block of four, which is recompute's peak."""
-
-
-class KeepAll:
-    """A policy that moves nothing: the offloader only counts."""
-
-    def decide(self, facts: TensorFacts) -> Decision:
-        """Keep it."""
-        return Decision.KEEP
 
 
 @dataclass
@@ -232,7 +223,7 @@ class Round:
     def _count(self, mode: Mode) -> None:
         """Run a step of keep or recompute in which an offloader counts and moves nothing."""
         workload = self.workload.twin()
-        counter = Offloader(OffloadConfig(path=self.spec["path"], policy=KeepAll())).use(workload.model)
+        counter = Offloader(OffloadConfig(path=self.spec["path"], policy="keep")).use(workload.model)
         if mode.variant.series == "recompute":
             blocks = {name: workload.model.get_submodule(name) for name in workload.blocks}
             meter = RecomputeMeter(counter.store.shared, (), counter.exclusions.static)
