@@ -240,12 +240,12 @@ class CopyStreams:
     def _copy(self, way: str, batch: Batch, side: Stream) -> None:
         stopwatch = self.stopwatch if self.stopwatch is not None and self.stopwatch.running else None
         before = self.device.timestamp(side) if stopwatch is not None else None
+        begin = self.timeline.moment(batch.index, side) if self.timeline is not None else None
+        self.device.copy(batch.copies.values(), side)
         if self.timeline is not None:
             batch.about = tuple((getattr(owner, "module", None), to.nbytes) for owner, (to, _) in batch.copies.items())
-            with self.timeline.span(f"host {way}", batch.index, side, batch.about):
-                self.device.copy(batch.copies.values(), side)
-        else:
-            self.device.copy(batch.copies.values(), side)
+            end = self.timeline.moment(batch.index, side)
+            self.timeline.add(f"host {way}", batch.index, begin, end, batch.about)
         if stopwatch is not None:
             stopwatch.copied(way, batch.nbytes, side, before)
         batch.event = self._events.record(side, batch.index)

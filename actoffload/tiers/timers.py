@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator
 from enum import Enum
 from itertools import accumulate
 from typing import Any
@@ -155,13 +153,6 @@ class Timeline:
         """Note what went on between two moments, and what it was about."""
         if begin is not None and end is not None and index in self._origins and len(self._open) < MOST_OPEN:
             self._open.append((what, index, begin, end, about))
-
-    @contextlib.contextmanager
-    def span(self, what: str, index: int, stream: Stream, about: Any) -> Iterator[None]:
-        """Note what a stream is given inside of the context."""
-        begin = self.moment(index, stream)
-        yield
-        self.add(what, index, begin, self.moment(index, stream), about)
 
     def take(self, *, wait: bool = False) -> list[tuple[str, float, float, Any]]:
         """What is over and was not taken yet: what it was, from when to when, and about what.

@@ -16,9 +16,9 @@ from actoffload.storage.engines.aiofiles import AiofilesEngine
 from actoffload.storage.engines.base import SpoolFile, StorageEngine
 from actoffload.storage.engines.memory import MemoryEngine
 from actoffload.storage.engines.posix import PosixEngine
-from actoffload.storage.engines.uring import UringEngine
 from actoffload.testing.engine_suite import StorageEngineTests
 from actoffload.testing.faults import ShortEngine
+from tests.spools import make_uring
 
 
 class TestPosix(StorageEngineTests):
@@ -42,10 +42,7 @@ class TestPosixBuffered(TestPosix):
 
 class TestUring(TestPosix):
     def make_engine(self, file: SpoolFile, threads: int | None = None) -> StorageEngine:
-        try:
-            return UringEngine(file, threads=threads)
-        except EngineUnavailableError as exc:
-            pytest.skip(str(exc))
+        return make_uring(file, threads)
 
 
 class TestUringBuffered(TestUring, TestPosixBuffered):
