@@ -8,7 +8,6 @@ overlap in a real step, the rate that counts is the slowest of writing, reading 
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import queue
 import shutil
@@ -37,6 +36,7 @@ NEARLY = 0.97
 """A setting that reaches this share of the best one does as well."""
 REGION_BYTES, BLOCK_BYTES, SECONDS, ROUNDS = 128 << 20, 8 << 20, 0.3, 2
 """How a path is measured unless told otherwise: in `bench` and in `doctor` alike."""
+_RANDOM_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +203,7 @@ class Rig:
     ) -> None:
         self._region_bytes = region_bytes // len(paths)
         _check(paths, largest_block_bytes, self._region_bytes)
-        self._extents: list[Extent] = []
+        self._slots: list[_Slot] = []
         self.spool = Spool(
             paths,
             engine=engine,
@@ -213,15 +213,16 @@ class Rig:
             stripe_bytes=largest_block_bytes,
         )
         try:
-            # Twice as many transfers under way as run, so that an engine always finds the next one waiting.
-            self._most = 2 * self.capabilities.threads * len(paths)
-            blocks = min(self._most, region_bytes // largest_block_bytes)
-            self._memory = np.frombuffer(map_private(blocks * largest_block_bytes), np.uint8)  # as the host pool's
-            random = np.frombuffer(np.random.default_rng().bytes(largest_block_bytes), np.uint8)
-            self._memory.reshape(blocks, -1)[:] = random
+            # Twice as many slots as transfers that run, so that an engine always finds the next one waiting.
+            self._most_slots = 2 * self.capabilities.threads * len(paths)
+            self._random = np.frombuffer(os.urandom(_RANDOM_BYTES), np.uint8)
+            pieces = -(-min(self._most_slots * largest_block_bytes, region_bytes) // _RANDOM_BYTES)
+            memory = np.frombuffer(map_private(pieces * _RANDOM_BYTES), np.uint8)  # as the host pool's
+            self._memory = memory.reshape(pieces, _RANDOM_BYTES)
+            self._memory[:] = self._random
             self.prepare(largest_block_bytes)
             self._run("write", None)  # the first write to reserved room is slower than any later one
-            self._check_content(random)
+            self._check_content()
         except BaseException:
             self.close()
             raise
@@ -237,20 +238,24 @@ class Rig:
         return f"/proc/{os.getpid()}/fd/{self.spool.files[0].fd}"
 
     def prepare(self, block_bytes: int) -> None:
-        """Measure blocks of this size from now on. They cover the whole region.
+        """Measure blocks of this size from now on. They cover the whole region and are dealt out to slots in turns.
 
         Raises:
             ConfigError: the size cannot work.
         """
         _check((), block_bytes, self._region_bytes)
-        for extent in self._extents:
-            self.spool.free(extent)
+        for slot in self._slots:
+            for extent in slot.extents:
+                self.spool.free(extent)
         self._block_bytes = block_bytes
         blocks = self._region_bytes // block_bytes * len(self.spool.engines)
-        self._extents = [self.spool.allocate(block_bytes) for _ in range(blocks)]
+        extents = [self.spool.allocate(block_bytes) for _ in range(blocks)]
+        count = min(self._most_slots, len(extents))
+        addresses = range(self._memory.ctypes.data, self._memory.ctypes.data + count * block_bytes, block_bytes)
+        self._slots = [_Slot(address, extents[i::count], i % 2) for i, address in enumerate(addresses)]
 
     def measure(self, direction: Direction, seconds: float) -> Sample:
-        """Time one direction; mixed writes one half of the blocks and reads the other, in turns.
+        """Time one direction; reading and mixed go over what was written since `prepare`.
 
         An engine that works through the page cache makes one pass at most; what it wrote is forced to the disk within
         the time, and what it reads is dropped from the cache before.
@@ -289,52 +294,70 @@ class Rig:
         return blocks * self._block_bytes, time.perf_counter() - begin_s
 
     def _move(self, direction: Direction, deadline_s: float | None, *, one_pass: bool) -> int:
-        """Keep transfers under way until the deadline, or for one pass over the extents; return the blocks moved."""
-        free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        """Keep every slot under way until the deadline, or for one pass over its extents; return the blocks moved."""
+        free: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
         errors: list[BaseException] = []
 
-        def done(address: int, transfer: Transfer) -> None:
+        def done(slot: _Slot, transfer: Transfer) -> None:
             if transfer.error is not None:
                 errors.append(transfer.error)
-            free.put(address)
+            free.put(slot)
 
-        slots = min(self._most, len(self._memory) // self._block_bytes)
-        for number in range(slots):
-            free.put(self._memory.ctypes.data + number * self._block_bytes)
-        moved, turns = 0, self._turns(direction)
-        for extent, writes in turns if one_pass else itertools.cycle(turns):
-            address = free.get()
-            if errors or (deadline_s is not None and time.perf_counter() >= deadline_s):
-                free.put(address)
-                break
+        for slot in self._slots:
+            slot.turn = 0
+            free.put(slot)
+        moved, active = 0, len(self._slots)
+        while active:
+            slot = free.get()
+            late = deadline_s is not None and time.perf_counter() >= deadline_s
+            if errors or late or (slot.turn == slot.length(direction) and (one_pass or not slot.turn)):
+                active -= 1
+                continue
+            extent, writes = slot.next(direction)
             start = self.spool.write if writes else self.spool.read
-            start(extent, address, self._block_bytes, on_done=partial(done, address))
+            start(extent, slot.address, self._block_bytes, on_done=partial(done, slot))
             moved += 1
-        for _ in range(slots):
-            free.get()
         if errors:
             raise errors[0]
         return moved
 
-    def _turns(self, direction: Direction) -> list[tuple[Extent, bool]]:
-        """Return the extents in turn, and whether each is written."""
-        if direction != "mixed":
-            return [(extent, direction == "write") for extent in self._extents]
-        half = len(self._extents) // 2
-        both = zip(self._extents[: max(1, half)], self._extents[half:], strict=False)
-        return [turn for written, read in both for turn in ((written, True), (read, False))]
-
-    def _check_content(self, random: Any) -> None:
-        """Read some blocks back: an engine that is fast because it moves nothing must not win."""
-        blocks = self._memory.reshape(-1, len(random))[: len(self._extents)]
-        blocks[:] = 0
-        for extent, block in zip(self._extents, blocks, strict=False):
-            transfer = self.spool.read(extent, block.ctypes.data, len(random))
+    def _check_content(self) -> None:
+        """Read a block of each slot back: an engine that is fast because it moves nothing must not win."""
+        block, random = self._block_bytes, self._random
+        self._memory[:] = 0
+        for transfer in [self.spool.read(slot.extents[-1], slot.address, block) for slot in self._slots]:
             transfer.wait()
             if transfer.error is not None:
                 raise transfer.error
-        if not (blocks == random).all():
+        used = self._memory.reshape(-1)[: len(self._slots) * block]
+        pieces = (used[i : i + len(random)] for i in range(0, len(used), len(random)))
+        if not all(np.array_equal(piece, random[: len(piece)]) for piece in pieces):
             raise ChecksumError(errno.EBADMSG, "what was read back is not what was written", self.spool.files[0].path)
+
+
+class _Slot:
+    """Memory of one block, and the extents that it goes through one after the other."""
+
+    def __init__(self, address: int, extents: list[Extent], parity: int) -> None:
+        self.address, self.extents, self.parity = address, extents, parity
+        self.turn = 0
+        self.written = 0
+        """How many of its extents, from the first on, hold something to read."""
+
+    def length(self, direction: Direction) -> int:
+        """Return how many extents there are to go through."""
+        return len(self.extents) if direction == "write" else self.written
+
+    def next(self, direction: Direction) -> tuple[Extent, bool]:
+        """Return the next extent, and whether to write it."""
+        turn, count = self.turn, self.length(direction)
+        self.turn += 1
+        if direction == "write":
+            self.written = max(self.written, turn % count + 1)
+        if direction != "mixed":
+            return self.extents[turn % count], direction == "write"
+        reads = (turn + self.parity) % 2  # what was written a while ago
+        return self.extents[(turn + reads * count) // 2 % count], not reads
 
 
 def _check(paths: Sequence[str], block: int, region: int) -> None:
