@@ -109,10 +109,7 @@ def command(
         except OSError as error:
             fail(f"nothing could be written: {error}", error)
     if picture is not None:
-        title = f"plan of {plan.planner} on {step.device}, as predicted" + (" (declined)" if plan.declined else "")
-        options: dict[str, Any] = {"forward_s": step.forward_s, "device_budget": limits.device_budget}
-        look = Look(style, dark)
-        draw_or_fail(lambda: draw_plan(analysis.keep, analysis.prediction, picture, title, look=look, **options))
+        _draw(step, plan, limits, analysis, picture, Look(style, dark))
     if as_json:
         print_json(as_dict(step, plan, analysis, budgets))
     else:
@@ -175,6 +172,12 @@ def _budget(profile: Profile, text: str | None) -> int | None:
         return None
     share = parse_share("device_budget", text)
     return parse_size("device_budget", text) if share is None else int(share * profile.baseline_peak_bytes)
+
+
+def _draw(profile: Profile, plan: Plan, limits: Limits, analysis: Analysis, picture: Path, look: Look) -> None:
+    title = f"plan of {plan.planner} on {profile.device}, as predicted" + (" (declined)" if plan.declined else "")
+    options: dict[str, Any] = {"forward_s": profile.forward_s, "device_budget": limits.device_budget, "look": look}
+    draw_or_fail(lambda: draw_plan(analysis.keep, analysis.prediction, picture, title, **options))
 
 
 def as_dict(profile: Profile, plan: Plan, analysis: Analysis, budgets: Sequence[BudgetRow]) -> dict[str, Any]:

@@ -211,9 +211,9 @@ class Round:
             step_s = self._step(mode)
             peak = torch.accelerator.max_memory_allocated() - static
         elif mode.offloader is not None:
-            _forget_peak(mode.offloader)
             step_s = self._step(mode)
-            peak = mode.counted_peak_bytes = mode.offloader.statistics().resident_peak_bytes
+            mode.offloader.statistics()  # counts what finalizers have noted
+            peak = mode.counted_peak_bytes = mode.offloader.store.shared.accounts.step_peak_bytes
         else:
             step_s, peak = self._step(mode), mode.counted_peak_bytes or 0
         mode.step_s.append(step_s)
@@ -251,13 +251,6 @@ def _sum_of_bits(gradient: torch.Tensor | None) -> int:
         return 0
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return int(gradient.view(kinds[gradient.element_size()]).sum())
-
-
-def _forget_peak(offloader: Offloader) -> None:
-    with offloader.store.shared.lock:
-        accounts = offloader.store.shared.accounts
-        accounts.count_deferred()
-        accounts.resident_peak_bytes = accounts.resident_bytes
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
