@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +18,7 @@ from actoffload.analysis.trace_file import Counter, Moved, Note, Phase, TraceFil
 from actoffload.analysis.traced_run import LABELS, Run, look_at
 from actoffload.errors import TraceFileError
 from actoffload.planning.explain import format_time
+from tests.browser import PROGRAM, Page, browser
 from tests.commands import answer, invoke
 from tests.harness import Chain, batch
 
@@ -229,20 +228,62 @@ def test_a_page_needs_plotly(traces: dict[str, Path], monkeypatch: pytest.Monkey
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 FIGURES = ["memory-1", "memory-2", "links-2", "lanes-1", "lanes-2"]
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+TEXT = {"light": "rgb(27, 27, 27)", "dark": "rgb(236, 236, 236)"}
+SPOT = """(() => {
+  const plot = document.getElementById(%r);
+  plot.scrollIntoView({block: "center"});
+  const boxes = [...plot.querySelectorAll(".point path")].map(bar => bar.getBoundingClientRect());
+  const area = boxes.sort((a, b) => b.width - a.width)[0] ?? plot.querySelector(".nsewdrag").getBoundingClientRect();
+  return [area.x + area.width / 2, area.y + area.height / 2];
+})()"""
+"""Where a figure has something to tell: in the middle of its longest bar, or of all."""
 
 
-def test_a_browser_shows_the_page_without_an_error_or_the_network(traces: dict[str, Path], tmp_path: Path) -> None:
-    """The page forbids the network itself; the browser's console says what it blocked."""
+@pytest.fixture(scope="module")
+def page(traces: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    """The page on both runs in a browser."""
     pytest.importorskip("plotly")
-    if BROWSER is None:
+    if PROGRAM is None:
         pytest.skip("there is no Chromium")
-    page = tmp_path / "page.html"
-    invoke("report", "--compare", str(traces["keep"]), str(traces["budget"]), "--html", str(page))
-    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--enable-logging=stderr"]
-    command = [BROWSER, *options, f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom", page.as_uri()]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert re.findall(r'<div id="(\S+)"[^>]* class="js-plotly-plot"', shown.stdout) == FIGURES
-    assert "CONSOLE" not in shown.stderr
-    for said in ("with nothing moved", "the policy said so", "micro-batch"):
-        assert said in shown.stdout
+    folder = tmp_path_factory.mktemp("page")
+    arguments = ["report", "--compare", str(traces["keep"]), str(traces["budget"]), "--html", str(folder / "page.html")]
+    invoke(*arguments)
+    with browser(folder / "browser") as shown:
+        shown.look(1400, "light")
+        shown.open(folder / "page.html")
+        yield shown
+
+
+def test_a_browser_shows_the_page_without_an_error_or_the_network(page: Page) -> None:
+    assert page.evaluate("[...document.querySelectorAll('.js-plotly-plot')].map(plot => plot.id)") == FIGURES
+    assert page.evaluate("performance.getEntriesByType('resource').map(entry => entry.name)") == []
+    assert page.problems == []
+
+
+@pytest.mark.parametrize(
+    ("figure", "told"),
+    [
+        ("memory-2", "with nothing moved"),
+        ("links-2", "GB/s"),
+        ("lanes-2", "micro-batch"),
+    ],
+)
+def test_a_label_shows_under_the_pointer(page: Page, figure: str, told: str) -> None:
+    label = f"document.querySelector('#{figure} .hoverlayer').textContent"
+    assert page.evaluate(label) == ""
+    page.point_at(*page.evaluate(SPOT % figure))
+    page.wait_for(f"{label}.includes({told!r})")
+
+
+@pytest.mark.parametrize("scheme", TEXT)
+@pytest.mark.parametrize("width", [1400, 420])
+def test_the_page_fits_its_reader(page: Page, width: int, scheme: str, tmp_path: Path) -> None:
+    """The pictures are for you to look at: pytest keeps them in its temporary directory."""
+    page.look(width, scheme)
+    plots = "[...document.querySelectorAll('.js-plotly-plot')]"
+    page.wait_for(f"{plots}.every(plot => plot._fullLayout.width <= plot.clientWidth)")
+    page.wait_for(f"{plots}.every(p => getComputedStyle(p.querySelector('.xtick text')).fill == '{TEXT[scheme]}')")
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.evaluate("getComputedStyle(document.body).color") == TEXT[scheme]
+    page.screenshot(tmp_path / f"{width}-{scheme}.png")
+    assert page.problems == []
