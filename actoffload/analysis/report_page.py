@@ -113,11 +113,7 @@ class _Page:
         """What the template shows; a section of which no run has anything says so."""
         over_time = "Of the step of median length after the last plan; shaded: its phases."
         return [
-            self._section(
-                "What to do next",
-                "As the run's own report says.",
-                lambda run: {"text": run.what_limits() or "The run did not come to its end.", "steps": run.next_steps},
-            ),
+            self._section("What to do next", "Predicted by the planner from this run, or counted in it.", _next_steps),
             self._section(
                 "Memory over one step",
                 f"{over_time} The line is what there would be with nothing moved.",
@@ -243,6 +239,13 @@ class _Page:
         figure.update_yaxes(categoryorder="array", categoryarray=tracks, tickfont_size=11)
         figure.update_xaxes(title="ms", range=[0, self._length_ms])
         return figure, 130 + 24 * len(tracks)
+
+
+def _next_steps(run: Run) -> dict[str, Any]:
+    limits, steps = run.what_limits(), run.next_steps
+    told = [f"{limits}."] if limits else []
+    told += [] if steps else ["No option is known that would change much."]
+    return {"text": " ".join(told), "steps": steps}
 
 
 def _rows(rows: Sequence[Sequence[str]], nothing: str) -> dict[str, Any]:

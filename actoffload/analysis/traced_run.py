@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from statistics import median_low
 from typing import Any
@@ -12,6 +13,7 @@ from ..errors import TraceFileError
 from ..planning.explain import format_time
 from ..sizes import format_size
 from ..storage.endurance import Rating, render_wear
+from .next_steps import next_steps
 from .trace_file import Counter, Moved, Phase, Span, TraceFile, Wait
 
 SAVED = "saved activations"
@@ -224,17 +226,14 @@ class Run:
 
     def what_limits(self) -> str:
         """What limits the step, as `Offloader.report` says; empty where the run did not come to its end."""
-        told = "; ".join(self._diagnosed("diagnosis: "))
+        diagnosis: Sequence[str] = self.trace.metadata.get("diagnosis") or [""]
+        told = diagnosis[0].removeprefix("diagnosis: ")
         return told[:1].upper() + told[1:]
 
-    @property
+    @cached_property
     def next_steps(self) -> list[str]:
-        """What to do about each of these."""
-        return self._diagnosed("  next: ")
-
-    def _diagnosed(self, kind: str) -> list[str]:
-        diagnosis: Sequence[str] = self.trace.metadata.get("diagnosis") or ()
-        return [line.removeprefix(kind) for line in diagnosis if line.startswith(kind)]
+        """What to do next: at most three sentences, each with an option, its value and what it changes."""
+        return next_steps(self.trace.metadata, self.numbers())
 
     def about(self) -> str:
         """Where it ran, and what."""

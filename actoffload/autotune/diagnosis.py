@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any
 
@@ -27,11 +29,15 @@ def known_at_the_end(facts: Facts, pilot: Autopilot | None) -> dict[str, Any]:
         "diagnosis": diagnose(facts),
         "planned_for": None if planned is None else planned.unit,
         "plans": [] if pilot is None else list(pilot.history),
+        "profile": None,
+        "limits": None,
         "predicted": None,
         "seen": None,
     }
     if planned is not None:
         plan, seen = planned.plan, planned.seen
+        found["profile"] = json.loads(planned.profile.to_json())
+        found["limits"] = asdict(planned.limits)
         found["predicted"] = {"step_s": plan.predicted_step_s, "peak_bytes": plan.predicted_peak_bytes}
         if seen is not None:
             found["seen"] = {"step_s": seen.step_s, "wait_s": seen.wait_s, "peak_bytes": seen.peak_bytes}
@@ -98,11 +104,7 @@ def diagnose(facts: Facts) -> list[str]:
     if not facts.counts.steps:
         return []
     if facts.config.policy == "keep":
-        could = facts.counts.kept_bytes.get("policy", 0) // facts.steps
-        return [
-            "diagnosis: nothing moves, as policy='keep' says",
-            f"  next: policy='auto' moves what costs no time, of the {format_size(could)} a step that can leave",
-        ]
+        return ["diagnosis: nothing moves, as policy='keep' says"]
     ranked = [cause for pair in zip_longest(*causes(facts)) for cause in pair if cause is not None]
     lines: list[str] = []
     for _, told, remedies in ranked[:MOST_CAUSES]:

@@ -285,7 +285,7 @@ def test_each_rank_has_a_file_of_its_own_and_ends_it_at_exit(tmp_path: Path) -> 
     trace = load(tmp_path / "run.rank1.json")
     assert trace.metadata["rank"] == 1
     assert trace.metadata["statistics"]["kept_bytes"]["policy"] > 0
-    assert trace.metadata["diagnosis"][0] == "diagnosis: nothing moves, as policy='keep' says"
+    assert trace.metadata["diagnosis"] == ["diagnosis: nothing moves, as policy='keep' says"]
     assert not (tmp_path / "run.json").exists()
 
 

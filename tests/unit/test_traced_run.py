@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,20 @@ import pytest
 import torch
 
 from actoffload import OffloadConfig, Offloader
+from actoffload.analysis.next_steps import _LETS_MOVE, next_steps
 from actoffload.analysis.report_page import predictions_table
 from actoffload.analysis.trace_file import Counter, Moved, Note, Phase, TraceFile, Wait, load
 from actoffload.analysis.traced_run import LABELS, Run, look_at
 from actoffload.errors import TraceFileError
 from actoffload.planning.explain import format_time
+from actoffload.planning.planners import Limits, make_planner
+from actoffload.planning.profile import Profile
+from actoffload.planning.simulator import simulate
+from actoffload.sizes import format_size, parse_size
 from tests.browser import PROGRAM, Page, browser
 from tests.commands import answer, invoke
 from tests.harness import Chain, batch
+from tests.profiles import Accelerator, link, transformer_profile
 
 MIB = 1 << 20
 
@@ -143,12 +150,85 @@ def test_a_prediction_for_a_micro_batch_stands_beside_what_a_micro_batch_took() 
         assert predictions_table(run)[1:] == [(what, "500 ms", format_time(seen_s))]
 
 
-def test_what_limits_and_what_to_do_next_are_the_diagnosis_of_the_run() -> None:
-    trace = _by_hand().trace
-    lines = ["diagnosis: it waits", "  next: a faster disk", "diagnosis: much stays", "  next: min_bytes=0"]
-    run = look_at(replace(trace, metadata={**trace.metadata, "diagnosis": lines}))
-    assert (run.what_limits(), run.next_steps) == ("It waits; much stays", ["a faster disk", "min_bytes=0"])
-    assert (look_at(trace).what_limits(), look_at(trace).next_steps) == ("", []), "the run was killed"
+# -- what to do next --------------------------------------------------------------------------------------------------
+
+STATISTICS: dict[str, Any] = {"kept_bytes": {}, "activation_bytes": 100 * MIB}
+NUMBERS = {
+    **{"steps": 4.0, "step_s": 1.0, "wait_s": 0.2, "peak_without_bytes": 100.0 * MIB},
+    **{"saved_peak_bytes": 40.0 * MIB, "saved_peak_without_bytes": 40.0 * MIB},
+}
+
+
+def _planned(profile: Profile, limits: Limits) -> dict[str, Any]:
+    """What a trace knows at its end of a run that was planned so."""
+    return {"statistics": STATISTICS, "profile": json.loads(profile.to_json()), "limits": asdict(limits)}
+
+
+@pytest.mark.parametrize(
+    ("disk_gb_s", "share", "options"), [(0.5, 0.3, ["device_budget", "path"]), (4.0, None, ["path"])]
+)
+def test_each_figure_is_what_the_simulator_says_of_that_option(
+    disk_gb_s: float, share: float | None, options: list[str]
+) -> None:
+    accelerator = Accelerator(name="small", flops=2e13, host=None, disk=link(disk_gb_s))
+    profile = transformer_profile(1024, 4, 4, vocabulary=1000, accelerator=accelerator)
+    limits = Limits(device_budget=None if share is None else int(share * profile.baseline_peak_bytes))
+    found = next_steps(_planned(profile, limits), NUMBERS)
+    assert [sentence.partition("=")[0] for sentence in found] == options
+
+    def predicted(profile: Profile, limits: Limits) -> tuple[str, str]:
+        seen = simulate(profile, make_planner("auto").plan(profile, limits), limits)
+        return format_size(seen.peak_bytes), format_time(seen.step_s)
+
+    before = predicted(profile, limits)
+    for sentence in found:
+        budget = re.match(r"device_budget='(\w+)'", sentence)
+        if budget is not None:
+            after = predicted(profile, replace(limits, device_budget=parse_size("device_budget", budget[1])))
+        else:
+            assert "a second drive" in sentence
+            after = predicted(profile.with_links(disk=link(2 * disk_gb_s)), limits)
+        for now, then in zip(after, before, strict=True):
+            assert f"{now} instead of {then}" in sentence or (now == then and f"{now}, as now" in sentence)
+        assert after != before
+
+
+def test_a_run_that_moved_nothing_is_told_what_could() -> None:
+    kept = {"kept_bytes": {"policy": 80 * MIB}}
+    found = next_steps({"statistics": {**STATISTICS, **kept}, "config": {"policy": "keep"}}, {**NUMBERS, "wait_s": 0.0})
+    assert len(found) == 2
+    assert "policy='auto'" in found[0]
+    assert "up to 20.0 MiB a step" in found[0]
+    assert "40% of the memory" in found[0]
+    assert "device_budget='50%'" in found[1]
+    assert "at 20.0 MiB instead of 40.0 MiB" in found[1]
+
+
+def test_a_run_that_waits_and_keeps_small_tensors_is_told_so() -> None:
+    kept = {"kept_bytes": {"below min_bytes": 40 * MIB}}
+    found = next_steps({"statistics": {**STATISTICS, **kept}, "config": {"policy": "all"}}, NUMBERS)
+    assert len(found) == 3
+    assert "of 1 s a step it can save up to the 200 ms" in found[0]
+    assert "device_budget='50%'" in found[1]
+    assert found[2] == "min_bytes=0 lets up to 10.0 MiB more leave in a step, 40% of what it saves."
+
+
+def test_no_budget_is_proposed_that_holds_more_than_now() -> None:
+    numbers = {**NUMBERS, "saved_peak_bytes": 0.5 * NUMBERS["saved_peak_without_bytes"]}
+    assert not next_steps({"statistics": {**STATISTICS, "kept_bytes": {}}, "config": {"policy": "all"}}, numbers)[1:]
+
+
+@pytest.mark.parametrize("reason", _LETS_MOVE)
+def test_what_lets_more_move_can_be_asked_for(reason: str) -> None:
+    (told,) = next_steps({"statistics": {**STATISTICS, "kept_bytes": {reason: 40 * MIB}}}, {**NUMBERS, "wait_s": 0.0})[
+        -1:
+    ]
+    words = told.partition(" lets up to")[0].replace(" and ", ", ")
+    assert eval(f"OffloadConfig({words})")
+
+
+def test_nothing_is_proposed_where_nothing_is_known() -> None:
+    assert next_steps({"config": {"policy": "all"}}, NUMBERS) == []
 
 
 # -- the commands -----------------------------------------------------------------------------------------------------
