@@ -147,10 +147,13 @@ class CudaAccelerator(Accelerator):
     def __init__(self) -> None:
         super().__init__("cuda")
 
-    def synchronize(self, event: Event) -> None:
+    def done(self, event: Event) -> bool:
         with _relaxed_capture_mode():
-            while not self.done(event):  # cudaEventSynchronize would keep a core busy, as PyTorch's events do not block
-                time.sleep(NAP_S)
+            return super().done(event)
+
+    def synchronize(self, event: Event) -> None:
+        while not self.done(event):  # cudaEventSynchronize would keep a core busy, as PyTorch's events do not block
+            time.sleep(NAP_S)
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -180,12 +183,11 @@ def _relaxed_capture_mode() -> Iterator[None]:
     """Relax this thread's capture mode: in the default one its calls would end another thread's capture of a graph."""
     exchange = capture_mode_exchange()
     mode = ctypes.c_int(2)  # cudaStreamCaptureModeRelaxed; afterwards what it was
-    if exchange is not None:
-        exchange(ctypes.byref(mode))
+    relaxed = exchange is not None and exchange(ctypes.byref(mode)) == 0
     try:
         yield
     finally:
-        if exchange is not None:
+        if exchange is not None and relaxed:
             exchange(ctypes.byref(mode))
 
 
