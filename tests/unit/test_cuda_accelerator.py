@@ -43,7 +43,12 @@ def test_asking_for_a_copy_does_not_end_a_capture(mode: list[int], monkeypatch: 
 
 def test_a_mode_that_the_runtime_refuses_to_change_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(accelerator, "capture_mode_exchange", lambda: lambda pointer: asked.append(pointer) or 1)
+
+    def exchange(pointer: Any) -> int:
+        asked.append(pointer)
+        return 1
+
+    monkeypatch.setattr(accelerator, "capture_mode_exchange", lambda: exchange)
     monkeypatch.setattr(accelerator.Accelerator, "done", lambda self, event: True)
     assert accelerator.CudaAccelerator().done(None)
     assert len(asked) == 1
