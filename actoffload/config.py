@@ -67,10 +67,11 @@ class OffloadConfig:
     """With ``policy="auto"``: how much slower than keeping everything a step may be, as a share (0.02 is 2 %). Default:
     without ``device_budget`` nothing waits; with it, whatever the budget costs. On the CPU transfers take processor
     time as well, which is only counted where this is given: a step that keeps everything shows it."""
-    recompute: bool = True
+    recompute: bool = False
     """With ``policy="auto"``, ``model=`` and ``device_budget`` or ``max_slowdown``: let the plan run blocks of the
-    model under ``torch.utils.checkpoint`` where that is cheaper than moving what they save. Not with several
-    ranks, which would have to agree on it: a block that communicates must run again on all of them or on none."""
+    model under ``torch.utils.checkpoint`` where that is cheaper than moving what they save. As for that function, they
+    must compute the same when they run again: changes that can be seen keep a block out or are an error. With several
+    ranks also `Offloader.agree`: a block that communicates must run again on all of them or on none."""
     include: str | Sequence[str] | None = None
     """Glob patterns of module names; only tensors saved inside a matching module move. Needs ``model=``. A pattern that
     begins with ``tensor:`` matches what `actoffload.name` called a tensor instead, and needs no model."""

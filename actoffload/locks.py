@@ -1,14 +1,13 @@
-"""The offloader's mutex, and the condition on it."""
+"""The offloader's mutex."""
 
 from __future__ import annotations
 
 import _thread
 import os
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 L = TypeVar("L")
 
@@ -67,15 +66,3 @@ class DrainingLock(_thread.RLock):  # type: ignore[misc]  # it may be subclassed
     def owned(self) -> bool:
         """Return whether the calling thread holds the lock."""
         return bool(self._is_owned())  # type: ignore[attr-defined]  # the stub leaves it out
-
-
-class Changed(threading.Condition):
-    """A condition whose `notify_all` costs next to nothing while nobody waits, which is nearly always."""
-
-    def __init__(self, lock: DrainingLock) -> None:
-        super().__init__(cast(Any, lock))
-
-    def notify_all(self) -> None:
-        """As `threading.Condition.notify_all`. The caller holds the lock."""
-        if self._waiters:  # type: ignore[attr-defined]
-            super().notify_all()

@@ -97,9 +97,6 @@ class NullDevice:
     def empty(self, nbytes: int, index: int, stream: str) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def same_stream(self, one: str, other: str) -> bool:
-        return one == other
-
     def used_on(self, tensor: Tensor, stream: str) -> None:
         self.asked["reports"] += 1
 

@@ -69,7 +69,7 @@ MODES = {
     "all": _ours(policy="all"),
     "host, all": _ours(target="host", policy="all"),
     "nvme, all": _ours(target="nvme", policy="all"),
-    "budget 35 %": _ours(device_budget=0.35),
+    "budget 35 %": Mode(peer="actoffload", options={"device_budget": 0.35, "recompute": True}),
     "recompute + host": _ours(recompute=True, target="host"),
     "recompute + nvme": _ours(recompute=True, target="nvme"),
     "save_on_cpu": Mode(peer="save_on_cpu"),

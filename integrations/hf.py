@@ -255,6 +255,7 @@ class OffloadArguments:
     actoffload_min_bytes: str | None = _flag(None, "smaller tensors stay")
     actoffload_policy: Literal["auto", "greedy", "all"] = _flag("auto", "what moves")
     actoffload_max_slowdown: float | None = _flag(None, "how much slower a planned step may get, such as 0.02")
+    actoffload_recompute: bool = _flag(False, "let a plan run blocks again where that is cheaper than moving")
     actoffload_include: list[str] | None = field(default=None, metadata=_several("modules (glob) whose tensors move"))
     actoffload_exclude: list[str] | None = field(default=None, metadata=_several("modules (glob) whose tensors stay"))
     actoffload_engine: Literal["auto", "uring", "posix", "aiofiles", "gds", "memory"] = _flag("auto", "storage engine")

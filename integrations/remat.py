@@ -39,7 +39,7 @@ def attach(module: nn.Module, **options: Any) -> Attachment:
     """
     if Attachment.of(module) is not None:
         raise ConfigError("module", type(module).__name__, "is attached already: first detach()")
-    if options.setdefault("recompute", False):
+    if options.get("recompute"):
         raise ConfigError("recompute", True, "the regions of torch_remat say what runs again: leave it out")
     _watch_hooks()
     return _RematAttachment(module, offload_activations(model=module, **options).offloader)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,11 @@ import torch
 
 from actoffload import OffloadConfig, Offloader
 from actoffload.memory import native_build
+from actoffload.storage.engines.base import SpoolFile
+from actoffload.storage.spool import Spool
+from actoffload.storage.spool_files import open_arena
 from actoffload.testing.simulated_device import SimulatedDevice, install
+from tests.spools import MIB, MakeSpool
 
 try:
     import hypothesis
@@ -103,6 +108,28 @@ def make_offloader(tmp_path: Path) -> Iterator[Callable[..., Offloader]]:
     yield make
     for offloader in made:
         offloader.abort()
+
+
+@pytest.fixture
+def make_spool(tmp_path: Path) -> Iterator[MakeSpool]:
+    """Make spools that grow in small steps, with small stripes; they end with the test."""
+    made: list[Spool] = []
+
+    def make(*directories: Path, **options: Any) -> Spool:
+        made.append(Spool(directories or [tmp_path], **{"grow_bytes": 4 * MIB, "stripe_bytes": MIB, **options}))
+        return made[-1]
+
+    yield make
+    for spool in made:
+        spool.abort()
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[SpoolFile]:
+    """An empty arena, for an engine."""
+    file = open_arena(str(tmp_path))
+    yield file
+    os.close(file.fd)
 
 
 @pytest.fixture

@@ -190,9 +190,11 @@ def autopilot_of(offloader: Offloader) -> Any:
     return offloader.autopilot
 
 
-def plan_with(offloader: Offloader, planner: Any) -> None:
-    """Have another planner make the plans of ``policy="auto"``."""
-    autopilot_of(offloader).planner = planner
+def plan_with(offloader: Offloader, planner: Any) -> Any:
+    """Have another planner make the plans of ``policy="auto"``; returns what asks it."""
+    pilot = autopilot_of(offloader)
+    pilot.planner = planner
+    return pilot
 
 
 def after_fork_in_child(offloader: Offloader) -> None:

@@ -262,6 +262,7 @@ def rigs(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
             "policy": "auto",
             "tune_malloc": False,
             "min_bytes": MIB,
+            "recompute": True,
         }
 
         def engine(file: SpoolFile, *, threads: int | None = None) -> Disk:

@@ -30,10 +30,10 @@ class Accelerator:
     disk: Link | None
 
 
-def link(write_gb_s: float, read_gb_s: float | None = None, latency_us: float = 20.0) -> Link:
+def link(write_gb_s: float, read_gb_s: float | None = None) -> Link:
     """A link by GB/s each way (the same unless told otherwise)."""
     read = write_gb_s if read_gb_s is None else read_gb_s
-    return Link(write_bytes_per_s=write_gb_s * 1e9, read_bytes_per_s=read * 1e9, latency_s=latency_us * 1e-6)
+    return Link(write_bytes_per_s=write_gb_s * 1e9, read_bytes_per_s=read * 1e9, latency_s=20e-6)
 
 
 def transformer_profile(
@@ -46,7 +46,6 @@ def transformer_profile(
     element_bytes: int = 2,
     vocabulary: int = 50_000,
     accelerator: Accelerator,
-    other_s: float = 0.0,
 ) -> Profile:
     """A step of a transformer with FlashAttention: its blocks, and a head whose logits live briefly.
 
@@ -59,7 +58,6 @@ def transformer_profile(
         element_bytes: bytes of an activation's element.
         vocabulary: rows of the head.
         accelerator: the device.
-        other_s: optimizer and the like.
     """
     tokens = batch * sequence
     block_s = 2 * tokens * (12 * width * width + sequence * width) / shards / accelerator.flops
@@ -85,7 +83,6 @@ def transformer_profile(
         disk=accelerator.disk,
         forward_s=forward_s,
         backward_s=2 * forward_s,
-        other_s=other_s,
         device="cuda",
         prefetch_bytes=128 << 20,
     )

@@ -15,7 +15,6 @@ from ..storage.endurance import (
     Drive,
     check_counts,
     check_positive,
-    endurance_bytes,
     lifetime_s,
     written_per_day,
 )
@@ -63,16 +62,6 @@ class Parallelism:
         """
         chunks = (self.pipeline - 1) / (self.pipeline * self.interleave) if self.interleave > 1 else 0.0
         return min(self.micro_batches, self.pipeline * (1 + chunks))
-
-    def check_layers(self, layers: int) -> None:
-        """Check that so many layers can be split so.
-
-        Raises:
-            ConfigError: they cannot.
-        """
-        if layers % (self.pipeline * self.interleave):
-            stages = "pipeline × interleave" if self.interleave > 1 else "it"
-            raise ConfigError("pipeline", self.pipeline, f"{stages} must divide layers={layers}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,14 +240,17 @@ def estimate(
     Raises:
         ConfigError: the layers cannot be split so.
     """
-    split.check_layers(len(activations.blocks))
+    layers = len(activations.blocks)
+    if layers % (split.pipeline * split.interleave):
+        stages = "pipeline × interleave" if split.interleave > 1 else "it"
+        raise ConfigError("pipeline", split.pipeline, f"{stages} must divide layers={layers}")
     flops = activations.flops * split.micro_batches * split.data / split.gpus
     seconds = flops / (hardware.peak_flops * hardware.utilisation) if step_s is None else step_s
     if not 0 < seconds < math.inf:
         raise ConfigError("step_s", step_s, "must be a number of seconds above 0")
     per_microbatch = sum(activations.blocks) / split.pipeline
     per_step = per_microbatch * split.micro_batches
-    required = required_bytes_per_s(per_step, seconds)
+    required = per_step / (seconds / 2)
     share = min(1.0, min(hardware.write_bytes_per_s, hardware.read_bytes_per_s) / max(1.0, required))
     moved = share * per_step
     price = None if hardware.drive.price_usd is None else hardware.drive.price_usd * hardware.drives
@@ -277,7 +269,7 @@ def estimate(
         share_hidden=share,
         moved_bytes_per_step=moved,
         written_bytes_per_day=written_per_day(moved, seconds),
-        rated_life_s=lifetime_s(endurance_bytes(hardware.drive, hardware.drives), seconds, moved),
+        rated_life_s=lifetime_s(hardware.drive.rated_written_bytes * hardware.drives, seconds, moved),
         ssd_price_usd=price,
         memory=_memory(activations, split, hardware, in_flight=in_flight, small=small, share=share),
         notes=tuple(_notes(activations, hardware, share, share * in_flight)),
@@ -309,15 +301,6 @@ def _memory(
         hidden=peak(share),
         moved=peak(1.0),
     )
-
-
-def required_bytes_per_s(step_bytes: float, step_s: float) -> float:
-    """Return the rate, bytes a second, that moves ``step_bytes`` in half of the step: S / (t/2).
-
-    >>> required_bytes_per_s(6.0, 2.0)
-    6.0
-    """
-    return step_bytes / (step_s / 2)
 
 
 def _notes(activations: Activations, hardware: Hardware, share: float, spool: float) -> list[str]:

@@ -16,7 +16,7 @@ from ..planning.explain import format_time
 from ..runtime.report import KEPT_MEANINGS
 from ..sizes import format_size
 from .trace_file import PHASES, Moved, Phase, Span, Wait
-from .traced_run import KINDS, LABELS, MOST_WAITS, SAVED, Run, format_number, on_device
+from .traced_run import KINDS, LABELS, MOST_WAITS, SAVED, Run, format_number
 
 MIB, GIB = 1 << 20, 1 << 30
 BLUE, SKY, GREEN, ORANGE, VERMILLION, PURPLE = "#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00", "#cc79a7"
@@ -90,6 +90,14 @@ def predictions_table(run: Run) -> list[tuple[str, ...]]:
     return rows
 
 
+def kept_table(run: Run) -> list[tuple[str, ...]]:
+    """What stayed and why, as rows of text, under a heading."""
+    rows: list[tuple[str, ...]] = [("", "bytes", "why")]
+    for reason, nbytes in run.kept().items():
+        rows.append((reason, format_size(nbytes), KEPT_MEANINGS.get(reason, "")))
+    return rows
+
+
 class _Page:
     """Makes the sections, and collects their figures by the names of their places."""
 
@@ -97,8 +105,7 @@ class _Page:
         self.runs = runs
         self.figures: dict[str, Any] = {}
         peak = max(max(*memory.total, *memory.without) for memory in (run.memory() for run in runs))
-        self._host_ms = 1e3 * max(run.host[1] - run.host[0] for run in runs)
-        self._device_ms = 1e3 * max(run.device[1] - run.device[0] for run in runs)
+        self._length_ms = 1e3 * max(run.end_s - run.begin_s for run in runs)
         self._unit, self._unit_name = (GIB, "GiB") if peak >= GIB else (MIB, "MiB")
         self._top = 1.1 * peak / self._unit
 
@@ -138,9 +145,7 @@ class _Page:
             self._section(
                 "What stayed, and why",
                 "Bytes that autograd saved in the whole run and that did not move.",
-                lambda run: (
-                    self._figure("kept", run, _kept(run)) if run.kept() else {"text": "Not known, or nothing stayed."}
-                ),
+                lambda run: _rows(kept_table(run), "Not known, or nothing stayed."),
             ),
             self._section("SSD wear", "", lambda run: {"text": run.wear() or "Nothing was written to a drive."}),
         ]
@@ -182,10 +187,10 @@ class _Page:
         line = {"shape": "hv", "width": 2.5, "color": VERMILLION, "dash": "dash"}
         label = f"%{{y:.4g}} {name}<extra>with nothing moved</extra>"
         figure.add_scatter(x=x, y=without, name="with nothing moved", line=line, mode="lines", hovertemplate=label)
-        _shade(figure, run.phases(on_device=False), self._host_ms)
+        _shade(figure, run.phases(), self._length_ms)
         figure.update_layout(hovermode="x unified", hoverdistance=-1, legend=LEGEND)
         figure.update_yaxes(title=name, range=[0, self._top])
-        figure.update_xaxes(title="ms", range=[0, self._host_ms], unifiedhovertitle_text="%{x:.4g} ms")
+        figure.update_xaxes(title="ms", range=[0, self._length_ms], unifiedhovertitle_text="%{x:.4g} ms")
         return figure, 440
 
     def _links(self, run: Run) -> Drawn:
@@ -195,8 +200,6 @@ class _Page:
         titles = [f"{link.name}: {link.mean_bytes_per_s / link.can_do:.0%} used" for link in links]
         figure = subplots.make_subplots(len(links), 1, subplot_titles=titles, vertical_spacing=0.25 / len(links))
         for row, link in enumerate(links, start=1):
-            on_device = run.virtual and link.name.startswith("host")
-            length_ms = self._device_ms if on_device else self._host_ms
             x, y = _ms(link.times_s), [rate / 1e9 for rate in link.bytes_per_s]
             colour = COLOURS[link.name.split()[1]]
             label = f"{link.name}, %{{y:.3g}} GB/s<extra></extra>"
@@ -204,8 +207,8 @@ class _Page:
             figure.add_scatter(x=x, y=y, line=line, mode="lines", fill="tozeroy", hovertemplate=label, row=row, col=1)
             figure.add_hline(y=link.can_do / 1e9, line={"dash": "dot", "width": 2, "color": VERMILLION}, row=row, col=1)
             figure.update_yaxes(title="GB/s", range=[0, 1.4 * max(*y, link.can_do / 1e9)], row=row, col=1)
-            _shade(figure, run.phases(on_device=on_device), length_ms, row=row, col=1)
-            figure.update_xaxes(range=[0, length_ms], row=row, col=1)
+            _shade(figure, run.phases(), self._length_ms, row=row, col=1)
+            figure.update_xaxes(range=[0, self._length_ms], row=row, col=1)
         figure.update_annotations(font_size=13)
         figure.update_layout(showlegend=False, hovermode="x", hoverdistance=-1)
         figure.update_xaxes(title="ms", row=len(links), col=1)
@@ -214,8 +217,7 @@ class _Page:
     def _lanes(self, run: Run) -> Drawn:
         from plotly import graph_objects
 
-        spans = [span for span in run.spans() if on_device(span) or not run.virtual]
-        spans = sorted(spans, key=lambda span: -span.duration_s)[:MOST_SPANS]
+        spans = sorted(run.spans(), key=lambda span: -span.duration_s)[:MOST_SPANS]
         tracks = sorted({span.track for span in spans}, key=_lane_order, reverse=True)
         figure = graph_objects.Figure()
         groups: dict[str, list[Span]] = {}
@@ -235,7 +237,7 @@ class _Page:
             )
         figure.update_layout(barmode="overlay", bargap=0.15, legend=LEGEND)
         figure.update_yaxes(categoryorder="array", categoryarray=tracks, tickfont_size=11)
-        figure.update_xaxes(title="ms", range=[0, self._device_ms])
+        figure.update_xaxes(title="ms", range=[0, self._length_ms])
         return figure, 130 + 24 * len(tracks)
 
 
@@ -249,23 +251,6 @@ def _next_steps(run: Run) -> dict[str, Any]:
 def _rows(rows: Sequence[Sequence[str]], nothing: str) -> dict[str, Any]:
     head, *others = rows
     return {"head": head, "rows": others} if others else {"text": nothing}
-
-
-def _kept(run: Run) -> Drawn:
-    from plotly import graph_objects
-
-    kept = dict(reversed(run.kept().items()))
-    figure = graph_objects.Figure()
-    figure.add_bar(
-        **{"orientation": "h", "marker": {"color": BLUE}, "textposition": "auto"},
-        x=[nbytes / MIB for nbytes in kept.values()],
-        y=list(kept),
-        text=[format_size(nbytes) for nbytes in kept.values()],
-        customdata=[KEPT_MEANINGS.get(reason, "") for reason in kept],
-        hovertemplate="%{y}, %{text}<br>%{customdata}<extra></extra>",
-    )
-    figure.update_xaxes(title="MiB")
-    return figure, 90 + 30 * len(kept)
 
 
 def _shade(figure: Any, phases: Sequence[Phase], length_ms: float, **place: int) -> None:

@@ -9,8 +9,10 @@ mask of one byte an element. On real tensors the device's own kernels are counte
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -64,49 +66,130 @@ def count_saved(model: nn.Module, inputs: Any, *, min_bytes: int = MIN_BYTES) ->
         inputs: its arguments as `call` takes them, on the same device.
         min_bytes: storages below this count as small.
     """
-    found = SavedBytes()
-    seen: dict[int, torch.UntypedStorage] = {}  # held, so that no storage is taken for another
-    running: list[str] = []
-    for tensor in (*model.parameters(), *model.buffers(), *tree_leaves(inputs)):
-        if isinstance(tensor, Tensor):
-            seen[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata in seen:
-            return tensor
-        seen[storage._cdata] = storage
-        if not running:
-            found.ends += storage.nbytes()
-        elif storage.nbytes() < min_bytes:
-            found.small += storage.nbytes()
+    step = WatchedStep(model, find_blocks(model), inputs)
+    with step.flops, step.forward():
+        result = call(model, inputs)
+    found = SavedBytes(flops=step.now(), fused_attention=step.kernels.attentions)
+    for block in step.blocks:
+        found.blocks[block.name], found.inputs[block.name] = 0, block.input_bytes
+    for one in step.saved.values():
+        if one.block is None:
+            found.ends += one.nbytes
+        elif one.nbytes < min_bytes:
+            found.small += one.nbytes
         else:
-            found.blocks[running[-1]] += storage.nbytes()
-        return tensor
-
-    def watch(name: str, block: nn.Module) -> list[Any]:
-        def enter(_: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-            running.append(name)
-            found.blocks[name] = 0
-            hidden = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
-            found.inputs[name] = 0 if hidden is None else hidden.nbytes
-
-        def leave(*_: Any) -> None:
-            running.pop()
-
-        return [block.register_forward_pre_hook(enter, with_kwargs=True), block.register_forward_hook(leave)]
-
-    handles = [handle for name, block in find_blocks(model).items() for handle in watch(name, block)]
-    try:
-        counter, accelerator = FlopCounterMode(display=False, custom_mapping=FLOPS), AsOnAccelerator()
-        with counter, accelerator, saved_tensors_hooks(pack, lambda tensor: tensor):
-            result = call(model, inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    found.flops, found.fused_attention = int(counter.get_total_flops()), accelerator.attentions
+            found.blocks[step.blocks[one.block].name] += one.nbytes
     del result
     return found
+
+
+@dataclass
+class SavedStorage:
+    """A storage that autograd saved: in which run of a block first, and, in FLOPs, when it was saved and needed.
+
+    ``shared``: it was saved outside that block, too.
+    """
+
+    nbytes: int
+    block: int | None
+    birth: int
+    shared: bool = False
+    need: int | None = None
+    last_need: int | None = None
+
+
+@dataclass
+class BlockRun:
+    """A forward of a block; ``source`` is the storage of its input, and times are in FLOPs."""
+
+    name: str
+    input_bytes: int
+    source: int | None
+    begin: int
+    end: int = 0
+
+
+class WatchedStep:
+    """What autograd saves of a model, when backward needs it and when it lets it go, on a clock that goes by FLOPs.
+
+    Args:
+        model: the model.
+        blocks: its blocks, by name.
+        inputs: what it is called with; like parameters and buffers it does not count.
+
+    Attributes:
+        saved: by storage, in the order in which they were saved.
+        blocks: each forward of a block.
+        flops: the context that counts FLOPs.
+        kernels: what runs attention and dropout.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Any) -> None:
+        self.saved: dict[int, SavedStorage] = {}
+        self.blocks: list[BlockRun] = []
+        self.flops = FlopCounterMode(display=False, custom_mapping=FLOPS)
+        self.kernels = AsOnAccelerator()
+        static = (*model.parameters(), *model.buffers(), *tree_leaves(inputs))
+        self._static = {tensor.untyped_storage()._cdata for tensor in static if isinstance(tensor, Tensor)}
+        self._watched = blocks
+        self._held: list[torch.UntypedStorage] = []  # so that no storage is taken for another
+        self._running: list[int] = []
+
+    def now(self) -> int:
+        """FLOPs so far."""
+        return int(self.flops.get_total_flops())
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Watch the forward that runs inside."""
+        handles = []
+        for name, block in self._watched.items():
+            handles.append(block.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True))
+            handles.append(block.register_forward_hook(self._leave))
+        try:
+            with self.kernels, saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        hidden = next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)), None)
+        source = None if hidden is None else hidden.untyped_storage()._cdata
+        self._running.append(len(self.blocks))
+        self.blocks.append(BlockRun(name, 0 if hidden is None else hidden.nbytes, source, self.now()))
+
+    def _leave(self, *_: Any) -> None:
+        self.blocks[self._running.pop()].end = self.now()
+
+    def _pack(self, tensor: Tensor) -> Tensor | _Handle:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._static:
+            return tensor
+        block = self._running[-1] if self._running else None
+        if storage._cdata not in self.saved:
+            self._held.append(storage)
+            self.saved[storage._cdata] = SavedStorage(storage.nbytes(), block, self.now())
+        one = self.saved[storage._cdata]
+        one.shared = one.shared or one.block != block
+        return _Handle(self, one, tensor)
+
+    def _unpack(self, packed: Tensor | _Handle) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if packed.saved.need is None:
+            packed.saved.need = self.now()
+        return packed.tensor
+
+
+class _Handle:
+    """What autograd holds of a saved tensor; when it lets go, backward is done with it."""
+
+    def __init__(self, step: WatchedStep, saved: SavedStorage, tensor: Tensor) -> None:
+        self.step, self.saved, self.tensor = step, saved, tensor
+
+    def __del__(self) -> None:
+        self.saved.last_need = self.step.now()
 
 
 def _grouped_mm_flops(rows: Sequence[int], weights: Sequence[int], *_: Any, **__: Any) -> int:

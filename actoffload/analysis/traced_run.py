@@ -82,18 +82,17 @@ class Run:
 
     Attributes:
         count: how many steps it has.
-        step_s: their median, without those before the last plan; virtual on a simulated device.
+        step_s: their median, without those before the last plan.
         shown: the number of the step that is shown, from 0: the one that took so long.
-        host: when it began and ended: first for the host or the device, last for both.
-        device: the same, or on a simulated device when it did so in that device's own, virtual time.
+        begin_s: when it began, for the host or the device; ``end_s``: when it had ended for both.
     """
 
     trace: TraceFile
     count: int
     step_s: float
     shown: int
-    host: tuple[float, float]
-    device: tuple[float, float]
+    begin_s: float
+    end_s: float
 
     def known(self, name: str) -> Mapping[str, Any]:
         """What the trace has at its end under a name; empty where it does not know it."""
@@ -124,7 +123,7 @@ class Run:
 
     def memory(self) -> Memory:
         """Memory over the step."""
-        begin_s, end_s = self.host
+        begin_s, end_s = self.begin_s, self.end_s
         counters = self.trace.counters
         detail = counters["memory"]
         times = [begin_s, *(time_s for time_s in detail.times_s if begin_s < time_s < end_s), end_s]
@@ -150,10 +149,11 @@ class Run:
             for way in ("write", "read"):
                 counter = self.trace.counters.get(f"{link} {way}")
                 if counter is not None and counter.times_s and counter.series["can_do"][-1]:
-                    found.append(self._use(f"{link} {way}", counter, *(self.device if link == "host" else self.host)))
+                    found.append(self._use(f"{link} {way}", counter))
         return found
 
-    def _use(self, name: str, counter: Counter, begin_s: float, end_s: float) -> LinkUse:
+    def _use(self, name: str, counter: Counter) -> LinkUse:
+        begin_s, end_s = self.begin_s, self.end_s
         times = [begin_s, *(time_s for time_s in counter.times_s if begin_s < time_s < end_s), end_s]
         rates = [counter.at(time_s)["bytes_per_s"] for time_s in times]
         lasted = [after - before for before, after in pairwise(times)]
@@ -167,21 +167,16 @@ class Run:
             nbytes=sum(moved.nbytes for moved in self.trace.transfers if f"{moved.link} {moved.way}" == name),
         )
 
-    @property
-    def virtual(self) -> bool:
-        """Whether the device's time is another one than the host's."""
-        return self.host != self.device
-
-    def phases(self, *, on_device: bool) -> list[Phase]:
-        """The phases of the step, of the host or of the device, with times from its begin on."""
-        return [span for span in self.spans() if isinstance(span, Phase) and span.on_device == on_device]
+    def phases(self) -> list[Phase]:
+        """The host's phases of the step, with times from its begin on."""
+        return [span for span in self.spans() if isinstance(span, Phase) and not span.on_device]
 
     def spans(self) -> list[Span]:
-        """Phases, waits and transfers of the step, with times from its begin on; each by the clock that it goes by."""
-        trace, found = self.trace, list[Span]()
+        """Phases, waits and transfers of the step, with times from its begin on."""
+        trace, begin_s, end_s = self.trace, self.begin_s, self.end_s
+        found: list[Span] = []
         waits = [wait for wait in trace.waits if wait.duration_s]
         for span in (*trace.phases, *waits, *trace.transfers):
-            begin_s, end_s = self.device if on_device(span) else self.host
             if span.begin_s < end_s and span.end_s > begin_s:
                 found.append(replace(span, begin_s=span.begin_s - begin_s, end_s=min(span.end_s, end_s) - begin_s))
         return found
@@ -244,8 +239,6 @@ class Run:
         """Where it ran, and what."""
         data, machine = self.trace.metadata, self.known("machine")
         config, parts = self.known("config"), [str(machine.get("device", "?"))]
-        if data.get("virtual_device_time"):
-            parts.append("virtual device time")
         parts += [f"{machine.get('cores')} cores", f"torch {data.get('torch')}", f"target {config.get('target')}"]
         parts += [f"policy {config.get('policy')}"]
         if data.get("ranks", 1) > 1:
@@ -281,29 +274,22 @@ def look_at(trace: TraceFile) -> Run:
     """Return the run of a trace, with the step of median length among those after the last plan was made.
 
     Raises:
-        TraceFileError: it shows no forward.
+        TraceFileError: it shows no forward, or is of the simulated device.
     """
-    virtual = bool(trace.metadata.get("virtual_device_time"))
+    if trace.metadata.get("virtual_device_time"):
+        raise TraceFileError(f"{trace.path}: is in the simulated device's time, which is not the host's: use Perfetto")
     host, device = trace.steps(), trace.steps(on_device=True)
     count = min(len(host), len(device)) if device else len(host)
     if not count:
         raise TraceFileError(f"{trace.path}: empty: no forward ended inside an offloading context")
-    host, device = host[:count], device[:count] or host[:count]
-    lengths_s = [end_s - begin_s for begin_s, end_s in (device if virtual else host)]
-    if not virtual:
-        host = device = [(min(h[0], d[0]), max(h[1], d[1])) for h, d in zip(host, device, strict=True)]
+    lengths_s = [end_s - begin_s for begin_s, end_s in host[:count]]
+    steps = [(min(h[0], d[0]), max(h[1], d[1])) for h, d in zip(host, device or host, strict=False)]
     planned_s = max((note.time_s for note in trace.notes if note.name.startswith("plan:")), default=0.0)
-    usual = [n for n in range(count) if n and host[n][0] >= planned_s] or list(range(count))
+    usual = [n for n in range(count) if n and steps[n][0] >= planned_s] or list(range(count))
     step_s = median_low(lengths_s[n] for n in usual)
     shown = next(n for n in usual if lengths_s[n] == step_s)
-    return Run(trace=trace, count=count, step_s=step_s, shown=shown, host=host[shown], device=device[shown])
-
-
-def on_device(span: Span) -> bool:
-    """Whether a span's times are the device's."""
-    if isinstance(span, Moved):
-        return span.link == "host" and span.ours
-    return isinstance(span, (Phase, Wait)) and span.on_device
+    begin_s, end_s = steps[shown]
+    return Run(trace=trace, count=count, step_s=step_s, shown=shown, begin_s=begin_s, end_s=end_s)
 
 
 def format_number(name: str, value: float | None) -> str:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterable
-from functools import wraps
-from typing import Any
+from contextlib import ContextDecorator
 
 import torch
 from torch import Tensor, nn
@@ -104,7 +103,7 @@ class Exclusions:
         return None
 
 
-class no_offload:
+class no_offload(ContextDecorator):
     """A region that is left alone: what autograd saves inside it stays. A context manager and a decorator.
 
     >>> with no_offload():
@@ -122,16 +121,6 @@ class no_offload:
             raise StateError("no_offload() was left in a thread that did not enter it: use one in each thread")
         REGIONS.depth -= 1
         OPEN_REGIONS.pop()
-
-    def __call__(self, function: Any) -> Any:
-        """Wrap a function so that it runs inside the region."""
-
-        @wraps(function)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return function(*args, **kwargs)
-
-        return wrapped
 
 
 @untraced

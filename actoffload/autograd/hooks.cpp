@@ -11,6 +11,7 @@
 
 #include "tensor.hpp"
 
+#include <iterator>
 #include <unordered_map>
 
 namespace {
@@ -306,6 +307,7 @@ PyMethodDef kept_storages_methods[] = {
 
 // -- the unpack hook -------------------------------------------------------------------------------------------------
 
+// No plain function: compiled autograd looks into what it calls, unless it has a mark.
 struct Unpack {
   PyObject_HEAD
   vectorcallfunc vectorcall;
@@ -314,7 +316,8 @@ struct Unpack {
 PyTypeObject unpack_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 PyObject* unpack_vectorcall(PyObject*, PyObject* const* arguments, std::size_t flags, PyObject* names) {
-  if (!one_argument(flags, names, "unpack takes one handle")) {
+  if (PyVectorcall_NARGS(flags) != 1 || names != nullptr) {
+    PyErr_SetString(PyExc_TypeError, "unpack takes one handle");
     return nullptr;
   }
   const Ref handle(Py_NewRef(arguments[0]));  // what runs meanwhile may let the graph go
@@ -326,7 +329,6 @@ PyObject* unpack_vectorcall(PyObject*, PyObject* const* arguments, std::size_t f
 
 struct Pack {
   PyObject_HEAD
-  vectorcallfunc vectorcall;
   PyObject* notes;      // of the accounts
   PyObject* settle;     // counts the notes
   PyObject* fallback;   // the pack hook in Python
@@ -468,48 +470,39 @@ PyObject* pack_plain(Pack* pack, PyObject* object, const at::TensorBase& tensor)
   return small > 0 ? keep(pack, tensor, known.small, storage_bytes, /*activation=*/true, /*itself=*/false) : nullptr;
 }
 
-PyObject* pack_vectorcall(PyObject* self, PyObject* const* arguments, std::size_t flags, PyObject* names) {
-  if (!one_argument(flags, names, "pack takes one tensor")) {
-    return nullptr;
-  }
+PyObject* pack_hook(PyObject* self, PyObject* object) {
   Pack* const pack = reinterpret_cast<Pack*>(self);
   if (pack->fallback == nullptr) {
     PyErr_SetString(PyExc_RuntimeError, "the owner of this hook is being collected");
     return nullptr;
   }
-  const at::TensorBase* const tensor = no_mode() ? plain_tensor(arguments[0]) : nullptr;
-  PyObject* const packed = tensor != nullptr ? pack_plain(pack, arguments[0], *tensor) : nullptr;
+  const at::TensorBase* const tensor = no_mode() ? plain_tensor(object) : nullptr;
+  PyObject* const packed = tensor != nullptr ? pack_plain(pack, object, *tensor) : nullptr;
   if (packed != nullptr || PyErr_Occurred() != nullptr) {
     return packed;
   }
-  return PyObject_CallOneArg(pack->fallback, arguments[0]);
+  return PyObject_CallOneArg(pack->fallback, object);
 }
+
+PyMethodDef pack_methods[] = {{"pack", pack_hook, METH_O, "The pack hook: a handle for a saved tensor."},
+                              {nullptr, nullptr, 0, nullptr}};
 
 PyObject* pack_new(PyTypeObject* type, PyObject* arguments, PyObject* names) {
   static const char* const kNames[] = {"notes",  "settle",  "fallback", "save",      "kept", "records", "static",
                                        "marked", "awaited", "least",    "recording", "many", nullptr};
-  PyObject *notes, *settle, *fallback, *save, *kept, *records, *noted, *marked, *awaited, *least, *recording;
+  PyObject* given[std::size(kPackMembers)];  // in their order
   Py_ssize_t many;
-  if (!PyArg_ParseTupleAndKeywords(arguments, names, "OOOOO!O!O!O!O!O!O!n:Pack", const_cast<char**>(kNames), &notes,
-                                   &settle, &fallback, &save, &kept_storages_type, &kept, &PyDict_Type, &records,
-                                   &PyDict_Type, &noted, &PyDict_Type, &marked, &PyDict_Type, &awaited,
-                                   &PyDict_Type, &least, &PyList_Type, &recording, &many)) {
+  if (!PyArg_ParseTupleAndKeywords(arguments, names, "OOOOO!O!O!O!O!O!O!n:Pack", const_cast<char**>(kNames), &given[0],
+                                   &given[1], &given[2], &given[3], &kept_storages_type, &given[4], &PyDict_Type, &given[5],
+                                   &PyDict_Type, &given[6], &PyDict_Type, &given[7], &PyDict_Type, &given[8],
+                                   &PyDict_Type, &given[9], &PyList_Type, &given[10], &many)) {
     return nullptr;
   }
   Pack* const pack = reinterpret_cast<Pack*>(type->tp_alloc(type, 0));  // all members are null
   if (pack != nullptr) {
-    pack->vectorcall = pack_vectorcall;
-    pack->notes = Py_NewRef(notes);
-    pack->settle = Py_NewRef(settle);
-    pack->fallback = Py_NewRef(fallback);
-    pack->save = Py_NewRef(save);
-    pack->kept = Py_NewRef(kept);
-    pack->records = Py_NewRef(records);
-    pack->noted = Py_NewRef(noted);
-    pack->marked = Py_NewRef(marked);
-    pack->awaited = Py_NewRef(awaited);
-    pack->least = Py_NewRef(least);
-    pack->recording = Py_NewRef(recording);
+    for (std::size_t index = 0; index < std::size(kPackMembers); ++index) {
+      pack->*kPackMembers[index] = Py_NewRef(given[index]);
+    }
     pack->many = many;
   }
   return reinterpret_cast<PyObject*>(pack);
@@ -534,14 +527,6 @@ void pack_dealloc(PyObject* self) {
   pack_clear(self);
   Py_TYPE(self)->tp_free(self);
 }
-
-PyObject* pack_self(PyObject* self, void*) {
-  PyObject* const fallback = reinterpret_cast<Pack*>(self)->fallback;
-  return fallback != nullptr ? PyObject_GetAttrString(fallback, "__self__") : Py_NewRef(Py_None);
-}
-
-PyGetSetDef pack_getters[] = {{"__self__", pack_self, nullptr, "Whose hook it is: as of the fallback.", nullptr},
-                              {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 // -- finalizers ------------------------------------------------------------------------------------------------------
 
@@ -651,17 +636,17 @@ void describe_types() {
   kept_storages_type.tp_methods = kept_storages_methods;
 
   describe(&unpack_type, "actoffload_hooks.Unpack", sizeof(Unpack), nullptr, "The unpack hook: the tensor of a handle.");
-  unpack_type.tp_flags |= Py_TPFLAGS_DISALLOW_INSTANTIATION;
-  make_hook(&unpack_type, offsetof(Unpack, vectorcall));
+  unpack_type.tp_flags |= Py_TPFLAGS_DISALLOW_INSTANTIATION | Py_TPFLAGS_HAVE_VECTORCALL;
+  unpack_type.tp_vectorcall_offset = offsetof(Unpack, vectorcall);
+  unpack_type.tp_call = PyVectorcall_Call;
 
-  describe(&pack_type, "actoffload_hooks.Pack", sizeof(Pack), pack_dealloc, "The pack hook: a handle for a saved tensor.");
+  describe(&pack_type, "actoffload_hooks.Pack", sizeof(Pack), pack_dealloc, "Has the pack hook, and what that looks at.");
   pack_type.tp_flags |= Py_TPFLAGS_HAVE_GC;
   pack_type.tp_new = pack_new;
   pack_type.tp_traverse = pack_traverse;
   pack_type.tp_clear = pack_clear;
   pack_type.tp_free = PyObject_GC_Del;
-  pack_type.tp_getset = pack_getters;
-  make_hook(&pack_type, offsetof(Pack, vectorcall));
+  pack_type.tp_methods = pack_methods;
 }
 
 }  // namespace
@@ -675,9 +660,10 @@ PyMODINIT_FUNC PyInit_actoffload_hooks() {
   text_engine = PyUnicode_InternFromString("torch.autograd.graph");
   describe_types();
   Ref made(PyModule_Create(&module));
-  if (!text_again || !text_append || !text_parameter || !text_cpu || !text_name || !text_engine || !made || !ready(&kept_type) || !ready(&kept_storage_type) || !ready(&kept_storages_type) || !ready(&unpack_type) ||
-      !ready(&pack_type) || PyModule_AddType(made.get(), &kept_type) < 0 || PyModule_AddType(made.get(), &kept_storages_type) < 0 ||
-      PyModule_AddType(made.get(), &pack_type) < 0) {
+  if (!text_again || !text_append || !text_parameter || !text_cpu || !text_name || !text_engine || !made ||
+      PyType_Ready(&kept_storage_type) < 0 || PyModule_AddType(made.get(), &kept_type) < 0 ||
+      PyModule_AddType(made.get(), &kept_storages_type) < 0 || PyModule_AddType(made.get(), &pack_type) < 0 ||
+      PyType_Ready(&unpack_type) < 0 || PyDict_SetItemString(unpack_type.tp_dict, "_torchdynamo_disable", Py_True) < 0) {
     return nullptr;
   }
   Unpack* const unpack = PyObject_New(Unpack, &unpack_type);

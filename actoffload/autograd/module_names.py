@@ -60,8 +60,8 @@ class ModuleScopes(Hooking):
                 super().forget(module)
             elif shown and module not in self._hooks:
                 self._hooks[module] = [
-                    module.register_forward_pre_hook(functools.partial(_enter, self, shown), prepend=True),
-                    module.register_forward_hook(functools.partial(_leave, self, shown), always_call=True),
+                    module.register_forward_pre_hook(functools.partial(self.enter, shown), prepend=True),
+                    module.register_forward_hook(functools.partial(self.leave, shown), always_call=True),
                 ]
             if module._compiled_call_impl is not None or name.endswith("_orig_mod"):
                 inside += (f"{name}." if name else "",)
@@ -71,14 +71,24 @@ class ModuleScopes(Hooking):
         for module in model.modules():
             super().forget(module)
 
-    @untraced
-    def push(self, name: str) -> None:
+    @skipped
+    def enter(self, name: str, module: nn.Module, args: object) -> None:
         """A module begins to run."""
+        if not torch.compiler.is_compiling():
+            self._push(name)
+
+    @skipped
+    def leave(self, name: str, module: nn.Module, args: object, output: object) -> None:
+        """A module has run."""
+        if not torch.compiler.is_compiling():
+            self._pop(name)
+
+    @untraced
+    def _push(self, name: str) -> None:
         self._local.stack.append(name)
 
     @untraced
-    def pop(self, name: str) -> None:
-        """A module has run."""
+    def _pop(self, name: str) -> None:
         stack = self._local.stack
         if stack and stack[-1] == name:
             stack.pop()
@@ -122,8 +132,7 @@ class ModelInputs(Hooking):
     def watch(self, model: nn.Module) -> None:
         """Note the inputs of every call of a model from now on."""
         if model not in self._hooks:
-            hook = functools.partial(_note, self)
-            self._hooks[model] = [model.register_forward_pre_hook(hook, with_kwargs=True)]
+            self._hooks[model] = [model.register_forward_pre_hook(self.begins, with_kwargs=True)]
 
     @untraced
     def note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -134,29 +143,16 @@ class ModelInputs(Hooking):
             if isinstance(leaf, Tensor) and leaf.grad_fn is None:
                 self._notes.add(leaf, "input")
 
-    @untraced
-    def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    @skipped
+    def begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A model's forward begins with these arguments."""
+        if not torch.compiler.is_compiling():
+            self._begin(args, kwargs)
+
+    @untraced
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.note(args, kwargs)
         called = self._called() if self._called is not None and torch.is_grad_enabled() else None
         shapes = tuple(tuple(leaf.shape) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         if called is not None and shapes:
             called(shapes)
-
-
-@skipped
-def _enter(scopes: ModuleScopes, name: str, module: nn.Module, args: object) -> None:
-    if not torch.compiler.is_compiling():
-        scopes.push(name)
-
-
-@skipped
-def _leave(scopes: ModuleScopes, name: str, module: nn.Module, args: object, output: object) -> None:
-    if not torch.compiler.is_compiling():
-        scopes.pop(name)
-
-
-@skipped
-def _note(inputs: ModelInputs, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    if not torch.compiler.is_compiling():
-        inputs.begin(args, kwargs)

@@ -51,11 +51,11 @@ class _Process:
 def load() -> Any:
     """Return the module, built the first time that anybody asks; None where it cannot be had. `refusal` says why.
 
-    The module has a pack hook, ``Pack``, and the unpack hook, ``unpack``. All arguments of ``Pack`` are needed:
+    The module has the unpack hook, ``unpack``, and ``Pack``, whose ``pack`` is the pack hook. It needs all arguments:
 
     - ``notes``: of `Accounts`. Each tensor that stays, and the death of each activation, is appended to it.
     - ``settle``: called without arguments once there are ``many`` notes.
-    - ``fallback``: the pack hook in Python, for every tensor that is not saved here. Its ``__self__`` is the hook's.
+    - ``fallback``: the pack hook in Python, for every tensor that is not saved here.
     - ``save``: called with a plain tensor that may move, the bytes of its storage, and whether that is new. Returns the
       `KeptPlace` of what a plan keeps, or a handle.
     - ``kept``: the ``KeptStorages`` of the module, what a plan keeps; ``records``: `IdentityMap.records`.

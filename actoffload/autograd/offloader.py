@@ -21,7 +21,6 @@ from ..autotune.autopilot import Autopilot, agree
 from ..autotune.blocks import BlockWatch, Proof
 from ..autotune.diagnosis import diagnose, explain_causes, facts_of, known_at_the_end
 from ..autotune.following import Following
-from ..autotune.observations import Recording
 from ..autotune.recompute import RecomputeMeter
 from ..config import OffloadConfig
 from ..errors import ConfigError, OffloaderClosedError, StateError
@@ -30,7 +29,7 @@ from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..policy import module_patterns
 from ..runtime.pipeline import Direction, Hint, check_phase
-from ..runtime.report import Announcement, Report, passes, report_of
+from ..runtime.report import Report, announce, passes, report_of
 from ..runtime.saved_by_node import advice
 from ..runtime.store import ActivationStore
 from ..runtime.strict import MovedSince
@@ -119,7 +118,7 @@ class Offloader:
         self._forwards = Forwards()
         self._ended = False
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._announcement = Announcement(config.announce)
+        self._announced = False
         self._open()
         _offloaders.add(self)
 
@@ -136,15 +135,12 @@ class Offloader:
         self.packer = Packer(store, self.exclusions, self._module_names, self._forwards)
         store.profiler.is_recorded = weakref.WeakMethod(self.packer.is_recorded)
         meter = RecomputeMeter(store.shared, store.tiers.by_device.values(), self.exclusions.static)
-        following = self._following = Following(
-            store.shared, store.tiers, store.decision, store.prefetch, self._blocks.blocks, meter
-        )
+        following = self._following = Following(store, self._blocks.blocks, meter)
         self.autopilot = None
         if given is not None:
             following.follow(given)
         elif self.config.policy == "auto":
-            recording = Recording(store.profiler, store.tiers, store.prefetch)
-            self.autopilot = Autopilot(store.shared, store.tiers, recording, following)
+            self.autopilot = Autopilot(store, following)
         called = None if self.autopilot is None else weakref.WeakMethod(self.autopilot.forward_begins)
         self._inputs = ModelInputs(self.exclusions.static, called)
         if store.trace is not None:
@@ -297,7 +293,9 @@ class Offloader:
         if entry.tape.live and not entry.tape.in_backward:
             with store.shared.lock:
                 store.prefetch.after_forward(entry.tape)
-        self._announcement.after_forward(store.shared, store.tiers.spool, store.statistics)
+        if not self._announced and store.shared.accounts.packed_tensors:
+            self._announced = True
+            announce(store)
         if self.config.strict:
             entry.moved.check(store.shared.accounts, with_gradients=torch.is_grad_enabled())
 

@@ -93,7 +93,7 @@ class Packer:
             recording=self._store.profiler.running,
             many=MANY_DEFERRED,
         )
-        return pack, module.unpack
+        return pack.pack, module.unpack
 
     @untraced
     def pack(self, tensor: Tensor) -> Any:
@@ -153,10 +153,7 @@ class Packer:
         reason = self._exclusions.why_stays(tensor, storage)
         if reason is not None:
             return self._keep(tensor, reason, min(nbytes, storage_bytes))
-        if nbytes == storage_bytes and tensor.is_contiguous():
-            begin, end = 0, nbytes
-        else:
-            begin, end = byte_span(tensor, storage_bytes) if nbytes else (0, 0)
+        begin, end = byte_span(tensor, storage_bytes) if nbytes else (0, 0)
         reason = self._why_unfit("cpu" if tensor.is_cpu else tensor.device.type, end - begin)
         if reason is None and is_filled_later(tensor):
             reason = KeepReason.FILLED_LATER

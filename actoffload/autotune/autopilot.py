@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import deque
 from dataclasses import replace
@@ -30,9 +31,9 @@ from ..planning.planners.base import Bench, Limits, Planner
 from ..planning.planners.feedback import Observed, StepModel, rescaled, with_cost
 from ..planning.profile import Profile
 from ..runtime.decision import InputShapes
+from ..runtime.store import ActivationStore
 from ..sizes import format_size
-from ..tiers.shared import Shared
-from ..tiers.tiers import Tiers
+from ..tiers.accounts import Accounts
 from .agreement import Proposal, choose, exchange, several_ranks
 from .following import Following
 from .observations import Recording, StepsUnderPlan
@@ -44,9 +45,7 @@ class Autopilot:
     """One offloader's planning. Called between steps, when nothing that was saved is alive.
 
     Args:
-        shared: the counts and the options.
-        tiers: the links that are measured.
-        recording: makes profiles.
+        store: is recorded and counted.
         following: follows the plan.
 
     Attributes:
@@ -54,21 +53,19 @@ class Autopilot:
         planner: how to plan.
     """
 
-    def __init__(self, shared: Shared, tiers: Tiers, recording: Recording, following: Following) -> None:
+    def __init__(self, store: ActivationStore, following: Following) -> None:
         self.history: deque[str] = deque(maxlen=MOST_REASONS)
         self.planner: Planner = Auto()
-        self._shared = shared
-        self._tiers = tiers
+        self._shared, self._tiers, self._profiler = store.shared, store.tiers, store.profiler
         self._following = following
         following.placement.forward_begins = weakref.WeakMethod(self.forward_begins)
-        self._recording = recording
+        self._recording = Recording(store)
         self._recorded_shape = self._shape = Shape(())
         """The shape of the step that is or was recorded, and of the one that runs: as the one before, until known."""
         self._shapes = Shapes()
         self._shape_is_known = False
-        self._began: tuple[float, float, float, int] | None = None
-        self._began_hooks = 0.0, 0.0
-        self._began_with_bytes = 0
+        self._began: tuple[float, Accounts, int] | None = None
+        """When the step began, and what was counted and moved by then."""
         self._rest_until_s = 0.0
         """No plan is looked for before."""
         self._count = self._changes = self._record_from = 0
@@ -106,7 +103,7 @@ class Autopilot:
             BudgetError: no plan keeps the ``device_budget``, and the last step did not keep it either.
         """
         if self._gave_up:
-            self._recording.forget()
+            self._profiler.forget()
             return
         try:
             with self._shared.lock:
@@ -117,7 +114,7 @@ class Autopilot:
         except Exception as error:  # training does not end because a plan could not be made
             self._gave_up = True
             self._following.placement.keep_all = False
-            self._recording.forget()
+            self._profiler.forget()
             self.history.append(f"no plan: {error!r}")
             self._shared.reporter.advise(
                 "plan", f"policy='auto' could not plan ({error!r}); what can be moved in time moves"
@@ -127,9 +124,7 @@ class Autopilot:
         accounts = self._shared.accounts
         accounts.recomputed(0)
         self._following.placement.mismatched_bytes = 0
-        self._began = (now(), accounts.pack_wait_s, accounts.unpack_wait_s, accounts.packed_tensors)
-        self._began_hooks = accounts.hooks_s, accounts.idle_s
-        self._began_with_bytes = self._moved_bytes
+        self._began = now(), copy.copy(accounts), self._moved_bytes
         self._shape_is_known = self._agreed  # on one plan, whatever the shape
         self._begin_shape()
 
@@ -158,14 +153,14 @@ class Autopilot:
             due = shape.steps.blocks_are_due
         else:
             due = shape.lender is None and not shape.hopeless and self._count >= self._record_from
-        if self._recording.finished:
+        if self._profiler.finished:
             return  # a step that nobody could look at yet, as the device had not come to its end
         if due:
             self._recorded_shape = shape
-            if not self._recording.active:
-                self._recording.begin()
+            if not self._profiler.active:
+                self._profiler.begin()
         else:
-            self._recording.forget()
+            self._profiler.forget()
 
     @property
     def _probe(self) -> int | None:
@@ -197,15 +192,15 @@ class Autopilot:
         if self._began is None:
             return
         accounts = self._shared.accounts
-        began_s, packed_s, unpacked_s, tensors = self._began
-        shape, recorded = self._shape, self._recording.active or self._recording.finished
-        if accounts.packed_tensors == tensors and (shape.plan is not None or not self._recording.finished):
-            if not self._recording.finished:
-                self._recording.forget()  # what is recorded begins with the step that follows
+        began_s, before, moved_bytes = self._began
+        shape, recorded = self._shape, self._profiler.active or self._profiler.finished
+        if accounts.packed_tensors == before.packed_tensors and (shape.plan is not None or not self._profiler.finished):
+            if not self._profiler.finished:
+                self._profiler.forget()  # what is recorded begins with the step that follows
             return  # a pass without gradients
         self._count += 1
         step_s = max(1e-9, now() - began_s)
-        waited_s = accounts.pack_wait_s - packed_s, accounts.unpack_wait_s - unpacked_s
+        waited_s = accounts.pack_wait_s - before.pack_wait_s, accounts.unpack_wait_s - before.unpack_wait_s
         # The host and a stream may have waited at the same time, and what a stream did is told a step later.
         share = min(1.0, MOST_WAITED * step_s / max(1e-9, sum(waited_s)))
         observed = Observed(
@@ -213,16 +208,16 @@ class Autopilot:
             forward_wait_s=share * waited_s[0],
             backward_wait_s=share * waited_s[1],
             peak_bytes=accounts.step_peak_bytes,
-            hooks_s=accounts.hooks_s - self._began_hooks[0],
-            idle_s=accounts.idle_s - self._began_hooks[1],
+            hooks_s=accounts.hooks_s - before.hooks_s,
+            idle_s=accounts.idle_s - before.idle_s,
         )
         planned = shape.plan is not None
         if recorded:
-            self._look_at_recording(self._recorded_shape, observed)
+            self._look_at_recording(self._recorded_shape, observed, self._moved_bytes - moved_bytes)
         if planned:
             self._review(shape, observed)
 
-    def _look_at_recording(self, shape: Shape, observed: Observed) -> None:
+    def _look_at_recording(self, shape: Shape, observed: Observed, moved_bytes: int) -> None:
         """A step was recorded: time its blocks, or plan from it, or first try one with nothing moved."""
         if shape.plan is not None:
             times = self._recording.block_times()
@@ -239,7 +234,7 @@ class Autopilot:
             self._make_plan(shape, with_cost(profile, *shape.moving), observed)
         elif self._recording.steps > WARM_UP and now() >= self._rest_until_s:
             shape.tries_keeping = self._can_try_keeping(profile)
-            shape.moving = observed.step_s - observed.wait_s, self._moved_bytes - self._began_with_bytes
+            shape.moving = observed.step_s - observed.wait_s, moved_bytes
             if not shape.tries_keeping:
                 self._make_plan(shape, profile, observed)
 
@@ -332,7 +327,7 @@ class Autopilot:
         shape.plan = plan
         self._shared.accounts.begin_plan()
         if shape is self._shape:
-            self._recording.forget()
+            self._profiler.forget()
             self._following.follow(plan)
 
     def _start_over(self, shape: Shape, reason: str) -> None:
@@ -343,7 +338,7 @@ class Autopilot:
         shape.plan = shape.model = None
         shape.steps = StepsUnderPlan()
         self._shared.accounts.begin_plan()
-        self._recording.forget()
+        self._profiler.forget()
         self._following.follow(None)
 
     def _measured(self, shape: Shape, *names: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 import functools
 import inspect
 import random
@@ -10,13 +11,14 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import ConfigError
+from ..runtime.profiler import Profiler
 from ..runtime.untraced import Hooking, untraced
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -65,20 +67,6 @@ def why_not_recomputed(block: nn.Module) -> str:
     return ""
 
 
-class Listener(Protocol):
-    """Who wants to know when a block runs; called on the thread that runs it, in forward only."""
-
-    @property
-    def active(self) -> bool:
-        """Whether it listens now."""
-
-    def block_began(self, name: str, inputs: Mapping[int, Tensor]) -> None:
-        """The forward of a block begins; ``inputs``: the tensors it was given, by their place in `tree_leaves`."""
-
-    def block_ended(self, name: str, *, repeatable: bool) -> None:
-        """It has ended; ``repeatable``: as far as its modules and buffers show, running it twice is the same."""
-
-
 class Proof:
     """A listener that fails where a block of a plan that was given changes what its second run would see.
 
@@ -102,10 +90,10 @@ class Proof:
         return bool(self._unproven)
 
     def block_began(self, name: str, inputs: Mapping[int, Tensor]) -> None:
-        """See `Listener`."""
+        """The forward of a block begins; ``inputs``: the tensors it was given, by their place in `tree_leaves`."""
 
     def block_ended(self, name: str, *, repeatable: bool) -> None:
-        """See `Listener`.
+        """It has ended; ``repeatable``: as far as its modules and buffers show, running it twice is the same.
 
         Raises:
             ConfigError: the block may not be run twice.
@@ -123,13 +111,13 @@ class BlockWatch(Hooking):
     """Tells a listener of the blocks of models as they run.
 
     Args:
-        listener: told of them.
+        listener: told of them, on the thread that runs them, in forward only.
         recomputes: blocks may be recomputed. A model of Transformers' then makes no cache of keys and values in a
             training forward that asks for none, as under its own checkpointing: a block that adds to one cannot run
             twice.
     """
 
-    def __init__(self, listener: Listener, *, recomputes: bool = False) -> None:
+    def __init__(self, listener: Profiler | Proof, *, recomputes: bool = False) -> None:
         super().__init__()
         self._recomputes = recomputes
         self.blocks: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
@@ -144,13 +132,14 @@ class BlockWatch(Hooking):
         for name, block in find_blocks(model).items():
             name = self._free_name(name, block)
             self.blocks[name] = block
-            enter, leave = functools.partial(_enter, self, name), functools.partial(_leave, self)
+            enter = functools.partial(self.enter, name)
             handles.append(block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
-            handles.append(block.register_forward_hook(leave, always_call=True))
+            handles.append(block.register_forward_hook(self.leave, always_call=True))
         for module, place in _with_caches(model) if self._recomputes else ():
-            without = functools.partial(_without_cache, self, place)
+            without = functools.partial(self.without_cache, place)
             handles.append(module.register_forward_pre_hook(without, with_kwargs=True))
 
+    @untraced
     def without_cache(self, place: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return a training forward's arguments with ``use_cache=False``; None where it makes no cache, or is to."""
         trains = module.training and torch.is_grad_enabled() and getattr(module.config, "use_cache", False)
@@ -172,40 +161,26 @@ class BlockWatch(Hooking):
         for name in [name for name, block in self.blocks.items() if block in gone]:
             del self.blocks[name]
 
-    def enter(self, name: str, module: nn.Module, inputs: Any) -> None:
+    @untraced
+    def enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The forward of a block begins."""
         if not self._listener.active or torch._C._current_graph_task_id() != -1:
             return  # nobody listens, or a recomputation
         if not hasattr(self._local, "running"):
             self._local.running = []
-        leaves = tree_leaves(inputs)
+        leaves = tree_leaves((args, kwargs))
         given = enumerate(leaves)
         tensors = {place: leaf for place, leaf in given if isinstance(leaf, Tensor) and not leaf.is_inference()}
-        reached = [module, *leaves]
-        self._local.running.append(_Running(name, module, reached, _state(reached)))
+        self._local.running.append(_Running(name, module, [module, *leaves], _seen([module, *leaves])))
         self._listener.block_began(name, tensors)
 
-    def leave(self, module: nn.Module) -> None:
+    @untraced
+    def leave(self, module: nn.Module, args: object, output: object) -> None:
         """It has ended."""
         running: list[_Running] = getattr(self._local, "running", [])
         if running and running[-1].module is module:
             block = running.pop()
             self._listener.block_ended(block.name, repeatable=block.unchanged() and not why_not_recomputed(module))
-
-
-@untraced
-def _enter(watch: BlockWatch, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-    watch.enter(name, module, (args, kwargs))
-
-
-@untraced
-def _without_cache(watch: BlockWatch, place: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return watch.without_cache(place, module, args, kwargs)
-
-
-@untraced
-def _leave(watch: BlockWatch, module: nn.Module, args: object, output: object) -> None:
-    watch.leave(module)
 
 
 def _with_caches(model: nn.Module) -> Iterator[tuple[nn.Module, int]]:
@@ -234,24 +209,39 @@ class _Running(NamedTuple):
 
     def unchanged(self) -> bool:
         """Whether the forward has left everything as it was, as far as that can be seen."""
-        after = _state(self.reached)
-        return len(after) == len(self.state) and all(map(_same, after, self.state))
+        return not differ(_seen(self.reached), self.state)
 
 
-def _state(reached: Iterable[Any]) -> list[Any]:
-    """Return all that these values hold, through containers and attributes, and what tells each one's changes."""
-    found: list[Any] = [hash(random.getstate())]
+def _seen(reached: list[Any]) -> list[Any]:
+    """Return what a forward may change of its module and arguments, and of Python's random numbers."""
+    attributes = [vars(leaf) for leaf in reached if isinstance(leaf, Tensor)]  # of a copy for the second run: none
+    return [hash(random.getstate()), *(object() for held in attributes if held), *state_of(reached, versions=True)]
+
+
+def state_of(reached: Iterable[Any], *, versions: bool = False) -> list[Any]:
+    """Return all that these values hold, through containers and attributes, for `differ`.
+
+    What can change unseen, an iterator or more than `MOST_PARTS` parts, differs from itself.
+
+    Args:
+        reached: where to begin.
+        versions: tensors that were changed in place differ, too.
+    """
+    found: list[Any] = []
     left, seen = deque(reached), set[int]()
-    while left and len(found) < MOST_PARTS:
+    while left:
         value = left.popleft()
         kind = type(value)  # not what a proxy stands for
         if issubclass(kind, tuple):
             found.append(len(value))
             left.extend(value)
             continue
+        if len(found) > MOST_PARTS or hasattr(kind, "__next__"):
+            found.append(object())
+            break
         found.append(value)
         if issubclass(kind, Tensor):
-            found.append(0 if value.is_inference() else value._version)
+            found.append(0 if value.is_inference() or not versions else value._version)
         elif issubclass(kind, torch.Generator):
             found.append(bytes(value.get_state().numpy()))
         elif id(value) not in seen:  # of what is found, which keeps it alive
@@ -265,10 +255,20 @@ def _parts(value: Any, kind: type) -> Iterable[Any]:
         return [*value, *value.values()]
     if issubclass(kind, (list, set, frozenset, deque)):
         return list(value)
-    if issubclass(kind, _CODE) or not kind.__dictoffset__:
-        return ()
     bookkeeping = kind.__module__.startswith(_BOOKKEEPING) and not issubclass(kind, nn.Module)
-    return () if bookkeeping else list(vars(value).values())
+    if bookkeeping or issubclass(kind, _CODE):
+        return ()
+    slots = [getattr(value, name) for name in copyreg._slotnames(kind) if hasattr(value, name)]  # type: ignore[attr-defined]
+    held = dict(vars(value)) if kind.__dictoffset__ else {}
+    if held.get("_is_fsdp_managed_module"):  # what FSDP gathers may be another tensor each time
+        del held["_parameters"]
+        held = {name: one for name, one in held.items() if not isinstance(one, Tensor)}
+    return [*slots, *held.values()]
+
+
+def differ(after: list[Any], before: list[Any]) -> bool:
+    """Whether two results of `state_of` differ."""
+    return len(after) != len(before) or not all(map(_same, after, before))
 
 
 def _same(after: Any, before: Any) -> bool:

@@ -154,10 +154,17 @@ def slow_link(f: Facts) -> Cause | None:
     remedies: list[str] = []
     if planned is not None and planned.limits.device_budget is not None:
         remedies += _another_budget(planned)
-        if not planned.profile.blocks:
-            remedies.append("pass model=, so that blocks can be recomputed where that is cheaper than waiting")
+        if not planned.profile.blocks or not config.recompute:
+            missing = [
+                text
+                for text, has in (("model=", planned.profile.blocks), ("recompute=True", config.recompute))
+                if not has
+            ]
+            remedies.append(f"pass {' and '.join(missing)}: blocks are recomputed where that is cheaper than waiting")
     elif config.policy != "auto" and config.device_budget is not None:
-        remedies.append("policy='auto' with model= recomputes blocks where that takes less than waiting")
+        remedies.append(
+            "policy='auto' with model= and recompute=True recomputes blocks where that takes less than waiting"
+        )
     elif config.policy != "auto":
         remedies.append("policy='auto' keeps what cannot be moved in time")
     elif config.device_budget is not None:

@@ -9,10 +9,7 @@ from torch import nn
 
 from ..errors import ConfigError
 from ..planning.plan import Plan
-from ..runtime.decision import OffloadDecision
-from ..runtime.prefetch import Prefetch
-from ..tiers.shared import Shared
-from ..tiers.tiers import Tiers
+from ..runtime.store import ActivationStore
 from .recompute import Recompute, RecomputeMeter
 
 
@@ -20,31 +17,21 @@ class Following:
     """Follows one plan at a time, from the next forward on.
 
     Args:
-        shared: the counts and the options.
-        tiers: told how much the plan expects on its way out.
-        placement: says what stays.
-        prefetch: reads as far ahead as the plan says.
+        store: does as the plan says.
         blocks: the blocks of the models by name, as they are known at any time.
         meter: counts what recomputed blocks hold.
+
+    Attributes:
+        placement: says what stays.
     """
 
-    def __init__(
-        self,
-        shared: Shared,
-        tiers: Tiers,
-        placement: OffloadDecision,
-        prefetch: Prefetch,
-        blocks: Mapping[str, nn.Module],
-        meter: RecomputeMeter,
-    ) -> None:
-        self.placement = placement
+    def __init__(self, store: ActivationStore, blocks: Mapping[str, nn.Module], meter: RecomputeMeter) -> None:
+        self.placement = store.decision
         self.blocks = blocks
         self.recompute = Recompute(meter)
         self.plan: Plan | None = None
         self._largest_bytes = 0
-        self._shared = shared
-        self._tiers = tiers
-        self._prefetch = prefetch
+        self._shared, self._tiers, self._prefetch = store.shared, store.tiers, store.prefetch
         # Dropped without close(): the model is as it was.
         weakref.finalize(self, self.recompute.undo).atexit = False
 
@@ -84,7 +71,7 @@ class Following:
         """A step begins under a plan that the user gave.
 
         Raises:
-            ConfigError: a block that it recomputes is not there, or ``recompute=False`` forbids that.
+            ConfigError: a block that it recomputes is not there.
         """
         assert self.plan is not None, "the user gave one"
         told = f"a plan of {len(self.plan.entries)} storages"
@@ -92,5 +79,3 @@ class Following:
         if missing:
             known = f"they have {', '.join(sorted(self.blocks)[:3])}, ..." if self.blocks else "give model="
             raise ConfigError("policy", told, f"it recomputes {missing[0]!r}, which is no block of the models: {known}")
-        if self.plan.recompute and not self._shared.config.recompute:
-            raise ConfigError("recompute", False, "the plan given as policy= recomputes blocks: allow it, or plan anew")

@@ -10,45 +10,23 @@ from ..errors import ConfigError
 from ..planning.constants import LOOK_AT_STEP, REVIEW_STEPS
 from ..planning.planners.feedback import Observed, Rate
 from ..planning.profile import Link, Profile
-from ..runtime.prefetch import Prefetch
-from ..runtime.profiler import Profiler
-from ..tiers.tiers import Tiers
+from ..runtime.store import ActivationStore
 
 
 class Recording:
     """Profiles of recorded steps, on the links as they are known by then."""
 
-    def __init__(self, profiler: Profiler, tiers: Tiers, prefetch: Prefetch) -> None:
+    def __init__(self, store: ActivationStore) -> None:
         self.steps = 0
         """Steps that were recorded."""
-        self._profiler = profiler
-        self._tiers = tiers
-        self._prefetch = prefetch
+        self._profiler, self._tiers, self._prefetch = store.profiler, store.tiers, store.prefetch
         self._known_rates: dict[tuple[str, str], float] = {}
-
-    @property
-    def active(self) -> bool:
-        """Whether a step is being recorded."""
-        return self._profiler.active
-
-    @property
-    def finished(self) -> bool:
-        """Whether a recorded step waits to be looked at."""
-        return self._profiler.finished
-
-    def begin(self) -> None:
-        """Record the step that begins now."""
-        self._profiler.begin()
-
-    def forget(self) -> None:
-        """Drop what was recorded."""
-        self._profiler.active = self._profiler.finished = False
 
     def profile(self) -> Profile | None:
         """The recorded step; None for a forward without a backward, or while the device has not come to its end."""
         if not self._profiler.useful:
             return None
-        profile = self._profiler.profile(device=next(iter(self._tiers.by_device), "cpu"))
+        profile = self._profiler.profile(next(iter(self._tiers.by_device), "cpu"))
         if profile is None:
             return None
         self.steps += 1
@@ -71,13 +49,13 @@ class Recording:
     def block_times(self) -> dict[str, float] | None:
         """Forward and backward of each block in seconds; None when another step, or a later call, has to tell."""
         if not self._profiler.useful:
-            self.forget()  # a forward without a backward: another step shows it
+            self._profiler.forget()  # a forward without a backward: another step shows it
             return None
         times: dict[str, float] = {}
         try:
             profile = self._profiler.profile()
         except ConfigError:  # a step that was interrupted; a plan does not end because its blocks could not be timed
-            self.forget()
+            self._profiler.forget()
             return times
         if profile is None:
             return None  # the device has not come to the end of that step

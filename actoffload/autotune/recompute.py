@@ -14,6 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from ..runtime.identity import StorageSet, is_parameter, storages
 from ..tiers.shared import Shared
 from ..tiers.tier import Tier
+from .blocks import differ, state_of
+
+_CHANGED = "after the block had run: do that after backward, or let no block be recomputed"
 
 
 class RecomputeMeter:
@@ -88,8 +91,7 @@ class Recompute:
             self._undo(name)
 
     def _apply(self, name: str, block: nn.Module) -> None:
-        wrapped = Checkpointed(block.forward, "forward" in vars(block), self._meter, block)
-        block.forward = wrapped
+        wrapped = block.forward = Checkpointed(block, self._meter)
         self._applied[name] = weakref.ref(block), wrapped
 
     def _undo(self, name: str) -> None:
@@ -109,24 +111,17 @@ class Checkpointed:
     """A module's forward under ``torch.utils.checkpoint``, with its tensor arguments visible to saved-tensor hooks.
 
     Args:
-        forward: the module's forward as it was.
-        was_attribute: whether that was an attribute of the instance.
+        module: its parameters and buffers are to be as they were when it runs again.
         meter: told of every recomputation.
-        module: whose parameters and buffers are to be as they were when it runs again; None: nobody looks.
 
     Attributes:
+        forward: the module's forward as it was; ``was_attribute``: that was an attribute of the instance.
         saved: which arguments hooks see, by their place in `tree_flatten`; the others are held as they are. None: all.
     """
 
-    def __init__(
-        self,
-        forward: Callable[..., Any],
-        was_attribute: bool,
-        meter: RecomputeMeter | None = None,
-        module: nn.Module | None = None,
-    ) -> None:
-        self.forward = forward
-        self.was_attribute = was_attribute
+    def __init__(self, module: nn.Module, meter: RecomputeMeter | None = None) -> None:
+        self.forward = module.forward
+        self.was_attribute = "forward" in vars(module)
         self.active = True
         self.saved: tuple[int, ...] | None = None
         self._meter = meter
@@ -139,35 +134,37 @@ class Checkpointed:
         if not self.active or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         leaves, shape = tree_flatten((args, kwargs))
-        saved = [place for place in range(len(leaves)) if self.saved is None or place in self.saved]
+        firsts: dict[int, int] = {}  # a block may ask whether two of its arguments are one tensor
+        first = [firsts.setdefault(id(leaf), place) for place, leaf in enumerate(leaves)]
+        wanted = range(len(leaves)) if self.saved is None else self.saved
+        saved = sorted({first[place] for place in wanted if place < len(leaves)})
         held = {place: leaf for place, leaf in enumerate(leaves) if place not in saved}
         reads = {"an argument": _versions(held.values()), "a parameter or buffer": _versions(self._own())}
-
+        state = state_of([self._module])
         own = [(args, kwargs)]  # for the first run: what it adds to a list that it is given, the caller is to see
 
-        def run(*given: Any) -> Any:
+        def run(_: object, *given: Any) -> Any:
             if own:
                 positional, named = own.pop()
                 return self.forward(*positional, **named)
             inputs = held | dict(zip(saved, given, strict=True))
             for what, versions in reads.items():
                 if any(tensor._version != version for tensor, version in versions):
-                    raise RuntimeError(
-                        f"{what} of a recomputed block was changed in place after the block had run: do that after "
-                        "backward, or pass recompute=False"
-                    )
-            again, keywords = tree_unflatten([inputs[place] for place in range(len(inputs))], shape)
+                    raise RuntimeError(f"{what} of a recomputed block was changed in place {_CHANGED}")
+            if differ(state_of([self._module]), state):
+                raise RuntimeError(f"an attribute of a recomputed block was set {_CHANGED}")
+            again, keywords = tree_unflatten([inputs[place] for place in first], shape)
             if self._meter is None or torch._C._current_graph_task_id() == -1:
                 return self.forward(*again, **keywords)
             with _Counted(self._meter, inputs.values()):
                 return self.forward(*again, **keywords)
 
-        # Hooks around a checkpoint see the tensors that it is given by position, and no others.
-        return checkpoint(run, *(leaves[place] for place in saved), use_reentrant=False)
+        # Hooks around a checkpoint see the tensors that it is given by position, and no others. It keeps the random
+        # states of the devices of all that it is given. What the second run saves last may be filled after that.
+        others = [*held.values(), *self._own()]
+        return checkpoint(run, others, *(leaves[place] for place in saved), use_reentrant=False, early_stop=False)
 
     def _own(self) -> Iterable[Tensor]:
-        if self._module is None:
-            return ()
         # FSDP 1 gathers what it has flattened anew, in place, before the second run. An optimizer that steps in
         # backward may have done so before that, where nothing needs what is computed with the parameter any more.
         skipped = ("_fsdp_flattened", "_post_accumulate_grad_hooks")

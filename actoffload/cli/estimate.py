@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Annotated, Any
 
@@ -136,7 +136,7 @@ def ask(options: Mapping[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in options.items() if value is not None}
     start = preset("model", options["model"], MODELS)
     default = Parallelism() if "from_model" in given else start.split
-    split = replace(default, **{name: given[name] for name in _names(Parallelism) if name in given})
+    split = replace(default, **{name: given[name] for name in asdict(default) if name in given})
     gpu, published = (COUNTED_GPU, None) if "from_model" in given else (start.gpu, start.utilisation)
     return {
         "split": split,
@@ -222,10 +222,6 @@ def kinds_of(saved: SavedBytes) -> str:
     """Return the layers in runs of equal size, such as ``"3 × 464.0 MiB, 58 × 725.2 MiB"``."""
     runs = [(len(list(run)), size) for size, run in groupby(map(format_size, saved.blocks.values()))]
     return ", ".join(f"{count} × {size}" for count, size in runs[:4]) + (", …" if len(runs) > 4 else "")
-
-
-def _names(kind: type) -> list[str]:
-    return [field.name for field in fields(kind)]
 
 
 def hardware_of(given: Mapping[str, Any], default_gpu: str = "", published: float | None = None) -> Hardware:

@@ -67,7 +67,7 @@ def command(
     max_slowdown: Annotated[float | None, typer.Option(help="As a share: 0.02 is 2 %.")] = None,
     planner: Annotated[str, typer.Option(help="auto, ssdtrain or joint.")] = "auto",
     target: Annotated[str, typer.Option(help="Where bytes may go: host, nvme, tiered or auto.")] = "auto",
-    recompute: Annotated[bool, typer.Option(help="Let blocks be recomputed.")] = True,
+    recompute: Annotated[bool, typer.Option(help="Let blocks be recomputed, as recompute=True does.")] = False,
     more: Annotated[str, typer.Option(help="How much more budget to price.")] = "1GiB",
     host_write: Rate = None,
     host_read: Rate = None,

@@ -14,11 +14,10 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from ..analysis.report_page import comparison, predictions_table, waits_table, write_page
+from ..analysis.report_page import comparison, kept_table, predictions_table, waits_table, write_page
 from ..analysis.trace_file import load
 from ..analysis.traced_run import Run, look_at
 from ..errors import TraceFileError
-from ..runtime.report import KEPT_MEANINGS
 from ..sizes import format_size
 from .console import JsonOption, explained_errors, print_json
 
@@ -91,14 +90,11 @@ def _one(run: Run) -> list[RenderableType]:
     for link in run.links():
         rates = [f"{rate / 1e9:.3g} GB/s" for rate in (link.mean_bytes_per_s, link.can_do)]
         links.append([link.name, format_size(link.nbytes), *rates, f"{link.mean_bytes_per_s / link.can_do:.0%}"])
-    kept = [["", "bytes", "why"]]
-    for reason, nbytes in run.kept().items():
-        kept.append([reason, format_size(nbytes), KEPT_MEANINGS.get(reason, "")])
     tables: dict[str, Sequence[Sequence[str]]] = {
         "Links": links,
         "Dearest waits": waits_table(run),
         "Predicted and seen": predictions_table(run),
-        "What stayed": kept,
+        "What stayed": kept_table(run),
     }
     parts += [_table(title, rows) for title, rows in tables.items() if rows[1:]]
     parts += [f"\n{escape(text)}" for text in (run.wear(), run.what_limits()) if text]

@@ -8,20 +8,14 @@ its SSDs directly, as in SSDTrain.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..analysis.estimate import Hardware
 from ..analysis.rok import BACKWARD_FACTOR, SERIES, Case, Variant
-from ..analysis.saved_bytes import FLOPS, MIN_BYTES, AsOnAccelerator
+from ..analysis.saved_bytes import MIN_BYTES, WatchedStep
 from ..errors import ActOffloadError
 from ..planning.planners import Limits, make_planner
 from ..planning.profile import Block, Link, Profile, Storage
@@ -54,15 +48,15 @@ def predict(spec: dict[str, Any]) -> dict[str, Any]:
     """
     case = Case(**spec["case"])
     try:
-        step = _PaperStep(models.build(case, torch.device("meta")), hardware_of({"gpu": spec["gpu"], **DRIVES}))
-        step.run(case.batch)
-        workload = Workload(step.profile())
+        built, hardware = models.build(case, torch.device("meta")), hardware_of({"gpu": spec["gpu"], **DRIVES})
+        profile, flops = profile_of(built, case.batch, hardware)
+        workload = Workload(profile)
     except FAILURES as error:
         return failure(error)
     peaks: dict[str, int] = {}
     samples = []
     for variant in (Variant(**one) for one in spec["variants"]):
-        sample: dict[str, Any] = {"series": variant.series, "level": variant.level, "flops": step.model_flops}
+        sample: dict[str, Any] = {"series": variant.series, "level": variant.level, "flops": flops}
         try:
             budget = _budget(variant.level, workload.profile.baseline_peak_bytes, peaks)
             found = _predict_variant(workload, variant.series, budget)
@@ -97,140 +91,52 @@ def _predict_variant(workload: Workload, series: str, budget: int | None) -> Pre
     return run(workload, Choice(tiers, recomputed), Conditions(), window=OFFLOAD_READS_AHEAD)
 
 
-@dataclass
-class _Saved:
-    """A saved storage so far; seconds."""
-
-    nbytes: int
-    birth_s: float
-    block: int | None
-    need_s: float | None = None
-    last_need_s: float | None = None
-
-
-class _PaperStep:
-    """One step of a model on the meta device, and what it gave."""
-
-    def __init__(self, workload: models.Workload, hardware: Hardware) -> None:
-        self._workload = workload
-        self._hardware = hardware
-        self._flops = FlopCounterMode(display=False, custom_mapping=FLOPS)
-        self._saved: dict[int, _Saved] = {}
-        self._held: list[torch.UntypedStorage] = []  # so that no storage is taken for another
-        self._static: set[int] = set()
-        self._blocks: list[dict[str, Any]] = []
-        self._running: int | None = None
-        self.model_flops = 0
-        self._forward_s = self._end_s = 0.0
-
-    def run(self, batch: int) -> None:
-        """Run forward and backward of so many samples."""
-        inputs = self._workload.batch(batch)
-        model = self._workload.model
-        self._static = {
-            tensor.untyped_storage()._cdata
-            for tensor in (*model.parameters(), *model.buffers(), *tree_leaves(inputs))
-            if isinstance(tensor, Tensor)
-        }
-        with models.unpacked_sequences(), self._flops, self._watched(model):
-            with AsOnAccelerator(), saved_tensors_hooks(self._pack, self._unpack):
-                loss = self._workload.loss(inputs)
-            self.model_flops = BACKWARD_FACTOR * int(self._flops.get_total_flops())
-            self._forward_s = self._now()
-            torch.autograd.backward(loss)
-            self._end_s = self._now()
-
-    def profile(self) -> Profile:
-        """Return the step as a profile."""
-        numbers = {key: number for number, key in enumerate(self._saved)}
-        storages = tuple(
-            Storage(
-                index=number,
-                nbytes=one.nbytes,
-                birth_s=one.birth_s,
-                need_s=one.need_s,
-                last_need_s=self._end_s if one.last_need_s is None else one.last_need_s,
-                block=one.block,
-                kept="" if one.nbytes >= MIN_BYTES else KeepReason.SMALL.value,
+def profile_of(built: models.Workload, batch: int, hardware: Hardware) -> tuple[Profile, int]:
+    """Run forward and backward of so many samples on meta tensors; return the step, and the FLOPs of its model."""
+    model, inputs = built.model, built.batch(batch)
+    step = WatchedStep(model, {name: model.get_submodule(name) for name in built.blocks}, inputs)
+    with models.unpacked_sequences(), step.flops:
+        with step.forward():
+            loss = built.loss(inputs)
+        forward = step.now()
+        torch.autograd.backward(loss)
+    end, rate = step.now(), hardware.peak_flops * hardware.utilisation
+    storages = tuple(
+        Storage(
+            index=number,
+            nbytes=one.nbytes,
+            birth_s=one.birth / rate,
+            need_s=None if one.need is None else one.need / rate,
+            last_need_s=(end if one.last_need is None else one.last_need) / rate,
+            block=None if one.shared else one.block,
+            kept="" if one.nbytes >= MIN_BYTES else KeepReason.SMALL.value,
+        )
+        for number, one in enumerate(step.saved.values())
+    )
+    numbers: dict[int | None, int] = {key: number for number, key in enumerate(step.saved)}
+    blocks = []
+    for number, block in enumerate(step.blocks):
+        needs = [s.need_s for s in storages if s.block == number and s.need_s is not None]
+        ends = [s.last_need_s for s in storages if s.block == number]
+        source = numbers.get(block.source)
+        mine = source is not None and storages[source].block in (None, number)
+        forward_s = (block.end - block.begin) / rate
+        blocks.append(
+            Block(
+                name=block.name,
+                forward_s=forward_s,
+                backward_s=max(ends, default=0.0) - min(needs, default=0.0),
+                recompute_s=forward_s,
+                input_bytes=block.input_bytes,
+                input=source if mine else None,
             )
-            for number, one in enumerate(self._saved.values())
         )
-        blocks = []
-        for number, block in enumerate(self._blocks):
-            needs = [s.need_s for s in storages if s.block == number and s.need_s is not None]
-            ends = [s.last_need_s for s in storages if s.block == number]
-            source = numbers.get(block.pop("source"))
-            mine = source is not None and storages[source].block in (None, number)
-            backward_s = max(ends, default=0.0) - min(needs, default=0.0)
-            blocks.append(Block(**block, backward_s=backward_s, input=source if mine else None))
-        disk = Link(
-            write_bytes_per_s=self._hardware.write_bytes_per_s, read_bytes_per_s=self._hardware.read_bytes_per_s
-        )
-        return Profile(
-            storages=storages,
-            blocks=tuple(blocks),
-            disk=disk,
-            forward_s=self._forward_s,
-            backward_s=self._end_s - self._forward_s,
-            device=self._hardware.name,
-        )
-
-    def _now(self) -> float:
-        return self._flops.get_total_flops() / (self._hardware.peak_flops * self._hardware.utilisation)
-
-    def _pack(self, tensor: Tensor) -> Tensor | _Handle:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key in self._static:
-            return tensor
-        if key not in self._saved:
-            self._held.append(storage)
-            self._saved[key] = _Saved(storage.nbytes(), self._now(), self._running)
-        elif self._saved[key].block != self._running:
-            self._saved[key].block = None
-        return _Handle(self, self._saved[key], tensor)
-
-    def _unpack(self, packed: Tensor | _Handle) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        if packed.saved.need_s is None:
-            packed.saved.need_s = self._now()
-        return packed.tensor
-
-    @contextmanager
-    def _watched(self, model: nn.Module) -> Iterator[None]:
-        handles = []
-        for name in self._workload.blocks:
-            block = model.get_submodule(name)
-            handles.append(block.register_forward_pre_hook(self._enter(name), with_kwargs=True))
-            handles.append(block.register_forward_hook(self._leave))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enter(self, name: str) -> Any:
-        def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-            hidden = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-            self._running = len(self._blocks)
-            source = hidden.untyped_storage()._cdata
-            begin = {"name": name, "forward_s": self._now(), "input_bytes": hidden.nbytes, "source": source}
-            self._blocks.append(begin)
-
-        return enter
-
-    def _leave(self, *_: Any) -> None:
-        block = self._blocks[-1]
-        block["forward_s"] = block["recompute_s"] = self._now() - block["forward_s"]
-        self._running = None
-
-
-class _Handle:
-    """What autograd holds of a saved tensor; when it lets go, backward is done with it."""
-
-    def __init__(self, step: _PaperStep, saved: _Saved, tensor: Tensor) -> None:
-        self.step, self.saved, self.tensor = step, saved, tensor
-
-    def __del__(self) -> None:
-        self.saved.last_need_s = self.step._now()
+    profile = Profile(
+        storages=storages,
+        blocks=tuple(blocks),
+        disk=Link(write_bytes_per_s=hardware.write_bytes_per_s, read_bytes_per_s=hardware.read_bytes_per_s),
+        forward_s=forward / rate,
+        backward_s=(end - forward) / rate,
+        device=hardware.name,
+    )
+    return profile, BACKWARD_FACTOR * forward

@@ -32,7 +32,6 @@ from ..analysis.rok import BACKWARD_FACTOR, SERIES, SIMULATED, Case, Variant
 from ..autotune.recompute import Recompute, RecomputeMeter
 from ..errors import ActOffloadError, BudgetError
 from ..memory import cpu_allocator
-from ..policy import Decision, TensorFacts
 from ..testing import simulated_device
 from ..tiers.accelerator import Accelerator
 from .models import Workload, build
@@ -54,14 +53,6 @@ has so many fewer FLOPs for each byte that it saves than one of width 12288 in b
 OFFLOAD_READS_AHEAD = 1 << 20
 """Bytes that the series ``offload`` reads ahead; the library makes that twice the largest tensor (SSDTrain reads one
 module ahead). Its default, a quarter of what a forward saves, is a whole block of four, which is recompute's peak."""
-
-
-class KeepAll:
-    """A policy that moves nothing: the offloader only counts."""
-
-    def decide(self, facts: TensorFacts) -> Decision:
-        """Keep it."""
-        return Decision.KEEP
 
 
 @dataclass
@@ -149,7 +140,7 @@ class Round:
                 if mode.device_budget is None:
                     mode.failure = {"error": f"no budget: the peak for {variant.level} is not known", "oom": False}
                     return
-            mode.offloader = self._offloader(mode, policy="auto", device_budget=mode.device_budget)
+            mode.offloader = self._offloader(mode, policy="auto", device_budget=mode.device_budget, recompute=True)
         for _ in range(self.spec["warm_up"]):
             self._attempt(mode, self._step)
 
@@ -220,9 +211,9 @@ class Round:
             step_s = self._step(mode)
             peak = torch.accelerator.max_memory_allocated() - static
         elif mode.offloader is not None:
-            _forget_peak(mode.offloader)
             step_s = self._step(mode)
-            peak = mode.counted_peak_bytes = mode.offloader.statistics().resident_peak_bytes
+            mode.offloader.statistics()  # counts what finalizers have noted
+            peak = mode.counted_peak_bytes = mode.offloader.store.shared.accounts.step_peak_bytes
         else:
             step_s, peak = self._step(mode), mode.counted_peak_bytes or 0
         mode.step_s.append(step_s)
@@ -232,7 +223,7 @@ class Round:
     def _count(self, mode: Mode) -> None:
         """Run a step of keep or recompute in which an offloader counts and moves nothing."""
         workload = self.workload.twin()
-        counter = Offloader(OffloadConfig(path=self.spec["path"], policy=KeepAll())).use(workload.model)
+        counter = Offloader(OffloadConfig(path=self.spec["path"], policy="keep")).use(workload.model)
         if mode.variant.series == "recompute":
             blocks = {name: workload.model.get_submodule(name) for name in workload.blocks}
             meter = RecomputeMeter(counter.store.shared, (), counter.exclusions.static)
@@ -260,13 +251,6 @@ def _sum_of_bits(gradient: torch.Tensor | None) -> int:
         return 0
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return int(gradient.view(kinds[gradient.element_size()]).sum())
-
-
-def _forget_peak(offloader: Offloader) -> None:
-    with offloader.store.shared.lock:
-        accounts = offloader.store.shared.accounts
-        accounts.count_deferred()
-        accounts.resident_peak_bytes = accounts.resident_bytes
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:

@@ -160,13 +160,11 @@ def _check_process() -> None:
             raise Refused(f"the process's address space is limited (`ulimit -{name}`), and much of it is reserved")
     if _overcommit() == 2:
         raise Refused("the system does not overcommit memory (vm.overcommit_memory is 2)")
-    if _locks_memory():
-        raise Refused("the process locks its memory (mlockall), and much of it is reserved")
 
 
 def _install() -> ctypes.CDLL:
     _check_process()
-    library = _load()
+    library = native_build.load(build, lambda path: ctypes.CDLL(str(path)))
     code = library.actoffload_install(
         ctypes.c_size_t(int(psutil.virtual_memory().total)), ctypes.c_size_t(SMALLEST_BYTES)
     )
@@ -175,20 +173,8 @@ def _install() -> ctypes.CDLL:
     return library
 
 
-def _load() -> ctypes.CDLL:
-    return native_build.load(build, lambda path: ctypes.CDLL(str(path)))
-
-
 def _overcommit() -> int:
     try:
         return int(Path("/proc/sys/vm/overcommit_memory").read_text())
     except (OSError, ValueError):
         return 0
-
-
-def _locks_memory() -> bool:
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return False
-    return any(line.split()[1] != "0" for line in status.splitlines() if line.startswith("VmLck:"))

@@ -115,7 +115,8 @@ def _compile(compiler: str, source: Path, options: Sequence[str], library: Path)
                 env={**os.environ, "LC_ALL": "C"},
             )
             if done.returncode == 0:
-                _write_through(unfinished)
+                with unfinished.open("rb+") as file:
+                    os.fsync(file.fileno())  # with holes, as a power cut leaves it, it would end who loads it
                 unfinished.replace(library)  # at once: other processes may look for it now
                 return
             said = said or next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
@@ -124,15 +125,6 @@ def _compile(compiler: str, source: Path, options: Sequence[str], library: Path)
     finally:
         unfinished.unlink(missing_ok=True)
     raise Refused(f"the C++ compiler failed: {said.strip()}")
-
-
-def _write_through(file: Path) -> None:
-    """A file with holes, as a power cut leaves it, would end the process that loads it."""
-    descriptor = os.open(file, os.O_RDWR)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _cache_folder() -> Path:
@@ -148,20 +140,11 @@ def _cache_folder() -> Path:
             continue
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if _is_private(folder.resolve()) and os.access(folder, os.W_OK | os.X_OK):
-                return folder.resolve()
+            folder = folder.resolve()
+            found = folder.stat()
+            private = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+            if private and os.access(folder, os.W_OK | os.X_OK):
+                return folder
         except OSError:
             continue
     raise Refused(f"neither {cache} nor {temporary.parent} can hold it; set XDG_CACHE_HOME to a directory of yours")
-
-
-def _is_private(folder: Path) -> bool:
-    """Return whether nobody else can write to a directory, or put another in its place."""
-    own, above = folder.stat(), folder.parent.stat()
-    others = stat.S_IWGRP | stat.S_IWOTH
-    return (
-        own.st_uid == os.geteuid()
-        and not own.st_mode & others
-        and above.st_uid in (0, os.geteuid())
-        and (not above.st_mode & others or bool(above.st_mode & stat.S_ISVTX))
-    )

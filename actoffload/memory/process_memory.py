@@ -98,28 +98,14 @@ def peak_rss_bytes() -> int:
     ``VmHWM`` where there is one: it begins at zero with each program, while ``ru_maxrss`` is inherited from the
     program that started this one.
     """
-    peak = _proc_status("VmHWM")
-    if peak is not None:
-        return peak
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def rss_bytes() -> int:
     """Resident memory of this process now, in bytes."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * mmap.PAGESIZE
-    except OSError:
-        return int(psutil.Process().memory_info().rss)
-
-
-def _proc_status(key: str) -> int | None:
-    try:
-        text = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        return None
-    for line in text.splitlines():
-        if line.startswith(f"{key}:"):
-            return int(line.split()[1]) * 1024
-    return None
+    return int(psutil.Process().memory_info().rss)

@@ -55,12 +55,17 @@ class BlockRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
-    """The same step planned with another budget; None where no plan keeps that budget. Bytes and seconds."""
+class BudgetRow:
+    """The step planned with one ``device_budget``: its time, its peak, how many blocks it recomputes. Bytes, seconds.
+
+    ``step_s`` and ``peak_bytes`` are None where no plan keeps the budget. ``note`` says what is special about it.
+    """
 
     device_budget: int
     step_s: float | None
     peak_bytes: int | None
+    recomputed: int = 0
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +82,7 @@ class Analysis:
     rows: tuple[BlockRow, ...]
     prediction: Prediction
     keep: Prediction
-    more: Alternative | None = None
+    more: BudgetRow | None = None
 
     def as_dict(self) -> dict[str, object]:
         """Everything but the lists of storages and times, ready for JSON."""
@@ -94,7 +99,7 @@ class Analysis:
         }
 
 
-def analyse(profile: Profile, plan: Plan, limits: Limits | None = None, *, more: Alternative | None = None) -> Analysis:
+def analyse(profile: Profile, plan: Plan, limits: Limits | None = None, *, more: BudgetRow | None = None) -> Analysis:
     """Work out the numbers of a plan that was made for a profile under limits; ``more`` is what `one_more` says.
 
     Raises:
@@ -106,33 +111,14 @@ def analyse(profile: Profile, plan: Plan, limits: Limits | None = None, *, more:
     return Analysis(rows=rows, prediction=prediction, keep=simulate(profile), more=more)
 
 
-def one_more(profile: Profile, plan: Plan, limits: Limits, planner: Planner, nbytes: int = GIB) -> Alternative | None:
+def one_more(profile: Profile, plan: Plan, limits: Limits, planner: Planner, nbytes: int = GIB) -> BudgetRow | None:
     """Plan with ``nbytes`` more of device budget; None without a budget, as there is nothing to raise."""
     if limits.device_budget is None:
         return None
-    budget = limits.device_budget + nbytes
-    try:
-        other = planner.plan(profile, replace(limits, device_budget=budget))
-    except BudgetError:
-        return Alternative(device_budget=budget, step_s=None, peak_bytes=None)
-    step_s = other.predicted_step_s
-    if step_s is not None and plan.predicted_step_s is not None:
-        step_s = min(step_s, plan.predicted_step_s)  # the old plan keeps the higher budget too
-    return Alternative(device_budget=budget, step_s=step_s, peak_bytes=other.predicted_peak_bytes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BudgetRow:
-    """The step planned with one ``device_budget``: its time, its peak, how many blocks it recomputes. Bytes, seconds.
-
-    ``step_s`` and ``peak_bytes`` are None where no plan keeps the budget. ``note`` says what is special about it.
-    """
-
-    device_budget: int
-    step_s: float | None
-    peak_bytes: int | None
-    recomputed: int = 0
-    note: str = ""
+    (row,) = budget_rows(profile, limits, planner, [limits.device_budget + nbytes])
+    if row.step_s is not None and plan.predicted_step_s is not None:
+        return replace(row, step_s=min(row.step_s, plan.predicted_step_s))  # the old plan keeps the higher budget too
+    return row
 
 
 def budget_rows(profile: Profile, limits: Limits, planner: Planner, budgets: Sequence[int]) -> list[BudgetRow]:

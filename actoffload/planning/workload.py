@@ -205,14 +205,9 @@ class Workload:
             entry = plan.entry(place, self.nbytes[item.positions[0]])
             if not item.movable or (entry is not None and entry.action == Decision.KEEP.value):
                 continue
-            tiers[number] = self._tier(entry.tier if entry is not None else "")
+            to_host = entry is not None and entry.tier == "host" and self.profile.host is not None
+            tiers[number] = HOST if to_host else self.lowest_tier()
         return Choice(tuple(tiers), recompute)
-
-    def _tier(self, name: str) -> int:
-        has_host, has_disk = self.profile.host is not None, self.profile.disk is not None
-        if has_host and (name == "host" or not has_disk):
-            return HOST
-        return NVME if has_disk else KEEP
 
     # -- preparation --------------------------------------------------------------------------------------------------
 

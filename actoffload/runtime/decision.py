@@ -32,7 +32,7 @@ class OffloadDecision:
         phases: what follows the forward that runs, and how much it will have saved.
     """
 
-    def __init__(self, config: OffloadConfig, window: Window, phases: Phases[Tape[Record]]) -> None:
+    def __init__(self, config: OffloadConfig, window: Window, phases: Phases) -> None:
         self._config = config
         self._window = window
         self._phases = phases

@@ -131,9 +131,6 @@ class IdentityMap:
             del self.records[number]
         record.probe = None
 
-    def __len__(self) -> int:
-        return sum(map(len, self.records.values()))
-
 
 def same_counter(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of the same version share their version counter.
@@ -265,8 +262,9 @@ class ModuleOwners:
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     notes.add(parameter, "parameter")
-                    if managed:
-                        self._await_gathering(module, name, parameter)
+                    dimensions = _mesh_dimensions(parameter) if managed else 0
+                    if dimensions and name not in self._gathered.get(module, ()):
+                        self._sharded.setdefault(module, {})[name] = dimensions
             for buffer in module._buffers.values():
                 if buffer is not None:
                     notes.add(buffer, "buffer")
@@ -289,11 +287,6 @@ class ModuleOwners:
             if not meshes:
                 self._sharded.pop(module, None)
         return found
-
-    def _await_gathering(self, module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        dimensions = _mesh_dimensions(parameter)
-        if dimensions and name not in self._gathered.get(module, ()):
-            self._sharded.setdefault(module, {})[name] = dimensions
 
 
 def _mesh_dimensions(parameter: Tensor) -> int:

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from ..tiers.record import Record
-from ..tiers.shared import Shared
 from .tape import Tape
 
-
-class Counting(Protocol):
-    """What a place needs of the store that it is of."""
-
-    shared: Shared
-
-    def passed_place(self, place: KeptPlace, round_: int) -> int:
-        """Backward takes a tensor of the storage."""
-
-    def drop(self, record: Any, round_: int) -> None:
-        """The last handle died."""
+if TYPE_CHECKING:
+    from .store import ActivationStore
 
 
 class KeptPlace:
@@ -38,7 +28,7 @@ class KeptPlace:
     __slots__ = ("index", "kind", "module", "nbytes", "round", "store", "tape")
 
     def __init__(
-        self, store: Counting, tape: Tape[Record], index: int, nbytes: int, kind: str, module: str | None
+        self, store: ActivationStore, tape: Tape[Record], index: int, nbytes: int, kind: str, module: str | None
     ) -> None:
         self.tape = tape
         self.index = index
@@ -57,7 +47,7 @@ class KeptPlace:
         tape, shared = self.tape, self.store.shared
         more = shared.largest_moved_bytes or shared.accounts.recomputed_bytes or not tape.in_backward
         if more or round_ or self.round:
-            return self.store.passed_place(self, round_)
+            return self.store.passed(self, round_)
         tape.see(self.index)  # nothing moves under this plan
         return 1
 

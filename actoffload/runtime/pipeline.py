@@ -8,24 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 from ..errors import ConfigError
+from .tape import Tape
 
 Direction = Literal["forward", "backward"]
 
 LONGEST_STEP = 4096
 """Phases after which a step is given up: something of it stays alive for ever, and its order says nothing."""
-
-
-class Forward(Protocol):
-    """What is known of one forward: how much of what it saved is alive, and how much it saved."""
-
-    live: int
-    total_bytes: int
-
-
-F = TypeVar("F", bound=Forward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +36,8 @@ class Hint:
     next: tuple[Hashable, Direction] | None
 
 
-class Phases(Generic[F]):
-    """The phases of this step so far, those of the step before, and what follows."""
-
-    __slots__ = (
-        "_agrees", "_bytes", "_forwards", "_keys", "_next", "_now", "_numbers", "_past", "_past_bytes", "_pending",
-        "changes",
-    )  # fmt: skip
+class Phases:
+    """The phases of this step so far, those of the step before, and what follows. A tape stands for its forward."""
 
     def __init__(self) -> None:
         self.changes = 0
@@ -60,20 +46,20 @@ class Phases(Generic[F]):
         self._past_bytes: dict[int, int] = {}
         self._now: list[Phase] = []
         self._bytes: dict[int, int] = {}
-        self._forwards: list[F] = []
+        self._forwards: list[Tape[Any]] = []
         self._numbers: dict[int, int] = {}
-        self._keys: dict[Hashable, F] = {}
+        self._keys: dict[Hashable, Tape[Any]] = {}
         self._agrees = False
         self._pending: Hint | None = None
         self._next: tuple[Hashable, Direction] | None = None
 
-    def hint(self, hint: Hint) -> F | None:
+    def hint(self, hint: Hint) -> Tape[Any] | None:
         """A phase is about to begin; returns the forward that a backward belongs to, if it is known."""
         self._pending = hint
         self.changes += 1
         return self._keys.get(hint.key) if hint.direction == "backward" else None
 
-    def begin_forward(self, forward: F) -> None:
+    def begin_forward(self, forward: Tape[Any]) -> None:
         """A forward has saved its first bytes."""
         if not any(other.live for other in self._forwards) or len(self._now) >= LONGEST_STEP:
             self._begin_step()
@@ -85,7 +71,7 @@ class Phases(Generic[F]):
             self._keys[hint.key] = forward
         self.changes += 1
 
-    def begin_backward(self, forward: F) -> None:
+    def begin_backward(self, forward: Tape[Any]) -> None:
         """Backward has asked for the first bytes of a forward."""
         number = self._numbers.get(id(forward))
         if number is not None:  # else it is of a step that was given up
@@ -101,7 +87,7 @@ class Phases(Generic[F]):
         self._numbers.clear()
         self._keys.clear()
 
-    def follows(self) -> tuple[Direction, F | None] | None:
+    def follows(self) -> tuple[Direction, Tape[Any] | None] | None:
         """What comes after the phase that runs: its direction, and its forward if that has begun. None: not known."""
         if self._next is not None:
             key, direction = self._next
@@ -112,7 +98,7 @@ class Phases(Generic[F]):
         known = phase.direction == "backward" and phase.number < len(self._forwards)
         return phase.direction, self._forwards[phase.number] if known else None
 
-    def expected_bytes(self, forward: F) -> int:
+    def expected_bytes(self, forward: Tape[Any]) -> int:
         """What a forward that runs will have saved at its end, judged by the step before; 0 when nothing is known."""
         number = self._numbers.get(id(forward))
         known = None if number is None else self._past_bytes.get(number)

@@ -27,7 +27,7 @@ class Prefetch:
         phases: which forward or backward comes next.
     """
 
-    def __init__(self, shared: Shared, tiers: Mapping[str, Tier], window: Window, phases: Phases[Tape[Record]]) -> None:
+    def __init__(self, shared: Shared, tiers: Mapping[str, Tier], window: Window, phases: Phases) -> None:
         self.window = window
         self.phases = phases
         self.orders = LearnedOrders()

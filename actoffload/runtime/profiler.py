@@ -104,10 +104,11 @@ class Profiler:
         self._local = threading.local()
         self.running: list[None] = []
         """Not empty while a step is recorded: looked at for each tensor, in C as well."""
-        self._clear()
+        self.forget()
 
-    def _clear(self) -> None:
-        self.active = False
+    def forget(self) -> None:
+        """Drop what was recorded, and record nothing more."""
+        self.running.clear()
         self._saved: list[SavedStorage] = []
         self._number_of: dict[Record, int] = {}
         self._blocks: list[RunBlock] = []
@@ -124,16 +125,12 @@ class Profiler:
         """Whether a step is recorded."""
         return bool(self.running)
 
-    @active.setter
-    def active(self, value: bool) -> None:
-        self.running[:] = [None] if value else []
-
     # -- while the step runs ------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """A step begins; forget the last one."""
-        self._clear()
-        self.active = True
+        self.forget()
+        self.running.append(None)
         self.stopwatch.begin()
 
     def saved(self, record: Record, reason: KeepReason | None) -> None:
@@ -141,7 +138,7 @@ class Profiler:
         if not self.running:
             return
         if len(self._saved) >= MOST_STORAGES:
-            self._clear()  # something of this step stays alive for ever, so it never ends
+            self.forget()  # something of this step stays alive for ever, so it never ends
             return
         birth = self.stopwatch.stamp()
         tape = self._tape_of(record, birth)
@@ -268,19 +265,16 @@ class Profiler:
         """The step has ended: nothing more is noted."""
         if self.running:
             self._end = self.stopwatch.stamp()
-            self.active, self.finished = False, True
+            self.running.clear()
+            self.finished = True
 
     @property
     def useful(self) -> bool:
         """Whether the step that was recorded reached backward."""
         return bool(self._in_backward)
 
-    def profile(self, **facts: Any) -> Profile | None:
-        """The step as a profile; None while the device has not come to its end.
-
-        Args:
-            facts: fields of `Profile` that are known elsewhere: the links, the device, the prefetch window.
-        """
+    def profile(self, device: str = "cpu") -> Profile | None:
+        """The step as a profile, of tensors on this device; None while the device has not come to its end."""
         self.finish()
         if not self.stopwatch.end():
             return None
@@ -290,9 +284,10 @@ class Profiler:
         profile = Profile(
             storages=saved,
             blocks=tuple(self._block(block, number, saved) for number, block in enumerate(blocks)),
-            **{**self._durations(), **facts},
+            device=device,
+            **self._durations(),
         )
-        self._clear()
+        self.forget()
         return profile
 
     def _seconds(self, stamp: Stamp) -> float:

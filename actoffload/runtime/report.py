@@ -5,16 +5,14 @@ from __future__ import annotations
 import html
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ..config import OffloadConfig
 from ..policy import STATIC
 from ..sizes import format_size
 from ..statistics import Statistics
-from ..storage.arena import SpoolStatistics
 from ..storage.endurance import Rating, render_wear
 from ..storage.spool import Spool
-from ..tiers.shared import Shared
 from .store import ActivationStore
 from .trace import rank_and_ranks
 
@@ -67,16 +65,15 @@ def report_of(store: ActivationStore) -> str:
     """Return what was done and why, for a person."""
     spool = store.tiers.spool
     advice = (text for key, text in store.shared.reporter.advice.items() if key not in TOLD_AS_CAUSES)
-    spooled = spool.statistics() if spool else None
     return render_report(
-        store.shared.config, store.statistics(), spooled, [*store.tiers.remarks, *advice], store.elapsed_s
+        store.shared.config, store.statistics(), spool, [*store.tiers.remarks, *advice], store.elapsed_s
     )
 
 
 def render_report(
     config: OffloadConfig,
     statistics: Statistics,
-    spool: SpoolStatistics | None = None,
+    spool: Spool | None = None,
     notes: Sequence[str] = (),
     elapsed_s: float = 0.0,
 ) -> str:
@@ -85,7 +82,7 @@ def render_report(
     Args:
         config: the options of the offloader.
         statistics: what it counted.
-        spool: what the spool is, or None when there is none.
+        spool: the disk, or None when there is none.
         notes: further sentences, such as why an engine could not be used.
         elapsed_s: seconds since the first forward began, by which the wear of the drives is told.
 
@@ -104,16 +101,28 @@ def render_report(
     return "\n".join(line for section in sections for line in section)
 
 
-def render_announcement(config: OffloadConfig, s: Statistics, moving_bytes: int, spool: str = "") -> str:
-    """One line at the end of the first forward.
+def announce(store: ActivationStore) -> None:
+    """Say in one line what the first forward saved, to whom the configuration says."""
+    config = store.shared.config
+    if config.announce == "none":
+        return
+    rank, world = rank_and_ranks()
+    if config.announce == "first" and rank != 0:
+        return
+    line = _announcement(store) + (f" [rank {rank} of {world}]" if world > 1 else "")
+    if callable(config.announce):
+        config.announce(line)
+    else:
+        print(line, file=sys.stderr, flush=True)
 
-    Args:
-        config: the options of the offloader.
-        s: what it counted until now.
-        moving_bytes: bytes of activations that left or are leaving the device.
-        spool: where on disk, and how; empty when there is no spool.
-    """
-    target = f"target {config.target}" + (f" ({spool})" if spool else "")
+
+def _announcement(store: ActivationStore) -> str:
+    config, s, spool = store.shared.config, store.statistics(), store.tiers.spool
+    target = f"target {config.target}"
+    if spool is not None:
+        directness = "direct" if spool.direct else "buffered"
+        target += f" ({', '.join(config.paths)}: {spool.engine_name} engine, {directness} I/O)"
+    moving_bytes = store.shared.accounts.moved_bytes
     static = sum(s.kept_bytes.get(reason, 0) for reason in STATIC)
     stays = sorted(
         ((nbytes, reason) for reason, nbytes in s.kept_bytes.items() if nbytes and reason not in STATIC),
@@ -174,7 +183,7 @@ def _peaks(s: Statistics) -> list[str]:
     return lines
 
 
-def _tiers(s: Statistics, spool: SpoolStatistics | None) -> list[str]:
+def _tiers(s: Statistics, spool: Spool | None) -> list[str]:
     rows = []
     if s.host_written_bytes or s.host_peak_bytes:
         rows.append(("host", s.host_written_bytes, s.host_read_bytes, s.host_peak_bytes))
@@ -191,7 +200,7 @@ def _tiers(s: Statistics, spool: SpoolStatistics | None) -> list[str]:
         )
     if spool is not None:
         directness = "direct I/O" if spool.direct else "buffered I/O (through the page cache)"
-        lines.append(f"  storage engine {spool.engine}, {directness}, alignment {spool.alignment} B")
+        lines.append(f"  storage engine {spool.engine_name}, {directness}, alignment {spool.alignment} B")
     return lines
 
 
@@ -217,41 +226,3 @@ def _wear(config: OffloadConfig, s: Statistics, elapsed_s: float) -> list[str]:
     tbw = config.drive_tbw
     rating = None if tbw is None else Rating(name="the drive", rated_written_bytes=config.size("drive_tbw", 0))
     return render_wear(s.nvme_written_bytes, elapsed_s, rating, drives=len(config.paths))
-
-
-class Announcement:
-    """Speaks at the end of the first forward that saved something.
-
-    Args:
-        announce: to whom, as in the configuration.
-    """
-
-    def __init__(self, announce: str | Callable[[str], None]) -> None:
-        self._announce = announce
-        self._wanted = announce != "none"
-
-    def after_forward(self, shared: Shared, spool: Spool | None, statistics: Callable[[], Statistics]) -> None:
-        """A forward has ended without an error.
-
-        Args:
-            shared: of the store; ``spool``: its disk, if it has one.
-            statistics: returns what was counted until now; asked once.
-        """
-        if not self._wanted or shared.accounts.packed_tensors == 0:
-            return
-        self._wanted = False
-        announce = self._announce
-        rank, world = rank_and_ranks()
-        if announce == "first" and rank != 0:
-            return
-        where = ""
-        if spool is not None:
-            directness = "direct" if spool.statistics().direct else "buffered"
-            where = f"{', '.join(shared.config.paths)}: {spool.engine_name} engine, {directness} I/O"
-        line = render_announcement(shared.config, statistics(), shared.accounts.moved_bytes, where)
-        if world > 1:
-            line += f" [rank {rank} of {world}]"
-        if callable(announce):
-            announce(line)
-        else:
-            print(line, file=sys.stderr, flush=True)

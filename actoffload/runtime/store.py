@@ -112,7 +112,7 @@ class ActivationStore:
         on_cpu = isinstance(self.tiers.by_device.get("cpu"), CpuTier)
         first = CPU_PREFETCH_BYTES if on_cpu else DEVICE_PREFETCH_BYTES
         window = Window(config.size("prefetch_bytes", first), fixed=config.prefetch_bytes is not None)
-        phases: Phases[Tape[Record]] = Phases()
+        phases = Phases()
         self.prefetch = Prefetch(self.shared, self.tiers.by_device, window, phases)
         self.decision = OffloadDecision(config, window, phases)
         self.trace = None if path is None else Recorder(path, self.shared, self.tiers)
@@ -201,7 +201,7 @@ class ActivationStore:
                 accounts.microbatches += 1
                 tape.number = accounts.microbatches
                 self.prefetch.phases.begin_forward(tape)
-            record.tape, record.index = tape, tape.append(record)
+            record.tape, record.index = tape, tape.append(record, record.nbytes)
             record.handles = record.waiting = 1  # before anything that may let go of the lock
             try:
                 self._place(record, tensor, tape, tier)
@@ -237,7 +237,7 @@ class ActivationStore:
             if len(accounts.deferred) >= MANY_DEFERRED:
                 self._count_dropped()
             accounts.live_records += 1
-            tape.append_kept(nbytes)
+            tape.append(None, nbytes)
             tape.decisions.append((nbytes, reason, module))
             self._saved_by_node(tape, nbytes)
             if shared.largest_moved_bytes:  # others move under this plan
@@ -364,22 +364,12 @@ class ActivationStore:
             return storage, begin, next_round
 
     @_aborts_when_interrupted
-    def passed(self, record: Record, round_: int) -> int:
-        """Note that backward takes a record that stays; return the handle's next round, as `obtain` does."""
+    def passed(self, record: Record | KeptPlace, round_: int) -> int:
+        """Note that backward takes a storage that stays; return the handle's next round, as `obtain` does."""
         self.speak()
         with self.shared.lock:
             self._reach(record, round_, self.tiers.by_device[record.kind])
             return self._pass(record, round_)
-
-    @_aborts_when_interrupted
-    def passed_place(self, place: KeptPlace, round_: int) -> int:
-        """As `passed`, of a storage without a record."""
-        self.speak()
-        with self.shared.lock:
-            self._reach(place, round_, self.tiers.by_device[place.kind])
-            place.round = max(place.round, round_)
-            self.prefetch.during_backward(place.tape)
-            return place.round + 1
 
     def _reach(self, record: Record | KeptPlace, round_: int, tier: Tier) -> None:
         """Backward has come to a record."""
@@ -392,15 +382,14 @@ class ActivationStore:
         if self.trace is not None and record.tape is not None:
             self.trace.backward(record.tape.number)
 
-    def _pass(self, record: Record, round_: int) -> int:
+    def _pass(self, record: Record | KeptPlace, round_: int) -> int:
         """Backward has the bytes, and goes on; return the handle's next round."""
-        if self.profiler.running:
-            self.profiler.needed(record)
-        if round_ <= record.round:
-            record.waiting -= 1
-        else:  # a second unpack of this handle: everybody may ask again
-            record.round = round_
-            record.waiting = record.handles - 1
+        again = round_ > record.round  # a second unpack of this handle: everybody may ask again
+        record.round = max(record.round, round_)
+        if isinstance(record, Record):
+            record.waiting = record.handles - 1 if again else record.waiting - 1
+            if self.profiler.running:
+                self.profiler.needed(record)
         self.prefetch.during_backward(record.tape)
         return record.round + 1
 
@@ -565,7 +554,7 @@ class ActivationStore:
     def after_fork_in_child(self) -> None:
         """Keep what is saved in the child and give up what is not in memory: it has none of our threads."""
         self.forked = True
-        self.profiler.active = False
+        self.profiler.forget()
         if self.trace is not None:
             self.trace.after_fork_in_child()
             self.trace = None

@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from .saved_by_node import SavedByNode
 
-
-class Sized(Protocol):
-    """What a tape needs to know of a record."""
-
-    nbytes: int
-
-
-R = TypeVar("R", bound=Sized)
+R = TypeVar("R")
 
 GROWTH = 1.5
 """A window that was too small grows by this factor ..."""
@@ -136,15 +129,8 @@ class Tape(Generic[R]):
     def __len__(self) -> int:
         return len(self.records)
 
-    def append(self, record: R) -> int:
-        """Add a record; returns its index."""
-        return self._append(record, record.nbytes)
-
-    def append_kept(self, nbytes: int) -> int:
-        """Add a storage of so many bytes that stays without a record; returns its index."""
-        return self._append(None, nbytes)
-
-    def _append(self, record: R | None, nbytes: int) -> int:
+    def append(self, record: R | None, nbytes: int) -> int:
+        """Add a record of so many bytes, or None for a storage that stays without one; returns its index."""
         self._sizes.append(nbytes)
         self.records.append(record)
         self.live += 1

@@ -111,8 +111,8 @@ class Recorder:
         if tiers.spool is not None:
             tiers.spool.on_moved = self.moved
         self._hooks = [
-            register_optimizer_step_pre_hook(functools.partial(_optimizer_begins, weakref.ref(self))),
-            register_optimizer_step_post_hook(functools.partial(_optimizer_ended, weakref.ref(self))),
+            register_optimizer_step_pre_hook(functools.partial(_tell, weakref.WeakMethod(self.optimizer_begins))),
+            register_optimizer_step_post_hook(functools.partial(_tell, weakref.WeakMethod(self.optimizer_ended))),
         ]
 
     # -- what happens -------------------------------------------------------------------------------------------------
@@ -177,28 +177,24 @@ class Recorder:
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         """An optimizer steps."""
         self._optimizers.add(optimizer)
-        teller = self._stepping.get(optimizer)
-        if teller == id(self):  # its last step ended by an exception
-            self._end_optimizer(optimizer, as_seen=True)
-        elif teller is not None:
+        before = next((phase for phase in self._phases if phase.optimizer == id(optimizer)), None)
+        if before is not None and before.teller != id(self):
             return  # another offloader has the same file
-        self._stepping[optimizer] = id(self)
+        if before is not None:  # its last step ended by an exception
+            self._end(before.name, before.last_s)
         within = any(phase.name == "optimizer" for phase in self._phases)  # another's, that calls this one
-        self._phases.append(self._begin(f"{type(optimizer).__name__}.step" if within else "optimizer"))
+        phase = self._begin(f"{type(optimizer).__name__}.step" if within else "optimizer")
+        phase.optimizer, phase.teller = id(optimizer), id(self)
+        self._phases.append(phase)
 
     def optimizer_ended(self, optimizer: Optimizer) -> None:
         """It has stepped."""
         self._memory.count(self._models, self._optimizers)
         self.look()
-        if self._stepping.get(optimizer) == id(self):
-            del self._stepping[optimizer]
-            self._end_optimizer(optimizer)
-
-    def _end_optimizer(self, optimizer: Optimizer, *, as_seen: bool = False) -> None:
-        names = ("optimizer", f"{type(optimizer).__name__}.step")
-        phase = next((phase for phase in reversed(self._phases) if phase.name in names), None)
+        ours = (id(optimizer), id(self))
+        phase = next((phase for phase in self._phases if (phase.optimizer, phase.teller) == ours), None)
         if phase is not None:
-            self._end(phase.name, phase.last_s if as_seen else None)
+            self._end(phase.name)
 
     @contextlib.contextmanager
     def region(self, name: str, link: str, nbytes: int) -> Iterator[None]:
@@ -244,15 +240,6 @@ class Recorder:
         if phases is None:
             phases = self._writer.running.phases = []
         return phases
-
-    @property
-    def _stepping(self) -> weakref.WeakKeyDictionary[Optimizer, int]:
-        """The optimizers that step in this thread, and by number which recorder tells that."""
-        running = self._writer.running
-        if not hasattr(running, "optimizers"):
-            running.optimizers = weakref.WeakKeyDictionary()
-        found: weakref.WeakKeyDictionary[Optimizer, int] = running.optimizers
-        return found
 
     @property
     def _thread(self) -> str:
@@ -326,8 +313,10 @@ class Recorder:
             wait: for copies that are under way, to know their times.
             ask: write what is known at the end; not after an interrupt, which may have left locks that are taken.
         """
-        if self._closed.is_set():
-            return
+        with self._looking:  # a look takes no other lock, and less than a millisecond
+            if self._closed.is_set():
+                return
+            self._closed.set()
         self._stop()
         self._take_timeline(last=True, wait=wait)
         for link, rates in self._rates.items():
@@ -345,13 +334,12 @@ class Recorder:
 
     def after_fork_in_child(self) -> None:
         """Take nothing down any more, nor ask the device for a time: file and device are the parent's."""
-        self._looking = threading.RLock()  # a thread of the parent's may have held it
+        self._looking, self._closed = threading.RLock(), threading.Event()  # a thread of the parent's may hold the old
+        self._closed.set()
         self._stop()
         self._timeline = None
 
     def _stop(self) -> None:
-        with self._looking:  # a look takes no other lock, and less than a millisecond
-            self._closed.set()
         self._shared.reporter.sink = self._shared.accounts.resident_by_module = None
         if self._tiers.spool is not None:
             self._tiers.spool.on_moved = None
@@ -368,6 +356,7 @@ class _Phase:
         index: of the device, and its moment when the phase began.
         forwards: how many forwards had begun when it began.
         last_s: when it was seen last.
+        optimizer: the number of the optimizer that steps; ``teller``: of the recorder that tells that.
     """
 
     name: str
@@ -377,6 +366,8 @@ class _Phase:
     moment: Any
     forwards: int
     last_s: float
+    optimizer: int = 0
+    teller: int = 0
 
 
 class Memory:
@@ -462,6 +453,8 @@ class Memory:
         return values
 
     def _bytes(self, tensor: Tensor) -> int:
+        if tensor.layout is not torch.strided:
+            return 0  # a sparse one has no bytes of its own
         if type(tensor) is nn.Parameter or type(tensor) is Tensor:
             return tensor.nbytes if tensor.device.type == self._type else 0
         return sum(inner.nbytes for inner in inner_tensors(tensor) if inner.device.type == self._type)
@@ -569,14 +562,8 @@ def _look_often(recorder: weakref.ref[Recorder], closed: threading.Event) -> Non
 
 
 @skipped
-def _optimizer_begins(recorder: weakref.ref[Recorder], optimizer: Optimizer, *_: object) -> None:
-    there = recorder()
-    if there is not None and not torch.compiler.is_compiling():
-        there.optimizer_begins(optimizer)
-
-
-@skipped
-def _optimizer_ended(recorder: weakref.ref[Recorder], optimizer: Optimizer, *_: object) -> None:
-    there = recorder()
-    if there is not None and not torch.compiler.is_compiling():
-        there.optimizer_ended(optimizer)
+def _tell(told: weakref.WeakMethod[Callable[[Optimizer], None]], optimizer: Optimizer, *_: object) -> None:
+    """Tell a recorder of an optimizer's step, while there is one."""
+    method = told()
+    if method is not None and not torch.compiler.is_compiling():
+        method(optimizer)

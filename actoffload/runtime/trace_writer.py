@@ -64,10 +64,9 @@ class TraceWriter:
         self._end = 0
         self._about = {**about, "base_ns": self.base_ns}
         self._file = os.open(path, _FLAGS | os.O_TRUNC, 0o666)
-        self._put(_ARRAY)
         name = {"name": f"actoffload, rank {about.get('rank', 0)}"}
         self._began_us = (time.time_ns() - self.base_ns) / 1e3
-        self._put(self._metadata("process_name", 0, name), first=True)
+        self._put(_ARRAY + b"\n" + self._metadata("process_name", 0, name))
         self._put(self._metadata("actoffload", 0, self._about))
 
     # -- what is added ------------------------------------------------------------------------------------------------
@@ -94,11 +93,11 @@ class TraceWriter:
 
     def open(self) -> None:
         """Begin to write, or go on where `close` has ended the file."""
-        self.users += 1
-        self.opened += 1
-        if self.users > 1:
-            return
         with self._writing:
+            self.users += 1
+            self.opened += 1
+            if self.users > 1:
+                return
             if self._file < 0:
                 self._file = os.open(self.path, _FLAGS, 0o666)
                 os.pwrite(self._file, _ARRAY, 0)
@@ -108,15 +107,15 @@ class TraceWriter:
 
     def close(self, known: Mapping[str, Any]) -> None:
         """One of those that opened it is done: the last one ends the file, with what is known at the end."""
-        self.users -= 1
         self.flush()
-        if self.users:
-            return
-        self._stopped.set()
         missing = {"dropped_events": self.dropped, "ended_early": self.failed}
         other = {**self._about, **known, **missing, "offloaders": self.opened}
         end = {"displayTimeUnit": "ms", "baseTimeNanoseconds": self.base_ns, "otherData": other}
         with self._writing:
+            self.users -= 1
+            if self.users:
+                return
+            self._stopped.set()
             with suppress(OSError):  # then it stays an array
                 os.truncate(self._file, self._end)  # what there is of a write that failed
                 _write(self._file, b"\n]," + _json(end)[1:] + b"\n", self._end)
@@ -146,12 +145,10 @@ class TraceWriter:
         while not stopped.wait(FLUSH_S):
             self.flush()
 
-    def _put(self, data: bytes, *, first: bool = False) -> None:
+    def _put(self, data: bytes) -> None:
         """Append to the file."""
-        if self._end and not first:
+        if self._end:
             data = b",\n" + data
-        elif first:
-            data = b"\n" + data
         _write(self._file, data, self._end)
         self._end += len(data)
 

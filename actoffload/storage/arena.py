@@ -32,10 +32,6 @@ class Segment(NamedTuple):
 class SpoolStatistics:
     """What a spool is and has done so far; all sizes in bytes."""
 
-    engine: str
-    direct: bool
-    alignment: int
-    paths: tuple[str, ...]
     capacity_bytes: int | None
     """Limit for all arenas together; None: the free space of the file systems."""
     arena_bytes: int
@@ -65,17 +61,6 @@ class PathArena:
         self.share_bytes = _UNLIMITED_BYTES
         self._refused_free_bytes: int | None = None
         self._closed = False
-        self._probe_bytes = (engine.written_bytes, engine.read_bytes)  # what trying the engine has moved is not counted
-
-    @property
-    def written_bytes(self) -> int:
-        """Bytes written to this path."""
-        return self.engine.written_bytes - self._probe_bytes[0]
-
-    @property
-    def read_bytes(self) -> int:
-        """Bytes read from this path."""
-        return self.engine.read_bytes - self._probe_bytes[1]
 
     def grow(self, wanted: int, step: int, limit: int) -> bool:
         """Make the arena larger by ``step`` bytes or what there is up to ``limit``, never by less than ``wanted``."""

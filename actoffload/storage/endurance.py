@@ -75,11 +75,6 @@ class Drive(Rating):
         check_positive(self, "capacity_bytes", "write_bytes_per_s", "read_bytes_per_s", "price_usd")
 
 
-def endurance_bytes(drive: Rating, drives: int = 1) -> float:
-    """Host bytes that ``drives`` drives take before their rating is used up."""
-    return float(drive.rated_written_bytes * drives)
-
-
 def lifetime_s(endurance: float, step_s: float, step_bytes: float) -> float:
     """Seconds until ``endurance`` bytes are written: endurance × t_step / S_activations (SSDTrain, arXiv 2408.10013).
 
@@ -94,13 +89,7 @@ def written_per_day(written_bytes: float, elapsed_s: float) -> float:
     return written_bytes * DAY_S / elapsed_s if elapsed_s > 0 else 0.0
 
 
-def render_wear(
-    written_bytes: int,
-    elapsed_s: float,
-    drive: Rating | None,
-    *,
-    drives: int = 1,
-) -> list[str]:
+def render_wear(written_bytes: int, elapsed_s: float, drive: Rating | None, *, drives: int = 1) -> list[str]:
     """Return the lines of a report on a measured run: bytes a day, and the projected days to rated TBW.
 
     Idle time counts, as it does for the drive. There is no line when nothing was written or no time has passed.
@@ -114,11 +103,11 @@ def render_wear(
     ]
     if drive is None:
         return [lines[0] + "; set drive_tbw= to the drive's rated TBW to see the days that it lasts"]
-    rated = endurance_bytes(drive, drives)
+    rated = drive.rated_written_bytes * drives
     count = f"{drives} × " if drives > 1 else ""
     lines[0] += (
-        f"; {format_duration(max(0.0, rated) / per_day * DAY_S)} of writing at this rate to the rated "
-        f"{format_decimal(drive.rated_written_bytes * drives)} of {count}{drive.name}"
+        f"; {format_duration(rated / per_day * DAY_S)} of writing at this rate to the rated "
+        f"{format_decimal(rated)} of {count}{drive.name}"
     )
     return lines
 

@@ -14,7 +14,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from ..errors import ConfigError, StateError
+from ..errors import StateError
 from ..events import now
 from ..locks import DrainingLock
 from .arena import ArenaSet, SpoolStatistics
@@ -42,7 +42,7 @@ class Spool:
         allow_any_filesystem: Also take memory, network and FUSE file systems.
 
     Raises:
-        ConfigError: An option has a value that cannot work.
+        ConfigError: There is no such engine.
         SpoolPathError: A directory cannot hold a spool.
         SpoolFullError: There is no room for the first step.
         EngineUnavailableError: The engine cannot run here.
@@ -62,14 +62,6 @@ class Spool:
         poison: bool = False,
         allow_any_filesystem: bool = False,
     ) -> None:
-        _check_options(
-            paths,
-            capacity_bytes=capacity_bytes,
-            processes=processes,
-            stripe_bytes=stripe_bytes,
-            grow_bytes=grow_bytes,
-            threads=threads,
-        )
         self._lock = DrainingLock()
         self._closed = False
         self._inert = False  # in a forked child, to which nothing here belongs
@@ -133,6 +125,7 @@ class Spool:
         address: int,
         length: int,
         *,
+        ranges: Sequence[Range] = (),
         before: Callable[[], None] | None = None,
         on_done: Callable[[Transfer], None] | None = None,
         keepalive: object = None,
@@ -146,7 +139,8 @@ class Spool:
             address: Where from, a multiple of ``alignment``; must stay valid until the transfer is done (see
                 ``keepalive``).
             length: Bytes, a multiple of ``alignment``.
-            before: Runs once, in an engine's thread, before the memory is touched.
+            ranges: Several ranges of memory instead, as in ``IoRequest``: to one segment; only where ``vectored``.
+            before: Runs in an engine's thread, before the memory of each segment is touched.
             on_done: Called at most once with the transfer, in an engine's thread, with no lock held.
             keepalive: Kept alive until nothing touches the memory any more.
             held: Begin nothing: the caller says by ``go_on`` how many bytes may be written, as they are ready.
@@ -157,22 +151,7 @@ class Spool:
             StateError: The extent is freed, too small or in use, or something is not aligned.
         """
         transfer = Transfer(IoKind.WRITE, extent, length, self._post, 0, before, on_done, keepalive, about=about)
-        return self._start(transfer, ((address, length),), held)
-
-    def write_ranges(
-        self,
-        extent: Extent,
-        memory: Sequence[Range],
-        *,
-        before: Callable[[], None] | None = None,
-        on_done: Callable[[Transfer], None] | None = None,
-        keepalive: object = None,
-        about: object = None,
-    ) -> Transfer:
-        """As ``write``, from several ranges of memory to one segment, one behind the other; only where ``vectored``."""
-        length = sum([nbytes for _, nbytes in memory])
-        transfer = Transfer(IoKind.WRITE, extent, length, self._post, 0, before, on_done, keepalive, about=about)
-        return self._start(transfer, memory)
+        return self._start(transfer, ranges or ((address, length),), held)
 
     def read(
         self,
@@ -180,36 +159,22 @@ class Spool:
         address: int,
         length: int,
         *,
-        before: Callable[[], None] | None = None,
+        ranges: Sequence[Range] = (),
+        skip: int = 0,
         on_done: Callable[[Transfer], None] | None = None,
         keepalive: object = None,
         on_part: Callable[[], None] | None = None,
         held: bool = False,
         about: object = None,
     ) -> Transfer:
-        """Start to read the first ``length`` bytes of what the last successful write left in an extent.
+        """Start to read ``length`` bytes, behind ``skip``, of what the last successful write left in an extent.
 
         Arguments and errors as in ``write``; also a StateError when that write has not finished, has failed or was
         shorter. With ``verify`` the length must be the one that was written. ``on_part`` is called as ``on_done`` is,
         after each part but the last: see ``Transfer.arrived_bytes``.
         """
-        transfer = Transfer(IoKind.READ, extent, length, self._post, 0, before, on_done, keepalive, on_part, about)
-        return self._start(transfer, ((address, length),), held)
-
-    def read_ranges(
-        self,
-        extent: Extent,
-        memory: Sequence[Range],
-        *,
-        skip: int = 0,
-        on_done: Callable[[Transfer], None] | None = None,
-        keepalive: object = None,
-        about: object = None,
-    ) -> Transfer:
-        """As ``read``, behind ``skip`` bytes of the extent, into several ranges of memory; as ``write_ranges``."""
-        length = sum([nbytes for _, nbytes in memory])
-        transfer = Transfer(IoKind.READ, extent, length, self._post, skip, None, on_done, keepalive, about=about)
-        return self._start(transfer, memory)
+        transfer = Transfer(IoKind.READ, extent, length, self._post, skip, None, on_done, keepalive, on_part, about)
+        return self._start(transfer, ranges or ((address, length),), held)
 
     def go_on(self, transfer: Transfer, nbytes: int | None = None) -> None:
         """Begin what of a held transfer lies within its first ``nbytes`` bytes (None: all). For one thread at a time.
@@ -280,16 +245,12 @@ class Spool:
         with self._lock:
             self._work_off()
             return SpoolStatistics(
-                engine=self.engine_name,
-                direct=self.direct,
-                alignment=self.alignment,
-                paths=tuple(file.path for file in self.files),
                 capacity_bytes=self._arenas.capacity_bytes,
                 arena_bytes=self._arenas.arena_bytes,
                 allocated_bytes=self._arenas.allocated_bytes,
                 peak_allocated_bytes=self._arenas.peak_allocated_bytes,
-                written_bytes=sum(arena.written_bytes for arena in self._arenas.arenas),
-                read_bytes=sum(arena.read_bytes for arena in self._arenas.arenas),
+                written_bytes=sum(arena.engine.written_bytes for arena in self._arenas.arenas),
+                read_bytes=sum(arena.engine.read_bytes for arena in self._arenas.arenas),
                 busy_extents=len({transfer.extent for transfer in self._live}),
             )
 
@@ -354,14 +315,6 @@ class Spool:
         if self._poison and not self._closed:
             self._arenas.poison(extent.segments)
         self._arenas.give_back(extent.segments)
-
-
-def _check_options(paths: object, **sizes: int | None) -> None:
-    if isinstance(paths, str | bytes | os.PathLike) or not paths:
-        raise ConfigError("paths", paths, "give a list with at least one directory")
-    for name, value in sizes.items():
-        if value is not None and value < 1:
-            raise ConfigError(name, value, "must be at least 1")
 
 
 __all__ = ["Extent", "Spool", "SpoolStatistics", "Transfer"]

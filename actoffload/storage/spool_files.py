@@ -1,20 +1,20 @@
 """Directories and arena files: is this a place for a spool, and how is its file opened, aligned and grown.
 
-What only Linux has (``O_TMPFILE``, ``O_DIRECT``, ``statx``, ``/proc``) is used where it exists; elsewhere the file is
+What only Linux has (``O_TMPFILE``, ``O_DIRECT``, ``/proc``) is used where it exists; elsewhere the file is
 buffered.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import errno
 import mmap
 import os
 import re
 import stat
 import tempfile
-from collections.abc import Iterable
-from pathlib import Path
+
+import psutil
 
 from ..errors import SpoolFullError, SpoolPathError, StorageError
 from .engines.base import SpoolFile
@@ -24,13 +24,7 @@ RESERVE_BYTES = 256 << 20  # left free on the file system for everybody else
 
 _REFUSED = re.compile(r"tmpfs|ramfs|nfs\d*|cifs|smb.*|9p|fuse\..*")
 _BUFFERED_ONLY = frozenset({"overlay"})
-_MOUNTS_FILE = Path("/proc/self/mountinfo")
 _REMEDY_FS = "give a directory on a local disk, or set allow_any_filesystem=True"
-
-_AT_EMPTY_PATH = 0x1000
-_STATX_DIOALIGN = 0x2000
-_STATX_BYTES = 256
-_STX_DIO_MEM_ALIGN = 152  # offset in struct statx of a u32, the offset alignment is the next one
 
 
 def check_directory(path: str | os.PathLike[str], *, allow_any_filesystem: bool = False) -> str:
@@ -58,24 +52,13 @@ def check_directory(path: str | os.PathLike[str], *, allow_any_filesystem: bool 
 
 def filesystem_type(path: str) -> str | None:
     """Return the type of the file system that holds ``path`` (``"ext4"``), or None where that cannot be known."""
-    try:
-        lines = _MOUNTS_FILE.read_text(encoding="utf-8", errors="surrogateescape").splitlines()
-    except OSError:
-        return None
-    return _find_mount(lines, path)
-
-
-def _find_mount(lines: Iterable[str], path: str) -> str | None:
     best, kind = -1, None
-    for line in lines:
-        left, _, right = line.partition(" - ")
-        fields = left.split(" ")
-        if len(fields) < 5 or not right:
-            continue
-        point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), fields[4])
-        inside = path == point or path.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= best:  # a later mount on the same point hides the earlier one
-            best, kind = len(point), right.split(" ")[0]
+    with contextlib.suppress(OSError):
+        for mount in psutil.disk_partitions(all=True):
+            point = mount.mountpoint
+            inside = path == point or path.startswith(point.rstrip("/") + "/")
+            if inside and len(point) >= best:  # a later mount on the same point hides the earlier one
+                best, kind = len(point), mount.fstype
     return kind
 
 
@@ -127,42 +110,21 @@ def _enable_direct(fd: int) -> int | None:
         return None
     import fcntl  # POSIX only, as O_DIRECT is
 
-    said = direct_alignment(fd)
-    if said == 0:
-        return None
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
     except OSError:
         return None
     # Transfers of less than a block are legal on most file systems, but slow: ext4 takes the inode's lock alone for
-    # them.
-    block = min(os.fstatvfs(fd).f_bsize, MAX_BLOCK_BYTES)
-    alignment = max(said or MAX_BLOCK_BYTES, block)
-    if alignment <= MAX_BLOCK_BYTES and _direct_works(fd, alignment):  # slots of host memory are aligned to that much
-        return alignment
+    # them. Slots of host memory are aligned to that much, and not to more.
+    if _direct_works(fd, MAX_BLOCK_BYTES):
+        return MAX_BLOCK_BYTES
     fcntl.fcntl(fd, fcntl.F_SETFL, flags)
     return None
 
 
-def direct_alignment(fd: int) -> int | None:
-    """Ask the kernel for the alignment of direct transfers: bytes, 0 for "not possible", None for "does not say"."""
-    try:
-        statx = ctypes.CDLL(None, use_errno=True).statx
-    except (AttributeError, OSError):
-        return None
-    buffer = ctypes.create_string_buffer(_STATX_BYTES)
-    if statx(fd, b"", _AT_EMPTY_PATH, ctypes.c_uint(_STATX_DIOALIGN), buffer) != 0:
-        return None
-    if not ctypes.c_uint32.from_buffer(buffer).value & _STATX_DIOALIGN:  # stx_mask: what the kernel filled in
-        return None
-    memory, offset = (ctypes.c_uint32 * 2).from_buffer(buffer, _STX_DIO_MEM_ALIGN)
-    return max(int(memory), int(offset)) if memory and offset else 0
-
-
-def _direct_works(fd: int, alignment: int) -> bool:
+def _direct_works(fd: int, size: int) -> bool:
     """Write one block and read it back: some file systems take the flag and then refuse every transfer."""
-    size = max(alignment, mmap.PAGESIZE)
     with mmap.mmap(-1, size) as block:
         block[:] = b"\xa5" * size
         try:

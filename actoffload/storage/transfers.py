@@ -7,8 +7,6 @@ any thread anywhere. The first entry of a list, whose ``append`` is atomic, deci
 from __future__ import annotations
 
 import errno
-import io
-import threading
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +16,6 @@ from ..errors import ChecksumError, OffloaderClosedError, StateError
 from .arena import PathArena, Segment
 from .engines.base import Completion, IoKind, IoRequest, Range, RequestState, StorageEngine, report_uncaught
 from .engines.queued import memory_view
-
-_CHUNK_BYTES = 1 << 20
-_MEMORY = "/proc/self/mem"
 
 
 @dataclass(slots=True, eq=False)
@@ -70,8 +65,6 @@ class Transfer:
     began_s: float = 0.0  # when it was given to an engine
     error: BaseException | None = None  # what went wrong; after `Spool.abort` an `OffloaderClosedError`
     done: bool = False  # every segment has finished, or has been cancelled in time
-    _before_error: BaseException | None = None
-    _before_lock: threading.Lock = field(default_factory=threading.Lock)
     _ended: Completion = field(default_factory=Completion)
     _requests: list[tuple[StorageEngine, IoRequest]] = field(default_factory=list)
     _ends: list[int] = field(default_factory=list)  # of the requests, in bytes of what is moved
@@ -208,26 +201,16 @@ class Transfer:
             raise StateError(f"{kind} from byte {skip} of {extent!r}: not a multiple of {alignment} bytes")
 
     def _before_request(self, index: int, memory: Sequence[Range], verify: bool) -> Callable[[], None] | None:
+        check = self.before
         if not verify or self.kind is IoKind.READ:
-            return None if self.before is None else self._run_before
+            return check
 
         def before() -> None:
-            self._run_before()
-            self.extent.checksums[index] = crc32(memory)
+            if check is not None:
+                check()
+            self.extent.checksums[index] = _crc32(memory)
 
         return before
-
-    def _run_before(self) -> None:
-        """Run ``before`` once, before the first segment; the others wait and share its failure."""
-        with self._before_lock:
-            before, self.before = self.before, None
-            if before is not None:
-                try:
-                    before()
-                except BaseException as exc:
-                    self._before_error = exc
-        if self._before_error is not None:
-            raise self._before_error
 
     def _request_done(self, index: int, path: str, verify: bool, request: IoRequest) -> None:
         error = request.error
@@ -242,9 +225,7 @@ class Transfer:
 
     def _check(self, request: IoRequest, index: int, path: str) -> ChecksumError | None:
         expected = self.extent.checksums[index]
-        found = 0
-        for address, length in request.memory:
-            found = zlib.crc32(memory_view(address, length), found)
+        found = _crc32(request.memory)
         if expected is None or found == expected:
             return None
         where = f"{request.length} bytes at offset {request.offset}"
@@ -277,31 +258,11 @@ class Transfer:
         del keepalive  # alive until here
 
 
-def crc32(ranges: Sequence[Range]) -> int:
-    """Return the CRC-32 of some ranges of this process's memory, one behind the other.
-
-    It reads through the kernel, which says so where the memory is gone; a load would end the process. Where there is no
-    ``/proc`` that may happen.
-
-    Raises:
-        OSError: The memory is not there (any more).
-    """
+def _crc32(memory: Sequence[Range]) -> int:
+    """Return the CRC-32 of some ranges of memory, one behind the other."""
     found = 0
-    try:
-        memory = io.FileIO(_MEMORY)
-    except OSError:
-        for address, length in ranges:
-            found = zlib.crc32(memory_view(address, length), found)
-        return found
-    with memory:
-        for address, length in ranges:
-            memory.seek(address)
-            while length > 0:
-                chunk = memory.read(min(length, _CHUNK_BYTES))
-                if not chunk:
-                    raise OSError(errno.EFAULT, "the memory cannot be read")
-                found = zlib.crc32(chunk, found)
-                length -= len(chunk)
+    for address, length in memory:
+        found = zlib.crc32(memory_view(address, length), found)
     return found
 
 

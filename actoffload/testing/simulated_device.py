@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.utils.backend_registration import rename_privateuse1_backend
 
 from ..memory import native_build
-from ..tiers.accelerator import ACCELERATORS, TorchAccelerator
+from ..tiers.accelerator import ACCELERATORS, Accelerator
 
 NAME = "sim"
 DEVICES = 2
 SOURCE = Path(__file__).with_name("simulated_device.cpp")
 
 
-class SimulatedAccelerator(TorchAccelerator):
+class SimulatedAccelerator(Accelerator):
     """Drives the simulated device as any other, and page-locks memory for it, as `CudaAccelerator` does for CUDA."""
 
     def __init__(self) -> None:

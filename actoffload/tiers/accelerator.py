@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import functools
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
@@ -29,94 +28,26 @@ _SIDES: dict[str, dict[tuple[int, str], torch.Stream]] = {}
 """The side streams of this process, by the device's type, index and role: PyTorch has few streams to give out."""
 
 
-class Accelerator(ABC):
-    """What the copies need of a device with streams. Streams and events are opaque to the caller."""
+class Accelerator:
+    """Any device that PyTorch drives through ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``.
 
-    type: str
-
-    @abstractmethod
-    def current_index(self) -> int:
-        """The index of the device on which the calling thread computes, now."""
-
-    @abstractmethod
-    def current_stream(self, index: int) -> Stream:
-        """The stream on which the calling thread computes on device ``index``, now."""
-
-    @abstractmethod
-    def side_stream(self, index: int, role: str) -> Stream:
-        """The one side stream of device ``index`` for ``role`` (``"out"`` or ``"in"``)."""
-
-    @abstractmethod
-    def record(self, stream: Stream, again: Event | None = None) -> Event:
-        """An event after all that ``stream`` has been given so far: ``again``, where that is an event of its device."""
-
-    @abstractmethod
-    def timestamp(self, stream: Stream) -> Event:
-        """As `record`, for `seconds_between`."""
-
-    @abstractmethod
-    def seconds_between(self, begin: Event, end: Event) -> float:
-        """Time from one timestamp to a later one, once both have happened."""
-
-    @abstractmethod
-    def wait(self, stream: Stream, event: Event) -> None:
-        """What ``stream`` is given from now on runs after ``event``. Does not block the host."""
-
-    @abstractmethod
-    def done(self, event: Event) -> bool:
-        """Whether ``event`` has happened. Does not block the host."""
-
-    @abstractmethod
-    def synchronize(self, event: Event) -> None:
-        """Block the calling thread until ``event`` has happened."""
-
-    @abstractmethod
-    def copy(self, copies: Iterable[tuple[Tensor, Tensor]], stream: Stream) -> None:
-        """Copy flat bytes on ``stream``, to the first tensor of each pair; waits for nothing and blocks no host."""
-
-    @abstractmethod
-    def empty(self, nbytes: int, index: int, stream: Stream) -> Tensor:
-        """Uninitialised bytes on device ``index``, owned by ``stream``, its current one: freed in its order."""
-
-    @abstractmethod
-    def same_stream(self, one: Stream, other: Stream) -> bool:
-        """Whether two handles name the same stream."""
-
-    @abstractmethod
-    def used_on(self, tensor: Tensor, stream: Stream) -> None:
-        """Tell the allocator that ``stream`` too uses this memory (``record_stream``)."""
-
-    @abstractmethod
-    def is_capturing(self) -> bool:
-        """Whether the current stream is being captured into a graph."""
-
-    @abstractmethod
-    def pin(self, address: int, nbytes: int) -> bool:
-        """Page-lock host memory for this device; False when that cannot be had."""
-
-    @abstractmethod
-    def unpin(self, address: int) -> bool:
-        """Undo `pin`; False when the device may still use the pages that it was told of."""
-
-    def bind(self, work: Callable[P, T]) -> Callable[P, T]:
-        """Return ``work``, to be called in another thread with this thread's device."""
-        return work
-
-
-class TorchAccelerator(Accelerator):
-    """Any device that PyTorch drives through ``torch.accelerator``, ``torch.Stream`` and ``torch.Event``."""
+    Streams and events are opaque to the caller; two handles of one stream are equal.
+    """
 
     def __init__(self, device_type: str) -> None:
         self.type = device_type
         self._sides = _SIDES.setdefault(device_type, {})
 
     def current_index(self) -> int:
+        """The index of the device on which the calling thread computes, now."""
         return torch.accelerator.current_device_index()
 
     def current_stream(self, index: int) -> Stream:
+        """The stream on which the calling thread computes on device ``index``, now."""
         return torch.accelerator.current_stream(torch.device(self.type, index))
 
     def side_stream(self, index: int, role: str) -> Stream:
+        """The one side stream of device ``index`` for ``role`` (``"out"`` or ``"in"``)."""
         stream = self._sides.get((index, role))
         if stream is None:
             stream = torch.Stream(torch.device(self.type, index))
@@ -124,53 +55,63 @@ class TorchAccelerator(Accelerator):
         return stream
 
     def record(self, stream: Stream, again: Event | None = None) -> Event:
+        """An event after all that ``stream`` has been given so far: ``again``, where that is an event of its device."""
         event = torch.Event(self.type, enable_timing=False) if again is None else again
         event.record(stream)
         return event
 
     def timestamp(self, stream: Stream) -> Event:
+        """As `record`, for `seconds_between`."""
         event = torch.Event(self.type, enable_timing=True)
         event.record(stream)
         return event
 
     def seconds_between(self, begin: Event, end: Event) -> float:
+        """Time from one timestamp to a later one, once both have happened."""
         return float(begin.elapsed_time(end)) / 1e3
 
     def wait(self, stream: Stream, event: Event) -> None:
+        """What ``stream`` is given from now on runs after ``event``. Does not block the host."""
         stream.wait_event(event)
 
     def done(self, event: Event) -> bool:
+        """Whether ``event`` has happened. Does not block the host."""
         with self._device_of(event):
             return bool(event.query())
 
     def synchronize(self, event: Event) -> None:
+        """Block the calling thread until ``event`` has happened."""
         with self._device_of(event):
             event.synchronize()
 
     def copy(self, copies: Iterable[tuple[Tensor, Tensor]], stream: Stream) -> None:
+        """Copy flat bytes on ``stream``, to the first tensor of each pair; waits for nothing and blocks no host."""
         with self._on(stream):
             for destination, source in copies:
                 destination.copy_(source, non_blocking=True)
 
     def empty(self, nbytes: int, index: int, stream: Stream) -> Tensor:
+        """Uninitialised bytes on device ``index``, owned by ``stream``, its current one: freed in its order."""
         return torch.empty(nbytes, dtype=torch.uint8, device=torch.device(self.type, index))
 
-    def same_stream(self, one: Stream, other: Stream) -> bool:
-        return bool(one == other)
-
     def used_on(self, tensor: Tensor, stream: Stream) -> None:
+        """Tell the allocator that ``stream`` too uses this memory (``record_stream``)."""
         tensor.record_stream(stream)
 
     def is_capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
         return False
 
     def pin(self, address: int, nbytes: int) -> bool:
+        """Page-lock host memory for this device; False when that cannot be had."""
         return False
 
     def unpin(self, address: int) -> bool:
+        """Undo `pin`; False when the device may still use the pages that it was told of."""
         raise NotImplementedError(f"{self.type} pins nothing")
 
     def bind(self, work: Callable[P, T]) -> Callable[P, T]:
+        """Return ``work``, to be called in another thread with this thread's device."""
         index = torch.accelerator.current_device_index()
 
         def run(*args: P.args, **options: P.kwargs) -> T:
@@ -200,16 +141,19 @@ class TorchAccelerator(Accelerator):
             torch.accelerator.set_device_index(previous_index)
 
 
-class CudaAccelerator(TorchAccelerator):
+class CudaAccelerator(Accelerator):
     """CUDA and ROCm: as any other device, but for what PyTorch has no general name for: page-locking and capture."""
 
     def __init__(self) -> None:
         super().__init__("cuda")
 
-    def synchronize(self, event: Event) -> None:
+    def done(self, event: Event) -> bool:
         with _relaxed_capture_mode():
-            while not self.done(event):  # cudaEventSynchronize would keep a core busy, as PyTorch's events do not block
-                time.sleep(NAP_S)
+            return super().done(event)
+
+    def synchronize(self, event: Event) -> None:
+        while not self.done(event):  # cudaEventSynchronize would keep a core busy, as PyTorch's events do not block
+            time.sleep(NAP_S)
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -239,12 +183,11 @@ def _relaxed_capture_mode() -> Iterator[None]:
     """Relax this thread's capture mode: in the default one its calls would end another thread's capture of a graph."""
     exchange = capture_mode_exchange()
     mode = ctypes.c_int(2)  # cudaStreamCaptureModeRelaxed; afterwards what it was
-    if exchange is not None:
-        exchange(ctypes.byref(mode))
+    relaxed = exchange is not None and exchange(ctypes.byref(mode)) == 0
     try:
         yield
     finally:
-        if exchange is not None:
+        if exchange is not None and relaxed:
             exchange(ctypes.byref(mode))
 
 
@@ -267,14 +210,14 @@ def _clear_cuda_error() -> None:
 
 
 ACCELERATORS: dict[str, Callable[[], Accelerator]] = {"cuda": CudaAccelerator}
-"""What drives devices that page-lock memory of ours, by their type; `TorchAccelerator` drives the others."""
+"""What drives devices that page-lock memory of ours, by their type; `Accelerator` drives the others."""
 
 
 def accelerator_for(device_type: str) -> Accelerator | None:
     """The accelerator that drives tensors of this device type, or None for ``"cpu"`` and types without streams."""
     if default_device_types() != (device_type,) or device_type == "cpu":
         return None
-    return ACCELERATORS[device_type]() if device_type in ACCELERATORS else TorchAccelerator(device_type)
+    return ACCELERATORS[device_type]() if device_type in ACCELERATORS else Accelerator(device_type)
 
 
 def default_device_types() -> tuple[str, ...]:

@@ -114,8 +114,8 @@ class BatchTransfer:
         Raises:
             StateError: an owner has freed or resized one.
         """
-        self.resized = any(storage.data_ptr() != address for storage, address in self.places)
-        if self.resized:
+        if any(storage.data_ptr() != address for storage, address in self.places):
+            self.resized = True
             raise StateError("a storage was freed or resized by its owner while it was to be written")
 
     def found_resized(self) -> bool:

@@ -79,7 +79,8 @@ class CopyStreams:
         self.waits = StreamWaits(device)
         self.timeline: Timeline | None = None
         """Notes every copy, and every wait of a compute stream, while somebody traces."""
-        self._inert = False
+        self.inert = False
+        """In a forked child: the device is the parent's, and is asked nothing."""
         self._events = EventPool(device)
         self._numbers: dict[tuple[str, int], int] = {}
         self._awaited: dict[tuple[str, int, str, int], int] = {}
@@ -96,7 +97,7 @@ class CopyStreams:
         """
         stream = self.device.current_stream(index)
         fits = batch is not None and batch.event is None and batch.index == index
-        if batch is not None and fits and self.device.same_stream(stream, batch.stream):
+        if batch is not None and fits and stream == batch.stream:
             return batch
         self._saw(index, stream)
         return Batch(way, index, stream)
@@ -116,7 +117,7 @@ class CopyStreams:
 
         The caller drops its other references to the memory after this call.
         """
-        if not self._inert:
+        if not self.inert:
             self._order_release_after_copy(out)
             self._order_release_after_compute(out)
         out.copies.clear()
@@ -144,22 +145,20 @@ class CopyStreams:
             filled: returns a tensor in the memory that is to be used.
         """
         current = self.device.current_stream(incoming.index)
-        if self.device.same_stream(current, incoming.stream):
+        if current == incoming.stream:
             if not incoming.settled:
                 self._order_use_after_fill(current, incoming)
                 incoming.settled = True
             return
         self._saw(incoming.index, current)
         self.device.used_on(filled(), current)
-        for stream in incoming.awaited_by:
-            if self.device.same_stream(current, stream):
-                return
-        self._order_use_after_fill(current, incoming)
-        incoming.awaited_by.append(current)
+        if current not in incoming.awaited_by:
+            self._order_use_after_fill(current, incoming)
+            incoming.awaited_by.append(current)
 
     def drop_unused(self, incoming: Batch) -> None:
         """Before memory that was filled (or is being filled) and never used is dropped: reuse waits for the copies."""
-        if not incoming.settled and not self._inert:
+        if not incoming.settled and not self.inert:
             self._order_reuse_after_fill(incoming)
             incoming.settled = True
 
@@ -167,13 +166,13 @@ class CopyStreams:
 
     def done(self, batch: Any) -> bool:
         """Whether the copies of a batch are known to be complete, now."""
-        if not batch.happened and batch.event is not None and not self._inert:
+        if not batch.happened and batch.event is not None and not self.inert:
             batch.happened = self.device.done(batch.event)
         return bool(batch.happened)
 
     def synchronize(self, batch: Any) -> None:
         """Block the calling thread until the copies of a batch are complete, if they have begun."""
-        if not batch.happened and batch.event is not None and not self._inert:
+        if not batch.happened and batch.event is not None and not self.inert:
             self.device.synchronize(batch.event)
 
     def order_all_reuse(self, interrupted: Iterable[Batch] = ()) -> None:
@@ -181,7 +180,7 @@ class CopyStreams:
 
         ``interrupted``: batches without an event, of which some copies may have begun.
         """
-        for index, streams in () if self._inert else self._compute_streams.items():
+        for index, streams in () if self.inert else self._compute_streams.items():
             for role in ("out", "in"):
                 with contextlib.suppress(RuntimeError):  # a device that refuses must not keep the rest from ending
                     event = self.device.record(self.device.side_stream(index, role))
@@ -191,9 +190,13 @@ class CopyStreams:
                     for stream in streams:
                         self.device.wait(stream, event)
 
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+        return not self.inert and self.device.is_capturing()
+
     def after_fork_in_child(self) -> None:
         """The device is the parent's: it is asked nothing any more, and orders nothing."""
-        self._inert = True
+        self.inert = True
         self.waits.stop()
 
     def on_the_one_compute_stream(self, index: int) -> bool:
@@ -236,13 +239,13 @@ class CopyStreams:
 
     def _copy(self, way: str, batch: Batch, side: Stream) -> None:
         stopwatch = self.stopwatch if self.stopwatch is not None and self.stopwatch.running else None
-        before = stopwatch.moment(side) if stopwatch is not None else None
+        before = self.device.timestamp(side) if stopwatch is not None else None
+        begin = self.timeline.moment(batch.index, side) if self.timeline is not None else None
+        self.device.copy(batch.copies.values(), side)
         if self.timeline is not None:
             batch.about = tuple((getattr(owner, "module", None), to.nbytes) for owner, (to, _) in batch.copies.items())
-            with self.timeline.span(f"host {way}", batch.index, side, batch.about):
-                self.device.copy(batch.copies.values(), side)
-        else:
-            self.device.copy(batch.copies.values(), side)
+            end = self.timeline.moment(batch.index, side)
+            self.timeline.add(f"host {way}", batch.index, begin, end, batch.about)
         if stopwatch is not None:
             stopwatch.copied(way, batch.nbytes, side, before)
         batch.event = self._events.record(side, batch.index)
@@ -252,21 +255,21 @@ class CopyStreams:
     def _compute_waits(self, why: WaitFor, stream: Stream, batch: Batch) -> None:
         if self.done(batch):
             return
-        begin = self.waits.begin(stream)
+        begin = self.waits.moment(stream)
         self.device.wait(stream, batch.event)
-        if begin is not None:
-            end = self.waits.end(why, batch.index, stream, begin)
-            if end is not None and self.timeline is not None:
-                self.timeline.add(f"wait for {why.value}", batch.index, begin, end, batch.about)
-            if end is not None and self.stopwatch is not None and self.stopwatch.running:
-                self.stopwatch.waited(begin, end, batch.index)
+        end = self.waits.moment(stream)
+        if begin is None or end is None:
+            return
+        self.waits.add(why, batch.index, begin, end)
+        if self.timeline is not None:
+            self.timeline.add(f"wait for {why.value}", batch.index, begin, end, batch.about)
+        if self.stopwatch is not None and self.stopwatch.running:
+            self.stopwatch.waited(begin, end, batch.index)
 
     def _saw(self, index: int, stream: Stream) -> None:
         seen = self._compute_streams.setdefault(index, [])
-        for known in seen:
-            if self.device.same_stream(stream, known):
-                return
-        seen.append(stream)
+        if stream not in seen:
+            seen.append(stream)
 
 
 LOOK_AT = 8

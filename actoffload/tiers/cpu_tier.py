@@ -21,12 +21,10 @@ from .coalescing import Batch, BatchTransfer, Ranges
 from .direct_io import MIN_ALIGNMENT, Layout
 from .record import Record, State
 from .shared import Shared
-from .tier import PENDING_MARGIN, Tier
+from .tier import Tier
 
 BOUNCE_BYTES = 64 << 10
 """A span smaller than this is copied into aligned memory and written from there: its body would be mostly edges."""
-PENDING_BYTES = 256 << 20
-"""So much may be on its way out, unless the user or a plan says otherwise."""
 SMALL_BYTES = 512 << 10
 """Records of so many bytes go alone: they cost no more for each byte than larger ones."""
 BATCH_BYTES = 1 << 20
@@ -53,7 +51,6 @@ class CpuTier(Tier):
         self._pool = pool
         # With direct I/O the kernel fails a write from memory that is gone; who reads it in this process would crash.
         self._kernel_reads = spool.direct and not config.verify
-        self._pending_limit_bytes = config.size("pending_bytes", PENDING_BYTES)
         self._filling = BatchTransfer()
         coalesces = spool.vectored and config.device_budget is None and not config.verify
         # The last record of a batch may make it larger by nearly `SMALL_BYTES`.
@@ -199,9 +196,11 @@ class CpuTier(Tier):
     def _begin_write(self, write: BatchTransfer, batch: Batch, memory: Ranges, *, in_place: bool) -> None:
         assert batch.extent is not None, "the batch has room"
         try:
-            write.transfer = self._disk.write_ranges(
+            write.transfer = self._disk.write(
                 batch.extent,
-                memory,
+                memory[0][0],
+                batch.io_bytes,
+                ranges=memory,
                 before=write.check_places if in_place and not self._kernel_reads else None,
                 on_done=partial(self._written, write, in_place, now()),
                 keepalive=[write.held, *(record.data for record in write.records)],
@@ -224,25 +223,10 @@ class CpuTier(Tier):
                     if all_resized or (in_place and self.resized(record)):
                         self.stay(record)
                     else:
-                        dropped.append(self._record_written(record, since_s, transfer))
+                        dropped.append(self.leaves_memory(record, since_s, transfer))
                 self.shared.changed.notify_all()
         write.places = []
         dropped.clear()
-
-    def _record_written(self, record: Record, since_s: float, transfer: Transfer) -> object:
-        """End the write of one record; return the memory that it leaves."""
-        left = None
-        if self.write_ended(record, transfer):
-            self.shared.reporter.event(EventKind.WRITE, record, since_s=since_s)
-            if record.wanted and record.waiting:
-                record.to(State.RESIDENT)
-            else:
-                left = record.data
-                self.remove_resident(record)
-                record.to(State.SPILLED)
-        elif record.state is State.SPILLING:
-            record.to(State.RESIDENT)
-        return left
 
     def cancel(self, record: Record) -> bool:
         """See `Tier`. What leaves a write that others need, or that runs, counts as pending until the write ends."""
@@ -280,33 +264,7 @@ class CpuTier(Tier):
         super().abandon()
         self._filling = BatchTransfer()
 
-    def expect_pending(self, nbytes: int | None) -> None:
-        if self.shared.config.pending_bytes is None:
-            self._pending_limit_bytes = max(PENDING_BYTES, int((nbytes or 0) * PENDING_MARGIN))
-
-    def wait_for_room(self, nbytes: int, limit_bytes: int) -> None:
-        shared = self.shared
-        while shared.pending_bytes > 0 and shared.accounts.resident_bytes + nbytes > limit_bytes and not shared.stopped:
-            shared.changed.wait()
-
-    def order_reuse(self, record: Record) -> None:
-        """Do nothing: transfers hold the memory they use."""
-
     # -- back ---------------------------------------------------------------------------------------------------------
-
-    def fetch(self, record: Record, *, urgent: bool) -> bool:
-        if record.state is State.SPILLING:
-            if not record.wanted:
-                self.forwarded(record)
-            record.wanted = True
-            if self.cancel(record):
-                self.free_extent(record)
-                record.to(State.RESIDENT)
-        elif record.state is State.SPILLED and not self.recover(record):
-            return self._read(record, urgent)
-        elif record.state is State.FETCHING and urgent and record.transfer is not None:
-            record.transfer.promote()
-        return True
 
     def ready(self, record: Record) -> torch.UntypedStorage | None:
         return None if record.state is State.FETCHING else record.data
@@ -335,9 +293,11 @@ class CpuTier(Tier):
             one.to(State.FETCHING)
             self.count_resident(one)
         try:
-            read.transfer = self._disk.read_ranges(
+            read.transfer = self._disk.read(
                 batch.extent,
-                memory,
+                memory[0][0],
+                sum(nbytes for _, nbytes in memory),
+                ranges=memory,
                 skip=batch.offsets[first],
                 on_done=partial(self._arrived, batch, read, arriving, now()),
                 keepalive=(slot, *(storage for storage, _ in arriving.values())),

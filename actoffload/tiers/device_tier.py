@@ -59,6 +59,7 @@ class DeviceTier(Tier):
     """
 
     gathers = True
+    copies: CopyStreams
 
     def __init__(
         self,
@@ -84,7 +85,6 @@ class DeviceTier(Tier):
         self._unused: list[tuple[object, Batch]] = []
         """Memory that was filled for records which died before they were used, and the copies that fill it."""
         self._keeps_backlog = shared.config.policy in ("auto", "greedy")
-        self._in_child = False
         self._last_hook: Event | None = None
         """After what the compute stream had been given by the end of the last hook that was watched."""
         self._watched_last = False
@@ -278,26 +278,16 @@ class DeviceTier(Tier):
                 record.to(State.HOSTED)
             self.shared.changed.notify_all()
 
-    def free_extent(self, record: Record) -> None:
-        extent, record.extent = record.extent, None
-        record.on_disk = False
-        if extent is not None and self.spool is not None:
-            self.spool.free(extent)
-
     # -- disk → host → device -----------------------------------------------------------------------------------------
 
     def fetch(self, record: Record, *, urgent: bool) -> bool:
         if record.state is State.STAGING:
             self._take_original(record)
-        elif record.state is State.RESIDENT:
-            pass
+        elif record.state not in (State.HOSTED, State.SPILLING):
+            return super().fetch(record, urgent=urgent)
         elif self.capturing():
             return False
-        elif record.state is State.SPILLED and not self.recover(record):
-            return self._read(record, urgent)
-        elif record.state is State.FETCHING and urgent and record.transfer is not None:
-            record.transfer.promote()
-        elif record.state in (State.HOSTED, State.SPILLING):
+        else:
             (self._reload_now if urgent else self._reload)(record)
         return True
 
@@ -320,16 +310,20 @@ class DeviceTier(Tier):
         if slot is None or record.state is not State.SPILLED:  # another thread has begun to read it meanwhile
             return slot is not None
         assert self.spool is not None, "a spilled record has a spool"
-        record.transfer = self.spool.read(
+        events = [batch for batch in slot.events if not self.copies.done(batch)]
+        transfer = self.spool.read(
             record.extent,
             slot.address,
             slot.nbytes,
-            before=partial(self._wait_for, list(slot.events)) if slot.events else None,
             on_done=partial(self._arrived_on_host, record, now()),
             keepalive=slot,
             on_part=self._part_arrived if record.nbytes > CHUNK_BYTES else None,
+            held=bool(events),
             about=(record,),
         )
+        record.transfer = transfer
+        if events:
+            self._waiter.submit(self.begin_after, partial(self._wait_for, events), transfer)
         record.slot = slot
         record.filled_bytes = 0
         record.wanted = True
@@ -562,7 +556,7 @@ class DeviceTier(Tier):
         self._waiter.shutdown(wait=False, cancel_futures=True)
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
-        watches = self.shared.watches_host and not self._in_child and not self.capturing()
+        watches = self.shared.watches_host and not self.copies.inert and not self.capturing()
         self._watched_last = self._watched_last and watches
         return self._watched() if watches else super().watched()
 
@@ -586,10 +580,3 @@ class DeviceTier(Tier):
             self.shared.accounts.pack_wait_s += waited[WaitFor.ROOM]
             self.shared.accounts.unpack_wait_s += waited[WaitFor.DATA] + waited[WaitFor.FIRST]
             self.shared.accounts.first_wait_s += waited[WaitFor.FIRST]
-
-    def capturing(self) -> bool:
-        return not self._in_child and self.copies.device.is_capturing()
-
-    def after_fork_in_child(self) -> None:
-        self._in_child = True
-        self.copies.after_fork_in_child()

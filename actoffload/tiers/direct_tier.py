@@ -16,16 +16,13 @@ from ..errors import StateError
 from ..events import EventKind, now
 from ..policy import KeepReason
 from ..storage.spool import Spool
-from ..storage.transfers import Extent, Transfer
+from ..storage.transfers import Transfer
 from .accelerator import Event
 from .copy_streams import CopyStreams
 from .device_tier import CAPTURED
 from .record import Record, State
 from .shared import Shared
-from .tier import PENDING_MARGIN, Tier
-
-PENDING_BYTES = 256 << 20
-"""Device memory that may wait for the disk, where no budget and no plan says how much."""
+from .tier import Tier
 
 
 class DirectTier(Tier):
@@ -35,19 +32,17 @@ class DirectTier(Tier):
         shared: see `Tier`.
         spool: the disk, whose engines take device memory.
         copies: the device.
-        pending_bytes: device memory that may wait for the disk at once; None to choose.
     """
 
-    def __init__(self, shared: Shared, spool: Spool, copies: CopyStreams, pending_bytes: int | None) -> None:
+    copies: CopyStreams
+
+    def __init__(self, shared: Shared, spool: Spool, copies: CopyStreams) -> None:
         super().__init__(shared, spool)
         self.copies = copies
         self._disk = spool
-        self._fixed = pending_bytes is not None
-        self._pending_limit_bytes = PENDING_BYTES if pending_bytes is None else pending_bytes
         self._waiter = ThreadPoolExecutor(1, "actoffload-direct")
         self._ahead: dict[Record, None] = {}
         """Records that are read, or were, and that backward has not come to."""
-        self._in_child = False
 
     # -- out ----------------------------------------------------------------------------------------------------------
 
@@ -70,7 +65,7 @@ class DirectTier(Tier):
         record.to(State.SPILLING)
         self.shared.pending_bytes += record.nbytes
         self._copied_in_place.append(record)
-        self._waiter.submit(self._start_after, event, transfer)
+        self._waiter.submit(self.begin_after, partial(self._wait_for, event), transfer)
         return None
 
     def _so_far(self, record: Record) -> Event:
@@ -82,13 +77,6 @@ class DirectTier(Tier):
         """Tell the allocator that the current stream uses memory, which may be another stream's."""
         self.copies.device.used_on(tensor, self.copies.device.current_stream(record.device.index or 0))
 
-    def _start_after(self, event: Event, transfer: Transfer) -> None:
-        try:
-            self._wait_for(event)
-            self._disk.go_on(transfer)
-        except Exception as error:  # a broken device, or an engine that is closed
-            transfer.fail(error)
-
     def _wait_for(self, event: Event) -> None:
         self.copies.device.synchronize(event)
 
@@ -98,56 +86,20 @@ class DirectTier(Tier):
                 return
             if self.resized(record):
                 self.stay(record)
-            elif self.write_ended(record, transfer):
-                self.shared.reporter.event(EventKind.WRITE, record, since_s=since_s)
-                if record.wanted and record.waiting:
-                    record.to(State.RESIDENT)
-                else:
-                    self.remove_resident(record)
-                    record.to(State.SPILLED)
-            elif record.state is State.SPILLING:
-                record.to(State.RESIDENT)
+            else:
+                self.leaves_memory(record, since_s, transfer)
             self.shared.changed.notify_all()
-
-    def free_extent(self, record: Record) -> None:
-        extent, record.extent = record.extent, None
-        record.on_disk = False
-        if isinstance(extent, Extent):
-            self._disk.free(extent)
-
-    def wait_for_room(self, nbytes: int, limit_bytes: int) -> None:
-        shared = self.shared
-        while shared.pending_bytes > 0 and shared.accounts.resident_bytes + nbytes > limit_bytes and not shared.stopped:
-            shared.changed.wait()
-
-    def expect_pending(self, nbytes: int | None) -> None:
-        if not self._fixed:
-            self._pending_limit_bytes = max(PENDING_BYTES, int((nbytes or 0) * PENDING_MARGIN))
 
     # -- back ---------------------------------------------------------------------------------------------------------
 
-    def fetch(self, record: Record, *, urgent: bool) -> bool:
-        if record.state is State.SPILLING:
-            if not record.wanted:
-                self.forwarded(record)
-            record.wanted = True
-            if self.cancel(record):
-                self.free_extent(record)
-                record.to(State.RESIDENT)
-        elif self.capturing():
-            return False
-        elif record.state is State.SPILLED and not self.recover(record):
-            (self._read_now if urgent else self._read)(record)
-        elif record.state is State.FETCHING and urgent and record.transfer is not None:
-            record.transfer.promote()
-        return True
-
-    def _read_now(self, record: Record) -> None:
-        """As `_read`; where the device has no memory what was read ahead, and what leaves, makes room."""
+    def _read(self, record: Record, urgent: bool) -> bool:
+        """See `Tier`. If it is urgent, what was read ahead, and what leaves, makes room on the device."""
         while record.state is State.SPILLED:
             try:
-                self._read(record)
+                self._begin_read(record)
             except torch.OutOfMemoryError:
+                if not urgent:
+                    raise
                 self.shared.no_memory_ahead = True
                 ahead = [one for one in self._ahead if one.state is State.RESIDENT]
                 if not ahead and (self.shared.pending_bytes == 0 or self.shared.stopped):
@@ -157,8 +109,9 @@ class DirectTier(Tier):
                     self.evict(one)
                 if not ahead:
                     self.shared.changed.wait()
+        return True
 
-    def _read(self, record: Record) -> None:
+    def _begin_read(self, record: Record) -> None:
         device, index = self.copies.device, record.device.index or 0
         tensor = device.empty(record.nbytes, index, device.current_stream(index))
         event = self._so_far(record)
@@ -171,7 +124,7 @@ class DirectTier(Tier):
         record.to(State.FETCHING)
         self._ahead[record] = None
         self.count_resident(record)
-        self._waiter.submit(self._start_after, event, transfer)
+        self._waiter.submit(self.begin_after, partial(self._wait_for, event), transfer)
 
     def _arrived(self, record: Record, tensor: Tensor, since_s: float, transfer: Transfer) -> None:
         with self.shared.lock:
@@ -200,9 +153,6 @@ class DirectTier(Tier):
             self._used_here(record, record.flat())
         return record.data
 
-    def order_reuse(self, record: Record) -> None:
-        """Do nothing: transfers hold the memory they use."""
-
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def release(self, record: Record) -> None:
@@ -212,13 +162,6 @@ class DirectTier(Tier):
     def abandon(self) -> None:
         super().abandon()
         self._ahead.clear()
-
-    def capturing(self) -> bool:
-        return not self._in_child and self.copies.device.is_capturing()
-
-    def after_fork_in_child(self) -> None:
-        self._in_child = True
-        self.copies.after_fork_in_child()
 
     def close(self) -> None:
         self._waiter.shutdown(wait=False, cancel_futures=True)

@@ -26,16 +26,11 @@ def processes_here() -> int:
     launcher says one or nothing, processes may have been started by hand: then every member of the default process
     group counts as here. That may be too many, which costs some of the budget and is safe.
     """
-    said = local_ranks()
-    if "LOCAL_WORLD_SIZE" in os.environ or (said or 1) > 1:
-        return said or 1
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def local_ranks() -> int | None:
-    """Return how many processes of this job share the machine, as its launcher says; None when no launcher says it."""
-    for name in _LOCAL_SIZES:
+    said = 1
+    for name in reversed(_LOCAL_SIZES):
         text = re.sub(r"\(x\d+\)", "", os.environ.get(name, ""))
         if re.fullmatch(r"\d+(,\d+)*", text):
-            return max(1, *map(int, text.split(",")))
-    return None
+            said = max(1, *map(int, text.split(",")))
+    if "LOCAL_WORLD_SIZE" in os.environ or said > 1:
+        return said
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,15 +14,10 @@ from ..errors import StateError
 
 if TYPE_CHECKING:
     from ..memory.host_pool import Slot
+    from ..storage.transfers import Transfer
+    from .coalescing import BatchTransfer
     from .copy_streams import Batch
     from .storage_ref import StorageRef
-
-
-class Promotable(Protocol):
-    """A transfer that a record is in, alone or with others."""
-
-    def promote(self) -> None:
-        """Have it done before what was queued earlier."""
 
 
 class State(Enum):
@@ -99,7 +94,7 @@ class Record:
     on_disk: bool = False  # a complete copy is in `extent`
     was_resized: bool = False  # its owner was seen to have freed or resized it while it was moved
     extent: Any = None  # its room on disk, which it may share
-    transfer: Promotable | None = None  # the write or read that it is in
+    transfer: Transfer | BatchTransfer | None = None  # the write or read that it is in
     layout: Any = None  # how a CPU tensor's bytes lie around its direct I/O
     slot: Slot | None = None  # its host memory
     outgoing: Batch | None = None  # the copies to the host that it is among, until its device memory is let go

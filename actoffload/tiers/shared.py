@@ -9,7 +9,7 @@ from collections import deque
 
 from ..config import OffloadConfig
 from ..events import EventKind, EventSink, TraceEvent, now
-from ..locks import Changed, DrainingLock
+from ..locks import DrainingLock
 from .accounts import Accounts
 from .record import Record
 
@@ -140,7 +140,7 @@ class Shared:
     def __init__(self, config: OffloadConfig, sink: EventSink | None) -> None:
         self.config = config
         self.lock = DrainingLock()
-        self.changed = Changed(self.lock)
+        self.changed = threading.Condition(self.lock)
         self.accounts = Accounts()
         self.budget = DeviceBudget(config, self.accounts)
         self.reporter = Reporter(sink, self.accounts)
@@ -159,4 +159,4 @@ class Shared:
         before = self.lock
         self.lock = DrainingLock(before.noted)
         self.lock.after_release = before.after_release
-        self.changed = Changed(self.lock)
+        self.changed = threading.Condition(self.lock)

@@ -1,4 +1,4 @@
-"""A tier takes the records of one type of device away and brings them back; `cpu_tier` and `device_tier` are the two.
+"""A tier takes the records of one type of device away and brings them back: `cpu_tier`, `device_tier`, `direct_tier`.
 
 Every method of a `Tier` is called with the store's lock held, and none blocks except `wait_for_room`. Completions
 arrive on engine threads and take the lock themselves.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -17,10 +18,13 @@ from ..events import EventKind, now
 from ..policy import KeepReason
 from ..storage.spool import Spool
 from ..storage.transfers import Extent, Transfer
+from .copy_streams import CopyStreams
 from .record import MOVING, Record, State
 from .shared import Shared
 from .storage_ref import StorageRef
 
+PENDING_BYTES = 256 << 20
+"""So much may be on its way out, unless the user or a plan says otherwise."""
 PENDING_MARGIN = 1.25
 """What a plan expects to be on its way out at once may be exceeded by this factor: steps differ a little."""
 LOOK_AT = 4
@@ -30,14 +34,18 @@ _UNWATCHED = nullcontext()
 
 
 class Tier(ABC):
-    """What both kinds of tier are, and the steps that they share. Without a spool there is host memory alone."""
+    """What all kinds of tier are, and the steps that they share. Without a spool there is host memory alone."""
 
     gathers = False
     """Whether what is brought back by one look ahead is copied together."""
 
+    copies: CopyStreams | None = None
+    """The device's side streams, where there is one."""
+
     def __init__(self, shared: Shared, spool: Spool | None) -> None:
         self.shared = shared
         self.spool = spool
+        self._pending_limit_bytes = shared.config.size("pending_bytes", PENDING_BYTES)
         self._copied_in_place: deque[Record] = deque()
         """Records that are being copied from where their owner holds them, and some that were; looked at in turn."""
 
@@ -47,13 +55,32 @@ class Tier(ABC):
     def offload(self, record: Record) -> KeepReason | None:
         """Begin to move a resident record away; return a reason when it has to stay."""
 
-    @abstractmethod
     def fetch(self, record: Record, *, urgent: bool) -> bool:
         """Begin to bring a record back, if it is neither here nor on its way; return False when there is no room now.
 
         Args:
             urgent: backward waits for it: make room whatever it takes.
         """
+        if record.state is State.SPILLING:
+            if not record.wanted:
+                self.forwarded(record)
+            record.wanted = True
+            if self.cancel(record):
+                self.free_extent(record)
+                record.to(State.RESIDENT)
+        elif record.state is State.RESIDENT:
+            pass
+        elif self.capturing():
+            return False
+        elif record.state is State.SPILLED and not self.recover(record):
+            return self._read(record, urgent)
+        elif record.state is State.FETCHING and urgent and record.transfer is not None:
+            record.transfer.promote()
+        return True
+
+    @abstractmethod
+    def _read(self, record: Record, urgent: bool) -> bool:
+        """Begin to read a record from disk; arguments and result as for `fetch`."""
 
     @abstractmethod
     def ready(self, record: Record) -> torch.UntypedStorage | None:
@@ -69,21 +96,26 @@ class Tier(ABC):
             self.write_cancelled(record)
         return True
 
-    @abstractmethod
     def free_extent(self, record: Record) -> None:
         """Give the record's room on disk back; the spool waits for what is in flight on it."""
+        extent, record.extent = record.extent, None
+        record.on_disk = False
+        if extent is not None and self.spool is not None:
+            self.spool.free(extent)
 
-    @abstractmethod
-    def order_reuse(self, record: Record) -> None:
+    def order_reuse(self, record: Record) -> None:  # noqa: B027 - the spool's transfers hold the memory that they use
         """Order the reuse of a record's device memory after every copy that touches it, and forget the copies."""
 
-    @abstractmethod
     def wait_for_room(self, nbytes: int, limit_bytes: int) -> None:
         """Bring the resident bytes to at most ``limit_bytes - nbytes``, as far as what is on its way out allows."""
+        shared = self.shared
+        while shared.pending_bytes > 0 and shared.accounts.resident_bytes + nbytes > limit_bytes and not shared.stopped:
+            shared.changed.wait()
 
-    @abstractmethod
     def expect_pending(self, nbytes: int | None) -> None:
         """A plan expects so many bytes on their way out at once; None: no plan says. The user's own limit stays."""
+        if self.shared.config.pending_bytes is None:
+            self._pending_limit_bytes = max(PENDING_BYTES, int((nbytes or 0) * PENDING_MARGIN))
 
     def poll(self) -> None:  # noqa: B027 - a tier may have nothing to do here
         """Make progress that only the training thread can make."""
@@ -114,12 +146,9 @@ class Tier(ABC):
     def count_waits(self) -> None:  # noqa: B027
         """Count what streams have waited for since the last time; the host does not see that."""
 
-    def after_fork_in_child(self) -> None:  # noqa: B027
-        """Ask the device nothing any more: it is the parent's."""
-
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a graph: nothing may move then."""
-        return False
+        return self.copies is not None and self.copies.capturing()
 
     def make_room(self, nbytes: int) -> float:
         """Keep the ``device_budget`` before ``nbytes`` come; return the seconds that this thread waited."""
@@ -162,7 +191,7 @@ class Tier(ABC):
         self.remove_resident(record)
         record.to(State.RELEASED)
 
-    # -- steps that both share ----------------------------------------------------------------------------------------
+    # -- steps that they share ----------------------------------------------------------------------------------------
 
     def add_resident(self, record: Record, storage: torch.UntypedStorage, begin: int) -> None:
         """Note that ``storage`` on the device has the bytes; ``begin``: the original's byte that is its first."""
@@ -211,6 +240,30 @@ class Tier(ABC):
             return False
         record.on_disk = True
         return True
+
+    def leaves_memory(self, record: Record, since_s: float, transfer: Transfer) -> torch.UntypedStorage | None:
+        """End the write of a record from where its owner holds it; return the memory that it leaves."""
+        left = None
+        if self.write_ended(record, transfer):
+            self.shared.reporter.event(EventKind.WRITE, record, since_s=since_s)
+            if record.wanted and record.waiting:
+                record.to(State.RESIDENT)
+            else:
+                left = record.data
+                self.remove_resident(record)
+                record.to(State.SPILLED)
+        elif record.state is State.SPILLING:
+            record.to(State.RESIDENT)
+        return left
+
+    def begin_after(self, wait: Callable[[], None], transfer: Transfer) -> None:
+        """Begin a transfer that was held once ``wait`` has returned, on the thread that waits for the device."""
+        assert self.spool is not None, "it has the transfer"
+        try:
+            wait()
+            self.spool.go_on(transfer)
+        except Exception as error:  # a broken device, or an engine that is closed
+            transfer.fail(error)
 
     def allocate(self, record: Record, nbytes: int) -> Extent | None:
         """Return room on disk for a record; None, and degraded, when there is none."""

@@ -21,7 +21,7 @@ from .direct_tier import DirectTier
 from .processes import processes_here
 from .shared import Shared
 from .tier import Tier
-from .timers import DeviceStopwatch, HostStopwatch, Stopwatch, Timeline
+from .timers import DeviceStopwatch, Stopwatch, Timeline
 
 CPU_SLAB_BYTES = 16 << 20
 NOT_PAGE_LOCKED = (
@@ -60,10 +60,9 @@ class Tiers:
         for pool in () if self.capturing else self.pools:
             pool.reclaim()
         spool = self.spool.statistics() if self.spool is not None else None
-        copies = [tier.copies for tier in self._device_tiers]
         return {
-            "host_written_bytes": sum(one.written_bytes for one in copies),
-            "host_read_bytes": sum(one.read_bytes for one in copies),
+            "host_written_bytes": sum(one.written_bytes for one in self._copies),
+            "host_read_bytes": sum(one.read_bytes for one in self._copies),
             "nvme_written_bytes": spool.written_bytes if spool else 0,
             "nvme_read_bytes": spool.read_bytes if spool else 0,
             "host_peak_bytes": sum(pool.peak_bytes for pool in self.pools),
@@ -98,27 +97,25 @@ class Tiers:
             if rate is not None:
                 found[key] = rate, meter.full_bytes_per_s is not None
             meter.restart()
-        for tier in self._device_tiers:
+        for copies in self._copies:
             for way in ("write", "read"):
-                rate = tier.copies.stopwatch.rate(way) if tier.copies.stopwatch is not None else None
+                rate = copies.stopwatch.rate(way) if copies.stopwatch is not None else None
                 if rate is not None:
                     found["host", way] = rate, True
         return found
 
     def stopwatch(self) -> Stopwatch:
         """Return what tells the compute time of a step here."""
-        tiers = self._device_tiers
-        if not tiers:
-            return HostStopwatch(self.shared.accounts)
-        stopwatch = DeviceStopwatch(tiers[0].copies.device)
-        tiers[0].copies.stopwatch = stopwatch
-        return stopwatch
+        for copies in self._copies:
+            copies.stopwatch = DeviceStopwatch(copies.device)
+            return copies.stopwatch
+        return Stopwatch(self.shared.accounts)
 
     def start_timeline(self) -> Timeline | None:
         """Note from now on what the device does and when; None where there is none."""
-        for tier in self._device_tiers:
-            tier.copies.timeline = Timeline(tier.copies.device)
-            return tier.copies.timeline
+        for copies in self._copies:
+            copies.timeline = Timeline(copies.device)
+            return copies.timeline
         return None
 
     def begin_step(self) -> None:
@@ -162,14 +159,14 @@ class Tiers:
         """Give up what belongs to the parent."""
         for pool in self.pools:
             pool.after_fork_in_child()
-        for tier in self.by_device.values():
-            tier.after_fork_in_child()
+        for copies in self._copies:
+            copies.after_fork_in_child()
         if self.spool is not None:
             self.spool.after_fork_in_child()
 
     @property
-    def _device_tiers(self) -> list[DeviceTier | DirectTier]:
-        return [tier for tier in self.by_device.values() if isinstance(tier, DeviceTier | DirectTier)]
+    def _copies(self) -> list[CopyStreams]:
+        return [tier.copies for tier in self.by_device.values() if tier.copies is not None]
 
     # -- opening ------------------------------------------------------------------------------------------------------
 
@@ -233,7 +230,7 @@ class Tiers:
         copies = CopyStreams(device)
         window = None if config.pending_bytes is None else config.size("pending_bytes", 0)
         if config.target == "nvme" and spool is not None and spool.device_memory and not config.verify:
-            return DirectTier(self.shared, spool, copies, window)
+            return DirectTier(self.shared, spool, copies)
         pool = HostPool(
             self._host_budget(),
             pin=device.pin,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator
 from enum import Enum
 from itertools import accumulate
 from typing import Any
@@ -19,47 +16,33 @@ Stamp = Any
 """A moment, taken by `Stopwatch.stamp`; opaque until `Stopwatch.seconds` can tell."""
 
 MOST_OPEN = 4096
-"""Waits that nobody has taken yet; what comes then is not timed."""
+"""What nobody has taken yet of a timeline; what comes then is not noted."""
 
 
-class Stopwatch(ABC):
-    """Stamps moments of one step; what they mean in seconds is asked later."""
+class Stopwatch:
+    """Stamps moments of one step, for CPU tensors: the host's clock, less the waits that were counted.
 
-    @abstractmethod
-    def begin(self) -> None:
-        """The step begins."""
-
-    @abstractmethod
-    def stamp(self) -> Stamp:
-        """This moment, as the work given to the device so far defines it."""
-
-    @abstractmethod
-    def end(self) -> bool:
-        """Whether every stamp so far can be told in seconds; if not, ask again later."""
-
-    @abstractmethod
-    def seconds(self, stamp: Stamp) -> float:
-        """Seconds from the beginning until a stamp, without what was spent waiting for us."""
-
-
-class HostStopwatch(Stopwatch):
-    """For CPU tensors: the host's clock, less the waits that were counted."""
+    What the stamps mean in seconds is asked later.
+    """
 
     def __init__(self, accounts: Accounts) -> None:
         self._accounts = accounts
         self._origin_s = 0.0
 
     def begin(self) -> None:
-        self._origin_s = 0.0
+        """The step begins."""
         self._origin_s = self._compute_s()
 
     def stamp(self) -> Stamp:
+        """This moment, as the work given to the device so far defines it."""
         return self._compute_s() - self._origin_s
 
     def end(self) -> bool:
+        """Whether every stamp so far can be told in seconds; if not, ask again later."""
         return True
 
     def seconds(self, stamp: Stamp) -> float:
+        """Seconds from the beginning until a stamp, without what was spent waiting for us."""
         return float(stamp)
 
     def _compute_s(self) -> float:
@@ -96,10 +79,6 @@ class DeviceStopwatch(Stopwatch):
             return self._last  # no event may be added to a graph that is being captured
         self._last = self._device.timestamp(self._device.current_stream(self._index))
         return self._last
-
-    def moment(self, stream: Stream) -> Stamp:
-        """Just before a side stream is given a copy."""
-        return self._device.timestamp(stream)
 
     def waited(self, begin: Stamp, end: Stamp, index: int) -> None:
         """A compute stream of device ``index`` waited for a copy of ours."""
@@ -175,13 +154,6 @@ class Timeline:
         if begin is not None and end is not None and index in self._origins and len(self._open) < MOST_OPEN:
             self._open.append((what, index, begin, end, about))
 
-    @contextlib.contextmanager
-    def span(self, what: str, index: int, stream: Stream, about: Any) -> Iterator[None]:
-        """Note what a stream is given inside of the context."""
-        begin = self.moment(index, stream)
-        yield
-        self.add(what, index, begin, self.moment(index, stream), about)
-
     def take(self, *, wait: bool = False) -> list[tuple[str, float, float, Any]]:
         """What is over and was not taken yet: what it was, from when to when, and about what.
 
@@ -219,9 +191,9 @@ class StreamWaits:
         self._refused = False  # no timed events here, or a broken device
         self._open: deque[tuple[WaitFor, int, Event, Event]] = deque()
 
-    def begin(self, stream: Stream) -> Event | None:
-        """Just before ``stream`` is made to wait; None when that is not timed."""
-        if self._refused or len(self._open) >= MOST_OPEN:
+    def moment(self, stream: Stream) -> Event | None:
+        """A moment of ``stream``, just before it is made to wait or just after; None when that is not timed."""
+        if self._refused:
             return None
         try:
             return self._device.timestamp(stream)
@@ -229,15 +201,9 @@ class StreamWaits:
             self._refuse()
             return None
 
-    def end(self, why: WaitFor, index: int, stream: Stream, begin: Event) -> Event | None:
-        """Just after, on a stream of device ``index``; the moment."""
-        try:
-            end = self._device.timestamp(stream)
-        except RuntimeError:
-            self._refuse()
-            return None
+    def add(self, why: WaitFor, index: int, begin: Event, end: Event) -> None:
+        """Note a wait of a stream of device ``index``."""
         self._open.append((why, index, begin, end))
-        return end
 
     def take(self) -> dict[WaitFor, float]:
         """Seconds of the waits that are over and were not taken yet: those of the device that waited most.
@@ -245,23 +211,20 @@ class StreamWaits:
         Not for several threads at once.
         """
         found: dict[int, dict[WaitFor, float]] = {}
+        later: set[int] = set()  # devices with a wait that is not over: those after it are looked at when it is
+        asks = not self._refused and self._open and not self._device.is_capturing()  # nor may an event be asked then
         try:
-            if self._open and not self._refused and not self._device.is_capturing():  # nor may an event be asked then
-                self._take(found)
+            for _ in range(len(self._open) if asks else 0):
+                why, index, begin, end = wait = self._open.popleft()
+                if index in later or not self._device.done(end):
+                    later.add(index)
+                    self._open.append(wait)
+                else:
+                    waits = found.setdefault(index, dict.fromkeys(WaitFor, 0.0))
+                    waits[why] += max(0.0, self._device.seconds_between(begin, end))
         except RuntimeError:
             self._refuse()
         return max(found.values(), key=lambda waits: sum(waits.values()), default=dict.fromkeys(WaitFor, 0.0))
-
-    def _take(self, found: dict[int, dict[WaitFor, float]]) -> None:
-        later: set[int] = set()  # devices with a wait that is not over: those after it are looked at when it is
-        for _ in range(len(self._open)):
-            why, index, begin, end = wait = self._open.popleft()
-            if index in later or not self._device.done(end):
-                later.add(index)
-                self._open.append(wait)
-            else:
-                waits = found.setdefault(index, dict.fromkeys(WaitFor, 0.0))
-                waits[why] += max(0.0, self._device.seconds_between(begin, end))
 
     def stop(self) -> None:
         """Time nothing any more, and ask the device nothing: not even to destroy the events that are there."""

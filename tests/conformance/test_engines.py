@@ -16,9 +16,9 @@ from actoffload.storage.engines.aiofiles import AiofilesEngine
 from actoffload.storage.engines.base import SpoolFile, StorageEngine
 from actoffload.storage.engines.memory import MemoryEngine
 from actoffload.storage.engines.posix import PosixEngine
-from actoffload.storage.engines.uring import UringEngine
 from actoffload.testing.engine_suite import StorageEngineTests
-from actoffload.testing.faults import GateEngine, ShortEngine, SlowEngine
+from actoffload.testing.faults import ShortEngine
+from tests.spools import make_uring
 
 
 class TestPosix(StorageEngineTests):
@@ -33,35 +33,20 @@ class TestPosix(StorageEngineTests):
 class TestPosixBuffered(TestPosix):
     @pytest.fixture
     def file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SpoolFile]:
-        monkeypatch.setattr(paths, "direct_alignment", lambda fd: 0)
+        monkeypatch.setattr(paths, "_enable_direct", lambda fd: None)
         file = paths.open_arena(str(tmp_path))
         assert (file.direct, file.alignment) == (False, 1)
         yield file
         os.close(file.fd)
 
 
-class TestPosixWithoutVectoredCalls(TestPosixBuffered):
-    @pytest.fixture(autouse=True)
-    def without_vectored_calls(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("actoffload.storage.engines.posix._HAS_VECTORED", False)
-
-
 class TestUring(TestPosix):
     def make_engine(self, file: SpoolFile, threads: int | None = None) -> StorageEngine:
-        try:
-            return UringEngine(file, threads=threads)
-        except EngineUnavailableError as exc:
-            pytest.skip(str(exc))
+        return make_uring(file, threads)
 
 
 class TestUringBuffered(TestUring, TestPosixBuffered):
     pass
-
-
-class TestUringShort(TestUring):
-    @pytest.fixture(autouse=True)
-    def a_block_at_a_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("actoffload.storage.engines.ring._MAX_BYTES", 4096)
 
 
 class TestUringOldKernel(TestUring):
@@ -113,29 +98,10 @@ class TestShort(StorageEngineTests):
         return ShortEngine(file, threads=threads)
 
 
-class TestSlow(StorageEngineTests):
-    def make_engine(self, file: SpoolFile, threads: int | None = None) -> StorageEngine:
-        return SlowEngine(file, threads=threads, bandwidth_bytes_per_s=1e9, latency_s=1e-4)
-
-
-class TestOpenGate(StorageEngineTests):
-    def make_engine(self, file: SpoolFile, threads: int | None = None) -> StorageEngine:
-        engine = GateEngine(file, threads=threads)
-        engine.open()
-        return engine
-
-
-@pytest.fixture
-def arena(tmp_path: Path) -> Iterator[SpoolFile]:
-    file = paths.open_arena(str(tmp_path))
-    yield file
-    os.close(file.fd)
-
-
 @pytest.mark.parametrize("name", ENGINES)
-def test_every_name_makes_the_engine_of_that_name(arena: SpoolFile, name: str) -> None:
+def test_every_name_makes_the_engine_of_that_name(file: SpoolFile, name: str) -> None:
     try:
-        engine = create_engine(name, arena, threads=1)
+        engine = create_engine(name, file, threads=1)
     except EngineUnavailableError as exc:
         if name in {"aiofiles", "gds", "uring"} and str(exc).startswith(f"engine='{name}': "):
             pytest.skip(str(exc))
@@ -144,34 +110,34 @@ def test_every_name_makes_the_engine_of_that_name(arena: SpoolFile, name: str) -
     engine.close()
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones(arena: SpoolFile) -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones(file: SpoolFile) -> None:
     with pytest.raises(ConfigError, match=r"engine='nvme'.*posix"):
-        create_engine("nvme", arena)
+        create_engine("nvme", file)
 
 
-def test_auto_says_what_it_chose_and_why(arena: SpoolFile) -> None:
-    engine, reason = choose_engine(arena, threads=1)
+def test_auto_says_what_it_chose_and_why(file: SpoolFile) -> None:
+    engine, reason = choose_engine(file, threads=1)
     engine.close()
     first = next(name for name in AUTO_ORDER if f"not {name}" not in reason)
     assert engine.capabilities.name == first
     assert reason.startswith(f"{first}: a write and a read")
     assert "came back equal" in reason
-    assert ("O_DIRECT" in reason) == arena.direct
+    assert ("O_DIRECT" in reason) == file.direct
 
 
-def test_auto_falls_back_from_an_engine_that_lies(arena: SpoolFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_falls_back_from_an_engine_that_lies(file: SpoolFile, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("aiofiles")
     monkeypatch.setattr("actoffload.storage.engines.AUTO_ORDER", ("posix", "aiofiles"))
     monkeypatch.setattr(PosixEngine, "_transfer_once", lambda self, kind, views, offset: sum(map(len, views)))
-    engine, reason = choose_engine(arena, threads=1)
+    engine, reason = choose_engine(file, threads=1)
     engine.close()
     assert engine.capabilities.name == "aiofiles"
     assert "not posix: the probe read back other bytes" in reason
 
 
-def test_auto_fails_when_nothing_works(arena: SpoolFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_fails_when_nothing_works(file: SpoolFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actoffload.storage.engines.AUTO_ORDER", ("posix",))
     monkeypatch.setattr(PosixEngine, "_transfer_once", lambda self, kind, views, offset: 0)
     monkeypatch.setattr("actoffload.storage.engines.queued._MAX_STALLS", 3)
     with pytest.raises(EngineUnavailableError, match="posix: probe write failed"):
-        choose_engine(arena, threads=1)
+        choose_engine(file, threads=1)

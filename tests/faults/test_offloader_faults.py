@@ -30,6 +30,7 @@ from tests.harness import (
     gradients,
     no_garbage_collection,
     only_engine,
+    spool_of,
     spool_statistics,
     train_step,
 )
@@ -185,8 +186,7 @@ def test_a_read_that_failed_once_may_be_tried_again(make_offloader: MakeOffloade
 def test_corruption_on_disk_is_found(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(verify=True)
     _, loss = _backward_of_one(offloader)
-    assert offloader.store.tiers.spool is not None
-    (file,) = offloader.store.tiers.spool.files
+    (file,) = spool_of(offloader).files
     poke_file(file, 8192, b"\x55" * 512)
     with pytest.raises(ChecksumError, match="crc32"):
         loss.backward()
@@ -254,18 +254,13 @@ def test_a_graph_dropped_while_io_runs_leaves_memory_and_extent_alone_until_it_e
     assert offloader.statistics().live_records == 0
     busy = spool_statistics(offloader)
     assert busy.busy_extents >= 1
-    held = {segment for extent in _busy(offloader) for segment in extent.segments}
-    taken = [offloader.store.tiers.spool.allocate(ROW_BYTES) for _ in range(3)]  # type: ignore[union-attr]
+    held = {segment for transfer in spool_of(offloader)._live for segment in transfer.extent.segments}
+    taken = [spool_of(offloader).allocate(ROW_BYTES) for _ in range(3)]
     assert not held & {segment for extent in taken for segment in extent.segments}
     for extent in taken:
-        offloader.store.tiers.spool.free(extent)  # type: ignore[union-attr]
+        spool_of(offloader).free(extent)
     engine.leave.set()
     assert_empty(offloader)
-
-
-def _busy(offloader: Offloader) -> list[Any]:
-    assert offloader.store.tiers.spool is not None
-    return [transfer.extent for transfer in offloader.store.tiers.spool._live]
 
 
 class _HoldEngine(GateEngine):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import actoffload
 from actoffload.testing.simulated_device import install
-from actoffload.tiers.accelerator import TorchAccelerator
+from actoffload.tiers.accelerator import Accelerator
 from actoffload.tiers.copy_streams import CopyStreams
 from tests.harness import MakeOffloader
 
@@ -46,20 +46,20 @@ def sleep(seconds: float) -> None:
 
 def delay_copies(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Every copy is late by so much, and what it fills on the device holds NaN before."""
-    copy, empty = TorchAccelerator.copy, TorchAccelerator.empty
+    copy, empty = Accelerator.copy, Accelerator.empty
 
-    def late(self: TorchAccelerator, copies: Any, stream: Any) -> None:
+    def late(self: Accelerator, copies: Any, stream: Any) -> None:
         with self._on(stream):
             sleep(seconds)
         copy(self, copies, stream)
 
-    def poisoned(self: TorchAccelerator, nbytes: int, index: int, stream: Any) -> Tensor:
+    def poisoned(self: Accelerator, nbytes: int, index: int, stream: Any) -> Tensor:
         memory = empty(self, nbytes, index, stream)
         with self._on(stream):
             return memory.fill_(255)
 
-    monkeypatch.setattr(TorchAccelerator, "copy", late)
-    monkeypatch.setattr(TorchAccelerator, "empty", poisoned)
+    monkeypatch.setattr(Accelerator, "copy", late)
+    monkeypatch.setattr(Accelerator, "empty", poisoned)
 
 
 def accelerator() -> torch.device:

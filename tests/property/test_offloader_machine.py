@@ -20,7 +20,7 @@ from actoffload import OffloadConfig, Offloader
 from actoffload.errors import SavedTensorModifiedError, StorageReadError
 from actoffload.storage.engines.base import IoKind, SpoolFile
 from actoffload.storage.engines.posix import PosixEngine
-from tests.harness import assert_empty, bits, no_garbage_collection
+from tests.harness import assert_empty, bits, no_garbage_collection, only_engine, pending_bytes
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -116,10 +116,7 @@ class OffloaderMachine(RuleBasedStateMachine):
         self.directory = tempfile.mkdtemp(prefix="actoffload-machine-")
         defaults: dict[str, Any] = {"target": "nvme", "path": self.directory, "min_bytes": 0, "engine": _FlakyEngine}
         self.offloader = Offloader(OffloadConfig(**(defaults | options))).use(_MODEL)
-        assert self.offloader.store.tiers.spool is not None
-        (engine,) = self.offloader.store.tiers.spool.engines
-        assert isinstance(engine, _FlakyEngine)
-        self.engine = engine
+        self.engine: _FlakyEngine = only_engine(self.offloader)
         self.saved: list[_Saved] = []
         self.held: list[_Held] = []
         self.offloader.__enter__()
@@ -221,7 +218,7 @@ class OffloaderMachine(RuleBasedStateMachine):
     @rule()
     def synchronize(self) -> None:
         self.offloader.synchronize()
-        assert self.offloader.store.shared.pending_bytes == 0
+        assert pending_bytes(self.offloader) == 0
 
     @rule()
     def next_step(self) -> None:

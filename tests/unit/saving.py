@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -70,6 +71,16 @@ class Saved:
     def drop(self, index: int) -> None:
         """Let one go without having asked for it."""
         self.graphs[index] = self.expected[index] = None
+
+
+@contextmanager
+def freed(tensor: Tensor) -> Iterator[None]:
+    """As FSDP and Megatron's recomputation do: a storage has no memory in here, and afterwards what it had."""
+    storage, contents, nbytes = tensor.untyped_storage(), tensor.clone(), tensor.nbytes
+    storage.resize_(0)
+    yield
+    storage.resize_(nbytes)
+    tensor.data.copy_(contents)
 
 
 class ReadsTwice(torch.autograd.Function):

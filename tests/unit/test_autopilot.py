@@ -5,14 +5,12 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from actoffload import Offloader, Plan
-from actoffload.autotune.autopilot import Autopilot
 from actoffload.autotune.blocks import find_blocks
 from actoffload.errors import BudgetError
 from actoffload.planning.constants import REVIEW_STEPS, WARM_UP
@@ -20,7 +18,16 @@ from actoffload.planning.plan import PlanEntry
 from actoffload.planning.planners.base import Limits
 from actoffload.planning.profile import Profile
 from actoffload.testing.gpt import GPT, GPTConfig
-from tests.harness import Chain, MakeOffloader, assert_empty, assert_same_gradients, batch, gradients
+from tests.harness import (
+    Chain,
+    MakeOffloader,
+    assert_empty,
+    assert_same_gradients,
+    autopilot_of,
+    batch,
+    gradients,
+    plan_with,
+)
 
 TOKENS = torch.arange(64).reshape(2, 32)
 Choose = Callable[[int, int], bool]
@@ -55,13 +62,6 @@ class _Scripted:
         return Plan(entries, planner=self.name, recompute=self.recompute, predicted_step_s=1.0)
 
 
-def _with(offloader: Offloader, planner: Any) -> Autopilot:
-    pilot = offloader.autopilot
-    assert pilot is not None
-    pilot.planner = planner
-    return pilot
-
-
 def _step(offloader: Offloader, model: nn.Module, *args: Tensor) -> dict[str, Tensor]:
     torch.manual_seed(5)
     with offloader:
@@ -79,7 +79,7 @@ def _steps(offloader: Offloader, count: int, model: nn.Module | None = None) -> 
 def test_the_step_after_the_warm_up_is_planned_from_and_the_plan_is_followed(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(policy="auto", engine="memory")
     planner = _Scripted(lambda index, nbytes: index % 2 == 0)
-    pilot = _with(offloader, planner)
+    pilot = plan_with(offloader, planner)
     _steps(offloader, WARM_UP + 1)
     assert planner.profiles == []
     assert "no time to move" not in offloader.statistics().kept_bytes
@@ -89,7 +89,6 @@ def test_the_step_after_the_warm_up_is_planned_from_and_the_plan_is_followed(mak
     assert profile.disk is not None
     assert profile.saved_bytes > 0
     assert list(pilot.history) == ["first plan"]
-    assert pilot.plan is not None
     assert [e.action for e in offloader.plan.entries] == [e.action for e in pilot.plan.entries]
     assert {e.reason for e in offloader.plan.entries if e.action == "keep"} == {"no time to move"}
     text = offloader.explain()
@@ -109,7 +108,7 @@ def test_blocks_are_timed_once_under_each_plan(make_offloader: MakeOffloader, mo
             loss.backward()
 
     offloader = make_offloader(policy="auto").use(model)
-    pilot = _with(offloader, _Scripted(lambda index, nbytes: index % 2 == 0))
+    pilot = plan_with(offloader, _Scripted(lambda index, nbytes: index % 2 == 0))
     run(WARM_UP + 1)
     made = 0
     begin = offloader.store.profiler.begin
@@ -123,7 +122,6 @@ def test_blocks_are_timed_once_under_each_plan(make_offloader: MakeOffloader, mo
     run(REVIEW_STEPS + 1)
     assert list(pilot.history) == ["first plan"]
     assert made == 1, "one step is recorded under the plan, and no other one"
-    assert pilot.seen is not None
     times = dict(pilot.seen.blocks)
     assert [name for name in times if "blocks." in name] == ["stack.blocks.0", "stack.blocks.1", "stack.blocks.2"]
     assert all(seconds > 0 for seconds in times.values())
@@ -134,8 +132,10 @@ def test_blocks_are_timed_once_under_each_plan(make_offloader: MakeOffloader, mo
 
 def test_limits_are_those_of_the_options(make_offloader: MakeOffloader) -> None:
     planner = _Scripted(lambda *_: False)
-    offloader = make_offloader(policy="auto", device_budget="64KiB", max_slowdown=0.5, nvme_budget="8MiB")
-    _with(offloader, planner)
+    offloader = make_offloader(
+        policy="auto", device_budget="64KiB", max_slowdown=0.5, nvme_budget="8MiB", recompute=True
+    )
+    plan_with(offloader, planner)
     _steps(offloader, WARM_UP + 2)
     (limits,) = planner.limits
     assert limits.device_budget == 64 << 10
@@ -144,7 +144,7 @@ def test_limits_are_those_of_the_options(make_offloader: MakeOffloader) -> None:
     assert limits.tiers == ("nvme",)
     assert limits.recompute
     planner = _Scripted(lambda *_: False)
-    _with(offloader := make_offloader(policy="auto"), planner)
+    plan_with(offloader := make_offloader(policy="auto"), planner)
     _steps(offloader, WARM_UP + 2)
     assert not planner.limits[0].recompute, "nobody asked for anything that recomputing could buy"
 
@@ -152,7 +152,7 @@ def test_limits_are_those_of_the_options(make_offloader: MakeOffloader) -> None:
 def test_passes_without_gradients_or_without_backward_are_no_steps(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(policy="auto")
     planner = _Scripted(lambda *_: True)
-    _with(offloader, planner)
+    plan_with(offloader, planner)
     model = Chain()
     for _ in range(6):
         with torch.no_grad(), offloader:
@@ -180,7 +180,7 @@ def test_a_graph_that_somebody_keeps_is_named_as_why_there_is_no_plan(make_offlo
 
 def test_an_evaluation_before_a_step_is_not_recorded_with_it(make_offloader: MakeOffloader) -> None:
     offloader, planner, model = make_offloader(policy="auto"), _Scripted(lambda *_: True), Chain()
-    _with(offloader, planner)
+    plan_with(offloader, planner)
     for _ in range(WARM_UP + 2):
         with torch.no_grad(), offloader:
             model(batch())
@@ -194,7 +194,7 @@ def test_recomputed_blocks_are_applied_followed_and_undone(make_offloader: MakeO
     model = GPT(GPTConfig(layers=3, width=32, seq=32, dropout=0.1))
     reference = _step(make_offloader(policy="all"), model, TOKENS)
     offloader = make_offloader(policy="auto", device_budget="1MiB").use(model)
-    pilot = _with(offloader, _Scripted(lambda *_: False, ("stack.blocks.0", "stack.blocks.2")))
+    pilot = plan_with(offloader, _Scripted(lambda *_: False, ("stack.blocks.0", "stack.blocks.2")))
     for _ in range(WARM_UP + 1):
         assert_same_gradients(_step(offloader, model, TOKENS), reference)
     before = len(offloader.plan.entries)
@@ -215,7 +215,7 @@ def test_another_shape_has_a_plan_of_its_own(make_offloader: MakeOffloader, monk
     monkeypatch.setattr("actoffload.autotune.autopilot.PLANNING_SHARE", 1e9)
     offloader = make_offloader(policy="auto")
     planner = _Scripted(lambda *_: True)
-    pilot = _with(offloader, planner)
+    pilot = plan_with(offloader, planner)
     model = Chain()
     _steps(offloader, WARM_UP + 2, model)
     first = pilot.plan
@@ -239,9 +239,8 @@ def test_a_forward_that_saves_something_else_starts_over(
     monkeypatch.setattr("actoffload.autotune.autopilot.PLANNING_SHARE", 1e9)
     offloader = make_offloader(policy="auto")
     planner = _Scripted(lambda *_: True)
-    pilot = _with(offloader, planner)
+    pilot = plan_with(offloader, planner)
     _steps(offloader, WARM_UP + 2, Chain(depth=2))
-    assert pilot.plan is not None
     _steps(offloader, 2, Chain(depth=4))
     assert pilot.plan is None
     _steps(offloader, 1, Chain(depth=4))
@@ -253,7 +252,7 @@ def test_a_budget_that_cannot_be_kept_is_an_error_before_the_forward(make_offloa
     offloader = make_offloader(policy="auto", device_budget=1)
     planner = _Scripted(lambda *_: False)
     planner.error = BudgetError(1, 4096)
-    _with(offloader, planner)
+    plan_with(offloader, planner)
     model = Chain()
     with pytest.warns(RuntimeWarning, match="device_budget='1 B' is less than a step needs"):
         _steps(offloader, WARM_UP + 1, model)
@@ -266,7 +265,7 @@ def test_a_planner_that_is_too_strict_is_not_believed(make_offloader: MakeOffloa
     offloader = make_offloader(policy="auto", device_budget="1GiB")
     planner = _Scripted(lambda *_: False)
     planner.error = BudgetError(1 << 30, 1 << 31)
-    pilot = _with(offloader, planner)
+    pilot = plan_with(offloader, planner)
     _steps(offloader, WARM_UP + 6)
     assert len(planner.profiles) == 1
     assert len(pilot.history) == 1
@@ -286,7 +285,7 @@ def test_gradients_are_the_same_under_any_plan(make_offloader: MakeOffloader) ->
         offloader = make_offloader(policy="auto", device_budget="1MiB", debug=True).use(model)
         stays = [chance.random() < 0.5 for _ in range(200)]
         recompute = tuple(name for name in blocks if chance.random() < 0.5)
-        _with(offloader, _Scripted(_listed(stays), recompute))
+        plan_with(offloader, _Scripted(_listed(stays), recompute))
         for _ in range(WARM_UP + 3):
             assert_same_gradients(_step(offloader, model, TOKENS), reference)
         offloader.close()
@@ -299,8 +298,7 @@ def test_a_policy_of_the_users_own_is_not_planned_over(make_offloader: MakeOfflo
 
 def test_without_a_plan_room_is_made_for_the_largest_that_any_shape_has_saved(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(policy="auto", device_budget="1MiB")
-    assert offloader.autopilot is not None
-    following, budget = offloader.autopilot._following, offloader.store.shared.budget
+    following, budget = autopilot_of(offloader)._following, offloader.store.shared.budget
     budget.largest_bytes = 1000
     following.follow(Plan((PlanEntry(index=0, nbytes=10, action="keep"),)))
     assert budget.largest_bytes == 10

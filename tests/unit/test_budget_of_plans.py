@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from actoffload import OffloadConfig, Offloader, Plan
 from actoffload.autotune.recompute import Recompute, RecomputeMeter
 from actoffload.planning.plan import PlanEntry
-from actoffload.policy import Decision, TensorFacts
 from actoffload.testing.faults import GateEngine, SlowEngine
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers.record import State
@@ -23,11 +22,11 @@ from tests.harness import (
     MakeOffloader,
     assert_same_gradients,
     batch,
-    gradients,
     hinder,
     only_engine,
     same_bits,
     simulated,
+    train_step,
 )
 
 RECORD_BYTES = 64 << 10
@@ -142,30 +141,18 @@ class _Deep(nn.Module):
         return x
 
 
-class _KeepAll:
-    def decide(self, facts: TensorFacts) -> Decision:
-        return Decision.KEEP
-
-
-def _step(model: nn.Module, offloader: Offloader) -> dict[str, Tensor]:
-    with offloader:
-        loss = model(batch()).square().sum()
-    loss.backward()
-    return gradients(model)
-
-
 def test_what_a_recomputed_block_holds_counts_as_resident(make_offloader: MakeOffloader) -> None:
     model = _Deep()
     blocks = {f"layers.{n}": layer for n, layer in enumerate(model.layers)}
     peaks: dict[bool, int] = {}
-    expected = _step(model, make_offloader(policy=_KeepAll()))
+    expected = train_step(model, batch(), make_offloader(policy="keep"))
     for counted in (False, True):
-        offloader = make_offloader(policy=_KeepAll())
+        offloader = make_offloader(policy="keep")
         recompute = Recompute(
             RecomputeMeter(offloader.store.shared, (), offloader.exclusions.static) if counted else None
         )
         recompute.follow(blocks, blocks)
-        assert_same_gradients(_step(model, offloader), expected)
+        assert_same_gradients(train_step(model, batch(), offloader), expected)
         recompute.undo()
         peaks[counted] = offloader.statistics().resident_peak_bytes
     activation = 128 * 64 * 4

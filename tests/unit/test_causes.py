@@ -53,9 +53,9 @@ def _lines(part: str) -> list[str]:
     return [] if part.strip() == NONE else [line.strip() for line in part.strip().splitlines()]
 
 
-def steps(offloader: Offloader, model: nn.Module, count: int = 3, x: Tensor | None = None) -> None:
-    for _ in range(count):
-        train_step(model, batch() if x is None else x, offloader)
+def steps(offloader: Offloader, model: nn.Module) -> None:
+    for _ in range(3):
+        train_step(model, batch(), offloader)
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_a_disk_that_is_too_slow_is_named_with_its_rate_and_the_rate_that_is_nee
         slower[0],
     )
     assert slower[1:] == [
-        "next: policy='auto' with model= recomputes blocks where that takes less than waiting",
+        "next: policy='auto' with model= and recompute=True recomputes blocks where that takes less than waiting",
         "next: give path= on a faster disk ('actoffload bench' measures one), or several to stripe over",
     ]
     assert memory == []
@@ -420,11 +420,6 @@ def planned(profile: Profile, budget: int | None, seen: Observed | None = None) 
     return Planned(profile=profile, plan=plan, limits=limits, planner=planner, seen=seen)
 
 
-def test_a_healthy_run_is_one_line() -> None:
-    assert diagnose(facts()) == ["diagnosis: OK: 0.0% of the time was spent waiting"]
-    assert diagnose(facts({"steps": 0, "packed_tensors": 0})) == []
-
-
 @pytest.mark.parametrize(
     ("reason", "step"),
     [("below min_bytes", "lower min_bytes"), ("other device", "path="), ("no time to move", "set device_budget")],
@@ -455,16 +450,6 @@ def test_greedy_is_told_how_much_to_keep() -> None:
     lines = diagnose(facts(config=config, step={"backward_wait_s": 3.0}, first_wait_s=2.5, accounts=first))
     assert lines[0].startswith("diagnosis: 25% of a step waits as backward begins: the last 60.0 MiB")
     assert lines[1] == "  next: keep_last_bytes='60.0 MiB' keeps them"
-
-
-@pytest.mark.parametrize("forward", [True, False])
-def test_it_says_for_what_a_step_waits(forward: bool) -> None:
-    waits: dict[str, Any] = {"forward_wait_s" if forward else "backward_wait_s": 5.2}
-    lines = diagnose(facts(step=waits))
-    part = "forward" if forward else "backward"
-    assert lines[0] == f"diagnosis: 52% of a step waits for the disk, mostly in {part}"
-    host = diagnose(facts({"host_written_bytes": 90 * MIB, "nvme_written_bytes": 0}, step=waits))
-    assert "for host memory" in host[0]
 
 
 def test_with_micro_batches_the_rate_that_is_needed_is_that_of_a_micro_batch() -> None:

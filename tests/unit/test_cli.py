@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from actoffload.analysis.bench import DIRECTIONS, REGION_BYTES
 from actoffload.analysis.process_usage import block_io
 from actoffload.cli import demo, demo_worker, doctor
-from actoffload.cli.app import app
+from actoffload.planning.profile import Profile
 from actoffload.storage.spool import Extent, Spool
 from actoffload.version import __version__
+from tests.commands import answer, invoke
 
 TINY = ["--steps", "4", "--layers", "2", "--width", "128", "--batch", "4", "--seq", "128"]
-runner = CliRunner()
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -30,24 +29,62 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["demo", "--target", "tape"], "target='tape'"),
-        (["demo", "--width", "100"], "width=100"),
-        (["demo", "--steps", "0"], "steps"),
-        (["demo", "--path", "/no/such/folder"], "does not exist"),
-        (["demo", "--path", __file__], "is a file"),
-        (["demo", "--profile", "/no/such/folder/x"], "profile='/no/such/folder/x'"),
-        (["doctor", "--path", "/no/such/folder"], "does not exist"),
-        (["doctor", "--paht", "x"], "paht"),
-        (["benhc"], "No such command"),
-    ],
-)
-def test_bad_options_end_with_2_and_say_why(arguments: list[str], message: str) -> None:
-    result = runner.invoke(app, arguments, env={"COLUMNS": "400"})
-    assert result.exit_code == 2
-    assert message in result.output
+BAD_OPTIONS = [
+    ("demo --target tape", "target='tape'"),
+    ("demo --width 100", "width=100"),
+    ("demo --steps 0", "steps"),
+    ("demo --path /no/such/folder", "does not exist"),
+    (f"demo --path {__file__}", "is a file"),
+    ("demo --profile /no/such/folder/x", "profile='/no/such/folder/x'"),
+    ("doctor --path /no/such/folder", "does not exist"),
+    ("doctor --paht x", "paht"),
+    ("benhc", "No such command"),
+    ("bench --engine tape", "engine='tape'"),
+    ("bench --size 1000", "size=1000: give a multiple of 4096"),
+    ("bench --size lots", "size='lots'"),
+    ("bench --size 16MiB --region 8MiB", "size=16777216: is larger than the 8.0 MiB"),
+    ("bench --step-time -1", "--step-time"),
+    ("bench --depth 0", "depth"),
+    ("bench --path /no/such/folder", "/no/such/folder"),
+    ("estimate --model gpt5", "model='gpt5': no such preset; there are megatron-22b"),
+    ("estimate --gpu abacus", "gpu='abacus': no such preset"),
+    ("estimate --drive floppy", "drive='floppy': no such preset"),
+    ("estimate --tensor 5 --no-sequence-parallel", "tensor=5: must divide heads=96"),
+    ("estimate --from-model llama --tensor 2", "tensor=2: a model other than Megatron's needs --sequence-parallel"),
+    ("estimate --zero 7", "zero=7: is a stage, 0 to 3"),
+    ("estimate --memory much", "memory='much'"),
+    ("estimate --model ssdtrain-16384 --pipeline 5", "pipeline=5: it must divide layers=2"),
+    ("estimate --micro-batch 0", "--micro-batch"),
+    ("estimate --from-model no.py:build", "there is no file no.py"),
+    ("estimate --from-model x.py:build --sequence 5", "sequence=5: your own make_batch(size) says it"),
+    ("estimate --utilisation 40", "utilisation=40.0: is a share"),
+    ("estimate --ssd-write 0", "--ssd-write"),
+    ("estimate --model ssdtrain-16384 --step-s -1", "step_s=-1.0"),
+    ("estimate --modle x", "modle"),
+    ("plan /no/such/file", "profile='/no/such/file': No such file"),
+    (f"plan {__file__}", "not a profile of version 1"),
+    ("plan PROFILE --planner best", "planner='best': choose one of"),
+    ("plan PROFILE --target tape", "target='tape': choose one of"),
+    ("plan PROFILE --device-budget much", "device_budget='much': not a size"),
+    ("plan PROFILE --device-budget much%", "device_budget='much%': give a size"),
+    ("plan PROFILE --device-budget -4%", "device_budget='-4%': give a share"),
+    ("plan PROFILE --max-slowdown -1", "max_slowdown=-1"),
+    ("plan PROFILE --disk-write 0", "--disk-write"),
+    ("plan PROFILE --more x", "more='x': not a size"),
+    ("rok --preset huge", "preset='huge': choose one of 'ssdtrain', 'ssdtrain-batches', 'cpu', 'simulated'"),
+    ("rok --gpu abacus", "gpu='abacus': no such preset; there are a100-pcie"),
+    ("rok --redraw /no/such/file", "no results of `actoffload rok`"),
+    ("rok --batch 7", "batch=7: the preset has no such case"),
+    ("rok --preset own", "model=None: the preset has no such case; your own is FILE.py:FUNCTION"),
+    ("rok --model no.py:build", "model='no.py:build': there is no file no.py"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_OPTIONS)
+def test_bad_options_end_with_2_and_say_why(line: str, message: str, tmp_path: Path) -> None:
+    Profile(storages=()).save(tmp_path / "profile.json")
+    words = [str(tmp_path / "profile.json") if word == "PROFILE" else word for word in line.split()]
+    assert message in invoke(*words, status=2)
 
 
 def test_the_command_line_starts_without_what_few_commands_need() -> None:
@@ -58,16 +95,14 @@ def test_the_command_line_starts_without_what_few_commands_need() -> None:
 
 
 def test_version() -> None:
-    assert runner.invoke(app, ["--version"]).output.strip() == __version__
+    assert invoke("--version").strip() == __version__
 
 
 # -- doctor -----------------------------------------------------------------------------------------------------------
 
 
 def test_doctor_prints_json_and_nothing_else(tmp_path: Path) -> None:
-    result = runner.invoke(app, ["doctor", "--json", "--path", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    findings = json.loads(result.stdout)
+    findings = answer("doctor", "--path", str(tmp_path))
     assert set(findings) == {"device", "memory", "cpu_allocator", "native_hooks", "io_uring", "gds", "paths", "verdict"}
     assert all(findings[name]["reason"] for name in ("cpu_allocator", "native_hooks", "io_uring", "gds"))
     assert findings["paths"][0]["path"] == str(tmp_path)
@@ -143,8 +178,7 @@ def test_the_demo_is_identical_and_its_counters_agree(tmp_path: Path, capsys: py
     assert 0 < statistics["resident_peak_bytes"] <= statistics["baseline_peak_bytes"]
     assert nvme["end"]["kernel_written_bytes"] >= statistics["nvme_written_bytes"]
     assert [file.name for file in tmp_path.iterdir()] == ["profile.json"]
-    planned = runner.invoke(app, ["plan", str(tmp_path / "profile.json"), "--json"])
-    assert planned.exit_code == 0, planned.output
+    assert answer("plan", str(tmp_path / "profile.json"))["plan"]
     demo.show(report["spec"], report["modes"])
     shown = capsys.readouterr().out
     assert "saved activations, peak" in shown
@@ -154,16 +188,12 @@ def test_the_demo_is_identical_and_its_counters_agree(tmp_path: Path, capsys: py
 def test_the_demo_reports_what_the_worker_refuses() -> None:
     if not Path("/dev/shm").is_dir():
         pytest.skip("needs a tmpfs")
-    result = runner.invoke(app, ["demo", "--path", "/dev/shm", *TINY], env={"COLUMNS": "400"})
-    assert result.exit_code == 2
-    assert "tmpfs" in result.output
+    assert "tmpfs" in invoke("demo", "--path", "/dev/shm", *TINY, status=2)
 
 
 def test_a_worker_that_dies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    answer = runner.invoke(app, ["demo", "--json"])
-    assert answer.exit_code == 1
-    assert "Error: mode keep: status 1" in answer.output
+    assert "Error: mode keep: status 1" in invoke("demo", "--json", status=1)
 
 
 def test_one_bit_of_difference_fails_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,11 +201,9 @@ def test_one_bit_of_difference_fails_the_demo(monkeypatch: pytest.MonkeyPatch) -
     results = {"keep": result((3.0, 2.0)), "nvme": result((3.0, one))}
     monkeypatch.setattr(demo, "take_turns", lambda *_, **__: results)
     monkeypatch.setattr(demo, "find_device", lambda: "cpu")
-    answer = runner.invoke(app, ["demo", "--json"])
-    assert answer.exit_code == 1
-    assert json.loads(answer.output)["identical"] is False
+    assert json.loads(invoke("demo", "--json", status=1))["identical"] is False
     results["nvme"] = result((3.0, 2.0))
-    assert runner.invoke(app, ["demo", "--json"]).exit_code == 0
+    assert answer("demo")["identical"] is True
 
 
 def test_the_demo_compares_turn_by_turn_without_the_planning_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,15 +214,15 @@ def test_the_demo_compares_turn_by_turn_without_the_planning_steps(monkeypatch: 
     }
     monkeypatch.setattr(demo, "take_turns", lambda *_, **__: results)
     monkeypatch.setattr(demo, "find_device", lambda: "cpu")
-    keep, nvme = json.loads(runner.invoke(app, ["demo", "--json"]).output)["modes"]
+    keep, nvme = answer("demo")["modes"]
     assert (keep["median_step_s"], nvme["median_step_s"]) == (3.0, 3.0)
     assert nvme["ratios_to_keep"] == pytest.approx([1.5, 1.0, 1.2])
     assert nvme["ratio_to_keep"] == pytest.approx(1.2)
-    quiet = runner.invoke(app, ["demo"], env={"COLUMNS": "200"}).output
+    quiet = invoke("demo")
     assert "1.200 (1.00 to 1.50)" in quiet
     assert "busy" not in quiet
     results["keep"]["others_cpu_share"] = 0.4
-    busy = runner.invoke(app, ["demo"], env={"COLUMNS": "200"}).output
+    busy = invoke("demo")
     assert "The machine was busy: others took 40% of the processors" in busy
 
 

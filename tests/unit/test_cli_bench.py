@@ -10,11 +10,11 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from actoffload.analysis import bench
 from actoffload.analysis.bench import (
@@ -27,15 +27,14 @@ from actoffload.analysis.bench import (
     rates_of,
     training_facts,
 )
-from actoffload.cli.app import app
 from actoffload.cli.bench import advice
 from actoffload.storage.engines.base import IoKind
 from actoffload.storage.engines.posix import PosixEngine
+from tests import commands
 
 KIB, MIB = 1 << 10, 1 << 20
 TINY = ["--size", "64KiB", "--size", "1MiB", "--depth", "2", "--seconds", "0.02", "--rounds", "1", "--region", "8MiB"]
-WIDE = {"COLUMNS": "400"}
-runner = CliRunner()
+invoke = partial(commands.invoke, "bench")
 
 
 def rates(write: float | None, read: float | None, mixed: float | None, **setting: Any) -> Rates:
@@ -117,10 +116,7 @@ def test_a_disk_that_fails_ends_the_measurement(tmp_path: Path, monkeypatch: pyt
         return transfer(self, kind, views, offset)
 
     monkeypatch.setattr(PosixEngine, "_transfer_once", failing)
-    arguments = ["bench", "--path", str(tmp_path), "--engine", "posix", *TINY, "--seconds", "1000"]
-    result = runner.invoke(app, arguments, env=WIDE)
-    assert result.exit_code == 1
-    assert "broken" in result.output
+    assert "broken" in invoke("--path", str(tmp_path), "--engine", "posix", *TINY, "--seconds", "1000", status=1)
     assert open_files(tmp_path) == []
 
 
@@ -137,10 +133,8 @@ def open_files(folder: Path, pid: int | str = "self") -> list[str]:
 
 
 def test_json_and_nothing_else(tmp_path: Path) -> None:
-    arguments = ["bench", "--json", "--path", str(tmp_path), "--engine", "posix", "--engine", "memory", *TINY]
-    result = runner.invoke(app, [*arguments, "--step-time", "2", "--saved-bytes", "1GiB"], env=WIDE)
-    assert result.exit_code == 0, result.output
-    facts = json.loads(result.stdout)
+    arguments = ["--path", str(tmp_path), "--engine", "posix", "--engine", "memory", *TINY]
+    facts = commands.answer("bench", *arguments, "--step-time", "2", "--saved-bytes", "1GiB")
     assert [(one["setting"]["engine"], one["setting"]["block_bytes"]) for one in facts["rates"]] == [
         ("posix", 64 * KIB),
         ("posix", MIB),
@@ -157,81 +151,37 @@ def test_json_and_nothing_else(tmp_path: Path) -> None:
 
 
 def test_for_a_person(tmp_path: Path) -> None:
-    result = runner.invoke(app, ["bench", "--path", str(tmp_path), "--engine", "posix", *TINY], env=WIDE)
-    assert result.exit_code == 0, result.output
+    said = invoke("--path", str(tmp_path), "--engine", "posix", *TINY)
     for text in ("posix", "64.0 KiB", "write", "read", "mixed", "Best: posix", "A step of 1 s hides"):
-        assert text in result.stdout
-    assert "posix 1.0 MiB: 6 of 6" in result.stderr  # there is no terminal: lines instead of a progress bar
+        assert text in said
+    assert "posix 1.0 MiB: 6 of 6" in said  # there is no terminal: lines instead of a progress bar
     assert open_files(tmp_path) == []
 
 
 def test_it_stops_at_the_limit_and_says_what_is_missing(tmp_path: Path) -> None:
-    arguments = ["bench", "--path", str(tmp_path), "--engine", "posix", *TINY, "--limit", "0"]
-    result = runner.invoke(app, arguments, env=WIDE)
-    assert result.exit_code == 1  # nothing was read, so nothing is best
-    assert "Stopped after 0 s: 5 samples are missing" in result.stdout
-    facts = json.loads(runner.invoke(app, [*arguments, "--json"], env=WIDE).stdout)
+    arguments = ["--path", str(tmp_path), "--engine", "posix", *TINY, "--limit", "0"]
+    # Nothing was read, so nothing is best.
+    assert "Stopped after 0 s: 5 samples are missing" in invoke(*arguments, status=1)
+    facts = json.loads(invoke(*arguments, "--json", status=1))
     assert (len(facts["samples"]), facts["missing_samples"]) == (1, 5)
     assert open_files(tmp_path) == []
 
 
-def test_by_default_doctor_measures_what_bench_measures_within_half_a_minute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[tuple[str, int, float]] = []
-
-    def measure(self: Rig, direction: bench.Direction, seconds: float) -> Sample:
-        seen.append((direction, self._region_bytes, seconds))
-        return sample(direction, 1.0, block_bytes=self._block_bytes)
-
-    monkeypatch.setattr(Rig, "measure", measure)
-    assert runner.invoke(app, ["doctor", "--path", str(tmp_path)], env=WIDE).exit_code == 0
-    by_doctor = seen.copy()
-    seen.clear()
-    arguments = ["bench", "--json", "--path", str(tmp_path), "--engine", "posix"]
-    assert runner.invoke(app, arguments, env=WIDE).exit_code == 0
-    assert by_doctor == [one for one in by_doctor if one in seen] != []
-    assert sum(seconds for _, _, seconds in seen) * len(bench.DISK_ENGINES) < 30
-
-
 def test_an_engine_that_cannot_run_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "kvikio", None)
-    arguments = ["bench", "--path", str(tmp_path), "--engine", "gds", *TINY]
-    alone = runner.invoke(app, arguments, env=WIDE)
-    assert alone.exit_code == 1
-    assert alone.output.count("gds was not measured: engine='gds': cannot import kvikio") == 1
-    beside = runner.invoke(app, [*arguments, "--engine", "posix"], env=WIDE)
-    assert beside.exit_code == 0
-    assert "gds was not measured" in beside.output
-    assert "Best: posix" in beside.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--engine", "tape"], "engine='tape'"),
-        (["--size", "1000"], "size=1000: give a multiple of 4096"),
-        (["--size", "lots"], "size='lots'"),
-        (["--size", "16MiB", "--region", "8MiB"], "size=16777216: is larger than the 8.0 MiB"),
-        (["--step-time", "-1"], "--step-time"),
-        (["--depth", "0"], "depth"),
-        (["--path", "/no/such/folder"], "/no/such/folder"),
-    ],
-)
-def test_bad_options_end_with_2_and_say_why(arguments: list[str], message: str, tmp_path: Path) -> None:
-    where = [] if "--path" in arguments else ["--path", str(tmp_path)]
-    result = runner.invoke(app, ["bench", *where, *arguments], env=WIDE)
-    assert result.exit_code == 2, result.output
-    assert message in result.output
+    arguments = ["--path", str(tmp_path), "--engine", "gds", *TINY]
+    assert invoke(*arguments, status=1).count("gds was not measured: engine='gds': cannot import kvikio") == 1
+    beside = invoke(*arguments, "--engine", "posix")
+    assert "gds was not measured" in beside
+    assert "Best: posix" in beside
 
 
 def test_too_little_room_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reserved: list[int] = []
     monkeypatch.setattr(os, "posix_fallocate", lambda fd, offset, nbytes: reserved.append(nbytes))
-    result = runner.invoke(app, ["bench", "--path", str(tmp_path), *TINY, "--region", "100000TiB"], env=WIDE)
-    assert result.exit_code == 1
-    assert "too little room for 100000.0 TiB" in result.output
-    assert str(tmp_path) in result.output
+    said = invoke("--path", str(tmp_path), *TINY, "--region", "100000TiB", status=1)
+    assert "too little room for 100000.0 TiB" in said
+    assert str(tmp_path) in said
     assert open_files(tmp_path) == []
     assert reserved == []  # nor was the disk filled for a moment, which others on it would have seen
 

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from actoffload.analysis.estimate_presets import BUILT_IN, MODELS, PUBLISHED
 from actoffload.cli import estimate as estimate_command
-from actoffload.cli.app import app
+from tests import commands
+from tests.commands import invoke
 
-runner = CliRunner()
 TWO_LAYERS = ("--model", "ssdtrain-16384")
-
-
-def run(*arguments: str) -> str:
-    result = runner.invoke(app, ["estimate", *arguments], env={"COLUMNS": "300"})
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-def answer(*arguments: str) -> Any:
-    return json.loads(run("--json", *arguments))
+run, answer = partial(invoke, "estimate"), partial(commands.answer, "estimate")
 
 
 def test_the_picture(tmp_path: Path) -> None:
@@ -141,32 +131,3 @@ def test_the_documented_model_of_ones_own_is_counted(tmp_path: Path) -> None:
     assert len(parts["activations"]["blocks"]) == 4
     assert min(parts["activations"]["blocks"]) > 64 * 128 * 256 * 4
     assert parts["hardware"]["name"] == "h100-sxm"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "gpt5"], "model='gpt5': no such preset; there are megatron-22b"),
-        (["--gpu", "abacus"], "gpu='abacus': no such preset"),
-        (["--drive", "floppy"], "drive='floppy': no such preset"),
-        (["--tensor", "5", "--no-sequence-parallel"], "tensor=5: must divide heads=96"),
-        (
-            ["--from-model", "llama", "--tensor", "2"],
-            "tensor=2: a model other than Megatron's needs --sequence-parallel",
-        ),
-        (["--zero", "7"], "zero=7: is a stage, 0 to 3"),
-        (["--memory", "much"], "memory='much'"),
-        ([*TWO_LAYERS, "--pipeline", "5"], "pipeline=5: it must divide layers=2"),
-        (["--micro-batch", "0"], "--micro-batch"),
-        (["--from-model", "no.py:build"], "there is no file no.py"),
-        (["--from-model", "x.py:build", "--sequence", "5"], "sequence=5: your own make_batch(size) says it"),
-        (["--utilisation", "40"], "utilisation=40.0: is a share"),
-        (["--ssd-write", "0"], "--ssd-write"),
-        ([*TWO_LAYERS, "--step-s", "-1"], "step_s=-1.0"),
-        (["--modle", "x"], "modle"),
-    ],
-)
-def test_bad_options_end_with_2_and_say_why(arguments: list[str], message: str) -> None:
-    result = runner.invoke(app, ["estimate", *arguments], env={"COLUMNS": "400"})
-    assert result.exit_code == 2
-    assert message in result.output

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from actoffload import OffloadConfig, Offloader, Plan
-from actoffload.cli.app import app
 from actoffload.planning.profile import Profile
 from actoffload.testing.gpt import GPT, GPTConfig
+from tests import commands
 from tests.profiles import Accelerator, link, transformer_profile
 
-runner = CliRunner()
 GIB = 1 << 30
+invoke, answer = partial(commands.invoke, "plan"), partial(commands.answer, "plan")
 
 
 @pytest.fixture(scope="module")
@@ -28,18 +27,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def invoke(*arguments: str, status: int = 0) -> str:
-    result = runner.invoke(app, ["plan", *arguments], env={"COLUMNS": "160"})
-    assert result.exit_code == status, result.output
-    return result.output
-
-
-def answer(*arguments: str) -> Any:
-    return json.loads(invoke(*arguments, "--json"))
-
-
 def test_for_a_person(file: Path, tmp_path: Path) -> None:
-    text = invoke(str(file), "--device-budget", "1GiB")
+    text = invoke(str(file), "--device-budget", "1GiB", "--recompute")
     for part in (
         "plan of auto on cuda, device budget 1.0 GiB",
         "activation peak",
@@ -74,13 +63,13 @@ def test_a_budget_may_be_a_share(file: Path) -> None:
 
 
 def test_options_reach_the_planner(file: Path) -> None:
-    plan = answer(str(file), "--device-budget", "2GiB", "--no-recompute", "--planner", "joint")["plan"]
+    plan = answer(str(file), "--device-budget", "2GiB", "--planner", "joint")["plan"]
     assert (plan["planner"], plan["recompute"]) == ("joint", [])
     assert {entry["tier"] for entry in plan["entries"]} == {"", "nvme"}
-    slow = answer(str(file), "--device-budget", "2GiB", "--no-recompute")["prediction"]["step_s"]
-    fast = answer(str(file), "--device-budget", "2GiB", "--no-recompute", "--disk-write", "50", "--disk-read", "50")
+    slow = answer(str(file), "--device-budget", "2GiB")["prediction"]["step_s"]
+    fast = answer(str(file), "--device-budget", "2GiB", "--disk-write", "50", "--disk-read", "50")
     assert fast["prediction"]["step_s"] < slow
-    hosted = answer(str(file), "--device-budget", "2GiB", "--no-recompute", "--host-write", "25", "--target", "host")
+    hosted = answer(str(file), "--device-budget", "2GiB", "--host-write", "25", "--target", "host")
     assert {entry["tier"] for entry in hosted["plan"]["entries"]} == {"", "host"}
     assert answer(str(file), "--max-slowdown", "0.2")["prediction"]["peak_bytes"] < fast["keep"]["peak_bytes"]
 
@@ -98,7 +87,7 @@ def build():
 def test_a_model_of_ones_own_is_recorded_and_its_plan_can_be_followed(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE)
     source = [f"{tmp_path}/mine.py:build", "--batch", "4", "--path", str(tmp_path)]
-    text = invoke(*source, "--device-budget", "70%", "--no-recompute", "--plan-out", str(tmp_path / "p"))
+    text = invoke(*source, "--device-budget", "70%", "--plan-out", str(tmp_path / "p"))
     assert "stack.blocks.1" in text
     plan = Plan.from_json((tmp_path / "p").read_text())
     assert plan.offloaded_bytes > 0
@@ -130,12 +119,11 @@ def test_a_wrong_file_says_what_it_wants_and_what_writes_it(kind: str, tmp_path:
     wrong = tmp_path / "wrong.json"
     if kind != "missing":
         wrong.write_bytes(b"\x89PNG\xff" if kind == "binary" else b'{"benchmark": "rok", "version": 1}')
-    result = runner.invoke(app, ["plan", str(wrong)], env={"COLUMNS": "400"})
-    assert result.exit_code == 2
+    said = invoke(str(wrong), status=2)
     problem = {"missing": "No such file", "binary": "it is no text", "other": "not a profile of version 1"}[kind]
-    assert f"profile='{wrong}': {problem}" in result.output
-    assert "`actoffload demo --profile FILE` writes one" in result.output
-    assert "offloader.profile.save(FILE)" in result.output
+    assert f"profile='{wrong}': {problem}" in said
+    assert "`actoffload demo --profile FILE` writes one" in said
+    assert "offloader.profile.save(FILE)" in said
 
 
 def test_a_model_that_saves_nothing_that_may_move_is_an_error(tmp_path: Path) -> None:
@@ -145,26 +133,3 @@ def test_a_model_that_saves_nothing_that_may_move_is_an_error(tmp_path: Path) ->
 
 def test_a_budget_below_the_floor_says_the_floor(file: Path) -> None:
     assert "the floor is 409600000 bytes" in invoke(str(file), "--device-budget", "1MiB", status=1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["/no/such/file"], "profile='/no/such/file': No such file"),
-        ([__file__], "not a profile of version 1"),
-        (["PROFILE", "--planner", "best"], "planner='best': choose one of"),
-        (["PROFILE", "--target", "tape"], "target='tape': choose one of"),
-        (["PROFILE", "--device-budget", "much"], "device_budget='much': not a size"),
-        (["PROFILE", "--device-budget", "much%"], "device_budget='much%': give a size"),
-        (["PROFILE", "--device-budget", "-4%"], "device_budget='-4%': give a share"),
-        (["PROFILE", "--max-slowdown", "-1"], "max_slowdown=-1"),
-        (["PROFILE", "--disk-write", "0"], "--disk-write"),
-        (["PROFILE", "--more", "x"], "more='x': not a size"),
-    ],
-)
-def test_bad_options_end_with_2_and_say_why(arguments: list[str], message: str, file: Path) -> None:
-    result = runner.invoke(
-        app, ["plan", *(str(file) if a == "PROFILE" else a for a in arguments)], env={"COLUMNS": "400"}
-    )
-    assert result.exit_code == 2
-    assert message in result.output

@@ -5,23 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from actoffload.analysis.plots import has_matplotlib
 from actoffload.analysis.rok import Preset, Variant, points_of
 from actoffload.analysis.rok_run import RokRun, load_results
 from actoffload.cli import models, rok_worker
 from actoffload.cli import rok as rok_command
-from actoffload.cli.app import app
 from actoffload.errors import ActOffloadError, BudgetError, ConfigError
+from tests import commands
 from tests.rok_samples import CASE, MACHINE, PRESET, all_points, failed, sample
 
-runner = CliRunner()
+invoke = partial(commands.invoke, "rok")
 
 
 class Launcher:
@@ -102,9 +102,7 @@ def test_ctrl_c_ends_the_command_with_that(tmp_path: Path, monkeypatch: pytest.M
         raise KeyboardInterrupt
 
     monkeypatch.setattr(rok_command, "measure", interrupted)
-    result = runner.invoke(app, ["rok", "--preset", "tiny", "--out", str(tmp_path / "r.json")])
-    assert result.exit_code == 130
-    assert "Interrupted." in result.output
+    assert "Interrupted." in invoke("--preset", "tiny", "--out", str(tmp_path / "r.json"), status=130)
 
 
 # -- the worker -------------------------------------------------------------------------------------------------------
@@ -270,12 +268,6 @@ def test_transformers_models(model: str) -> None:
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def invoke(*arguments: str, status: int = 0) -> str:
-    result = runner.invoke(app, ["rok", *arguments], env={"COLUMNS": "200"})
-    assert result.exit_code == status, result.output
-    return result.output
-
-
 def write(file: Path, samples: Sequence[dict[str, Any]]) -> Path:
     payload = {"benchmark": "rok", "version": 2, "environment": MACHINE, "measured_with": {}, "samples": samples}
     file.write_text(json.dumps(payload))
@@ -304,23 +296,6 @@ def test_redraw_fails_when_bits_differ_or_a_point_failed(tmp_path: Path) -> None
     invoke("--redraw", str(write(tmp_path / "b.json", all_points())), status=1)
     floor = [sample("keep"), failed("hybrid", "BudgetError: the floor is 5") | {"below_floor": True}]
     invoke("--redraw", str(write(tmp_path / "c.json", floor)))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--preset", "huge"], "preset='huge': choose one of 'ssdtrain', 'ssdtrain-batches', 'cpu', 'simulated'"),
-        (["--gpu", "abacus"], "gpu='abacus': no such preset; there are a100-pcie"),
-        (["--redraw", "/no/such/file"], "no results of `actoffload rok`"),
-        (["--batch", "7"], "batch=7: the preset has no such case"),
-        (["--preset", "own"], "model=None: the preset has no such case; your own is FILE.py:FUNCTION"),
-        (["--model", "no.py:build"], "model='no.py:build': there is no file no.py"),
-    ],
-)
-def test_bad_options_end_with_2_and_say_why(arguments: list[str], message: str) -> None:
-    result = runner.invoke(app, ["rok", *arguments], env={"COLUMNS": "400"})
-    assert result.exit_code == 2
-    assert message in result.output
 
 
 def test_options_select_from_the_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ from tests.harness import (
     states_of,
     wait_until,
 )
-from tests.unit.saving import FULL, KIB, NBYTES, BufferedGateEngine, CountingEngine, Saved, activations
+from tests.unit.saving import FULL, KIB, NBYTES, BufferedGateEngine, CountingEngine, Saved, activations, freed
 
 ALONE = 512 * KIB
 """A tensor of so many bytes goes alone."""
@@ -348,20 +348,18 @@ def test_what_its_owner_frees_while_it_is_written_stays(
     offloader = make_offloader(**({"engine": GateEngine} | options))
     tensors = activations(count, nbytes)
     saved = Saved(offloader, tensors)
-    storage, contents = tensors[0].untyped_storage(), tensors[0].clone()
-    storage.resize_(0)
-    if filled_again:
-        Saved(offloader, activations(1)).check_rest()  # any save is an occasion to see that
-        storage.resize_(nbytes)
-        tensors[0].data.copy_(contents)
+    with freed(tensors[0]):
+        if filled_again:
+            Saved(offloader, activations(1)).check_rest()  # any save is an occasion to see that
+        else:
+            only_engine(offloader).open()
+            offloader.synchronize()
     only_engine(offloader).open()
     offloader.synchronize()
     assert "engine" not in options or filled_again or only_engine(offloader).calls == 0, "memory that is gone was read"
     statistics = offloader.statistics()
     assert statistics.kept_bytes["resized"] >= nbytes
     assert statistics.degraded == {}
-    storage.resize_(nbytes)
-    tensors[0].data.copy_(contents)
     saved.check_rest()
     assert_empty(offloader)
 
@@ -370,12 +368,9 @@ def test_of_many_that_move_each_is_looked_at_in_turn(make_offloader: MakeOffload
     offloader = make_offloader(engine=GateEngine)
     tensors = activations(80, 64 * KIB)
     saved = Saved(offloader, tensors)
-    storage, contents = tensors[40].untyped_storage(), tensors[40].clone()
-    storage.resize_(0)
-    for _ in range(20):  # each is an occasion to look at some
-        Saved(offloader, activations(1, 64 * KIB)).check_rest()
-    storage.resize_(64 * KIB)
-    tensors[40].data.copy_(contents)
+    with freed(tensors[40]):
+        for _ in range(20):  # each is an occasion to look at some
+            Saved(offloader, activations(1, 64 * KIB)).check_rest()
     only_engine(offloader).open()
     offloader.synchronize()
     assert offloader.statistics().kept_bytes["resized"] >= 64 * KIB
@@ -387,13 +382,10 @@ def test_one_that_its_owner_frees_before_its_batch_is_begun_stays_alone(make_off
     offloader = make_offloader(engine="posix")
     tensors = activations(2)
     saved = Saved(offloader, tensors)
-    storage, contents = tensors[0].untyped_storage(), tensors[0].clone()
-    storage.resize_(0)
-    offloader.synchronize()
+    with freed(tensors[0]):
+        offloader.synchronize()
     assert states_of(offloader) == ["resident", "spilled"]
     assert offloader.statistics().kept_bytes["resized"] == NBYTES
-    storage.resize_(NBYTES)
-    tensors[0].data.copy_(contents)
     saved.check_rest()
     assert_empty(offloader)
 

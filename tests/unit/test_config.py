@@ -177,18 +177,6 @@ def test_a_config_is_frozen_keyword_only_and_a_value(tmp_path: Path) -> None:
         config.replace(target="tape")
 
 
-def test_every_field_is_documented() -> None:
-    import ast
-    import inspect
-
-    tree = ast.parse(inspect.getsource(OffloadConfig))
-    body = tree.body[0].body  # type: ignore[attr-defined]
-    for node, following in zip(body, [*body[1:], None], strict=True):
-        if isinstance(node, ast.AnnAssign):
-            documented = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
-            assert documented, f"{ast.unparse(node.target)} has no docstring"
-
-
 # -- paths, devices, engines -------------------------------------------------------------------------------------------
 
 

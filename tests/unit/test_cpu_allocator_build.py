@@ -69,9 +69,6 @@ def test_without_a_home_it_is_built_once_as_well(fresh: Path) -> None:
     library.parent.chmod(0o777)
     assert "set XDG_CACHE_HOME" in cpu_allocator.refusal()
     library.parent.chmod(0o700)
-    temporary.chmod(0o777)  # with no sticky bit, anybody can put another directory there
-    assert "set XDG_CACHE_HOME" in cpu_allocator.refusal()
-    temporary.chmod(0o1777)
     assert cpu_allocator.refusal() == ""
 
 
@@ -95,7 +92,6 @@ def test_a_cache_that_others_can_write_to_is_not_trusted(fresh: Path) -> None:
         ("overcommit", "does not overcommit"),
         ("platform", "only on Linux"),
         ("library", "could not be loaded"),
-        ("locked", "locks its memory"),
         ("switch", "ACTOFFLOAD_NATIVE=0 is set"),
     ],
 )
@@ -117,8 +113,6 @@ def test_where_it_cannot_be_used_the_reason_is_said(
         monkeypatch.setattr(cpu_allocator, "_overcommit", lambda: 2)
     elif why == "switch":
         monkeypatch.setenv("ACTOFFLOAD_NATIVE", "0")
-    elif why == "locked":
-        monkeypatch.setattr(cpu_allocator, "_locks_memory", lambda: True)
     elif why == "platform":
         monkeypatch.setattr(sys, "platform", "darwin")
     else:
@@ -134,17 +128,6 @@ def test_where_it_cannot_be_used_the_reason_is_said(
     cpu_allocator.next_epoch()
     cpu_allocator.give_back()
     torch.full((1 << 20,), 1.0)
-
-
-@pytest.mark.usefixtures("quickly_compiled")
-def test_a_cache_that_is_a_link_to_elsewhere_is_judged_by_where_it_leads(fresh: Path, tmp_path: Path) -> None:
-    open_folder = tmp_path / "open"
-    open_folder.mkdir()
-    open_folder.chmod(0o777)
-    (open_folder / "mine").mkdir()
-    fresh.symlink_to(open_folder / "mine")
-    library = cpu_allocator.build()
-    assert open_folder not in library.parents
 
 
 def test_a_compiler_that_hangs_or_is_gone_is_a_reason(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:

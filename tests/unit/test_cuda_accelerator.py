@@ -27,18 +27,31 @@ def mode(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return kept
 
 
-def test_waiting_for_a_copy_does_not_end_a_capture(mode: list[int]) -> None:
+def test_asking_for_a_copy_does_not_end_a_capture(mode: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA lets no thread ask for an event while another captures, unless its own mode is relaxed."""
     seen = []
 
-    class Asked(accelerator.CudaAccelerator):
-        def done(self, event: Any) -> bool:
-            seen.append(mode[0])
-            return len(seen) == 3
+    def asked(self: object, event: object) -> bool:
+        seen.append(mode[0])
+        return len(seen) == 3
 
-    Asked().synchronize(None)
+    monkeypatch.setattr(accelerator.Accelerator, "done", asked)
+    accelerator.CudaAccelerator().synchronize(None)
     assert seen == [RELAXED] * 3
     assert mode == [GLOBAL]
+
+
+def test_a_mode_that_the_runtime_refuses_to_change_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def exchange(pointer: Any) -> int:
+        asked.append(pointer)
+        return 1
+
+    monkeypatch.setattr(accelerator, "capture_mode_exchange", lambda: exchange)
+    monkeypatch.setattr(accelerator.Accelerator, "done", lambda self, event: True)
+    assert accelerator.CudaAccelerator().done(None)
+    assert len(asked) == 1
 
 
 def test_page_locking_does_not_end_a_capture(mode: list[int], monkeypatch: pytest.MonkeyPatch) -> None:

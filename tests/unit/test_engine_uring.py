@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -54,9 +53,9 @@ def test_a_short_transfer_goes_on_where_it_stopped_on_a_boundary(
     for name in ("read", "write"):
         real = getattr(Ring, name)
 
-        def add(ring: Ring, tag: int, address: int, length: int, offset: int, real: Any = real) -> None:
+        def add(ring: Ring, tag: int, vectors: Any, offset: int, real: Any = real) -> None:
             offsets.append(offset)
-            real(ring, tag, address, length, offset)
+            real(ring, tag, vectors, offset)
 
         monkeypatch.setattr(Ring, name, add)
     Results(monkeypatch, lambda tag, result: result - 100 if result > BLOCK else result)
@@ -118,28 +117,6 @@ def test_one_larger_than_the_window_goes_alone(
     assert peek_file(file, 0, 4 * BLOCK) == memory.data
 
 
-def test_a_before_that_waits_holds_up_no_read_and_leaves_what_is_behind_it_cancellable(
-    engine: UringEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(uring_module, "PREPARED_BYTES", 2 * BLOCK)
-    memory, go_on, running = Memory(BLOCK), threading.Event(), threading.Event()
-    assert move(engine, IoKind.WRITE, memory).error is None
-
-    def before() -> None:
-        running.set()
-        assert go_on.wait(WAIT_S)
-
-    writes = [IoRequest(IoKind.WRITE, memory.address, BLOCK, 0, before=before) for _ in range(5)]
-    for write in writes:
-        engine.submit(write)
-    assert running.wait(WAIT_S)
-    assert move(engine, IoKind.READ, memory).error is None
-    assert [write.cancel() for write in writes] == [False, False, True, True, True]
-    go_on.set()
-    assert all(write.wait(WAIT_S) for write in writes)
-    assert [write.state for write in writes] == [RequestState.DONE] * 2 + [RequestState.CANCELLED] * 3
-
-
 def test_many_threads_that_wait_for_each_transfer_are_never_forgotten(engine: UringEngine) -> None:
     """Each submits and waits in turn, so that the engine sleeps and is woken all the time."""
 
@@ -157,48 +134,17 @@ def test_many_threads_that_wait_for_each_transfer_are_never_forgotten(engine: Ur
 # -- errors of our own ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["write", "write_ranges"])
 def test_an_error_before_the_kernel_has_it_is_that_of_the_request(
-    engine: UringEngine, monkeypatch: pytest.MonkeyPatch, name: str
+    engine: UringEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(ring: Ring, *arguments: object) -> None:
         raise MemoryError("in this test")
 
     memory = Memory(2 * BLOCK)
-    parts = ((memory.address, BLOCK), (memory.address + BLOCK, BLOCK)) if name == "write_ranges" else ()
-    first = IoRequest(IoKind.WRITE, memory.address, 2 * BLOCK, 0, ranges=parts)
     with monkeypatch.context() as patch:
-        patch.setattr(Ring, name, fails)
-        engine.submit(first)
-        assert first.wait(WAIT_S)
-    assert isinstance(first.error, MemoryError)
+        patch.setattr(Ring, "write", fails)
+        assert isinstance(move(engine, IoKind.WRITE, memory).error, MemoryError)
     assert move(engine, IoKind.WRITE, memory).error is None
-
-
-@pytest.mark.parametrize("failing", ["eventfd", "actoffload-uring-before", "actoffload-uring-0"])
-def test_an_engine_that_cannot_be_made_leaves_nothing_behind(
-    file: SpoolFile, monkeypatch: pytest.MonkeyPatch, failing: str
-) -> None:
-    make_uring(file).close()
-    files, threads = set(os.listdir("/proc/self/fd")), set(threading.enumerate())
-    real_start, real_eventfd = threading.Thread.start, os.eventfd
-
-    def start(thread: threading.Thread) -> None:
-        if thread.name == failing:
-            raise MemoryError("in this test")
-        real_start(thread)
-
-    def eventfd(count: int) -> int:
-        if failing == "eventfd":
-            raise MemoryError("in this test")
-        return real_eventfd(count)
-
-    monkeypatch.setattr(os, "eventfd", eventfd)
-    monkeypatch.setattr(threading.Thread, "start", start)
-    with pytest.raises(MemoryError):
-        UringEngine(file)
-    assert set(threading.enumerate()) <= threads
-    assert set(os.listdir("/proc/self/fd")) <= files
 
 
 # -- its end ----------------------------------------------------------------------------------------------------------

@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 
-from actoffload.analysis.estimate import Activations, Hardware, Parallelism, estimate, required_bytes_per_s
-from actoffload.analysis.estimate_presets import DRIVES, GIB, GPUS, MODELS
+from actoffload.analysis.estimate import Activations, Hardware, Parallelism, estimate
+from actoffload.analysis.estimate_presets import DRIVES, GIB
 from actoffload.errors import ConfigError
 from actoffload.storage.endurance import (
     DAY_S,
     YEAR_S,
     Drive,
-    endurance_bytes,
     lifetime_s,
     render_wear,
     written_per_day,
@@ -42,7 +41,7 @@ def test_micro_batches_in_flight_are_those_of_1f1b() -> None:
 
 def test_ssdtrains_lifetime_on_rated_endurance_is_days() -> None:
     def life(drive: str) -> float:
-        return lifetime_s(endurance_bytes(DRIVES[drive], 4), 2.0, 12.1e9)
+        return lifetime_s(4 * DRIVES[drive].rated_written_bytes, 2.0, 12.1e9)
 
     assert life("980pro-1tb") / DAY_S == pytest.approx(4.6, abs=0.05)
     assert life("p5800x-1.6tb") / YEAR_S == pytest.approx(6.1, abs=0.05)
@@ -51,7 +50,7 @@ def test_ssdtrains_lifetime_on_rated_endurance_is_days() -> None:
 def test_the_share_that_hides_is_the_lesser_of_write_and_read() -> None:
     free = estimate(SOME, ONE, machine())
     need = free.required_bytes_per_s
-    assert need == required_bytes_per_s(free.activation_bytes_per_step, free.step_s)
+    assert need == free.activation_bytes_per_step / (free.step_s / 2)
     for changes, share in (
         ({"ssd_write_bytes_per_s": need / 4}, 0.25),
         ({"ssd_read_bytes_per_s": need / 5}, 0.2),
@@ -65,11 +64,6 @@ def test_the_share_that_hides_is_the_lesser_of_write_and_read() -> None:
         assert result.moved_bytes_per_step == pytest.approx(share * result.activation_bytes_per_step)
         assert result.written_bytes_per_day == pytest.approx(result.moved_bytes_per_step / result.step_s * DAY_S)
         assert any("hides" in note for note in result.notes) == (result.share_hidden < 1)
-
-
-def test_the_life_is_that_of_the_rated_endurance() -> None:
-    result = estimate(SOME, ONE, machine())
-    assert result.rated_life_s * result.written_bytes_per_day / DAY_S == pytest.approx(4 * DRIVE.rated_written_bytes)
 
 
 def test_cost_and_a_measured_step() -> None:
@@ -120,10 +114,6 @@ def test_states_are_split_over_stages_and_by_zero_over_data_parallel_ranks() -> 
         memory = estimate(some, Parallelism(pipeline=2, data=8, zero=zero), machine()).memory
         found.append((memory.parameter_bytes, memory.gradient_bytes, memory.optimizer_bytes))
     assert found == [(32, 32, 32), (32, 32, 4), (32, 4, 4), (4, 4, 4)]
-
-
-def test_presets_name_a_gpu_and_a_source() -> None:
-    assert all(entry.gpu in GPUS and entry.source for entry in MODELS.values())
 
 
 @pytest.mark.parametrize(

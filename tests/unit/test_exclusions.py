@@ -28,6 +28,7 @@ from tests.harness import (
     same_bits,
     train_step,
 )
+from tests.unit.saved_tensors import KeepsByIndex
 from tests.unit.saving import ReadsTwice, take_gradient, weight
 
 KIB = 1 << 10
@@ -268,13 +269,9 @@ def test_a_policy_object_sees_the_facts_and_decides(make_offloader: MakeOffloade
 
 
 def test_a_plan_is_recorded_saved_loaded_and_followed(make_offloader: MakeOffloader) -> None:
-    class KeepTwo:
-        def decide(self, facts: TensorFacts) -> Decision:
-            return Decision.KEEP if facts.index in (1, 4) else Decision.OFFLOAD
-
     model, x = Chain(depth=2), batch()
     expected = train_step(model, x)
-    first = make_offloader(policy=KeepTwo())
+    first = make_offloader(policy=KeepsByIndex((False, True, False, False, True)))
     train_step(model, x, first)
     plan = Plan.from_json(first.plan.to_json())
     assert [entry.index for entry in plan.entries if entry.action == "keep"] == [1, 4]

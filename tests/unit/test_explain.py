@@ -10,8 +10,8 @@ from actoffload.errors import BudgetError, ConfigError
 from actoffload.planning.constants import MOST_ROWS
 from actoffload.planning.explain import (
     OUTSIDE,
-    Alternative,
     BlockRow,
+    BudgetRow,
     analyse,
     budget_table,
     one_more,
@@ -143,11 +143,11 @@ def test_more_memory_is_priced() -> None:
     fits = planner.plan(profile, huge)
     same = analyse(profile, fits, huge, more=one_more(profile, fits, huge, planner))
     assert "1.0 GiB more of budget would buy no time" in render_plan(profile, fits, huge, analysis=same)
-    none = Alternative(device_budget=2 * GIB, step_s=None, peak_bytes=None)
+    none = BudgetRow(device_budget=2 * GIB, step_s=None, peak_bytes=None)
     text = render_plan(profile, plan, limits, analysis=analyse(profile, plan, limits, more=none))
     assert "still no plan keeps it" in text
     tight = Limits(device_budget=1)
-    assert one_more(profile, plan, tight, planner, 1) == Alternative(device_budget=2, step_s=None, peak_bytes=None)
+    assert one_more(profile, plan, tight, planner, 1) == BudgetRow(device_budget=2, step_s=None, peak_bytes=None)
 
 
 def test_many_blocks_share_lines() -> None:

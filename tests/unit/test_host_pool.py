@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from actoffload.memory.best_fit import ExtentAllocator
 from actoffload.memory.host_pool import HostPool, Slot
 from actoffload.memory.slab import ALIGNMENT
 from tests.harness import WAIT_S, acquire_slot, no_garbage_collection, run_in_threads
@@ -106,30 +105,6 @@ def test_memory_comes_with_the_events_of_the_copies_that_used_it() -> None:
     quarter = _acquire(pool, SLAB // 4)
     three = _acquire(pool, 3 * SLAB // 4)
     assert (quarter.events, three.events) == (["first"], ["first", "second"])
-
-
-def test_acquiring_looks_at_one_slab_and_no_event_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    slabs = 240
-    pool = HostPool(slabs * 4 * ALIGNMENT, slab_bytes=4 * ALIGNMENT, is_done=lambda event: pytest.fail("was asked"))
-    held = [_acquire(pool, ALIGNMENT) for _ in range(4 * slabs)]
-    waiting = held[: len(held) // 2 : 2]
-    for slot in waiting:
-        slot.events.append(f"copy {slot.address}")
-    del held[: len(held) // 2 : 2], waiting, slot
-    pool.reclaim()
-    looked_at: list[int] = []
-    plain = ExtentAllocator.allocate
-
-    def noting(extents: ExtentAllocator, nbytes: int) -> int | None:
-        looked_at.append(nbytes)
-        return plain(extents, nbytes)
-
-    monkeypatch.setattr(ExtentAllocator, "allocate", noting)
-    more = [_acquire(pool, ALIGNMENT) for _ in range(100)]
-    assert len(looked_at) == len(more)
-    assert all(slot.events == [f"copy {slot.address}"] for slot in more)
-    assert pool.acquire(3 * ALIGNMENT) is None
-    assert len(looked_at) == len(more)
 
 
 def test_freed_slots_are_poisoned_once_no_copy_uses_them() -> None:
@@ -231,23 +206,6 @@ def test_page_locking_is_done_ahead_in_another_thread() -> None:
     pool.close()
 
 
-def test_nothing_is_waited_for_where_the_system_has_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    pins = _Pins()
-    pool = _pool(pin=pins.pin, unpin=pins.unpin)
-
-    def start(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start)
-        assert pool.acquire(SLAB) is None
-        assert not pool.growing
-        assert pool.pin_failed
-        pool.close()
-    _acquire(pool, SLAB)
-    pool.close()
-
-
 def test_what_is_mapped_beyond_the_capacity_is_not_page_locked_and_goes_at_once() -> None:
     pins = _Pins()
     pool = _pool(pin=pins.pin, unpin=pins.unpin)
@@ -335,25 +293,6 @@ def test_closing_waits_for_copies_if_it_shall() -> None:
     pool.close(wait=True)
     assert done == {"out", "in"}
     assert pins.locked == {held.address: SLAB}
-
-
-def test_a_broken_device_of_a_closed_pool_is_not_the_trouble_of_others() -> None:
-    def broken(event: object) -> bool:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    pins = _Pins()
-    events_done: list[Any] = [lambda event: False]
-    pool = _pool(pin=pins.pin, unpin=pins.unpin, is_done=lambda event: events_done[-1](event))
-    slot = _acquire(pool, SLAB)
-    slot.events.append("copy")
-    del slot
-    pool.close()
-    events_done.append(broken)
-    assert _acquire(_pool(), SLAB) is not None
-    assert len(pins.locked) == 1
-    events_done.append(lambda event: True)
-    assert _acquire(_pool(), SLAB) is not None
-    assert pins.locked == {}
 
 
 def test_memory_that_cannot_be_page_locked_works() -> None:

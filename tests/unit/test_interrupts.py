@@ -30,10 +30,10 @@ from actoffload.autograd import native
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator
 from tests.harness import (
     ON_EACH_DEVICE,
-    WAIT_S,
     assert_same_gradients,
     forget_failed_backward,
     gradients,
+    run_in_threads,
     wait_until,
 )
 
@@ -86,23 +86,6 @@ def _step(model: torch.nn.Module, offloader: Offloader | None, x: Tensor = X) ->
     loss.backward()
 
 
-def _in_time(work: Any, what: str) -> None:
-    """Run ``work`` in another thread; fail if it hangs."""
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            work()
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(WAIT_S)
-    assert not thread.is_alive(), f"{what} hangs"
-    assert failed == [], what
-
-
 def _gone(ref: weakref.ref[Any]) -> bool:
     gc.collect()
     return ref() is None
@@ -144,7 +127,7 @@ def test_an_interrupt_aborts_the_step_and_the_next_context_starts_afresh(
         model.zero_grad(set_to_none=True)
         forget_failed_backward()
         gc.collect()
-        _in_time(offloader.statistics, f"after an interrupt at {at}, statistics()")
+        run_in_threads(offloader.statistics)
         if where != "cpu":
             torch.accelerator.synchronize()
         store = weakref.ref(offloader.store)
@@ -164,11 +147,11 @@ def test_an_interrupt_aborts_the_step_and_the_next_context_starts_afresh(
             _step(model, offloader, x)
             found.append(gradients(model))  # noqa: B023 - it is over before the next
 
-        _in_time(step_again, f"the step after an interrupt at {at}")
+        run_in_threads(step_again)
         assert_same_gradients(found[0], expected)
         wait_until(lambda: _gone(store) == aborted, f"memory is held after an interrupt at {at}")  # noqa: B023
     assert interrupted > POINTS // 2, "an interrupt in a finalizer is told, not raised; most are elsewhere"
-    _in_time(offloader.close, "close()")
+    run_in_threads(offloader.close)
 
 
 def _ctrl_c_once(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from actoffload import Offloader, Plan
-from actoffload.autograd import native as compiled_hooks
 from actoffload.errors import SavedTensorModifiedError
 from actoffload.planning.plan import PlanEntry
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
@@ -31,13 +30,20 @@ from tests.harness import (
     same_bits,
     simulated,
 )
-from tests.unit.saved_tensors import in_python
+from tests.unit.saved_tensors import activation, in_python
 
 ELEMENTS = 4096
 NBYTES = 4 * ELEMENTS
 COUNT = 8
 Use = Callable[[Any, Tensor], Tensor]
 KINDS = pytest.mark.parametrize("kind", ["below min_bytes", "policy"])
+BOTH_HOOKS = pytest.mark.usefixtures("_both_hooks")
+
+
+@pytest.fixture(params=["compiled", "in Python"])
+def _both_hooks(request: pytest.FixtureRequest) -> Iterator[None]:
+    with in_python() if request.param == "in Python" else contextlib.nullcontext():
+        yield
 
 
 def _plan(*moving: int, count: int = COUNT, prefetch_bytes: int | None = None) -> Plan:
@@ -52,10 +58,6 @@ def _keeping(make_offloader: MakeOffloader, kind: str) -> Offloader:
     with offloader:  # from the second forward on the plan has been proven
         _sines(_input())
     return offloader
-
-
-def activation(number: int) -> Tensor:
-    return (torch.arange(ELEMENTS, dtype=torch.float32) + number).requires_grad_() * 1.0
 
 
 def product(use: Use) -> Any:
@@ -118,7 +120,7 @@ def run(kind: str, use: Use, retains: tuple[bool, ...], make_offloader: MakeOffl
     x = torch.linspace(1, 2, ELEMENTS).requires_grad_()
     offloader = None if make_offloader is None else _keeping(make_offloader, kind)
     with offloader or contextlib.nullcontext():
-        out: Tensor = product(use).apply((x * 1.0).sin(), activation(3)).sum()
+        out: Tensor = product(use).apply((x * 1.0).sin(), activation(3, ELEMENTS)).sum()
     found: list[Any] = []
     for retain in retains:
         try:
@@ -170,7 +172,7 @@ def test_what_is_changed_in_place_is_an_error_the_next_time(kind: str, make_offl
 def test_outside_of_backward_each_is_given_its_own(kind: str, make_offloader: MakeOffloader) -> None:
     offloader = _keeping(make_offloader, kind)
     with offloader:
-        h = activation(1).sin()
+        h = activation(1, ELEMENTS).sin()
         out = h.sin()
     for _ in range(3):
         saved = out.grad_fn._saved_self  # type: ignore[union-attr]
@@ -252,13 +254,9 @@ def test_a_second_backward_under_a_plan_finds_all_again(
     assert (offloader.statistics().nvme_read_bytes > 0) == bool(moving)
 
 
-@pytest.mark.parametrize("native", ["1", "0"])
-def test_a_second_backward_reads_nothing_that_it_has_passed(
-    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch, native: str
-) -> None:
+@BOTH_HOOKS
+def test_a_second_backward_reads_nothing_that_it_has_passed(make_offloader: MakeOffloader) -> None:
     """A storage that stays was saved twice: backward comes to it first of all, and again when it is nearly done."""
-    if native == "0":
-        monkeypatch.setattr(compiled_hooks, "load", lambda: None)
     plan = _plan(0, *range(2, COUNT), prefetch_bytes=4 * NBYTES)
     offloader = make_offloader(policy=plan, engine="memory")
     x = _input()
@@ -402,14 +400,12 @@ def _step_in_a_compiled_function(forward: Callable[[], Tensor]) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # PyTorch's compiler looks at it
 @pytest.mark.parametrize("way", ["plain", "vmap", "compiled"])
-@pytest.mark.parametrize("native", ["1", "0"])
+@BOTH_HOOKS
 @pytest.mark.parametrize("kind", ["below min_bytes", "policy", "moves"])
 def test_a_saved_tensor_that_is_a_leafs_gradient_is_not_shared_with_it(
-    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch, kind: str, native: str, way: str
+    make_offloader: MakeOffloader, kind: str, way: str
 ) -> None:
     """Else an in-place change of the gradient is one of the saved tensor, its owner's, and other gradients."""
-    if native == "0":
-        monkeypatch.setattr(compiled_hooks, "load", lambda: None)
 
     def run(context: Any) -> list[Tensor]:
         one, other = torch.zeros(ELEMENTS, requires_grad=True), torch.zeros(ELEMENTS, requires_grad=True)
@@ -432,15 +428,11 @@ def test_a_saved_tensor_that_is_a_leafs_gradient_is_not_shared_with_it(
         assert same_bits(found, expected)
 
 
-@pytest.mark.parametrize("native", ["1", "0"])
-@pytest.mark.parametrize("kind", ["below min_bytes", "policy"])
+@BOTH_HOOKS
+@KINDS
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_a_function_was_handed_is_let_go(
-    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch, kind: str, native: str, fails: bool
-) -> None:
+def test_what_a_function_was_handed_is_let_go(make_offloader: MakeOffloader, kind: str, fails: bool) -> None:
     """By the next Function's unpack, as holding it until backward ends would keep what backward is done with."""
-    if native == "0":
-        monkeypatch.setattr(compiled_hooks, "load", lambda: None)
     references: list[StorageWeakRef] = []
     alive: list[bool] = []
 
@@ -463,7 +455,7 @@ def test_what_a_function_was_handed_is_let_go(
     with _keeping(make_offloader, kind):
         y = x
         for number in range(3):
-            y = Looks.apply(y, activation(number).detach())
+            y = Looks.apply(y, activation(number, ELEMENTS).detach())
     with pytest.raises(ValueError, match="of the test") if fails else contextlib.nullcontext():
         y.sum().backward()
     del y
@@ -471,14 +463,10 @@ def test_what_a_function_was_handed_is_let_go(
     assert all(reference.expired() for reference in references)
 
 
-@pytest.mark.parametrize("native", ["1", "0"])
-@pytest.mark.parametrize("kind", ["below min_bytes", "policy"])
-def test_it_is_let_go_by_the_unpack_of_a_node_of_pytorchs(
-    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch, kind: str, native: str
-) -> None:
+@BOTH_HOOKS
+@KINDS
+def test_it_is_let_go_by_the_unpack_of_a_node_of_pytorchs(make_offloader: MakeOffloader, kind: str) -> None:
     """A loss that is a Function, as fused ones are, saves the most of all, and nothing after it may be one."""
-    if native == "0":
-        monkeypatch.setattr(compiled_hooks, "load", lambda: None)
     alive: list[bool] = []
     x, saved = _input(), torch.ones(ELEMENTS)
     reference = StorageWeakRef(saved.untyped_storage())

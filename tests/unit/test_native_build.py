@@ -8,11 +8,10 @@ import signal
 import sys
 import sysconfig
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from actoffload.autograd import native
 from actoffload.memory import native_build
@@ -105,27 +104,3 @@ def test_a_damaged_module_is_made_anew(fresh: Path) -> None:
     library.write_bytes(b"")
     assert native.load() is not None, native.refusal()
     assert library.stat().st_size > 0
-
-
-@pytest.mark.parametrize("samples", [(torch.ones(1), 7), 7])
-def test_what_is_no_tensor_is_not_looked_into(samples: Any) -> None:
-    module: Any = native.load()
-    told: Any = {
-        "tensor": Tensor,
-        "parameter": nn.Parameter,
-        "regions": [],
-        "reasons": {},
-        "small": "small",
-        "place": object,
-    }
-    with pytest.raises(TypeError, match="tuple"):
-        module.setup(
-            **told,
-            passed=print,
-            own_counter=print,
-            changed=print,
-            unpack=print,
-            hand_out=print,
-            let_go=print,
-            samples=samples,
-        )

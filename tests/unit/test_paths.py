@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import types
 from pathlib import Path
 
+import psutil
 import pytest
 
 from actoffload.errors import SpoolPathError
@@ -20,14 +22,19 @@ def test_a_directory_without_write_permission_is_refused(
         make_spool()
 
 
-MOUNTS = r"""
-22 1 8:1 / / rw,relatime shared:1 - {root} /dev/sda1 rw
-23 22 0:5 / /tmp\040dir rw - tmpfs tmpfs rw
-24 22 0:6 / /mnt/net rw shared:2 master:3 - nfs4 server:/export rw
-25 24 0:7 / /mnt/net/local rw - xfs /dev/sdb rw
-26 22 0:8 / /mnt/ssh rw - fuse.sshfs host: rw
-27 26 0:9 / /mnt/ssh rw - btrfs /dev/sdc rw
-"""
+MOUNTS = (
+    ("/tmp dir", "tmpfs"),
+    ("/mnt/net", "nfs4"),
+    ("/mnt/net/local", "xfs"),
+    ("/mnt/ssh", "fuse.sshfs"),
+    ("/mnt/ssh", "btrfs"),
+)
+
+
+def mounted(monkeypatch: pytest.MonkeyPatch, root: str) -> None:
+    """Have the file system of the root be of a kind."""
+    found = [types.SimpleNamespace(mountpoint=point, fstype=kind) for point, kind in (("/", root), *MOUNTS)]
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: found)
 
 
 @pytest.mark.parametrize(
@@ -43,35 +50,29 @@ MOUNTS = r"""
     ],
 )
 def test_the_file_system_is_that_of_the_innermost_last_mount(
-    path: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paths, "_MOUNTS_FILE", mounts_file(tmp_path, "ext4"))
+    mounted(monkeypatch, "ext4")
     assert paths.filesystem_type(path) == kind
-
-
-def mounts_file(folder: Path, kind: str) -> Path:
-    file = folder / "mountinfo"
-    file.write_text(MOUNTS.replace("{root}", kind))
-    return file
 
 
 @pytest.mark.parametrize("kind", ["tmpfs", "ramfs", "nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs"])
 def test_memory_and_network_file_systems_are_refused_unless_told(
-    make_spool: MakeSpool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    make_spool: MakeSpool, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(paths, "_MOUNTS_FILE", mounts_file(tmp_path, kind))
+    mounted(monkeypatch, kind)
     with pytest.raises(SpoolPathError, match=f"is on {kind}, .*allow_any_filesystem"):
         make_spool()
     spool = make_spool(allow_any_filesystem=True)
     assert get(spool, put(spool, b"\x07" * BLOCK), BLOCK) == b"\x07" * BLOCK
 
 
-def test_overlay_is_taken_but_buffered(make_spool: MakeSpool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "_MOUNTS_FILE", mounts_file(tmp_path, "overlay"))
+def test_overlay_is_taken_but_buffered(make_spool: MakeSpool, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounted(monkeypatch, "overlay")
     assert not make_spool().direct
 
 
 def test_a_system_without_mount_table_takes_every_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(paths, "_MOUNTS_FILE", tmp_path / "none")
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: [])
     assert paths.filesystem_type("/") is None
     assert paths.check_directory(tmp_path) == os.path.realpath(tmp_path)

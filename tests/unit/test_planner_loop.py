@@ -17,6 +17,7 @@ from actoffload.planning.constants import WARM_UP
 from actoffload.planning.planners import Limits, make_planner
 from actoffload.planning.profile import Profile
 from tests import planner_cases
+from tests.harness import autopilot_of
 from tests.planner_rig import MIB, MakeRig, Rig, rigs
 
 FAST, SLOW = 120e6, 15e6
@@ -61,9 +62,7 @@ def test_slow_first_steps_are_unlearned_under_a_budget(make_rig: MakeRig) -> Non
     assert rig.steps(1) > 1.5 * best[0]
     rig.steps(40)
     _check(rig, best, changed + SOON)
-    pilot = rig.offloader.autopilot
-    assert pilot is not None
-    assert pilot.plan is not None
+    pilot = autopilot_of(rig.offloader)
     assert pilot.plan.predicted_step_s == pytest.approx(rig.seconds[-1], rel=0.05)
 
 
@@ -94,9 +93,7 @@ def test_a_disk_that_somebody_else_writes_to_as_well(make_rig: MakeRig) -> None:
     rig.disk.other_bytes = 3 * 2 * MIB  # before each of ours of 2 MiB
     rig.steps(2 * SOON)
     _check(rig, shared, WARM_UP + 1)
-    assert rig.offloader.profile is not None
-    assert rig.offloader.profile.disk is not None
-    assert rig.offloader.profile.disk.write_bytes_per_s == pytest.approx(FAST / 4, rel=0.05)
+    assert autopilot_of(rig.offloader).profile.disk.write_bytes_per_s == pytest.approx(FAST / 4, rel=0.05)
     assert 0 < rig.moved[-1] < 8 * 4 * 2 * MIB
     rig.disk.other_bytes = 0
     rig.steps(40)
@@ -130,9 +127,7 @@ def test_inputs_of_blocks_that_are_too_small_to_move(make_rig: MakeRig) -> None:
 def test_a_plan_from_a_file_gives_what_it_predicts(make_rig: MakeRig) -> None:
     rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET)
     rig.steps(WARM_UP + 2)
-    pilot = rig.offloader.autopilot
-    assert pilot is not None
-    assert pilot.profile is not None
+    pilot = autopilot_of(rig.offloader)
     profile = Profile.from_json(pilot.profile.to_json())
     plan = Plan.from_json(make_planner().plan(profile, Limits(device_budget=BUDGET)).to_json())
     assert plan.recompute
@@ -158,8 +153,7 @@ def test_a_plan_for_another_model_says_where_it_differs(
 ) -> None:
     rig = make_rig(bytes_per_s=SLOW, device_budget=BUDGET)
     rig.steps(WARM_UP + 2)
-    pilot = rig.offloader.autopilot
-    assert pilot is not None
+    pilot = autopilot_of(rig.offloader)
     given = make_rig(bytes_per_s=SLOW, device_budget=BUDGET, policy=pilot.plan, sizes=sizes, blocks=blocks)
     with pytest.raises(ConfigError, match=where):
         given.step()
@@ -170,10 +164,7 @@ def test_a_disk_is_known_after_the_first_steps(make_rig: MakeRig, bytes_per_s: f
     """A write that runs when backward takes its storage has used the disk, as any other."""
     rig = make_rig(bytes_per_s=bytes_per_s)
     rig.steps(WARM_UP + 2)
-    profile = rig.offloader.profile
-    assert profile is not None
-    assert profile.disk is not None
-    assert profile.disk.write_bytes_per_s == pytest.approx(bytes_per_s, rel=0.05)
+    assert autopilot_of(rig.offloader).profile.disk.write_bytes_per_s == pytest.approx(bytes_per_s, rel=0.05)
 
 
 def test_a_plan_that_declines_says_where_the_peak_is(make_rig: MakeRig) -> None:
@@ -189,8 +180,7 @@ def test_equal_blocks_are_equal_in_a_profile(make_rig: MakeRig) -> None:
     for layer in rig.model.layers:
         vars(layer)["forward_s"] *= noise.uniform(0.5, 1.5)
     rig.steps(WARM_UP + 2)
-    profile = rig.offloader.profile
-    assert profile is not None
+    profile = autopilot_of(rig.offloader).profile
     for part in ("forward_s", "backward_s"):
         times = [getattr(block, part) for block in profile.blocks]
         assert max(times[2:8]) == pytest.approx(min(times[2:8])), part
@@ -202,9 +192,7 @@ def test_what_may_be_on_its_way_out_bounds_the_plan(make_rig: MakeRig) -> None:
     """A disk takes all in time, but not all at once."""
     rig = make_rig(bytes_per_s=FAST, pending_bytes="3MiB", forward_s=0.05)
     rig.steps(WARM_UP + 6)
-    pilot = rig.offloader.autopilot
-    assert pilot is not None
-    assert pilot.plan is not None
+    pilot = autopilot_of(rig.offloader)
     assert pilot.plan.offloaded_bytes == pytest.approx(rig.moved[-1], rel=0.01)
     assert pilot.plan.predicted_peak_bytes == pytest.approx(rig.peaks[-1], rel=0.1)
     assert (pilot.plan.pending_bytes or 0) <= 3 * MIB
@@ -271,11 +259,9 @@ def test_ranks_agree_on_what_they_have_learned(make_rig: MakeRig, monkeypatch: p
     monkeypatch.setattr("actoffload.autotune.autopilot.exchange", exchange)
     rig = make_rig(bytes_per_s=SLOW / 10, device_budget=BUDGET)
     rig.steps(WARM_UP + 2)
-    pilot = rig.offloader.autopilot
-    assert pilot is not None
+    pilot = autopilot_of(rig.offloader)
     assert rig.offloader.agree()
     first = pilot.plan
-    assert first is not None
     assert first.recompute
     rig.disk.bytes_per_s = FAST
     slow_s = rig.steps(SOON)

@@ -49,13 +49,6 @@ def test_what_follows_from_a_profile() -> None:
     assert Profile(storages=()).baseline_peak_bytes == 0
 
 
-def test_what_may_move() -> None:
-    assert _storage().movable
-    assert not _storage(index=None).movable
-    assert not _storage(kept="module excluded").movable
-    assert not _storage(nbytes=0).movable
-
-
 def test_json_there_and_back(tmp_path: Path) -> None:
     accelerator = Accelerator(name="a", flops=1e14, host=link(20), disk=link(3, 5))
     for profile in (_profile(), transformer_profile(256, 2, 1, accelerator=accelerator), random_profile(3)):
@@ -121,12 +114,3 @@ def test_what_cannot_be_is_refused_with_the_field(changes: dict[str, Any], remed
 def test_the_places_of_each_tape_count_for_themselves() -> None:
     storages = (_storage(), _storage(tape=1), _storage(index=None), _storage(index=1), _storage(index=1, tape=1))
     assert len(_profile(storages=storages).storages) == 5
-
-
-def test_links() -> None:
-    half = LINK.scaled(0.5)
-    assert (half.write_bytes_per_s, half.read_bytes_per_s) == (50.0, 100.0)
-    profile = _profile()
-    assert profile.with_links(disk=half).disk == half
-    assert profile.with_links(host=half) == replace(profile, host=half)
-    assert profile.with_links() == profile

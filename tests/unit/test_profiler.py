@@ -59,7 +59,7 @@ def _recorded(offloader: Offloader, model: nn.Module, *args: Any, forwards: int 
     while losses:
         losses.pop().backward()
     watch.remove()
-    profile = recorder_of(offloader).profile(device="cpu")
+    profile = recorder_of(offloader).profile()
     assert profile is not None
     return profile
 
@@ -181,9 +181,9 @@ def test_a_step_without_backward_is_of_no_use_and_one_still_running_has_no_profi
     loss.backward()
     assert recorder_of(offloader).useful
     stopwatch.ready = False
-    assert recorder_of(offloader).profile(device="cpu") is None
+    assert recorder_of(offloader).profile() is None
     stopwatch.ready = True
-    assert recorder_of(offloader).profile(device="cpu") is not None
+    assert recorder_of(offloader).profile() is not None
 
 
 @pytest.mark.simulated
@@ -203,7 +203,7 @@ def test_a_step_on_a_device_is_timed_without_its_stalls(device: SimulatedDevice)
             loss.backward()
             recorder.finish()
             device.synchronize()
-            profile = recorder.profile(device=NAME)
+            profile = recorder.profile(NAME)
             assert profile is not None
             return profile.step_s, offloader.statistics().wait_s
 
@@ -220,7 +220,7 @@ def test_waits_of_the_host_are_no_compute_time(make_offloader: MakeOffloader) ->
     recorder_of(offloader).begin()
     train_step(Chain(depth=2), batch(), offloader)
     recorder_of(offloader).finish()
-    profile = recorder_of(offloader).profile(device="cpu")
+    profile = recorder_of(offloader).profile()
     assert profile is not None
     waited_s = offloader.statistics().wait_s
     assert waited_s > 0.05

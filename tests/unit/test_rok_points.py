@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from actoffload.analysis.plots import Look, Style, draw_rok
-from actoffload.analysis.rok import PRESETS, points_of
+from actoffload.analysis.rok import points_of
 from tests.rok_samples import all_points, failed, sample
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
@@ -68,15 +68,6 @@ def test_throughput_is_keeps_over_the_ratio_within_turns() -> None:
 def test_one_bit_of_difference_is_found() -> None:
     rounds = [sample("offload"), sample("offload", repeat=1, identical=False), sample("keep")]
     assert {p.variant.series: p.identical for p in points_of(rounds)} == {"offload": False, "keep": True}
-
-
-def test_presets_hold_the_shapes_of_the_paper() -> None:
-    shapes = {(c.model, c.hidden, c.layers, c.batch) for c in PRESETS["ssdtrain"].cases}
-    for model in ("gpt", "bert", "t5"):
-        assert {(model, 8192, 4, 16), (model, 12288, 3, 16), (model, 16384, 2, 16)} <= shapes
-    assert {("bert", hidden, 3, batch) for hidden in (12288, 14336) for batch in (4, 8, 16, 32)} <= shapes
-    assert len(shapes) == len(PRESETS["ssdtrain"].cases) == 16
-    assert {c.dtype for c in PRESETS["ssdtrain"].cases} == {"bfloat16"}
 
 
 # -- the picture -------------------------------------------------------------------------------------------------------

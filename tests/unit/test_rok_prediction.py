@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from actoffload.analysis.estimate_presets import GPUS
 from actoffload.analysis.rok import PRESETS, Case, Variant, points_of
 from actoffload.analysis.rok_run import load_results
 from actoffload.cli import models
-from actoffload.cli.app import app
 from actoffload.cli.rok_prediction import predict
+from tests.commands import invoke
 
 CASE = Case(model="gpt-small", hidden=2048, layers=4, batch=8, seq=512, vocab=1024, dtype="bfloat16")
 
@@ -77,8 +76,7 @@ def test_one_command_predicts_and_writes_both_pictures_which_say_so(tmp_path: Pa
     file = tmp_path / "r.json"
     options = ["rok", "--preset", "tiny", "--gpu", "h100-sxm", "--out", str(file), "--style", "slide"]
     for again in (options, ["rok", "--redraw", str(file), "--dark"]):
-        result = CliRunner().invoke(app, again, env={"COLUMNS": "200"})
-        assert result.exit_code == 0, result.output
+        invoke(*again)
     assert load_results(file)["measured_with"]["gpu"] == "h100-sxm"
     assert {p.name for p in tmp_path.iterdir()} == {
         *("r.json", "r_slide.png", "r_slide.svg", "r_dark.png", "r_dark.svg")

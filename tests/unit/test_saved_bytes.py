@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from actoffload import OffloadConfig, Offloader
 from actoffload.analysis.saved_bytes import SavedBytes, count_saved
 from actoffload.cli.models import build_gpt, build_transformers, configuration, count, read_configuration
-from actoffload.cli.rok_worker import KeepAll
 from actoffload.errors import ConfigError
 from actoffload.testing.gpt import GPTConfig
 
@@ -56,7 +55,7 @@ def test_meta_tensors_count_what_a_real_step_saves(model_type: str, tmp_path: Pa
         configuration(model_type, FAMILIES[model_type]), sequence=64, dtype=dtype, device=torch.device("cpu")
     )
     batch = made.batch(2)
-    with Offloader(OffloadConfig(path=str(tmp_path), policy=KeepAll(), min_bytes=1)).use(made.model) as offloader:
+    with Offloader(OffloadConfig(path=str(tmp_path), policy="keep", min_bytes=1)).use(made.model) as offloader:
         loss = made.loss(batch)
     torch.autograd.backward(loss)
     seen = offloader.statistics().activation_bytes

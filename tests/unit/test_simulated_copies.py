@@ -15,11 +15,10 @@ from torch import Tensor
 from actoffload import Offloader
 from actoffload.errors import StateError
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
-from tests.harness import on_stream
+from tests.harness import assert_same_gradients, gradients, on_stream, train_step
 from tests.unit.simulated_programs import (
     RECORD_BYTES,
     SIZE,
-    _equal,
     _is_right,
     _model,
     _offloader,
@@ -41,17 +40,15 @@ def _finishes(stream: torch.Stream) -> bool:
 def _ends_without_copies_out(device: SimulatedDevice, offloader: Offloader, copies_out: torch.Stream) -> bool:
     """Whether a forward and a backward end though nothing that leaves arrives, with gradients that are right."""
     model, x = _model()
-    model(x).square().sum().backward()
-    expected = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
-    model.zero_grad()
+    expected = train_step(model, x)
     device.synchronize()
     with device.paused(copies_out):
         with offloader:
             loss = model(x).square().sum()
         loss.backward()
         finished = _finishes(torch.accelerator.current_stream())
-    found = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
-    assert _equal(found, expected)
+    found = gradients(model)
+    assert_same_gradients(found, expected)
     return finished
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import threading
 import time
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from actoffload.errors import StorageReadError
+from actoffload.memory import host_pool
 from actoffload.storage.engines.base import IoKind, SpoolFile
 from actoffload.storage.engines.memory import MemoryEngine
 from actoffload.storage.spool import Spool
@@ -28,20 +30,22 @@ from actoffload.tiers.direct_tier import DirectTier
 from actoffload.tiers.record import State
 from tests.harness import (
     acquire_slot,
+    assert_same_gradients,
     copy_in,
+    gradients,
     lock_of,
     pools_of,
     records_of,
     run_in_threads,
     spool_of,
     tier_of,
+    train_step,
     wait_until,
 )
 from tests.unit.simulated_programs import (
     RECORD_BYTES,
     SIZE,
     _equal,
-    _gradients,
     _is_right,
     _model,
     _offloader,
@@ -63,7 +67,7 @@ def test_no_thread_of_ours_touches_another_device_than_that_of_its_event(
     before = [device.calls(index) for index in range(2)]
     with torch.accelerator.device_index(1), _offloader(tmp_path, target="nvme") as offloader:
         for _ in range(2):
-            _gradients(model, x, offloader)
+            train_step(model, x, offloader)
         assert offloader.statistics().nvme_read_bytes > 0
         with offloader:
             losses = [model(x).square().sum()]
@@ -104,7 +108,7 @@ def test_host_memory_keeps_its_budget_when_backward_comes_in_an_unforeseen_order
 ) -> None:
     """What was read ahead is let go of; it is on disk."""
     model, x = _model()
-    expected = _gradients(model, x, contextlib.nullcontext())
+    expected = train_step(model, x)
     budgets = {"host_budget": 3 * RECORD_BYTES, "device_budget": 3 * RECORD_BYTES}
     with _offloader(tmp_path, target="nvme", **budgets) as offloader:
         model.zero_grad()
@@ -119,9 +123,9 @@ def test_host_memory_keeps_its_budget_when_backward_comes_in_an_unforeseen_order
             assert tier.fetch(on_disk[-1], urgent=True)
             assert pool.mapped_bytes <= pool.capacity_bytes
         loss.backward()
-        found = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
+        found = gradients(model)
         assert pool.mapped_bytes <= pool.capacity_bytes
-    assert _equal(found, expected)
+    assert_same_gradients(found, expected)
 
 
 @pytest.mark.parametrize("offered", [True, False])
@@ -140,11 +144,11 @@ def test_memory_that_cannot_be_registered_is_page_locked_by_pytorch(
 
         monkeypatch.setattr(torch, "empty", empty)
     model, x = _model()
-    expected = _gradients(model, x, contextlib.nullcontext())
+    expected = train_step(model, x)
     said = contextlib.nullcontext() if offered else pytest.warns(RuntimeWarning, match="could not be page-locked")
     with said, _offloader(tmp_path, target="host") as offloader:
         for _ in range(2):
-            assert _equal(_gradients(model, x, offloader), expected)
+            assert_same_gradients(train_step(model, x, offloader), expected)
         (pool,) = pools_of(offloader)
         slot = acquire_slot(pool, NBYTES)
         assert pool.tensor(slot, 0, NBYTES).is_pinned() == offered
@@ -157,7 +161,7 @@ def test_a_prefetch_that_found_no_memory_is_tried_once_a_step_and_half_as_far_in
     device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, x = _model()
-    expected = _gradients(model, x, contextlib.nullcontext())
+    expected = train_step(model, x)
     refused: list[int] = []
 
     def early(*_: Any) -> Tensor:
@@ -176,7 +180,7 @@ def test_a_prefetch_that_found_no_memory_is_tried_once_a_step_and_half_as_far_in
     with _offloader(tmp_path, target="host") as offloader:
         windows = []
         for step in range(3):
-            assert _equal(_gradients(model, x, offloader), expected)
+            assert_same_gradients(train_step(model, x, offloader), expected)
             assert len(refused) == step + 1
             windows.append(offloader.store.prefetch.window.nbytes)
         assert windows == [2 * RECORD_BYTES, RECORD_BYTES, RECORD_BYTES // 2]
@@ -296,6 +300,28 @@ def test_a_tensor_is_copied_to_the_device_while_the_rest_of_it_is_read(device: S
     assert torch.equal(found[0].cpu(), (2 * (w * 2).cos()).cpu())
 
 
+@pytest.mark.usefixtures("chunks")
+def test_all_parts_of_a_tensor_may_come_to_the_device_before_its_read_is_seen_to_end(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrived = DeviceTier._arrived_on_host
+
+    def late(tier: DeviceTier, record: Any, *rest: Any) -> None:
+        tier._part_arrived()
+        wait_until(lambda: record.filled_bytes == RECORD_BYTES, "all parts are on their way to the device")
+        arrived(tier, record, *rest)
+
+    monkeypatch.setattr(DeviceTier, "_arrived_on_host", late)
+    w = _one_record()
+    with _offloader(tmp_path, target="nvme") as offloader:
+        with offloader:
+            out = (w * 2).sin()
+        offloader.synchronize()
+        assert [record.on_disk for record in records_of(offloader)] == [True]
+        (found,) = torch.autograd.grad(out.sum(), w)
+    assert torch.equal(found.cpu(), (2 * (w * 2).cos()).cpu())
+
+
 # -- an engine that takes device memory --------------------------------------------------------------------------------
 
 
@@ -315,10 +341,10 @@ class LateEngine(MemoryEngine):
 def _direct_is_right(device: SimulatedDevice, path: Path, seed: int) -> bool:
     device.delay(0)
     model, x = _model()
-    expected = _gradients(model, x, contextlib.nullcontext())
+    expected = train_step(model, x)
     device.delay(LONGEST_DELAY_S, seed)
     with _offloader(path, target="nvme", engine=LateEngine, device_budget=4 * RECORD_BYTES) as offloader:
-        right = all(_equal(_gradients(model, x, offloader), expected) for _ in range(3))
+        right = all(_equal(train_step(model, x, offloader), expected) for _ in range(3))
         statistics = offloader.statistics()
         assert statistics.nvme_read_bytes > 0
         assert statistics.host_written_bytes == statistics.host_peak_bytes == 0
@@ -344,7 +370,7 @@ def test_what_was_fetched_ahead_makes_room_for_what_backward_waits_for(
     device: SimulatedDevice, tmp_path: Path, target: str, engine: Any, ahead: State
 ) -> None:
     model, x = _model()
-    expected = _gradients(model, x, contextlib.nullcontext())
+    expected = train_step(model, x)
     with _offloader(tmp_path, target=target, engine=engine, pending_bytes="1MiB") as offloader:
         model.zero_grad()
         with offloader:
@@ -373,5 +399,35 @@ def test_what_was_fetched_ahead_makes_room_for_what_backward_waits_for(
         assert not any(record.on_device for record in away[:3])
         device.limit(None)
         loss.backward()
-        gradients = [parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None]
-    assert _equal(gradients, expected)
+        found_gradients = gradients(model)
+    assert_same_gradients(found_gradients, expected)
+
+
+@pytest.mark.parametrize("way", ["in", "out"])
+def test_an_interrupted_copy_keeps_no_memory_page_locked(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    plain = SimulatedAccelerator.copy
+
+    def interrupted(accelerator: SimulatedAccelerator, copies: Any, stream: Any) -> None:
+        plain(accelerator, copies, stream)
+        if stream == accelerator.side_stream(0, way):
+            raise KeyboardInterrupt
+
+    model, x = _model()
+    with _offloader(tmp_path, target="host", debug=False) as offloader:
+        (pool,) = pools_of(offloader)
+        monkeypatch.setattr(SimulatedAccelerator, "copy", interrupted)
+        loss = None
+        with contextlib.suppress(KeyboardInterrupt):
+            with offloader:
+                loss = model(x).square().sum()
+            offloader.synchronize()
+            offloader.store.obtain(next(record for record in records_of(offloader) if not record.on_device), 0)
+        assert offloader.store.interrupted
+        del loss
+        monkeypatch.setattr(SimulatedAccelerator, "copy", plain)
+        device.synchronize()
+        gc.collect()
+        host_pool._close_closed()
+        assert pool.mapped_bytes == 0

@@ -140,30 +140,15 @@ def test_a_forked_child_asks_the_device_nothing(
         assert asked == []
 
 
-def test_waits_that_nobody_takes_are_not_timed_without_end(
-    accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("actoffload.tiers.timers.MOST_OPEN", 2)
-    waits, compute = StreamWaits(accelerator), torch.accelerator.current_stream()
-    for _ in range(2):
-        begin = waits.begin(compute)
-        assert begin is not None
-        waits.end(WaitFor.ROOM, 0, compute, begin)
-    assert waits.begin(compute) is None
-    compute.synchronize()
-    assert waits.take() == NOTHING
-    assert waits.begin(compute) is not None
-
-
 @pytest.mark.parametrize("what", ["done", "seconds_between", "timestamp"])
 def test_a_device_that_breaks_is_not_timed_any_more(
     accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     waits, compute = StreamWaits(accelerator), torch.accelerator.current_stream()
-    begin = waits.begin(compute)
+    begin, end = waits.moment(compute), waits.moment(compute)
     assert begin is not None
-    if what != "timestamp":
-        assert waits.end(WaitFor.ROOM, 0, compute, begin) is not None
+    assert end is not None
+    waits.add(WaitFor.ROOM, 0, begin, end)
     compute.synchronize()
 
     def broken(*_: object) -> Any:
@@ -171,9 +156,9 @@ def test_a_device_that_breaks_is_not_timed_any_more(
 
     monkeypatch.setattr(accelerator, what, broken)
     if what == "timestamp":
-        assert waits.end(WaitFor.ROOM, 0, compute, begin) is None
+        assert waits.moment(compute) is None
     assert waits.take() == NOTHING
-    assert waits.begin(compute) is None
+    assert waits.moment(compute) is None
 
 
 def test_a_device_without_timed_events_works(

@@ -25,7 +25,7 @@ class _Sized:
 def _tape(sizes: list[int]) -> Tape[_Sized]:
     tape: Tape[_Sized] = Tape()
     for name, nbytes in enumerate(sizes):
-        assert tape.append(_Sized(nbytes, name)) == name
+        assert tape.append(_Sized(nbytes, name), nbytes) == name
     return tape
 
 
@@ -40,23 +40,6 @@ def _names(tape: Tape[_Sized], window_bytes: int, near: tuple[int, ...] = ()) ->
 
     tape.fetch_ahead(window_bytes, fetch)
     return fetched
-
-
-def test_the_order_seen_is_learned_and_replaces_the_guess() -> None:
-    orders = LearnedOrders()
-    seen = [3, 0, 1, 4, 2]
-    tape = _tape([10] * 5)
-    assert tape.learned() is None
-    for index in seen:
-        tape.advance(index, orders)
-        tape.advance(index, orders)  # unpacked twice: seen once
-    learned = tape.learned()
-    assert learned == tuple(seen)
-    orders.put(tape.signature, learned)
-    again = _tape([10] * 5)
-    assert again.signature == tape.signature
-    again.advance(3, orders)
-    assert _names(again, 1000) == [0, 1, 4, 2]
 
 
 def test_released_records_are_passed_over_and_no_longer_counted() -> None:
@@ -171,7 +154,7 @@ def _real(profile: Profile, away: list[bool], window: int) -> dict[int, list[int
     tape: Tape[_Record] = Tape()
     records = [_Record(s.nbytes, gone) for s, gone in zip(recorded, away, strict=True)]
     for record in records:
-        tape.append(record)
+        tape.append(record, record.nbytes)
     came: dict[int, list[int]] = {}
     orders = LearnedOrders()
     for storage, record in sorted(zip(recorded, records, strict=True), key=lambda pair: pair[0].need_s or 0.0):

@@ -29,9 +29,6 @@ from ..profile import Block, Link, Profile, Storage
 from ..simulator import Prediction, simulate
 from .base import Limits
 
-# What follows was chosen on the virtual steps of tests/unit/test_planner_loop.py, which fail with much larger values;
-# the medians of five steps differ by less than these on a quiet machine.
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rate:

@@ -12,7 +12,7 @@ from .base import Bench
 
 def every_choice(bench: Bench, at_most: int = EXHAUSTIVE) -> Iterator[Choice] | None:
     """All choices that there are, or None when there are more than ``at_most``."""
-    tiers = [KEEP] + [HOST] * bench.to_host + [NVME] * bench.to_disk
+    tiers = _tiers(bench)
     groups = sorted(bench.all_groups)
     if 2 ** len(groups) > at_most:
         return None
@@ -90,4 +90,4 @@ def toggled(bench: Bench, choice: Choice, group: int) -> Choice:
 
 
 def _tiers(bench: Bench) -> list[int]:
-    return [KEEP, HOST, NVME] if bench.to_host and bench.to_disk else [KEEP, bench.lowest_tier()]
+    return [KEEP] + [HOST] * bench.to_host + [NVME] * bench.to_disk

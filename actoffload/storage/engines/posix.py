@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import ClassVar
 
 from .base import EngineCapabilities, IoKind, SpoolFile
 from .queued import QueuedEngine, default_threads
-
-_HAS_VECTORED = hasattr(os, "preadv") and hasattr(os, "pwritev")
 
 
 class PosixEngine(QueuedEngine):
@@ -32,11 +31,6 @@ class PosixEngine(QueuedEngine):
         self.start_threads(count)
 
     def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
-        fd = self._file.fd
-        if kind is IoKind.WRITE:
-            return os.pwritev(fd, views, offset) if _HAS_VECTORED else os.pwrite(fd, views[0], offset)
-        if _HAS_VECTORED:
-            return os.preadv(fd, views, offset)
-        data = os.pread(fd, len(views[0]), offset)
-        views[0][: len(data)] = data
-        return len(data)
+        if not hasattr(os, "preadv"):
+            raise OSError(errno.ENOSYS, "this system has no positional reads and writes: use engine='aiofiles'")
+        return (os.preadv if kind is IoKind.READ else os.pwritev)(self._file.fd, views, offset)

@@ -26,7 +26,7 @@ _REGISTER_FILES, _REGISTER_ENABLE_RINGS = 2, 12
 _ENTER_GETEVENTS = 1
 _OFF_SQ_RING, _OFF_SQES = 0, 0x10000000
 _NEEDED_FEATURES = 1 << 0 | 1 << 1  # one mapping for both queues; no result is ever dropped
-_OP_READV, _OP_WRITEV, _OP_READ, _OP_WRITE = 1, 2, 22, 23
+_OP_READV, _OP_WRITEV, _OP_READ = 1, 2, 22
 _SQE_FIXED_FILE = 1
 _MADV_DONTFORK = 10
 _DISABLED, _SINGLE_ISSUER, _DEFER_TASKRUN = 1 << 6, 1 << 12, 1 << 13
@@ -41,7 +41,6 @@ Vectors = ctypes.Array[ctypes.c_size_t]
 """Of ``struct iovec``: addresses and lengths in turns."""
 _SQE = struct.Struct("=BBHiQQIIQ24x")
 _CQE = struct.Struct("=QiI")
-_MAX_BYTES = 1 << 30  # of one request; the kernel's own limit is just under 2 GiB
 
 _HINTS = {
     errno.ENOSYS: "the kernel has no io_uring, or a sandbox hides it",
@@ -91,25 +90,17 @@ class Ring:
         """Start the ring; the calling thread is the one that uses it from now on."""
         self._register("enable the ring", _REGISTER_ENABLE_RINGS, 0, 0)
 
-    def read(self, tag: int, address: int, length: int, offset: int) -> None:
-        """Add a read of the file into memory, which runs with the next `enter`; its result has ``tag``."""
-        self._add(_OP_READ, _SQE_FIXED_FILE, 0, tag, address, length, offset)
-
-    def write(self, tag: int, address: int, length: int, offset: int) -> None:
-        """Add a write of memory to the file; as ``read``."""
-        self._add(_OP_WRITE, _SQE_FIXED_FILE, 0, tag, address, length, offset)
-
     @staticmethod
     def vectors(ranges: Sequence[Range]) -> Vectors:
-        """Several ranges of memory, for `read_ranges` and `write_ranges`: to be held until the result is there."""
+        """Ranges of memory, for `read` and `write`: to be held until the result is there."""
         return (ctypes.c_size_t * (2 * len(ranges)))(*itertools.chain.from_iterable(ranges))
 
-    def read_ranges(self, tag: int, vectors: Vectors, offset: int) -> None:
-        """As ``read``, into several ranges of memory."""
+    def read(self, tag: int, vectors: Vectors, offset: int) -> None:
+        """Add a read of the file into memory, which runs with the next `enter`; its result has ``tag``."""
         self._add(_OP_READV, _SQE_FIXED_FILE, 0, tag, ctypes.addressof(vectors), len(vectors) // 2, offset)
 
-    def write_ranges(self, tag: int, vectors: Vectors, offset: int) -> None:
-        """As ``write``, from several ranges of memory."""
+    def write(self, tag: int, vectors: Vectors, offset: int) -> None:
+        """Add a write of memory to the file; as ``read``."""
         self._add(_OP_WRITEV, _SQE_FIXED_FILE, 0, tag, ctypes.addressof(vectors), len(vectors) // 2, offset)
 
     def read_other(self, tag: int, fd: int, address: int, length: int) -> None:
@@ -195,7 +186,7 @@ class Ring:
         words = self._words
         tail = words[self._sq_tail]
         entry = (tail & self._sq_mask) * _SQE.size
-        _SQE.pack_into(self._sqes, entry, operation, flags, 0, fd, offset, address, min(length, _MAX_BYTES), 0, tag)
+        _SQE.pack_into(self._sqes, entry, operation, flags, 0, fd, offset, address, length, 0, tag)
         words[self._sq_tail] = (tail + 1) & 0xFFFFFFFF  # last of all: after an error the kernel does not see it
 
     def _register(self, what: str, operation: int, address: int, count: int) -> None:

@@ -12,7 +12,6 @@ import ctypes
 import errno
 import os
 import time
-from collections import deque
 from typing import ClassVar
 
 from ...errors import EngineUnavailableError
@@ -24,8 +23,6 @@ DEPTH = 256
 """Transfers under way at once, at most."""
 WINDOW_BYTES = 64 << 20
 """Bytes of them in one direction, where there is more than one: what is started cannot be taken back."""
-PREPARED_BYTES = 8 << 20
-"""Bytes of those that are started and still wait for their ``before``, likewise."""
 _BROKEN = frozenset({errno.EBADF, errno.EBADFD, errno.ENXIO, errno.EOPNOTSUPP})
 """Errors of a ring that takes nothing any more."""
 _BROKEN_PAUSE_S = 0.001
@@ -34,11 +31,6 @@ _WAKE = 0  # the tag of the read of the eventfd, which ends when there is work; 
 
 class UringEngine(QueuedEngine):
     """Transfers by io_uring, in one thread, which sleeps in the kernel until a transfer ends or an eventfd is written.
-
-    The ``before`` of a request may wait for a device, so it runs in a second thread.
-
-    It has more attributes than usual: what the kernel has, what is started and not finished (in number and bytes, to
-    bound both), and the two queues to and from the second thread.
 
     Args:
         file: The file to work on; with ``O_DIRECT`` when ``file.direct``.
@@ -69,21 +61,11 @@ class UringEngine(QueuedEngine):
         self._last_tag = _WAKE
         # Under the lock:
         self._asleep = False  # the ring's thread waits in the kernel: who has work for it writes the eventfd
-        self._finished = False  # closed, and no request is left
         self._started = 0  # requests that are started and not finished, and their bytes
         self._started_bytes = {IoKind.READ: 0, IoKind.WRITE: 0}
-        self._waiting = self._waiting_bytes = 0  # those of them whose `before` has not ended
-        self._to_prepare: deque[IoRequest] = deque()
-        self._prepared: deque[IoRequest] = deque()
         self._ring = Ring(file.fd, self._depth + 1)
-        self._eventfd = -1
-        try:
-            self._eventfd = _open_eventfd()
-            self.start_threads(1)
-            self._start_thread("actoffload-uring-before", self._prepare)
-        except BaseException:
-            self._free()
-            raise
+        self._eventfd = os.eventfd(0)
+        self.start_threads(1)
 
     def close(self) -> None:
         """See ``StorageEngine``."""
@@ -116,9 +98,6 @@ class UringEngine(QueuedEngine):
     # -- the ring's thread --------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        with self._mutex:
-            if self._eventfd < 0:
-                return  # the constructor has given up, and the ring is gone
         ring = self._ring
         with contextlib.suppress(EngineUnavailableError):  # then every request fails, as its `enter` does
             ring.enable()
@@ -142,22 +121,16 @@ class UringEngine(QueuedEngine):
 
     def _start_some(self) -> bool:
         """Give the kernel what there is room for; False: closed and nothing is left."""
+        ready = []
         with self._mutex:
-            ready = list(self._prepared)
-            self._prepared.clear()
             while (request := self._pop()) is not None:
-                if request.before is None:
-                    ready.append(request)
-                else:
-                    self._waiting += 1
-                    self._waiting_bytes += request.length
-                    self._to_prepare.append(request)
-            finished = self._finished = self._closing and self._started == 0
-            if self._to_prepare or finished:
-                self._wake.notify()
+                ready.append(request)
+            finished = self._closing and self._started == 0
             self._asleep = True
         for request in ready:
             try:
+                if request.before is not None:
+                    request.before()
                 self._submit_to_kernel(request, Cursor(request, self._file, self._capabilities.alignment))
             except BaseException as exc:  # whatever it was, it belongs to the request and not to this thread
                 self._finish(request, exc)
@@ -176,23 +149,15 @@ class UringEngine(QueuedEngine):
     def _has_room_for(self, request: IoRequest) -> bool:
         if self._started >= self._depth:
             return False
-        if request.before is not None and self._waiting:
-            crowded = 4 * self._waiting >= self._depth  # the rest of the depth is for what need not wait
-            if crowded or self._waiting_bytes + request.length > PREPARED_BYTES:
-                return False
         started_bytes = self._started_bytes[request.kind]
         return started_bytes == 0 or started_bytes + request.length <= WINDOW_BYTES
 
     def _submit_to_kernel(self, request: IoRequest, cursor: Cursor) -> None:
         self._last_tag = tag = self._last_tag + 1
-        reads, ranges, offset = request.kind is IoKind.READ, cursor.ranges, cursor.offset
-        vectors = Ring.vectors(ranges) if len(ranges) > 1 else None
+        vectors = Ring.vectors(cursor.ranges)
         self._in_kernel[tag] = request, cursor, vectors  # first: the memory must stay for as long as the kernel has it
         try:
-            if vectors is not None:
-                (self._ring.read_ranges if reads else self._ring.write_ranges)(tag, vectors, offset)
-            else:
-                (self._ring.read if reads else self._ring.write)(tag, *ranges[0], offset)
+            (self._ring.read if request.kind is IoKind.READ else self._ring.write)(tag, vectors, cursor.offset)
         except BaseException:
             del self._in_kernel[tag]
             raise
@@ -233,40 +198,5 @@ class UringEngine(QueuedEngine):
             self._notify()
         request.finish(error)
 
-    # -- the thread that waits for devices ----------------------------------------------------------------------------
-
-    def _prepare(self) -> None:
-        while (request := self._next_to_prepare()) is not None:
-            error: BaseException | None = None
-            try:
-                if request.before is not None:
-                    request.before()
-            except BaseException as exc:
-                error = exc
-            with self._mutex:
-                self._waiting -= 1
-                self._waiting_bytes -= request.length
-                if error is None:
-                    self._prepared.append(request)
-                    self._notify()
-            if error is not None:
-                self._finish(request, error)
-            del request, error  # an idle thread must not keep them alive
-
-    def _next_to_prepare(self) -> IoRequest | None:
-        with self._mutex:
-            while not self._to_prepare:
-                if self._finished:
-                    return None
-                self._wake.wait()
-            return self._to_prepare.popleft()
-
     def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
         raise NotImplementedError("this engine transfers on its ring")
-
-
-def _open_eventfd() -> int:
-    try:
-        return os.eventfd(0)
-    except OSError as exc:
-        raise EngineUnavailableError(f"engine='uring': no eventfd ({exc}); use 'posix'") from exc

@@ -1,0 +1,24 @@
+"""The commands, as tests call them: in this process, and as on a wide terminal."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from typer.testing import CliRunner
+
+from actoffload.cli.app import app
+
+runner = CliRunner()
+
+
+def invoke(*arguments: str, status: int = 0, columns: int = 400) -> str:
+    """What a command prints; it has to end with ``status``."""
+    result = runner.invoke(app, arguments, env={"COLUMNS": str(columns)})
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def answer(*arguments: str) -> Any:
+    """What a command says with ``--json``."""
+    return json.loads(invoke(*arguments, "--json"))
