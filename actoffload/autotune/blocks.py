@@ -260,7 +260,9 @@ def _parts(value: Any, kind: type) -> Iterable[Any]:
         return ()
     slots = [getattr(value, name) for name in copyreg._slotnames(kind) if hasattr(value, name)]  # type: ignore[attr-defined]
     held = dict(vars(value)) if kind.__dictoffset__ else {}
-    if held.get("_is_fsdp_managed_module"):  # what FSDP gathers may be another tensor each time
+    if kind.__module__.startswith("torch.distributed."):  # FSDP 1 notes what it does at its own modules
+        held = {"_modules": held.get("_modules")}
+    elif held.get("_is_fsdp_managed_module"):  # what it gathers may be another tensor each time
         del held["_parameters"]
         held = {name: one for name, one in held.items() if not isinstance(one, Tensor)}
     return [*slots, *held.values()]

@@ -86,7 +86,7 @@ def _offloader(model: nn.Module, **options: Any) -> Offloader:
         min_bytes=0,
         device_budget="1GiB",  # what lets a plan recompute
         engine=slow if dist.get_rank() == 0 else "auto",
-        **options,
+        **{"recompute": True, **options},
     )
     offloader = Offloader(config).use(model)
     if offloader.autopilot is not None:
