@@ -299,13 +299,14 @@ def test_a_device_whose_link_keeps_up(
     links(1e12)
     slower, memory = _told_on_device(device, Chain(depth=12), path=str(tmp_path), **options)
     assert memory == []
-    if options.get("target") != "nvme":  # a real disk, on a machine that may be busy
+    if not {"target", "device_budget"} & options.keys():  # these wait in real time, on a machine that may be busy
         assert slower == []
 
 
 @pytest.mark.simulated
 def test_host_memory_that_is_slow_to_reach(device: SimulatedDevice, links: Callable[..., None]) -> None:
     links(1e5)
+    device.lazy(SimulatedAccelerator().side_stream(0, "in"))  # no copy is there before it is waited for
     slower, _ = _told_on_device(device, Chain(depth=24), policy="all")  # a plan would let it stay
     assert "of a step waits for host memory, mostly in backward" in slower[0]
 
