@@ -44,6 +44,8 @@ from .shapes import Shape, Shapes
 class Autopilot:
     """One offloader's planning. Called between steps, when nothing that was saved is alive.
 
+    It has more than fifteen attributes: what it was given, the shape that runs, and when to look for a plan again.
+
     Args:
         store: is recorded and counted.
         following: follows the plan.

@@ -63,6 +63,8 @@ class HostPool:
     Page-locking takes long, so a thread does it, one slab at a time and one ahead of what is asked for. Memory that is
     mapped beyond the capacity is never page-locked, and goes as soon as nobody uses it.
 
+    It has more than fifteen attributes: eight are what it was given, six are what others read.
+
     Args:
         capacity_bytes: Most bytes mapped.
         slab_bytes: Bytes mapped at a time (a bigger slot gets a slab of its own size).

@@ -77,7 +77,7 @@ class Choice:
 class Workload:
     """A profile, prepared: computed once and used for every plan that is tried.
 
-    It has more than 15 attributes as the simulator's inner loop reads each of them by position, place or block.
+    It has more than fifteen attributes as the simulator's inner loop reads each of them by position, place or block.
 
     Attributes:
         nbytes: size by position; positions beyond the profile's storages are inputs of checkpoints.

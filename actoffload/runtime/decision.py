@@ -26,6 +26,8 @@ ForwardBegins = Callable[[], Callable[[InputShapes], None] | None]
 class OffloadDecision:
     """Decide by the facts of one record and by what the last forward was like.
 
+    It has more than fifteen attributes: options, plan and last forward decide together.
+
     Args:
         config: the options.
         window: how far backward is prefetched; no more than that is kept at the end of a forward by default.

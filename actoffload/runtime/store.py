@@ -73,6 +73,8 @@ class ActivationStore:
     An interrupt (Ctrl-C) inside of it may leave records and counts half changed. So whoever is interrupted calls
     `abort_interrupted`: the store ends, what its handles still need is lost, and the offloader makes another store.
 
+    It has more than fifteen attributes, as the parts of a step meet here.
+
     Args:
         config: the options.
         accelerator: drives the tensors' device; None picks by device type. Tests pass a simulated one.

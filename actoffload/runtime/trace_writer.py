@@ -34,6 +34,8 @@ Row = tuple[str, str, str, float, float, Mapping[str, Any] | None]
 class TraceWriter:
     """One file. Any thread adds to it; nothing but an append is done on its way.
 
+    It has more than fifteen attributes: a file, its tracks, its clock and the thread that writes it.
+
     Args:
         path: the file; an old one is overwritten.
         about: what is known of the run at its beginning, ready for JSON.

@@ -27,6 +27,8 @@ from .transfers import Extent, Transfer, closed_error
 class Spool:
     """Room on disk for extents, and transfers between them and memory. Thread-safe.
 
+    It has more than fifteen attributes, as it says what its engines can do.
+
     Args:
         paths: Directories; extents are striped over them.
         engine: Name of an engine, ``"auto"``, names of which the first that works is taken, or a factory that makes one
