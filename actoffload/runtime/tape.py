@@ -46,9 +46,9 @@ class Window:
     """How far ahead of backward to fetch, in bytes of what it will ask for.
 
     It grows when backward had to wait, unless the user fixed it or a plan is followed: the plan weighed what waits for
-    what a wider window holds in memory, and is made anew where there are more waits than it expected. Unless one of
-    them has said how wide it is, it grows up to a bound and is bounded by what there is to fetch, too: with little,
-    nothing would be away.
+    what a wider window holds in memory, and is made anew where there are more waits than it expected. Unless the
+    user or a plan said how wide it is, it is also bounded by what the forward saved: with little, nothing would be
+    away.
     """
 
     def __init__(self, first_bytes: int, *, fixed: bool = False) -> None:
@@ -199,8 +199,8 @@ class Tape(Generic[R]):
     def fetch_ahead(self, window_bytes: int, fetch: Callable[[R, bool], int | None], refill_below: float = 1.0) -> bool:
         """Fetch the records that backward will want within the next ``window_bytes``.
 
-        Records that are near count for that distance: one that is wanted last of all takes memory last of all, also
-        where nothing else is away.
+        Records that are in memory count for that distance: the one that is needed last is fetched last, also where it
+        is the only one that is away.
 
         Args:
             window_bytes: how far ahead to look, and how much to have under way at most (one record at least).
