@@ -102,10 +102,12 @@ class Attachment(Hooking):
         self.module = module
         self.offloader = offloader
         self._entered = threading.local()
-        _attach(module, self, "__call__", "_call_impl", STEP)
-        inner: Any = getattr(module, "_orig_mod", None)  # of what torch.compile made: a trainer calls its step
-        if callable(getattr(inner, STEP, None)) and Attachment.of(inner) is None:
-            _attach(inner, self, STEP)
+        self._step: _Step | None = None
+        _attach(module, self)
+        inner = getattr(module, "_orig_mod", module)  # of what torch.compile made
+        if callable(getattr(inner, STEP, None)):
+            self._step = _Step(self, inner, inner.__dict__.get(STEP))
+            setattr(inner, STEP, self._step)
 
     @staticmethod
     def of(module: nn.Module) -> Attachment | None:
@@ -118,9 +120,9 @@ class Attachment(Hooking):
         if not _detach(self.module, self):
             return
         self.offloader.forget(self.module)
-        inner: Any = getattr(self.module, "_orig_mod", None)
-        if inner is not None:
-            _detach(inner, self)
+        if self._step is not None:
+            self._step.remove()
+            self._step = None
 
     @untraced
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -145,14 +147,11 @@ ATTACHMENT = "_actoffload_attachment"
 """Where a module has its attachment. A copy has it too, and another may take its place there."""
 BEFORE = "_actoffload_class"
 """Where the class of an attached module has the one that the module had before."""
-STEP = "training_step"
 
 
 @functools.lru_cache(maxsize=256)
-def _attached_class(kind: Any, names: tuple[str, ...]) -> Any:
-    """Return the class of modules that are a ``kind``, but have methods of these names run inside an attachment.
-
-    The same each time, as compilers look at it. ``_call_impl`` is what `torch.compile` binds, before it is attached.
+def _attached_class(kind: Any) -> Any:
+    """Return the class of attached modules that are a ``kind`` otherwise: the same each time, as compilers look at it.
 
     Not hooks, which PyTorch runs after an `Exception` alone, and Ctrl-C in a forward is none; nor another ``forward``
     of the one module, as copies of it (`torch.nn.DataParallel` makes some) would call that one's.
@@ -160,7 +159,6 @@ def _attached_class(kind: Any, names: tuple[str, ...]) -> Any:
 
     def inside(name: str) -> Callable[..., Any]:
         @skipped
-        @functools.wraps(getattr(kind, name))
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             call = functools.partial(getattr(kind, name), self)
             attachment = self.__dict__.get(ATTACHMENT)
@@ -173,6 +171,9 @@ def _attached_class(kind: Any, names: tuple[str, ...]) -> Any:
     plain = not any(vars(one).get("__slots__") for one in kind.__mro__)
 
     class Attached(nn.Module if plain else kind, metaclass=type(kind)):  # type: ignore[misc, metaclass]
+        __call__ = inside("__call__")
+        _call_impl = inside("_call_impl")  # where `torch.compile` had bound the other before it was attached
+
         def __reduce_ex__(self, protocol: Any) -> Any:
             """Pickled, it comes back as it was before."""
             function, args, *rest = super().__reduce_ex__(protocol)
@@ -197,8 +198,6 @@ def _attached_class(kind: Any, names: tuple[str, ...]) -> Any:
     if plain:
         Attached.__bases__ = (kind,)  # afterwards, so that no ``__init_subclass__`` of its sees one more class
     setattr(Attached, BEFORE, kind)
-    for name in names:
-        setattr(Attached, name, inside(name))
     for name in ("__module__", "__name__", "__qualname__", "__doc__"):
         setattr(Attached, name, getattr(kind, name))
     return Attached
@@ -208,16 +207,15 @@ def _new(kind: Any, *args: Any) -> Any:
     return kind.__new__(kind, *args)
 
 
-def _attach(module: nn.Module, attachment: Attachment, *names: str) -> None:
+def _attach(module: nn.Module, attachment: Attachment) -> None:
     if isinstance(module, torch.fx.GraphModule):
         remedy = "torch.fx writes its class anew: attach() to a module around it, as nn.Sequential(module)"
         raise ConfigError("module", type(module).__name__, remedy)
     if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
         raise ConfigError("module", type(module).__name__, "it becomes another class: run one forward, then attach()")
-    kind: Any = vars(type(module)).get(BEFORE, type(module))
-    if not hasattr(kind, BEFORE):  # else `fully_shard` has made a class of an attached one
-        there = tuple(name for name in names if callable(getattr(kind, name, None)))
-        object.__setattr__(module, "__class__", _attached_class(kind, there))
+    if not hasattr(type(module), BEFORE):
+        kind: Any = type(module)
+        object.__setattr__(module, "__class__", _attached_class(kind))
     module.__dict__[ATTACHMENT] = attachment
 
 
@@ -229,6 +227,47 @@ def _detach(module: nn.Module, attachment: Attachment) -> bool:
     if BEFORE in type(module).__dict__:  # else `fully_shard` has made another class of it since
         object.__setattr__(module, "__class__", getattr(type(module), BEFORE))
     return True
+
+
+STEP = "training_step"
+
+
+class _Step:
+    """Stands for the ``training_step`` of a module and runs it inside an attachment."""
+
+    def __init__(self, attachment: Attachment, module: nn.Module, own: Callable[..., Any] | None) -> None:
+        self._attachment: Attachment | None = attachment
+        self._module = module
+        self._own = own
+        """What the module had under this name beside its class's method: another attachment's, or a compiled one."""
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        method: Callable[..., Any] = self._own or getattr(type(self._module), STEP).__get__(self._module)
+        return method
+
+    @skipped
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        attachment = self._attachment
+        if attachment is None:
+            return self.__wrapped__(*args, **kwargs)
+        return attachment.run(self.__wrapped__, *args, **kwargs)
+
+    def remove(self) -> None:
+        """Step aside; where another one was put on top, from now on only hand the call on."""
+        self._attachment = None
+        if self._module.__dict__.get(STEP) is self:
+            delattr(self._module, STEP)
+            if self._own is not None:
+                setattr(self._module, STEP, self._own)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module = memo.get(id(self._module), self._module)
+        own = copy.deepcopy(self._own, memo)
+        return self.__wrapped__ if self._attachment is None else _Step(self._attachment, module, own)
+
+    def __reduce__(self) -> Any:
+        return functools.partial, (getattr(type(self._module), STEP), self._module)
 
 
 def attach(module: nn.Module, *, target: Target = "auto", **options: Unpack[Options]) -> Attachment:

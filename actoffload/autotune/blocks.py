@@ -260,6 +260,8 @@ def _parts(value: Any, kind: type) -> Iterable[Any]:
         return ()
     slots = [getattr(value, name) for name in copyreg._slotnames(kind) if hasattr(value, name)]  # type: ignore[attr-defined]
     held = dict(vars(value)) if kind.__dictoffset__ else {}
+    if issubclass(kind, nn.Module):  # hooks come and go, ours too; what they change is seen
+        held = {name: one for name, one in held.items() if name != "forward" and "_hooks" not in name}
     if kind.__module__.startswith("torch.distributed."):  # FSDP 1 notes what it does at its own modules
         held = {"_modules": held.get("_modules")}
     elif held.get("_is_fsdp_managed_module"):  # what it gathers may be another tensor each time

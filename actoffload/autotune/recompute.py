@@ -138,7 +138,7 @@ class Checkpointed:
         first = [firsts.setdefault(id(leaf), place) for place, leaf in enumerate(leaves)]
         wanted = range(len(leaves)) if self.saved is None else self.saved
         saved = sorted({first[place] for place in wanted if place < len(leaves)})
-        held = {place: leaf for place, leaf in enumerate(leaves) if place not in saved}
+        held = {place: leaf for place, leaf in enumerate(leaves) if first[place] not in saved}
         reads = {"an argument": _versions(held.values()), "a parameter or buffer": _versions(self._own())}
         state = state_of([self._module])
         own = [(args, kwargs)]  # for the first run: what it adds to a list that it is given, the caller is to see

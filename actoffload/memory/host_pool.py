@@ -256,7 +256,11 @@ class HostPool:
                 self._unpin = self._bind(self._unpin)  # whichever thread closes the pool
             work = self._bind(partial(self._page_lock, size, self._pin, room))
             self._thread = threading.Thread(target=work, name="actoffload-page-lock", daemon=True)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # the system has no more threads
+                self.pin_failed = True
+                return False
             self.growing = True
         return True
 
@@ -337,7 +341,8 @@ def _never(event: object) -> bool:
 def _close_closed() -> None:
     """Close the closed pools again: what a copy used then may be free by now."""
     for pool in tuple(_CLOSED):
-        pool.close()
+        with contextlib.suppress(Exception):  # its device is broken: nothing that this pool's caller did
+            pool.close()
 
 
 if hasattr(os, "register_at_fork"):  # a child can copy to no device of the parent's

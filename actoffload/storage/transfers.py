@@ -7,6 +7,7 @@ any thread anywhere. The first entry of a list, whose ``append`` is atomic, deci
 from __future__ import annotations
 
 import errno
+import io
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,9 @@ from ..errors import ChecksumError, OffloaderClosedError, StateError
 from .arena import PathArena, Segment
 from .engines.base import Completion, IoKind, IoRequest, Range, RequestState, StorageEngine, report_uncaught
 from .engines.queued import memory_view
+
+_CHUNK_BYTES = 1 << 20
+_MEMORY = "/proc/self/mem"
 
 
 @dataclass(slots=True, eq=False)
@@ -208,7 +212,7 @@ class Transfer:
         def before() -> None:
             if check is not None:
                 check()
-            self.extent.checksums[index] = _crc32(memory)
+            self.extent.checksums[index] = crc32(memory)
 
         return before
 
@@ -225,7 +229,7 @@ class Transfer:
 
     def _check(self, request: IoRequest, index: int, path: str) -> ChecksumError | None:
         expected = self.extent.checksums[index]
-        found = _crc32(request.memory)
+        found = crc32(request.memory)
         if expected is None or found == expected:
             return None
         where = f"{request.length} bytes at offset {request.offset}"
@@ -258,11 +262,31 @@ class Transfer:
         del keepalive  # alive until here
 
 
-def _crc32(memory: Sequence[Range]) -> int:
-    """Return the CRC-32 of some ranges of memory, one behind the other."""
+def crc32(ranges: Sequence[Range]) -> int:
+    """Return the CRC-32 of some ranges of this process's memory, one behind the other.
+
+    It reads through the kernel, which says so where the memory is gone; a load would end the process. Where there is no
+    ``/proc`` that may happen.
+
+    Raises:
+        OSError: The memory is not there (any more).
+    """
     found = 0
-    for address, length in memory:
-        found = zlib.crc32(memory_view(address, length), found)
+    try:
+        memory = io.FileIO(_MEMORY)
+    except OSError:
+        for address, length in ranges:
+            found = zlib.crc32(memory_view(address, length), found)
+        return found
+    with memory:
+        for address, length in ranges:
+            memory.seek(address)
+            while length > 0:
+                chunk = memory.read(min(length, _CHUNK_BYTES))
+                if not chunk:
+                    raise OSError(errno.EFAULT, "the memory cannot be read")
+                found = zlib.crc32(chunk, found)
+                length -= len(chunk)
     return found
 
 

@@ -193,7 +193,7 @@ class StreamWaits:
 
     def moment(self, stream: Stream) -> Event | None:
         """A moment of ``stream``, just before it is made to wait or just after; None when that is not timed."""
-        if self._refused:
+        if self._refused or len(self._open) >= MOST_OPEN:
             return None
         try:
             return self._device.timestamp(stream)

@@ -171,6 +171,16 @@ def test_an_error_in_a_step_leaves_the_context(tmp_path: Path) -> None:
     attachment.offloader.close()
 
 
+def test_a_step_that_was_wrapped_before_runs_inside_too(tmp_path: Path) -> None:
+    task = Task()
+    own = task.training_step
+    task.training_step = lambda *given: own(*given)  # type: ignore[method-assign]
+    attachment = actoffload.attach(task, **options(tmp_path))
+    task.training_step([torch.ones(64, WIDTH)] * 2, 0)
+    assert attachment.offloader.statistics().packed_tensors > 0
+    attachment.offloader.close()
+
+
 def test_the_step_stays_what_it_was(tmp_path: Path) -> None:
     """Copies run their own step, attached twice with equal options it counts once, and a pickled module has none."""
     task = Task()

@@ -7,6 +7,7 @@ import copy
 import io
 import pickle
 import random
+import weakref
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, cast
@@ -376,6 +377,32 @@ def test_the_second_run_of_a_block_is_as_the_first(make_offloader: MakeOffloader
         loss.backward()
         found.append(gradients(model))
     assert_same_gradients(found[1], found[0])
+
+
+def test_a_tensor_that_a_recomputed_block_is_given_twice_is_held_by_hooks_alone() -> None:
+    block = Checkpointed(_Asks())
+    hidden = torch.randn(4, 8, requires_grad=True) * 2
+    reference = weakref.ref(hidden)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().numpy().copy(), torch.from_numpy):
+        loss = block(hidden, hidden).sum()
+    del hidden
+    assert reference() is None
+    loss.backward()
+
+
+def test_hooks_may_come_and_go_before_a_block_runs_again(make_offloader: MakeOffloader) -> None:
+    model = _Model()
+    plain = _step(model)
+    offloader = make_offloader(policy=Plan((), recompute=("layers.a",)), min_bytes="1MiB").use(model)
+    torch.manual_seed(3)
+    x = torch.randn(64, 32)
+    handle = model.layers["a"].register_forward_hook(lambda *_: None)
+    with offloader:
+        loss = model(x).square().sum()
+    handle.remove()
+    offloader.forget(model)  # what was saved so far stays usable
+    loss.backward()
+    assert_same_gradients(gradients(model), plain)
 
 
 @pytest.mark.simulated

@@ -20,7 +20,7 @@ from actoffload.storage.engines import create_engine
 from actoffload.storage.engines import gds as gds_module
 from actoffload.storage.engines.base import IoKind, SpoolFile, StorageEngine
 from actoffload.storage.engines.gds import PAGE_BYTES, GdsEngine, why_compat
-from actoffload.testing.engine_suite import BLOCK, Memory, StorageEngineTests, peek_file
+from actoffload.testing.engine_suite import BLOCK, Memory, StorageEngineTests, peek_file, random_bytes
 from tests.spools import move
 
 Transfer = Callable[[int, int, int, int], int]  # descriptor, address, bytes, offset
@@ -261,3 +261,25 @@ def test_an_error_of_a_transfer_names_place_and_cause(
     assert (error.errno, error.filename) == (errno.EIO, file.path)
     assert "CU_FILE_IO_ERROR" in str(error)
     assert "more lines" not in str(error)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_child_closes_both_descriptors_and_no_other(engine: GdsEngine, file: SpoolFile) -> None:
+    inode = os.fstat(file.fd).st_ino
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            engine.after_fork_in_child()
+            found = [
+                os.stat(f"/proc/self/fd/{fd}").st_ino
+                for fd in os.listdir("/proc/self/fd")
+                if int(fd) > 2 and os.path.exists(f"/proc/self/fd/{fd}")
+            ]
+            status = 0 if found.count(inode) == 1 and os.fstat(file.fd) else 2  # the spool closes its own
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    source = Memory(BLOCK)
+    source.data = random_bytes(BLOCK, 5)
+    assert move(engine, IoKind.WRITE, source).error is None

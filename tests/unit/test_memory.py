@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from actoffload import OffloadConfig, Offloader
 from actoffload.errors import SpoolFullError
 from actoffload.memory import process_memory as memory
 from actoffload.storage.spool import Spool
+from actoffload.storage.transfers import crc32
 from actoffload.tiers import processes as ranks
 from tests.harness import spool_statistics
 
@@ -191,3 +195,18 @@ for _ in range(3):
 def test_freed_blocks_leave_the_process() -> None:
     run = subprocess.run([sys.executable, "-c", _GLIBC], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
+
+
+def test_a_checksum_of_memory_that_is_gone_is_an_error_and_no_crash() -> None:
+    memory = mmap.mmap(-1, 3 << 20)
+    memory[:] = bytes(range(256)) * (len(memory) // 256)
+    anchor = ctypes.c_char.from_buffer(memory)
+    address = ctypes.addressof(anchor)
+    del anchor
+    assert crc32([(address + 5, (2 << 20) + 7)]) == zlib.crc32(memory[5 : (2 << 20) + 12])
+    pieces = [(address + 7, 9), (address, 3), (address + 11, (1 << 20) + 1)]
+    expected = b"".join(memory[begin - address : begin - address + length] for begin, length in pieces)
+    assert crc32(pieces) == zlib.crc32(expected)
+    memory.close()  # unmapped: a load there would end the process
+    with pytest.raises(OSError, match=r"cannot be read|Input/output error|Bad address"):
+        crc32([(address + 5, 2 << 20)])

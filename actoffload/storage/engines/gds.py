@@ -6,6 +6,7 @@ length; what is not in whole pages of the device goes through a little host memo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import importlib
@@ -77,8 +78,14 @@ class GdsEngine(QueuedEngine):
         self._kvikio_file.close()  # idempotent
 
     def after_fork_in_child(self) -> None:
-        """See ``StorageEngine``; its descriptors go with the child."""
+        """See ``StorageEngine``."""
         _kept_after_fork.append(self._kvikio_file)  # its destructor would speak to a driver that a child cannot use
+        ours = os.fstat(self._kvikio_file.fileno())
+        for name in os.listdir("/proc/self/fd"):  # kvikio has a second descriptor that it does not tell
+            with contextlib.suppress(OSError):
+                found = os.fstat(int(name))
+                if int(name) != self._file.fd and (found.st_dev, found.st_ino) == (ours.st_dev, ours.st_ino):
+                    os.close(int(name))
 
     def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
         view = views[0]

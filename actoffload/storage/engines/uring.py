@@ -64,7 +64,11 @@ class UringEngine(QueuedEngine):
         self._started = 0  # requests that are started and not finished, and their bytes
         self._started_bytes = {IoKind.READ: 0, IoKind.WRITE: 0}
         self._ring = Ring(file.fd, self._depth + 1)
-        self._eventfd = os.eventfd(0)
+        try:
+            self._eventfd = os.eventfd(0)
+        except OSError as error:
+            self._ring.close()
+            raise EngineUnavailableError(f"engine='uring': no eventfd ({error}); use 'posix'") from error
         self.start_threads(1)
 
     def close(self) -> None:
