@@ -97,6 +97,7 @@ class Recorder:
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._memory = Memory(tiers.by_device)
         self._rates = {f"{link} {way}": Rates() for link in ("disk", "host") for way in ("write", "read")}
+        self._gradients_due_s = 0.0
         self._told_bytes: dict[str, int] = {}
         self._told_series: frozenset[str] = frozenset()
         self._looking = threading.RLock()
@@ -154,6 +155,7 @@ class Recorder:
         self._writer.forwards += 1
         self._take_timeline()
         self._memory.count(self._models, self._optimizers, anew=self._writer.forwards % RECOUNT_FORWARDS == 0)
+        self._memory.count_gradients()
         self.look()
         self._phases.append(self._begin("forward"))
 
@@ -168,14 +170,23 @@ class Recorder:
         if running is not None and running.forwards < self._writer.forwards:  # it ended by an exception
             self._end("backward", running.last_s)
         elif running is not None:
-            running.last_s = now()
+            running.last_s = begin_s = now()
+            if begin_s >= self._gradients_due_s:
+                self._memory.count_gradients(torch.accelerator.current_device_index() if self._memory.on_device else 0)
+                self._gradients_due_s = now() + max(LEAST_LOOK_S, (now() - begin_s) / LOOKING_SHARE)
             return
         if torch._C._current_graph_task_id() != -1:
             self._phases.append(self._begin("backward", number))
-            Variable._execution_engine.queue_callback(functools.partial(self._end, "backward"))
+            Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        self._memory.count_gradients()
+        self.look()
+        self._end("backward")
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         """An optimizer steps."""
+        self._memory.count_gradients()
         self._optimizers.add(optimizer)
         before = next((phase for phase in self._phases if phase.optimizer == id(optimizer)), None)
         if before is not None and before.teller != id(self):
@@ -189,6 +200,7 @@ class Recorder:
 
     def optimizer_ended(self, optimizer: Optimizer) -> None:
         """It has stepped."""
+        self._memory.count_gradients()
         self._memory.count(self._models, self._optimizers)
         self.look()
         ours = (id(optimizer), id(self))
@@ -388,7 +400,9 @@ class Memory:
         self._type = accelerator.type if accelerator is not None and accelerator.type in types else "cpu"
         self._index = 0
         self.on_device = self._type != "cpu"
-        self._parameters: list[tuple[weakref.ref[Tensor], int]] = []
+        self._parameters: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {}
+        """By the index of their device, with their bytes."""
+        self._gradient_bytes: dict[int, int] = {}
         self._parameter_bytes = self._state_bytes = 0
         self._counted: tuple[int, ...] = ()
 
@@ -416,9 +430,23 @@ class Memory:
         if not parameters:
             parameters = stepped
         states += [p for number, p in stepped.items() if number not in parameters]
-        self._parameters = [(weakref.ref(p), self._bytes(p)) for p in (parameters | stepped).values()]
+        self._parameters = {}
+        for parameter in (parameters | stepped).values():
+            on_device = self._parameters.setdefault(parameter.device.index or 0, [])
+            on_device.append((weakref.ref(parameter), self._bytes(parameter)))
         self._parameter_bytes = sum(map(self._bytes, (parameters | buffers).values()))
         self._state_bytes = sum(map(self._bytes, states))
+
+    def count_gradients(self, index: int | None = None) -> None:
+        """Count the gradients that there are: on the thread that makes them, as nothing locks a tensor's ``grad``.
+
+        Args:
+            index: of the device of a thread of autograd's, which gives others' parameters none; None: no backward runs.
+        """
+        for place, parameters in self._parameters.items():
+            if index in (None, place):
+                there = ((reference(), nbytes) for reference, nbytes in parameters)
+                self._gradient_bytes[place] = sum(n for p, n in there if p is not None and p.grad is not None)
 
     def total(self) -> int:
         """All that PyTorch has allocated on the device, or what is resident of the process."""
@@ -431,14 +459,9 @@ class Memory:
             total: as `total` has just said.
             resident_bytes: saved activations that are on the device, with those of no module.
         """
-        gradients = 0
-        for reference, nbytes in self._parameters:
-            parameter = reference()
-            if parameter is not None and parameter.grad is not None:
-                gradients += nbytes
         values = {
             "parameters": self._parameter_bytes,
-            "gradients": gradients,
+            "gradients": 0,
             "optimizer state": self._state_bytes,
         }
         small = resident_bytes
@@ -449,7 +472,9 @@ class Memory:
                 small -= nbytes
         if small > 0:
             values["saved, small or recomputed"] = small
-        values["other"] = max(0, total - sum(values.values()))
+        left = max(0, total - sum(values.values()))
+        values["gradients"] = min(left, sum(self._gradient_bytes.values()))  # some may be gone since they were counted
+        values["other"] = left - values["gradients"]
         return values
 
     def _bytes(self, tensor: Tensor) -> int:

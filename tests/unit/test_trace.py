@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from actoffload.analysis.trace_file import TraceFile, load
@@ -135,6 +136,31 @@ def test_a_fork_in_the_middle_of_a_look_at_memory(
             os._exit(0)
         goes_on.set()
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+_ASKERS: set[str] = set()
+
+
+def _asked(parameter: Any) -> Any:
+    _ASKERS.add(threading.current_thread().name)
+    own: Any = Tensor.grad
+    return own.__get__(parameter)
+
+
+_Watched: Any = type("_Watched", (nn.Parameter,), {"grad": property(_asked)})
+
+
+def test_gradients_are_looked_at_only_by_threads_that_make_them(make_offloader: MakeOffloader, tmp_path: Path) -> None:
+    """Autograd gives a parameter its gradient without any lock: another thread that reads it then may crash."""
+    model = Chain(depth=8)
+    model.extra = _Watched(torch.ones(8))
+    offloader = make_offloader(trace=tmp_path / "run.json", policy="keep").use(model)
+    for _ in range(3):
+        train_step(model, batch(), offloader)
+        time.sleep(0.05)  # for the thread that looks at memory
+    offloader.close()
+    assert _ASKERS
+    assert "actoffload-trace-memory" not in _ASKERS
 
 
 def test_what_a_link_can_do_counts_time_that_transfers_share_once() -> None:
