@@ -83,6 +83,8 @@ def rank_and_ranks() -> tuple[int, int]:
 class Recorder:
     """Takes down one offloader's steps. It is the sink of its events, which come under its lock.
 
+    It has more than fifteen attributes: what it was given, what it has told, and the thread that looks at memory.
+
     Args:
         path: the file.
         shared: of the offloader's store; ``tiers``: likewise.
