@@ -60,8 +60,9 @@ class OffloadConfig:
     min_bytes: Size | None = None
     """Tensors smaller than this stay. Default: 128 KiB on CPU, 1 MiB on an accelerator."""
     policy: str | Policy | Plan = "auto"
-    """What moves: ``"auto"`` (all that can be moved in time; from the third step on what a planner decides from what
-    the steps before showed), ``"greedy"`` (the same without a planner), ``"all"`` (everything above ``min_bytes``),
+    """``"auto"`` (from the third step on a planner decides, from the steps before it), ``"greedy"`` (no planner; on the
+    CPU a tensor moves if it can leave in time, on an accelerator compute waits for more than a backlog of copies),
+    ``"all"`` (everything above ``min_bytes``, with the least memory),
     ``"keep"`` (nothing, to measure a step as it is), a `Policy`, or a `Plan` to follow."""
     max_slowdown: float | None = None
     """With ``policy="auto"``: how much slower than keeping everything a step may be, as a share (0.02 is 2 %). Default:
@@ -100,9 +101,10 @@ class OffloadConfig:
     """How far ahead of backward to read, in bytes. Default: chosen from what backward is seen to need, at most a
     quarter of what the forward saved, or twice its largest tensor, unless a plan says how far."""
     pending_bytes: Size | None = None
-    """Most bytes on their way out at once; beyond it tensors are kept (or, with ``device_budget``, waited for). One
-    tensor that is larger goes while at most half of it is on its way.
-    Default: 256 MiB on CPU; on an accelerator twice the largest tensor, at least 64 MiB."""
+    """Most bytes on their way out at once. Beyond it CPU tensors stay (or, with ``device_budget``, the step waits), and
+    an accelerator's compute stream waits for the oldest copies. One tensor that is larger goes while at most half of it
+    is on its way. Default: 256 MiB on CPU; on an accelerator twice the largest tensor, at least 64 MiB, or with
+    ``"greedy"`` and before the first plan a quarter of what a step saves, if a quarter of the free memory is as much."""
     keep_last_bytes: Size | None = None
     """From the second step on, the last so many bytes saved in a forward stay, as their backward follows at once.
     Default: a sixteenth of what the forward saves, at most the prefetch window."""

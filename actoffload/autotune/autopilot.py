@@ -13,6 +13,7 @@ from ..events import now
 from ..memory.process_memory import available_bytes
 from ..planning.constants import (
     AFTER_A_CHANGE,
+    MEMORY_MARGIN,
     MOST_MISLED,
     MOST_REASONS,
     MOST_REST,
@@ -318,9 +319,34 @@ class Autopilot:
     def _search(self, profile: Profile) -> Plan:
         began_s = now()
         try:
-            return self.planner.plan(profile, self.limits)
+            return self._plan_that_fits(profile)
         finally:
             self._rest_until_s = now() + (now() - began_s) / PLANNING_SHARE
+
+    def _plan_that_fits(self, profile: Profile) -> Plan:
+        """Plan; where a plan without a budget exceeds the device's memory, what there is becomes the budget."""
+        budget = self._shared.budget
+        try:
+            plan = self.planner.plan(profile, self.limits)
+        except BudgetError as error:
+            if self._shared.config.device_budget is not None:
+                raise
+            budget.limit_bytes = error.floor_bytes  # less is not to be had: the next step shows whether it fits
+            return self.planner.plan(profile, self.limits)
+        room = self._room_bytes() if budget.limit_bytes is None and self._shared.config.device_budget is None else None
+        if room is None or (plan.predicted_peak_bytes or 0) <= room:
+            return plan
+        budget.limit_bytes = room
+        return self._plan_that_fits(profile)
+
+    def _room_bytes(self) -> int | None:
+        """Saved bytes for which the device has room beside everything else; None where nothing counts its memory.
+
+        Nothing that was saved is alive now. A step needs more than it saves: gradients and temporaries, which are as
+        large as the allocator's peak was beside the saved bytes in the step that was recorded.
+        """
+        usable = self._tiers.usable_bytes()
+        return None if usable is None else max(0, int((1 - MEMORY_MARGIN) * usable) - self._profiler.other_bytes)
 
     def _follow(self, shape: Shape, plan: Plan, reason: str) -> None:
         several = len(self._shapes) > 1 and not self._agreed

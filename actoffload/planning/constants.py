@@ -96,6 +96,9 @@ alike do not take turns (200 steps of the loop)."""
 MAX_COST_SHARE = 2.0
 """Share of a step. Bytes are never taken to cost more compute time, however late a step was: 9 to 29 % were seen."""
 
+MEMORY_MARGIN = 0.03
+"""Share of a device's free memory that a plan leaves free: an allocator's blocks do not fit each other exactly."""
+
 # -- from step to step ------------------------------------------------------------------------------------------------
 
 WARM_UP = 1

@@ -23,6 +23,9 @@ class PlanEntry:
 
     ``index`` counts the storages as the planned forward saves them: what a recomputed block saves in a plain run has no
     entry, and the input of its checkpoint has one. ``tier`` is where an offloaded storage goes, `TIERS`.
+    ``release_after`` says when its device memory is released, in stream order: so many events after its own save, where
+    an event is the save of a storage with a place on its tape, or the first use of one in backward. By then its copy to
+    host memory is predicted to have ended. None: no plan says.
     """
 
     index: int
@@ -31,6 +34,7 @@ class PlanEntry:
     reason: str = ""
     module: str | None = None
     tier: str = ""
+    release_after: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

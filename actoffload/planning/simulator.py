@@ -1,10 +1,12 @@
 """What a step would be like under a plan: its events in order, with transfers beside them. Pure, deterministic.
 
 The compute timeline is the profile's, delayed by what it has to wait for and by what is recomputed. Each link has a
-queue for each direction, first come first served. A storage that is offloaded is queued when it is saved; its device
-memory is free when the write to the first tier has ended. What backward needs is fetched in the order of need, as far
-ahead as the window and the budget allow; what has not left yet is taken where it is, and a write that has not begun is
-cancelled.
+queue for each direction, first come first served. A storage that is offloaded is queued when it is saved. Its device
+memory is released at the first event after the end of the write to the first tier: an event is the save of a storage
+that has a place on its tape, or its first use in backward. PyTorch's allocator lives in the time of the host, which may
+have enqueued the whole forward before the first copy ends, so only events, and no times, can say when a host releases
+memory. What backward needs is fetched in the order of need, as far ahead as the window and the budget allow; what has
+not left yet is taken where it is, and a write that has not begun is cancelled.
 
 Inside, a storage is known by its position in the workload (``p``), and times are seconds since the step began.
 """
@@ -20,6 +22,7 @@ from .plan import Plan
 from .profile import Profile
 from .transfers import (
     BACKWARD,
+    COPIED,
     FORWARD,
     FREED,
     NEVER,
@@ -30,7 +33,6 @@ from .transfers import (
     SPILL,
     UNSAVED,
     WRITE_QUEUED,
-    WRITING,
     Clock,
     Transfers,
 )
@@ -93,6 +95,8 @@ class Prediction:
         waits: ``(storage, seconds)`` for each wait in backward.
         pressed: the storages that were kept although planned to go, as a limit would have been passed.
         stayed: those, and the ones that backward took before they had left.
+        releases: by position, how many events after its own save a storage's device memory was released; 0 if it never
+            was before backward had taken it.
         timeline: bytes on the device from each time on; empty unless asked for, as what follows.
         peak: what was on the device at the peak.
         at_peak: the storages that were.
@@ -116,6 +120,7 @@ class Prediction:
     waits: tuple[tuple[int, float], ...] = ()
     pressed: tuple[int, ...] = ()
     stayed: tuple[int, ...] = ()
+    releases: tuple[int, ...] = ()
     timeline: tuple[tuple[float, int], ...] = ()
     peak: Peak | None = None
     at_peak: tuple[int, ...] = ()
@@ -228,7 +233,7 @@ class _ReadAhead:
                     return
                 self.is_ahead[p] = True
                 self.ahead += self.transfers.fetch(p, now)
-            elif where in (WRITE_QUEUED, WRITING):
+            elif WRITE_QUEUED <= where <= COPIED:
                 if not self._has_room(0):
                     return  # what comes next may need the room that its write gives
                 self.transfers.fetch(p, now)
@@ -268,6 +273,10 @@ class _Step:
         self.waits: list[tuple[int, float]] = []
         self.refused: list[int] = []
         """What was to leave, and stays as there is no room where it goes."""
+        self._events = 0
+        """Events so far: saves of what is recorded, and its first uses in backward."""
+        self._saved_at = [0] * len(self.modes)
+        self._releases = [0] * len(self.modes)
         self._has_budget = conditions.device_budget is not None
         self._most_pending = conditions.pending_bytes
         self._at_peak: tuple[list[bool], list[int], list[bool]] | None = None
@@ -287,10 +296,14 @@ class _Step:
             now = base + clock.delay
             if links.next_end <= now:
                 self.transfers.advance(now)
-            if kind == BIRTH:
-                self._save(p, mode, now)
-            elif kind == NEED:
-                self._need(p, now, self.workload.place[p])
+            if kind <= NEED:
+                if kind == BIRTH:
+                    self._save(p, mode, now)
+                else:
+                    self._need(p, now, self.workload.place[p])
+                if self.workload.recorded[p] and mode != DROPPED:
+                    self._events += 1
+                    self._let_go(base + clock.delay)
             elif mode == KEEP and state[p] == ON_DEVICE:  # most often; it was never anywhere else
                 device.remove(p, now)
                 state[p] = FREED
@@ -300,8 +313,13 @@ class _Step:
         while device.log is not None and links.next_end < NEVER:
             self.transfers.complete_next()
 
+    def _let_go(self, now: float) -> None:
+        for p in self.transfers.let_go(now):
+            self._releases[p] = self._events - self._saved_at[p]
+
     def _save(self, p: int, mode: int, now: float) -> None:
         device = self.device
+        self._saved_at[p] = self._events + 1
         device.phase = "forward"
         if device.used + self.workload.nbytes[p] > device.limit:
             now = self._wait_for_room(self.workload.nbytes[p], now, FORWARD)
@@ -328,6 +346,7 @@ class _Step:
         if transfers.has_host:
             since = now
             while not transfers.host.has_room(nbytes):
+                self._let_go(now)  # a write to disk, which makes room in host memory, begins at the release
                 waits = self._has_budget and (transfers.links.is_busy(SPILL) or transfers.pending)
                 if not waits or transfers.links.next_end == NEVER:
                     return -1.0
@@ -392,8 +411,10 @@ class _Step:
     def _wait_for_room(self, nbytes: int, now: float, kind: int) -> float:
         """Wait until ``nbytes`` fit the budget or nothing more will leave; the time then."""
         until = now
+        self._let_go(now)
         while self.device.used + nbytes > self.device.limit and self.transfers.releasing > 0:
             until = max(until, self.transfers.complete_next())
+            self._let_go(until)
         self.clock.wait(until - now, kind)
         return until
 
@@ -420,6 +441,7 @@ class _Step:
             waits=tuple(self.waits),
             pressed=tuple(self.refused),
             stayed=tuple(p for p, mode in enumerate(self.modes) if HOST <= mode <= NVME and not transfers.left[p]),
+            releases=tuple(self._releases),
             timeline=tuple(self.device.log or ()),
             peak=self._describe_peak(),
             at_peak=() if self._at_peak is None else tuple(p for p, there in enumerate(self._at_peak[0]) if there),
@@ -438,7 +460,7 @@ class _Step:
             if not there:
                 continue
             nbytes = self.workload.nbytes[p]
-            if state in (WRITE_QUEUED, WRITING):
+            if WRITE_QUEUED <= state <= COPIED:
                 kind = "on its way out"
             elif self.modes[p] == DROPPED:
                 kind = "recomputed"

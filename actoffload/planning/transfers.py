@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from .profile import Link
 from .workload import HOST, NVME, Workload
 
-UNSAVED, ON_DEVICE, WRITE_QUEUED, WRITING = range(4)
-ON_HOST, SPILL_QUEUED, SPILLING, ON_DISK = range(4, 8)
-LOADING, FETCHING, FREED = range(8, 11)
-"""Where a storage is. Up to `WRITING` it is on the device; from `ON_HOST` to `ON_DISK` it is not, and nothing brings it
-back; `LOADING` is from disk to host memory, `FETCHING` is to the device."""
+UNSAVED, ON_DEVICE, WRITE_QUEUED, WRITING, COPIED = range(5)
+ON_HOST, SPILL_QUEUED, SPILLING, ON_DISK = range(5, 9)
+LOADING, FETCHING, FREED = range(9, 12)
+"""Where a storage is. Up to `COPIED` it is on the device; from `ON_HOST` to `ON_DISK` it is not, and nothing brings it
+back; `LOADING` is from disk to host memory, `FETCHING` is to the device. `COPIED`: the copy to host memory has ended,
+and the device memory is released at the next event of the forward or backward, as the offloader does."""
 
 WRITE, SPILL, LOAD, FETCH = range(4)
 """The queues: device to host, host to disk, disk to host, host to device. Without a host link, `WRITE` and `FETCH` are
@@ -194,6 +195,7 @@ class Transfers:
         self.cancelled = 0
         """Bytes that backward took before their write had begun."""
         self.clock = clock
+        self._copied: list[int] = []
 
     def write(self, p: int, mode: int, now: float) -> None:
         """Queue the write of what has just been saved; it has its room where it goes."""
@@ -211,7 +213,7 @@ class Transfers:
     def fetch(self, p: int, now: float) -> int:
         """Begin to bring ``p`` back, or take it where it is; the bytes that this brings to the device."""
         nbytes, state = self.nbytes[p], self.state[p]
-        if state in (WRITE_QUEUED, WRITING):
+        if WRITE_QUEUED <= state <= COPIED:
             self.releasing -= nbytes
             self.state[p] = ON_DEVICE
             if state == WRITE_QUEUED:
@@ -248,7 +250,7 @@ class Transfers:
         nbytes, state = self.nbytes[p], self.state[p]
         if state == WRITE_QUEUED:
             self.pending -= nbytes
-        if state in (WRITE_QUEUED, WRITING):
+        if WRITE_QUEUED <= state <= COPIED:
             self.releasing -= nbytes
         if self.device.holds[p]:
             self.device.remove(p, now)
@@ -288,13 +290,26 @@ class Transfers:
         self.pending -= nbytes
         if self.state[p] != WRITING:  # backward has taken it, or it is dead
             return
-        self.releasing -= nbytes
-        self.left[p] = True
-        self.device.remove(p, now)
-        if not self.has_host:
-            self.state[p] = ON_DISK
-        elif self.disk.holds[p]:
-            self.state[p] = SPILL_QUEUED
-            self.links.enqueue(SPILL, p, now)
-        else:
-            self.state[p] = ON_HOST
+        self.state[p] = COPIED
+        self._copied.append(p)
+        if not self.has_host:  # the thread that sees the end of a write to disk releases the memory at once
+            self.let_go(now)
+
+    def let_go(self, now: float) -> list[int]:
+        """Release the device memory of everything that is `COPIED`; return what that was."""
+        if not self._copied:
+            return []
+        released = [p for p in self._copied if self.state[p] == COPIED]
+        self._copied.clear()
+        for p in released:
+            self.releasing -= self.nbytes[p]
+            self.left[p] = True
+            self.device.remove(p, now)
+            if not self.has_host:
+                self.state[p] = ON_DISK
+            elif self.disk.holds[p]:
+                self.state[p] = SPILL_QUEUED
+                self.links.enqueue(SPILL, p, now)
+            else:
+                self.state[p] = ON_HOST
+        return released

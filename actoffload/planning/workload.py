@@ -169,8 +169,14 @@ class Workload:
         """The numbers of the items that a forward saves with an index, in the order of their places."""
         return [number for number, item in enumerate(self.items) if item.has_place(recompute)]
 
-    def to_entries(self, choice: Choice, reasons: Sequence[str]) -> tuple[PlanEntry, ...]:
-        """Plan entries of a choice; ``reasons`` has one text for each item."""
+    def to_entries(self, choice: Choice, reasons: Sequence[str], releases: Sequence[int]) -> tuple[PlanEntry, ...]:
+        """Plan entries of a choice.
+
+        Args:
+            choice: what is decided.
+            reasons: one text for each item.
+            releases: by position, as `Prediction.releases`.
+        """
         entries = []
         for place, number in enumerate(self.layout(choice.recompute)):
             item, tier = self.items[number], choice.tiers[number]
@@ -185,6 +191,7 @@ class Workload:
                     reason=reasons[number] or kept,
                     module=self.module_of(position),
                     tier=TIER_NAMES[tier] if moves else "",
+                    release_after=(max(releases[p] for p in item.positions) or None) if moves else None,
                 )
             )
         return tuple(entries)

@@ -103,7 +103,7 @@ class OffloadDecision:
         if self._unproven:
             self._check(record, entry)
         if entry is not None:
-            record.planned_tier = entry.tier
+            record.planned_tier, record.release_after = entry.tier, entry.release_after
             if record.index == self.probe:
                 self.probe = None
                 return None

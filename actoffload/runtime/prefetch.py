@@ -56,7 +56,7 @@ class Prefetch:
             self.phases.begin_backward(tape)
         if round_ > record.round:
             tape.rewind()
-        tape.advance(record.index, self.orders)
+        self._shared.events += tape.advance(record.index, self.orders)
 
     def given(self, record: Record, waited_s: float) -> None:
         """Backward has a record that had moved; count what it waits for as it begins, and how much that is."""
@@ -101,7 +101,8 @@ class Prefetch:
             self.orders.put(tape.signature, order)
 
     def _ahead(self, tape: Tape[Record]) -> int:
-        return max(self.window.over(tape.total_bytes), 2 * self._shared.largest_moved_bytes)
+        ahead, spare = self.window.over(tape.total_bytes), self._shared.spare_bytes
+        return max(ahead if spare is None else min(ahead, spare), 2 * self._shared.largest_moved_bytes)
 
     def _fetch_next(self, tape: Tape[Record], left_bytes: int = 0) -> None:
         """Fetch what the next backward, of another tape, wants first, less what is left of the one that runs."""

@@ -96,6 +96,7 @@ class Profiler:
 
     Attributes:
         is_recorded: gives, while there is one, what says whether a tensor that is saved now gets a record.
+        other_bytes: what the device's allocator had at its peak beside saved tensors and what is alive between steps.
     """
 
     def __init__(self, stopwatch: Stopwatch) -> None:
@@ -104,6 +105,7 @@ class Profiler:
         self._local = threading.local()
         self.running: list[None] = []
         """Not empty while a step is recorded: looked at for each tensor, in C as well."""
+        self.other_bytes = 0
         self.forget()
 
     def forget(self) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from ..config import OffloadConfig
 from ..errors import OffloaderClosedError
@@ -106,6 +107,7 @@ class ActivationStore:
         self._dropped: deque[tuple[Record | KeptPlace, int]] = self.shared.lock.noted
         self._decisions: list[tuple[int, KeepReason | None, str | None]] = []
         self._following_bytes: int | None = None
+        self._backward = -1  # the run of backward whose end is waited for
         self._swallowed: BaseException | None = None
         path = trace_path(config)  # before anything is opened
         self.shared.lock.after_release = weakref.WeakMethod(self._count_dropped_if_free)
@@ -130,7 +132,7 @@ class ActivationStore:
             self._count_optimizer_steps()
             self.prefetch.begin_forward()
             for tier in self.tiers.by_device.values():
-                tier.release_complete()
+                tier.begin_forward()
             if first:
                 accounts.begin_step()
             if self._began_s is None:
@@ -205,6 +207,7 @@ class ActivationStore:
                 self.prefetch.phases.begin_forward(tape)
             record.tape, record.index = tape, tape.append(record, record.nbytes)
             record.handles = record.waiting = 1  # before anything that may let go of the lock
+            shared.events += 1
             try:
                 self._place(record, tensor, tape, tier)
             except BaseException:  # a policy's error: no handle will own the record
@@ -242,11 +245,13 @@ class ActivationStore:
             tape.append(None, nbytes)
             tape.decisions.append((nbytes, reason, module))
             self._saved_by_node(tape, nbytes)
+            shared.events += 1
             if shared.largest_moved_bytes:  # others move under this plan
                 tier = self.tiers.by_device[kind]
                 tier.notice_resized()
                 tier.poll()
                 self.prefetch.during_forward(tape)
+                tier.release_due()
         return KeptPlace(self, tape, index, nbytes, kind, module)
 
     def _place(self, record: Record, tensor: Tensor, tape: Tape[Record], tier: Tier) -> None:
@@ -282,6 +287,7 @@ class ActivationStore:
         if self.profiler.running:
             self.profiler.saved(record, reason)
         self.prefetch.during_forward(tape)
+        tier.release_due()  # last: the storage that was saved existed before this hook could release anything
         tape.decisions.append((record.nbytes, reason, record.module))
         self._decisions = tape.decisions
 
@@ -360,7 +366,7 @@ class ActivationStore:
                 self.prefetch.window.waited()
             self.prefetch.given(record, waited_s)
             begin = record.data_begin
-            next_round = self._pass(record, round_)
+            next_round = self._pass(record, round_, tier)
             if record.waiting <= 0:
                 tier.evict(record)
             return storage, begin, next_round
@@ -370,8 +376,9 @@ class ActivationStore:
         """Note that backward takes a storage that stays; return the handle's next round, as `obtain` does."""
         self.speak()
         with self.shared.lock:
-            self._reach(record, round_, self.tiers.by_device[record.kind])
-            return self._pass(record, round_)
+            tier = self.tiers.by_device[record.kind]
+            self._reach(record, round_, tier)
+            return self._pass(record, round_, tier)
 
     def _reach(self, record: Record | KeptPlace, round_: int, tier: Tier) -> None:
         """Backward has come to a record."""
@@ -384,7 +391,7 @@ class ActivationStore:
         if self.trace is not None and record.tape is not None:
             self.trace.backward(record.tape.number)
 
-    def _pass(self, record: Record | KeptPlace, round_: int) -> int:
+    def _pass(self, record: Record | KeptPlace, round_: int, tier: Tier) -> int:
         """Backward has the bytes, and goes on; return the handle's next round."""
         again = round_ > record.round  # a second unpack of this handle: everybody may ask again
         record.round = max(record.round, round_)
@@ -393,7 +400,28 @@ class ActivationStore:
             if self.profiler.running:
                 self.profiler.needed(record)
         self.prefetch.during_backward(record.tape)
+        tier.release_due()  # last: a copy that backward takes instead of its original would be for nothing
+        self._when_backward_ends()
         return record.round + 1
+
+    def _when_backward_ends(self) -> None:
+        """Have the engine call `_backward_ended`, once for each run of backward."""
+        task = torch._C._current_graph_task_id()
+        if task not in {-1, self._backward}:  # outside of backward somebody looks at a saved tensor
+            self._backward = task
+            Variable._execution_engine.queue_callback(self._backward_ended)
+
+    @_aborts_when_interrupted
+    def _backward_ended(self) -> None:
+        """Hold no device memory of dead records: the optimizer's step comes next."""
+        with self.shared.lock:
+            self._count_dropped()
+            if not self.shared.stopped:
+                for tier in self.tiers.by_device.values():
+                    tier.release_dead()
+                if self.profiler.running:
+                    allocated, most = self.tiers.memory()
+                    self.profiler.other_bytes = max(0, most - allocated - self.shared.accounts.step_peak_bytes)
 
     def _fetch_now(self, record: Record, tier: Tier) -> torch.UntypedStorage:
         record.error = None  # a prefetch that failed is tried once more

@@ -163,16 +163,18 @@ class Tape(Generic[R]):
         """The order in which backward walked, if it walked at all."""
         return tuple(self._seen) if self._seen else None
 
-    def advance(self, index: int, orders: LearnedOrders) -> None:
-        """Backward has reached the record at ``index``."""
+    def advance(self, index: int, orders: LearnedOrders) -> bool:
+        """Backward has reached the record at ``index``; return whether for the first time."""
         self.prepare(orders)
         self.in_backward = True
         self._uncount(index)
+        is_first = index not in self._was_seen
         self.see(index)
         position = self._position.get(index)
         if position is not None:
             self._cursor = max(self._cursor, position + 1)
             self._frontier = max(self._frontier, self._cursor)
+        return is_first
 
     def see(self, index: int) -> None:
         """Backward has come to a storage, and there is nothing to fetch."""

@@ -512,7 +512,8 @@ struct Allocator final : c10::DeviceAllocator {
   // Virtual from PyTorch 2.10 on.
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) {
     const std::lock_guard<std::mutex> guard(mutex);
-    return {limit[checked(device)] - reserved[checked(device)], limit[checked(device)]};
+    const size_t most = limit[checked(device)];  // it may have been set below what is reserved
+    return {most - std::min(most, reserved[device]), most};
   }
 };
 

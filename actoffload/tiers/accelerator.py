@@ -98,6 +98,18 @@ class Accelerator:
         """Tell the allocator that ``stream`` too uses this memory (``record_stream``)."""
         tensor.record_stream(stream)
 
+    def usable_bytes(self, index: int) -> int | None:
+        """What PyTorch may still allocate on device ``index``: free memory and its allocator's cache; None: unknown."""
+        try:
+            free = self._free_bytes(index)
+            cached = torch.accelerator.memory_reserved(index) - torch.accelerator.memory_allocated(index)
+        except (AttributeError, RuntimeError):  # an older PyTorch, or an allocator that counts nothing
+            return None
+        return int(free + cached)
+
+    def _free_bytes(self, index: int) -> int:
+        return int(torch.accelerator.get_memory_info(index)[0])
+
     def is_capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""
         return False
@@ -154,6 +166,9 @@ class CudaAccelerator(Accelerator):
     def synchronize(self, event: Event) -> None:
         while not self.done(event):  # cudaEventSynchronize would keep a core busy, as PyTorch's events do not block
             time.sleep(NAP_S)
+
+    def _free_bytes(self, index: int) -> int:
+        return int(torch.cuda.mem_get_info(index)[0])  # `torch.accelerator` has no such call in PyTorch 2.9
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

@@ -22,6 +22,9 @@ WINDOW_FLOOR_BYTES = 64 << 20
 BATCH_BYTES = 16 << 20
 """Copies of so many bytes begin together at most, which take under a millisecond; one that is larger goes alone."""
 BATCH_COPIES = 16
+BATCH_SHARE = 1 / 16
+"""A batch is full at this share of the bytes that a plan expects to wait for their copies: what waits to begin with
+others is late by no more than that."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +38,7 @@ class Batch:
     """Destination and source, flat bytes both, by owner. Those on the way out are held until they are released."""
     nbytes: int = 0
     event: Event | None = None  # none: the copies have not begun
+    due: int = 0  # on the way out: the event at which its memory is released, the last one's; 0: no plan says
     number: int = 0  # among the batches of this way and device, as they began, from 1
     after: dict[tuple[str, int], Batch] = field(default_factory=dict)
     """The last batch of each way and device that used the host memory before."""
@@ -308,6 +312,12 @@ class ReleaseWindow:
         limit_bytes: the bound; None for twice the largest copy seen (one under way, one behind it), at least 64 MiB.
         on_release: called with the owner of each copy whose device memory was let go.
         may_begin: called with the owner of each copy that is about to begin: False once it has withdrawn it.
+
+    Attributes:
+        is_fixed: the user set the bound.
+        limit_bytes: the bound.
+        expected_bytes: how much a plan expects to be held at once; 0 without a plan.
+        held_bytes: the device memory that is held.
     """
 
     def __init__(
@@ -318,24 +328,23 @@ class ReleaseWindow:
         may_begin: Callable[[Any], bool] = lambda owner: True,
     ) -> None:
         self._copies = copies
-        self._fixed = limit_bytes is not None
-        self._limit_bytes = WINDOW_FLOOR_BYTES if limit_bytes is None else limit_bytes
+        self.is_fixed = limit_bytes is not None
+        self.limit_bytes = WINDOW_FLOOR_BYTES if limit_bytes is None else limit_bytes
         self._on_release = on_release
         self._may_begin = may_begin
         self._batches: deque[Batch] = deque()
-        self._expected_bytes = 0
+        self.expected_bytes = 0
         self.held_bytes = 0
 
-    def expect(self, nbytes: int) -> None:
-        """A plan counts on so many bytes that are held at once and on nothing that waits for them."""
-        self._expected_bytes = 0 if self._fixed else nbytes
-
-    def has_room(self, nbytes: int) -> bool:
-        """Whether so many bytes more may be held, so that nothing waits; more than the limit only by themselves."""
-        return not self._batches or self.held_bytes + nbytes <= self._limit_for(nbytes)
-
     def hold(
-        self, owner: object, destination: Tensor, source: Tensor, index: int, used_by: list[Any], of_bytes: int
+        self,
+        owner: object,
+        destination: Tensor,
+        source: Tensor,
+        index: int,
+        used_by: list[Any],
+        of_bytes: int,
+        due: int,
     ) -> Batch:
         """Have bytes of device ``index`` copied to the host, soon, and hold them until the window is past them.
 
@@ -346,6 +355,7 @@ class ReleaseWindow:
             index: the device's.
             used_by: see `Batch.add`.
             of_bytes: of how many bytes these are a part, which are let go together.
+            due: the event at which a plan releases them, see `release_due`; 0 without a plan.
         """
         nbytes = destination.nbytes
         last = self._batches[-1] if self._batches else None
@@ -354,10 +364,15 @@ class ReleaseWindow:
             self.begin()
             self._batches.append(batch)
         batch.add(owner, destination, source, nbytes, used_by)
+        batch.due = max(batch.due, due)
         self.held_bytes += nbytes
-        self._limit_bytes = self._limit_for(of_bytes)
-        full = len(batch.copies) >= BATCH_COPIES or batch.nbytes >= min(BATCH_BYTES, self._limit_bytes // 4)
-        if full or self.held_bytes > self._limit_bytes:
+        if not self.is_fixed:
+            self.limit_bytes = max(self.limit_bytes, 2 * of_bytes)
+        most = min(BATCH_BYTES, self.limit_bytes // 4)
+        if self.expected_bytes:  # a plan takes each copy to begin as its storage is saved
+            most = min(most, int(BATCH_SHARE * self.expected_bytes))
+        full = len(batch.copies) >= BATCH_COPIES or batch.nbytes >= most
+        if full or self.held_bytes > self.limit_bytes:
             self.begin()
         return batch
 
@@ -398,23 +413,48 @@ class ReleaseWindow:
         self._batches.clear()
         self.held_bytes = 0
 
-    def advance(self, limit_bytes: int | None = None) -> None:
-        """Release what is complete, then the oldest until at most ``limit_bytes`` are held."""
-        limit = max(self._limit_bytes, self._expected_bytes) if limit_bytes is None else limit_bytes
-        while self._batches:
-            out = self._batches[0]
-            if self.held_bytes > limit:
-                self.begin()
-                if not self._batches:  # what waited to begin was withdrawn
-                    return
-            elif not self._copies.done(out):
-                return
-            self._batches.popleft()
-            self.held_bytes -= out.nbytes
-            owners = list(out.copies)
-            self._copies.release_sources(out)
-            for owner in owners:
-                self._on_release(owner)
+    # None of these looks whether a copy has ended: the host may be far ahead of the device, and would release nothing.
+    # The compute stream waits for the copies, and the allocator may use their memory for what is enqueued afterwards.
 
-    def _limit_for(self, nbytes: int) -> int:
-        return self._limit_bytes if self._fixed else max(self._limit_bytes, 2 * nbytes)
+    def advance(self, limit_bytes: int) -> None:
+        """Release the oldest copies' memory, in stream order, until at most ``limit_bytes`` are held."""
+        while self._batches and self.held_bytes > limit_bytes:
+            self._release_oldest()
+
+    def is_due(self, event: int) -> bool:
+        """Whether a plan has released something by ``event`` that is held."""
+        due = next((batch.due for batch in self._batches if batch.due), 0)
+        return 0 < due <= event
+
+    def release_due(self, event: int) -> None:
+        """Release, in stream order, the memory that a plan has released by ``event``, and what began to leave before.
+
+        One stream makes the copies in order, so that whoever waits for one has waited for those before it.
+        """
+        while self.is_due(event):
+            self._release_oldest()
+
+    def release_if(self, condition: Callable[[Any], bool]) -> None:
+        """Release, in stream order, the memory of the batches whose owners all meet a condition."""
+        for batch in [batch for batch in self._batches if batch.event is not None]:
+            if all(map(condition, batch.copies)):
+                self._release(batch)
+
+    def release_complete(self) -> None:
+        """Release the memory of the oldest copies that are known to have ended, now."""
+        while self._batches and self._copies.done(self._batches[0]):
+            self._release(self._batches[0])
+
+    def _release_oldest(self) -> None:
+        if self._batches[0].event is None:
+            self.begin()
+        if self._batches and self._batches[0].event is not None:  # else every copy in it was withdrawn
+            self._release(self._batches[0])
+
+    def _release(self, out: Batch) -> None:
+        self._batches.remove(out)
+        self.held_bytes -= out.nbytes
+        owners = list(out.copies)
+        self._copies.release_sources(out)
+        for owner in owners:
+            self._on_release(owner)

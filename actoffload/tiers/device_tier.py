@@ -37,6 +37,10 @@ CHUNK_BYTES = 64 << 20
 """A larger record is copied and written, or read and copied, in parts of so many bytes, so that both go on at once."""
 SPILL_ABOVE = 0.75
 """Tiered: the oldest records go to disk while more than this share of the host budget is taken."""
+BACKLOG_SHARE = 1 / 4
+"""Without a plan, this share of the most that a step has saved may wait for its copy ..."""
+USABLE_SHARE = 1 / 4
+"""... and no more than this share of what the device has free as a forward begins."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +48,7 @@ class Part:
     """Owner of a copy out of the first bytes of a record, which goes in parts."""
 
     module: str | None
+    record: Record
 
 
 class DeviceTier(Tier):
@@ -84,7 +89,6 @@ class DeviceTier(Tier):
         """Copies to the device that are about to begin."""
         self._unused: list[tuple[object, Batch]] = []
         """Memory that was filled for records which died before they were used, and the copies that fill it."""
-        self._keeps_backlog = shared.config.policy in ("auto", "greedy")
         self._last_hook: Event | None = None
         """After what the compute stream had been given by the end of the last hook that was watched."""
         self._watched_last = False
@@ -95,10 +99,6 @@ class DeviceTier(Tier):
 
     def offload(self, record: Record) -> KeepReason | None:
         nbytes, limited = record.nbytes, self.shared.budget.limit_bytes is not None
-        if self._keeps_backlog and not limited and not self.window.has_room(nbytes):
-            self.window.advance()
-            if not self.window.has_room(nbytes):
-                return KeepReason.PRESSURE
         slot = self._pool.acquire(nbytes)
         while slot is None and (self._pool.growing or limited):
             since_s, growing = now(), self._pool.growing
@@ -110,7 +110,7 @@ class DeviceTier(Tier):
         if slot is None:
             self.shared.accounts.refused_bytes += nbytes
             self.window.begin()
-            self.window.advance()
+            self.window.release_complete()  # so that what they hold of host memory goes on to disk
             return KeepReason.PRESSURE
         outs = self._copy_out(record, slot)
         out, _ = outs[-1]
@@ -123,8 +123,31 @@ class DeviceTier(Tier):
         if limited:
             self.window.begin()  # what waits for others would take room meanwhile
         if out.event is not None:
-            self.window.advance()
+            self.window.advance(max(self.window.limit_bytes, self._backlog_bytes))
         return None
+
+    @property
+    def _backlog_bytes(self) -> int:
+        """How many bytes may wait for their copies, where that is more than the window's own limit.
+
+        A plan says how many it expects. Before there is one, and with ``"greedy"``, it is a part of what a step saves, so
+        that compute waits less, but no more than a part of what the device has free: the first step may not run out of
+        memory.
+        """
+        if self.window.expected_bytes:
+            return int(PENDING_MARGIN * self.window.expected_bytes)
+        waits_less = self.shared.config.policy in ("auto", "greedy") and self.shared.budget.limit_bytes is None
+        if self.window.is_fixed or not waits_less:
+            return 0
+        return min(int(BACKLOG_SHARE * self.shared.accounts.baseline_peak_bytes), self.shared.spare_bytes or 0)
+
+    def begin_forward(self) -> None:
+        super().begin_forward()
+        if self.copies.inert or self.capturing():
+            return
+        device = self.copies.device
+        usable = None if self.window.expected_bytes else device.usable_bytes(device.current_index())
+        self.shared.spare_bytes = None if usable is None else int(USABLE_SHARE * usable)
 
     def _has_its_source(self, owner: object) -> bool:
         """Whether a copy out may begin: its source was not freed or resized while it waited for others."""
@@ -142,12 +165,13 @@ class DeviceTier(Tier):
         """Have a record copied to the host; return its parts: the batch of each, and how many bytes it completes."""
         nbytes, index, source = record.nbytes, record.device.index or 0, record.flat()
         outs: list[tuple[Batch, int]] = []
+        due = 0 if record.release_after is None else self.shared.events + record.release_after
         for begin in range(0, nbytes, CHUNK_BYTES):
             end = min(begin + CHUNK_BYTES, nbytes)
-            owner = record if end == nbytes else Part(record.module)  # the last part stands for all
+            owner = record if end == nbytes else Part(record.module, record)  # the last part stands for all
             part = source if nbytes <= CHUNK_BYTES else source[begin:end]
             host = self._pool.tensor(slot, begin, end - begin)
-            outs.append((self.window.hold(owner, host, part, index, slot.events, nbytes), end))
+            outs.append((self.window.hold(owner, host, part, index, slot.events, nbytes, due), end))
             if nbytes > CHUNK_BYTES:
                 self.window.begin()  # a thread waits for each
         return outs
@@ -203,8 +227,7 @@ class DeviceTier(Tier):
             self.window.advance(0)
 
     def expect_pending(self, nbytes: int | None) -> None:
-        self._keeps_backlog = nbytes is None and self.shared.config.policy in ("auto", "greedy")
-        self.window.expect(int((nbytes or 0) * PENDING_MARGIN))
+        self.window.expected_bytes = 0 if self.window.is_fixed else nbytes or 0
 
     # -- host → disk --------------------------------------------------------------------------------------------------
 
@@ -458,9 +481,18 @@ class DeviceTier(Tier):
         self._reloading[record] = None
         self.shared.reporter.event(EventKind.READ, record, "to device")
 
-    def release_complete(self) -> None:
-        if self.window.held_bytes and not self.capturing():
-            self.window.advance()
+    def release_due(self) -> None:
+        if self.window.is_due(self.shared.events) and not self.capturing():
+            self.window.release_due(self.shared.events)
+
+    def release_dead(self) -> None:
+        if (self.window.held_bytes or self._unused) and not self.capturing():
+            self._drop_unused()
+            self.window.release_if(self._is_dead)
+
+    def _is_dead(self, owner: object) -> bool:
+        record = owner.record if isinstance(owner, Part) else owner
+        return isinstance(record, Record) and record.state is State.RELEASED
 
     def begin_copies(self) -> None:
         if (self._incoming is not None or self.window.gathering is not None) and not self.capturing():
@@ -482,8 +514,6 @@ class DeviceTier(Tier):
             if incoming is None and record.state is State.RESIDENT:
                 return record.data
             raise StateError(CAPTURED)
-        if self.window.held_bytes:
-            self.window.advance()
         if record.state in (State.HOSTED, State.SPILLING):
             self._reload_now(record)
             incoming = record.incoming
@@ -564,11 +594,14 @@ class DeviceTier(Tier):
     def _watched(self) -> Iterator[None]:
         accounts, device = self.shared.accounts, self.copies.device
         since_s, waited_s = now(), accounts.pack_wait_s + accounts.unpack_wait_s
+        so_far = device.record(device.current_stream(device.current_index()))
         yield
         hook_s = now() - since_s - (accounts.pack_wait_s + accounts.unpack_wait_s - waited_s)
         accounts.hooks_s += hook_s
-        if self._watched_last and device.done(self._last_hook):
-            accounts.idle_s += hook_s  # the device had caught up with the host
+        if device.done(so_far):
+            accounts.idle_s += hook_s  # the device had nothing to do when the hook ended, perhaps all the time
+        elif self._watched_last and device.done(self._last_hook):
+            accounts.idle_s += hook_s / 2  # it had only the work since the last hook: that may end too early, or not
         self._last_hook = device.record(device.current_stream(device.current_index()))
         self._watched_last = True
 

@@ -89,6 +89,7 @@ class Record:
     name: str | None = None  # that it was given
     stays: bool = False  # it was decided that it never leaves
     planned_tier: str = ""  # where a plan sends it: "host", "nvme", or "" for the tier's own choice
+    release_after: int | None = None  # as a plan says, see `PlanEntry`
     counted: bool = False  # among the resident bytes
     wanted: bool = False  # backward is about to need it
     on_disk: bool = False  # a complete copy is in `extent`

@@ -21,6 +21,7 @@ class DeviceBudget:
 
     Attributes:
         limit_bytes: the limit; None when there is none, or where it is a share of a peak that no step has shown yet.
+            Without a limit of the user's it is what the device has room for, where a plan would need more.
         largest_bytes: the largest record so far, which the next one may be like.
         recompute_bytes: what backward needs at once where it recomputes a block.
     """
@@ -129,6 +130,10 @@ class Shared:
         budget: the limit of bytes on the device.
         reporter: events, warnings and advice.
         pending_bytes: bytes of writes that were begun and have not ended.
+        events: how many storages with a place on a tape were saved, or used in backward for the first time. A plan
+            counts in events when device memory is released, not in seconds: the host may be far ahead of the device.
+        spare_bytes: without a plan, how much device memory copies out may hold, and fetches ahead as much again: a part
+            of what the device had free as the forward began; None: no limit is known.
         largest_moved_bytes: the largest record that moved; prefetch looks at least twice as far.
         no_memory_ahead: the device had no memory for what was fetched ahead. The allocator has given back what it kept,
             to no avail, so that nothing more is fetched ahead before the next forward.
@@ -145,6 +150,8 @@ class Shared:
         self.budget = DeviceBudget(config, self.accounts)
         self.reporter = Reporter(sink, self.accounts)
         self.pending_bytes = 0
+        self.events = 0
+        self.spare_bytes: int | None = None
         self.largest_moved_bytes = 0
         self.no_memory_ahead = False
         self.watches_host = False

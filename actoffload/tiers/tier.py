@@ -120,8 +120,15 @@ class Tier(ABC):
     def poll(self) -> None:  # noqa: B027 - a tier may have nothing to do here
         """Make progress that only the training thread can make."""
 
-    def release_complete(self) -> None:  # noqa: B027
-        """Let go of device memory whose copies are complete; a forward begins, which may save nothing large."""
+    def release_due(self) -> None:  # noqa: B027
+        """Release the device memory that the plan releases at this event, in stream order."""
+
+    def release_dead(self) -> None:  # noqa: B027
+        """Release the device memory of records that have died, in stream order."""
+
+    def begin_forward(self) -> None:
+        """A forward begins, which may save nothing large."""
+        self.release_dead()
 
     def begin_copies(self) -> None:  # noqa: B027
         """Begin the copies that wait for others to go with them."""

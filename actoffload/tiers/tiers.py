@@ -75,6 +75,12 @@ class Tiers:
         """Bytes in use now and the most there were: of the accelerator whose tensors move, else of this process."""
         return allocated_bytes(self.by_device) or (rss_bytes(), peak_rss_bytes())
 
+    def usable_bytes(self) -> int | None:
+        """What the accelerator whose tensors move may still allocate, see `Accelerator.usable_bytes`."""
+        for copies in self._copies:
+            return copies.device.usable_bytes(copies.device.current_index())
+        return None
+
     @property
     def remarks(self) -> list[str]:
         """What a person may want to know of how this was opened."""

@@ -76,7 +76,7 @@ class _Chosen:
             NVME if number in there and item.movable and self.moves[number % len(self.moves)] else KEEP
             for number, item in enumerate(workload.items)
         ]
-        entries = workload.to_entries(Choice(tuple(tiers), recompute), [""] * len(tiers))
+        entries = workload.to_entries(Choice(tuple(tiers), recompute), [""] * len(tiers), [0] * len(workload.nbytes))
         names = tuple(workload.groups[number].name for number in recompute)
         saved = {block.name: block.arguments for block in profile.blocks}
         arguments = tuple(saved[name] for name in names)

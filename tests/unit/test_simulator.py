@@ -147,8 +147,9 @@ def test_bytes_that_cost_compute_time_and_transfers_that_begin_late() -> None:
 def test_host_and_disk_are_two_hops() -> None:
     profile = _profile(_storage(0, 0.0, 6.0), _storage(1, 1.5, 3.5, last_s=4.0), host=LINK.scaled(2))
     seen = _seen(profile, "dk")
-    # Device free at 0.5, host free at 1.5; at 3.5 it is read to the host for 1 s and to the device for 0.5 s.
-    assert seen.timeline == ((0.0, 100), (0.5, 0), (1.5, 100), (4.0, 0), (4.5, 100), (6.0, 0))
+    # Copied at 0.5, and released as the next one is saved; at 3.5 it is read to the host for 1 s, and then copied back.
+    assert seen.timeline == ((0.0, 100), (1.5, 200), (1.5, 100), (4.0, 0), (4.5, 100), (6.0, 0))
+    assert seen.releases == (1, 0)
     assert (seen.host_written_bytes, seen.disk_written_bytes, seen.disk_read_bytes, seen.host_read_bytes) == (100,) * 4
     assert (seen.host_peak_bytes, seen.disk_peak_bytes) == (100, 100)
     to_host = _seen(profile, "hk")
@@ -160,7 +161,7 @@ def test_host_memory_that_is_full_keeps_or_waits() -> None:
     assert _seen(profile, "hh", Conditions(host_budget=100)).pressed == (1,)
     waiting = _seen(profile, "dd", Conditions(host_budget=100, device_budget=1000))
     assert waiting.pressed == ()
-    assert waiting.forward_wait_s == pytest.approx(0.9)  # until 0 is on disk at 1.5
+    assert waiting.forward_wait_s == pytest.approx(1.0)  # 0 goes on to disk as 1 is saved, until 1.6
 
 
 BLOCK = Block(name="b", forward_s=1.0, backward_s=2.0, recompute_s=1.5, input_bytes=30)

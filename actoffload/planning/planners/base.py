@@ -236,7 +236,7 @@ class Bench:
         dropped = (b for n in choice.recompute for b in self.workload.groups[n].blocks)
         reasons = [why(number) if choice.tiers[number] != KEEP else "" for number in range(len(choice.tiers))]
         return Plan(
-            self.workload.to_entries(choice, reasons),
+            self.workload.to_entries(choice, reasons, seen.releases),
             planner=planner,
             recompute=tuple(names),
             arguments=tuple(arguments[name] for name in names),
