@@ -7,7 +7,6 @@ can take it away and see the simulated device show the corruption. No method blo
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .accelerator import Accelerator, Event, Stream
+from .accelerator import Accelerator, Event, Stream, allocated_bytes
 from .timers import DeviceStopwatch, StreamWaits, Timeline, WaitFor
 
 WINDOW_FLOOR_BYTES = 64 << 20
@@ -81,7 +80,8 @@ class CopyStreams:
         """Notes every copy, and every wait of a compute stream, while somebody traces."""
         self.inert = False
         """In a forked child: the device is the parent's, and is asked nothing."""
-        self._events = EventPool(device)
+        self._seen: dict[int, None] = {}
+        """The devices whose tensors were seen."""
         self._numbers: dict[tuple[str, int], int] = {}
         self._awaited: dict[tuple[str, int, str, int], int] = {}
         """The number of the last batch that a side stream has waited for, by both ways and devices."""
@@ -190,9 +190,28 @@ class CopyStreams:
                     for stream in streams:
                         self.device.wait(stream, event)
 
-    def capturing(self) -> bool:
-        """Whether the current stream is being captured into a graph."""
-        return not self.inert and self.device.is_capturing()
+    def capturing(self, index: int | None = None) -> bool:
+        """Whether the calling thread's current stream of a device is being captured into a graph.
+
+        Args:
+            index: of the device of a tensor that the caller has; None: of any device whose tensors were seen.
+        """
+        if self.inert:
+            return False
+        if index is None:
+            return any(map(self.device.capturing, tuple(self._seen)))
+        self._seen[index] = None
+        return self.device.capturing(index)
+
+    def current_index(self) -> int | None:
+        """The device on which the calling thread computes; None while no tensor was seen on any.
+
+        A program may use device 1 while device 0 is current, where it must not be given a context.
+        """
+        current, seen = self.device.current_index(), tuple(self._seen)
+        if current in seen or (not seen and any(allocated_bytes((self.device.type,), current) or ())):
+            return current
+        return next(iter(seen), None)
 
     def after_fork_in_child(self) -> None:
         """The device is the parent's: it is asked nothing any more, and orders nothing."""
@@ -207,7 +226,7 @@ class CopyStreams:
     # -- the edges, one method each -----------------------------------------------------------------------------------
 
     def _order_after_producer(self, side: Stream, out: Batch) -> None:
-        self.device.wait(side, self._events.record(out.stream, out.index))
+        self.device.wait(side, self.device.record(out.stream))
 
     def _order_release_after_copy(self, out: Batch) -> None:
         self._compute_waits(WaitFor.ROOM, out.stream, out)
@@ -218,7 +237,7 @@ class CopyStreams:
             self.device.used_on(source, out.stream)
 
     def _order_after_allocation(self, side: Stream, incoming: Batch) -> None:
-        self.device.wait(side, self._events.record(incoming.stream, incoming.index))
+        self.device.wait(side, self.device.record(incoming.stream))
 
     def _order_after_host_copies(self, side: Stream, batch: Batch) -> None:
         for (way, index), before in batch.after.items():
@@ -248,7 +267,7 @@ class CopyStreams:
             self.timeline.add(f"host {way}", batch.index, begin, end, batch.about)
         if stopwatch is not None:
             stopwatch.copied(way, batch.nbytes, side, before)
-        batch.event = self._events.record(side, batch.index)
+        batch.event = self.device.record(side)
         place = batch.way, batch.index
         batch.number = self._numbers[place] = self._numbers.get(place, 0) + 1
 
@@ -270,34 +289,6 @@ class CopyStreams:
         seen = self._compute_streams.setdefault(index, [])
         if stream not in seen:
             seen.append(stream)
-
-
-LOOK_AT = 8
-"""Events that are looked at before another one is made."""
-_UNUSED = sys.getrefcount(deque([object()])[0])
-"""The references to what only a list holds; the interpreter may count itself."""
-
-
-class EventPool:
-    """Events that are recorded again when nobody holds them any more. A wait that was given to a stream needs none."""
-
-    def __init__(self, device: Accelerator) -> None:
-        self._device = device
-        self._made: dict[int, deque[Event]] = {}
-        """By device, as an event stays with the device on which it was recorded first; the oldest record first."""
-
-    def record(self, stream: Stream, index: int) -> Event:
-        """Return an event after all that ``stream``, of device ``index``, has been given so far."""
-        made = self._made.setdefault(index, deque())
-        again = None
-        for _ in range(min(LOOK_AT, len(made))):
-            if sys.getrefcount(made[0]) == _UNUSED:
-                again = made.popleft()
-                break
-            made.rotate(-1)
-        event = self._device.record(stream, again)
-        made.append(event)
-        return event
 
 
 class ReleaseWindow:

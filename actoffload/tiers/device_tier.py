@@ -555,13 +555,14 @@ class DeviceTier(Tier):
     def close(self) -> None:
         self._waiter.shutdown(wait=False, cancel_futures=True)
 
-    def watched(self) -> contextlib.AbstractContextManager[None]:
-        watches = self.shared.watches_host and not self.copies.inert and not self.capturing()
+    def watched(self, record: Record) -> contextlib.AbstractContextManager[None]:
+        index = record.device.index or 0
+        watches = self.shared.watches_host and not self.copies.inert and not self.capturing(index)
         self._watched_last = self._watched_last and watches
-        return self._watched() if watches else super().watched()
+        return self._watched(index) if watches else super().watched(record)
 
     @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
+    def _watched(self, index: int) -> Iterator[None]:
         accounts, device = self.shared.accounts, self.copies.device
         since_s, waited_s = now(), accounts.pack_wait_s + accounts.unpack_wait_s
         yield
@@ -569,7 +570,7 @@ class DeviceTier(Tier):
         accounts.hooks_s += hook_s
         if self._watched_last and device.done(self._last_hook):
             accounts.idle_s += hook_s  # the device had caught up with the host
-        self._last_hook = device.record(device.current_stream(device.current_index()))
+        self._last_hook = device.record(device.current_stream(index))
         self._watched_last = True
 
     def count_waits(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Callable
 from enum import Enum
 from itertools import accumulate
 from typing import Any
@@ -53,10 +54,16 @@ class DeviceStopwatch(Stopwatch):
     """For an accelerator: timed events on the compute stream, less the waits of that stream that we caused.
 
     A step is timed on the device on which it began; what other devices wait for does not count.
+
+    Args:
+        device: drives all of them.
+        index: returns the index of that on which the calling thread computes; None before a tensor was seen. What is
+            stamped until then is the beginning.
     """
 
-    def __init__(self, device: Accelerator) -> None:
+    def __init__(self, device: Accelerator, index: Callable[[], int | None]) -> None:
         self._device = device
+        self._current_index = index
         self._index = 0
         self._origin: Stamp = None
         self._last: Stamp = None
@@ -70,14 +77,19 @@ class DeviceStopwatch(Stopwatch):
         self._waits, self._lost = [], None
         self._copies = {"write": [], "read": []}
         self.running = True
-        self._index = self._device.current_index()
-        self._last = None
-        self._origin = self.stamp()
+        self._origin = self._last = None
+        self.stamp()
 
     def stamp(self) -> Stamp:
-        if self._last is not None and self._device.is_capturing():
+        if self._last is None:
+            index = self._current_index()
+            if index is None:
+                return None
+            self._index = index
+        elif self._device.capturing(self._index):
             return self._last  # no event may be added to a graph that is being captured
         self._last = self._device.timestamp(self._device.current_stream(self._index))
+        self._origin = self._origin or self._last
         return self._last
 
     def waited(self, begin: Stamp, end: Stamp, index: int) -> None:
@@ -110,7 +122,7 @@ class DeviceStopwatch(Stopwatch):
         return max(0.0, elapsed_s - lost[bisect_right(ends, elapsed_s)])
 
     def _since(self, stamp: Stamp) -> float:
-        return self._device.seconds_between(self._origin, stamp)
+        return 0.0 if stamp is None else self._device.seconds_between(self._origin, stamp)
 
 
 class WaitFor(Enum):
@@ -125,22 +137,24 @@ class Timeline:
     """What a device does and when, on the host's clock, while somebody traces. Nothing here blocks the host or fails.
 
     On the simulated device times are virtual: they begin at a moment of the host's clock and go on as the model says.
+    The arguments are as for `DeviceStopwatch`.
     """
 
-    def __init__(self, device: Accelerator) -> None:
+    def __init__(self, device: Accelerator, index: Callable[[], int | None]) -> None:
         self._device = device
+        self._current_index = index
         self._open: deque[tuple[str, int, Event, Event, Any]] = deque()
         self._origins: dict[int, tuple[float, Event]] = {}
         """By device, a moment of the host's clock and of the device's."""
 
     @property
-    def current_index(self) -> int:
-        """The index of the device on which the calling thread computes."""
-        return self._device.current_index()
+    def current_index(self) -> int | None:
+        """The index of the device on which the calling thread computes; None before a tensor was seen."""
+        return self._current_index()
 
     def moment(self, index: int, stream: Stream | None = None) -> Event | None:
         """A moment of a stream of device ``index``, the current one by default; None while nothing can be timed."""
-        if self._device.is_capturing():
+        if self._device.capturing(index):
             return None
         try:
             if index not in self._origins:  # on a stream with no work, so that it happens at once
@@ -161,7 +175,7 @@ class Timeline:
         """
         found: list[tuple[str, float, float, Any]] = []
         try:
-            for _ in range(0 if self._device.is_capturing() else len(self._open)):
+            for _ in range(0 if any(map(self._device.capturing, tuple(self._origins))) else len(self._open)):
                 try:
                     what, index, begin, end, about = entry = self._open.popleft()
                 except IndexError:  # another thread takes as well
@@ -212,7 +226,7 @@ class StreamWaits:
         """
         found: dict[int, dict[WaitFor, float]] = {}
         later: set[int] = set()  # devices with a wait that is not over: those after it are looked at when it is
-        asks = not self._refused and self._open and not self._device.is_capturing()  # nor may an event be asked then
+        asks = not self._refused and not any(map(self._device.capturing, {index for _, index, _, _ in self._open}))
         try:
             for _ in range(len(self._open) if asks else 0):
                 why, index, begin, end = wait = self._open.popleft()

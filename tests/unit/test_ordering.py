@@ -470,7 +470,7 @@ def test_a_graph_that_dies_during_capture_asks_the_device_nothing_until_it_is_ov
         with offloader:
             loss = _loss(model, x)
         with monkeypatch.context() as patch:
-            patch.setattr(accelerator, "is_capturing", lambda: True)
+            patch.setattr(accelerator, "is_capturing", lambda index: True)
             for name in ("done", "wait"):
                 patch.setattr(accelerator, name, lambda *_: pytest.fail("the device was asked"))
             del loss

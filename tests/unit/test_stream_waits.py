@@ -99,7 +99,7 @@ def test_during_a_capture_nothing_is_asked_nor_timed(
         with monkeypatch.context() as patch:
             patch.setattr(accelerator, "done", lambda event: pytest.fail("an event was asked for"))
             patch.setattr(accelerator, "timestamp", lambda stream: pytest.fail("an event in a graph"))
-            patch.setattr(accelerator, "is_capturing", lambda: True)
+            patch.setattr(accelerator, "is_capturing", lambda index: True)
             assert _step(offloader, model) == 0
         assert offloader.statistics().kept_bytes["graph capture"] > 0
         assert offloader.statistics().wait_s == pytest.approx(waited_s)
