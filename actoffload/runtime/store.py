@@ -189,6 +189,7 @@ class ActivationStore:
             record = self.identities.find(storage, tensor, span, counters)
             if record is not None:
                 accounts.deduplicated_bytes += end - begin
+                tier.saved_again(record, tensor)
                 self.profiler.saved_again(record)
                 record.handles += 1
                 record.waiting += 1

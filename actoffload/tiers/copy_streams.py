@@ -122,6 +122,14 @@ class CopyStreams:
             self._order_release_after_compute(out)
         out.copies.clear()
 
+    def saved_again(self, tensor: Tensor) -> None:
+        """What moves was saved once more, perhaps on another stream: its memory is used again after that one too.
+
+        The graph would hold the memory until that stream's backward. It may be released already, and still its owner's.
+        """
+        if not self.inert:
+            self._order_release_after_later_save(tensor)
+
     # -- host to device -----------------------------------------------------------------------------------------------
 
     def destination(self, batch: Batch, nbytes: int) -> Tensor:
@@ -218,11 +226,6 @@ class CopyStreams:
         self.inert = True
         self.waits.stop()
 
-    def on_the_one_compute_stream(self, index: int) -> bool:
-        """Whether a single stream of device ``index`` has computed so far, and the calling thread is on it."""
-        self._saw(index, self.device.current_stream(index))
-        return len(self._compute_streams[index]) == 1
-
     # -- the edges, one method each -----------------------------------------------------------------------------------
 
     def _order_after_producer(self, side: Stream, out: Batch) -> None:
@@ -235,6 +238,9 @@ class CopyStreams:
         # The memory may belong to another stream than the one that has used it: so the allocator is told of that one.
         for _, source in out.copies.values():
             self.device.used_on(source, out.stream)
+
+    def _order_release_after_later_save(self, tensor: Tensor) -> None:
+        self.device.used_on(tensor, self.device.current_stream(tensor.device.index or 0))
 
     def _order_after_allocation(self, side: Stream, incoming: Batch) -> None:
         self.device.wait(side, self.device.record(incoming.stream))

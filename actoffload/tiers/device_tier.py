@@ -500,23 +500,19 @@ class DeviceTier(Tier):
             record.to(State.RESIDENT)
         return record.data
 
-    def recover(self, record: Record) -> bool:
-        if record.weak_data is None:
-            return False
-        if not self.copies.on_the_one_compute_stream(record.device.index or 0):
-            record.weak_data = None  # another stream than the one that awaited the copy may ask for it
-        return super().recover(record)
-
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def order_reuse(self, record: Record) -> None:
-        """See `Tier`. This may run on any thread, so the device is asked nothing: what needs that waits for `poll`."""
+        """See `Tier`. This may run on any thread, so the device is asked nothing: what needs that waits for `poll`.
+
+        What is held weakly keeps the copies that fill it: another stream than those that have awaited them may ask for
+        it yet.
+        """
         out, incoming = record.outgoing, record.incoming
         events = record.slot.events if record.slot is not None else None
         if out is not None and self.window.withdraw(record, out, events):
             record.outgoing = None
         if incoming is not None:
-            record.incoming = None
             if not incoming.settled:
                 self._unused.append((record.data if record.filling is None else record.filling, incoming))
             record.filling = None

@@ -86,6 +86,11 @@ class Tier(ABC):
     def ready(self, record: Record) -> torch.UntypedStorage | None:
         """Return the storage with the bytes, safe to use on the current stream; None while it is on its way."""
 
+    def saved_again(self, record: Record, tensor: torch.Tensor) -> None:
+        """A record's bytes were saved once more, as a part of ``tensor``."""
+        if self.copies is not None and not record.stays:
+            self.copies.saved_again(tensor)
+
     def cancel(self, record: Record) -> bool:
         """Take the record out of its transfer; return False when that is ending just now."""
         transfer = record.transfer
