@@ -49,6 +49,13 @@ Forward = Callable[[], Tensor]
 ContextManager = Callable[[], AbstractContextManager[Any]]
 
 
+class _NoHook(nullcontext[None]):
+    """Nothing is remembered from one of the device's calls to the next."""
+
+    depth = 0
+    recorded = None
+
+
 class NullDevice:
     """An accelerator that does nothing, and counts what it is asked: CPU tensors lie on it.
 
@@ -59,7 +66,7 @@ class NullDevice:
     type = "cpu"
 
     def __init__(self) -> None:
-        self.hook = nullcontext()
+        self.hook = _NoHook()
         self.asked: Counter[str] = Counter()
         self._recorded = 0
 

@@ -59,6 +59,8 @@ class Hook(threading.local):
         self.depth = 0
         self.capturing: dict[int, bool] = {}
         """By device, whether the thread's current stream is being captured, where this call has asked."""
+        self.recorded: tuple[Stream, Any] | None = None
+        """The last moment of a compute stream, and that stream, while this call has given it nothing since."""
         self.at_end: Callable[[], None] | None = None
 
     def __enter__(self) -> None:
@@ -68,6 +70,7 @@ class Hook(threading.local):
         self.depth -= 1
         if not self.depth:
             self.capturing.clear()
+            self.recorded = None
             at_end, self.at_end = self.at_end, None
             if at_end is not None:
                 at_end()
@@ -217,6 +220,8 @@ class CudaAccelerator(Accelerator):
             time.sleep(NAP_S)
 
     def is_capturing(self, index: int) -> bool:
+        if self.current_stream(index).stream_id == 0:
+            return False  # the legacy default stream, of which CUDA refuses a capture
         with self.on_device(index):
             return torch.cuda.is_current_stream_capturing()
 

@@ -23,6 +23,10 @@ BATCH_BYTES = 16 << 20
 BATCH_COPIES = 16
 
 
+MOST_PAUSE = 15
+"""So many occasions to ask whether a copy is over are left out at most, while it is not: asking takes driver calls."""
+
+
 @dataclass(slots=True, eq=False)
 class Batch:
     """Copies of one direction that begin together, and the one event after them."""
@@ -39,6 +43,7 @@ class Batch:
     """The last batch of each way and device that used the host memory before."""
     replaced: dict[object, tuple[Batch, ...]] = field(default_factory=dict)
     """The batches whose place this one has taken, by owner, until it begins."""
+    timed: bool = False  # the event tells the time
     happened: bool = False  # the event is known to have happened
     settled: bool = False  # on the way in: the stream that owns the memory has waited for the copies
     needed_first: bool = False  # on the way in: most of it is what backward asks for as it begins
@@ -112,15 +117,19 @@ class CopyStreams:
         self._copy("write", out, side)
         self.written_bytes += out.nbytes
 
-    def release_sources(self, out: Batch) -> None:
-        """Let a batch's device memory go, in stream order: what reuses it on its stream runs after the copies.
+    def release_sources(self, *outs: Batch) -> None:
+        """Let the device memory of batches go, in stream order: what reuses it on their streams runs after the copies.
 
-        The caller drops its other references to the memory after this call.
+        The caller drops its other references to the memory after this call. The batches have begun in this order, so
+        that a stream which waits for one has waited for those before it.
         """
-        if not self.inert:
-            self._order_release_after_copy(out)
-            self._order_release_after_compute(out)
-        out.copies.clear()
+        for number, out in enumerate(outs):
+            if not self.inert:
+                if not any(out.stream == later.stream for later in outs[number + 1 :]):
+                    self._order_release_after_copy(out)
+                self._order_release_after_compute(out)
+        for out in outs:
+            out.copies.clear()
 
     def saved_again(self, tensor: Tensor) -> None:
         """What moves was saved once more, perhaps on another stream: its memory is used again after that one too.
@@ -229,7 +238,10 @@ class CopyStreams:
     # -- the edges, one method each -----------------------------------------------------------------------------------
 
     def _order_after_producer(self, side: Stream, out: Batch) -> None:
-        self.device.wait(side, self.device.record(out.stream))
+        moment, hook = self.waits.moment(out.stream), self.device.hook
+        self.device.wait(side, moment or self.device.record(out.stream))
+        if moment is not None and hook.depth:
+            hook.recorded = out.stream, moment
 
     def _order_release_after_copy(self, out: Batch) -> None:
         self._compute_waits(WaitFor.ROOM, out.stream, out)
@@ -273,23 +285,26 @@ class CopyStreams:
             self.timeline.add(f"host {way}", batch.index, begin, end, batch.about)
         if stopwatch is not None:
             stopwatch.copied(way, batch.nbytes, side, before)
-        batch.event = self.device.record(side)
+        moment = self.waits.moment(side)
+        batch.event, batch.timed = moment or self.device.record(side), moment is not None
         place = batch.way, batch.index
         batch.number = self._numbers[place] = self._numbers.get(place, 0) + 1
 
     def _compute_waits(self, why: WaitFor, stream: Stream, batch: Batch) -> None:
-        if self.done(batch):
+        """Have a compute stream wait; to ask first whether it has to would cost as much."""
+        if batch.happened:
             return
-        begin = self.waits.moment(stream)
+        recorded, self.device.hook.recorded = self.device.hook.recorded, None
+        here = recorded is not None and recorded[0] == stream  # it has been given nothing since
+        begin = recorded[1] if here and recorded is not None else self.waits.moment(stream)
         self.device.wait(stream, batch.event)
-        end = self.waits.moment(stream)
-        if begin is None or end is None:
+        if begin is None or not batch.timed:
             return
-        self.waits.add(why, batch.index, begin, end)
+        self.waits.add(why, batch.index, begin, batch.event, stream)
         if self.timeline is not None:
-            self.timeline.add(f"wait for {why.value}", batch.index, begin, end, batch.about)
+            self.timeline.add(f"wait for {why.value}", batch.index, begin, batch.event, batch.about)
         if self.stopwatch is not None and self.stopwatch.running:
-            self.stopwatch.waited(begin, end, batch.index)
+            self.stopwatch.waited(begin, batch.event, batch.index)
 
     def _saw(self, index: int, stream: Stream) -> None:
         seen = self._compute_streams.setdefault(index, [])
@@ -321,6 +336,7 @@ class ReleaseWindow:
         self._may_begin = may_begin
         self._batches: deque[Batch] = deque()
         self._expected_bytes = 0
+        self._asks_in = self._pause = 0
         self.held_bytes = 0
 
     def expect(self, nbytes: int) -> None:
@@ -398,20 +414,33 @@ class ReleaseWindow:
     def advance(self, limit_bytes: int | None = None) -> None:
         """Release what is complete, then the oldest until at most ``limit_bytes`` are held."""
         limit = max(self._limit_bytes, self._expected_bytes) if limit_bytes is None else limit_bytes
+        going: list[Batch] = []
         while self._batches:
             out = self._batches[0]
             if self.held_bytes > limit:
                 self.begin()
                 if not self._batches:  # what waited to begin was withdrawn
-                    return
-            elif not self._copies.done(out):
-                return
+                    break
+            elif not self._is_done(out):
+                break
             self._batches.popleft()
             self.held_bytes -= out.nbytes
-            owners = list(out.copies)
-            self._copies.release_sources(out)
-            for owner in owners:
-                self._on_release(owner)
+            going.append(out)
+        owners = [owner for out in going for owner in out.copies]
+        self._copies.release_sources(*going)
+        for owner in owners:
+            self._on_release(owner)
+
+    def _is_done(self, out: Batch) -> bool:
+        """Whether a copy is known to be over. While it is not, it is asked for less and less often."""
+        if self._asks_in > 0:
+            self._asks_in -= 1
+            return False
+        if self._copies.done(out):
+            self._pause = 0
+            return True
+        self._asks_in = self._pause = min(MOST_PAUSE, 2 * self._pause + 1)
+        return False
 
     def _limit_for(self, nbytes: int) -> int:
         return self._limit_bytes if self._fixed else max(self._limit_bytes, 2 * nbytes)

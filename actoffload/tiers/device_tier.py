@@ -34,7 +34,7 @@ CAPTURED = (
     "capture, where nothing moves, or run it in no_offload()"
 )
 CHUNK_BYTES = 64 << 20
-"""A larger record is copied and written, or read and copied, in parts of so many bytes, so that both go on at once."""
+"""A larger record that goes to disk, or comes from there, is copied in parts of so many bytes while it is written."""
 SPILL_ABOVE = 0.75
 """Tiered: the oldest records go to disk while more than this share of the host budget is taken."""
 
@@ -142,13 +142,14 @@ class DeviceTier(Tier):
         """Have a record copied to the host; return its parts: the batch of each, and how many bytes it completes."""
         nbytes, index, source = record.nbytes, record.device.index or 0, record.flat()
         outs: list[tuple[Batch, int]] = []
-        for begin in range(0, nbytes, CHUNK_BYTES):
-            end = min(begin + CHUNK_BYTES, nbytes)
+        part_bytes = min(nbytes, CHUNK_BYTES) if self._goes_to_disk(record) else nbytes
+        for begin in range(0, nbytes, part_bytes):
+            end = min(begin + part_bytes, nbytes)
             owner = record if end == nbytes else Part(record.module)  # the last part stands for all
-            part = source if nbytes <= CHUNK_BYTES else source[begin:end]
+            part = source if nbytes == part_bytes else source[begin:end]
             host = self._pool.tensor(slot, begin, end - begin)
             outs.append((self.window.hold(owner, host, part, index, slot.events, nbytes), end))
-            if nbytes > CHUNK_BYTES:
+            if nbytes > part_bytes:
                 self.window.begin()  # a thread waits for each
         return outs
 

@@ -93,7 +93,7 @@ class DeviceStopwatch(Stopwatch):
         return self._last
 
     def waited(self, begin: Stamp, end: Stamp, index: int) -> None:
-        """A compute stream of device ``index`` waited for a copy of ours."""
+        """A compute stream of device ``index`` waited from a moment of its own for the end of a copy of ours."""
         if index == self._index:
             self._waits.append((begin, end))
 
@@ -109,12 +109,13 @@ class DeviceStopwatch(Stopwatch):
 
     def end(self) -> bool:
         self.running = False
-        stamps = [self._last, *(end for _, end in self._waits)]
+        stamps = [self._last, *(stamp for wait in self._waits for stamp in wait)]
         return all(stamp is None or self._device.done(stamp) for stamp in stamps)
 
     def seconds(self, stamp: Stamp) -> float:
         if self._lost is None:
-            spans = sorted((self._since(begin), self._since(end)) for begin, end in self._waits)
+            waits = [(self._since(begin), self._since(end)) for begin, end in self._waits]
+            spans = sorted((begin, max(begin, end)) for begin, end in waits)
             ends = [end for _, end in spans]
             self._lost = ends, list(accumulate((end - begin for begin, end in spans), initial=0.0))
         ends, lost = self._lost
@@ -164,7 +165,7 @@ class Timeline:
             return None
 
     def add(self, what: str, index: int, begin: Event | None, end: Event | None, about: Any) -> None:
-        """Note what went on between two moments, and what it was about."""
+        """Note what went on between two moments, and what it was about. It took no time if ``end`` came first."""
         if begin is not None and end is not None and index in self._origins and len(self._open) < MOST_OPEN:
             self._open.append((what, index, begin, end, about))
 
@@ -181,13 +182,14 @@ class Timeline:
                 except IndexError:  # another thread takes as well
                     break
                 if wait:
+                    self._device.synchronize(begin)
                     self._device.synchronize(end)
-                elif not self._device.done(end):
+                elif not (self._device.done(end) and self._device.done(begin)):
                     self._open.append(entry)
                     continue
                 since_s, origin = self._origins[index]
                 times = [since_s + self._device.seconds_between(origin, event) for event in (begin, end)]
-                found.append((what, times[0], times[1], about))
+                found.append((what, times[0], max(times), about))
         except RuntimeError:
             self._open.clear()
         return found
@@ -198,16 +200,20 @@ class Timeline:
 
 
 class StreamWaits:
-    """Times the waits of compute streams by a pair of events around each. Nothing here blocks the host or fails."""
+    """Times the waits of compute streams for copies: from an event before each to the one after the copy.
+
+    Nothing here blocks the host or fails.
+    """
 
     def __init__(self, device: Accelerator) -> None:
         self._device = device
         self._refused = False  # no timed events here, or a broken device
-        self._open: deque[tuple[WaitFor, int, Event, Event]] = deque()
+        self._open: list[tuple[Stream, deque[tuple[WaitFor, int, Event, Event]]]] = []
+        """By compute stream, in its order."""
 
     def moment(self, stream: Stream) -> Event | None:
-        """A moment of ``stream``, just before it is made to wait or just after; None when that is not timed."""
-        if self._refused or len(self._open) >= MOST_OPEN:
+        """A moment of ``stream``, just before it is made to wait or after a copy; None when that is not timed."""
+        if self._refused or sum(len(waits) for _, waits in self._open) >= MOST_OPEN:
             return None
         try:
             return self._device.timestamp(stream)
@@ -215,9 +221,13 @@ class StreamWaits:
             self._refuse()
             return None
 
-    def add(self, why: WaitFor, index: int, begin: Event, end: Event) -> None:
-        """Note a wait of a stream of device ``index``."""
-        self._open.append((why, index, begin, end))
+    def add(self, why: WaitFor, index: int, begin: Event, end: Event, stream: Stream = None) -> None:
+        """Note a wait of a stream of device ``index``, from a moment of its own to the end of a copy."""
+        waits = next((waits for known, waits in self._open if known == stream), None)
+        if waits is None:
+            waits = deque()
+            self._open.append((stream, waits))
+        waits.append((why, index, begin, end))
 
     def take(self) -> dict[WaitFor, float]:
         """Seconds of the waits that are over and were not taken yet: those of the device that waited most.
@@ -225,20 +235,29 @@ class StreamWaits:
         Not for several threads at once.
         """
         found: dict[int, dict[WaitFor, float]] = {}
-        later: set[int] = set()  # devices with a wait that is not over: those after it are looked at when it is
-        asks = not self._refused and not any(map(self._device.capturing, {index for _, index, _, _ in self._open}))
         try:
-            for _ in range(len(self._open) if asks else 0):
-                why, index, begin, end = wait = self._open.popleft()
-                if index in later or not self._device.done(end):
-                    later.add(index)
-                    self._open.append(wait)
-                else:
-                    waits = found.setdefault(index, dict.fromkeys(WaitFor, 0.0))
-                    waits[why] += max(0.0, self._device.seconds_between(begin, end))
+            for _, waits in () if self._refused else tuple(self._open):
+                if waits and self._device.capturing(waits[0][1]):  # nor may an event be asked then
+                    continue
+                for _ in range(self._over(waits)):
+                    why, index, begin, end = waits.popleft()
+                    of_device = found.setdefault(index, dict.fromkeys(WaitFor, 0.0))
+                    of_device[why] += max(0.0, self._device.seconds_between(begin, end))
         except RuntimeError:
             self._refuse()
         return max(found.values(), key=lambda waits: sum(waits.values()), default=dict.fromkeys(WaitFor, 0.0))
+
+    def _over(self, waits: deque[tuple[WaitFor, int, Event, Event]]) -> int:
+        """How many of a stream's waits are over: where one is, those before it are. Asks for few events."""
+        fewest, most = 0, len(waits)
+        look_at = most - 1  # mostly all are
+        while fewest < most:
+            if all(map(self._device.done, waits[look_at][2:])):
+                fewest = look_at + 1
+            else:
+                most = look_at
+            look_at = (fewest + most) // 2
+        return fewest
 
     def stop(self) -> None:
         """Time nothing any more, and ask the device nothing: not even to destroy the events that are there."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
-from tests.harness import Chain, assert_same_gradients, batch, hinder, run_in_threads, simulated, train_step
+from actoffload.tiers import copy_streams, device_tier
+from tests.harness import Chain, assert_same_gradients, batch, hinder, on_stream, run_in_threads, simulated, train_step
 
 pytestmark = pytest.mark.simulated
 
@@ -60,16 +61,14 @@ class _Captures(SimulatedAccelerator):
 @pytest.mark.parametrize("target", ["host", "nvme"])
 @pytest.mark.parametrize("policy", ["all", "auto"])
 def test_a_device_that_a_program_does_not_use_is_left_alone_though_it_is_current(
-    device: SimulatedDevice, tmp_path: Path, policy: str, target: str
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, target: str
 ) -> None:
     """On CUDA it would be given a context, which takes hundreds of megabytes there."""
     place = torch.device(NAME, 1)
     model, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]).to(place), torch.randn(64, 64).to(place)
     expected = train_step(model, x)
     accelerator = _Captures()
-    gc.collect()
-    torch.accelerator.reset_peak_memory_stats(0)
-    assert torch.accelerator.max_memory_allocated() == 0, "the current device, which other tests have used"
+    monkeypatch.setattr(copy_streams, "allocated_bytes", lambda *_: (0, 0))  # other tests have used device 0
     before = [device.calls(index) for index in range(2)]
     with simulated(accelerator, target=target, path=tmp_path, policy=policy, pending_bytes=1) as offloader:
         for _ in range(6):
@@ -106,3 +105,75 @@ def test_a_backend_whose_allocator_counts_nothing_trains(
             assert offloader.statistics().moved_bytes > 0
             assert offloader.statistics().device_peak_bytes == 0
             assert offloader.report()
+
+
+class _Counts(SimulatedAccelerator):
+    """Counts the calls that would come to CUDA's driver; of the default stream CUDA is asked for no capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Counter[str]()
+
+    def record(self, stream: torch.Stream, *, timed: bool = False) -> Any:
+        self.calls["record"] += 1
+        return super().record(stream, timed=timed)
+
+    def wait(self, stream: torch.Stream, event: Any) -> None:
+        self.calls["wait"] += 1
+        super().wait(stream, event)
+
+    def done(self, event: Any) -> bool:
+        self.calls["query"] += 1
+        with self.hook:  # relaxed, and at its end what it was
+            if self.hook.at_end is None:
+                self.calls["exchange the capture mode"] += 2
+                self.hook.at_end = lambda: None
+            return super().done(event)
+
+    def synchronize(self, event: Any) -> None:
+        self.calls["synchronize"] += 1
+        super().synchronize(event)
+
+    def copy(self, copies: Any, stream: torch.Stream) -> None:
+        copies = list(copies)
+        self.calls["copy"] += len(copies)
+        super().copy(copies, stream)
+
+    def is_capturing(self, index: int) -> bool:
+        self.calls["capture"] += self.current_stream(index).stream_id != 0
+        return super().is_capturing(index)
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["default stream", "another stream"])
+def test_a_step_makes_few_calls_for_each_tensor_that_moves(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, other: bool
+) -> None:
+    """Five for each copy: two events, two waits, and itself; one more where backward waits, to time it.
+
+    The host is ahead and the link is slow, so that no copy is over when it is asked for.
+    """
+    for module in (copy_streams, device_tier):
+        monkeypatch.setattr(module, "BATCH_BYTES", 1)  # each goes alone, as large ones do
+        monkeypatch.setattr(module, "WINDOW_FLOOR_BYTES", 1, raising=False)
+    nbytes, tensors, accelerator = 4 << 10, 64, _Counts()
+    x = torch.ones(nbytes // 4, device=NAME, requires_grad=True)
+    stream = torch.Stream(torch.device(NAME, 0)) if other else torch.accelerator.current_stream()
+    device.model(memory_bytes_per_s=2e9, to_host_bytes_per_s=1e9, to_device_bytes_per_s=1e9, latency_s=0, launch_s=1e-7)
+    with simulated(accelerator, prefetch_bytes=2 * nbytes, host_budget="8MiB") as offloader:
+        for _ in range(3):
+            offloader.statistics()
+            device.synchronize()
+            before, moved = Counter(accelerator.calls), offloader.statistics().moved_bytes
+            with on_stream(stream):
+                with offloader:
+                    y = x
+                    for _ in range(tensors):
+                        y = y.sin()
+                    loss = y.sum()
+                torch.autograd.grad(loss, x)
+            calls = accelerator.calls - before
+            moved = (offloader.statistics().moved_bytes - moved) // nbytes
+    assert moved >= tensors - 1
+    assert calls["copy"] >= 1.5 * moved
+    assert calls["capture"] <= (2 * tensors + 4 if other else 0)
+    assert calls.total() - calls["capture"] <= 11 * moved + 50, calls
