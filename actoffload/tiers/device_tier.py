@@ -578,3 +578,4 @@ class DeviceTier(Tier):
             self.shared.accounts.pack_wait_s += waited[WaitFor.ROOM]
             self.shared.accounts.unpack_wait_s += waited[WaitFor.DATA] + waited[WaitFor.FIRST]
             self.shared.accounts.first_wait_s += waited[WaitFor.FIRST]
+            self.shared.late_s += waited[WaitFor.DATA]
