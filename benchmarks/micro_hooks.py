@@ -49,6 +49,13 @@ Forward = Callable[[], Tensor]
 ContextManager = Callable[[], AbstractContextManager[Any]]
 
 
+class _NoHook(nullcontext[None]):
+    """Nothing is remembered from one of the device's calls to the next."""
+
+    depth = 0
+    recorded = None
+
+
 class NullDevice:
     """An accelerator that does nothing, and counts what it is asked: CPU tensors lie on it.
 
@@ -59,6 +66,7 @@ class NullDevice:
     type = "cpu"
 
     def __init__(self) -> None:
+        self.hook = _NoHook()
         self.asked: Counter[str] = Counter()
         self._recorded = 0
 
@@ -71,7 +79,7 @@ class NullDevice:
     def side_stream(self, index: int, role: str) -> str:
         return role
 
-    def record(self, stream: str, again: int | None = None) -> int:
+    def record(self, stream: str) -> int:
         self.asked["records"] += 1
         self._recorded += 1
         return self._recorded
@@ -100,10 +108,10 @@ class NullDevice:
     def used_on(self, tensor: Tensor, stream: str) -> None:
         self.asked["reports"] += 1
 
-    def is_capturing(self) -> bool:
+    def capturing(self, index: int) -> bool:
         return False
 
-    def bind(self, work: Any) -> Any:
+    def bind(self, work: Any, index: int) -> Any:
         return work
 
     def pin(self, address: int, nbytes: int) -> bool:

@@ -99,7 +99,7 @@ class Packer:
     def pack(self, tensor: Tensor) -> Any:
         """Return the handle of a tensor that autograd saves: the pack hook."""
         try:
-            with sharing_counters():
+            with self._store.tiers.hook, sharing_counters():
                 return self._pack(tensor, ())
         except Exception:
             raise
@@ -120,18 +120,19 @@ class Packer:
             store, kind = self._store, "cpu" if tensor.is_cpu else tensor.device.type
             if store.interrupted:
                 return Kept(tensor.detach())
-            if store.tiers.by_device[kind].capturing():
-                return self._keep(tensor, KeepReason.CAPTURE, nbytes)
-            if is_filled_later(tensor):
-                return self._keep(tensor, KeepReason.FILLED_LATER, nbytes)
-            tape, module = self._tape(), self._module_names.innermost()
-            if new and tape.planned:
-                place = store.keep_planned(nbytes, kind, tape, module)
-                if place is not None:
-                    return place
-            with sharing_counters():
-                alias = tensor.detach()
-                return self._save(alias, tensor.untyped_storage(), (0, nbytes), tape, module)
+            with store.tiers.hook:
+                if store.tiers.by_device[kind].capturing(tensor.device.index):
+                    return self._keep(tensor, KeepReason.CAPTURE, nbytes)
+                if is_filled_later(tensor):
+                    return self._keep(tensor, KeepReason.FILLED_LATER, nbytes)
+                tape, module = self._tape(), self._module_names.innermost()
+                if new and tape.planned:
+                    place = store.keep_planned(nbytes, kind, tape, module)
+                    if place is not None:
+                        return place
+                with sharing_counters():
+                    alias = tensor.detach()
+                    return self._save(alias, tensor.untyped_storage(), (0, nbytes), tape, module)
         except Exception:
             raise
         except BaseException:
@@ -154,7 +155,7 @@ class Packer:
         if reason is not None:
             return self._keep(tensor, reason, min(nbytes, storage_bytes))
         begin, end = byte_span(tensor, storage_bytes) if nbytes else (0, 0)
-        reason = self._why_unfit("cpu" if tensor.is_cpu else tensor.device.type, end - begin)
+        reason = self._why_unfit(tensor.device, end - begin)
         if reason is None and is_filled_later(tensor):
             reason = KeepReason.FILLED_LATER
         if reason is not None:
@@ -175,16 +176,16 @@ class Packer:
         if self._exclusions.why_stays(tensor, storage) is not None:
             return False
         begin, end = byte_span(tensor, storage.nbytes()) if tensor.nbytes else (0, 0)
-        return self._why_unfit(tensor.device.type, end - begin) is None
+        return self._why_unfit(tensor.device, end - begin) is None
 
-    def _why_unfit(self, device: str, nbytes: int) -> KeepReason | None:
+    def _why_unfit(self, device: torch.device, nbytes: int) -> KeepReason | None:
         """Return why a tensor of this device and size stays, or None."""
-        least = self._min_bytes.get(device)
+        least = self._min_bytes.get(device.type)
         if least is None:
             return KeepReason.DEVICE
         if nbytes < least:
             return KeepReason.SMALL
-        return KeepReason.CAPTURE if self._store.tiers.by_device[device].capturing() else None
+        return KeepReason.CAPTURE if self._store.tiers.by_device[device.type].capturing(device.index) else None
 
     def _tape(self) -> Tape[Record]:
         """The tape of the forward that runs. Handles that died may have been its last."""

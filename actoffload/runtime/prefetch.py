@@ -16,6 +16,9 @@ from .tape import FOR_EVER, LearnedOrders, Tape, Window
 REFILL_BELOW = 3 / 4
 """Where copies go together, the window is filled up as soon as less than this share of it is on its way."""
 
+LATE_S = 1e-4
+"""A step whose compute streams waited no longer had what it wanted in time."""
+
 
 class Prefetch:
     """Bring back what backward will ask for within the next so many bytes. The caller holds the store's lock.
@@ -36,7 +39,13 @@ class Prefetch:
         self._refill_below = REFILL_BELOW if any(tier.gathers for tier in tiers.values()) else 1.0
 
     def begin_forward(self) -> None:
-        """Fetch ahead again, half as far, where the device had no memory for it in the step before."""
+        """Fetch further ahead where compute streams waited for it; again, half as far, where there was no memory.
+
+        The host's own waits have widened the window one by one: those of a stream are known once they are over.
+        """
+        late_s, self._shared.late_s = self._shared.late_s, 0.0
+        if late_s > LATE_S:
+            self.window.waited()
         if self._shared.no_memory_ahead:
             self._shared.no_memory_ahead = False
             self.window.halve()

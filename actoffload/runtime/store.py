@@ -55,7 +55,8 @@ def _aborts_when_interrupted(method: Callable[Concatenate[ActivationStore, P], T
     @functools.wraps(method)
     def guarded(store: ActivationStore, *args: P.args, **options: P.kwargs) -> T:
         try:
-            return method(store, *args, **options)
+            with store.tiers.hook:
+                return method(store, *args, **options)
         except Exception:
             raise
         except BaseException:
@@ -190,6 +191,7 @@ class ActivationStore:
             record = self.identities.find(storage, tensor, span, counters)
             if record is not None:
                 accounts.deduplicated_bytes += end - begin
+                tier.saved_again(record, tensor)
                 self.profiler.saved_again(record)
                 record.handles += 1
                 record.waiting += 1
@@ -267,7 +269,7 @@ class ActivationStore:
         else:
             reason = self.decision.why_keep(record, tensor, tape)
         if reason is None:
-            with tier.watched():
+            with tier.watched(record):
                 reason = tier.offload(record)
         budget = shared.budget
         budget.largest_bytes = max(budget.largest_bytes, record.nbytes)
@@ -352,7 +354,7 @@ class ActivationStore:
         """
         tier = self.tiers.by_device[record.kind]
         self.speak()
-        with self.shared.lock, tier.watched():
+        with self.shared.lock, tier.watched(record):
             self._reach(record, round_, tier)
             first, on_device, since_s = record.state, record.on_device, now()
             if not on_device and not record.counted:

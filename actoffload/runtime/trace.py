@@ -228,8 +228,8 @@ class Recorder:
                 self._end(name)
 
     def _begin(self, name: str, number: int | None = None) -> _Phase:
-        index = self._timeline.current_index if self._timeline is not None else 0
-        moment = self._timeline.moment(index) if self._timeline is not None else None
+        index = self._timeline.current_index if self._timeline is not None else None
+        moment = self._timeline.moment(index) if self._timeline is not None and index is not None else None
         return _Phase(name, now(), number, index, moment, self._writer.forwards, now())
 
     def _end(self, name: str, end_s: float | None = None) -> None:
@@ -241,7 +241,7 @@ class Recorder:
             phase = phases.pop()
             args = {"microbatch": self._shared.accounts.microbatches if phase.number is None else phase.number}
             self._writer.span(f"phases, {self._thread}", phase.name, phase.begin_s, end_s, args)
-            if self._timeline is not None:
+            if self._timeline is not None and phase.index is not None:
                 moment = self._timeline.moment(phase.index)
                 self._timeline.add(phase.name, phase.index, phase.moment, moment, args)
             if phase.name == name:
@@ -367,7 +367,7 @@ class _Phase:
 
     Attributes:
         number: of the micro-batch; None: the one that saved last when it ends.
-        index: of the device, and its moment when the phase began.
+        index: of the device, None before a tensor was seen; ``moment``: when the phase began there.
         forwards: how many forwards had begun when it began.
         last_s: when it was seen last.
         optimizer: the number of the optimizer that steps; ``teller``: of the recorder that tells that.
@@ -376,7 +376,7 @@ class _Phase:
     name: str
     begin_s: float
     number: int | None
-    index: int
+    index: int | None
     moment: Any
     forwards: int
     last_s: float

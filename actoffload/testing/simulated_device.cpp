@@ -268,7 +268,7 @@ Machine& machine() {
 }
 
 thread_local int current_device = 0;
-std::atomic<int64_t> calls[kDevices] = {};  // that act on the caller's current device, and make a context there on CUDA
+std::atomic<int64_t> calls[kDevices] = {};  // that make a context on the device, on CUDA
 thread_local c10::StreamId current_streams[kDevices] = {};
 
 c10::Stream current_stream(int device) {
@@ -291,7 +291,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
   c10::Device getDevice() const override { return c10::Device(kSim, static_cast<c10::DeviceIndex>(current_device)); }
-  void setDevice(c10::Device device) const override { current_device = checked(device.index()); }
+  void setDevice(c10::Device device) const override {
+    current_device = checked(device.index());
+    ++calls[current_device];
+  }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
     if (device.index() >= 0 && device.index() < kDevices) {
       current_device = device.index();
@@ -319,15 +322,26 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const c10::Stream& stream) const override { machine().synchronize(stream.device_index(), &stream); }
   void synchronizeDevice(const c10::DeviceIndex device) const override { machine().synchronize(checked(device)); }
 
+  // PyTorch makes another device current for such a call, and then the one that was.
+  static void call(int device) {
+    ++calls[device];
+    ++calls[current_device];
+  }
+
   // An event is a pointer to the moment that was recorded last.
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    call(stream.device_index());
     if (*event == nullptr) {
       *event = new MomentPtr;
     }
     *static_cast<MomentPtr*>(*event) = machine().record(stream);
   }
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<MomentPtr*>(event); }
+  void destroyEvent(void* event, const c10::DeviceIndex device) const noexcept override {
+    call(device);
+    delete static_cast<MomentPtr*>(event);
+  }
   void block(void* event, const c10::Stream& stream) const override {
+    call(stream.device_index());
     if (event != nullptr) {
       machine().add(stream, Task{nullptr, *static_cast<MomentPtr*>(event), nullptr});
     }
@@ -342,7 +356,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       machine().wait_for(*static_cast<MomentPtr*>(event));
     }
   }
-  double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {
+  double elapsedTime(void* begin, void* end, const c10::DeviceIndex device) const override {
+    call(device);
     return 1e3 * ((*static_cast<MomentPtr*>(end))->time - (*static_cast<MomentPtr*>(begin))->time);
   }
   void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override;

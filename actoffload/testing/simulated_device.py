@@ -109,9 +109,10 @@ class SimulatedDevice:
         return int(self._library.actoffload_sim_violations())
 
     def calls(self, index: int) -> int:
-        """How often an event was asked for or awaited, or memory page-locked, by a thread on device ``index``.
+        """How often a call came to device ``index`` that makes a context there on CUDA, of hundreds of megabytes.
 
-        On CUDA such a call makes a context on the thread's current device, which takes hundreds of megabytes there.
+        It is for an event, page-locks memory, or makes the device current. Many a call of PyTorch's makes another
+        device current, and then the one that was.
         """
         return int(self._library.actoffload_sim_calls(index))
 

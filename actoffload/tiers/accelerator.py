@@ -9,15 +9,17 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 Stream = Any
-Event = Any
 NAP_S = 1e-4
 """How long an I/O thread sleeps between two looks at an event."""
 P = ParamSpec("P")
@@ -26,6 +28,52 @@ T = TypeVar("T")
 
 _SIDES: dict[str, dict[tuple[int, str], torch.Stream]] = {}
 """The side streams of this process, by the device's type, index and role: PyTorch has few streams to give out."""
+_UNHELD: dict[tuple[str, int, bool], deque[torch.Event]] = {}
+"""The events of this process that nobody holds, by the device's type and index, and whether they tell the time."""
+_HERE = contextlib.nullcontext()
+
+
+class Event:
+    """A moment in what a stream was given. Once nobody holds it, PyTorch's event is recorded again for another one.
+
+    A wait that a stream was given is for what was recorded then, so that it holds nothing. PyTorch's events are never
+    destroyed: on CUDA that would make a context on the device of whichever thread does so.
+    """
+
+    __slots__ = ("_unheld", "index", "recorded")
+
+    def __init__(self, recorded: torch.Event, index: int, unheld: deque[torch.Event]) -> None:
+        self.recorded = recorded
+        self.index = index
+        self._unheld = unheld
+
+    def __del__(self) -> None:
+        # It may run anywhere, also in another thread: only an atomic operation.
+        self._unheld.append(self.recorded)
+
+
+class Hook(threading.local):
+    """One call of the library, on one thread: no capture of a graph begins or ends in it. It may be entered again."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.capturing: dict[int, bool] = {}
+        """By device, whether the thread's current stream is being captured, where this call has asked."""
+        self.recorded: tuple[Stream, Any] | None = None
+        """The last moment of a compute stream, and that stream, while this call has given it nothing since."""
+        self.at_end: Callable[[], None] | None = None
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+        if not self.depth:
+            self.capturing.clear()
+            self.recorded = None
+            at_end, self.at_end = self.at_end, None
+            if at_end is not None:
+                at_end()
 
 
 class Accelerator:
@@ -36,6 +84,8 @@ class Accelerator:
 
     def __init__(self, device_type: str) -> None:
         self.type = device_type
+        self.hook = Hook()
+        """Entered by whatever autograd or the user calls, so that a capture is asked for once in it."""
         self._sides = _SIDES.setdefault(device_type, {})
 
     def current_index(self) -> int:
@@ -50,45 +100,57 @@ class Accelerator:
         """The one side stream of device ``index`` for ``role`` (``"out"`` or ``"in"``)."""
         stream = self._sides.get((index, role))
         if stream is None:
-            stream = torch.Stream(torch.device(self.type, index))
+            with self.on_device(index):
+                stream = torch.Stream(torch.device(self.type, index))
             self._sides[index, role] = stream
         return stream
 
-    def record(self, stream: Stream, again: Event | None = None) -> Event:
-        """An event after all that ``stream`` has been given so far: ``again``, where that is an event of its device."""
-        event = torch.Event(self.type, enable_timing=False) if again is None else again
-        event.record(stream)
-        return event
+    def record(self, stream: Stream, *, timed: bool = False) -> Event:
+        """An event after all that ``stream`` has been given so far; ``timed``: for `seconds_between`."""
+        index = stream.device_index
+        unheld = _UNHELD.setdefault((self.type, index, timed), deque())
+        try:
+            recorded = unheld.popleft()
+        except IndexError:
+            recorded = torch.Event(self.type, enable_timing=timed)
+        with self.on_device(index):
+            recorded.record(stream)
+        return Event(recorded, index, unheld)
 
     def timestamp(self, stream: Stream) -> Event:
         """As `record`, for `seconds_between`."""
-        event = torch.Event(self.type, enable_timing=True)
-        event.record(stream)
-        return event
+        return self.record(stream, timed=True)
 
     def seconds_between(self, begin: Event, end: Event) -> float:
-        """Time from one timestamp to a later one, once both have happened."""
-        return float(begin.elapsed_time(end)) / 1e3
+        """Time from one timestamp to a later one, once both have happened. PyTorch queries both."""
+        with self.on_device(begin.index):
+            return float(begin.recorded.elapsed_time(end.recorded)) / 1e3
 
     def wait(self, stream: Stream, event: Event) -> None:
         """What ``stream`` is given from now on runs after ``event``. Does not block the host."""
-        stream.wait_event(event)
+        with self.on_device(stream.device_index):
+            stream.wait_event(event.recorded)
 
     def done(self, event: Event) -> bool:
         """Whether ``event`` has happened. Does not block the host."""
-        with self._device_of(event):
-            return bool(event.query())
+        with self.on_device(event.index):
+            return bool(event.recorded.query())
 
     def synchronize(self, event: Event) -> None:
         """Block the calling thread until ``event`` has happened."""
-        with self._device_of(event):
-            event.synchronize()
+        with self.on_device(event.index):
+            event.recorded.synchronize()
 
     def copy(self, copies: Iterable[tuple[Tensor, Tensor]], stream: Stream) -> None:
         """Copy flat bytes on ``stream``, to the first tensor of each pair; waits for nothing and blocks no host."""
-        with self._on(stream):
-            for destination, source in copies:
-                destination.copy_(source, non_blocking=True)
+        with self.on_device(stream.device_index):
+            previous = self.current_stream(stream.device_index)
+            torch.accelerator.set_stream(stream)
+            try:
+                for destination, source in copies:
+                    destination.copy_(source, non_blocking=True)
+            finally:
+                torch.accelerator.set_stream(previous)
 
     def empty(self, nbytes: int, index: int, stream: Stream) -> Tensor:
         """Uninitialised bytes on device ``index``, owned by ``stream``, its current one: freed in its order."""
@@ -110,8 +172,18 @@ class Accelerator:
     def _free_bytes(self, index: int) -> int:
         return int(torch.accelerator.get_memory_info(index)[0])
 
-    def is_capturing(self) -> bool:
-        """Whether the current stream is being captured into a graph."""
+    def capturing(self, index: int) -> bool:
+        """Whether the current stream of device ``index`` is being captured into a graph; asked once in each `Hook`."""
+        known = self.hook.capturing
+        if index in known:
+            return known[index]
+        capturing = self.is_capturing(index)
+        if self.hook.depth:
+            known[index] = capturing
+        return capturing
+
+    def is_capturing(self, index: int) -> bool:
+        """As `capturing`, asked now."""
         return False
 
     def pin(self, address: int, nbytes: int) -> bool:
@@ -122,9 +194,8 @@ class Accelerator:
         """Undo `pin`; False when the device may still use the pages that it was told of."""
         raise NotImplementedError(f"{self.type} pins nothing")
 
-    def bind(self, work: Callable[P, T]) -> Callable[P, T]:
-        """Return ``work``, to be called in another thread with this thread's device."""
-        index = torch.accelerator.current_device_index()
+    def bind(self, work: Callable[P, T], index: int) -> Callable[P, T]:
+        """Return ``work``, to be called in another thread with device ``index``."""
 
         def run(*args: P.args, **options: P.kwargs) -> T:
             with torch.accelerator.device_index(index):
@@ -132,25 +203,14 @@ class Accelerator:
 
         return run
 
-    def _device_of(self, event: Event) -> contextlib.AbstractContextManager[None]:
-        """Make the event's device current: on CUDA a call for an event makes a context on whatever device is."""
-        index = event.device.index
-        here = torch.accelerator.current_device_index() == index
-        return contextlib.nullcontext() if here else torch.accelerator.device_index(index)
+    def on_device(self, index: int) -> contextlib.AbstractContextManager[None]:
+        """Make a device current, and then the one that was.
 
-    @contextlib.contextmanager
-    def _on(self, stream: Stream) -> Iterator[None]:
-        """Make ``stream`` current, and give back the device and the stream that were."""
-        previous_index = torch.accelerator.current_device_index()
-        index = stream.device_index
-        torch.accelerator.set_device_index(index)
-        previous = torch.accelerator.current_stream(torch.device(self.type, index))
-        torch.accelerator.set_stream(stream)
-        try:
-            yield
-        finally:
-            torch.accelerator.set_stream(previous)
-            torch.accelerator.set_device_index(previous_index)
+        On CUDA most calls make a context on the current device, or on the one that PyTorch makes current again after
+        the call; not so this guard's end (`maybeExchangeDevice`), while no other call comes before it.
+        """
+        here = torch.accelerator.current_device_index() == index
+        return _HERE if here else torch.accelerator.device_index(index)
 
 
 class CudaAccelerator(Accelerator):
@@ -160,8 +220,12 @@ class CudaAccelerator(Accelerator):
         super().__init__("cuda")
 
     def done(self, event: Event) -> bool:
-        with _relaxed_capture_mode():
+        with self._relaxed():
             return super().done(event)
+
+    def seconds_between(self, begin: Event, end: Event) -> float:
+        with self._relaxed():
+            return super().seconds_between(begin, end)
 
     def synchronize(self, event: Event) -> None:
         while not self.done(event):  # cudaEventSynchronize would keep a core busy, as PyTorch's events do not block
@@ -170,13 +234,16 @@ class CudaAccelerator(Accelerator):
     def _free_bytes(self, index: int) -> int:
         return int(torch.cuda.mem_get_info(index)[0])  # `torch.accelerator` has no such call in PyTorch 2.9
 
-    def is_capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+    def is_capturing(self, index: int) -> bool:
+        if self.current_stream(index).stream_id == 0:
+            return False  # the legacy default stream, of which CUDA refuses a capture
+        with self.on_device(index):
+            return torch.cuda.is_current_stream_capturing()
 
     def pin(self, address: int, nbytes: int) -> bool:
         portable = 1  # cudaHostRegisterPortable: pinned for every device of the process
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        with _relaxed_capture_mode():
+        with self._relaxed():
             done = int(runtime.cudaHostRegister(address, nbytes, portable)) == 0
         if done:
             return True
@@ -186,24 +253,25 @@ class CudaAccelerator(Accelerator):
     def unpin(self, address: int) -> bool:
         not_registered = 713  # cudaErrorHostMemoryNotRegistered: an interrupt came before it was
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        with _relaxed_capture_mode():
+        with self._relaxed():
             result = int(runtime.cudaHostUnregister(address))
         if result != 0:
             _clear_cuda_error()
         return result in {0, not_registered}
 
+    @contextlib.contextmanager
+    def _relaxed(self) -> Iterator[None]:
+        """Relax this thread's capture mode: in the default one its calls would end another thread's capture of a graph.
 
-@contextlib.contextmanager
-def _relaxed_capture_mode() -> Iterator[None]:
-    """Relax this thread's capture mode: in the default one its calls would end another thread's capture of a graph."""
-    exchange = capture_mode_exchange()
-    mode = ctypes.c_int(2)  # cudaStreamCaptureModeRelaxed; afterwards what it was
-    relaxed = exchange is not None and exchange(ctypes.byref(mode)) == 0
-    try:
-        yield
-    finally:
-        if exchange is not None and relaxed:
-            exchange(ctypes.byref(mode))
+        Within a `Hook` it is relaxed once, until that ends.
+        """
+        with self.hook:
+            if self.hook.at_end is None:
+                exchange = capture_mode_exchange()
+                mode = ctypes.c_int(2)  # cudaStreamCaptureModeRelaxed; afterwards what it was
+                if exchange is not None and exchange(ctypes.byref(mode)) == 0:
+                    self.hook.at_end = partial(exchange, ctypes.byref(mode))
+            yield
 
 
 @functools.cache
@@ -241,9 +309,15 @@ def default_device_types() -> tuple[str, ...]:
     return ("cpu",) if current is None else (current.type,)
 
 
-def allocated_bytes(device_types: Iterable[str]) -> tuple[int, int] | None:
-    """What PyTorch has on the current accelerator now, and the most it had; None where it is of no such type."""
+def allocated_bytes(device_types: Iterable[str], index: int | None = None) -> tuple[int, int] | None:
+    """What PyTorch has on an accelerator now, and the most it had; None where nobody counts that here.
+
+    ``index``: of the device; None for the current one.
+    """
     device = torch.accelerator.current_accelerator(check_available=True)
     if device is None or device.type not in device_types:
         return None
-    return int(torch.accelerator.memory_allocated()), int(torch.accelerator.max_memory_allocated())
+    try:
+        return int(torch.accelerator.memory_allocated(index)), int(torch.accelerator.max_memory_allocated(index))
+    except RuntimeError:  # the allocator of a PrivateUse1 backend need not be a `DeviceAllocator`
+        return None

@@ -7,15 +7,15 @@ can take it away and see the simulated device show the corruption. No method blo
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from torch import Tensor
 
-from .accelerator import Accelerator, Event, Stream
+from .accelerator import Accelerator, Event, Stream, allocated_bytes
 from .timers import DeviceStopwatch, StreamWaits, Timeline, WaitFor
 
 WINDOW_FLOOR_BYTES = 64 << 20
@@ -44,6 +44,7 @@ class Batch:
     """The last batch of each way and device that used the host memory before."""
     replaced: dict[object, tuple[Batch, ...]] = field(default_factory=dict)
     """The batches whose place this one has taken, by owner, until it begins."""
+    timed: bool = False  # the event tells the time
     happened: bool = False  # the event is known to have happened
     settled: bool = False  # on the way in: the stream that owns the memory has waited for the copies
     needed_first: bool = False  # on the way in: most of it is what backward asks for as it begins
@@ -85,7 +86,8 @@ class CopyStreams:
         """Notes every copy, and every wait of a compute stream, while somebody traces."""
         self.inert = False
         """In a forked child: the device is the parent's, and is asked nothing."""
-        self._events = EventPool(device)
+        self._seen: dict[int, None] = {}
+        """The devices whose tensors were seen."""
         self._numbers: dict[tuple[str, int], int] = {}
         self._awaited: dict[tuple[str, int, str, int], int] = {}
         """The number of the last batch that a side stream has waited for, by both ways and devices."""
@@ -116,15 +118,27 @@ class CopyStreams:
         self._copy("write", out, side)
         self.written_bytes += out.nbytes
 
-    def release_sources(self, out: Batch) -> None:
-        """Let a batch's device memory go, in stream order: what reuses it on its stream runs after the copies.
+    def release_sources(self, *outs: Batch) -> None:
+        """Let the device memory of batches go, in stream order: what reuses it on their streams runs after the copies.
 
-        The caller drops its other references to the memory after this call.
+        The caller drops its other references to the memory after this call. The batches have begun in this order, so
+        that a stream which waits for one has waited for those before it.
+        """
+        for number, out in enumerate(outs):
+            if not self.inert:
+                if not any(out.stream == later.stream for later in outs[number + 1 :]):
+                    self._order_release_after_copy(out)
+                self._order_release_after_compute(out)
+        for out in outs:
+            out.copies.clear()
+
+    def saved_again(self, tensor: Tensor) -> None:
+        """What moves was saved once more, perhaps on another stream: its memory is used again after that one too.
+
+        The graph would hold the memory until that stream's backward. It may be released already, and still its owner's.
         """
         if not self.inert:
-            self._order_release_after_copy(out)
-            self._order_release_after_compute(out)
-        out.copies.clear()
+            self._order_release_after_later_save(tensor)
 
     # -- host to device -----------------------------------------------------------------------------------------------
 
@@ -194,24 +208,41 @@ class CopyStreams:
                     for stream in streams:
                         self.device.wait(stream, event)
 
-    def capturing(self) -> bool:
-        """Whether the current stream is being captured into a graph."""
-        return not self.inert and self.device.is_capturing()
+    def capturing(self, index: int | None = None) -> bool:
+        """Whether the calling thread's current stream of a device is being captured into a graph.
+
+        Args:
+            index: of the device of a tensor that the caller has; None: of any device whose tensors were seen.
+        """
+        if self.inert:
+            return False
+        if index is None:
+            return any(map(self.device.capturing, tuple(self._seen)))
+        self._seen[index] = None
+        return self.device.capturing(index)
+
+    def current_index(self) -> int | None:
+        """The device on which the calling thread computes; None while no tensor was seen on any.
+
+        A program may use device 1 while device 0 is current, where it must not be given a context.
+        """
+        current, seen = self.device.current_index(), tuple(self._seen)
+        if current in seen or (not seen and any(allocated_bytes((self.device.type,), current) or ())):
+            return current
+        return next(iter(seen), None)
 
     def after_fork_in_child(self) -> None:
         """The device is the parent's: it is asked nothing any more, and orders nothing."""
         self.inert = True
         self.waits.stop()
 
-    def on_the_one_compute_stream(self, index: int) -> bool:
-        """Whether a single stream of device ``index`` has computed so far, and the calling thread is on it."""
-        self._saw(index, self.device.current_stream(index))
-        return len(self._compute_streams[index]) == 1
-
     # -- the edges, one method each -----------------------------------------------------------------------------------
 
     def _order_after_producer(self, side: Stream, out: Batch) -> None:
-        self.device.wait(side, self._events.record(out.stream, out.index))
+        moment, hook = self.waits.moment(out.stream), self.device.hook
+        self.device.wait(side, moment or self.device.record(out.stream))
+        if moment is not None and hook.depth:
+            hook.recorded = out.stream, moment
 
     def _order_release_after_copy(self, out: Batch) -> None:
         self._compute_waits(WaitFor.ROOM, out.stream, out)
@@ -221,8 +252,11 @@ class CopyStreams:
         for _, source in out.copies.values():
             self.device.used_on(source, out.stream)
 
+    def _order_release_after_later_save(self, tensor: Tensor) -> None:
+        self.device.used_on(tensor, self.device.current_stream(tensor.device.index or 0))
+
     def _order_after_allocation(self, side: Stream, incoming: Batch) -> None:
-        self.device.wait(side, self._events.record(incoming.stream, incoming.index))
+        self.device.wait(side, self.device.record(incoming.stream))
 
     def _order_after_host_copies(self, side: Stream, batch: Batch) -> None:
         for (way, index), before in batch.after.items():
@@ -252,56 +286,31 @@ class CopyStreams:
             self.timeline.add(f"host {way}", batch.index, begin, end, batch.about)
         if stopwatch is not None:
             stopwatch.copied(way, batch.nbytes, side, before)
-        batch.event = self._events.record(side, batch.index)
+        moment = self.waits.moment(side)
+        batch.event, batch.timed = moment or self.device.record(side), moment is not None
         place = batch.way, batch.index
         batch.number = self._numbers[place] = self._numbers.get(place, 0) + 1
 
     def _compute_waits(self, why: WaitFor, stream: Stream, batch: Batch) -> None:
-        if self.done(batch):
+        """Have a compute stream wait; to ask first whether it has to would cost as much."""
+        if batch.happened:
             return
-        begin = self.waits.moment(stream)
+        recorded, self.device.hook.recorded = self.device.hook.recorded, None
+        here = recorded is not None and recorded[0] == stream  # it has been given nothing since
+        begin = recorded[1] if here and recorded is not None else self.waits.moment(stream)
         self.device.wait(stream, batch.event)
-        end = self.waits.moment(stream)
-        if begin is None or end is None:
+        if begin is None or not batch.timed:
             return
-        self.waits.add(why, batch.index, begin, end)
+        self.waits.add(why, batch.index, begin, batch.event, stream)
         if self.timeline is not None:
-            self.timeline.add(f"wait for {why.value}", batch.index, begin, end, batch.about)
+            self.timeline.add(f"wait for {why.value}", batch.index, begin, batch.event, batch.about)
         if self.stopwatch is not None and self.stopwatch.running:
-            self.stopwatch.waited(begin, end, batch.index)
+            self.stopwatch.waited(begin, batch.event, batch.index)
 
     def _saw(self, index: int, stream: Stream) -> None:
         seen = self._compute_streams.setdefault(index, [])
         if stream not in seen:
             seen.append(stream)
-
-
-LOOK_AT = 8
-"""Events that are looked at before another one is made."""
-_UNUSED = sys.getrefcount(deque([object()])[0])
-"""The references to what only a list holds; the interpreter may count itself."""
-
-
-class EventPool:
-    """Events that are recorded again when nobody holds them any more. A wait that was given to a stream needs none."""
-
-    def __init__(self, device: Accelerator) -> None:
-        self._device = device
-        self._made: dict[int, deque[Event]] = {}
-        """By device, as an event stays with the device on which it was recorded first; the oldest record first."""
-
-    def record(self, stream: Stream, index: int) -> Event:
-        """Return an event after all that ``stream``, of device ``index``, has been given so far."""
-        made = self._made.setdefault(index, deque())
-        again = None
-        for _ in range(min(LOOK_AT, len(made))):
-            if sys.getrefcount(made[0]) == _UNUSED:
-                again = made.popleft()
-                break
-            made.rotate(-1)
-        event = self._device.record(stream, again)
-        made.append(event)
-        return event
 
 
 class ReleaseWindow:
@@ -418,8 +427,7 @@ class ReleaseWindow:
 
     def advance(self, limit_bytes: int) -> None:
         """Release the oldest copies' memory, in stream order, until at most ``limit_bytes`` are held."""
-        while self._batches and self.held_bytes > limit_bytes:
-            self._release_oldest()
+        self._release_oldest(lambda: self.held_bytes > limit_bytes)
 
     def is_due(self, event: int) -> bool:
         """Whether a plan has released something by ``event`` that is held."""
@@ -431,30 +439,36 @@ class ReleaseWindow:
 
         One stream makes the copies in order, so that whoever waits for one has waited for those before it.
         """
-        while self.is_due(event):
-            self._release_oldest()
+        self._release_oldest(lambda: self.is_due(event))
 
     def release_if(self, condition: Callable[[Any], bool]) -> None:
         """Release, in stream order, the memory of the batches whose owners all meet a condition."""
-        for batch in [batch for batch in self._batches if batch.event is not None]:
-            if all(map(condition, batch.copies)):
-                self._release(batch)
+        begun = [batch for batch in self._batches if batch.event is not None]
+        self._release([batch for batch in begun if all(map(condition, batch.copies))])
 
     def release_complete(self) -> None:
         """Release the memory of the oldest copies that are known to have ended, now."""
-        while self._batches and self._copies.done(self._batches[0]):
-            self._release(self._batches[0])
+        self._release(list(takewhile(self._copies.done, self._batches)))
 
-    def _release_oldest(self) -> None:
-        if self._batches[0].event is None:
-            self.begin()
-        if self._batches and self._batches[0].event is not None:  # else every copy in it was withdrawn
-            self._release(self._batches[0])
+    def _release_oldest(self, more: Callable[[], bool]) -> None:
+        """Release the oldest batches, as long as there is ``more`` to release."""
+        going: list[Batch] = []
+        while self._batches and more():
+            if self._batches[0].event is None:
+                self.begin()
+            if self._batches and self._batches[0].event is not None:  # else every copy in it was withdrawn
+                going.append(self._batches.popleft())
+                self.held_bytes -= going[-1].nbytes
+        self._let_go(going)
 
-    def _release(self, out: Batch) -> None:
-        self._batches.remove(out)
-        self.held_bytes -= out.nbytes
-        owners = list(out.copies)
-        self._copies.release_sources(out)
+    def _release(self, outs: list[Batch]) -> None:
+        for out in outs:
+            self._batches.remove(out)
+            self.held_bytes -= out.nbytes
+        self._let_go(outs)
+
+    def _let_go(self, outs: list[Batch]) -> None:
+        owners = [owner for out in outs for owner in out.copies]
+        self._copies.release_sources(*outs)
         for owner in owners:
             self._on_release(owner)

@@ -34,7 +34,7 @@ CAPTURED = (
     "capture, where nothing moves, or run it in no_offload()"
 )
 CHUNK_BYTES = 64 << 20
-"""A larger record is copied and written, or read and copied, in parts of so many bytes, so that both go on at once."""
+"""A larger record that goes to disk, or comes from there, is copied in parts of so many bytes while it is written."""
 SPILL_ABOVE = 0.75
 """Tiered: the oldest records go to disk while more than this share of the host budget is taken."""
 BACKLOG_SHARE = 1 / 4
@@ -130,9 +130,9 @@ class DeviceTier(Tier):
     def _backlog_bytes(self) -> int:
         """How many bytes may wait for their copies, where that is more than the window's own limit.
 
-        A plan says how many it expects. Before there is one, and with ``"greedy"``, it is a part of what a step saves, so
-        that compute waits less, but no more than a part of what the device has free: the first step may not run out of
-        memory.
+        A plan says how many it expects. Before there is one, and with ``"greedy"``, it is a part of what a step saves,
+        so that compute waits less, but no more than a part of what the device has free: the first step may not run out
+        of memory.
         """
         if self.window.expected_bytes:
             return int(PENDING_MARGIN * self.window.expected_bytes)
@@ -166,13 +166,14 @@ class DeviceTier(Tier):
         nbytes, index, source = record.nbytes, record.device.index or 0, record.flat()
         outs: list[tuple[Batch, int]] = []
         due = 0 if record.release_after is None else self.shared.events + record.release_after
-        for begin in range(0, nbytes, CHUNK_BYTES):
-            end = min(begin + CHUNK_BYTES, nbytes)
+        part_bytes = min(nbytes, CHUNK_BYTES) if self._goes_to_disk(record) else nbytes
+        for begin in range(0, nbytes, part_bytes):
+            end = min(begin + part_bytes, nbytes)
             owner = record if end == nbytes else Part(record.module, record)  # the last part stands for all
-            part = source if nbytes <= CHUNK_BYTES else source[begin:end]
+            part = source if nbytes == part_bytes else source[begin:end]
             host = self._pool.tensor(slot, begin, end - begin)
             outs.append((self.window.hold(owner, host, part, index, slot.events, nbytes, due), end))
-            if nbytes > CHUNK_BYTES:
+            if nbytes > part_bytes:
                 self.window.begin()  # a thread waits for each
         return outs
 
@@ -530,23 +531,19 @@ class DeviceTier(Tier):
             record.to(State.RESIDENT)
         return record.data
 
-    def recover(self, record: Record) -> bool:
-        if record.weak_data is None:
-            return False
-        if not self.copies.on_the_one_compute_stream(record.device.index or 0):
-            record.weak_data = None  # another stream than the one that awaited the copy may ask for it
-        return super().recover(record)
-
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def order_reuse(self, record: Record) -> None:
-        """See `Tier`. This may run on any thread, so the device is asked nothing: what needs that waits for `poll`."""
+        """See `Tier`. This may run on any thread, so the device is asked nothing: what needs that waits for `poll`.
+
+        What is held weakly keeps the copies that fill it: another stream than those that have awaited them may ask for
+        it yet.
+        """
         out, incoming = record.outgoing, record.incoming
         events = record.slot.events if record.slot is not None else None
         if out is not None and self.window.withdraw(record, out, events):
             record.outgoing = None
         if incoming is not None:
-            record.incoming = None
             if not incoming.settled:
                 self._unused.append((record.data if record.filling is None else record.filling, incoming))
             record.filling = None
@@ -585,16 +582,17 @@ class DeviceTier(Tier):
     def close(self) -> None:
         self._waiter.shutdown(wait=False, cancel_futures=True)
 
-    def watched(self) -> contextlib.AbstractContextManager[None]:
-        watches = self.shared.watches_host and not self.copies.inert and not self.capturing()
+    def watched(self, record: Record) -> contextlib.AbstractContextManager[None]:
+        index = record.device.index or 0
+        watches = self.shared.watches_host and not self.copies.inert and not self.capturing(index)
         self._watched_last = self._watched_last and watches
-        return self._watched() if watches else super().watched()
+        return self._watched(index) if watches else super().watched(record)
 
     @contextlib.contextmanager
-    def _watched(self) -> Iterator[None]:
+    def _watched(self, index: int) -> Iterator[None]:
         accounts, device = self.shared.accounts, self.copies.device
         since_s, waited_s = now(), accounts.pack_wait_s + accounts.unpack_wait_s
-        so_far = device.record(device.current_stream(device.current_index()))
+        so_far = device.record(device.current_stream(index))
         yield
         hook_s = now() - since_s - (accounts.pack_wait_s + accounts.unpack_wait_s - waited_s)
         accounts.hooks_s += hook_s
@@ -602,7 +600,7 @@ class DeviceTier(Tier):
             accounts.idle_s += hook_s  # the device had nothing to do when the hook ended, perhaps all the time
         elif self._watched_last and device.done(self._last_hook):
             accounts.idle_s += hook_s / 2  # it had only the work since the last hook: that may end too early, or not
-        self._last_hook = device.record(device.current_stream(device.current_index()))
+        self._last_hook = device.record(device.current_stream(index))
         self._watched_last = True
 
     def count_waits(self) -> None:
@@ -613,3 +611,4 @@ class DeviceTier(Tier):
             self.shared.accounts.pack_wait_s += waited[WaitFor.ROOM]
             self.shared.accounts.unpack_wait_s += waited[WaitFor.DATA] + waited[WaitFor.FIRST]
             self.shared.accounts.first_wait_s += waited[WaitFor.FIRST]
+            self.shared.late_s += waited[WaitFor.DATA]

@@ -71,7 +71,7 @@ class DirectTier(Tier):
     def _so_far(self, record: Record) -> Event:
         """Return an event after all that the current stream was given: it has made the bytes, or frees the memory."""
         device = self.copies.device
-        return device.record(device.current_stream(record.device.index or 0), None)
+        return device.record(device.current_stream(record.device.index or 0))
 
     def _used_here(self, record: Record, tensor: Tensor) -> None:
         """Tell the allocator that the current stream uses memory, which may be another stream's."""

@@ -137,6 +137,7 @@ class Shared:
         largest_moved_bytes: the largest record that moved; prefetch looks at least twice as far.
         no_memory_ahead: the device had no memory for what was fetched ahead. The allocator has given back what it kept,
             to no avail, so that nothing more is fetched ahead before the next forward.
+        late_s: seconds that compute streams waited for what was fetched ahead, of those counted since a forward began.
         watches_host: it is looked at in this step whether an accelerator idles while hooks move records.
         stopped: nothing may be started any more: the store was aborted or shut, or this is a forked child.
         interrupted: an interrupt has left records half changed, so that completions do nothing.
@@ -154,6 +155,7 @@ class Shared:
         self.spare_bytes: int | None = None
         self.largest_moved_bytes = 0
         self.no_memory_ahead = False
+        self.late_s = 0.0
         self.watches_host = False
         self.stopped = False
         self.interrupted = False

@@ -86,6 +86,11 @@ class Tier(ABC):
     def ready(self, record: Record) -> torch.UntypedStorage | None:
         """Return the storage with the bytes, safe to use on the current stream; None while it is on its way."""
 
+    def saved_again(self, record: Record, tensor: torch.Tensor) -> None:
+        """A record's bytes were saved once more, as a part of ``tensor``."""
+        if self.copies is not None and not record.stays:
+            self.copies.saved_again(tensor)
+
     def cancel(self, record: Record) -> bool:
         """Take the record out of its transfer; return False when that is ending just now."""
         transfer = record.transfer
@@ -143,7 +148,7 @@ class Tier(ABC):
     def close(self) -> None:  # noqa: B027
         """End the threads, if there are any. Idempotent."""
 
-    def watched(self) -> AbstractContextManager[None]:
+    def watched(self, record: Record) -> AbstractContextManager[None]:
         """Return a context for what a hook does to move a record.
 
         Where ``Shared.watches_host`` asks for it, its time is counted, and whether the device had to wait for the host.
@@ -153,9 +158,12 @@ class Tier(ABC):
     def count_waits(self) -> None:  # noqa: B027
         """Count what streams have waited for since the last time; the host does not see that."""
 
-    def capturing(self) -> bool:
-        """Whether the current stream is being captured into a graph: nothing may move then."""
-        return self.copies is not None and self.copies.capturing()
+    def capturing(self, index: int | None = None) -> bool:
+        """Whether the current stream of a device is being captured into a graph: nothing may move then.
+
+        ``index``: the device of a tensor that the caller has; None: any on which there were some.
+        """
+        return self.copies is not None and self.copies.capturing(index)
 
     def make_room(self, nbytes: int) -> float:
         """Keep the ``device_budget`` before ``nbytes`` come; return the seconds that this thread waited."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import cached_property
 
 from ..config import PATH_VARIABLE
@@ -44,6 +44,7 @@ class Tiers:
         by_device: the tier of each type of device; tensors of other types stay.
         spool: the disk, where one is used.
         pools: the host memory.
+        hook: entered by whatever autograd or the user calls; see `accelerator.Hook`.
     """
 
     def __init__(self, shared: Shared, accelerator: Accelerator | None = None) -> None:
@@ -51,6 +52,7 @@ class Tiers:
         self.spool: Spool | None = None
         self.pools: list[HostPool] = []
         self.by_device: dict[str, Tier] = {}
+        self.hook: AbstractContextManager[None] = nullcontext()
         self._memory_remark = ""
         self._cpu_memory: cpu_allocator.Use | None = None
         self._open(accelerator)
@@ -68,12 +70,12 @@ class Tiers:
             "host_peak_bytes": sum(pool.peak_bytes for pool in self.pools),
             "nvme_peak_bytes": spool.peak_allocated_bytes if spool else 0,
             "process_peak_bytes": peak_rss_bytes(),
-            "device_peak_bytes": (allocated_bytes(self.by_device) or (0, 0))[1],
+            "device_peak_bytes": (self._allocated_bytes or (0, 0))[1],
         }
 
     def memory(self) -> tuple[int, int]:
         """Bytes in use now and the most there were: of the accelerator whose tensors move, else of this process."""
-        return allocated_bytes(self.by_device) or (rss_bytes(), peak_rss_bytes())
+        return self._allocated_bytes or (rss_bytes(), peak_rss_bytes())
 
     def usable_bytes(self) -> int | None:
         """What the accelerator whose tensors move may still allocate, see `Accelerator.usable_bytes`."""
@@ -113,14 +115,14 @@ class Tiers:
     def stopwatch(self) -> Stopwatch:
         """Return what tells the compute time of a step here."""
         for copies in self._copies:
-            copies.stopwatch = DeviceStopwatch(copies.device)
+            copies.stopwatch = DeviceStopwatch(copies.device, copies.current_index)
             return copies.stopwatch
         return Stopwatch(self.shared.accounts)
 
     def start_timeline(self) -> Timeline | None:
         """Note from now on what the device does and when; None where there is none."""
         for copies in self._copies:
-            copies.timeline = Timeline(copies.device)
+            copies.timeline = Timeline(copies.device, copies.current_index)
             return copies.timeline
         return None
 
@@ -169,6 +171,11 @@ class Tiers:
             copies.after_fork_in_child()
         if self.spool is not None:
             self.spool.after_fork_in_child()
+
+    @property
+    def _allocated_bytes(self) -> tuple[int, int] | None:
+        copies = next((copies for copies in self._copies if not copies.inert), None)
+        return allocated_bytes(self.by_device, None if copies is None else copies.current_index())
 
     @property
     def _copies(self) -> list[CopyStreams]:
@@ -234,6 +241,7 @@ class Tiers:
             with suppress(OSError):  # no usable path: host memory only
                 spool = self._open_spool(BEHIND_A_DEVICE)
         copies = CopyStreams(device)
+        self.hook = device.hook
         window = None if config.pending_bytes is None else config.size("pending_bytes", 0)
         if config.target == "nvme" and spool is not None and spool.device_memory and not config.verify:
             return DirectTier(self.shared, spool, copies)
@@ -243,7 +251,7 @@ class Tiers:
             unpin=device.unpin,
             is_done=copies.done,
             wait_for=copies.synchronize,
-            bind=device.bind,
+            bind=lambda work: device.bind(work, copies.current_index() or 0),
             on_growth=self._pool_grew,
             poison=config.debug,
         )

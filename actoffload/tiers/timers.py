@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Callable
 from enum import Enum
 from itertools import accumulate
 from typing import Any
@@ -53,10 +54,16 @@ class DeviceStopwatch(Stopwatch):
     """For an accelerator: timed events on the compute stream, less the waits of that stream that we caused.
 
     A step is timed on the device on which it began; what other devices wait for does not count.
+
+    Args:
+        device: drives all of them.
+        index: returns the index of that on which the calling thread computes; None before a tensor was seen. What is
+            stamped until then is the beginning.
     """
 
-    def __init__(self, device: Accelerator) -> None:
+    def __init__(self, device: Accelerator, index: Callable[[], int | None]) -> None:
         self._device = device
+        self._current_index = index
         self._index = 0
         self._origin: Stamp = None
         self._last: Stamp = None
@@ -70,18 +77,23 @@ class DeviceStopwatch(Stopwatch):
         self._waits, self._lost = [], None
         self._copies = {"write": [], "read": []}
         self.running = True
-        self._index = self._device.current_index()
-        self._last = None
-        self._origin = self.stamp()
+        self._origin = self._last = None
+        self.stamp()
 
     def stamp(self) -> Stamp:
-        if self._last is not None and self._device.is_capturing():
+        if self._last is None:
+            index = self._current_index()
+            if index is None:
+                return None
+            self._index = index
+        elif self._device.capturing(self._index):
             return self._last  # no event may be added to a graph that is being captured
         self._last = self._device.timestamp(self._device.current_stream(self._index))
+        self._origin = self._origin or self._last
         return self._last
 
     def waited(self, begin: Stamp, end: Stamp, index: int) -> None:
-        """A compute stream of device ``index`` waited for a copy of ours."""
+        """A compute stream of device ``index`` waited from a moment of its own for the end of a copy of ours."""
         if index == self._index:
             self._waits.append((begin, end))
 
@@ -97,12 +109,13 @@ class DeviceStopwatch(Stopwatch):
 
     def end(self) -> bool:
         self.running = False
-        stamps = [self._last, *(end for _, end in self._waits)]
+        stamps = [self._last, *(stamp for wait in self._waits for stamp in wait)]
         return all(stamp is None or self._device.done(stamp) for stamp in stamps)
 
     def seconds(self, stamp: Stamp) -> float:
         if self._lost is None:
-            spans = sorted((self._since(begin), self._since(end)) for begin, end in self._waits)
+            waits = [(self._since(begin), self._since(end)) for begin, end in self._waits]
+            spans = sorted((begin, max(begin, end)) for begin, end in waits)
             ends = [end for _, end in spans]
             self._lost = ends, list(accumulate((end - begin for begin, end in spans), initial=0.0))
         ends, lost = self._lost
@@ -110,7 +123,7 @@ class DeviceStopwatch(Stopwatch):
         return max(0.0, elapsed_s - lost[bisect_right(ends, elapsed_s)])
 
     def _since(self, stamp: Stamp) -> float:
-        return self._device.seconds_between(self._origin, stamp)
+        return 0.0 if stamp is None else self._device.seconds_between(self._origin, stamp)
 
 
 class WaitFor(Enum):
@@ -125,22 +138,24 @@ class Timeline:
     """What a device does and when, on the host's clock, while somebody traces. Nothing here blocks the host or fails.
 
     On the simulated device times are virtual: they begin at a moment of the host's clock and go on as the model says.
+    The arguments are as for `DeviceStopwatch`.
     """
 
-    def __init__(self, device: Accelerator) -> None:
+    def __init__(self, device: Accelerator, index: Callable[[], int | None]) -> None:
         self._device = device
+        self._current_index = index
         self._open: deque[tuple[str, int, Event, Event, Any]] = deque()
         self._origins: dict[int, tuple[float, Event]] = {}
         """By device, a moment of the host's clock and of the device's."""
 
     @property
-    def current_index(self) -> int:
-        """The index of the device on which the calling thread computes."""
-        return self._device.current_index()
+    def current_index(self) -> int | None:
+        """The index of the device on which the calling thread computes; None before a tensor was seen."""
+        return self._current_index()
 
     def moment(self, index: int, stream: Stream | None = None) -> Event | None:
         """A moment of a stream of device ``index``, the current one by default; None while nothing can be timed."""
-        if self._device.is_capturing():
+        if self._device.capturing(index):
             return None
         try:
             if index not in self._origins:  # on a stream with no work, so that it happens at once
@@ -150,7 +165,7 @@ class Timeline:
             return None
 
     def add(self, what: str, index: int, begin: Event | None, end: Event | None, about: Any) -> None:
-        """Note what went on between two moments, and what it was about."""
+        """Note what went on between two moments, and what it was about. It took no time if ``end`` came first."""
         if begin is not None and end is not None and index in self._origins and len(self._open) < MOST_OPEN:
             self._open.append((what, index, begin, end, about))
 
@@ -161,19 +176,20 @@ class Timeline:
         """
         found: list[tuple[str, float, float, Any]] = []
         try:
-            for _ in range(0 if self._device.is_capturing() else len(self._open)):
+            for _ in range(0 if any(map(self._device.capturing, tuple(self._origins))) else len(self._open)):
                 try:
                     what, index, begin, end, about = entry = self._open.popleft()
                 except IndexError:  # another thread takes as well
                     break
                 if wait:
+                    self._device.synchronize(begin)
                     self._device.synchronize(end)
-                elif not self._device.done(end):
+                elif not (self._device.done(end) and self._device.done(begin)):
                     self._open.append(entry)
                     continue
                 since_s, origin = self._origins[index]
                 times = [since_s + self._device.seconds_between(origin, event) for event in (begin, end)]
-                found.append((what, times[0], times[1], about))
+                found.append((what, times[0], max(times), about))
         except RuntimeError:
             self._open.clear()
         return found
@@ -184,16 +200,20 @@ class Timeline:
 
 
 class StreamWaits:
-    """Times the waits of compute streams by a pair of events around each. Nothing here blocks the host or fails."""
+    """Times the waits of compute streams for copies: from an event before each to the one after the copy.
+
+    Nothing here blocks the host or fails.
+    """
 
     def __init__(self, device: Accelerator) -> None:
         self._device = device
         self._refused = False  # no timed events here, or a broken device
-        self._open: deque[tuple[WaitFor, int, Event, Event]] = deque()
+        self._open: list[tuple[Stream, deque[tuple[WaitFor, int, Event, Event]]]] = []
+        """By compute stream, in its order."""
 
     def moment(self, stream: Stream) -> Event | None:
-        """A moment of ``stream``, just before it is made to wait or just after; None when that is not timed."""
-        if self._refused or len(self._open) >= MOST_OPEN:
+        """A moment of ``stream``, just before it is made to wait or after a copy; None when that is not timed."""
+        if self._refused or sum(len(waits) for _, waits in self._open) >= MOST_OPEN:
             return None
         try:
             return self._device.timestamp(stream)
@@ -201,9 +221,13 @@ class StreamWaits:
             self._refuse()
             return None
 
-    def add(self, why: WaitFor, index: int, begin: Event, end: Event) -> None:
-        """Note a wait of a stream of device ``index``."""
-        self._open.append((why, index, begin, end))
+    def add(self, why: WaitFor, index: int, begin: Event, end: Event, stream: Stream = None) -> None:
+        """Note a wait of a stream of device ``index``, from a moment of its own to the end of a copy."""
+        waits = next((waits for known, waits in self._open if known == stream), None)
+        if waits is None:
+            waits = deque()
+            self._open.append((stream, waits))
+        waits.append((why, index, begin, end))
 
     def take(self) -> dict[WaitFor, float]:
         """Seconds of the waits that are over and were not taken yet: those of the device that waited most.
@@ -211,20 +235,29 @@ class StreamWaits:
         Not for several threads at once.
         """
         found: dict[int, dict[WaitFor, float]] = {}
-        later: set[int] = set()  # devices with a wait that is not over: those after it are looked at when it is
-        asks = not self._refused and self._open and not self._device.is_capturing()  # nor may an event be asked then
         try:
-            for _ in range(len(self._open) if asks else 0):
-                why, index, begin, end = wait = self._open.popleft()
-                if index in later or not self._device.done(end):
-                    later.add(index)
-                    self._open.append(wait)
-                else:
-                    waits = found.setdefault(index, dict.fromkeys(WaitFor, 0.0))
-                    waits[why] += max(0.0, self._device.seconds_between(begin, end))
+            for _, waits in () if self._refused else tuple(self._open):
+                if waits and self._device.capturing(waits[0][1]):  # nor may an event be asked then
+                    continue
+                for _ in range(self._over(waits)):
+                    why, index, begin, end = waits.popleft()
+                    of_device = found.setdefault(index, dict.fromkeys(WaitFor, 0.0))
+                    of_device[why] += max(0.0, self._device.seconds_between(begin, end))
         except RuntimeError:
             self._refuse()
         return max(found.values(), key=lambda waits: sum(waits.values()), default=dict.fromkeys(WaitFor, 0.0))
+
+    def _over(self, waits: deque[tuple[WaitFor, int, Event, Event]]) -> int:
+        """How many of a stream's waits are over: where one is, those before it are. Asks for few events."""
+        fewest, most = 0, len(waits)
+        look_at = most - 1  # mostly all are
+        while fewest < most:
+            if all(map(self._device.done, waits[look_at][2:])):
+                fewest = look_at + 1
+            else:
+                most = look_at
+            look_at = (fewest + most) // 2
+        return fewest
 
     def stop(self) -> None:
         """Time nothing any more, and ask the device nothing: not even to destroy the events that are there."""

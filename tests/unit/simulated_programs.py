@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import random
+import time
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +13,27 @@ import torch
 from torch import Tensor, nn
 
 from actoffload import Offloader
+from actoffload.storage.engines.base import IoKind, SpoolFile
+from actoffload.storage.engines.memory import MemoryEngine
 from actoffload.testing.simulated_device import NAME, SimulatedDevice
 from tests.harness import same_bits, simulated, train_step
 
 SIZE = 64
 RECORD_BYTES = SIZE * SIZE * 4
 LONGEST_DELAY_S = 0.002
+
+
+class LateEngine(MemoryEngine):
+    """Takes addresses of the simulated device's memory, and looks at it late."""
+
+    def __init__(self, file: SpoolFile) -> None:
+        super().__init__(file, threads=2)
+        self._capabilities = replace(self._capabilities, device_memory=True)
+        self._random = random.Random(0)
+
+    def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
+        time.sleep(LONGEST_DELAY_S * self._random.random())
+        return super()._transfer_once(kind, views, offset)
 
 
 class _Block(nn.Module):

@@ -41,6 +41,46 @@ def test_asking_for_a_copy_does_not_end_a_capture(mode: list[int], monkeypatch: 
     assert mode == [GLOBAL]
 
 
+def test_timing_a_copy_does_not_end_a_capture(mode: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch queries both events before it asks for the time between them."""
+    seen = []
+    monkeypatch.setattr(accelerator.Accelerator, "seconds_between", lambda *_: seen.append(mode[0]))
+    accelerator.CudaAccelerator().seconds_between(None, None)
+    assert seen == [RELAXED]
+    assert mode == [GLOBAL]
+
+
+def test_one_call_of_the_library_changes_the_mode_once(mode: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange, exchanged, seen = accelerator.capture_mode_exchange(), [], []
+
+    def counted(pointer: Any) -> int:
+        exchanged.append(pointer)
+        return int(exchange(pointer)) if exchange is not None else 1
+
+    monkeypatch.setattr(accelerator, "capture_mode_exchange", lambda: counted)
+    monkeypatch.setattr(accelerator.Accelerator, "done", lambda *_: seen.append(mode[0]))
+    device = accelerator.CudaAccelerator()
+    with device.hook:
+        device.done(None)
+        with device.hook:
+            device.done(None)
+        device.done(None)
+    assert seen == [RELAXED] * 3
+    assert len(exchanged) == 2
+    assert mode == [GLOBAL]
+
+
+def test_a_capture_is_looked_for_once_in_each_call_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, asked = accelerator.Accelerator("cuda"), []
+    monkeypatch.setattr(device, "is_capturing", lambda index: bool(asked.append(index)))
+    for _ in range(2):
+        with device.hook:
+            assert not any(device.capturing(index) for index in (0, 1, 0, 1))
+    assert asked == [0, 1, 0, 1]
+    assert not device.capturing(0)
+    assert asked == [0, 1, 0, 1, 0]
+
+
 def test_a_mode_that_the_runtime_refuses_to_change_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 

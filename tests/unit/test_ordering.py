@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import random
+import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +45,7 @@ from tests.harness import (
     tier_of,
     wait_until,
 )
-from tests.unit.simulated_programs import RECORD_BYTES, SIZE, _model
+from tests.unit.simulated_programs import RECORD_BYTES, SIZE, LateEngine, _model
 
 pytestmark = pytest.mark.simulated
 
@@ -250,7 +251,65 @@ def _memory_that_another_stream_uses_is_reported(device: SimulatedDevice) -> boo
     return _is(7, found) and _is(3, after)
 
 
-def _a_second_stream_waits_for_a_copy_that_the_first_still_holds(device: SimulatedDevice) -> bool:
+def _saved_on_two_streams(device: SimulatedDevice, meanwhile: str, **options: Any) -> bool:
+    """A tensor is saved again, on a stream that reads it late, and nobody but the graph holds it then.
+
+    Args:
+        device: where.
+        meanwhile: how far its copy is as it is saved again: "waits for others", "has begun", or "is over", so that its
+            memory is released already.
+        options: of the offloader.
+    """
+    main, other = torch.accelerator.current_stream(), torch.Stream(torch.device(NAME, 0))
+    w = torch.linspace(-1, 1, SIZE * SIZE).to(NAME).requires_grad_()
+    expected = [(w * 2.0).cos().cpu(), torch.autograd.grad((w * 2.0).cos().sum() + (w * 2.0).sin().sum(), w)[0].cpu()]
+    with simulated(**(options | {"host_budget": "1MiB"})) as offloader:
+        with offloader:
+            x = w * 2.0
+            loss = x.sin().sum()
+            if meanwhile == "has begun":
+                tier_of(offloader).begin_copies()
+            elif meanwhile == "is over":
+                offloader.synchronize()
+            device.lazy(other)
+            other.wait_stream(main)
+            with on_stream(other, ordered=False):
+                found = x.cos()
+            del x
+        offloader.synchronize()
+        others = [torch.full((SIZE * SIZE,), 9.0, device=NAME) for _ in range(3)]
+        main.synchronize()
+        main.wait_stream(other)
+        (gradient,) = torch.autograd.grad(found.sum() + loss, w)
+        found.record_stream(main)
+        assert offloader.statistics().moved_bytes > 0
+        assert offloader.statistics().deduplicated_bytes > 0
+        return all(map(same_bits, [found.detach().cpu(), gradient.cpu()], expected)) and len(others) == 3
+
+
+def _saved_on_two_streams_before_its_copy(device: SimulatedDevice) -> bool:
+    return _saved_on_two_streams(device, "waits for others")
+
+
+def _saved_on_two_streams_while_it_is_copied(device: SimulatedDevice) -> bool:
+    return _saved_on_two_streams(device, "has begun", pending_bytes=RECORD_BYTES)
+
+
+def _saved_on_two_streams_after_its_copy(device: SimulatedDevice) -> bool:
+    return _saved_on_two_streams(device, "is over")
+
+
+def _saved_on_two_streams_and_written_from_there(device: SimulatedDevice) -> bool:
+    with tempfile.TemporaryDirectory() as path:
+        return _saved_on_two_streams(device, "has begun", target="nvme", path=path, engine=LateEngine)
+
+
+def _what_is_fetched_ahead_once_more_is_awaited_by_who_uses_it(device: SimulatedDevice) -> bool:
+    return _a_second_stream_waits_for_a_copy_that_the_first_still_holds(device, ahead=True)
+
+
+def _a_second_stream_waits_for_a_copy_that_the_first_still_holds(device: SimulatedDevice, ahead: bool = False) -> bool:
+    """``ahead``: it was fetched ahead for the first stream once more."""
     accelerator = SimulatedAccelerator()
     w = torch.linspace(-1, 1, SIZE * SIZE).to(NAME).requires_grad_()
     expected = (w * 2.0).cpu()
@@ -261,6 +320,9 @@ def _a_second_stream_waits_for_a_copy_that_the_first_still_holds(device: Simulat
         device.synchronize()
         hinder(device, accelerator, "all late")
         _first = out.grad_fn._saved_self  # its stream will wait for the copy, and has not come to that
+        if ahead:
+            with lock_of(offloader):
+                assert tier_of(offloader).fetch(records_of(offloader)[-1], urgent=False)
         with on_stream(torch.Stream(torch.device(NAME, 0)), ordered=False):
             found = (out.grad_fn._saved_self * 1.0).cpu()
         assert offloader.statistics().host_read_bytes >= RECORD_BYTES
@@ -317,13 +379,25 @@ def _remember_the_stream(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SimulatedAccelerator, "current_stream", lambda self, index: first)
 
 
+def _forget_what_fills_it(patch: pytest.MonkeyPatch) -> None:
+    plain = DeviceTier.order_reuse
+
+    def forgetful(self: DeviceTier, record: Any) -> None:
+        plain(self, record)
+        record.incoming = None
+
+    patch.setattr(DeviceTier, "order_reuse", forgetful)
+
+
 Edge = str | Callable[[pytest.MonkeyPatch], None]
 SINGLE: dict[str, tuple[Edge, Callable[[SimulatedDevice], bool]]] = {
     "1: current streams are asked for at each use":
         (_remember_the_stream, _a_copy_out_follows_the_stream_that_is_current_then),
     "2: after the producer": ("_order_after_producer", _a_copy_out_follows_what_made_its_source),
     "4: before each stream that uses it":
-        ("on_the_one_compute_stream", _a_second_stream_waits_for_a_copy_that_the_first_still_holds),
+        (_forget_what_fills_it, _a_second_stream_waits_for_a_copy_that_the_first_still_holds),
+    "4: before each stream that uses it, ahead":
+        (_forget_what_fills_it, _what_is_fetched_ahead_once_more_is_awaited_by_who_uses_it),
     "9: dropped unused":
         ("_order_reuse_after_fill", _what_is_dropped_unused_has_no_new_owner),
     "9: interrupted": ("order_all_reuse", _what_an_interrupt_left_has_no_new_owner),
@@ -332,6 +406,14 @@ SINGLE: dict[str, tuple[Edge, Callable[[SimulatedDevice], bool]]] = {
                      _memory_of_another_stream_is_reported),
     "11: what was filled": (lambda patch: patch.setattr(SimulatedAccelerator, "used_on", _nothing),
                             _memory_that_another_stream_uses_is_reported),
+    "11: saved again before its copy":
+        ("_order_release_after_later_save", _saved_on_two_streams_before_its_copy),
+    "11: saved again while it is copied":
+        ("_order_release_after_later_save", _saved_on_two_streams_while_it_is_copied),
+    "11: saved again after its copy":
+        ("_order_release_after_later_save", _saved_on_two_streams_after_its_copy),
+    "11: saved again, device to disk":
+        ("_order_release_after_later_save", _saved_on_two_streams_and_written_from_there),
     "12: unmapped": (_unmap_without_asking, _page_locked_memory_stays_mapped),
 }  # fmt: skip
 IN_TRAINING: dict[str, tuple[Edge, Adversary, str]] = {
@@ -348,7 +430,7 @@ def _take_out(patch: pytest.MonkeyPatch, edge: Edge) -> None:
     if callable(edge):
         edge(patch)
     else:
-        patch.setattr(CopyStreams, edge, (lambda *_: True) if edge.startswith("on_") else _nothing)
+        patch.setattr(CopyStreams, edge, _nothing)
 
 
 @pytest.mark.filterwarnings("ignore:actoffload. host memory could not be page-locked:RuntimeWarning")
@@ -470,7 +552,7 @@ def test_a_graph_that_dies_during_capture_asks_the_device_nothing_until_it_is_ov
         with offloader:
             loss = _loss(model, x)
         with monkeypatch.context() as patch:
-            patch.setattr(accelerator, "is_capturing", lambda: True)
+            patch.setattr(accelerator, "is_capturing", lambda index: True)
             for name in ("done", "wait"):
                 patch.setattr(accelerator, name, lambda *_: pytest.fail("the device was asked"))
             del loss

@@ -116,7 +116,7 @@ class _Capturing(SimulatedAccelerator):
         self.asked: list[str] = []
         self._capturing = False
 
-    def is_capturing(self) -> bool:
+    def is_capturing(self, index: int) -> bool:
         return self._capturing
 
     @contextlib.contextmanager

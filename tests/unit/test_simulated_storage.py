@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import random
 import threading
-import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +15,7 @@ from torch import Tensor
 
 from actoffload.errors import StorageReadError
 from actoffload.memory import host_pool
-from actoffload.storage.engines.base import IoKind, SpoolFile
-from actoffload.storage.engines.memory import MemoryEngine
+from actoffload.storage.engines.base import IoKind
 from actoffload.storage.spool import Spool
 from actoffload.testing.faults import FailingEngine, GateEngine
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
@@ -43,8 +39,10 @@ from tests.harness import (
     wait_until,
 )
 from tests.unit.simulated_programs import (
+    LONGEST_DELAY_S,
     RECORD_BYTES,
     SIZE,
+    LateEngine,
     _equal,
     _is_right,
     _model,
@@ -54,7 +52,6 @@ from tests.unit.simulated_programs import (
 pytestmark = pytest.mark.simulated
 
 NBYTES = 1 << 12
-LONGEST_DELAY_S = 0.002
 SEEDS = 40
 
 
@@ -323,19 +320,6 @@ def test_all_parts_of_a_tensor_may_come_to_the_device_before_its_read_is_seen_to
 
 
 # -- an engine that takes device memory --------------------------------------------------------------------------------
-
-
-class LateEngine(MemoryEngine):
-    """Takes addresses of the simulated device's memory, and looks at it late."""
-
-    def __init__(self, file: SpoolFile) -> None:
-        super().__init__(file, threads=2)
-        self._capabilities = replace(self._capabilities, device_memory=True)
-        self._random = random.Random(0)
-
-    def _transfer_once(self, kind: IoKind, views: list[memoryview], offset: int) -> int:
-        time.sleep(LONGEST_DELAY_S * self._random.random())
-        return super()._transfer_once(kind, views, offset)
 
 
 def _direct_is_right(device: SimulatedDevice, path: Path, seed: int) -> bool:

@@ -99,7 +99,7 @@ def test_during_a_capture_nothing_is_asked_nor_timed(
         with monkeypatch.context() as patch:
             patch.setattr(accelerator, "done", lambda event: pytest.fail("an event was asked for"))
             patch.setattr(accelerator, "timestamp", lambda stream: pytest.fail("an event in a graph"))
-            patch.setattr(accelerator, "is_capturing", lambda: True)
+            patch.setattr(accelerator, "is_capturing", lambda index: True)
             assert _step(offloader, model) == 0
         assert offloader.statistics().kept_bytes["graph capture"] > 0
         assert offloader.statistics().wait_s == pytest.approx(waited_s)
@@ -197,3 +197,18 @@ def test_statistics_tell_what_streams_waited_for(accelerator: SimulatedAccelerat
         assert statistics.unpack_wait_s > 0
         assert statistics.wait_s == pytest.approx(waited_s)
         assert offloader.statistics().wait_s == statistics.wait_s, "once"
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_stream_that_waits_for_data_widens_the_window(
+    device: SimulatedDevice, accelerator: SimulatedAccelerator, fixed: bool
+) -> None:
+    """As a wait of the host does; the host of a device is ahead of it, and never waits."""
+    model = _model()
+    options = {"prefetch_bytes": 64 << 10} if fixed else {}
+    with simulated(accelerator, pending_bytes=1, policy="all", **options) as offloader:
+        first = offloader.store.prefetch.window.nbytes
+        for _ in range(3):
+            _step(offloader, model)
+        assert offloader.statistics().unpack_wait_s > 0
+        assert (offloader.store.prefetch.window.nbytes > first) is not fixed

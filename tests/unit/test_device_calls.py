@@ -1,0 +1,179 @@
+"""How often the library calls a device's driver, and that nothing of it grows with the number of steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
+from actoffload.tiers import copy_streams, device_tier
+from tests.harness import Chain, assert_same_gradients, batch, hinder, on_stream, run_in_threads, simulated, train_step
+
+pytestmark = pytest.mark.simulated
+
+
+@pytest.mark.parametrize("options", [{}, {"device_budget": "48KiB"}, {"policy": "auto"}], ids=["all", "budget", "auto"])
+def test_no_step_makes_more_events_than_those_before(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Whatever holds an event in this interpreter: PyTorch's constructor is counted."""
+    made: list[object] = []
+    plain = torch.Event
+
+    class Counted(torch.Event):
+        def __new__(cls, *arguments: Any, **options: Any) -> torch.Event:
+            made.append(None)
+            return plain(*arguments, **options)
+
+    monkeypatch.setattr(torch, "Event", Counted)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(8)]).to(NAME)
+    x, counts, accelerator = torch.randn(64, 64).to(NAME), [], SimulatedAccelerator()
+    hinder(device, accelerator, "late copies")  # so that each step has the same copies under way
+    with simulated(accelerator, host_budget="8MiB", **options) as offloader:
+        for _ in range(50):
+            train_step(model, x, offloader)
+            offloader.statistics()
+            device.synchronize()
+            counts.append(len(made))
+        moved = offloader.statistics().moved_bytes
+    assert moved > 0
+    assert counts[49] <= counts[9]
+
+
+class _Captures(SimulatedAccelerator):
+    """Notes on which device it is asked for a capture: PyTorch asks for that of the current device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: set[int] = set()
+
+    def is_capturing(self, index: int) -> bool:
+        with self.on_device(index):
+            self.asked.add(torch.accelerator.current_device_index())
+        return False
+
+
+@pytest.mark.parametrize("target", ["host", "nvme"])
+@pytest.mark.parametrize("policy", ["all", "auto"])
+def test_a_device_that_a_program_does_not_use_is_left_alone_though_it_is_current(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, target: str
+) -> None:
+    """On CUDA it would be given a context, which takes hundreds of megabytes there."""
+    place = torch.device(NAME, 1)
+    model, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)]).to(place), torch.randn(64, 64).to(place)
+    expected = train_step(model, x)
+    accelerator = _Captures()
+    monkeypatch.setattr(copy_streams, "allocated_bytes", lambda *_: (0, 0))  # other tests have used device 0
+    before = [device.calls(index) for index in range(2)]
+    with simulated(accelerator, target=target, path=tmp_path, policy=policy, pending_bytes=1) as offloader:
+        for _ in range(6):
+            assert_same_gradients(train_step(model, x, offloader), expected)
+        offloader.store.shared.watches_host = True  # a plan would, in some steps
+        train_step(model, x, offloader)
+        assert offloader.statistics().host_read_bytes > 0
+        assert offloader.statistics().device_peak_bytes > 0
+        with offloader:
+            losses = [model(x).square().sum()]
+        run_in_threads(losses.clear)  # the last handles die in another thread
+        offloader.close()
+    assert device.calls(0) == before[0]
+    assert device.calls(1) > before[1]
+    assert accelerator.asked == {1}
+
+
+def test_a_backend_whose_allocator_counts_nothing_trains(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch asserts that an accelerator's allocator is a `DeviceAllocator`; that of a `PrivateUse1` need not be."""
+
+    def asserts(*_: object) -> bool:
+        raise RuntimeError("Allocator for privateuseone is not a DeviceAllocator.")
+
+    for name in ("isAllocatorInitialized", "getDeviceStats"):
+        monkeypatch.setattr(torch._C, f"_accelerator_{name}", asserts)
+    model, x = Chain().to(NAME), batch().to(NAME)
+    expected = train_step(model, x)
+    for policy in ("all", "auto"):
+        with simulated(policy=policy) as offloader:
+            for _ in range(4):
+                assert_same_gradients(train_step(model, x, offloader), expected)
+            assert offloader.statistics().moved_bytes > 0
+            assert offloader.statistics().device_peak_bytes == 0
+            assert offloader.report()
+
+
+class _Counts(SimulatedAccelerator):
+    """Counts the calls that would come to CUDA's driver; of the default stream CUDA is asked for no capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = Counter[str]()
+
+    def record(self, stream: torch.Stream, *, timed: bool = False) -> Any:
+        self.calls["record"] += 1
+        return super().record(stream, timed=timed)
+
+    def wait(self, stream: torch.Stream, event: Any) -> None:
+        self.calls["wait"] += 1
+        super().wait(stream, event)
+
+    def done(self, event: Any) -> bool:
+        self.calls["query"] += 1
+        with self.hook:  # relaxed, and at its end what it was
+            if self.hook.at_end is None:
+                self.calls["exchange the capture mode"] += 2
+                self.hook.at_end = lambda: None
+            return super().done(event)
+
+    def synchronize(self, event: Any) -> None:
+        self.calls["synchronize"] += 1
+        super().synchronize(event)
+
+    def copy(self, copies: Any, stream: torch.Stream) -> None:
+        copies = list(copies)
+        self.calls["copy"] += len(copies)
+        super().copy(copies, stream)
+
+    def is_capturing(self, index: int) -> bool:
+        self.calls["capture"] += self.current_stream(index).stream_id != 0
+        return super().is_capturing(index)
+
+
+@pytest.mark.parametrize("other", [False, True], ids=["default stream", "another stream"])
+def test_a_step_makes_few_calls_for_each_tensor_that_moves(
+    device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, other: bool
+) -> None:
+    """Five for each copy: two events, two waits, and itself; one more where backward waits, to time it.
+
+    The host is ahead and the link is slow, so that no copy is over when it is asked for.
+    """
+    for module in (copy_streams, device_tier):
+        monkeypatch.setattr(module, "BATCH_BYTES", 1)  # each goes alone, as large ones do
+        monkeypatch.setattr(module, "WINDOW_FLOOR_BYTES", 1, raising=False)
+    nbytes, tensors, accelerator = 4 << 10, 64, _Counts()
+    x = torch.ones(nbytes // 4, device=NAME, requires_grad=True)
+    stream = torch.Stream(torch.device(NAME, 0)) if other else torch.accelerator.current_stream()
+    device.model(memory_bytes_per_s=2e9, to_host_bytes_per_s=1e9, to_device_bytes_per_s=1e9, latency_s=0, launch_s=1e-7)
+    with simulated(accelerator, prefetch_bytes=2 * nbytes, host_budget="8MiB") as offloader:
+        for _ in range(3):
+            offloader.statistics()
+            device.synchronize()
+            before, moved = Counter(accelerator.calls), offloader.statistics().moved_bytes
+            with on_stream(stream):
+                with offloader:
+                    y = x
+                    for _ in range(tensors):
+                        y = y.sin()
+                    loss = y.sum()
+                torch.autograd.grad(loss, x)
+            calls = accelerator.calls - before
+            moved = (offloader.statistics().moved_bytes - moved) // nbytes
+    assert moved >= tensors - 1
+    assert calls["copy"] >= 1.5 * moved
+    assert calls["capture"] <= (2 * tensors + 4 if other else 0)
+    assert calls.total() - calls["capture"] <= 11 * moved + 50, calls
