@@ -107,8 +107,8 @@ def _bounds(host: str, found: dict[str, Row]) -> list[Bound]:
 def _least_s(keep: Row, row: Row, budget_bytes: float) -> float:
     """The step by the arithmetic of the link: what does not fit leaves in the forward and comes back in backward."""
     copies_s = (row["saved_bytes"] - budget_bytes) / LINK_BYTES_PER_S
-    forward_s = keep["forward_s"]
-    return max(float(forward_s), copies_s) + max(float(keep["step_s"] - forward_s), copies_s)
+    forward_s, backward_s = keep["forward_s"], keep["step_s"] - keep["forward_s"]
+    return float(max(forward_s, copies_s) + max(backward_s, copies_s))
 
 
 def _number(key: str, unit: float, digits: int) -> Callable[[Row], object]:

@@ -101,7 +101,8 @@ class _Layer(nn.Module):
         x = self.before_attention(hidden)
         hidden = hidden + self.out(_Attention.apply(self.queries(x), self.keys(x), self.values(x)))
         x = self.before_mlp(hidden)
-        return hidden + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        out: Tensor = hidden + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return out
 
 
 class Step:
@@ -170,7 +171,7 @@ def scale(patch: pytest.MonkeyPatch) -> None:
             for name, value in vars(module).items():
                 if name.isupper() and name.endswith("_BYTES") and isinstance(value, int):
                     patch.setattr(module, name, value // BYTES)
-    slab = HostPool.__init__.__kwdefaults__
+    slab: Any = HostPool.__init__.__kwdefaults__
     patch.setitem(slab, "slab_bytes", slab["slab_bytes"] // BYTES)
 
 
