@@ -9,17 +9,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..memory import numa
+
 Stream = Any
 Event = Any
-NAP_S = 1e-4
-"""How long an I/O thread sleeps between two looks at an event."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -110,6 +109,9 @@ class Accelerator:
         """Undo `pin`; False when the device may still use the pages that it was told of."""
         raise NotImplementedError(f"{self.type} pins nothing")
 
+    def stay_near(self) -> None:
+        """Let the calling thread run on the CPUs near its current device alone, where they are known."""
+
     def bind(self, work: Callable[P, T]) -> Callable[P, T]:
         """Return ``work``, to be called in another thread with this thread's device."""
         index = torch.accelerator.current_device_index()
@@ -152,11 +154,31 @@ class CudaAccelerator(Accelerator):
             return super().done(event)
 
     def synchronize(self, event: Event) -> None:
-        while not self.done(event):  # cudaEventSynchronize would keep a core busy, as PyTorch's events do not block
-            time.sleep(NAP_S)
+        """Block the calling thread, without the interpreter's lock and without a busy core.
+
+        PyTorch ignores ``blocking`` of `torch.Event`, so a wait for such an event keeps a core busy. An event of CUDA's
+        own that does block is recorded after it, on a stream that does nothing else.
+        """
+        if self.done(event):
+            return
+        index = event.device.index
+        with _relaxed_capture_mode(), self._device_of(event):
+            side = self.side_stream(index, "wait")
+            stream = torch.cuda.Stream(
+                stream_id=side.stream_id, device_index=side.device_index, device_type=side.device_type
+            )
+            self.wait(stream, event)
+            blocking = torch.cuda.Event(blocking=True)
+            blocking.record(stream)
+            blocking.synchronize()
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
+
+    def stay_near(self) -> None:
+        found = torch.cuda.get_device_properties(self.current_index())
+        with contextlib.suppress(AttributeError):  # a release of PyTorch that does not say where it is
+            numa.stay_near(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
 
     def pin(self, address: int, nbytes: int) -> bool:
         portable = 1  # cudaHostRegisterPortable: pinned for every device of the process

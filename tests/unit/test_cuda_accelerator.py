@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from actoffload.memory import numa
 from actoffload.tiers import accelerator
 
 GLOBAL, RELAXED = 0, 2
@@ -33,12 +35,62 @@ def test_asking_for_a_copy_does_not_end_a_capture(mode: list[int], monkeypatch: 
 
     def asked(self: object, event: object) -> bool:
         seen.append(mode[0])
-        return len(seen) == 3
+        return True
 
     monkeypatch.setattr(accelerator.Accelerator, "done", asked)
-    accelerator.CudaAccelerator().synchronize(None)
-    assert seen == [RELAXED] * 3
+    device = accelerator.CudaAccelerator()
+    assert device.done(None)
+    device.synchronize(None)
+    assert seen == [RELAXED] * 2
     assert mode == [GLOBAL]
+
+
+def test_a_wait_of_the_host_neither_polls_nor_spins(mode: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It blocks on an event of CUDA's own, recorded after the one that is awaited, with the capture mode relaxed."""
+    calls: list[tuple[object, ...]] = []
+    side, index = SimpleNamespace(stream_id=7, device_index=1, device_type=1), 1
+
+    class Event:
+        def __init__(self, *, blocking: bool) -> None:
+            assert blocking
+
+        def record(self, stream: object) -> None:
+            calls.append(("record", stream, mode[0]))
+
+        def synchronize(self) -> None:
+            calls.append(("synchronize", mode[0]))
+
+    device = accelerator.CudaAccelerator()
+    asked: list[object] = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda **place: tuple(place.values()))
+    monkeypatch.setattr(accelerator.Accelerator, "done", lambda self, event: bool(asked.append(event)))
+    monkeypatch.setattr(device, "side_stream", lambda index, role: (side, calls.append((index, role)))[0])
+    monkeypatch.setattr(device, "_device_of", lambda event: contextlib.nullcontext())
+    awaited = SimpleNamespace(device=SimpleNamespace(index=index))
+    monkeypatch.setattr(device, "wait", lambda stream, event: calls.append(("wait", stream, event)))
+    device.synchronize(awaited)
+    stream = (7, 1, 1)
+    assert asked == [awaited], "it is looked at once"
+    assert calls == [
+        (index, "wait"),
+        ("wait", stream, awaited),
+        ("record", stream, RELAXED),
+        ("synchronize", RELAXED),
+    ]
+    assert mode == [GLOBAL]
+
+
+def test_the_thread_that_takes_host_memory_stays_near_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    near: list[str] = []
+    monkeypatch.setattr(numa, "stay_near", near.append)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found if index == 1 else SimpleNamespace())
+    device = accelerator.CudaAccelerator()
+    for index in (1, 0):  # a release of PyTorch that does not name the address leaves the thread where it is
+        monkeypatch.setattr(device, "current_index", lambda index=index: index)
+        device.stay_near()
+    assert near == ["0000:3b:00.0"]
 
 
 def test_a_mode_that_the_runtime_refuses_to_change_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
