@@ -148,7 +148,7 @@ class Series:
                 break
         return result
 
-    def _make_optimizer(self) -> torch.optim.Optimizer:
+    def _make_optimizer(self) -> torch.optim.AdamW:
         """AdamW with its states."""
         self.run.clear_gradients()
         trained = [parameter for parameter in self.run.model.parameters() if parameter.requires_grad]
@@ -156,7 +156,7 @@ class Series:
         optimizer.step()
         return optimizer
 
-    def _with_optimizer(self, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    def _with_optimizer(self, optimizer: torch.optim.AdamW) -> dict[str, int]:
         """One step with the optimizer: what is held as it begins, and the peak from there on, above static memory."""
         run, held = self.run, []
 

@@ -164,11 +164,10 @@ class CudaAccelerator(Accelerator):
         index = event.device.index
         with _relaxed_capture_mode(), self._device_of(event):
             side = self.side_stream(index, "wait")
-            stream = torch.cuda.Stream(
-                stream_id=side.stream_id, device_index=side.device_index, device_type=side.device_type
-            )
+            place = {"stream_id": side.stream_id, "device_index": index, "device_type": side.device_type}
+            stream = torch.cuda.Stream(**place)  # type: ignore[no-untyped-call]
             self.wait(stream, event)
-            blocking = torch.cuda.Event(blocking=True)
+            blocking = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             blocking.record(stream)
             blocking.synchronize()
 
@@ -176,9 +175,9 @@ class CudaAccelerator(Accelerator):
         return torch.cuda.is_current_stream_capturing()
 
     def stay_near(self) -> None:
-        found = torch.cuda.get_device_properties(self.current_index())
-        with contextlib.suppress(AttributeError):  # a release of PyTorch that does not say where it is
-            numa.stay_near(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
+        address = pci_address(self.current_index())
+        if address is not None:
+            numa.stay_near(address)
 
     def pin(self, address: int, nbytes: int) -> bool:
         portable = 1  # cudaHostRegisterPortable: pinned for every device of the process
@@ -216,13 +215,23 @@ def _relaxed_capture_mode() -> Iterator[None]:
 @functools.cache
 def capture_mode_exchange() -> Callable[[Any], int] | None:
     """The function of the CUDA runtime that PyTorch has loaded; None where there is none, as with ROCm."""
+    exchange: Callable[[Any], int] | None = _runtime_function("cudaThreadExchangeStreamCaptureMode")
+    return exchange
+
+
+def pci_address(index: int) -> str | None:
+    """Where a device of CUDA's is, as ``/sys/bus/pci/devices`` names it; None where the runtime does not say."""
+    ask = _runtime_function("cudaDeviceGetPCIBusId")
+    text = ctypes.create_string_buffer(16)
+    return text.value.decode().lower() if ask is not None and ask(text, len(text), index) == 0 else None
+
+
+def _runtime_function(name: str) -> Any:
     version = torch.version.cuda
     try:
-        runtime = ctypes.CDLL(f"libcudart.so.{version.partition('.')[0]}")  # type: ignore[union-attr]
-        exchange: Callable[[Any], int] = runtime.cudaThreadExchangeStreamCaptureMode
+        return getattr(ctypes.CDLL(f"libcudart.so.{version.partition('.')[0]}"), name)  # type: ignore[union-attr]
     except (AttributeError, OSError):
         return None
-    return exchange
 
 
 def _clear_cuda_error() -> None:

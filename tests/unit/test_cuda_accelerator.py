@@ -62,10 +62,19 @@ def test_a_wait_of_the_host_neither_polls_nor_spins(mode: list[int], monkeypatch
 
     device = accelerator.CudaAccelerator()
     asked: list[object] = []
+
+    def done(self: object, event: object) -> bool:
+        asked.append(event)
+        return False
+
+    def side_stream(*place: object) -> object:
+        calls.append(place)
+        return side
+
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", lambda **place: tuple(place.values()))
-    monkeypatch.setattr(accelerator.Accelerator, "done", lambda self, event: bool(asked.append(event)))
-    monkeypatch.setattr(device, "side_stream", lambda index, role: (side, calls.append((index, role)))[0])
+    monkeypatch.setattr(accelerator.Accelerator, "done", done)
+    monkeypatch.setattr(device, "side_stream", side_stream)
     monkeypatch.setattr(device, "_device_of", lambda event: contextlib.nullcontext())
     awaited = SimpleNamespace(device=SimpleNamespace(index=index))
     monkeypatch.setattr(device, "wait", lambda stream, event: calls.append(("wait", stream, event)))
@@ -82,15 +91,21 @@ def test_a_wait_of_the_host_neither_polls_nor_spins(mode: list[int], monkeypatch
 
 
 def test_the_thread_that_takes_host_memory_stays_near_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = SimpleNamespace(pci_domain_id=0, pci_bus_id=0x3B, pci_device_id=0)
+    def ask(text: Any, nbytes: int, index: int) -> int:
+        text.value = b"0000:3B:00.0"
+        assert nbytes > len(text.value)
+        return 0 if index == 1 else 101  # cudaErrorInvalidDevice
+
     near: list[str] = []
     monkeypatch.setattr(numa, "stay_near", near.append)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found if index == 1 else SimpleNamespace())
+    monkeypatch.setattr(accelerator, "_runtime_function", {"cudaDeviceGetPCIBusId": ask}.get)
     device = accelerator.CudaAccelerator()
-    for index in (1, 0):  # a release of PyTorch that does not name the address leaves the thread where it is
+    for index in (1, 0):
         monkeypatch.setattr(device, "current_index", lambda index=index: index)
         device.stay_near()
-    assert near == ["0000:3b:00.0"]
+    monkeypatch.setattr(accelerator, "_runtime_function", lambda name: None)  # as with ROCm
+    device.stay_near()
+    assert near == ["0000:3b:00.0"], "where nobody knows it the thread stays where it is"
 
 
 def test_a_mode_that_the_runtime_refuses_to_change_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
