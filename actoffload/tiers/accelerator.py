@@ -170,6 +170,7 @@ class CudaAccelerator(Accelerator):
             blocking = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             blocking.record(stream)
             blocking.synchronize()
+            del blocking  # here: elsewhere its end would make a context on whatever device is current
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
