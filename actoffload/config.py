@@ -103,8 +103,8 @@ class OffloadConfig:
     pending_bytes: Size | None = None
     """Most bytes on their way out at once. Beyond it CPU tensors stay (or, with ``device_budget``, the step waits), and
     an accelerator's compute stream waits for the oldest copies. One tensor that is larger goes while at most half of it
-    is on its way. Default: 256 MiB on CPU; on an accelerator twice the largest tensor, at least 64 MiB. Before the first
-    plan, and with ``"greedy"``, it is a quarter of what a step saves, if a quarter of the free memory is as much."""
+    is on its way. Default: 256 MiB on CPU; on an accelerator twice the largest tensor, at least 64 MiB. Before there is
+    a plan, and with ``"greedy"``, it is a quarter of what a step saves, if a quarter of the free memory is as much."""
     keep_last_bytes: Size | None = None
     """From the second step on, the last so many bytes saved in a forward stay, as their backward follows at once.
     Default: a sixteenth of what the forward saves, at most the prefetch window."""

@@ -2,7 +2,8 @@
 
     python -m benchmarks.gpu [--tiny] [--budget-s S] [--steps N] [--cases NAME ...] [--resume FILE] [--path DIR]
 
-What is measured is in `benchmarks.gpu_cases`: the modes that goals are about first, in every case. Running out of
+What is measured is in `benchmarks.gpu_cases`: the modes that goals are about first, in every case, of which each fits
+the device (`python -m benchmarks.gpu_needs`). Running out of
 memory is a result. The result file is written after every mode, so that a run that is stopped keeps what it has; when
 time is short, what is left out is named, and ``--resume`` takes it up from that file in the next command. A peer that
 is missing ends the suite at once, unless ``--without-peers`` is given. ``--tiny`` runs the same cases with tiny sizes
@@ -156,9 +157,15 @@ class Suite:
             "path": self.options.path,
             "untimed": UNTIMED,
             "baseline_bytes": max((counts.get("baseline_peak_bytes", 0) for counts in known), default=0),
+            "peaks": {mode: result["activation_peak_bytes"] for mode, result in self._measured(case).items()},
+            "optimizer": case.optimizer,
             "threads": 1 if tiny else None,
             "limit_s": limit_s,
         }
+
+    def _measured(self, case: GpuCase) -> dict[str, dict[str, Any]]:
+        points = [p for p in self.points if p["case"]["name"] == case.name]
+        return {p["mode"]: p["result"] for p in points if "activation_peak_bytes" in p["result"]}
 
     def _found(self, case: GpuCase, mode: str) -> dict[str, Any] | None:
         points = [p for p in self.points if p["case"]["name"] == case.name and p["mode"] == mode]

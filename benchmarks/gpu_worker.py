@@ -3,9 +3,12 @@
 The model is made once. Every mode stands between two blocks of steps in the reference mode (A B A C A), so that a drift
 of the machine falls on both sides of each ratio. The gradients of its first step, and of one after those that are
 timed, are compared with the reference's. A mode that fails in a way that may spoil the process ends it; the rest is the
-next process's. The options come as one JSON argument: those of `benchmarks.worker`, and ``modes``, ``reference``,
-``untimed`` (steps of each mode before those that are timed), ``baseline_bytes`` (what all saved tensors take, if that
-was counted before) and ``limit_s``.
+next process's. Steps are timed without an optimizer; where ``optimizer`` says so, one more step is taken with AdamW at
+a rate of 0, which changes no weight: what is held as backward ends, and the peak until the optimizer is done.
+
+The options come as one JSON argument: those of `benchmarks.worker`, and ``modes``, ``reference``, ``untimed`` (steps of
+each mode before those that are timed), ``baseline_bytes`` (what all saved tensors take, if that was counted before),
+``peaks`` (of the modes that were measured before, in bytes) and ``limit_s``.
 """
 
 from __future__ import annotations
@@ -41,17 +44,19 @@ class Series:
     def __init__(self, spec: dict[str, Any]) -> None:
         self.spec = spec
         self.deadline_s = time.monotonic() + spec["limit_s"]
-        self.run = Run(spec | {"mode": spec["reference"]})
+        self.run = Run(spec | {"mode": spec["reference"], "optimizer": False})
         if self.run.device.type == "cuda":
             # Its backward is not deterministic, so that the steps whose bits are compared would run other kernels, and
             # save other tensors, than those that are timed. In every mode alike.
             torch.backends.cuda.enable_cudnn_sdp(False)
+        self.optimizer = self._make_optimizer() if spec.get("optimizer") else None
         self.run.make_static()
         self.static_rss_bytes = rss_bytes()
         self.available_bytes = psutil.virtual_memory().available
         self.reference_s: list[float] = []
         self.gradients = ""
         self.baseline_bytes: int = spec.get("baseline_bytes", 0)
+        self.peaks: dict[str, int] = dict(spec.get("peaks", {}))
 
     def reference(self) -> dict[str, Any]:
         """The reference itself, with its deterministic step three times; what it measures."""
@@ -108,6 +113,10 @@ class Series:
         result["first_gradients"] = run.first_step()
         run.timed(self.spec["untimed"])
         result |= self._timed()
+        if run.on_device:
+            self.peaks[name] = result["activation_peak_bytes"]
+            if self.optimizer is not None:
+                result |= self._with_optimizer(self.optimizer)
         result["host_rss_bytes"] = max(0, rss_bytes() - self.static_rss_bytes)
         # What a driver pins for a process is not always in its resident memory.
         result["host_taken_bytes"] = max(0, self.available_bytes - psutil.virtual_memory().available)
@@ -139,6 +148,34 @@ class Series:
                 break
         return result
 
+    def _make_optimizer(self) -> torch.optim.AdamW:
+        """AdamW with its states."""
+        self.run.clear_gradients()
+        trained = [parameter for parameter in self.run.model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0)
+        optimizer.step()
+        return optimizer
+
+    def _with_optimizer(self, optimizer: torch.optim.AdamW) -> dict[str, int]:
+        """One step with the optimizer: what is held as it begins, and the peak from there on, above static memory."""
+        run, held = self.run, []
+
+        def begins(*_: Any) -> None:
+            held.append(int(torch.accelerator.memory_allocated()))
+            torch.accelerator.reset_peak_memory_stats()
+
+        hook = optimizer.register_step_pre_hook(begins)
+        run.optimizer = optimizer
+        try:
+            run.timed(1)
+        except torch.OutOfMemoryError:  # the optimizer's own: what was timed stands
+            return {}
+        finally:
+            run.optimizer = None
+            hook.remove()
+        peak = int(torch.accelerator.max_memory_allocated())
+        return {"held_bytes": held[0] - run.static_bytes, "optimizer_peak_bytes": peak - run.static_bytes}
+
     def _plans(self) -> int:
         """How many plans the library has made in this mode."""
         pilot = None if self.run.offloader is None else self.run.offloader.autopilot
@@ -150,7 +187,15 @@ class Series:
             return {}
         if not self.baseline_bytes:
             raise Unavailable("what is saved in all is not known: no earlier mode of the library has counted it")
-        return {"device_budget": int(share * self.baseline_bytes)}
+        if not isinstance(share, str):
+            return {"device_budget": int(share * self.baseline_bytes)}
+        if not {share, self.spec["reference"]} <= self.peaks.keys():
+            raise Unavailable(f"the peak of {share} is not known: it was not measured before")
+        # A budget is for what is saved; what a step needs beside that has its room in the peak as well.
+        beside = max(0, self.peaks[self.spec["reference"]] - self.baseline_bytes)
+        if self.peaks[share] <= beside:
+            raise Unavailable(f"the peak of {share} has no room for anything that is saved")
+        return {"device_budget": self.peaks[share] - beside}
 
     def _close(self) -> None:
         """End the mode, with all the memory that it or torch's allocators still keep for it."""

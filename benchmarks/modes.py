@@ -31,7 +31,7 @@ class Mode:
         recompute: every block under ``torch.utils.checkpoint``.
         saved: then what a selective checkpoint saves of it.
         options: for `offload_activations`. A ``device_budget`` from 0 to 1 is a share of what saved tensors take when
-            all are kept.
+            all are kept; the name of a mode stands for that mode's peak.
     """
 
     peer: str = ""
@@ -70,6 +70,7 @@ MODES = {
     "host, all": _ours(target="host", policy="all"),
     "nvme, all": _ours(target="nvme", policy="all"),
     "budget 35 %": Mode(peer="actoffload", options={"device_budget": 0.35, "recompute": True}),
+    "recompute's peak": Mode(peer="actoffload", options={"device_budget": "recompute", "recompute": True}),
     "recompute + host": _ours(recompute=True, target="host"),
     "recompute + nvme": _ours(recompute=True, target="nvme"),
     "save_on_cpu": Mode(peer="save_on_cpu"),

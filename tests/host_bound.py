@@ -42,10 +42,8 @@ def run(device: SimulatedDevice, launch: float, *, watched: bool = True, budget:
     device.model(flops=1e18, latency_s=0.0, launch_s=launch * KERNEL_S / 2, **GPU)
     keep_s = _steps(device, None, 4)[-1]
     with pytest.MonkeyPatch.context() as patch:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("actoffload") and getattr(module, "now", None) is not None:
-                patch.setattr(module, "now", lambda: device.clock_s)
-        _charge(device, patch)
+        use_virtual_time(device, patch)
+        charge(device, patch)
         if not watched:
             patch.setattr(DeviceTier, "watched", super(DeviceTier, DeviceTier).watched)
         config = OffloadConfig(target="host", min_bytes=1, announce="none", host_budget=1 << 28, device_budget=budget)
@@ -68,7 +66,14 @@ def run(device: SimulatedDevice, launch: float, *, watched: bool = True, budget:
     }
 
 
-def _charge(device: SimulatedDevice, patch: pytest.MonkeyPatch) -> None:
+def use_virtual_time(device: SimulatedDevice, patch: pytest.MonkeyPatch) -> None:
+    """Have the library's clock be the simulated device's."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("actoffload") and getattr(module, "now", None) is not None:
+            patch.setattr(module, "now", lambda: device.clock_s)
+
+
+def charge(device: SimulatedDevice, patch: pytest.MonkeyPatch) -> None:
     """Have the hooks take their time of the host: each that moves a tensor, and each that gives backward one."""
     offload, fetch_now = DeviceTier.offload, ActivationStore._fetch_now
 

@@ -212,7 +212,9 @@ def pageable_copies(f: Facts) -> Cause | None:
     seconds = 0.0 if link is None else written / link.write_bytes_per_s + read / link.read_bytes_per_s
     size = format_size(int(written + read))
     told = f"host memory could not be page-locked: the host waits for each copy, of {size} a step"
-    return Cause(seconds, told, ["raise the limit of locked memory (ulimit -l unlimited), or lower host_budget"])
+    return Cause(
+        seconds, told, ["lower host_budget (ulimit -l has no say; under WSL 2 the driver locks little memory)"]
+    )
 
 
 # -- why did memory not fall ------------------------------------------------------------------------------------------

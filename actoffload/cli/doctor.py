@@ -183,9 +183,10 @@ def _machine_rows(findings: dict[str, Any]) -> list[tuple[str, str]]:
         *_rate_rows(device, *LINK_WAYS),
         ("memory", f"{format_size(memory['available_bytes'])} available of {format_size(memory['total_bytes'])}"),
     ]
-    for name in ("memlock", "cgroup"):
-        limit = memory[f"{name}_limit_bytes"]
-        rows.append((f"{name} limit", "none" if limit is None else format_size(limit)))
+    # NVIDIA's driver pins pages without a look at the limit of locked memory; io_uring counts its buffers against it.
+    for key, name in (("memlock", "memlock limit (of io_uring alone)"), ("cgroup", "cgroup limit")):
+        limit = memory[f"{key}_limit_bytes"]
+        rows.append((name, "none" if limit is None else format_size(limit)))
     names = {"CPU allocator": "cpu_allocator", "hooks in C": "native_hooks", "io_uring": "io_uring"}
     for name, key in (names | {"GPUDirect Storage": "gds"}).items():
         rows.append((name, f"{'yes' if findings[key]['available'] else 'no'}: {findings[key]['reason']}"))

@@ -21,6 +21,10 @@ from torch import Tensor
 
 from .slab import ALIGNMENT, OwnedMemory, Slab
 
+TRIM_STEPS = 32
+"""Steps. Page-locked memory that none of so many has used is given back. It takes half a second for each GiB to have it
+again, so an input that is longer than the others once in a while should find it there."""
+
 
 class _Piece(NamedTuple):
     """A range of a slab that was handed out as a slot, and the events of the copies that use it or did."""
@@ -63,7 +67,7 @@ class HostPool:
     Page-locking takes long, so a thread does it, one slab at a time and one ahead of what is asked for. Memory that is
     mapped beyond the capacity is never page-locked, and goes as soon as nobody uses it.
 
-    It has more than fifteen attributes: eight are what it was given, six are what others read.
+    It has more than fifteen attributes: nine are what it was given, six are what others read.
 
     Args:
         capacity_bytes: Most bytes mapped.
@@ -73,6 +77,7 @@ class HostPool:
         is_done: Returns whether an event in a slot's ``events`` has happened.
         wait_for: Returns when it has.
         bind: Returns its argument, to be called in another thread with the device of the calling thread.
+        stay_near: Has the thread that takes memory run near the device from then on.
         on_growth: Called in that thread when there is more memory, or none to be had.
         poison: Overwrite every slot with 0xFF when it becomes free.
 
@@ -94,6 +99,7 @@ class HostPool:
         is_done: Callable[[object], bool] | None = None,
         wait_for: Callable[[object], None] | None = None,
         bind: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda work: work,
+        stay_near: Callable[[], None] = lambda: None,
         on_growth: Callable[[], None] = lambda: None,
         poison: bool = False,
     ) -> None:
@@ -106,7 +112,7 @@ class HostPool:
         self._slab_bytes = slab_bytes
         self._pin, self._unpin = pin, unpin
         self._is_done, self._wait_for = is_done, wait_for
-        self._bind, self._on_growth = bind, on_growth
+        self._bind, self._stay_near, self._on_growth = bind, stay_near, on_growth
         self._poison = poison
         self._slabs: list[Slab] = []
         self._slabs_made = 0
@@ -115,7 +121,10 @@ class HostPool:
         self._kept: dict[int, list[_Piece]] = {}  # given back, but not to their slabs, by size
         self._dropped: deque[_Piece] = deque()  # filled by finalizers, which take no lock
         self._grown: deque[Slab | None] = deque()  # filled by the thread that page-locks, which takes none either
+        self._gone: deque[Slab] = deque()  # filled by the thread that gives memory back
         self._thread: threading.Thread | None = None
+        self._trimmer: threading.Thread | None = None
+        self._steps = 0
         self._lock = threading.RLock()  # reentrant: an interrupt may leave it held by the thread that calls `close`
 
     def acquire(self, nbytes: int, *, force: bool = False) -> Slot | None:
@@ -164,6 +173,38 @@ class HostPool:
         with self._lock:
             self._reclaim()
 
+    def trim(self) -> None:
+        """A step begins: give page-locked memory back that none of the last `TRIM_STEPS` has used, but for one slab.
+
+        Another thread does it. What is free is joined at first, so that steps use as few slabs as they need.
+        """
+        with self._lock:
+            self._steps += 1
+            if self._unpin is None or self._steps % TRIM_STEPS:
+                return
+            self._reclaim()  # which may find that nothing is growing any more
+            if self.growing or (self._trimmer is not None and self._trimmer.is_alive()):
+                return
+            unused, spare_bytes = [], 0
+            for slab in sorted(self._idle, key=lambda slab: slab.nbytes):
+                if slab.locked and not slab.used and self._let_go(slab):
+                    if spare_bytes < self._slab_bytes:  # else the next step would page-lock this much again, ahead
+                        spare_bytes += slab.nbytes
+                    else:
+                        unused.append(slab)
+            for slab in unused:
+                self._unlist(slab)  # nobody is given any of it from now on
+                slab.room = -1
+            for slab in self._slabs:
+                slab.used = slab not in self._idle
+            if unused:
+                work = partial(self._unlock, unused, self._unpin)
+                self._trimmer = threading.Thread(target=work, name="actoffload-page-unlock", daemon=True)
+                try:
+                    self._trimmer.start()
+                except RuntimeError:  # the system has no more threads
+                    self._gone.extend(unused)
+
     def close(self, *, wait: bool = False) -> None:
         """Give back what is free, and the rest with its slots. Idempotent.
 
@@ -173,9 +214,9 @@ class HostPool:
             wait: First wait until the copies into and out of what nobody holds any more are done.
         """
         _CLOSED.add(self)  # first, so that page-locked memory is not forgotten after an error
-        thread = self._thread
-        if thread is not None and thread.ident is not None and thread is not threading.current_thread():
-            thread.join()
+        for thread in (self._thread, self._trimmer):
+            if thread is not None and thread.ident is not None and thread is not threading.current_thread():
+                thread.join()
         with self._lock:
             self._reclaim()
             for slab in tuple(self._slabs):
@@ -193,7 +234,7 @@ class HostPool:
         The child has no page-locked memory: who is given some there reads and writes nothing.
         """
         self._lock = threading.RLock()
-        self._thread, self.growing = None, False
+        self._thread, self._trimmer, self.growing = None, None, False
         self._kept.clear()
         if self._pin is not None:
             self._by_room.clear()
@@ -221,6 +262,7 @@ class HostPool:
         return self._hand_out(_Piece(slab.address + offset, slab.extents.round_up(nbytes), slab, offset, events, []))
 
     def _hand_out(self, piece: _Piece) -> Slot:
+        piece.slab.used = True
         self.allocated_bytes += piece.nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         return Slot(piece, self._dropped)
@@ -267,6 +309,7 @@ class HostPool:
     def _page_lock(self, nbytes: int, pin: Callable[[int, int], bool], most_bytes: int) -> None:
         slab: Slab | None = None
         with contextlib.suppress(Exception):  # of a device that is broken, or of a system that has no more memory
+            self._stay_near()
             slab = Slab.page_locked(nbytes, pin, most_bytes)
         self.pin_failed = self.pin_failed or slab is None or not slab.locked
         self._grown.append(slab)
@@ -290,22 +333,40 @@ class HostPool:
 
     def _unmap(self, slab: Slab) -> None:
         """Let a slab go that nobody uses, if the device does; its mapping goes with its last view."""
-        if slab.locked and self._is_done is not None and not all(map(self._is_done, slab.events())):
-            return
-        if slab.unlock(self._unpin):
-            self._slabs.remove(slab)
-            self._unlist(slab)
-            slab.room = -1
-            self.mapped_bytes -= slab.nbytes
+        if self._let_go(slab) and slab.unlock(self._unpin):
+            self._forget(slab)
+
+    def _let_go(self, slab: Slab) -> bool:
+        """Whether no copy uses what is free of a slab."""
+        return not slab.locked or self._is_done is None or all(map(self._is_done, slab.events()))
+
+    def _forget(self, slab: Slab) -> None:
+        self._slabs.remove(slab)
+        self._unlist(slab)
+        slab.room = -1
+        self.mapped_bytes -= slab.nbytes
+
+    def _unlock(self, slabs: list[Slab], unpin: Callable[[int], bool]) -> None:
+        """Undo the page-locking of slabs that are not listed, in a thread of its own, as each takes milliseconds."""
+        for slab in slabs:
+            with contextlib.suppress(Exception):  # of a device that is broken: the slab stays as it is
+                slab.unlock(unpin)
+            self._gone.append(slab)
 
     def _reclaim(self) -> None:
+        while self._gone:
+            slab = self._gone.popleft()
+            if slab.locked:  # the device has not let go of it
+                self._list(slab)
+            else:
+                self._forget(slab)
         while self._grown:
-            slab = self._grown.popleft()
+            grown = self._grown.popleft()
             self.growing = False
-            if slab is None:
+            if grown is None:
                 self.capacity_bytes = self.mapped_bytes  # the system has no more
             else:
-                self._add(slab)
+                self._add(grown)
         self._take_dropped()
         while self._kept:
             for piece in self._kept.popitem()[1]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .best_fit import ExtentAllocator
+from .numa import keep_off_devices
 from .process_memory import map_private
 
 ALIGNMENT = 4096
@@ -47,6 +48,7 @@ class Slab:
         number: Tells slabs of the same room apart; the pool's, as is the next.
         room: The largest slot that it has room for, as it is listed; -1 when it is not.
         locked: Whether it may be page-locked: from before that is asked for until the device has let go of it.
+        used: Whether something of it was handed out since `HostPool.trim` has looked.
     """
 
     def __init__(self, nbytes: int, page_locked: Tensor | None = None) -> None:
@@ -62,6 +64,7 @@ class Slab:
         self.extents = ExtentAllocator(nbytes, ALIGNMENT)
         self.number = 0
         self.room = -1
+        self.used = True
         self.locked = page_locked is not None
         self._used: list[tuple[int, int, list[object]]] = []  # free ranges that copies use, by where they begin
 
@@ -72,6 +75,7 @@ class Slab:
         Where neither can be had the memory is pageable. It takes long: it is called where nobody waits for it.
         """
         slab = Slab(nbytes)
+        keep_off_devices(slab.address, nbytes)
         slab.populate()
         if slab.lock(pin):
             return slab

@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import functools
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -19,9 +18,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from ..memory import numa
+
 Stream = Any
-NAP_S = 1e-4
-"""How long an I/O thread sleeps between two looks at an event."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -194,6 +193,9 @@ class Accelerator:
         """Undo `pin`; False when the device may still use the pages that it was told of."""
         raise NotImplementedError(f"{self.type} pins nothing")
 
+    def stay_near(self) -> None:
+        """Let the calling thread run on the CPUs near its current device alone, where they are known."""
+
     def bind(self, work: Callable[P, T], index: int) -> Callable[P, T]:
         """Return ``work``, to be called in another thread with device ``index``."""
 
@@ -228,8 +230,22 @@ class CudaAccelerator(Accelerator):
             return super().seconds_between(begin, end)
 
     def synchronize(self, event: Event) -> None:
-        while not self.done(event):  # cudaEventSynchronize would keep a core busy, as PyTorch's events do not block
-            time.sleep(NAP_S)
+        """Block the calling thread, without the interpreter's lock and without a busy core.
+
+        PyTorch ignores ``blocking`` of `torch.Event`, so a wait for such an event keeps a core busy. An event of CUDA's
+        own that does block is recorded after it, on a stream that does nothing else.
+        """
+        if self.done(event):
+            return
+        with self._relaxed(), self.on_device(event.index):
+            side = self.side_stream(event.index, "wait")
+            place = {"stream_id": side.stream_id, "device_index": event.index, "device_type": side.device_type}
+            stream = torch.cuda.Stream(**place)  # type: ignore[no-untyped-call]
+            self.wait(stream, event)
+            blocking = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            blocking.record(stream)
+            blocking.synchronize()
+            del blocking  # here: elsewhere its end would make a context on whatever device is current
 
     def _free_bytes(self, index: int) -> int:
         return int(torch.cuda.mem_get_info(index)[0])  # `torch.accelerator` has no such call in PyTorch 2.9
@@ -239,6 +255,11 @@ class CudaAccelerator(Accelerator):
             return False  # the legacy default stream, of which CUDA refuses a capture
         with self.on_device(index):
             return torch.cuda.is_current_stream_capturing()
+
+    def stay_near(self) -> None:
+        address = pci_address(self.current_index())
+        if address is not None:
+            numa.stay_near(address)
 
     def pin(self, address: int, nbytes: int) -> bool:
         portable = 1  # cudaHostRegisterPortable: pinned for every device of the process
@@ -277,13 +298,23 @@ class CudaAccelerator(Accelerator):
 @functools.cache
 def capture_mode_exchange() -> Callable[[Any], int] | None:
     """The function of the CUDA runtime that PyTorch has loaded; None where there is none, as with ROCm."""
+    exchange: Callable[[Any], int] | None = _runtime_function("cudaThreadExchangeStreamCaptureMode")
+    return exchange
+
+
+def pci_address(index: int) -> str | None:
+    """Where a device of CUDA's is, as ``/sys/bus/pci/devices`` names it; None where the runtime does not say."""
+    ask = _runtime_function("cudaDeviceGetPCIBusId")
+    text = ctypes.create_string_buffer(16)
+    return text.value.decode().lower() if ask is not None and ask(text, len(text), index) == 0 else None
+
+
+def _runtime_function(name: str) -> Any:
     version = torch.version.cuda
     try:
-        runtime = ctypes.CDLL(f"libcudart.so.{version.partition('.')[0]}")  # type: ignore[union-attr]
-        exchange: Callable[[Any], int] = runtime.cudaThreadExchangeStreamCaptureMode
+        return getattr(ctypes.CDLL(f"libcudart.so.{version.partition('.')[0]}"), name)  # type: ignore[union-attr]
     except (AttributeError, OSError):
         return None
-    return exchange
 
 
 def _clear_cuda_error() -> None:

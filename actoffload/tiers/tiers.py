@@ -25,7 +25,8 @@ from .timers import DeviceStopwatch, Stopwatch, Timeline
 
 CPU_SLAB_BYTES = 16 << 20
 NOT_PAGE_LOCKED = (
-    "host memory could not be page-locked (see `ulimit -l`); copies go through pageable memory and block the host"
+    "host memory could not be page-locked, so copies go through pageable memory and block the host: lower host_budget. "
+    "NVIDIA's driver does not look at `ulimit -l`; under WSL 2 it locks a small part of memory alone"
 )
 NO_DEFAULT_PATH = (
     f"nothing moves, as the system's temporary directory cannot hold a spool: pass path=, or set {PATH_VARIABLE}, to a "
@@ -127,8 +128,10 @@ class Tiers:
         return None
 
     def begin_step(self) -> None:
-        """Give CPU memory that was idle for long back to the system, and count what streams waited for."""
+        """Give memory that was idle for long back to the system, and count what streams waited for."""
         cpu_allocator.next_epoch()
+        for pool in () if self.capturing else self.pools:
+            pool.trim()
         self.count_waits()
 
     @property
@@ -252,6 +255,7 @@ class Tiers:
             is_done=copies.done,
             wait_for=copies.synchronize,
             bind=lambda work: device.bind(work, copies.current_index() or 0),
+            stay_near=device.stay_near,
             on_growth=self._pool_grew,
             poison=config.debug,
         )

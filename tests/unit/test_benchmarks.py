@@ -17,9 +17,22 @@ import torch
 from torch import nn
 
 from actoffload.cli.app import app
-from benchmarks import e2e_cpu, gpu, gpu_report, gpu_worker, harness, micro, micro_hooks, peers_cpu, turns, worker
+from benchmarks import (
+    e2e_cpu,
+    gpu,
+    gpu_needs,
+    gpu_report,
+    gpu_worker,
+    harness,
+    micro,
+    micro_hooks,
+    peers_cpu,
+    turns,
+    worker,
+)
 from benchmarks.gpu_cases import GpuCase, cases
 from benchmarks.modes import MODES
+from benchmarks.peers import Unavailable
 from benchmarks.worker import Run
 
 SPEC = {
@@ -256,6 +269,28 @@ def _result(step_s: float, peak: int, **more: Any) -> dict[str, Any]:
     return measured | {"identical": True} | more
 
 
+@pytest.mark.slow
+def test_every_case_fits_the_device() -> None:
+    pytest.importorskip("peft")
+    for case in cases(False):
+        need = gpu_needs.needs(case)
+        assert 0 < need.saved < need.peak <= gpu_needs.FITS_BYTES, case.name
+        assert bool(need.states) == case.optimizer
+
+
+def test_a_budget_may_be_the_peak_of_another_mode() -> None:
+    series = object.__new__(gpu_worker.Series)
+    vars(series).update(spec={"reference": "keep"}, baseline_bytes=90, peaks={"keep": 100})
+    with pytest.raises(Unavailable, match="the peak of recompute is not known"):
+        series._budget("recompute's peak")
+    series.peaks["recompute"] = 40
+    assert series._budget("recompute's peak") == {"device_budget": 30}, "10 are needed beside what is saved"
+    assert series._budget("budget 35 %") == {"device_budget": 31}
+    series.peaks["recompute"] = 10
+    with pytest.raises(Unavailable, match="no room"):
+        series._budget("recompute's peak")
+
+
 @pytest.mark.parametrize("tiny", [True, False])
 def test_every_case_names_modes_that_there_are(tiny: bool) -> None:
     found = cases(tiny)
@@ -265,6 +300,9 @@ def test_every_case_names_modes_that_there_are(tiny: bool) -> None:
         budgets = [i for i, mode in enumerate(case.modes) if "device_budget" in MODES[mode].options]
         ours = [i for i, mode in enumerate(case.modes) if MODES[mode].ours and i not in budgets]
         assert not budgets or min(ours) < min(budgets), "a share of what is saved is known once it was counted"
+        for i in budgets:
+            of = MODES[case.modes[i]].options["device_budget"]
+            assert not isinstance(of, str) or of in case.modes[:i], "so is another mode's peak"
 
 
 def _run_case(
@@ -341,8 +379,10 @@ def test_the_suite_on_the_simulated_device(
 ) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setenv("OUT", str(tmp_path))
-    modes = ("recompute", "default", "selective", "TRL", "transformers offload", "host, all", "budget 35 %")
-    case = replace(cases(True)[0], modes=modes)
+    budgets = ("recompute's peak", "budget 35 %")
+    modes = ("recompute", "default", "selective", "TRL", *budgets, "transformers offload", "host, all")
+    gpt = next(case for case in cases(True) if case.name.startswith("gpt2"))
+    case = replace(gpt, modes=modes, optimizer=True)
     monkeypatch.setattr(gpu, "cases", lambda tiny: [case])
     assert gpu.main(["--tiny", "--path", str(tmp_path)]) == 0, capsys.readouterr().out
     (file,) = tmp_path.glob("gpu_tiny_*.json")
@@ -355,12 +395,14 @@ def test_the_suite_on_the_simulated_device(
         assert result["step_s"]
         assert result["peak_device_bytes"] > result["activation_peak_bytes"] > 0
         assert result["plans_while_timed"] == 0
-        assert (result["plans"] > 0) == (mode in ("default", "budget 35 %")), mode
+        assert (result["plans"] > 0) == (mode in ("default", *budgets)), mode
+        assert 0 <= result["held_bytes"] <= result["optimizer_peak_bytes"], mode
         # In small nothing moves but by force: the window of copies under way is larger than the model.
         assert MODES[mode].ours >= (result.get("written_bytes_per_step", 0) > 0) >= (mode == "host, all"), mode
     keep = results["keep"]
     assert keep["hides_bytes"] == pytest.approx(keep["forward_s"] * keep["link_bytes_per_s"])
-    for mode in ("recompute", "budget 35 %"):
+    assert keep["held_bytes"] < 4096, "the loss alone"
+    for mode in ("recompute", *budgets):
         assert results[mode]["activation_peak_bytes"] < keep["activation_peak_bytes"], mode
     out = capsys.readouterr().out
     assert f"{case.name}: at this peak (" in out

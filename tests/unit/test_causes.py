@@ -357,7 +357,7 @@ def test_host_memory_that_cannot_be_page_locked(
     monkeypatch.setattr(torch, "empty", empty)
     slower, _ = _told_on_device(device, Chain())
     assert any("host memory could not be page-locked: " in line for line in slower)
-    assert any("ulimit -l" in line for line in slower)
+    assert any("lower host_budget" in line for line in slower)
 
 
 class _Temporary(nn.Module):

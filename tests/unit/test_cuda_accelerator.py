@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from actoffload.memory import numa
 from actoffload.tiers import accelerator
 
 GLOBAL, RELAXED = 0, 2
@@ -33,11 +35,13 @@ def test_asking_for_a_copy_does_not_end_a_capture(mode: list[int], monkeypatch: 
 
     def asked(self: object, event: object) -> bool:
         seen.append(mode[0])
-        return len(seen) == 3
+        return True
 
     monkeypatch.setattr(accelerator.Accelerator, "done", asked)
-    accelerator.CudaAccelerator().synchronize(None)
-    assert seen == [RELAXED] * 3
+    device = accelerator.CudaAccelerator()
+    assert device.done(None)
+    device.synchronize(None)
+    assert seen == [RELAXED] * 2
     assert mode == [GLOBAL]
 
 
@@ -79,6 +83,69 @@ def test_a_capture_is_looked_for_once_in_each_call_of_the_library(monkeypatch: p
     assert asked == [0, 1, 0, 1]
     assert not device.capturing(0)
     assert asked == [0, 1, 0, 1, 0]
+
+
+def test_a_wait_of_the_host_neither_polls_nor_spins(mode: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It blocks on an event of CUDA's own, recorded after the one that is awaited, with the capture mode relaxed."""
+    calls: list[tuple[object, ...]] = []
+    side, index = SimpleNamespace(stream_id=7, device_index=1, device_type=1), 1
+
+    class Event:
+        def __init__(self, *, blocking: bool) -> None:
+            assert blocking
+
+        def record(self, stream: object) -> None:
+            calls.append(("record", stream, mode[0]))
+
+        def synchronize(self) -> None:
+            calls.append(("synchronize", mode[0]))
+
+    device = accelerator.CudaAccelerator()
+    asked: list[object] = []
+
+    def done(self: object, event: object) -> bool:
+        asked.append(event)
+        return False
+
+    def side_stream(*place: object) -> object:
+        calls.append(place)
+        return side
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda **place: tuple(place.values()))
+    monkeypatch.setattr(accelerator.Accelerator, "done", done)
+    monkeypatch.setattr(device, "side_stream", side_stream)
+    monkeypatch.setattr(device, "on_device", lambda index: contextlib.nullcontext())
+    awaited = SimpleNamespace(index=index)
+    monkeypatch.setattr(device, "wait", lambda stream, event: calls.append(("wait", stream, event)))
+    device.synchronize(awaited)
+    stream = (7, 1, 1)
+    assert asked == [awaited], "it is looked at once"
+    assert calls == [
+        (index, "wait"),
+        ("wait", stream, awaited),
+        ("record", stream, RELAXED),
+        ("synchronize", RELAXED),
+    ]
+    assert mode == [GLOBAL]
+
+
+def test_the_thread_that_takes_host_memory_stays_near_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(text: Any, nbytes: int, index: int) -> int:
+        text.value = b"0000:3B:00.0"
+        assert nbytes > len(text.value)
+        return 0 if index == 1 else 101  # cudaErrorInvalidDevice
+
+    near: list[str] = []
+    monkeypatch.setattr(numa, "stay_near", near.append)
+    monkeypatch.setattr(accelerator, "_runtime_function", {"cudaDeviceGetPCIBusId": ask}.get)
+    device = accelerator.CudaAccelerator()
+    for index in (1, 0):
+        monkeypatch.setattr(device, "current_index", lambda index=index: index)
+        device.stay_near()
+    monkeypatch.setattr(accelerator, "_runtime_function", lambda name: None)  # as with ROCm
+    device.stay_near()
+    assert near == ["0000:3b:00.0"], "where nobody knows it the thread stays where it is"
 
 
 def test_a_mode_that_the_runtime_refuses_to_change_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

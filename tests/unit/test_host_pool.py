@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from actoffload.memory.host_pool import HostPool, Slot
+from actoffload.memory.host_pool import TRIM_STEPS, HostPool, Slot
 from actoffload.memory.slab import ALIGNMENT
 from tests.harness import WAIT_S, acquire_slot, no_garbage_collection, run_in_threads
 
@@ -293,6 +293,89 @@ def test_closing_waits_for_copies_if_it_shall() -> None:
     pool.close(wait=True)
     assert done == {"out", "in"}
     assert pins.locked == {held.address: SLAB}
+
+
+def _steps(pool: HostPool, slots: int, count: int = 2 * TRIM_STEPS) -> None:
+    """Steps that each take so many slots of half a slab, and give them back."""
+    for _ in range(count):
+        pool.trim()
+        held = [_acquire(pool, SLAB // 2) for _ in range(slots)]
+        del held
+        while pool.growing:  # steps here are faster than the thread that page-locks
+            pool.reclaim()
+    if pool._trimmer is not None:
+        pool._trimmer.join(WAIT_S)
+    pool.reclaim()
+
+
+def test_page_locked_memory_that_no_step_uses_any_more_is_given_back() -> None:
+    pins = _Pins()
+    pool = _pool(slabs=9, pin=pins.pin, unpin=pins.unpin)
+    _steps(pool, 16, 2)
+    assert pool.mapped_bytes >= 8 * SLAB
+    _steps(pool, 4)
+    assert len(pins.locked) <= 3, "two are used, and one is ahead"
+    assert pool.mapped_bytes == sum(pins.locked.values())
+    unlocked = len(pins.unlocked)
+    _steps(pool, 4)
+    assert len(pins.unlocked) == unlocked, "what steps use stays"
+    _steps(pool, 16, 2)
+    assert pool.mapped_bytes >= 8 * SLAB, "and more is had again"
+    pool.close()
+    assert pins.locked == {}
+
+
+def test_what_a_step_needs_once_in_a_while_stays() -> None:
+    pins = _Pins()
+    pool = _pool(slabs=9, pin=pins.pin, unpin=pins.unpin)
+    for _ in range(8):
+        _steps(pool, 4, TRIM_STEPS // 2)
+        _steps(pool, 16, 1)
+    assert pins.unlocked == []
+    pool.close()
+
+
+def test_memory_that_a_copy_may_use_is_not_given_back() -> None:
+    """Rule 12: what is mapped at its address later would be copied from and to the old pages."""
+    pins = _Pins()
+    done: set[object] = set()
+    pool = _pool(slabs=4, pin=pins.pin, unpin=pins.unpin, is_done=done.__contains__)
+    slot, *others = [_acquire(pool, SLAB) for _ in range(4)]
+    address = slot.address
+    slot.events.append("copy")
+    del slot, others
+    _steps(pool, 0)
+    assert len(pins.locked) == 2, "this one, and one to spare"
+    assert address in pins.locked
+    done.add("copy")
+    _steps(pool, 0)
+    assert len(pins.locked) == 1
+    assert pool.mapped_bytes == SLAB
+
+
+def test_memory_that_the_device_does_not_let_go_is_used_again_after_it_was_to_be_given_back() -> None:
+    pins = _Pins()
+    pool = _pool(slabs=2, pin=pins.pin, unpin=pins.unpin)
+    addresses = {slot.address for slot in [_acquire(pool, SLAB) for _ in range(2)]}
+    pins.holds = True
+    _steps(pool, 0)
+    assert set(pins.locked) == addresses
+    assert {slot.address for slot in [_acquire(pool, SLAB) for _ in range(2)]} == addresses
+    pool.close()
+
+
+def test_the_thread_that_takes_memory_is_near_the_device_first() -> None:
+    """Pages lie where the thread runs that writes them first."""
+    order: list[str] = []
+
+    def pin(address: int, nbytes: int) -> bool:
+        order.append("page-lock")
+        return True
+
+    pool = _pool(pin=pin, unpin=lambda address: True, stay_near=lambda: order.append("near"))
+    assert _acquire(pool, SLAB) is not None
+    assert order == ["near", "page-lock"]
+    pool.close()
 
 
 def test_memory_that_cannot_be_page_locked_works() -> None:

@@ -1,0 +1,129 @@
+"""A step like that of Llama 3 with 8 billion parameters on the simulated device: time, and the allocator's peak.
+
+    python -m benchmarks.accelerator [--rows NAME ...]
+
+In virtual time, as `tests.scaled_llama` says: nothing depends on the machine, and all sizes and times are those of the
+full step. With the host ahead of the device, and with a host that is the slower one. The allocator's peak is what
+PyTorch's own counter says, less what was there before the step. "Driver calls" are those of the library for events,
+waits and copies in the last step, without questions whether a graph is captured. TRL's ``OffloadActivations`` is its own code; its hooks take no time of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.harness import Bound, Row
+from tests.scaled_llama import LAUNCHES, LAYERS, LINK_BYTES_PER_S, STEPS
+
+GIB = 1 << 30
+LIMIT_S = 300
+LATE, HIGH = 1.01, 1.06
+"""Times keep's step, and times the plan's peak: what the default may take."""
+LATE_BUDGET, HIGH_BUDGET = 1.05, 1.05
+"""Times what the link allows, and times the budget with keep's peak above what is saved: what a budget may take."""
+TRL = "TRL's OffloadActivations"
+AT_TRL = "device_budget, below TRL's peak"
+BELOW_TRL = 0.9
+"""Share of TRL's peak, less what a step needs beside what is saved, that is the budget of this row."""
+MODES: dict[str, dict[str, Any]] = {
+    "keep": {"options": None},
+    "default": {"options": {"policy": "auto"}},
+    "greedy": {"options": {"policy": "greedy"}},
+    "device_budget 60 %": {"options": {"device_budget": 0.6}},
+    "device_budget 35 %": {"options": {"device_budget": 0.35}},
+    "all": {"options": {"policy": "all"}},
+    TRL: {"options": None, "seam": "trl", "steps": 3},
+    AT_TRL: {"options": {"device_budget": 0.0}},
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run, print, write the result file; return 1 where a bound does not hold."""
+    parser = harness.make_parser(__doc__)
+    parser.add_argument("--rows", nargs="+", choices=list(MODES), default=list(MODES), help="only these, and keep")
+    parser.add_argument("--hosts", nargs="+", choices=list(LAUNCHES), default=list(LAUNCHES), help="only these")
+    options = parser.parse_args(arguments)
+    configuration = {"launch_s": LAUNCHES, "layers": LAYERS, "steps": STEPS, "modes": MODES}
+    results = harness.Results("accelerator", arguments, configuration)
+    rows: dict[str, dict[str, Row]] = {host: {} for host in options.hosts}
+    for host, found in rows.items():
+        for name in MODES:
+            spec = MODES[name]
+            peer_is_missing = name in (TRL, AT_TRL) and find_spec("trl") is None
+            if name != "keep" and (name not in options.rows or peer_is_missing):
+                continue
+            if name == AT_TRL:
+                if "peak_bytes" not in found.get(TRL, {}) or "saved_bytes" not in found.get("default", {}):
+                    continue
+                budget_bytes = BELOW_TRL * (found[TRL]["peak_bytes"] - _above_saved(found))
+                spec = {"options": {"device_budget": int(budget_bytes)}}
+            found[name] = harness.run_sample(
+                "tests.scaled_llama", spec | {"launch_s": LAUNCHES[host]}, timeout_s=LIMIT_S
+            )
+            print(f"{host}, {name}: {found[name].get('error', 'done')}", flush=True)
+            results.write(rows=rows)
+    tables = [harness.table_of(host, found, COLUMNS) for host, found in rows.items()]
+    bounds = [bound for host, found in rows.items() for bound in _bounds(host, found)]
+    failed = [row for found in rows.values() for row in found.values() if "error" in row]
+    return 0 if results.finish("\n".join(tables), bounds) and not failed else 1
+
+
+def _above_saved(found: dict[str, Row]) -> float:
+    """How far keep's peak is above what is saved: what a step needs beside that."""
+    return float(found["keep"]["peak_bytes"] - found["default"]["saved_bytes"])
+
+
+def _bounds(host: str, found: dict[str, Row]) -> list[Bound]:
+    """What must hold of one table."""
+    rows = {name: row for name, row in found.items() if "error" not in row}
+    keep, default, trl, at_trl = (rows.get(name) for name in ("keep", "default", TRL, AT_TRL))
+    bounds = []
+
+    def bound(what: str, measured: float, limit: float) -> None:
+        bounds.append(Bound(what=f"{host}: {what}", measured=measured, bound=limit))
+
+    if keep is None or default is None:
+        return []
+    bound("default's step × keep's", default["step_s"] / keep["step_s"], LATE)
+    if default["predicted_peak_bytes"]:
+        bound("default's peak × its plan's", default["peak_bytes"] / default["predicted_peak_bytes"], HIGH)
+    for name, row in rows.items():
+        share = (MODES[name]["options"] or {}).get("device_budget")
+        if not share:
+            continue
+        budget_bytes = share * row["saved_bytes"]
+        bound(f"{name}: step × what the link allows", row["step_s"] / _least_s(keep, row, budget_bytes), LATE_BUDGET)
+        allowed_bytes = budget_bytes + _above_saved(rows)
+        bound(f"{name}: peak × budget and what a step needs beside", row["peak_bytes"] / allowed_bytes, HIGH_BUDGET)
+    if trl is not None and at_trl is not None:
+        bound("step below TRL's peak × TRL's", at_trl["step_s"] / trl["step_s"], 1.0)
+        bound("peak there × TRL's", at_trl["peak_bytes"] / trl["peak_bytes"], 1.0)
+    return bounds
+
+
+def _least_s(keep: Row, row: Row, budget_bytes: float) -> float:
+    """The step by the arithmetic of the link: what does not fit leaves in the forward and comes back in backward."""
+    copies_s = (row["saved_bytes"] - budget_bytes) / LINK_BYTES_PER_S
+    forward_s, backward_s = keep["forward_s"], keep["step_s"] - keep["forward_s"]
+    return float(max(forward_s, copies_s) + max(backward_s, copies_s))
+
+
+def _number(key: str, unit: float, digits: int) -> Callable[[Row], object]:
+    return lambda row: None if row.get(key) is None else f"{row[key] / unit:.{digits}f}"
+
+
+COLUMNS: dict[str, Callable[[Row], object]] = {
+    "step, ms": _number("step_s", 1e-3, 0),
+    "allocator's peak, GiB": _number("peak_bytes", GIB, 1),
+    "plan's peak, GiB": _number("predicted_peak_bytes", GIB, 1),
+    "moved, GiB": _number("moved_bytes", GIB, 1),
+    "waited, ms": _number("waited_s", 1e-3, 0),
+    "held after backward, GiB": _number("held_bytes", GIB, 1),
+    "driver calls": _number("driver_calls", 1, 0),
+}
+
+if __name__ == "__main__":
+    raise SystemExit(main())
