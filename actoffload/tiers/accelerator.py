@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import sys
 import threading
 import time
 from collections import deque
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 Stream = Any
+Event = Any
 NAP_S = 1e-4
 """How long an I/O thread sleeps between two looks at an event."""
 P = ParamSpec("P")
@@ -33,7 +35,7 @@ _UNHELD: dict[tuple[str, int, bool], deque[torch.Event]] = {}
 _HERE = contextlib.nullcontext()
 
 
-class Event:
+class PooledEvent:
     """A moment in what a stream was given. Once nobody holds it, PyTorch's event is recorded again for another one.
 
     A wait that a stream was given is for what was recorded then, so that it holds nothing. PyTorch's events are never
@@ -61,7 +63,7 @@ class Hook(threading.local):
         """By device, whether the thread's current stream is being captured, where this call has asked."""
         self.recorded: tuple[Stream, Any] | None = None
         """The last moment of a compute stream, and that stream, while this call has given it nothing since."""
-        self.at_end: Callable[[], None] | None = None
+        self.at_end: Callable[[], object] | None = None
 
     def __enter__(self) -> None:
         self.depth += 1
@@ -115,7 +117,7 @@ class Accelerator:
             recorded = torch.Event(self.type, enable_timing=timed)
         with self.on_device(index):
             recorded.record(stream)
-        return Event(recorded, index, unheld)
+        return PooledEvent(recorded, index, unheld)
 
     def timestamp(self, stream: Stream) -> Event:
         """As `record`, for `seconds_between`."""
@@ -174,6 +176,10 @@ class Accelerator:
         """As `capturing`, asked now."""
         return False
 
+    def is_of_a_graph(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in memory that a captured graph fills again each time it is replayed."""
+        return False
+
     def pin(self, address: int, nbytes: int) -> bool:
         """Page-lock host memory for this device; False when that cannot be had."""
         return False
@@ -224,6 +230,18 @@ class CudaAccelerator(Accelerator):
             return False  # the legacy default stream, of which CUDA refuses a capture
         with self.on_device(index):
             return torch.cuda.is_current_stream_capturing()
+
+    def is_of_a_graph(self, tensor: Tensor) -> bool:
+        """As `Accelerator.is_of_a_graph`, for the graphs of ``torch.compile(mode="reduce-overhead")``.
+
+        They note which of their outputs are alive at each replay, and raise where that differs from the first time.
+        """
+        trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
+        if trees is None:
+            return False
+        manager = trees.get_manager(tensor.device.index, create_if_none_exists=False)
+        node = None if manager is None else manager.current_node
+        return node is not None and bool(node._is_cuda_graph_recorded_tensor(tensor))
 
     def pin(self, address: int, nbytes: int) -> bool:
         portable = 1  # cudaHostRegisterPortable: pinned for every device of the process
