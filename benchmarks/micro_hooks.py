@@ -111,6 +111,9 @@ class NullDevice:
     def capturing(self, index: int) -> bool:
         return False
 
+    def is_of_a_graph(self, tensor: Tensor) -> bool:
+        return False
+
     def bind(self, work: Any, index: int) -> Any:
         return work
 

@@ -121,7 +121,7 @@ class Packer:
             if store.interrupted:
                 return Kept(tensor.detach())
             with store.tiers.hook:
-                if store.tiers.by_device[kind].capturing(tensor.device.index):
+                if store.tiers.by_device[kind].is_of_a_graph(tensor):
                     return self._keep(tensor, KeepReason.CAPTURE, nbytes)
                 if is_filled_later(tensor):
                     return self._keep(tensor, KeepReason.FILLED_LATER, nbytes)
@@ -155,7 +155,7 @@ class Packer:
         if reason is not None:
             return self._keep(tensor, reason, min(nbytes, storage_bytes))
         begin, end = byte_span(tensor, storage_bytes) if nbytes else (0, 0)
-        reason = self._why_unfit(tensor.device, end - begin)
+        reason = self._why_unfit(tensor, end - begin)
         if reason is None and is_filled_later(tensor):
             reason = KeepReason.FILLED_LATER
         if reason is not None:
@@ -176,16 +176,17 @@ class Packer:
         if self._exclusions.why_stays(tensor, storage) is not None:
             return False
         begin, end = byte_span(tensor, storage.nbytes()) if tensor.nbytes else (0, 0)
-        return self._why_unfit(tensor.device, end - begin) is None
+        return self._why_unfit(tensor, end - begin) is None
 
-    def _why_unfit(self, device: torch.device, nbytes: int) -> KeepReason | None:
-        """Return why a tensor of this device and size stays, or None."""
-        least = self._min_bytes.get(device.type)
+    def _why_unfit(self, tensor: Tensor, nbytes: int) -> KeepReason | None:
+        """Return why a tensor of which ``nbytes`` are needed stays, by its device and size, or None."""
+        kind = "cpu" if tensor.is_cpu else tensor.device.type
+        least = self._min_bytes.get(kind)
         if least is None:
             return KeepReason.DEVICE
         if nbytes < least:
             return KeepReason.SMALL
-        return KeepReason.CAPTURE if self._store.tiers.by_device[device.type].capturing(device.index) else None
+        return KeepReason.CAPTURE if self._store.tiers.by_device[kind].is_of_a_graph(tensor) else None
 
     def _tape(self) -> Tape[Record]:
         """The tape of the forward that runs. Handles that died may have been its last."""

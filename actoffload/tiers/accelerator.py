@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +22,7 @@ from torch import Tensor
 from ..memory import numa
 
 Stream = Any
+Event = Any
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -32,7 +34,7 @@ _UNHELD: dict[tuple[str, int, bool], deque[torch.Event]] = {}
 _HERE = contextlib.nullcontext()
 
 
-class Event:
+class PooledEvent:
     """A moment in what a stream was given. Once nobody holds it, PyTorch's event is recorded again for another one.
 
     A wait that a stream was given is for what was recorded then, so that it holds nothing. PyTorch's events are never
@@ -60,7 +62,7 @@ class Hook(threading.local):
         """By device, whether the thread's current stream is being captured, where this call has asked."""
         self.recorded: tuple[Stream, Any] | None = None
         """The last moment of a compute stream, and that stream, while this call has given it nothing since."""
-        self.at_end: Callable[[], None] | None = None
+        self.at_end: Callable[[], object] | None = None
 
     def __enter__(self) -> None:
         self.depth += 1
@@ -114,7 +116,7 @@ class Accelerator:
             recorded = torch.Event(self.type, enable_timing=timed)
         with self.on_device(index):
             recorded.record(stream)
-        return Event(recorded, index, unheld)
+        return PooledEvent(recorded, index, unheld)
 
     def timestamp(self, stream: Stream) -> Event:
         """As `record`, for `seconds_between`."""
@@ -183,6 +185,10 @@ class Accelerator:
 
     def is_capturing(self, index: int) -> bool:
         """As `capturing`, asked now."""
+        return False
+
+    def is_of_a_graph(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in memory that a captured graph fills again each time it is replayed."""
         return False
 
     def pin(self, address: int, nbytes: int) -> bool:
@@ -260,6 +266,18 @@ class CudaAccelerator(Accelerator):
         address = pci_address(self.current_index())
         if address is not None:
             numa.stay_near(address)
+
+    def is_of_a_graph(self, tensor: Tensor) -> bool:
+        """As `Accelerator.is_of_a_graph`, for the graphs of ``torch.compile(mode="reduce-overhead")``.
+
+        They note which of their outputs are alive at each replay, and raise where that differs from the first time.
+        """
+        trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
+        if trees is None:
+            return False
+        manager = trees.get_manager(tensor.device.index, create_if_none_exists=False)
+        node = None if manager is None else manager.current_node
+        return node is not None and bool(node._is_cuda_graph_recorded_tensor(tensor))
 
     def pin(self, address: int, nbytes: int) -> bool:
         portable = 1  # cudaHostRegisterPortable: pinned for every device of the process

@@ -165,6 +165,12 @@ class Tier(ABC):
         """
         return self.copies is not None and self.copies.capturing(index)
 
+    def is_of_a_graph(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is made while a graph is captured, or lies in memory of one: it stays."""
+        if self.copies is None or self.copies.inert:
+            return False
+        return self.capturing(tensor.device.index) or self.copies.device.is_of_a_graph(tensor)
+
     def make_room(self, nbytes: int) -> float:
         """Keep the ``device_budget`` before ``nbytes`` come; return the seconds that this thread waited."""
         budget = self.shared.budget

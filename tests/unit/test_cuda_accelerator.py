@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,7 +78,12 @@ def test_one_call_of_the_library_changes_the_mode_once(mode: list[int], monkeypa
 
 def test_a_capture_is_looked_for_once_in_each_call_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     device, asked = accelerator.Accelerator("cuda"), []
-    monkeypatch.setattr(device, "is_capturing", lambda index: bool(asked.append(index)))
+
+    def no(index: int) -> bool:
+        asked.append(index)
+        return False
+
+    monkeypatch.setattr(device, "is_capturing", no)
     for _ in range(2):
         with device.hook:
             assert not any(device.capturing(index) for index in (0, 1, 0, 1))
@@ -146,6 +153,45 @@ def test_the_thread_that_takes_host_memory_stays_near_its_device(monkeypatch: py
     monkeypatch.setattr(accelerator, "_runtime_function", lambda name: None)  # as with ROCm
     device.stay_near()
     assert near == ["0000:3b:00.0"], "where nobody knows it the thread stays where it is"
+
+
+def test_no_capture_is_looked_for_on_the_default_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA captures none there, and asking makes a context."""
+    device, asked, stream = accelerator.CudaAccelerator(), [], SimpleNamespace(stream_id=0)
+    monkeypatch.setattr(device, "current_stream", lambda index: stream)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+
+    def yes() -> bool:
+        asked.append(0)
+        return True
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", yes)
+    assert not device.capturing(0)
+    assert asked == []
+    stream.stream_id = 32
+    assert device.capturing(0)
+    assert asked == [0]
+
+
+def test_what_a_graph_of_compile_fills_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's graph trees answer: their node is asked, where there is one."""
+    device, tensor, other = accelerator.CudaAccelerator(), torch.ones(1), torch.ones(1)
+    manager = SimpleNamespace(current_node=None)
+    trees = SimpleNamespace(get_manager=lambda index, create_if_none_exists: manager)
+    monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees", raising=False)
+    assert not device.is_of_a_graph(tensor)
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
+    assert not device.is_of_a_graph(tensor)
+    manager.current_node = SimpleNamespace(_is_cuda_graph_recorded_tensor=lambda one: one is tensor)
+    assert device.is_of_a_graph(tensor)
+    assert not device.is_of_a_graph(other)
+
+
+def test_the_installed_trees_are_as_they_are_asked() -> None:
+    trees: Any = pytest.importorskip("torch._inductor.cudagraph_trees")
+    assert "create_if_none_exists" in inspect.signature(trees.get_manager).parameters
+    for node in (trees.CUDAGraphNode, trees.CUDAWarmupNode):
+        assert list(inspect.signature(node._is_cuda_graph_recorded_tensor).parameters) == ["self", "t"]
 
 
 def test_a_mode_that_the_runtime_refuses_to_change_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
