@@ -128,6 +128,11 @@ SMALL_PART = 0.2
 """Share of the peak. Where saved activations are less, moving them changes little."""
 MUCH_KEPT = 0.5
 """Share of the activations' peak that stays from which on a budget is named."""
+MUCH_LATE = 0.2
+"""Share of the activations' peak. What backward asks for before it has left is a cause from there on: the last of a
+forward always is (an eighth in the virtual steps that a disk keeps up with)."""
+LEAST_LATE = 1 << 20
+"""Bytes. Less is late by the disk's latency alone, in steps of milliseconds."""
 WORTH_SAYING = 0.05
 """Share of a step that another budget is predicted to save where it is named."""
 PART_OF_WAITS = 0.25

@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..config import OffloadConfig, check_file
 from ..events import EventKind, TraceEvent, now
+from ..memory import cpu_allocator
 from ..memory.process_memory import rss_bytes
 from ..policy import STATIC
 from ..storage.transfers import Transfer
@@ -295,6 +296,7 @@ class Recorder:
         for _ in range(LOOKS):
             begin_s = now()
             total = self._memory.total()
+            unneeded = 0 if self._memory.on_device else self._unneeded_bytes()
             values = self._memory.values(total, accounts.resident_bytes)
             if now() - begin_s < AT_ONCE_S:
                 break
@@ -302,7 +304,7 @@ class Recorder:
         self._told_series = frozenset(values)
         self._writer.counter("memory", begin_s, {**values, **dict.fromkeys(gone, 0)})
         self._writer.counter("memory total", begin_s, {"bytes": total})
-        unmoved = total + accounts.baseline_bytes - accounts.resident_bytes
+        unmoved = total - unneeded + accounts.baseline_bytes - accounts.resident_bytes
         self._writer.counter("memory with nothing moved", begin_s, {"bytes": unmoved})
         if self._memory.on_device:
             self._writer.counter("process memory", begin_s, {"bytes": rss_bytes()})
@@ -317,6 +319,16 @@ class Recorder:
                 self._writer.counter(link, time_s, {"bytes_per_s": rate, "can_do": rates.can_do})
         if self._writer.failed:
             self._shared.reporter.advise("trace", f"the trace ends early: {self._writer.failed}")
+
+    def _unneeded_bytes(self) -> int:
+        """Resident memory of this process that a run without moving would not have now.
+
+        It is what we hold for tensors to come, less what temporaries took for a moment since the last look: a look at
+        the process sees neither.
+        """
+        facts = cpu_allocator.facts()
+        held = 0 if facts is None else facts["resident_bytes"] - facts["recent_peak_bytes"]
+        return held + sum(pool.idle_bytes() for pool in self._tiers.pools)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
