@@ -41,6 +41,8 @@ from .observations import Recording, StepsUnderPlan
 from .recompute import Recompute
 from .shapes import Shape, Shapes
 
+NO_BLOCKS = "recompute=True changes nothing, as no block is known: pass model=, a model that is made of blocks"
+
 
 class Autopilot:
     """One offloader's planning. Called between steps, when nothing that was saved is alive.
@@ -232,6 +234,8 @@ class Autopilot:
             return
         if self._recording.steps <= WARM_UP:
             self._refuse_if_too_low(profile, observed)
+            if self._shared.config.recompute and not profile.blocks:
+                self._shared.reporter.advise("recompute", NO_BLOCKS)
         if shape.tries_keeping:
             shape.tries_keeping = False
             self._make_plan(shape, with_cost(profile, *shape.moving), observed)
