@@ -113,7 +113,7 @@ class OffloadConfig:
     allow_any_filesystem: bool = False
     """Let the spool live on a file system that is no local disk (tmpfs, NFS, ...)."""
     tune_malloc: bool = True
-    """On the CPU: keep the memory of large tensors in an allocator of this library, so that what moves leaves the process
+    """On the CPU: whether large tensors come from an allocator of this library, so that what moves leaves the process
     and the next tensors find memory. It is process-wide and stays until the process ends. Where it cannot be built or
     used, glibc's mmap threshold is fixed instead. ``False`` leaves the process's allocator alone."""
     debug: bool = False
@@ -153,7 +153,7 @@ class OffloadConfig:
             raise ConfigError("policy", self.policy, remedy)
         if self.recompute and not isinstance(self.policy, Plan):  # which says itself what is recomputed
             if self.policy != "auto":
-                raise ConfigError("recompute", True, "only a planner can choose what runs again: leave policy at 'auto'")
+                raise ConfigError("recompute", True, "only a planner chooses what runs again: leave policy at 'auto'")
             if not self.may_recompute:
                 remedy = "give device_budget or max_slowdown too: it says what running blocks again may cost"
                 raise ConfigError("recompute", True, remedy)

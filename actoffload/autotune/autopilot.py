@@ -335,10 +335,10 @@ class Autopilot:
     def _take_floor(self, least: int) -> None:
         """Follow the least budget that a plan keeps in place of a share that is less, and say so once."""
         shared = self._shared
+        share = format_size(shared.budget.limit_bytes or 0)
         told = (
-            f"device_budget={shared.config.device_budget!r} is {format_size(shared.budget.limit_bytes or 0)}, less than "
-            f"a step needs: {format_size(least)} ({least} bytes) holds from now on; to lower it, make the batch or what "
-            "a block saves smaller"
+            f"device_budget={shared.config.device_budget!r} is {share}, less than a step needs: {format_size(least)} "
+            f"({least} bytes) holds from now on; to lower it, make the batch or what a block saves smaller"
         )
         shared.budget.floor_bytes = shared.budget.limit_bytes = least
         if "budget" in shared.reporter.advice:

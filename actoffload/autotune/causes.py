@@ -35,7 +35,7 @@ from ..tiers.accounts import Accounts
 
 _WHEN_IT_STAYS = {
     "below min_bytes": "lower min_bytes",
-    "other device": "CPU tensors move with target='nvme' and path= alone; for other devices pass devices=",
+    "other device": "CPU tensors move to disk alone: give target='nvme' and path=; for other devices pass devices=",
     "no time to move": "set device_budget, so that a step may wait for what leaves",
     "pressure": "set device_budget, so that forward waits for what leaves; or raise pending_bytes",
     "last saved layer": "pass keep_last_bytes=0; a deeper model has more that can leave",

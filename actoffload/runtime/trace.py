@@ -28,7 +28,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ..config import OffloadConfig, check_file
 from ..events import EventKind, TraceEvent, now
-from ..memory import cpu_allocator
 from ..memory.process_memory import rss_bytes
 from ..policy import STATIC
 from ..storage.transfers import Transfer
@@ -296,7 +295,7 @@ class Recorder:
         for _ in range(LOOKS):
             begin_s = now()
             total = self._memory.total()
-            unneeded = 0 if self._memory.on_device else self._unneeded_bytes()
+            unneeded = 0 if self._memory.on_device else self._tiers.unneeded_bytes()
             values = self._memory.values(total, accounts.resident_bytes)
             if now() - begin_s < AT_ONCE_S:
                 break
@@ -319,16 +318,6 @@ class Recorder:
                 self._writer.counter(link, time_s, {"bytes_per_s": rate, "can_do": rates.can_do})
         if self._writer.failed:
             self._shared.reporter.advise("trace", f"the trace ends early: {self._writer.failed}")
-
-    def _unneeded_bytes(self) -> int:
-        """Resident memory of this process that a run without moving would not have now.
-
-        It is what we hold for tensors to come, less what temporaries took for a moment since the last look: a look at
-        the process sees neither.
-        """
-        facts = cpu_allocator.facts()
-        held = 0 if facts is None else facts["resident_bytes"] - facts["recent_peak_bytes"]
-        return held + sum(pool.idle_bytes() for pool in self._tiers.pools)
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -354,7 +354,7 @@ def test_an_attached_module_whose_offloader_was_closed_says_so(tmp_path: Path) -
 def test_blocks_are_not_recomputed_without_a_planner(enter: Any, policy: Any) -> None:
     if callable(policy):
         policy = SimpleNamespace(decide=lambda facts: Decision.KEEP)
-    with pytest.raises(ConfigError, match="recompute=True: only a planner can choose what runs again"):
+    with pytest.raises(ConfigError, match="recompute=True: only a planner chooses what runs again"):
         enter(recompute=True, device_budget="1GiB", policy=policy)
     OffloadConfig(recompute=True, policy=Plan(()))  # which says itself what is recomputed
 
@@ -363,8 +363,9 @@ def test_blocks_are_not_recomputed_without_a_planner(enter: Any, policy: Any) ->
 def test_a_policy_that_answers_with_no_decision_is_an_error(tmp_path: Path, answer: Any) -> None:
     policy = SimpleNamespace(decide=lambda facts: answer)
     x = torch.randn(64, 64, requires_grad=True)
-    with offload_activations("nvme", path=tmp_path, policy=policy, min_bytes=0, announce="none") as offloader:
-        with pytest.raises(ConfigError, match=re.escape(f"decide() returned {answer!r}; return actoffload.Decision.")):
-            x.exp()
+    offloader = Offloader(OffloadConfig(target="nvme", path=tmp_path, policy=policy, min_bytes=0, announce="none"))
+    told = re.escape(f"decide() returned {answer!r}; return actoffload.Decision.")
+    with pytest.raises(ConfigError, match=told), offloader:
+        x.exp()
     assert offloader.statistics().live_records == 0
     offloader.close()
