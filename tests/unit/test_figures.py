@@ -20,7 +20,7 @@ from actoffload.analysis.traced_run import look_at
 from actoffload.sizes import format_size
 
 PROGRAM = """
-import contextlib, json, sys
+import contextlib, json, sys, time
 import torch
 import actoffload
 
@@ -32,22 +32,34 @@ offloader = None
 if mode != "plain":
     options = {"target": "nvme", "path": ".", "policy": mode, "announce": "none", **options}
     offloader = actoffload.Offloader(actoffload.OffloadConfig(**options)).use(model)
-peaks = []
+peaks, seconds = [], []
+
+
+def io():
+    with open("/proc/self/io") as file:
+        return {name: int(number) for name, number in (line.split(": ") for line in file)}
+
+
+before = io()
 for step in range(6):
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
+    began_s = time.perf_counter()
     with offloader or contextlib.nullcontext():
         loss = model(x).square().mean()
     loss.backward()
     optimizer.step()
+    seconds.append(time.perf_counter() - began_s)
     optimizer.zero_grad()
     with open("/proc/self/status") as file:
         peaks.append(next(1024 * int(line.split()[1]) for line in file if line.startswith("VmHWM:")))
 del loss
-told = {"peak": max(peaks[2:])}
+told = {"peak": max(peaks[2:]), "peaks": peaks, "seconds": seconds}
 if offloader is not None:
+    offloader.synchronize()
     told |= {"statistics": offloader.statistics().as_dict(), "report": offloader.report()}
     offloader.close()
+    told |= {"written": io()["wchar"] - before["wchar"], "read": io()["rchar"] - before["rchar"]}
 print(json.dumps(told))
 """
 
@@ -81,12 +93,19 @@ def test_a_trace_and_a_report_say_what_moving_has_gained(
     plain: dict[str, Any], tmp_path: Path, policy: str, options: dict[str, Any]
 ) -> None:
     moved = run(tmp_path, policy, trace="run.json", **options)
-    numbers, statistics = look_at(load(tmp_path / "run.json")).numbers(), moved["statistics"]
-    assert numbers["peak_bytes"] == pytest.approx(moved["peak"], rel=0.05)
+    shown, statistics = look_at(load(tmp_path / "run.json")), moved["statistics"]
+    numbers, peak = shown.numbers(), moved["peaks"][shown.shown]
+    assert numbers["peak_bytes"] == pytest.approx(peak, rel=0.05)
     assert numbers["peak_without_bytes"] == pytest.approx(plain["peak"], rel=0.05)
     gained = numbers["peak_without_bytes"] - numbers["peak_bytes"]
-    assert gained == pytest.approx(plain["peak"] - moved["peak"], rel=0.25)
+    assert gained == pytest.approx(plain["peak"] - peak, rel=0.25)
     assert statistics["baseline_peak_bytes"] == plain["saved"] == numbers["saved_peak_without_bytes"]
     share = f"peak {format_size(statistics['resident_peak_bytes'])} of {format_size(plain['saved'])} with nothing moved"
     assert share in moved["report"]
     assert statistics["process_peak_bytes"] == pytest.approx(moved["peak"], rel=0.05)
+    assert statistics["nvme_written_bytes"] == pytest.approx(moved["written"], rel=0.02)
+    assert statistics["nvme_read_bytes"] == pytest.approx(moved["read"], rel=0.1)  # Python reads its modules as well
+    assert numbers["moved_bytes"] == statistics["nvme_written_bytes"] / 6
+    assert numbers["wait_s"] == pytest.approx(statistics["wait_s"] / 6, abs=1e-3)
+    assert min(moved["seconds"][2:]) <= 1.05 * numbers["step_s"]
+    assert numbers["step_s"] <= 1.2 * max(moved["seconds"][2:])
