@@ -82,7 +82,7 @@ def _by_hand() -> Run:
         "memory with nothing moved": [(0.0, {"bytes": 10.0}), (8.5, {"bytes": 15.0})],
         "disk write": [
             (8.5, {"bytes_per_s": 8.0 * MIB, "can_do": 16.0 * MIB}),
-            (9.5, {"bytes_per_s": 0.0, "can_do": 16.0 * MIB}),
+            (9.25, {"bytes_per_s": 0.0, "can_do": 16.0 * MIB}),
         ],
     }.items():
         counter = counters[name] = Counter()
