@@ -61,9 +61,23 @@ def _patch(module: ModuleType) -> None:
 def _notice_steps(module: Any) -> None:
     def notice(*ignored: object) -> None:
         global _stepped
-        _stepped = True
+        if not _stepped:
+            _stepped = True
+            _report_what_is_misspelt()
 
     module.register_optimizer_step_post_hook(notice)
+
+
+def _report_what_is_misspelt() -> None:
+    """Report it as training begins: a program that trains in a loop of its own reads none of the variables."""
+    from actoffload.config import OffloadConfig
+    from actoffload.errors import ConfigError
+
+    try:
+        OffloadConfig.options_from_environment()
+    except ConfigError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"actoffload: {error}", file=sys.stderr, flush=True)
 
 
 def _warn_if_nothing_was_attached() -> None:

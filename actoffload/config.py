@@ -115,7 +115,9 @@ class OffloadConfig:
     allow_any_filesystem: bool = False
     """Let the spool live on a file system that is no local disk (tmpfs, NFS, ...)."""
     tune_malloc: bool = True
-    """On CPU, set glibc's mmap threshold so that freed activations leave the process (process-wide; see docs)."""
+    """On the CPU: whether large tensors come from an allocator of this library, so that what moves leaves the process
+    and the next tensors find memory. It is process-wide and stays until the process ends. Where it cannot be built or
+    used, glibc's mmap threshold is fixed instead. ``False`` leaves the process's allocator alone."""
     debug: bool = False
     """Poison every freed host slot and extent, so that a use after release shows as NaN."""
 
@@ -151,6 +153,12 @@ class OffloadConfig:
         elif not callable(getattr(self.policy, "decide", None)):
             remedy = f"give {', '.join(map(repr, POLICIES))}, a Plan, or an object with decide(facts)"
             raise ConfigError("policy", self.policy, remedy)
+        if self.recompute and not isinstance(self.policy, Plan):  # which says itself what is recomputed
+            if self.policy != "auto":
+                raise ConfigError("recompute", True, "only a planner chooses what runs again: leave policy at 'auto'")
+            if not self.may_recompute:
+                remedy = "give device_budget or max_slowdown too: it says what running blocks again may cost"
+                raise ConfigError("recompute", True, remedy)
         _check_choice("boundaries", self.boundaries, ("all", "only"))
         if not callable(self.announce):
             _check_choice("announce", self.announce, ("none", "first", "all"))

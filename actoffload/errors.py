@@ -47,18 +47,20 @@ class BudgetError(ActOffloadError, ValueError):
     Attributes:
         budget_bytes: the budget that was asked for.
         floor_bytes: the lowest peak found.
+        detail: more about it.
     """
 
     def __init__(self, budget_bytes: int, floor_bytes: int, detail: str = "") -> None:
         self.budget_bytes = budget_bytes
         self.floor_bytes = floor_bytes
+        self.detail = detail
         super().__init__(
             f"device_budget={budget_bytes}: the floor is {floor_bytes} bytes{f' ({detail})' if detail else ''}; "
             "give at least that, or make the batch or the blocks smaller"
         )
 
-    def __reduce__(self) -> tuple[type[BudgetError], tuple[int, int]]:
-        return BudgetError, (self.budget_bytes, self.floor_bytes)
+    def __reduce__(self) -> tuple[type[BudgetError], tuple[int, int, str]]:
+        return BudgetError, (self.budget_bytes, self.floor_bytes, self.detail)
 
 
 class OffloaderClosedError(ActOffloadError, RuntimeError):

@@ -46,12 +46,13 @@ def parse_share(field: str, value: object) -> float | None:
     """The share that text such as ``"40%"`` means; None for anything that does not end with a percent sign.
 
     Raises:
-        ConfigError: no number stands before it, or a negative one; names ``field``.
+        ConfigError: no number stands before it, or a negative one, or a sign seems to be missing; names ``field``.
 
     >>> parse_share("device_budget", "40%")
     0.4
     """
     if not (isinstance(value, str) and value.rstrip().endswith("%")):
+        _check_is_no_percentage(field, value)
         return None
     try:
         share = float(value.rstrip()[:-1]) / 100
@@ -60,6 +61,17 @@ def parse_share(field: str, value: object) -> float | None:
     if not 0 <= share < float("inf"):
         raise ConfigError(field, value, "give a share of 0 % or more")
     return share
+
+
+def _check_is_no_percentage(field: str, value: object) -> None:
+    """Raise where a number of at most 100 has no unit: no tensor has so few bytes, so a share was meant."""
+    try:
+        number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else 0.0
+    except ValueError:  # it has a unit, or is no number
+        return
+    if 0 < number <= 100:
+        percent = 100 * number if number < 1 else number
+        raise ConfigError(field, value, f'is {number:g} bytes: give "{percent:g}%" if that share is meant, or a unit')
 
 
 def format_size(nbytes: float) -> str:

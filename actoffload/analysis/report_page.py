@@ -121,7 +121,8 @@ class _Page:
             ),
             self._section(
                 "What the links do",
-                f"{over_time} The dotted line is what the link does while something is under way.",
+                f"{over_time} The dotted line is what the link does while something is under way; used is the share of "
+                "that in the phase that counts: what leaves has to leave in forward, and comes back in backward.",
                 lambda run: self._figure("links", run, self._links(run)) if run.links() else {"text": "Nothing moved."},
             ),
             self._section(
@@ -197,7 +198,7 @@ class _Page:
         from plotly import subplots
 
         links = run.links()
-        titles = [f"{link.name}: {link.mean_bytes_per_s / link.can_do:.0%} used" for link in links]
+        titles = [f"{link.name}: {link.used:.0%} used in {link.phase}" for link in links]
         figure = subplots.make_subplots(len(links), 1, subplot_titles=titles, vertical_spacing=0.25 / len(links))
         for row, link in enumerate(links, start=1):
             x, y = _ms(link.times_s), [rate / 1e9 for rate in link.bytes_per_s]

@@ -55,12 +55,18 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkUse:
-    """One direction of a link in one step: bytes per second over time, on average, and while it moved something."""
+    """One direction of a link in one step: bytes per second over time, and while it moved something.
+
+    Attributes:
+        phase: in which it has to move them, so that nothing waits: writes in forward, reads in backward.
+        used: how much of what it can do it did in that phase, as a share.
+    """
 
     name: str
+    phase: str
     times_s: list[float]
     bytes_per_s: list[float]
-    mean_bytes_per_s: float
+    used: float
     can_do: float
     nbytes: int
 
@@ -156,16 +162,32 @@ class Run:
         begin_s, end_s = self.begin_s, self.end_s
         times = [begin_s, *(time_s for time_s in counter.times_s if begin_s < time_s < end_s), end_s]
         rates = [counter.at(time_s)["bytes_per_s"] for time_s in times]
-        lasted = [after - before for before, after in pairwise(times)]
-        moved = sum(rate * time_s for rate, time_s in zip(rates, lasted, strict=False))
+        phase, can_do = "forward" if name.endswith("write") else "backward", counter.series["can_do"][-1]
+        moved = lasted_s = 0.0
+        for first_s, last_s in self._when(phase):
+            lasted_s += last_s - first_s
+            for (before_s, after_s), rate in zip(pairwise(times), rates, strict=False):
+                moved += rate * max(0.0, min(after_s, last_s) - max(before_s, first_s))
         return LinkUse(
             name=name,
+            phase=phase,
             times_s=[time_s - begin_s for time_s in times],
             bytes_per_s=rates,
-            mean_bytes_per_s=moved / sum(lasted) if sum(lasted) else 0.0,
-            can_do=counter.series["can_do"][-1],
+            used=moved / (lasted_s * can_do) if lasted_s else 0.0,
+            can_do=can_do,
             nbytes=sum(moved.nbytes for moved in self.trace.transfers if f"{moved.link} {moved.way}" == name),
         )
+
+    def _when(self, name: str) -> list[tuple[float, float]]:
+        """The step's phases of one name, on the device where there is one; one within another counts once."""
+        found: list[tuple[float, float]] = []
+        on_device = any(phase.on_device for phase in self.trace.phases)
+        for phase in sorted(self.trace.phases, key=lambda phase: phase.begin_s):
+            if phase.name == name and phase.on_device == on_device:
+                begin_s = max(phase.begin_s, self.begin_s, found[-1][1] if found else 0.0)
+                end_s = min(phase.end_s, self.end_s)
+                found += [(begin_s, end_s)] if end_s > begin_s else []
+        return found
 
     def phases(self) -> list[Phase]:
         """The host's phases of the step, with times from its begin on."""

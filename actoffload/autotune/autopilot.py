@@ -13,6 +13,7 @@ from ..events import now
 from ..memory.process_memory import available_bytes
 from ..planning.constants import (
     AFTER_A_CHANGE,
+    LEAST_TRIES,
     MEMORY_MARGIN,
     MOST_MISLED,
     MOST_REASONS,
@@ -40,6 +41,8 @@ from .following import Following
 from .observations import Recording, StepsUnderPlan
 from .recompute import Recompute
 from .shapes import Shape, Shapes
+
+NO_BLOCKS = "recompute=True changes nothing, as no block is known: pass model=, a model that is made of blocks"
 
 
 class Autopilot:
@@ -231,7 +234,9 @@ class Autopilot:
         if profile is None:
             return
         if self._recording.steps <= WARM_UP:
-            self._say_if_too_low(profile)
+            self._refuse_if_too_low(profile, observed)
+            if self._shared.config.recompute and not profile.blocks:
+                self._shared.reporter.advise("recompute", NO_BLOCKS)
         if shape.tries_keeping:
             shape.tries_keeping = False
             self._make_plan(shape, with_cost(profile, *shape.moving), observed)
@@ -241,18 +246,30 @@ class Autopilot:
             if not shape.tries_keeping:
                 self._make_plan(shape, profile, observed)
 
-    def _say_if_too_low(self, profile: Profile) -> None:
-        """Say before another step passes a budget that no plan will keep."""
-        budget = self.limits.device_budget
-        if budget is None or (profile.host is None and profile.disk is None):
+    def _refuse_if_too_low(self, profile: Profile, observed: Observed) -> None:
+        """Raise before another step passes a budget in bytes that the first one did not keep and no plan will.
+
+        Raises:
+            BudgetError: of the budget; it names the least that a plan keeps.
+        """
+        budget, config = self.limits.device_budget, self._shared.config
+        if config.device_budget is None or config.device_share is not None or not _passed(observed, budget):
+            return  # a share is known from now on: the next step shows whether it can be kept
+        if profile.host is None and profile.disk is None:
             return
-        floor = Bench(profile, self.limits).floor()[0]
-        if floor > budget:
-            self._shared.reporter.advise(
-                "budget",
-                f"device_budget={format_size(budget)!r} is less than a step needs: {format_size(floor)} with all that "
-                "can be moved or recomputed; give that much, or make the batch or what a block saves smaller",
-            )
+        assert budget is not None, "it was passed"
+        if Bench(profile, self.limits).floor()[0] > budget:
+            raise BudgetError(budget, self._least(profile)[0])
+
+    def _least(self, profile: Profile) -> tuple[int, Plan | None]:
+        """Return the least budget that the planner keeps, and the plan; None where it keeps none but keep's peak."""
+        budget = Bench(profile, self.limits).floor()[0]
+        for _ in range(LEAST_TRIES):
+            try:
+                return budget, self.planner.plan(profile, replace(self.limits, device_budget=budget))
+            except BudgetError as error:
+                budget = max(budget, error.floor_bytes)
+        return profile.baseline_peak_bytes, None
 
     def _can_try_keeping(self, profile: Profile) -> bool:
         """Whether a step moves nothing first: only that shows what moving costs, and only ``max_slowdown`` asks."""
@@ -286,22 +303,48 @@ class Autopilot:
     # -- plans --------------------------------------------------------------------------------------------------------
 
     def _make_plan(self, shape: Shape, profile: Profile, observed: Observed) -> None:
-        """Make the first plan for what was recorded."""
+        """Make the first plan for what was recorded.
+
+        Raises:
+            BudgetError: no plan keeps a budget in bytes, nor did the last step; where it is a share the least is taken.
+        """
         budget = self.limits.device_budget
         try:
             plan = self._search(profile)
         except BudgetError as error:
-            if budget is None or observed.peak_bytes is None or observed.peak_bytes > budget:
-                raise
-            self.history.append(f"no plan: {error}")  # but the last step did keep it: go on as it was
-            shape.hopeless = True
-            return
+            if not _passed(observed, budget):
+                self.history.append(f"no plan: {error}")  # but the last step did keep it: go on as it was
+                shape.hopeless = True
+                return
+            least, found = self._least(profile)
+            if self._shared.config.device_share is None:
+                assert budget is not None, "it was passed"
+                raise BudgetError(budget, least) from error
+            self._take_floor(least)
+            if found is None:
+                self.history.append(f"no plan: {error}")
+                shape.hopeless = True
+                return
+            plan = found
         shape.model = StepModel(profile, self.limits)
         shape.measured_at.clear()
         links = [name for name, link in (("host", profile.host), ("disk", profile.disk)) if link is not None]
         ways = (f"{name} {way}" for name in links for way in ("write", "read"))
         self._measured(shape, "saved tensors", "times", *ways)
         self._follow(shape, plan, "first plan")
+
+    def _take_floor(self, least: int) -> None:
+        """Follow the least budget that a plan keeps in place of a share that is less, and say so once."""
+        shared = self._shared
+        share = format_size(shared.budget.limit_bytes or 0)
+        told = (
+            f"device_budget={shared.config.device_budget!r} is {share}, less than a step needs: {format_size(least)} "
+            f"({least} bytes) holds from now on; to lower it, make the batch or what a block saves smaller"
+        )
+        shared.budget.floor_bytes = shared.budget.limit_bytes = least
+        if "budget" in shared.reporter.advice:
+            shared.reporter.advice["budget"] = told  # another shape needs more: the report has the figure that holds
+        shared.reporter.advise("budget", told)
 
     def _correct(self, shape: Shape, model: StepModel, old: Plan, reason: str) -> None:
         """Follow another plan if one is better now; else know the old one better."""
@@ -328,11 +371,11 @@ class Autopilot:
         budget = self._shared.budget
         try:
             plan = self.planner.plan(profile, self.limits)
-        except BudgetError as error:
+        except BudgetError:
             if self._shared.config.device_budget is not None:
                 raise
-            budget.limit_bytes = error.floor_bytes  # less is not to be had: the next step shows whether it fits
-            return self.planner.plan(profile, self.limits)
+            budget.limit_bytes, found = self._least(profile)  # the next step shows whether the device has that
+            return found or self.planner.plan(profile, self.limits)
         room = self._room_bytes() if budget.limit_bytes is None and self._shared.config.device_budget is None else None
         if room is None or (plan.predicted_peak_bytes or 0) <= room:
             return plan
@@ -465,6 +508,11 @@ class Autopilot:
             tiers=tiers,
             recompute=config.may_recompute and self._misled < MOST_MISLED and not several_ranks(),
         )
+
+
+def _passed(observed: Observed, budget: int | None) -> bool:
+    """Whether a step had more on the device than a budget allows."""
+    return budget is not None and (observed.peak_bytes or 0) > budget
 
 
 def agree(pilot: Autopilot | None, group: Any, problem: str) -> bool:

@@ -13,9 +13,11 @@ from ..config import OffloadConfig
 from ..planning.constants import (
     HELD,
     LARGE_FIRST,
+    LEAST_LATE,
     LEAST_OTHERS,
     MORE_BUDGET,
     MUCH_KEPT,
+    MUCH_LATE,
     PART_OF_WAITS,
     SLOW,
     SMALL_PART,
@@ -33,7 +35,7 @@ from ..tiers.accounts import Accounts
 
 _WHEN_IT_STAYS = {
     "below min_bytes": "lower min_bytes",
-    "other device": "CPU tensors move with target='nvme' and path= alone; for other devices pass devices=",
+    "other device": "CPU tensors move to disk alone: give target='nvme' and path=; for other devices pass devices=",
     "no time to move": "set device_budget, so that a step may wait for what leaves",
     "pressure": "set device_budget, so that forward waits for what leaves; or raise pending_bytes",
     "last saved layer": "pass keep_last_bytes=0; a deeper model has more that can leave",
@@ -252,6 +254,25 @@ def stays(f: Facts) -> Cause | None:
     return Cause(kept[reason], told, remedies)
 
 
+def leaves_too_late(f: Facts) -> Cause | None:
+    """Backward asks for what is still being written, so that it never leaves; a budget or a plan takes care of that."""
+    nbytes = f.accounts.late_bytes // max(1, f.counts.microbatches)
+    if f.planned is not None or f.config.device_budget is not None:
+        return None
+    if nbytes < max(LEAST_LATE, MUCH_LATE * f.counts.baseline_peak_bytes):
+        return None
+    disk = bool(f.counts.nvme_peak_bytes)
+    rate = f": it writes {f.disk.write_bytes_per_s / 1e9:.2g} GB/s" if disk and f.disk is not None else ""
+    told = (
+        f"{format_size(nbytes)} of what a forward saves had not left when backward asked for it, as "
+        f"{'the disk' if disk else 'the way to host memory'} is too slow{rate}"
+    )
+    remedies = ["set device_budget, so that forward waits for what leaves"]
+    if disk:
+        remedies.append("give path= on a faster disk ('actoffload bench' measures one), or several to stripe over")
+    return Cause(nbytes, told, remedies)
+
+
 def degraded(f: Facts) -> Cause | None:
     """Something below failed, so tensors stayed."""
     reasons = f.counts.degraded
@@ -325,6 +346,7 @@ SLOWER = (slow_link, first_moves, host_bound, pageable_copies)
 MEMORY = (
     nothing_reached,
     stays,
+    leaves_too_late,
     degraded,
     held_by_functions,
     compiled_whole,

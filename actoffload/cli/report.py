@@ -86,10 +86,10 @@ def render(runs: list[Run]) -> RenderableType:
 
 def _one(run: Run) -> list[RenderableType]:
     parts: list[RenderableType] = []
-    links = [["link", "moved", "in the step", "can do", "used"]]
+    links = [["link", "moved", "can do", "used"]]
     for link in run.links():
-        rates = [f"{rate / 1e9:.3g} GB/s" for rate in (link.mean_bytes_per_s, link.can_do)]
-        links.append([link.name, format_size(link.nbytes), *rates, f"{link.mean_bytes_per_s / link.can_do:.0%}"])
+        can_do = f"{link.can_do / 1e9:.3g} GB/s"
+        links.append([link.name, format_size(link.nbytes), can_do, f"{link.used:.0%} in {link.phase}"])
     tables: dict[str, Sequence[Sequence[str]]] = {
         "Links": links,
         "Dearest waits": waits_table(run),

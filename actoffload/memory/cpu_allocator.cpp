@@ -71,6 +71,7 @@ class Arena {
     live_.emplace(address, size);
     live_bytes_ += size;
     peak_bytes_ = std::max(peak_bytes_, live_bytes_);
+    recent_peak_bytes_ = std::max(recent_peak_bytes_, live_bytes_);
     mark(address, size, epoch_);
     return reinterpret_cast<void*>(address);
   }
@@ -134,9 +135,12 @@ class Arena {
     const std::lock_guard<std::mutex> guard(lock_);
     found[0] = live_bytes_;
     found[1] = peak_bytes_;
-    const auto pages = std::count_if(used_.begin(), used_.end(), [](std::uint32_t epoch) { return epoch != 0; });
+    const auto end = used_.begin() + static_cast<std::ptrdiff_t>((touched_ - begin_) / kChunk);
+    const auto pages = std::count_if(used_.begin(), end, [](std::uint32_t epoch) { return epoch != 0; });
     found[2] = static_cast<std::uint64_t>(pages) * kChunk;
     found[3] = live_.size();
+    found[4] = recent_peak_bytes_;
+    recent_peak_bytes_ = live_bytes_;
   }
 
   std::mutex& lock() { return lock_; }
@@ -242,7 +246,7 @@ class Arena {
   std::vector<bool> huge_;  // of each chunk, whether `collapse` made it a huge page
   std::uint32_t epoch_ = 1;
   bool keep_ = true;
-  std::uint64_t live_bytes_ = 0, peak_bytes_ = 0;
+  std::uint64_t live_bytes_ = 0, peak_bytes_ = 0, recent_peak_bytes_ = 0;
 };
 
 Arena* arena = nullptr;            // lives as long as the process: tensors outlive everything
@@ -320,6 +324,6 @@ void actoffload_let_go(void* address) { arena->let_go(reinterpret_cast<std::uint
 
 void actoffload_next_epoch(std::uint32_t epochs) { arena->next_epoch(epochs); }
 
-// Bytes in blocks, the most there were, bytes with pages, and blocks.
+// Bytes in blocks, the most there were, bytes with pages, blocks, and the most bytes in blocks since the last call.
 void actoffload_facts(std::uint64_t* found) { arena->facts(found); }
 }

@@ -115,12 +115,16 @@ def give_back() -> None:
 
 
 def facts() -> dict[str, int] | None:
-    """Return bytes in tensors, their peak, bytes with pages and the number of blocks; None if it is not in use."""
+    """Return bytes in tensors, their peak, bytes with pages, the number of blocks, and the peak since the last call.
+
+    None if it is not in use.
+    """
     if _Process.library is None:
         return None
-    found = (ctypes.c_uint64 * 4)()
+    names = ("live_bytes", "peak_bytes", "resident_bytes", "blocks", "recent_peak_bytes")
+    found = (ctypes.c_uint64 * len(names))()
     _Process.library.actoffload_facts(found)
-    return dict(zip(("live_bytes", "peak_bytes", "resident_bytes", "blocks"), found, strict=True))
+    return dict(zip(names, found, strict=True))
 
 
 def build() -> Path:

@@ -168,6 +168,12 @@ class HostPool:
         memory.owner = slot
         return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
 
+    def idle_bytes(self) -> int:
+        """Return how many bytes are in no slot and have pages: of what is mapped, no more than was in slots at once."""
+        with self._lock:
+            self._take_dropped()
+            return max(0, min(self.mapped_bytes, self.peak_bytes) - self.allocated_bytes)
+
     def reclaim(self) -> None:
         """Take back the slots that nobody holds."""
         with self._lock:

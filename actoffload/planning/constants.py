@@ -48,6 +48,8 @@ quarters."""
 FLOOR_TRIES = 12
 """How many blocks are tried one by one for a lower floor. With none it was higher for 12 of 90 profiles of
 `tests.profiles.random_profile`, by up to 1.38 ×; with a hundred it was the same for all."""
+LEAST_TRIES = 4
+"""How often the lowest budget that the planner keeps is looked for, from the floor up; then it is keep's peak."""
 MANY_ITEMS = 500
 """With more, choices are looked for under a wide window alone, as every look takes a while
 (`planner_speed_2026-11-22.json` has 2,002). From 50 on, 8 of 100 plans were worse, by up to 7.7 ×."""
@@ -131,6 +133,11 @@ SMALL_PART = 0.2
 """Share of the peak. Where saved activations are less, moving them changes little."""
 MUCH_KEPT = 0.5
 """Share of the activations' peak that stays from which on a budget is named."""
+MUCH_LATE = 0.2
+"""Share of the activations' peak. What backward asks for before it has left is a cause from there on: the last of a
+forward always is (an eighth in the virtual steps that a disk keeps up with)."""
+LEAST_LATE = 1 << 20
+"""Bytes. Less is late by the disk's latency alone, in steps of milliseconds."""
 WORTH_SAYING = 0.05
 """Share of a step that another budget is predicted to save where it is named."""
 PART_OF_WAITS = 0.25

@@ -93,7 +93,7 @@ class OffloadDecision:
             self._names.add(record.name)
         if not self._filter.allows(record.module, record.name):
             return KeepReason.EXCLUDED
-        if self._policy is not None and self._policy.decide(_facts(record, tensor)) is Decision.KEEP:
+        if self._policy is not None and self._answer(_facts(record, tensor)) is Decision.KEEP:
             return KeepReason.POLICY
         if not record.index and (begins := self.forward_begins()) is not None:
             begins(((record.nbytes,),))
@@ -111,6 +111,19 @@ class OffloadDecision:
         if self._plan is not None:
             self.mismatched_bytes += record.nbytes
         return KeepReason.LAST if self._keeps_last and self._is_last(tape) else None
+
+    def _answer(self, facts: TensorFacts) -> Decision:
+        """Return what the policy decides.
+
+        Raises:
+            ConfigError: it answers with anything but a `Decision`, which would move what was meant to stay.
+        """
+        assert self._policy is not None, "it is asked"
+        answer = self._policy.decide(facts)
+        if not isinstance(answer, Decision):
+            remedy = f"decide() returned {answer!r}; return actoffload.Decision.KEEP or actoffload.Decision.OFFLOAD"
+            raise ConfigError("policy", self._policy, remedy)
+        return answer
 
     def named_late(self, record: Record, name: str) -> None:
         """A record got its name when it was saved again: the next forward's at its place has it from the start."""

@@ -2,7 +2,7 @@
 
 A storage is known by a weak reference to its ``StorageImpl``. While that reference lives, PyTorch cannot give the same
 address to another ``StorageImpl``, so a map keyed by the address and holding the reference never confuses a storage
-with a predecessor whose memory was reused (FIELD_NOTES 3).
+with a predecessor whose memory was reused: freed addresses are reused within microseconds.
 """
 
 from __future__ import annotations

@@ -268,6 +268,8 @@ class ActivationStore:
             reason = KeepReason.DEGRADED
         else:
             reason = self.decision.why_keep(record, tensor, tape)
+            if reason is KeepReason.LAST and not shared.budget.has_room_early(0):
+                reason = None  # what stays for convenience must not take the room of what a step cannot do without
         if reason is None:
             with tier.watched(record):
                 reason = tier.offload(record)

@@ -295,6 +295,7 @@ class Recorder:
         for _ in range(LOOKS):
             begin_s = now()
             total = self._memory.total()
+            unneeded = 0 if self._memory.on_device else self._tiers.unneeded_bytes()
             values = self._memory.values(total, accounts.resident_bytes)
             if now() - begin_s < AT_ONCE_S:
                 break
@@ -302,7 +303,7 @@ class Recorder:
         self._told_series = frozenset(values)
         self._writer.counter("memory", begin_s, {**values, **dict.fromkeys(gone, 0)})
         self._writer.counter("memory total", begin_s, {"bytes": total})
-        unmoved = total + accounts.baseline_bytes - accounts.resident_bytes
+        unmoved = total - unneeded + accounts.baseline_bytes - accounts.resident_bytes
         self._writer.counter("memory with nothing moved", begin_s, {"bytes": unmoved})
         if self._memory.on_device:
             self._writer.counter("process memory", begin_s, {"bytes": rss_bytes()})

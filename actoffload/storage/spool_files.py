@@ -22,7 +22,10 @@ from .engines.base import SpoolFile
 MAX_BLOCK_BYTES = 4096
 RESERVE_BYTES = 256 << 20  # left free on the file system for everybody else
 
-_REFUSED = re.compile(r"tmpfs|ramfs|nfs\d*|cifs|smb.*|9p|fuse\..*")
+_REFUSED = re.compile(
+    r"(dev)?tmpfs|ramfs|nfs\d*|cifs|smb.*|9p|fuse\..*|lustre|gpfs|beegfs.*|ceph|virtiofs|afs|coda|glusterfs|pvfs2|panfs"
+)
+_ON_NO_DEVICE_BUT_LOCAL = frozenset({"overlay", "zfs", "aufs", "ubifs"})
 _BUFFERED_ONLY = frozenset({"overlay"})
 _REMEDY_FS = "give a directory on a local disk, or set allow_any_filesystem=True"
 
@@ -45,7 +48,7 @@ def check_directory(path: str | os.PathLike[str], *, allow_any_filesystem: bool 
         raise _path_error(value, "is not writable: give a directory that this user may write to", errno.EACCES)
     resolved = os.path.realpath(value)
     kind = filesystem_type(resolved)
-    if kind is not None and _REFUSED.fullmatch(kind) and not allow_any_filesystem:
+    if kind is not None and not allow_any_filesystem and (_REFUSED.fullmatch(kind) or _needs_no_device(kind)):
         raise _path_error(value, f"is on {kind}, which is not a local disk: {_REMEDY_FS}", errno.EINVAL)
     return resolved
 
@@ -60,6 +63,16 @@ def filesystem_type(path: str) -> str | None:
             if inside and len(point) >= best:  # a later mount on the same point hides the earlier one
                 best, kind = len(point), mount.fstype
     return kind
+
+
+def _needs_no_device(kind: str) -> bool:
+    """Whether the kernel lists a file system as one on no block device: it is memory, or on another machine."""
+    try:
+        with open("/proc/filesystems", encoding="utf-8") as file:
+            listed = {tuple(line.split()) for line in file}
+    except OSError:
+        return False
+    return ("nodev", kind) in listed and kind not in _ON_NO_DEVICE_BUT_LOCAL
 
 
 def _path_error(value: str, remedy: str, number: int | None) -> SpoolPathError:

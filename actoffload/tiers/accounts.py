@@ -36,6 +36,7 @@ class Accounts:
     kept_bytes: Counter[str] = field(default_factory=Counter)
     forwarded_bytes: int = 0
     cancelled_bytes: int = 0
+    late_bytes: int = 0  # of the forwarded bytes, those that were still on the device: their write had not ended
     resident_bytes: int = 0
     resident_by_module: Counter[str | None] | None = None  # of records, while somebody traces
     resident_peak_bytes: int = 0

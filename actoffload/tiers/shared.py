@@ -24,9 +24,11 @@ class DeviceBudget:
             Without a limit of the user's it is what the device has room for, where a plan would need more.
         largest_bytes: the largest record so far, which the next one may be like.
         recompute_bytes: what backward needs at once where it recomputes a block.
+        floor_bytes: the lowest limit that a step keeps, where that is known; a share is never less.
     """
 
     def __init__(self, config: OffloadConfig, accounts: Accounts) -> None:
+        self.floor_bytes = 0
         self._share = config.device_share
         limited = config.device_budget is not None and self._share is None
         self.limit_bytes = config.size("device_budget", 0) if limited else None
@@ -40,7 +42,7 @@ class DeviceBudget:
         # Where one tensor lives on for ever, nothing ever is: then the first step is over when less is alive than was.
         over = first or (self.limit_bytes is None and self._accounts.baseline_bytes < peak)
         if self._share is not None and peak and over:
-            self.limit_bytes = int(self._share * peak)
+            self.limit_bytes = max(int(self._share * peak), self.floor_bytes)
 
     def exceeded_by(self, nbytes: int) -> bool:
         """Whether ``nbytes`` more would pass the limit."""

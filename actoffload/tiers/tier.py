@@ -239,7 +239,10 @@ class Tier(ABC):
 
     def forwarded(self, record: Record) -> None:
         """Count that backward takes the record from a copy nearer than the tier it was heading for."""
-        self.shared.accounts.forwarded_bytes += record.nbytes
+        accounts = self.shared.accounts
+        accounts.forwarded_bytes += record.nbytes
+        if record.counted:  # what is forwarded from host memory has left the device
+            accounts.late_bytes += record.nbytes
         self.shared.reporter.event(EventKind.FORWARD, record)
 
     def write_cancelled(self, record: Record) -> None:

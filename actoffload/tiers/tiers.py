@@ -84,6 +84,16 @@ class Tiers:
             return copies.device.usable_bytes(copies.device.current_index())
         return None
 
+    def unneeded_bytes(self) -> int:
+        """Resident memory of this process that a run without moving would not have now.
+
+        It is what we hold for tensors to come, less what temporaries took for a moment since the last call: a look at
+        the process sees neither.
+        """
+        facts = cpu_allocator.facts()
+        held = 0 if facts is None else facts["resident_bytes"] - facts["recent_peak_bytes"]
+        return held + sum(pool.idle_bytes() for pool in self.pools)
+
     @property
     def remarks(self) -> list[str]:
         """What a person may want to know of how this was opened."""

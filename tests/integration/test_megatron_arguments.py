@@ -82,7 +82,8 @@ def test_the_documented_lines_fit_what_megatron_offers(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(sys, "argv", ["pretrain.py", "--actoffload-target", "nvme", "--actoffload-path", str(tmp_path)])
     names: dict[str, Any] = {name: None for name in ("datasets", "model_provider", "model_type")}
-    names |= {"config_of": lambda args: args, "forward_step": no_step, "wrap_forward_step": wrap_forward_step}
+    names |= {"gpt_config_from_args": lambda args: None, "pretrain_cfg_container_from_args": lambda args, model: args}
+    names |= {"forward_step": no_step, "wrap_forward_step": wrap_forward_step}
     names |= {"add_actoffload_args": add_actoffload_args, "parse_and_validate_args": parse_and_validate_args}
     for line, pretrain in zip(documented_lines(), (released_pretrain, newest_pretrain), strict=True):
         exec(line, {**names, "pretrain": pretrain})

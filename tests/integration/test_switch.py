@@ -220,6 +220,22 @@ def test_a_loop_that_nothing_is_attached_to_is_told() -> None:
     assert "call actoffload.attach(model)" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"ACTOFFLOAD": "nvmee"}, "actoffload: ACTOFFLOAD='nvmee': choose one of"),
+        ({"ACTOFFLOAD": "nvme", "ACTOFFLOAD_MIN_BYTE": "3"}, "ACTOFFLOAD_MIN_BYTE='3': no such option; did you mean"),
+        ({"ACTOFFLOAD": "nvme", "ACTOFFLOAD_DEVICE_BUDGET": "40"}, "ACTOFFLOAD_DEVICE_BUDGET='40': is 40 bytes: give"),
+    ],
+)
+def test_what_is_misspelt_is_reported_when_the_first_optimizer_steps(variables: dict[str, str], told: str) -> None:
+    code = "import sys, torch; w = torch.nn.Linear(2, 2); o = torch.optim.SGD(w.parameters(), lr=1.0)\n"
+    code += "for step in range(2): w(torch.ones(2)).sum().backward(); o.step(); print('step', step, file=sys.stderr)"
+    done = start(sys.executable, "-c", code, **variables)
+    before, _, after = done.stderr.partition("step 0")
+    assert (done.returncode, told in before, told in after) == (0, True, False), done.stderr
+
+
 def test_modules_in_a_zip_file_share_a_loader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     patched: list[str] = []
     monkeypatch.setattr(_actoffload_start, "SEAMS", {"seam.one"})

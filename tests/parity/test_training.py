@@ -87,7 +87,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "wide prefetch": {"prefetch_bytes": "1GiB"},
     "pressure": {"pending_bytes": 4096},
     "small budget": {"device_budget": "32KiB"},
-    "tiny budget": {"device_budget": 1},
+    "tiny budget": {"device_budget": 1024},
     "one io thread": {"io_threads": 1},
     "only the larger": {"min_bytes": 4096},
     "own policy": {"policy": Odd()},

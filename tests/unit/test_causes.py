@@ -16,13 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from actoffload import Offloader
+from actoffload import Decision, Offloader, TensorFacts
 from actoffload.autotune.causes import Facts, Planned
 from actoffload.autotune.diagnosis import diagnose, facts_of
 from actoffload.config import make_config
-from actoffload.planning.constants import MOST_CAUSES
+from actoffload.events import EventKind
+from actoffload.planning.constants import MOST_CAUSES, MUCH_LATE
 from actoffload.planning.planners import Limits, Observed, make_planner
 from actoffload.planning.profile import Profile
+from actoffload.sizes import format_size
 from actoffload.statistics import Statistics
 from actoffload.testing.faults import FullEngine
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
@@ -35,6 +37,7 @@ from tests.unit.test_explain import one_large_block, transformer
 WRONG = "nothing slows the step, and nothing keeps memory from falling: "
 SLOWER, MEMORY = "why is a step slower:", "why did memory not fall:"
 NONE = "nothing was found"
+FORWARD = EventKind.FORWARD
 
 
 def told(offloader: Offloader) -> tuple[list[str], list[str]]:
@@ -98,7 +101,7 @@ def test_steps_with_micro_batches_and_passes_without_gradients(make_offloader: M
 
 
 def test_nothing_is_told_before_the_first_step_and_no_waits_after_one(make_rig: MakeRig) -> None:
-    rig = make_rig(bytes_per_s=1e6, policy="all")
+    rig = make_rig(bytes_per_s=400e6, policy="all")
     assert "diagnosis" not in rig.offloader.report()
     assert "memory" not in rig.offloader.explain()
     rig.step()
@@ -145,6 +148,38 @@ def test_what_forward_saves_last_moves_and_is_wanted_back_at_once(make_rig: Make
 
 
 # -- why did memory not fall ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["all", "greedy", "a policy"])
+@pytest.mark.parametrize("rate", [2e6, 10e6, 30e6, 60e6, 120e6, 400e6])
+def test_memory_that_stays_as_the_disk_is_too_slow_is_never_ok(make_rig: MakeRig, policy: str, rate: float) -> None:
+    """What the disk has not written when backward begins is counted by the disk, in a step without a diagnosis."""
+
+    class Everything:
+        def decide(self, facts: TensorFacts) -> Decision:
+            return Decision.OFFLOAD
+
+    options: dict[str, Any] = {"policy": Everything() if policy == "a policy" else policy, "pending_bytes": "1GiB"}
+    late: list[int] = []
+    rig = make_rig(bytes_per_s=rate, trace=lambda event: late.append(event.nbytes * (event.kind is FORWARD)), **options)
+    rig.steps(5)
+    left, whole = sum(late) / 5, rig.offloader.statistics().baseline_peak_bytes
+    assert rig.peaks[-1] <= 1.05 * left + rig.moved[-1], "what stays is late, or on its way"
+    memory = told(rig.offloader)[1]
+    assert bool(memory) == (left >= MUCH_LATE * whole), (left, whole, memory)
+    if rig.peaks[-1] > whole / 2:
+        assert f": {format_size(left)} of what a forward saves had not left when backward asked for it" in memory[0]
+        assert f"it writes {rate / 1e9:.2g} GB/s" in memory[0]
+        assert any("device_budget" in line for line in memory)
+        assert "OK" not in rig.offloader.report()
+
+
+def test_the_remedy_for_what_leaves_too_late_helps(make_rig: MakeRig) -> None:
+    budget = 24 * MIB
+    rig = make_rig(bytes_per_s=10e6, policy="all", device_budget=budget)
+    rig.steps(4)
+    assert rig.peaks[-1] <= budget
+    assert told(rig.offloader)[1] == []
 
 
 def test_a_forward_inside_other_hooks_reaches_none_of_ours(make_offloader: MakeOffloader) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import re
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Unpack, get_type_hints
 
 import pytest
 import torch
 
 import actoffload
-from actoffload import OffloadConfig, Offloader, offload_activations
+from actoffload import Decision, OffloadConfig, Offloader, Plan, offload_activations
 from actoffload.config import Options, Target, make_config
 from actoffload.errors import (
     ConfigError,
@@ -21,6 +23,7 @@ from actoffload.errors import (
     SpoolFullError,
     SpoolPathError,
 )
+from actoffload.policy import KeepReason
 from actoffload.sizes import format_size, parse_size
 from actoffload.storage.engines.base import SpoolFile
 from tests.harness import Chain, MakeOffloader, accounts_of, assert_same_gradients, batch, descriptors, train_step
@@ -89,6 +92,8 @@ def enter(request: pytest.FixtureRequest) -> Any:
         ("engine", 7, "give the name of an engine or a factory"),
         ("device_budget", -1, "a size cannot be negative"),
         ("device_budget", 0, "must be above 0"),
+        *(("device_budget", value, 'give "40%" if that share is meant') for value in ("40", 40, " 40 ", 0.4, "0.4")),
+        ("device_budget", 100, 'is 100 bytes: give "100%"'),
         ("host_budget", "-8GiB", "not a size"),
         ("nvme_budget", "8 gigs", "not a size"),
         ("nvme_budget", 0, "must be above 0"),
@@ -101,6 +106,7 @@ def enter(request: pytest.FixtureRequest) -> Any:
         ("policy", 3, "policy"),
         ("max_slowdown", "2%", "max_slowdown"),
         ("recompute", "yes", "give True or False"),
+        ("recompute", True, "give device_budget or max_slowdown too"),
         ("include", "", "give a string or a sequence"),
         ("include", [], "give a string or a sequence"),
         ("exclude", [3], "give a string or a sequence"),
@@ -342,3 +348,24 @@ def test_an_attached_module_whose_offloader_was_closed_says_so(tmp_path: Path) -
             module(torch.ones(1, 2))
     attachment.detach()
     assert module(torch.ones(1, 2)).requires_grad
+
+
+@pytest.mark.parametrize("policy", ["greedy", "all", "keep", lambda: None])
+def test_blocks_are_not_recomputed_without_a_planner(enter: Any, policy: Any) -> None:
+    if callable(policy):
+        policy = SimpleNamespace(decide=lambda facts: Decision.KEEP)
+    with pytest.raises(ConfigError, match="recompute=True: only a planner chooses what runs again"):
+        enter(recompute=True, device_budget="1GiB", policy=policy)
+    OffloadConfig(recompute=True, policy=Plan(()))  # which says itself what is recomputed
+
+
+@pytest.mark.parametrize("answer", [None, True, False, 5, "keep", "offload", KeepReason.POLICY, Decision])
+def test_a_policy_that_answers_with_no_decision_is_an_error(tmp_path: Path, answer: Any) -> None:
+    policy = SimpleNamespace(decide=lambda facts: answer)
+    x = torch.randn(64, 64, requires_grad=True)
+    offloader = Offloader(OffloadConfig(target="nvme", path=tmp_path, policy=policy, min_bytes=0, announce="none"))
+    told = re.escape(f"decide() returned {answer!r}; return actoffload.Decision.")
+    with pytest.raises(ConfigError, match=told), offloader:
+        x.exp()
+    assert offloader.statistics().live_records == 0
+    offloader.close()

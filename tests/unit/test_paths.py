@@ -56,7 +56,13 @@ def test_the_file_system_is_that_of_the_innermost_last_mount(
     assert paths.filesystem_type(path) == kind
 
 
-@pytest.mark.parametrize("kind", ["tmpfs", "ramfs", "nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs"])
+NETWORKS = {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "lustre", "gpfs", "beegfs", "ceph", "virtiofs", "afs"}
+HERE = Path("/proc/filesystems")
+KNOWN = [line.split() for line in HERE.read_text().splitlines()] if HERE.exists() else []
+ON_NO_DEVICE = [line[1] for line in KNOWN if line[0] == "nodev" and line[1] not in ("overlay", "zfs", "aufs", "ubifs")]
+
+
+@pytest.mark.parametrize("kind", sorted({"tmpfs", "ramfs", "devtmpfs", *ON_NO_DEVICE} | NETWORKS))
 def test_memory_and_network_file_systems_are_refused_unless_told(
     make_spool: MakeSpool, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -65,6 +71,18 @@ def test_memory_and_network_file_systems_are_refused_unless_told(
         make_spool()
     spool = make_spool(allow_any_filesystem=True)
     assert get(spool, put(spool, b"\x07" * BLOCK), BLOCK) == b"\x07" * BLOCK
+
+
+@pytest.mark.skipif(not os.path.ismount("/dev"), reason="no file system of its own is on /dev")
+def test_the_directory_of_devices_is_no_disk() -> None:
+    with pytest.raises(SpoolPathError, match=r"path='/dev' is on (dev)?tmpfs"):
+        paths.check_directory("/dev")
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "zfs", "f2fs", "apfs", "fuseblk"])
+def test_local_disks_are_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str) -> None:
+    mounted(monkeypatch, kind)
+    assert paths.check_directory(tmp_path) == os.path.realpath(tmp_path)
 
 
 def test_overlay_is_taken_but_buffered(make_spool: MakeSpool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -292,16 +293,54 @@ def test_nothing_moves_where_next_to_nothing_is_gained(make_rig: MakeRig) -> Non
     assert sum(rig.moved[WARM_UP + 1 :]) <= 4 * MIB, "but for what measures the link"
 
 
-def test_a_budget_that_no_plan_will_keep_is_named_before_a_step_passes_it(make_rig: MakeRig) -> None:
+def test_a_budget_that_a_step_keeps_needs_no_plan(make_rig: MakeRig) -> None:
+    """The planner's floor is 4 MiB. What stays as its backward follows at once has no room in less, and leaves."""
     rig = make_rig(bytes_per_s=SLOW, device_budget=3 * MIB)
+    rig.steps(WARM_UP + 3)
+    assert max(rig.peaks) <= 3 * MIB
+
+
+SMALL = MIB // 2
+SOME_STAY: dict[str, Any] = {"bytes_per_s": SLOW, "sizes": (2 * MIB, SMALL, SMALL, SMALL)}
+"""Of each block three tensors are below ``min_bytes``. One of them may be there before there is room for it."""
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("megabytes", [2, 4, 6])
+def test_a_budget_in_bytes_that_no_step_keeps_is_an_error_after_one_step(
+    make_rig: MakeRig, megabytes: int, recompute: bool
+) -> None:
+    rig = make_rig(device_budget=megabytes * MIB, recompute=recompute, **SOME_STAY)
     rig.step()
-    assert rig.peaks == [2 * MIB]
-    with pytest.warns(
-        RuntimeWarning, match=r"device_budget='3.0 MiB' is less than a step needs: 4.0 MiB with all that"
-    ):
+    with pytest.raises(BudgetError) as caught:
         rig.step()
-    with pytest.raises(BudgetError, match="the floor is 4194304 bytes"):
-        rig.step()
+    assert len(rig.peaks) == 1, "before the second step passes it as well"
+    floor = caught.value.floor_bytes
+    assert f"the floor is {floor} bytes" in str(caught.value)
+    enough = make_rig(device_budget=floor, recompute=recompute, **SOME_STAY)
+    enough.steps(WARM_UP + SOON)
+    assert max(enough.peaks[WARM_UP + 1 :]) <= floor + SMALL
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("percent", [2, 10, 20])
+def test_a_share_that_no_step_keeps_is_the_floor_with_one_warning(
+    make_rig: MakeRig, percent: int, recompute: bool
+) -> None:
+    rig = make_rig(device_budget=f"{percent}%", recompute=recompute, **SOME_STAY)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        rig.steps(WARM_UP + SOON)
+    told = [str(warning.message) for warning in caught]
+    assert len(told) == 1
+    floor = int(re.findall(r"\((\d+) bytes\) holds from now on", told[0])[0])
+    assert f"device_budget='{percent}%' is " in told[0]
+    assert max(rig.peaks[WARM_UP + 1 :]) <= floor + SMALL
+    assert told[0].removeprefix("actoffload: ") in rig.offloader.report()
+    budget = percent * rig.offloader.statistics().baseline_peak_bytes // 100
+    with pytest.raises(BudgetError) as error:
+        make_rig(device_budget=budget, recompute=recompute, **SOME_STAY).steps(WARM_UP + 2)
+    assert error.value.floor_bytes == floor, "the same in bytes names the same figure"
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def _traced(device: SimulatedDevice, path: Path, **options: object) -> TraceFile
 
 @pytest.mark.parametrize("target", ["host", "nvme"])
 def test_every_copy_has_its_time_and_its_bytes(device: SimulatedDevice, tmp_path: Path, target: str) -> None:
-    trace = _traced(device, tmp_path, target=target, policy="all", device_budget=1)
+    trace = _traced(device, tmp_path, target=target, policy="all", device_budget=1024)
     statistics = trace.metadata["statistics"]
     for link, name in (("host", "host"), ("disk", "nvme")):
         for way, done in (("write", "written"), ("read", "read")):

@@ -82,7 +82,7 @@ def _by_hand() -> Run:
         "memory with nothing moved": [(0.0, {"bytes": 10.0}), (8.5, {"bytes": 15.0})],
         "disk write": [
             (8.5, {"bytes_per_s": 8.0 * MIB, "can_do": 16.0 * MIB}),
-            (9.5, {"bytes_per_s": 0.0, "can_do": 16.0 * MIB}),
+            (9.25, {"bytes_per_s": 0.0, "can_do": 16.0 * MIB}),
         ],
     }.items():
         counter = counters[name] = Counter()
@@ -134,7 +134,8 @@ def test_numbers_memory_links_waits_and_what_stayed() -> None:
         assert sum(kinds) == total
     (link,) = run.links()
     assert (link.name, link.nbytes, link.can_do) == ("disk write", 8 * MIB, 16 * MIB)
-    assert link.mean_bytes_per_s == pytest.approx(4 * MIB), "8 MiB in a step of two seconds"
+    assert link.phase == "forward"
+    assert link.used == pytest.approx(0.25), "half of forward, at half of what it can do"
     waits = [(wait.module, wait.count, round(wait.total_s, 9)) for wait in run.dearest_waits()]
     assert waits == [("a", 2, 0.5), ("b", 1, 0.1)]
     assert run.kept() == {"input": 7, "policy": 1}

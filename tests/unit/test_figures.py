@@ -1,0 +1,111 @@
+"""Figures of a report and of a trace, each beside a second run that measures it: plain PyTorch, or nothing moved.
+
+The kernel counts the memory of a process (``VmHWM``). Its own allocator is kept from holding freed memory (by
+``MALLOC_MMAP_THRESHOLD_``), which it does by another amount in each run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actoffload.analysis.trace_file import load
+from actoffload.analysis.traced_run import look_at
+from actoffload.sizes import format_size
+
+PROGRAM = """
+import contextlib, json, sys, time
+import torch
+import actoffload
+
+mode, options = sys.argv[1], json.loads(sys.argv[2])
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(layer for _ in range(8) for layer in (torch.nn.Linear(128, 128), torch.nn.GELU())))
+optimizer, x = torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(32768, 128)
+offloader = None
+if mode != "plain":
+    options = {"target": "nvme", "path": ".", "policy": mode, "announce": "none", **options}
+    offloader = actoffload.Offloader(actoffload.OffloadConfig(**options)).use(model)
+peaks, seconds = [], []
+
+
+def io():
+    with open("/proc/self/io") as file:
+        return {name: int(number) for name, number in (line.split(": ") for line in file)}
+
+
+before = io()
+for step in range(6):
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+    began_s = time.perf_counter()
+    with offloader or contextlib.nullcontext():
+        loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    seconds.append(time.perf_counter() - began_s)
+    optimizer.zero_grad()
+    with open("/proc/self/status") as file:
+        peaks.append(next(1024 * int(line.split()[1]) for line in file if line.startswith("VmHWM:")))
+del loss
+told = {"peak": max(peaks[2:]), "peaks": peaks, "seconds": seconds}
+if offloader is not None:
+    offloader.synchronize()
+    told |= {"statistics": offloader.statistics().as_dict(), "report": offloader.report()}
+    offloader.close()
+    told |= {"written": io()["wchar"] - before["wchar"], "read": io()["rchar"] - before["rchar"]}
+print(json.dumps(told))
+"""
+
+pytestmark = pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="the kernel does not count a peak anew"
+)
+
+
+def run(folder: Path, mode: str, **options: Any) -> dict[str, Any]:
+    """Six steps in a process of their own: the most memory that it had in one of the last four, and what it says."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    command = [sys.executable, "-c", PROGRAM, mode, json.dumps(options)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Without an offloader, and with one that keeps all: what both measure."""
+    folder = tmp_path_factory.mktemp("plain")
+    kept = run(folder, "keep")
+    saved = kept["statistics"]["resident_peak_bytes"]
+    return {"peak": run(folder, "plain")["peak"], "saved": saved}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "options"), [("all", {}), ("auto", {"device_budget": "40%"})])
+def test_a_trace_and_a_report_say_what_moving_has_gained(
+    plain: dict[str, Any], tmp_path: Path, policy: str, options: dict[str, Any]
+) -> None:
+    moved = run(tmp_path, policy, trace="run.json", **options)
+    shown, statistics = look_at(load(tmp_path / "run.json")), moved["statistics"]
+    numbers, peak = shown.numbers(), moved["peaks"][shown.shown]
+    assert numbers["peak_bytes"] == pytest.approx(peak, rel=0.05)
+    assert numbers["peak_without_bytes"] == pytest.approx(plain["peak"], rel=0.05)
+    gained = numbers["peak_without_bytes"] - numbers["peak_bytes"]
+    assert gained == pytest.approx(plain["peak"] - peak, rel=0.25)
+    assert statistics["baseline_peak_bytes"] == plain["saved"] == numbers["saved_peak_without_bytes"]
+    share = f"peak {format_size(statistics['resident_peak_bytes'])} of {format_size(plain['saved'])} with nothing moved"
+    assert share in moved["report"]
+    assert statistics["process_peak_bytes"] == pytest.approx(moved["peak"], rel=0.05)
+    assert statistics["nvme_written_bytes"] == pytest.approx(moved["written"], rel=0.02)
+    assert statistics["nvme_read_bytes"] == pytest.approx(moved["read"], rel=0.1)  # Python reads its modules as well
+    assert numbers["moved_bytes"] == statistics["nvme_written_bytes"] / 6
+    assert numbers["wait_s"] == pytest.approx(statistics["wait_s"] / 6, abs=1e-3)
+    assert min(moved["seconds"][2:]) <= 1.05 * numbers["step_s"]
+    assert numbers["step_s"] <= 1.2 * max(moved["seconds"][2:])

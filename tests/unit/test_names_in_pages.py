@@ -1,0 +1,262 @@
+"""Every name in a page exists: dotted names, options, counts, commands, flags and files, in code spans and blocks.
+
+What others own (PyTorch, frameworks, the shell) is listed in `THEIRS`, and what stands for a reader's own in `YOURS`.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from functools import cache
+
+import pytest
+import typer.main
+
+from actoffload import OffloadConfig
+from actoffload.cli.app import app
+from tests import pages
+
+ROOT = pages.ROOT
+SOURCES = [*ROOT.glob("actoffload/**/*.py"), *ROOT.glob("integrations/**/*.py"), *ROOT.glob("benchmarks/*.py")]
+FILE = re.compile(r"[\w./-]+\.(?:py|md|json|cpp|html|svg|png|ipynb|toml)")
+DOTTED = re.compile(r"(?<![\w./])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
+RECEIVERS = {"offloader": "Offloader", "attachment": "Attachment", "statistics": "Statistics"}
+"""What these names stand for in all pages."""
+OPTIONS = {field.name for field in fields(OffloadConfig)}
+THEIRS = {
+    "torch": "allow_cache_entry_mutation allow_mutation_on_saved_tensors fullgraph fully_shard make_fx no_sync "
+    "respect_saved_tensors_hooks retain_graph saved_tensors_hooks unsafe_chunk",
+    "transformers and accelerate": "Accelerator.prepare activation_checkpointing_kwargs auto_find_batch_size log_level "
+    "gradient_checkpointing_kwargs model_init use_cache",
+    "trl": "SFTTrainer activation_offloading",
+    "deepspeed": "aio_handle non_reentrant_checkpoint partition_activations",
+    "megatron": "extra_args_provider gpt_config_from_args parse_and_validate_args pretrain "
+    "pretrain_cfg_container_from_args",
+    "torchtitan": "TRAIN_FILE",
+    "torch_remat": "recompute_needs_tensor",
+    "the Makefile": "PIP_ARGS",
+}
+YOURS = "args config data datasets forward_step hidden model model_provider model_type task trainer"
+FOREIGN = {name for names in (*THEIRS.values(), YOURS) for name in names.split()}
+THEIR_FLAGS = (
+    "--compile.enable --compile.memory_policy --compile.mode --config --cpu-offloading --cpu-offloading-num-layers "
+    "--fine-grained-activation-offloading --help --its-own --module --nproc-per-node --offload-modules "
+    "--overlap-moe-expert-parallel-comm --pp --training.disable_cuda_graphs"
+)
+YOUR_FILES = re.compile(
+    r"(?:train|run|run\.rank0|before|plan|profile|config|page|FILE|mine)\.(?:py|json|html)|.*_DATE\.json"
+)
+PLACES = [ROOT / name for name in ("", "docs", "actoffload", "benchmarks", "benchmarks/results", "tests/unit")]
+
+
+class Words(ast.NodeVisitor):
+    """All identifiers of the sources, and the members of their classes with the class that each gives, if known."""
+
+    def __init__(self) -> None:
+        self.identifiers: set[str] = set()
+        self.members: dict[str, dict[str, str]] = {}
+        self.bases: dict[str, list[str]] = {}
+        self.modules: dict[str, set[str]] = {}
+        for file in SOURCES:
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+            self.visit(tree)
+            names = file.relative_to(ROOT).with_suffix("").parts
+            names = names[:-1] if names[-1] == "__init__" else names
+            module = ".".join(names if names[0] == "actoffload" else ("actoffload", *names))
+            self.modules[module] = self._top(tree)
+
+    @staticmethod
+    def _top(tree: ast.Module) -> set[str]:
+        """The names that a module has: what it defines, imports and assigns."""
+        found: set[str] = set()
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                found |= {alias.asname or alias.name for alias in node.names}
+            elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                found.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                found.add(node.id)
+        return found
+
+    def generic_visit(self, node: ast.AST) -> None:
+        for name in ("id", "attr", "arg", "name"):
+            value = getattr(node, name, None)
+            self.identifiers |= {value} if isinstance(value, str) else set()
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            self.identifiers |= set(re.findall(r"\w+", node.value)) if len(node.value) < 80 else set()
+        super().generic_visit(node)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        mine = self.members.setdefault(node.name, {})
+        self.bases[node.name] = [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases]
+        for each in ast.walk(node):
+            if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                mine[each.name] = ast.unparse(each.returns) if each.returns is not None else ""
+            elif isinstance(each, ast.AnnAssign):
+                mine[ast.unparse(each.target).removeprefix("self.")] = ast.unparse(each.annotation)
+            elif isinstance(each, ast.Assign):
+                mine |= {ast.unparse(target).removeprefix("self."): "" for target in each.targets}
+        self.generic_visit(node)
+
+    def member(self, cls: str, name: str) -> str | None:
+        """What a member of a class gives ("" if that is not known); None where there is no such member."""
+        if name in self.members.get(cls, {}):
+            return self.members[cls][name].removesuffix(" | None").strip("'\"")
+        bases = self.bases.get(cls, [])
+        found = (self.member(base, name) for base in bases if base in self.members)
+        known = next((each for each in found if each is not None), None)
+        theirs = any(base not in self.members and base not in ("ABC", "Protocol") for base in bases)
+        return "" if known is None and theirs else known
+
+
+@cache
+def words() -> Words:
+    return Words()
+
+
+def codes() -> Iterator[tuple[str, str, str]]:
+    """Where code stands, its kind (``span`` or the language of a block), and its text."""
+    for name, kind, text in pages.pieces():
+        if kind == "prose":
+            yield from ((name, "span", " ".join(span.split())) for span in re.findall(r"`([^`]+)`", text))
+        elif kind in ("python", "bash"):
+            yield name, kind, text
+
+
+def spans(pattern: str) -> Iterator[tuple[str, re.Match[str]]]:
+    """The spans that are all of a pattern, and where each stands."""
+    for place, kind, text in codes():
+        found = re.fullmatch(pattern, text) if kind == "span" and "upstream" not in place else None
+        if found is not None:
+            yield place, found
+
+
+def problem(name: str) -> str:
+    """Why a dotted name does not exist; "" where it does, or is not ours."""
+    first, *rest = name.split(".")
+    if first == "actoffload":
+        return _in_package(rest)
+    cls = RECEIVERS.get(first, first)
+    if cls not in words().members:
+        return ""
+    for part in rest:
+        found = words().member(cls, part)
+        if found is None:
+            return f"{name}: {cls} has no {part}"
+        cls = found or RECEIVERS.get(part, "")
+        if cls not in words().members:
+            return ""
+    return ""
+
+
+def _in_package(parts: list[str]) -> str:
+    """As `problem`, of a name in a module. Nothing is imported: what a module of integrations needs may be missing."""
+    module = "actoffload"
+    for number, part in enumerate(parts):
+        if f"{module}.{part}" in words().modules:
+            module = f"{module}.{part}"
+        elif part in words().members:
+            return problem(".".join(parts[number:]))
+        else:
+            return "" if part in words().modules[module] else f"{module} has no {part}"
+    return ""
+
+
+def test_dotted_names() -> None:
+    wrong = []
+    for place, _, text in codes():
+        without_calls = re.sub(r"\([^()]*\)", "", re.sub(r"\([^()]*\)", "", text))
+        for name in DOTTED.findall(without_calls):
+            if name not in FOREIGN and not FILE.fullmatch(name) and (why := problem(name)):
+                wrong.append(f"{place}: {why}")
+    assert wrong == []
+
+
+def test_options_and_other_keywords() -> None:
+    """In a span such as ``keep_last_bytes=0``, and in calls of ours in blocks."""
+    variables = {"ACTOFFLOAD", *(f"ACTOFFLOAD_{name.upper()}" for name in (*OPTIONS, "native"))}
+    known = OPTIONS | FOREIGN | variables
+    assert [found[0] for _, found in spans(r"(\w+) ?=(?!=).*") if found[1] not in known] == []
+    ways_in = {"attach", "offload_activations", "OffloadConfig"}
+    for place, kind, text in codes():
+        calls = ast.walk(ast.parse(text)) if kind == "python" else ()
+        for call in (node for node in calls if isinstance(node, ast.Call)):
+            if ast.unparse(call.func).rpartition(".")[2] in ways_in:
+                given = {keyword.arg for keyword in call.keywords if keyword.arg}
+                assert given <= OPTIONS | {"model"}, place
+
+
+def test_identifiers() -> None:
+    """Counts, functions and keys, as ``resident_peak_bytes`` and ``add_actoffload_args``."""
+    known = words().identifiers | FOREIGN | {file.stem for file in SOURCES}
+    assert [found[0] for _, found in spans(r"(\w*[a-z]_\w+)(?:\(.*\))?") if found[1] not in known] == []
+
+
+def test_blocks_use_what_they_import_and_define() -> None:
+    defined = set(dir(builtins)) | FOREIGN | {"actoffload", "torch"}
+    for place, kind, text in codes():
+        if kind != "python":
+            continue
+        tree = ast.parse(text)
+        here = {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)} | Words._top(tree)
+        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+        assert used <= defined | here, place
+        for node in (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)):
+            for alias in node.names if (node.module or "").startswith("actoffload") else ():
+                assert problem(f"{node.module}.{alias.name}") == "", place
+
+
+def test_commands_and_flags() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    flags = {name for command in commands.values() for each in command.params for name in each.opts}
+    texts = [file.read_text(encoding="utf-8") for file in (*SOURCES, ROOT / "tests" / "conftest.py")]
+    flags |= {flag for text in texts for flag in re.findall(r'"(--[a-z][\w-]*)"', text)}
+    flags |= set(THEIR_FLAGS.split())
+    for option in (*OPTIONS, "modules", "exclude_modules", "checkpointing"):
+        dashed = option.replace("_", "-")
+        flags |= {f"--actoffload_{option}", f"--actoffload-{dashed}", f"--activation-checkpoint.{option}"}
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    wrong = []
+    for place, kind, text in codes():
+        if kind == "python" or "upstream" in place:
+            continue
+        wrong += [f"{place}: {flag}" for flag in re.findall(r"(?<![\w-])--[a-z][\w.-]*", text) if flag not in flags]
+        named = re.findall(r"^actoffload ([a-z]+)\b", text, re.MULTILINE)
+        wrong += [f"{place}: actoffload {name}" for name in named if name not in commands]
+        made = re.findall(r"^make ([a-z][\w-]*)", text, re.MULTILINE)
+        wrong += [f"{place}: make {name}" for name in made if name not in targets]
+    assert wrong == []
+
+
+def test_files() -> None:
+    rooms = [path for path in (*(ROOT / "actoffload").iterdir(), ROOT / "integrations") if path.is_dir()]
+    wrong = []
+    for place, kind, text in codes():
+        for name in FILE.findall(text) if kind == "span" and "upstream" not in place else ():
+            there = any((folder / name).exists() for folder in (*PLACES, *rooms))
+            if not there and not YOUR_FILES.fullmatch(name):
+                wrong.append(f"{place}: {name}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("actoffload.Plan.load", "Plan has no load"),
+        ("actoffload.planning.planners.best", "actoffload.planning.planners has no best"),
+        ("Statistics.moved", "Statistics has no moved"),
+        ("offloader.statistics.moved_byte", "Statistics has no moved_byte"),
+        ("attachment.offloader.closed_at", "Offloader has no closed_at"),
+        ("actoffload.attach", ""),
+        ("actoffload.analysis.trace_file.load", ""),
+        ("actoffload.integrations.megatron.add_actoffload_args", ""),
+        ("offloader.statistics.resident_share", ""),
+        ("torch.compile", ""),
+    ],
+)
+def test_what_is_looked_for_would_be_found(name: str, why: str) -> None:
+    assert problem(name).endswith(why)
+    assert bool(problem(name)) == bool(why)
