@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..config import OffloadConfig
 from ..errors import ConfigError
+from ..interrupts import expected
 from ..planning.plan import Plan, PlanEntry
 from ..policy import Decision, KeepReason, NameFilter, Policy, TensorFacts
 from ..tiers.record import Record
@@ -93,7 +94,7 @@ class OffloadDecision:
             self._names.add(record.name)
         if not self._filter.allows(record.module, record.name):
             return KeepReason.EXCLUDED
-        if self._policy is not None and self._policy.decide(_facts(record, tensor)) is Decision.KEEP:
+        if self._policy is not None and expected(self._policy.decide, _facts(record, tensor)) is Decision.KEEP:
             return KeepReason.POLICY
         if not record.index and (begins := self.forward_begins()) is not None:
             begins(((record.nbytes,),))

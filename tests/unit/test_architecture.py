@@ -15,7 +15,7 @@ from statistics import quantiles
 ROOT = Path(__file__).resolve().parents[2]
 
 FLOORS = {
-    0: "errors events locks policy sizes statistics version memory.native_*",
+    0: "errors events interrupts locks policy sizes statistics version memory.native_*",
     1: "memory memory.*",
     2: "storage storage.*",
     3: "planning planning.*",
