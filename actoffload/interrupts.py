@@ -52,7 +52,8 @@ def _handlers() -> Iterator[CodeType]:
         handler = signal.getsignal(number)
         while isinstance(handler, partial):
             handler = handler.func
-        for function in (getattr(handler, "__func__", handler), getattr(type(handler), "__call__", None)):
+        called = getattr(type(handler), "__call__", None)  # noqa: B004 - its code is looked at
+        for function in (getattr(handler, "__func__", handler), called):
             code = getattr(function, "__code__", None)
             if isinstance(code, CodeType):
                 yield code

@@ -474,7 +474,8 @@ def open_offloaders() -> list[Offloader]:
 
 def _close_later(tiers: Tiers) -> None:
     """Close on a thread of its own: a finalizer may run on one of those that closing joins."""
-    threading.Thread(target=tiers.close, kwargs={"wait": False}, name="actoffload-close", daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # no more threads: the end of the process closes it
+        threading.Thread(target=tiers.close, kwargs={"wait": False}, name="actoffload-close", daemon=True).start()
 
 
 def _at_exit() -> None:
