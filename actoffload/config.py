@@ -144,9 +144,9 @@ class OffloadConfig:
         if threads is not None and not (_is_number(threads, int) and 1 <= threads <= MOST_THREADS):
             raise ConfigError("io_threads", threads, f"give a number of threads, 1 or more and at most {MOST_THREADS}")
         slowdown = self.max_slowdown
-        if slowdown is not None and not (_is_number(slowdown, int, float) and 0 <= slowdown < float("inf")):
+        if slowdown is not None and not (_is_number(slowdown, int, float) and 0 <= slowdown <= 1e6):
             raise ConfigError("max_slowdown", slowdown, "give a share of the step's time, for example 0.02")
-        if slowdown is not None and self.policy != "auto":
+        if slowdown is not None and not (isinstance(self.policy, str) and self.policy == "auto"):
             raise ConfigError("max_slowdown", slowdown, "only a planner can keep it: leave policy at 'auto'")
         if isinstance(self.policy, str):
             _check_choice("policy", self.policy, POLICIES)
@@ -296,7 +296,7 @@ def _is_number(value: object, *kinds: type) -> bool:
 
 
 def _check_choice(field: str, value: object, choices: Sequence[str]) -> None:
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ConfigError(field, value, f"choose one of {', '.join(map(repr, choices))}")
 
 
@@ -313,17 +313,33 @@ def _check_takes_one(field: str, value: object, argument: str) -> None:
         raise ConfigError(field, value, f"a callable is called with one argument, {argument}") from None
 
 
+LONGEST_NAME = 240
+"""Bytes in the name of a file; file systems take 255, and a rank is added to it."""
+
+
 def check_file(field: str, value: object) -> None:
     """Raise if a path is one where no file can be written."""
     if value is None or callable(value):
         return
     path = os.fspath(value)  # type: ignore[call-overload]
-    if not isinstance(path, str) or not path or "\0" in path:
+    if not _names_a_file(path):
         raise ConfigError(field, value, "give the path of a file as text")
     if os.path.isdir(path):
         raise ConfigError(field, value, "is a directory: give the path of a file in it")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ConfigError(field, value, "is a device or a pipe: give the path of a file")
     if not os.path.isdir(os.path.dirname(os.path.abspath(path))):
         raise ConfigError(field, value, "its directory does not exist: create it first")
+    if len(os.fsencode(os.path.basename(path))) > LONGEST_NAME:
+        raise ConfigError(field, value, "the name of the file is too long")
+
+
+def _names_a_file(path: object) -> bool:
+    """Return whether the system can take a path: text, without a zero byte and lone surrogates."""
+    try:
+        return isinstance(path, str) and bool(path) and b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
 
 
 def _texts(field: str, value: object) -> tuple[str, ...] | None:
@@ -343,7 +359,7 @@ def _paths(value: object) -> tuple[str, ...] | None:
         raise ConfigError("path", value, "give a directory or a sequence of directories")
     texts = []
     for item in items:
-        if not isinstance(item, (str, os.PathLike)) or not os.fspath(item) or "\0" in str(item):
+        if not isinstance(item, (str, os.PathLike)) or not _names_a_file(os.fspath(item)):
             raise ConfigError("path", value, "give a directory or a sequence of directories")
         texts.append(os.path.abspath(os.path.expanduser(os.fspath(item))))
     if len(set(texts)) != len(texts):

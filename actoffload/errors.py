@@ -23,9 +23,36 @@ Each leaf is also a child of the builtin that a caller would expect to catch.
 
 from __future__ import annotations
 
+from unicodedata import category
+
+MOST_SHOWN = 500
+"""Characters of a value in a message."""
+_CONTROL = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Unicode's categories of what a terminal may obey, or cannot be written."""
+
+
+def printable(text: str) -> str:
+    r"""Return a text from elsewhere with escapes in place of what a terminal obeys, newlines too.
+
+    >>> printable("a\nb\x1b[2J")
+    'a\\nb\\x1b[2J'
+    """
+    if text.isprintable():
+        return text
+    return "".join(ascii(each)[1:-1] if category(each) in _CONTROL else each for each in text)
+
 
 class ActOffloadError(Exception):
     """Base of all errors of this library."""
+
+
+def _shown(value: object) -> str:
+    """Return a value as Python writes it, shortened; its type where that fails, as for a number of 5,000 digits."""
+    try:
+        text = repr(value)
+    except Exception:
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."
 
 
 class ConfigError(ActOffloadError, ValueError):
@@ -38,7 +65,7 @@ class ConfigError(ActOffloadError, ValueError):
         self.field = field
         self.value = value
         self.remedy = remedy
-        super().__init__(f"{field}={value!r}: {remedy}")
+        super().__init__(f"{field}={_shown(value)}: {remedy}")
 
 
 class BudgetError(ActOffloadError, ValueError):

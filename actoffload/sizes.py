@@ -34,7 +34,8 @@ def parse_size(field: str, value: Size) -> int:
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", value, re.IGNORECASE)
         if match is None or match[2].lower() not in _UNITS:
             raise ConfigError(field, value, 'not a size; give bytes (an int) or text such as "8GiB" or "512MB"')
-        nbytes = int(float(match[1]) * _UNITS[match[2].lower()])
+        exact = float(match[1]) * _UNITS[match[2].lower()]
+        nbytes = int(min(exact, 2.0**63))  # a number of 309 digits is infinite
     if nbytes < 0:
         raise ConfigError(field, value, "a size cannot be negative")
     if nbytes >= 1 << 63:
@@ -58,8 +59,8 @@ def parse_share(field: str, value: object) -> float | None:
         share = float(value.rstrip()[:-1]) / 100
     except ValueError as error:
         raise ConfigError(field, value, 'give a size such as "8GiB", or a share such as "40%"') from error
-    if not 0 <= share < float("inf"):
-        raise ConfigError(field, value, "give a share of 0 % or more")
+    if not 0 <= share <= 1e6:
+        raise ConfigError(field, value, "give a share of 0 % or more, and no more than a program can need")
     return share
 
 

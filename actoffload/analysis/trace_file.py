@@ -5,16 +5,18 @@ Times are in seconds from the first event of the file, sizes in bytes.
 
 from __future__ import annotations
 
-import json
 import os
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from ..errors import TraceFileError
+from ..errors import TraceFileError, printable
+from ..json_input import convert, parse, read_file
 
+MOST_BYTES = 1 << 30
+"""Of a file. A step of a thousand tensors takes half a MiB."""
 PHASES = ("forward", "backward", "optimizer")
 OTHERS = ", by others"
 """After the name of a link: another library moved it."""
@@ -184,15 +186,15 @@ def load(path: str | os.PathLike[str], *, truncated_ok: bool = False) -> TraceFi
         TraceFileError: there is no such file, it is no trace of ours, is not whole, is broken, or shows no step; the
             message names the file and says what to do.
     """
-    name = os.fspath(path)
+    name = printable(os.fspath(path))
     try:
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
+        content = read_file(path, MOST_BYTES)
     except OSError as error:
         raise TraceFileError(f"{name}: cannot be read ({error.strerror}): give the file of a run's trace=") from error
-    truncated = text.startswith("[")
-    data = _incomplete(text) if truncated else _complete(name, text)
-    events = data["traceEvents"]
-    about = next((e["args"] for e in events if e.get("ph") == "M" and e.get("name") == "actoffload"), None)
+    truncated = content.startswith(b"[")
+    data = _incomplete(content) if truncated else _complete(name, content)
+    events = data.traceEvents
+    about = next((e.args for e in events if e.ph == "M" and e.name == "actoffload"), None)
     if about is None:
         remedy = "it is a trace of another program: give the file of trace=, or of `actoffload trace`"
         raise TraceFileError(f"{name}: {remedy}")
@@ -203,76 +205,102 @@ def load(path: str | os.PathLike[str], *, truncated_ok: bool = False) -> TraceFi
         )
     try:
         found = _sorted(events)
-    except (LookupError, TypeError, ValueError) as error:
-        raise TraceFileError(f"{name}: broken ({error!r}): trace the run again") from error
+        base_s = convert(about.get("base_ns"), float) / 1e9
+    except ValueError as error:
+        raise TraceFileError(f"{name}: broken ({printable(str(error))}): trace the run again") from error
     if not found["phases"]:
         raise TraceFileError(f"{name}: empty: no forward ran inside an offloading context: attach() the model")
-    base_s = float(about["base_ns"]) / 1e9
     return TraceFile(
         path=name,
         truncated=truncated,
-        began_unix_s=base_s + min(e["ts"] for e in events if e["ph"] != "M") / 1e6,
-        metadata={**about, **data.get("otherData", {})},
+        began_unix_s=base_s + min(e.ts for e in events if e.ts is not None and e.ph != "M") / 1e6,
+        metadata={**about, **data.otherData},
         **found,
     )
 
 
-def _complete(name: str, text: str) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Event:
+    """An event as a file has it; `_sorted` knows what it stands for."""
+
+    ph: str
+    name: str = ""
+    ts: float | None = None
+    dur: float | None = None
+    tid: int | str = 0
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Args:
+    """The arguments of an event that is no counter."""
+
+    module: str = ""
+    bytes: int = 0
+    microbatch: int = 0
+    tensors: tuple[tuple[str | None, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Whole:
+    """A file with its end."""
+
+    traceEvents: tuple[_Event, ...]
+    otherData: dict[str, Any] = field(default_factory=dict)
+
+
+def _complete(name: str, content: bytes) -> _Whole:
     try:
-        data = json.loads(text)
+        return parse(content, _Whole, most_bytes=MOST_BYTES)
     except ValueError as error:
-        raise TraceFileError(f"{name}: no JSON ({error}): give the file of a run's trace=") from error
-    if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
-        raise TraceFileError(f"{name}: JSON, but no trace (it has no traceEvents): give the file of a run's trace=")
-    return data
+        raise TraceFileError(f"{name}: no trace ({printable(str(error))}): give the file of a run's trace=") from error
 
 
-def _incomplete(text: str) -> dict[str, Any]:
+def _incomplete(content: bytes) -> _Whole:
     """The events of a file without its end: one on each line, and perhaps the half of one on the last."""
     events = []
-    for line in text[1:].splitlines():
-        try:
-            event = json.loads(line.strip().rstrip(","))
-        except ValueError:
-            continue
-        if isinstance(event, dict):
-            events.append(event)
-    return {"traceEvents": events}
+    for line in content[1:].splitlines():
+        with suppress(ValueError):
+            events.append(parse(line.strip().rstrip(b","), _Event))
+    return _Whole(traceEvents=tuple(events))
 
 
-def _sorted(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The events by kind, with times from the first of them on."""
-    origin = min((event["ts"] for event in events if event["ph"] != "M"), default=0.0)
-    tracks = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
+def _sorted(events: Sequence[_Event]) -> dict[str, Any]:
+    """The events by kind, with times from the first of them on.
+
+    Raises:
+        ValueError: an event has arguments of another type.
+    """
+    timed = [(convert(event.ts, float), event) for event in events if event.ph != "M"]
+    origin = min((ts for ts, _ in timed), default=0.0)
+    tracks = {e.tid: convert(e.args.get("name"), str) for e in events if e.ph == "M" and e.name == "thread_name"}
     phases: list[Phase] = []
     transfers: list[Moved] = []
     waits: list[Wait] = []
     notes: list[Note] = []
     counters: dict[str, Counter] = {}
-    for event in sorted((e for e in events if e["ph"] != "M"), key=lambda e: float(e["ts"])):
-        args, begin_s = event.get("args", {}), (event["ts"] - origin) / 1e6
-        if event["ph"] == "C":
-            counters.setdefault(event["name"], Counter()).add(begin_s, args)
+    for ts, event in sorted(timed, key=lambda each: each[0]):
+        begin_s = (ts - origin) / 1e6
+        if event.ph == "C":
+            counters.setdefault(event.name, Counter()).add(begin_s, convert(event.args, dict[str, float]))
             continue
-        if event["ph"] == "i":
-            module, nbytes = args.get("module", ""), args.get("bytes", 0)
-            notes.append(Note(name=event["name"], time_s=begin_s, module=module, nbytes=nbytes))
+        args = convert(event.args, _Args)
+        if event.ph == "i":
+            notes.append(Note(name=event.name, time_s=begin_s, module=args.module, nbytes=args.bytes))
             continue
-        track = tracks.get(event["tid"], "")
-        span: dict[str, Any] = {"name": event["name"], "begin_s": begin_s, "track": track}
-        span["end_s"] = begin_s + event["dur"] / 1e6
+        track = tracks.get(event.tid, "")
+        span: dict[str, Any] = {"name": event.name, "begin_s": begin_s, "track": track}
+        span["end_s"] = begin_s + convert(event.dur, float) / 1e6
         on_device = track.startswith("device ")
         lane = track.partition(" #")[0]
         link, _, way = lane.removesuffix(OTHERS).partition(" ")
-        if event["name"].startswith("wait for "):
-            reason = event["name"].removeprefix("wait for ")
-            module, nbytes = args.get("module", ""), args.get("bytes", 0)
-            waits.append(Wait(**span, reason=reason, module=module, nbytes=nbytes, on_device=on_device))
-        elif event["name"] in PHASES:
-            phases.append(Phase(**span, microbatch=args.get("microbatch", 0), on_device=on_device))
+        if event.name.startswith("wait for "):
+            reason = event.name.removeprefix("wait for ")
+            waits.append(Wait(**span, reason=reason, module=args.module, nbytes=args.bytes, on_device=on_device))
+        elif event.name in PHASES:
+            phases.append(Phase(**span, microbatch=args.microbatch, on_device=on_device))
         elif link in ("disk", "host"):
-            tensors = tuple((module, nbytes) for module, nbytes in args["tensors"])
-            moved = {"link": link, "way": way, "nbytes": args["bytes"], "ours": not lane.endswith(OTHERS)}
-            transfers.append(Moved(**span, **moved, tensors=tensors))
+            moved: dict[str, Any] = {"link": link, "way": way, "nbytes": args.bytes, "ours": not lane.endswith(OTHERS)}
+            transfers.append(Moved(**span, **moved, tensors=args.tensors))
     groups = {"phases": tuple(phases), "transfers": tuple(transfers), "waits": tuple(waits), "notes": tuple(notes)}
     return {**groups, "counters": counters}

@@ -530,8 +530,9 @@ void pack_dealloc(PyObject* self) {
 
 // -- finalizers ------------------------------------------------------------------------------------------------------
 
-// An interrupt (Ctrl-C) that came while a kernel ran is raised where Python runs next, which is often the finalizer of a
-// tensor that autograd let go of after that kernel. Python prints what a finalizer raises, and goes on.
+// An interrupt (Ctrl-C, or what a signal's handler raises) that came while a kernel ran is raised where Python runs next,
+// which is often the finalizer of a tensor that autograd let go of after that kernel. Python prints what a finalizer
+// raises, and goes on.
 PyObject* interrupt = nullptr;           // a tuple: type and value of one that is still to be raised
 thread_local int running_finalizers = 0;  // in this thread
 
@@ -544,19 +545,35 @@ int raise_interrupt(void*) {
   return 0;
 }
 
+// Keeps the exception that was raised just now as the interrupt, unless there is one.
+void keep_interrupt() {
+  PyObject *type, *value, *trace;
+  PyErr_Fetch(&type, &value, &trace);
+  PyErr_NormalizeException(&type, &value, &trace);
+  const Ref owned_type(type), owned_value(value), owned_trace(trace);
+  if (interrupt == nullptr) {
+    if (trace != nullptr) {
+      PyException_SetTraceback(value, trace);  // it shows that a signal's handler raised it
+    }
+    interrupt = PyTuple_Pack(2, type, value);
+  }
+}
+
+constexpr int kMostTries = 4;  // each needs another signal within microseconds
+
 // Takes an interrupt that is waiting, so that `function` runs whole, and has it raised after that, outside of finalizers.
+// One that comes meanwhile ends `function` early. So it is called again: each of ours does nothing before the one step
+// that cannot be interrupted, and lets nothing escape after it.
 PyObject* finalize(PyObject* function, PyObject* object) {
   if (PyErr_CheckSignals() < 0) {
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    PyErr_NormalizeException(&type, &value, &trace);
-    const Ref owned_type(type), owned_value(value), owned_trace(trace);
-    if (interrupt == nullptr) {
-      interrupt = PyTuple_Pack(2, type, value);
-    }
+    keep_interrupt();
   }
   ++running_finalizers;
-  PyObject* const result = PyObject_CallOneArg(function, object);
+  PyObject* result = PyObject_CallOneArg(function, object);
+  for (int tries = 1; result == nullptr && tries < kMostTries; ++tries) {
+    keep_interrupt();
+    result = PyObject_CallOneArg(function, object);
+  }
   --running_finalizers;
   if (interrupt != nullptr) {
     Py_AddPendingCall(raise_interrupt, nullptr);

@@ -24,6 +24,7 @@ from ..autotune.following import Following
 from ..autotune.recompute import RecomputeMeter
 from ..config import OffloadConfig
 from ..errors import ConfigError, OffloaderClosedError, StateError
+from ..interrupts import expected
 from ..planning.explain import render_decisions
 from ..planning.plan import Plan
 from ..planning.profile import Profile
@@ -220,12 +221,9 @@ class Offloader:
             self._begin_step()
             entry = _Entry(self)
             stack.append(entry)
-            entry.hooks.__enter__()
-        except Exception:
-            del stack[depth:]
-            raise
-        except BaseException:
-            store.abort_interrupted()
+            expected(entry.hooks.__enter__)  # PyTorch may refuse hooks here
+        except BaseException as error:
+            store.abort_if_interrupted(error)
             for left in stack[depth:]:
                 left.remove_hooks()
             del stack[depth:]
@@ -264,10 +262,8 @@ class Offloader:
                 self.store.speak()
             else:
                 self._end_forward(entry, failed=kind is not None)
-        except Exception:
-            raise
-        except BaseException:
-            self.store.abort_interrupted()
+        except BaseException as reason:
+            self.store.abort_if_interrupted(reason)
             entry.remove_hooks()
             raise
 
@@ -478,7 +474,8 @@ def open_offloaders() -> list[Offloader]:
 
 def _close_later(tiers: Tiers) -> None:
     """Close on a thread of its own: a finalizer may run on one of those that closing joins."""
-    threading.Thread(target=tiers.close, kwargs={"wait": False}, name="actoffload-close", daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # no more threads: the end of the process closes it
+        threading.Thread(target=tiers.close, kwargs={"wait": False}, name="actoffload-close", daemon=True).start()
 
 
 def _at_exit() -> None:

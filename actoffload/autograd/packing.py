@@ -101,10 +101,8 @@ class Packer:
         try:
             with self._store.tiers.hook, sharing_counters():
                 return self._pack(tensor, ())
-        except Exception:
-            raise
-        except BaseException:
-            self._store.abort_interrupted()
+        except BaseException as error:
+            self._store.abort_if_interrupted(error)
             raise
 
     @untraced
@@ -133,10 +131,8 @@ class Packer:
                 with sharing_counters():
                     alias = tensor.detach()
                     return self._save(alias, tensor.untyped_storage(), (0, nbytes), tape, module)
-        except Exception:
-            raise
-        except BaseException:
-            self._store.abort_interrupted()
+        except BaseException as error:
+            self._store.abort_if_interrupted(error)
             raise
 
     def _pack(self, tensor: Tensor, counters: tuple[Counter, ...]) -> Any:

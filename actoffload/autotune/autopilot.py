@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import BudgetError
 from ..events import now
+from ..interrupts import expected, is_interrupt
 from ..memory.process_memory import available_bytes
 from ..planning.constants import (
     AFTER_A_CHANGE,
@@ -118,6 +119,8 @@ class Autopilot:
         except BudgetError:
             raise
         except Exception as error:  # training does not end because a plan could not be made
+            if is_interrupt(error):
+                raise
             self._gave_up = True
             self._following.placement.keep_all = False
             self._profiler.forget()
@@ -362,7 +365,7 @@ class Autopilot:
     def _search(self, profile: Profile) -> Plan:
         began_s = now()
         try:
-            return self._plan_that_fits(profile)
+            return expected(self._plan_that_fits, profile)
         finally:
             self._rest_until_s = now() + (now() - began_s) / PLANNING_SHARE
 

@@ -24,7 +24,7 @@ from rich.progress import (
 from rich.table import Table
 
 from ..analysis.plots import Style
-from ..errors import ActOffloadError, ConfigError, SpoolPathError
+from ..errors import ActOffloadError, ConfigError, SpoolPathError, printable
 
 PathOption = Annotated[
     list[Path] | None,
@@ -73,6 +73,11 @@ def strings(paths: list[Path] | None) -> list[str] | None:
     return None if paths is None else [str(path) for path in paths]
 
 
+def plain(text: str) -> str:
+    """Return a text, perhaps from elsewhere, as one that rich prints as it is and no terminal obeys."""
+    return escape(printable(text))
+
+
 def print_json(payload: object) -> None:
     """Print plain values as JSON."""
     typer.echo(json.dumps(payload, indent=2))
@@ -80,9 +85,9 @@ def print_json(payload: object) -> None:
 
 def print_facts(title: str, rows: Iterable[tuple[str, str]]) -> None:
     """Print a table of names and values."""
-    table = Table(title=escape(title), show_header=False, title_justify="left")
+    table = Table(title=plain(title), show_header=False, title_justify="left")
     for row in rows:
-        table.add_row(*map(escape, row))
+        table.add_row(*map(plain, row))
     Console().print(table)
 
 

@@ -124,8 +124,8 @@ def read_profile(path: Path) -> Profile:
     """
     try:
         return Profile.load(path)
-    except (OSError, UnicodeDecodeError, ConfigError) as error:
-        problem = getattr(error, "strerror", None) or getattr(error, "remedy", "it is no text").partition(";")[0]
+    except (OSError, ConfigError) as error:
+        problem = getattr(error, "strerror", None) or getattr(error, "remedy", "").partition(";")[0]
         remedy = "`actoffload demo --profile FILE` writes one, and so does offloader.profile.save(FILE) after 3 steps"
         raise ConfigError("profile", str(path), f"{problem}; give a recorded step: {remedy}") from error
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -11,15 +12,14 @@ import typer
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 
 from ..analysis.report_page import comparison, kept_table, predictions_table, waits_table, write_page
 from ..analysis.trace_file import load
 from ..analysis.traced_run import Run, look_at
-from ..errors import TraceFileError
+from ..errors import ActOffloadError, TraceFileError, printable
 from ..sizes import format_size
-from .console import JsonOption, explained_errors, print_json
+from .console import JsonOption, explained_errors, plain, print_json
 
 READING_SHARE = 0.1
 """Following a trace takes at most this share of the time: it is read anew each time."""
@@ -35,14 +35,16 @@ def command(
 ) -> None:
     """Say what a traced run did: memory, links, waits, what was predicted, and what to do next."""
     with explained_errors():
-        runs = [look_at(load(path)) for path in (compare, run) if path is not None]
+        with _sound(run if compare is None else f"{compare} or {run}"):
+            runs = [look_at(load(path)) for path in (compare, run) if path is not None]
+            shown = [each.as_dict() for each in runs] if as_json else render(runs)
         if html is not None:
             write_page(runs, html)
     if as_json:
-        print_json([each.as_dict() for each in runs])
+        print_json(shown)
         return
     console = Console()
-    console.print(render(runs))
+    console.print(shown)
     if html is not None:
         console.print(f"\nThe page: {html}", markup=False)
 
@@ -68,11 +70,23 @@ def top(
 def _so_far(path: Path) -> Run | None:
     """What a run has written until now; None before its first forward has ended."""
     try:
-        return look_at(load(path, truncated_ok=True))
+        with _sound(path):
+            return look_at(load(path, truncated_ok=True))
     except TraceFileError as error:
         if ": empty: " in str(error):
             return None
         raise
+
+
+@contextmanager
+def _sound(file: Path | str) -> Iterator[None]:
+    """Refuse a trace whose notes on the run, which have no schema, are not such as we write them."""
+    try:
+        yield
+    except ActOffloadError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise TraceFileError(printable(f"{file}: broken ({error!r}): trace the run again")) from error
 
 
 def render(runs: list[Run]) -> RenderableType:
@@ -80,7 +94,7 @@ def render(runs: list[Run]) -> RenderableType:
     names = [Path(run.trace.path).name for run in runs]
     parts: list[RenderableType] = [_table("", [["", *names], *comparison(runs)])]
     for name, run in zip(names, runs, strict=True):
-        parts += [f"\n[bold]{escape(name)}[/bold]: {escape(run.about())}", *_one(run)]
+        parts += [f"\n[bold]{plain(name)}[/bold]: {plain(run.about())}", *_one(run)]
     return Group(*parts)
 
 
@@ -97,10 +111,10 @@ def _one(run: Run) -> list[RenderableType]:
         "What stayed": kept_table(run),
     }
     parts += [_table(title, rows) for title, rows in tables.items() if rows[1:]]
-    parts += [f"\n{escape(text)}" for text in (run.wear(), run.what_limits()) if text]
+    parts += [f"\n{plain(text)}" for text in (run.wear(), run.what_limits()) if text]
     steps = Table.grid(padding=(0, 1))
     for number, step in enumerate(run.next_steps, start=1):
-        steps.add_row(f"{number}.", escape(step))
+        steps.add_row(f"{number}.", plain(step))
     if steps.rows:
         parts += ["\n[bold]What to do next[/bold]", steps]
     return parts
@@ -112,7 +126,7 @@ def _table(title: str, rows: Sequence[Sequence[str]]) -> Table:
     table = Table(title=title or None, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for number, name in enumerate(head):
         are_numbers = all(row[number][:1].isdigit() or row[number] == "-" for row in others)
-        table.add_column(escape(name), justify="right" if are_numbers else "left", overflow="fold")
+        table.add_column(plain(name), justify="right" if are_numbers else "left", overflow="fold")
     for row in others:
-        table.add_row(*map(escape, row))
+        table.add_row(*map(plain, row))
     return table

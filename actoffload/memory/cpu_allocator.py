@@ -97,9 +97,11 @@ class HeldBlock:
         self._address = address if held else 0
 
     def __del__(self) -> None:
-        address, self._address = getattr(self, "_address", 0), 0  # an interrupt may have come before there was one
+        address = getattr(self, "_address", 0)  # an interrupt may have come before there was one
         if address and _Process.library is not None:
-            _Process.library.actoffload_let_go(ctypes.c_void_p(address))
+            let_go, where = _Process.library.actoffload_let_go, ctypes.c_void_p(address)
+            self._address = 0  # no interrupt comes between this and the call, so that it is called once
+            let_go(where)
 
 
 def next_epoch() -> None:

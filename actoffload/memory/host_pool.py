@@ -53,8 +53,11 @@ class Slot:
 
     def __del__(self) -> None:
         # It may run anywhere, also inside the pool's own lock: only an atomic operation.
-        if hasattr(self, "_dropped"):
-            self._dropped.append(self._piece)
+        dropped = getattr(self, "_dropped", None)
+        if dropped is not None:
+            piece = self._piece
+            del self._dropped  # no interrupt comes between this and the call, so that it is called once
+            dropped.append(piece)
 
 
 _CLOSED: set[HostPool] = set()

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,6 +26,9 @@ PACKAGE = Path(__file__).parents[1]
 SWITCH = "ACTOFFLOAD_NATIVE"
 """Set to 0, this environment variable has nothing built or loaded, set to a program's name only that program."""
 COMPILE_S = 300
+SEAL_BYTES = hashlib.sha256().digest_size
+MOST_BYTES = 256 << 20
+"""No library of ours has so many."""
 
 
 class Refused(Exception):
@@ -76,21 +80,48 @@ def build(source: Path, options: Sequence[str], key: Sequence[str]) -> Path:
 
 
 def load(build: Callable[[], Path], loader: Callable[[Path], T]) -> T:
-    """What a loader makes of a library, which is built anew, once, where it cannot be loaded.
+    """What a loader makes of a library, which is built anew, once, where it is damaged or cannot be loaded.
 
     Raises:
         Refused: it cannot be built or loaded.
     """
     path = build()
     try:
-        return loader(path)
+        return loader(_checked_copy(path))
     except (ImportError, OSError):  # damaged, or made on a newer system that shares the home directory
         path.unlink(missing_ok=True)
         path = build()
         try:
-            return loader(path)
+            return loader(_checked_copy(path))
         except (ImportError, OSError) as error:
             raise Refused(f"the compiled library could not be loaded: {error}") from error
+
+
+def _checked_copy(library: Path) -> Path:
+    """Return the path of a copy in memory of a library that is whole.
+
+    Nobody changes the copy once it was checked: a library that loses bytes while it is mapped ends the process. It can
+    be loaded where the cache is mounted ``noexec``, too.
+
+    Raises:
+        OSError: it cannot be read, or is damaged.
+    """
+    with library.open("rb") as file:
+        content = file.read(MOST_BYTES)
+    if content[-SEAL_BYTES:] != _seal(content[:-SEAL_BYTES]):
+        raise OSError(f"{library} is damaged")
+    try:
+        copy = os.memfd_create(library.name)  # stays open: the loader takes two files of one name for one library
+    except (AttributeError, OSError):  # not on this system, or forbidden
+        return library
+    with os.fdopen(copy, "wb", closefd=False) as file:
+        file.write(content)
+    return Path(f"/proc/self/fd/{copy}")
+
+
+def _seal(content: bytes) -> bytes:
+    """What stands behind a library in its file, where the loader does not look: its checksum."""
+    return hashlib.sha256(content).digest()
 
 
 def told(error: Exception) -> str:
@@ -115,8 +146,9 @@ def _compile(compiler: str, source: Path, options: Sequence[str], library: Path)
                 env={**os.environ, "LC_ALL": "C"},
             )
             if done.returncode == 0:
-                with unfinished.open("rb+") as file:
-                    os.fsync(file.fileno())  # with holes, as a power cut leaves it, it would end who loads it
+                seal = _seal(unfinished.read_bytes())
+                with unfinished.open("ab") as file:
+                    file.write(seal)
                 unfinished.replace(library)  # at once: other processes may look for it now
                 return
             said = said or next((line for line in done.stderr.splitlines() if "error" in line), done.stderr[-200:])
@@ -128,7 +160,7 @@ def _compile(compiler: str, source: Path, options: Sequence[str], library: Path)
 
 
 def _cache_folder() -> Path:
-    """Return a directory that only this user can write to, as what lies in it is loaded into the process.
+    """Return a directory that only this user can write to or exchange: what lies in it is loaded into the process.
 
     Raises:
         Refused: there is none.
@@ -139,12 +171,28 @@ def _cache_folder() -> Path:
         if not folder.is_absolute():
             continue
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _make_private(folder)
             folder = folder.resolve()
-            found = folder.stat()
-            private = found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-            if private and os.access(folder, os.W_OK | os.X_OK):
+            owned = folder.stat().st_uid == os.geteuid()
+            if owned and os.access(folder, os.W_OK | os.X_OK) and not any(map(_is_shared, (folder, *folder.parents))):
                 return folder
         except OSError:
             continue
     raise Refused(f"neither {cache} nor {temporary.parent} can hold it; set XDG_CACHE_HOME to a directory of yours")
+
+
+def _make_private(folder: Path) -> None:
+    """Make a directory, and those above it that are missing, for this user alone, whatever the umask."""
+    if not folder.is_dir():
+        _make_private(folder.parent)
+        with suppress(FileExistsError):  # another process was faster
+            folder.mkdir(mode=0o700)
+            folder.chmod(0o700)  # the umask may have taken bits away
+
+
+def _is_shared(folder: Path) -> bool:
+    """Return whether others may exchange what lies in a directory. Where it is sticky they cannot."""
+    found = folder.stat()
+    trusted = found.st_uid in (0, os.geteuid(), Path("/").stat().st_uid)  # who owns the root may do anything
+    others_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
+    return not trusted or bool(others_write)

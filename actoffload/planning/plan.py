@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, asdict, dataclass, fields
-from typing import Any
 
 from ..errors import ConfigError
+from ..json_input import parse
 from ..policy import Decision, KeepReason, TensorFacts
 from ..sizes import format_size
 
+VERSION = 1
 TIERS = ("", "host", "nvme")
 """Where a planned storage may go; empty leaves it to the offloader."""
 
@@ -108,7 +109,7 @@ class Plan:
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` reads it back."""
         data = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "entries"}
-        return json.dumps({"version": 1, **data, "entries": [asdict(entry) for entry in self.entries]})
+        return json.dumps({"version": VERSION, **data, "entries": [asdict(entry) for entry in self.entries]})
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -118,18 +119,12 @@ class Plan:
             ConfigError: the text is no plan; names ``policy``.
         """
         try:
-            data: dict[str, Any] = dict(json.loads(text))
-            version = data.pop("version", None)
-            entries = tuple(PlanEntry(**entry) for entry in data.pop("entries"))
-            recompute = tuple(data.pop("recompute", ()))
-            arguments = tuple(None if each is None else tuple(each) for each in data.pop("arguments", ()))
-            plan = cls(entries, recompute=recompute, arguments=arguments, **data)
-        except (ValueError, TypeError, KeyError) as error:
+            plan = parse(text, cls, version=VERSION)
+        except ValueError as error:
             raise ConfigError("policy", text[:80], f"not a plan ({error}); give the text of Plan.to_json()") from error
         choices = {d.value for d in Decision}
-        legal = all(entry.action in choices and entry.tier in TIERS for entry in entries)
-        legal = legal and len(arguments) in (0, len(recompute))
-        if version != 1 or not legal or not all(isinstance(name, str) for name in recompute):
+        legal = all(entry.action in choices and entry.tier in TIERS for entry in plan.entries)
+        if not legal or len(plan.arguments) not in (0, len(plan.recompute)):
             raise ConfigError("policy", text[:80], _REMEDY)
         return plan
 

@@ -10,19 +10,16 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
 
 from ..errors import ConfigError
+from ..json_input import parse, read_file
 from .constants import PREFETCH_BYTES
 
 VERSION = 1
 ROUNDING = 1e-9
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,18 +204,10 @@ class Profile:
             ConfigError: the text is no profile, or one that cannot be; names ``profile``.
         """
         try:
-            data = json.loads(text)
-            version = data.pop("version")
-            if version != VERSION:
-                raise ValueError(f"version {version!r}")
-            data["storages"] = tuple(_build(Storage, item) for item in data["storages"])
-            data["blocks"] = tuple(_block(item) for item in data.get("blocks", []))
-            for name in ("host", "disk"):
-                data[name] = None if data.get(name) is None else _build(Link, data[name])
-            return _build(cls, data)
+            return parse(text, cls, version=VERSION)
         except ConfigError:
             raise
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except ValueError as error:
             remedy = f"not a profile of version {VERSION} ({error}); give the text of Profile.to_json()"
             raise ConfigError("profile", text[:80], remedy) from error
 
@@ -241,20 +230,7 @@ class Profile:
             OSError: the file cannot be read.
             ConfigError: it holds no profile.
         """
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
-
-
-def _block(item: Mapping[str, Any]) -> Block:
-    arguments = item.get("arguments")
-    return _build(Block, {**item, "arguments": None if arguments is None else tuple(arguments)})
-
-
-def _build(cls: type[T], values: Mapping[str, Any]) -> T:
-    known = {f.name for f in fields(cls)}  # type: ignore[arg-type]
-    unknown = set(values) - known
-    if unknown:
-        raise ValueError(f"{cls.__name__.lower()} has no {', '.join(sorted(unknown))}")
-    return cls(**values)
+        return cls.from_json(read_file(path).decode(errors="replace"))
 
 
 def _check_numbers(part: Profile | Storage | Block | Link, where: str) -> None:
@@ -287,6 +263,9 @@ def _check_storage(profile: Profile, where: str, storage: Storage) -> None:
     need_s = birth_s if storage.need_s is None else storage.need_s
     times = (birth_s, storage.need_s, last_s)
     _require(birth_s <= need_s <= last_s, times, f"{where} must be born before it is needed, the last time last")
+    _require(
+        0 <= storage.tape <= len(profile.storages), storage.tape, f"{where}.tape counts the step's forwards from 0"
+    )
     end_s = profile.step_s * (1 + ROUNDING) + ROUNDING
     _require(last_s <= end_s, last_s, f"{where} is needed after the step's end at {profile.step_s} s")
     _require(block is None or 0 <= block < len(profile.blocks), block, f"{where}.block is no block")

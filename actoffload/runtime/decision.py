@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..config import OffloadConfig
 from ..errors import ConfigError
+from ..interrupts import expected
 from ..planning.plan import Plan, PlanEntry
 from ..policy import Decision, KeepReason, NameFilter, Policy, TensorFacts
 from ..tiers.record import Record
@@ -119,7 +120,7 @@ class OffloadDecision:
             ConfigError: it answers with anything but a `Decision`, which would move what was meant to stay.
         """
         assert self._policy is not None, "it is asked"
-        answer = self._policy.decide(facts)
+        answer = expected(self._policy.decide, facts)
         if not isinstance(answer, Decision):
             remedy = f"decide() returned {answer!r}; return actoffload.Decision.KEEP or actoffload.Decision.OFFLOAD"
             raise ConfigError("policy", self._policy, remedy)

@@ -54,5 +54,5 @@ class KeptPlace:
     def __del__(self) -> None:
         store = getattr(self, "store", None)
         if store is not None:
-            del self.store  # else a store that has noted this, and that nobody holds, would hold itself for ever
             store.drop(self, 0)
+            del self.store  # else a store that has noted this, and that nobody holds, would hold itself for ever

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from ..config import OffloadConfig
+from ..interrupts import expected
 from ..policy import STATIC
 from ..sizes import format_size
 from ..statistics import Statistics
@@ -111,7 +112,7 @@ def announce(store: ActivationStore) -> None:
         return
     line = _announcement(store) + (f" [rank {rank} of {world}]" if world > 1 else "")
     if callable(config.announce):
-        config.announce(line)
+        expected(config.announce, line)
     else:
         print(line, file=sys.stderr, flush=True)
 

@@ -17,6 +17,7 @@ from torch.autograd import Variable
 from ..config import OffloadConfig
 from ..errors import OffloaderClosedError
 from ..events import EventKind, now
+from ..interrupts import is_interrupt
 from ..memory.process_memory import rss_bytes
 from ..planning.plan import Plan, decided
 from ..policy import KeepReason
@@ -57,10 +58,8 @@ def _aborts_when_interrupted(method: Callable[Concatenate[ActivationStore, P], T
         try:
             with store.tiers.hook:
                 return method(store, *args, **options)
-        except Exception:
-            raise
-        except BaseException:
-            store.abort_interrupted()
+        except BaseException as error:
+            store.abort_if_interrupted(error)
             raise
 
     return guarded
@@ -72,8 +71,9 @@ class ActivationStore:
     Handles own the records. A handle that dies calls `drop`, which may run anywhere, as a finalizer does: it notes the
     death in a list, and whoever holds the lock, or finds it free, counts it.
 
-    An interrupt (Ctrl-C) inside of it may leave records and counts half changed. So whoever is interrupted calls
-    `abort_interrupted`: the store ends, what its handles still need is lost, and the offloader makes another store.
+    An interrupt (Ctrl-C, or whatever a signal's handler raises) inside of it may leave records and counts half changed.
+    So whoever catches an exception calls `abort_if_interrupted`: the store ends, what its handles still need is lost,
+    and the offloader makes another store.
 
     It has more than fifteen attributes, as the parts of a step meet here.
 
@@ -462,17 +462,22 @@ class ActivationStore:
             self._dropped.append((record, round_))
             if self.closed or not isinstance(record, KeptPlace):  # which holds nothing; the next save counts it
                 self._count_dropped_if_free()
-        except Exception:
-            raise
-        except BaseException as error:  # Python only prints what a finalizer raises
-            self.abort_interrupted()
-            self._swallowed = error
+        except BaseException as error:
+            self._tell_later(error)
 
     def drop_kept(self, nbytes: int, entry: SavedStorage | None) -> None:
         """Note that a kept tensor without a record died. It may be called anywhere."""
-        if entry is not None:
-            self.profiler.kept_died(entry)
-        self.shared.accounts.deferred.append(nbytes)
+        try:
+            if entry is not None:
+                self.profiler.kept_died(entry)
+            self.shared.accounts.deferred.append(nbytes)
+        except BaseException as error:
+            self._tell_later(error)
+
+    def _tell_later(self, error: BaseException) -> None:
+        """Keep what was raised in a finalizer for `speak`, as Python would only print it."""
+        self.abort_if_interrupted(error)
+        self._swallowed = error
 
     def _count_dropped_if_free(self) -> None:
         while self._dropped:
@@ -564,8 +569,10 @@ class ActivationStore:
         if not self.forked:
             self._shut(wait=False)
 
-    def abort_interrupted(self) -> None:
-        """Abort from whatever an interrupt has left, on the thread that was interrupted; see the class."""
+    def abort_if_interrupted(self, error: BaseException) -> bool:
+        """Abort from whatever an interrupt has left, on the thread that was interrupted; return whether it was one."""
+        if not is_interrupt(error):
+            return False
         self.interrupted = self.shared.interrupted = self.shared.stopped = True
         self.shared.lock.abandon()
         try:
@@ -576,6 +583,7 @@ class ActivationStore:
                 self.tiers.abandon()
         finally:
             self.abort()
+        return True
 
     def _shut(self, *, wait: bool) -> None:
         with self.shared.lock:

@@ -213,7 +213,9 @@ def _seed_all(seed: int) -> None:
 
 def _random_state(device: int | torch.device | None, state: Tensor | None) -> Tensor:
     index = device.index if isinstance(device, torch.device) else device
-    found = torch.zeros(2, dtype=torch.int64) if state is None else state.clone()
+    found = (
+        torch.zeros(2, dtype=torch.int64, device="cpu") if state is None else state.cpu()
+    )  # waits for a state on a device
     place = torch.accelerator.current_device_index() if index is None else index
     _library().actoffload_sim_random(place, ctypes.c_void_p(found.data_ptr()), int(state is not None))
     return found

@@ -94,6 +94,7 @@ class DeviceTier(Tier):
         self._watched_last = False
         """No hook that was not watched has run since."""
         self._waiter = ThreadPoolExecutor(1, "actoffload-copies")
+        self._waiter.submit(int)  # its thread starts now: in a step it would be an error that there are no more
 
     # -- device → host ------------------------------------------------------------------------------------------------
 

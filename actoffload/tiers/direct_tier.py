@@ -41,6 +41,7 @@ class DirectTier(Tier):
         self.copies = copies
         self._disk = spool
         self._waiter = ThreadPoolExecutor(1, "actoffload-direct")
+        self._waiter.submit(int)  # as in `DeviceTier`
         self._ahead: dict[Record, None] = {}
         """Records that are read, or were, and that backward has not come to."""
 

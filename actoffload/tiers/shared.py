@@ -9,6 +9,7 @@ from collections import deque
 
 from ..config import OffloadConfig
 from ..events import EventKind, EventSink, TraceEvent, now
+from ..interrupts import expected, is_interrupt
 from ..locks import DrainingLock
 from .accounts import Accounts
 from .record import Record
@@ -92,8 +93,10 @@ class Reporter:
     def _tell(self, event: TraceEvent) -> None:
         assert self.sink is not None, "there is one"
         try:
-            self.sink(event)
+            expected(self.sink, event)
         except Exception as error:  # the records change under the lock meanwhile, and must not stay half changed
+            if is_interrupt(error):
+                raise
             self.advise("trace", f"the trace= callable raised {error!r}; training goes on, later events are told")
 
     def degrade(self, reason: str, record: Record, error: BaseException) -> None:
@@ -118,7 +121,7 @@ class Reporter:
             level, text = self.unsaid.popleft()
             _logger.log(level, text)
             if level >= logging.WARNING:
-                warnings.warn(f"actoffload: {text}", RuntimeWarning, stacklevel=2)
+                expected(warnings.warn, f"actoffload: {text}", RuntimeWarning, stacklevel=3)
 
 
 class Shared:

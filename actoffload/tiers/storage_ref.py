@@ -23,7 +23,9 @@ class StorageRef:
     def __del__(self) -> None:
         cdata = getattr(self, "cdata", None)
         if cdata is not None:
-            self._free(cdata)
+            free = self._free
+            del self.cdata  # no interrupt comes between this and the call, so that it is called once
+            free(cdata)
 
     def gone(self) -> bool:
         """Whether the storage has died."""

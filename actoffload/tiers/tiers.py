@@ -28,6 +28,9 @@ NOT_PAGE_LOCKED = (
     "host memory could not be page-locked, so copies go through pageable memory and block the host: lower host_budget. "
     "NVIDIA's driver does not look at `ulimit -l`; under WSL 2 it locks a small part of memory alone"
 )
+NO_THREAD = "can't start new thread"
+"""What Python says where the system starts no more threads."""
+NOTHING_WITHOUT_THREADS = "nothing moves: the system starts no more threads for this user or container (`ulimit -u`)"
 NO_DEFAULT_PATH = (
     f"nothing moves, as the system's temporary directory cannot hold a spool: pass path=, or set {PATH_VARIABLE}, to a "
     "directory on a local disk"
@@ -201,17 +204,21 @@ class Tiers:
         types = [accelerator.type] if accelerator else list(config.devices or default_device_types())
         for device_type in types:
             device = accelerator or accelerator_for(device_type)
-            if device is not None:
-                self.by_device[device_type] = self._device_tier(device)
-            elif device_type != "cpu":
-                raise ConfigError("devices", device_type, "no such device here; leave it out to take what there is")
-            elif config.target == "auto" and config.path is None and not os.environ.get(PATH_VARIABLE):
-                try:
+            try:
+                if device is not None:
+                    self.by_device[device_type] = self._device_tier(device)
+                elif device_type != "cpu":
+                    raise ConfigError("devices", device_type, "no such device here; leave it out to take what there is")
+                elif config.target != "host":
                     self.by_device[device_type] = self._cpu_tier()
-                except SpoolPathError as error:
-                    self.shared.reporter.advise("path", f"{NO_DEFAULT_PATH} ({error})")
-            elif config.target != "host":
-                self.by_device[device_type] = self._cpu_tier()
+            except SpoolPathError as error:
+                if config.target != "auto" or config.path is not None or os.environ.get(PATH_VARIABLE):
+                    raise
+                self.shared.reporter.advise("path", f"{NO_DEFAULT_PATH} ({error})")
+            except RuntimeError as error:
+                if str(error) != NO_THREAD:
+                    raise
+                self.shared.reporter.advise("threads", NOTHING_WITHOUT_THREADS)
         if config.tune_malloc and config.policy != "keep" and isinstance(self.by_device.get("cpu"), CpuTier):
             self._tune_malloc()  # last: nobody would end its use if something above failed
 

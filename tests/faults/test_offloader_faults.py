@@ -7,17 +7,20 @@ import errno
 import threading
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
-from actoffload import Offloader
+from actoffload import OffloadConfig, Offloader
 from actoffload.errors import ChecksumError, OffloaderClosedError, StorageReadError
 from actoffload.storage.engines.base import IoKind
 from actoffload.testing.engine_suite import poke_file
 from actoffload.testing.faults import FailingEngine, FullEngine, GateEngine, SlowEngine
 from tests.harness import (
+    ON_EACH_DEVICE,
     WAIT_S,
     Chain,
     MakeOffloader,
@@ -33,6 +36,7 @@ from tests.harness import (
     spool_of,
     spool_statistics,
     train_step,
+    wait_until,
 )
 
 ROW_BYTES = 128 * 64 * 4
@@ -334,3 +338,34 @@ def test_close_with_a_living_graph(make_offloader: MakeOffloader) -> None:
     assert offloader.statistics().live_records == 0
     assert descriptors() == before
     offloader.close()
+
+
+@ON_EACH_DEVICE
+@pytest.mark.parametrize("started", [0, 1])
+def test_where_the_system_starts_no_more_threads_nothing_moves_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, started: int
+) -> None:
+    start, names = threading.Thread.start, []
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("actoffload"):
+            names.append(thread.name)
+            if len(names) > started:
+                raise RuntimeError("can't start new thread")
+        start(thread)
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)]).to(where)
+    x = torch.randn(64, 64).to(where)
+    model(x).sum().backward()
+    expected = gradients(model)
+    offloader = Offloader(OffloadConfig(target="nvme", path=tmp_path, engine="posix", policy="all", min_bytes=0))
+    with pytest.warns(RuntimeWarning, match="nothing moves: the system starts no more threads"), offloader:
+        loss = model(x).sum()
+    loss.backward()
+    assert_same_gradients(gradients(model), expected)
+    assert offloader.statistics().moved_bytes == 0
+    assert "the system starts no more threads" in offloader.report()
+    offloader.close()
+    wait_until(lambda: set(threading.enumerate()) <= before, "threads are left")

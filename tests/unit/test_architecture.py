@@ -15,7 +15,7 @@ from statistics import quantiles
 ROOT = Path(__file__).resolve().parents[2]
 
 FLOORS = {
-    0: "errors events locks policy sizes statistics version memory.native_*",
+    0: "errors events interrupts json_input locks policy sizes statistics version memory.native_*",
     1: "memory memory.*",
     2: "storage storage.*",
     3: "planning planning.*",
@@ -30,8 +30,8 @@ FLOORS = {
 """Rooms by floor: what is in a room imports its own room and lower floors, and no module imports in a circle."""
 
 TORCH_FREE = (
-    "errors config events locks policy sizes statistics version memory.best_fit memory.native_build storage storage.* "
-    "planning planning.* analysis.estimate analysis.estimate_* analysis.rok "
+    "errors config events json_input locks policy sizes statistics version memory.best_fit memory.native_build "
+    "storage storage.* planning planning.* analysis.estimate analysis.estimate_* analysis.rok "
     "analysis.bench analysis.trace_file runtime.trace_writer"
 )
 """Modules that never import torch, directly or through another module of the package."""

@@ -120,7 +120,11 @@ def test_a_wrong_file_says_what_it_wants_and_what_writes_it(kind: str, tmp_path:
     if kind != "missing":
         wrong.write_bytes(b"\x89PNG\xff" if kind == "binary" else b'{"benchmark": "rok", "version": 1}')
     said = invoke(str(wrong), status=2)
-    problem = {"missing": "No such file", "binary": "it is no text", "other": "not a profile of version 1"}[kind]
+    problem = {
+        "missing": "No such file",
+        "binary": "not a profile of version 1",
+        "other": "not a profile of version 1",
+    }[kind]
     assert f"profile='{wrong}': {problem}" in said
     assert "`actoffload demo --profile FILE` writes one" in said
     assert "offloader.profile.save(FILE)" in said

@@ -1,4 +1,6 @@
-"""Ctrl-C anywhere inside of our code: the step fails with it, all is given back, and the next context starts afresh.
+"""An interrupt anywhere inside of our code: the step fails with it, all is given back, the next context starts afresh.
+
+Ctrl-C is one, and whatever the handler of a signal raises, such as the `TimeoutError` of an alarm.
 
 An interrupt is raised at the n-th place, for many n, at which Python may raise one: where one of our functions on the
 training thread is entered, and where a function in C that it called returns. One place is left out: the context's exit,
@@ -10,11 +12,13 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import itertools
 import os
 import random
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,11 +48,19 @@ POINTS = 16
 """So many for each of the devices."""
 
 
-class Interrupt:
-    """Raises KeyboardInterrupt once, at the n-th place in our code where Python may; counts the places."""
+class OutOfTime(Exception):
+    """What a program of the user's raises in the handler of an alarm."""
 
-    def __init__(self, at: int) -> None:
-        self.at, self.seen = at, 0
+
+KINDS = (KeyboardInterrupt, OutOfTime, TimeoutError, RuntimeError, MemoryError, KeyError)
+"""Some of them are what our own code expects of the system."""
+
+
+class Interrupt:
+    """Raises an exception once, at the n-th place in our code where Python may; counts the places."""
+
+    def __init__(self, at: int, kind: type[BaseException] = KeyboardInterrupt) -> None:
+        self.at, self.seen, self.kind = at, 0, kind
 
     def __call__(self, frame: Any, event: str, _: Any) -> None:
         name = frame.f_code.co_filename
@@ -58,7 +70,7 @@ class Interrupt:
             self.seen += 1
             if self.seen == self.at:
                 sys.setprofile(None)
-                raise KeyboardInterrupt
+                raise self.kind
 
     @contextlib.contextmanager
     def armed(self) -> Iterator[None]:
@@ -115,13 +127,13 @@ def test_an_interrupt_aborts_the_step_and_the_next_context_starts_afresh(
         _step(model, offloader, x)
     assert counting.seen > 10 * POINTS
     gradients(model)
-    interrupted = 0
+    interrupted, kinds = 0, itertools.cycle(KINDS)
     for at in sorted(random.Random(where == "cpu").sample(range(1, counting.seen), POINTS)):
-        interrupt, raised = Interrupt(at), False
+        interrupt, raised = Interrupt(at, next(kinds)), False
         try:
             with interrupt.armed():
                 _step(model, offloader, x)
-        except KeyboardInterrupt as error:
+        except interrupt.kind as error:
             raised = True
             error.__traceback__ = None
         model.zero_grad(set_to_none=True)
@@ -132,11 +144,12 @@ def test_an_interrupt_aborts_the_step_and_the_next_context_starts_afresh(
             torch.accelerator.synchronize()
         store = weakref.ref(offloader.store)
         aborted = offloader.store.interrupted
+        assert aborted or not offloader.statistics().live_records, f"a record is left after {interrupt.kind} at {at}"
         assert _files_in(tmp_path) == (not aborted), f"disk is taken after an interrupt at {at}"
         if aborted and not raised:  # in a finalizer, as the last that was called: the next context raises it
             try:
                 offloader.__enter__()
-            except KeyboardInterrupt as error:
+            except interrupt.kind as error:
                 raised = True
                 error.__traceback__ = None
             assert raised, f"the interrupt at {at} is lost"
@@ -266,6 +279,68 @@ def test_ctrl_c_in_a_long_backward_is_raised(tmp_path: Path) -> None:
         forget_failed_backward()
         gc.collect()
         assert offloader.statistics().live_records == 0
+
+
+def _at_random_places(alarms: int, seed: int, folder: Path) -> int:
+    """Train while an alarm rings at a random moment of each step; return how often it failed a step.
+
+    After each: the lock is free, no record is left, and the next step has the gradients of one without a library.
+    """
+    moments = random.Random(seed)
+    model = torch.nn.Sequential(*(m for _ in range(6) for m in (torch.nn.Linear(128, 128), torch.nn.GELU())))
+    x, failed, rings = torch.randn(256, 128), 0, False
+    _step(model, None, x)
+    expected = gradients(model)
+    offloader = _offloader(folder).use(model)
+
+    def ring(*_: object) -> None:
+        if rings:  # else it is late: the step is over
+            raise moments.choice(KINDS)("time is up")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    _step(model, offloader, x)
+    began_s = time.perf_counter()
+    _step(model, offloader, x)
+    longest_s = time.perf_counter() - began_s
+    try:
+        for number in range(alarms):
+            model.zero_grad(set_to_none=True)
+            signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-5, longest_s))
+            try:
+                rings = True
+                _step(model, offloader, x)
+                rings = False
+            except KINDS as error:
+                rings = False
+                failed += 1
+                error.__traceback__ = None
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            model.zero_grad(set_to_none=True)
+            forget_failed_backward()
+            with contextlib.suppress(*KINDS):  # one that came in a finalizer, as the last thing of the step
+                offloader.store.speak()
+            assert not offloader.store.shared.lock.owned(), f"alarm {number}"
+            run_in_threads(offloader.synchronize)
+            live = offloader.statistics().live_records
+            assert offloader.store.interrupted or live == 0, f"alarm {number} left {live} records"
+            _step(model, offloader, x)
+            assert_same_gradients(gradients(model), expected)
+            assert offloader.statistics().live_records == 0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    offloader.close()
+    return failed
+
+
+def test_an_alarm_at_a_random_moment_fails_its_step_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    thorough = bool(request.config.getoption("thorough"))
+    for seed in range(3 if thorough else 1):
+        alarms = 200 if thorough else 24
+        assert _at_random_places(alarms, seed, tmp_path) > alarms // 4
 
 
 def _backward_and_wait(loss: Tensor) -> None:

@@ -93,3 +93,32 @@ def test_an_error_of_a_kernel_is_raised_by_the_next_synchronization(device: Simu
     nn.functional.nll_loss(logits, target)
     with pytest.raises(RuntimeError, match="a kernel failed"):
         device.synchronize()
+
+
+def test_a_seed_counts_whatever_the_default_device_is(device: SimulatedDevice) -> None:
+    def draw(default: str) -> list[float]:
+        with torch.device(default):
+            torch.manual_seed(1234)
+        torch.accelerator.current_stream().synchronize()
+        found: list[float] = torch.randn(3, device=NAME).cpu().tolist()
+        return found
+
+    expected = draw("cpu")
+    device.lazy(torch.accelerator.current_stream())  # it does nothing before it is waited for: nor fills a seed
+    assert draw(NAME) == expected
+    with torch.device(NAME):
+        state = torch.sim.get_rng_state()  # type: ignore[attr-defined]
+    assert state.device.type == "cpu"
+    drawn = torch.randn(3, device=NAME).cpu()
+    torch.sim.set_rng_state(state.to(NAME))  # type: ignore[attr-defined]
+    assert torch.equal(torch.randn(3, device=NAME).cpu(), drawn)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors:UserWarning")
+def test_a_strided_nested_tensor_is_an_error_and_not_the_end_of_the_process(device: SimulatedDevice) -> None:
+    parts = [torch.randn(rows, 4, device=NAME, requires_grad=True) for rows in (3, 2)]
+    nested = torch.nested.as_nested_tensor(parts)
+    assert nested.is_nested
+    assert nested.device.type == NAME
+    with pytest.raises(NotImplementedError, match="NestedTensor"):
+        nested * 2

@@ -254,8 +254,8 @@ def test_a_disk_that_is_full_leaves_a_trace_that_can_be_read(
     ("text", "told"),
     [
         (None, "cannot be read"),
-        ("no trace", "no JSON"),
-        ('{"a": 1}', "it has no traceEvents"),
+        ("no trace", "no trace .JSON is malformed"),
+        ('{"a": 1}', "no trace .Object missing required field `traceEvents`"),
         ('{"traceEvents": [{"ph": "X", "name": "conv", "pid": 1, "ts": 1, "dur": 2}]}', "another program"),
     ],
 )
