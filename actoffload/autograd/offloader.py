@@ -291,8 +291,7 @@ class Offloader:
         if failed:
             return
         if entry.tape.live and not entry.tape.in_backward:
-            with store.shared.lock:
-                store.prefetch.after_forward(entry.tape)
+            store.end_forward(entry.tape)
         if not self._announced and store.shared.accounts.packed_tensors:
             self._announced = True
             announce(store)

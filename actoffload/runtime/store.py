@@ -23,7 +23,7 @@ from ..statistics import Statistics
 from ..tiers.accelerator import Accelerator
 from ..tiers.accounts import MANY_DEFERRED, Accounts
 from ..tiers.cpu_tier import CpuTier
-from ..tiers.record import Record, State
+from ..tiers.record import MOVING, Record, State
 from ..tiers.shared import Shared
 from ..tiers.tier import Tier
 from ..tiers.tiers import Tiers
@@ -292,6 +292,13 @@ class ActivationStore:
         self.shared.accounts.pack_wait_s += waited_s
         return waited_s
 
+    @_aborts_when_interrupted
+    def end_forward(self, tape: Tape[Record]) -> None:
+        """A forward has ended, and its backward has not begun."""
+        with self.shared.lock:
+            self.tiers.count_alive()
+            self.prefetch.after_forward(tape)
+
     def keep_static(self, reason: KeepReason, nbytes: int) -> None:
         """Count a tensor that stays and is no activation."""
         deferred = self.shared.accounts.deferred
@@ -348,18 +355,16 @@ class ActivationStore:
         self.speak()
         with self.shared.lock, tier.watched():
             self._reach(record, round_, tier)
-            first, on_device, since_s = record.state, record.on_device, now()
-            if not on_device and not record.counted:
-                tier.make_room(record.nbytes)
-            storage = self._fetch_now(record, tier)
-            waited_s = 0.0
-            if not on_device and first in (State.FETCHING, State.SPILLED):
-                waited_s = now() - since_s
-                self.shared.accounts.unpack_wait_s += waited_s
-                self.shared.reporter.event(EventKind.UNPACK_WAIT, record, since_s=since_s)
-                self.prefetch.window.waited()
+            storage, begin, waited_s = record.original(), 0, 0.0
+            if storage is not None:
+                if record.on_device and record.state in MOVING:  # what is written is a copy in memory
+                    tier.fetch(record, urgent=True)
+                else:
+                    self._is_alive(record)
+            else:
+                storage, waited_s = self._fetch(record, tier)
+                begin = record.data_begin
             self.prefetch.given(record, waited_s)
-            begin = record.data_begin
             next_round = self._pass(record, round_)
             if record.waiting <= 0:
                 tier.evict(record)
@@ -373,9 +378,17 @@ class ActivationStore:
             self._reach(record, round_, self.tiers.by_device[record.kind])
             return self._pass(record, round_)
 
+    def _is_alive(self, record: Record) -> None:
+        """Backward is given the original of a record that has moved, as plain PyTorch gives it."""
+        if not record.alive and record.identity is not None and record.identity.held_by() > 1:
+            record.alive = True
+            self.shared.accounts.stays_after_all(record.nbytes, KeepReason.ALIVE.value)
+
     def _reach(self, record: Record | KeptPlace, round_: int, tier: Tier) -> None:
         """Backward has come to a record."""
         self._count_dropped()
+        if record.tape is not None and not record.tape.in_backward:
+            tier.count_alive()
         tier.notice_resized()
         tier.poll()
         if self.shared.accounts.recomputed_bytes:
@@ -391,9 +404,28 @@ class ActivationStore:
         if isinstance(record, Record):
             record.waiting = record.handles - 1 if again else record.waiting - 1
             if self.profiler.running:
-                self.profiler.needed(record)
+                self.profiler.needed(record, alive=record.alive or self._held_by_others(record))
         self.prefetch.during_backward(record.tape)
         return record.round + 1
+
+    def _fetch(self, record: Record, tier: Tier) -> tuple[torch.UntypedStorage, float]:
+        """Bring a record back; return the storage with its bytes, and the seconds that backward waited for the disk."""
+        first, on_device, since_s, waited_s = record.state, record.on_device, now(), 0.0
+        if not on_device and not record.counted:
+            tier.make_room(record.nbytes)
+        storage = self._fetch_now(record, tier)
+        if not on_device and first in (State.FETCHING, State.SPILLED):
+            waited_s = now() - since_s
+            self.shared.accounts.unpack_wait_s += waited_s
+            self.shared.reporter.event(EventKind.UNPACK_WAIT, record, since_s=since_s)
+            self.prefetch.window.waited()
+        return storage, waited_s
+
+    def _held_by_others(self, record: Record) -> bool:
+        """Whether others than we hold a storage that was not moved."""
+        if not record.stays or record.identity is None:
+            return False
+        return record.identity.held_by() > 2 + record.handles  # our object, each handle's alias, and what backward gets
 
     def _fetch_now(self, record: Record, tier: Tier) -> torch.UntypedStorage:
         record.error = None  # a prefetch that failed is tried once more
@@ -511,6 +543,7 @@ class ActivationStore:
             while shared.pending_bytes > 0 and not shared.stopped:
                 shared.changed.wait()
                 self.tiers.flush()  # what came meanwhile may wait for others
+            self.tiers.count_alive()
         shared.reporter.warn()
 
     @_aborts_when_interrupted

@@ -70,7 +70,7 @@ def test_the_profile_holds_what_the_plan_holds(make_offloader: MakeOffloader) ->
     profile = _recorded(offloader, model, TOKENS, TOKENS)
     records = [s for s in profile.storages if s.index is not None]
     assert [(s.index, s.nbytes) for s in records] == [(e.index, e.nbytes) for e in offloader.plan.entries]
-    assert all(s.movable for s in records)
+    assert [(s.nbytes, s.kept) for s in records if not s.movable] == [(TOKENS.nbytes, "held elsewhere")]
     assert all(s.birth_s < s.need_s <= s.last_need_s for s in records if s.need_s is not None)
     needed = [s for s in records if s.need_s is not None]
     assert len(needed) == len(records), "each was used by backward"
