@@ -20,7 +20,7 @@ from torch.autograd.function import BackwardCFunction
 
 from ..errors import SavedTensorModifiedError
 from ..locks import renewed_in_child
-from ..runtime.identity import PLAIN_TYPES, Counter, inner_names, same_counter, storages
+from ..runtime.identity import Counter, inner_names, same_counter, storages
 from ..runtime.untraced import untraced
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def _memory(tensor: Tensor) -> tuple[Any, ...]:
     numbers = tuple(storage._cdata for storage in storages(tensor))
     if not numbers:
         return ()
-    place = (tensor.data_ptr(), tensor.stride()) if type(tensor) in PLAIN_TYPES else ()
+    place = () if hasattr(tensor, "__tensor_flatten__") else (tensor.data_ptr(), tensor.stride())
     return numbers, tensor.dtype, tensor.shape, place
 
 
