@@ -380,7 +380,7 @@ class ActivationStore:
 
     def _is_alive(self, record: Record) -> None:
         """Backward is given the original of a record that has moved, as plain PyTorch gives it."""
-        if not record.alive and record.identity is not None and record.identity.held_by() > 1:
+        if not record.alive and self._held_by_others(record):
             record.alive = True
             self.shared.accounts.stays_after_all(record.nbytes, KeepReason.ALIVE.value)
 
@@ -422,10 +422,13 @@ class ActivationStore:
         return storage, waited_s
 
     def _held_by_others(self, record: Record) -> bool:
-        """Whether others than we hold a storage that was not moved."""
-        if not record.stays or record.identity is None:
-            return False
-        return record.identity.held_by() > 2 + record.handles  # our object, each handle's alias, and what backward gets
+        """Whether others than we hold the original: then moving it frees nothing."""
+        if record.identity is None or record.identity.gone() or record.outgoing is not None:
+            return False  # copies out hold it in parts
+        ours = 1  # Python's objects for a storage count as one
+        if record.stays:
+            ours += record.handles + 1  # the alias of each handle, and the one that backward is about to get
+        return record.identity.held_by() > ours
 
     def _fetch_now(self, record: Record, tier: Tier) -> torch.UntypedStorage:
         record.error = None  # a prefetch that failed is tried once more

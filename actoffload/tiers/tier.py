@@ -176,7 +176,7 @@ class Tier(ABC):
         """Take the device copy that somebody still holds, if there is one."""
         storage = record.weak_data.lock() if record.weak_data is not None else None
         record.weak_data = None
-        if storage is None or storage.nbytes() < record.end - record.data_begin:  # freed by its owner, for now
+        if storage is None:
             return False
         self.add_resident(record, storage, record.data_begin)
         record.to(State.RESIDENT)

@@ -231,7 +231,7 @@ def test_a_frozen_buffer_of_a_module_may_be_swapped(make_offloader: MakeOffloade
             self.register_buffer("weight", _weights(1))
 
         def forward(self, x: Tensor) -> Tensor:
-            return F.linear(x, self.weight)  # type: ignore[arg-type]
+            return x * self.weight
 
     def run(context: Any) -> Tensor:
         model, x = Frozen(), _weights(3).requires_grad_()
