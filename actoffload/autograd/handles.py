@@ -218,7 +218,7 @@ _saved_tensors = BackwardCFunction.saved_tensors.__get__  # type: ignore[attr-de
 
 def watch_functions() -> None:
     """Have custom Functions read what they saved by `saved_tensors` from now on."""
-    BackwardCFunction.saved_tensors = property(saved_tensors)  # type: ignore[attr-defined]
+    BackwardCFunction.saved_tensors = property(saved_tensors)  # type: ignore[assignment]
 
 
 _BETWEEN = (__name__, untraced.__module__, "torch._dynamo.eval_frame")

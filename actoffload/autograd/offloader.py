@@ -291,7 +291,9 @@ class Offloader:
         if failed:
             return
         if entry.tape.live and not entry.tape.in_backward:
-            store.end_forward(entry.tape)
+            with store.shared.lock:
+                store.tiers.count_alive()
+                store.prefetch.after_forward(entry.tape)
         if not self._announced and store.shared.accounts.packed_tensors:
             self._announced = True
             announce(store)

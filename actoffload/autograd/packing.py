@@ -192,7 +192,8 @@ class Packer:
         if is_output or (type(handle) is Kept and handle.itself):
             return handle  # of what a node makes itself autograd hands out another object, without attributes
         attributes = {name: value for name, value in vars(tensor).items() if is_plain_value(value)}
-        lost = sorted(vars(tensor).keys() - attributes.keys())
+        # The compiler's own marks mean nothing to backward.
+        lost = sorted(name for name in vars(tensor).keys() - attributes.keys() if not name.startswith("_dynamo"))
         if lost:
             self._store.shared.reporter.advise("attributes", ATTRIBUTES.format(lost[0]))
         return Attributed(handle, attributes) if attributes else handle

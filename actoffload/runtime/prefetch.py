@@ -54,6 +54,7 @@ class Prefetch:
             return
         if not tape.in_backward:
             self.phases.begin_backward(tape)
+            self._tiers[record.kind].count_alive()
         if round_ > record.round:
             tape.rewind()
         tape.advance(record.index, self.orders)

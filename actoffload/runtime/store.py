@@ -23,7 +23,7 @@ from ..statistics import Statistics
 from ..tiers.accelerator import Accelerator
 from ..tiers.accounts import MANY_DEFERRED, Accounts
 from ..tiers.cpu_tier import CpuTier
-from ..tiers.record import MOVING, Record, State
+from ..tiers.record import Record, State
 from ..tiers.shared import Shared
 from ..tiers.tier import Tier
 from ..tiers.tiers import Tiers
@@ -292,13 +292,6 @@ class ActivationStore:
         self.shared.accounts.pack_wait_s += waited_s
         return waited_s
 
-    @_aborts_when_interrupted
-    def end_forward(self, tape: Tape[Record]) -> None:
-        """A forward has ended, and its backward has not begun."""
-        with self.shared.lock:
-            self.tiers.count_alive()
-            self.prefetch.after_forward(tape)
-
     def keep_static(self, reason: KeepReason, nbytes: int) -> None:
         """Count a tensor that stays and is no activation."""
         deferred = self.shared.accounts.deferred
@@ -355,15 +348,20 @@ class ActivationStore:
         self.speak()
         with self.shared.lock, tier.watched():
             self._reach(record, round_, tier)
-            storage, begin, waited_s = record.original(), 0, 0.0
+            first, on_device, since_s, waited_s = record.state, record.on_device, now(), 0.0
+            storage, begin = record.original(), 0
             if storage is not None:
-                if record.on_device and record.state in MOVING:  # what is written is a copy in memory
-                    tier.fetch(record, urgent=True)
-                else:
-                    self._is_alive(record)
+                tier.original_taken(record)
             else:
-                storage, waited_s = self._fetch(record, tier)
+                if not on_device and not record.counted:
+                    tier.make_room(record.nbytes)
+                storage = self._fetch_now(record, tier)
                 begin = record.data_begin
+                if not on_device and first in (State.FETCHING, State.SPILLED):
+                    waited_s = now() - since_s
+                    self.shared.accounts.unpack_wait_s += waited_s
+                    self.shared.reporter.event(EventKind.UNPACK_WAIT, record, since_s=since_s)
+                    self.prefetch.window.waited()
             self.prefetch.given(record, waited_s)
             next_round = self._pass(record, round_)
             if record.waiting <= 0:
@@ -378,17 +376,9 @@ class ActivationStore:
             self._reach(record, round_, self.tiers.by_device[record.kind])
             return self._pass(record, round_)
 
-    def _is_alive(self, record: Record) -> None:
-        """Backward is given the original of a record that has moved, as plain PyTorch gives it."""
-        if not record.alive and self._held_by_others(record):
-            record.alive = True
-            self.shared.accounts.stays_after_all(record.nbytes, KeepReason.ALIVE.value)
-
     def _reach(self, record: Record | KeptPlace, round_: int, tier: Tier) -> None:
         """Backward has come to a record."""
         self._count_dropped()
-        if record.tape is not None and not record.tape.in_backward:
-            tier.count_alive()
         tier.notice_resized()
         tier.poll()
         if self.shared.accounts.recomputed_bytes:
@@ -404,31 +394,9 @@ class ActivationStore:
         if isinstance(record, Record):
             record.waiting = record.handles - 1 if again else record.waiting - 1
             if self.profiler.running:
-                self.profiler.needed(record, alive=record.alive or self._held_by_others(record))
+                self.profiler.needed(record, alive=record.alive or record.held_elsewhere())
         self.prefetch.during_backward(record.tape)
         return record.round + 1
-
-    def _fetch(self, record: Record, tier: Tier) -> tuple[torch.UntypedStorage, float]:
-        """Bring a record back; return the storage with its bytes, and the seconds that backward waited for the disk."""
-        first, on_device, since_s, waited_s = record.state, record.on_device, now(), 0.0
-        if not on_device and not record.counted:
-            tier.make_room(record.nbytes)
-        storage = self._fetch_now(record, tier)
-        if not on_device and first in (State.FETCHING, State.SPILLED):
-            waited_s = now() - since_s
-            self.shared.accounts.unpack_wait_s += waited_s
-            self.shared.reporter.event(EventKind.UNPACK_WAIT, record, since_s=since_s)
-            self.prefetch.window.waited()
-        return storage, waited_s
-
-    def _held_by_others(self, record: Record) -> bool:
-        """Whether others than we hold the original: then moving it frees nothing."""
-        if record.identity is None or record.identity.gone() or record.outgoing is not None:
-            return False  # copies out hold it in parts
-        ours = 1  # Python's objects for a storage count as one
-        if record.stays:
-            ours += record.handles + 1  # the alias of each handle, and the one that backward is about to get
-        return record.identity.held_by() > ours
 
     def _fetch_now(self, record: Record, tier: Tier) -> torch.UntypedStorage:
         record.error = None  # a prefetch that failed is tried once more

@@ -136,6 +136,15 @@ class Record:
         storage = self.identity.lock()
         return storage if storage is not None and storage.nbytes() >= self.end else None
 
+    def held_elsewhere(self) -> bool:
+        """Whether others than we hold the original, so that moving it frees nothing. A handle is being unpacked."""
+        if self.identity is None or self.identity.gone() or self.outgoing is not None:
+            return False  # copies out hold it in parts
+        ours = 1  # Python's objects for a storage count as one
+        if self.stays:
+            ours += self.handles + 1  # the alias of each handle, and the one that backward is about to get
+        return self.identity.held_by() > ours
+
     @property
     def lies_elsewhere(self) -> bool:
         """Whether the storage lies at another address than when it was saved; freed, it lies nowhere."""

@@ -31,7 +31,7 @@ class StorageRef:
 
     def held_by(self) -> int:
         """How many hold the storage: its tensors, and Python's objects for it as one."""
-        return torch._C._storage_Use_Count(self.cdata)  # type: ignore[no-any-return]
+        return torch._C._storage_Use_Count(self.cdata)
 
     def lock(self) -> torch.UntypedStorage | None:
         """The storage, or None if it is gone."""

@@ -203,6 +203,14 @@ class Tier(ABC):
             self._left_behind.append(record)
         self.remove_resident(record)
 
+    def original_taken(self, record: Record) -> None:
+        """Backward is given the original of a record that has moved, or is being written from a copy in memory."""
+        if record.on_device and record.state in MOVING:
+            self.fetch(record, urgent=True)
+        elif not record.alive and record.held_elsewhere():
+            record.alive = True
+            self.shared.accounts.stays_after_all(record.nbytes, KeepReason.ALIVE.value)
+
     def count_alive(self) -> None:
         """Count the originals that live on elsewhere as on the device, and those that have died since as gone.
 

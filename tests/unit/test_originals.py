@@ -80,7 +80,7 @@ def _counted(buffer: Tensor, weights: Tensor) -> None:
 
 def _set(buffer: Tensor, weights: Tensor) -> None:
     with torch.no_grad():
-        buffer.set_(weights.clone())
+        buffer.set_(weights.clone().untyped_storage(), 0, buffer.shape, buffer.stride())
 
 
 Fill = Callable[[Tensor, Tensor], None]
@@ -231,7 +231,7 @@ def test_a_frozen_buffer_of_a_module_may_be_swapped(make_offloader: MakeOffloade
             self.register_buffer("weight", _weights(1))
 
         def forward(self, x: Tensor) -> Tensor:
-            return x * self.weight
+            return x * self.get_buffer("weight")
 
     def run(context: Any) -> Tensor:
         model, x = Frozen(), _weights(3).requires_grad_()
@@ -408,7 +408,7 @@ def test_a_plan_does_not_move_what_the_program_holds(make_offloader: MakeOffload
     features: list[Tensor] = []
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(LAYERS)))
     for block in model:
-        block[1].register_forward_hook(lambda module, inputs, output: features.append(output.detach()))
+        block.get_submodule("1").register_forward_hook(lambda module, inputs, output: features.append(output.detach()))
     offloader.use(model)
     for _ in range(4):
         with offloader:

@@ -250,7 +250,8 @@ def test_a_functions_own_output_has_none_as_without_hooks(make_offloader: MakeOf
             read.append(dict(vars(out)))
             return gradients[0] * out
 
-    for context in (contextlib.nullcontext(), *(make_offloader(**options) for options in SPACES.values())):
+    contexts: list[Any] = [contextlib.nullcontext(), *(make_offloader(**options) for options in SPACES.values())]
+    for context in contexts:
         with context:
             loss = SavesOutput.apply(_numbers(1).requires_grad_() * 1.0).sum()
         loss.backward()

@@ -114,7 +114,9 @@ def follow(options: dict[str, Any], elements: list[int], program: list[tuple[Any
     assert_empty(offloader)
     found = offloader.statistics()
     offloader.close()
-    return found.packed_tensors, found.packed_bytes, found.deduplicated_bytes, found.kept_bytes
+    # What is alive counts as kept only if its write has ended.
+    kept = {reason: nbytes for reason, nbytes in found.kept_bytes.items() if reason != "held elsewhere"}
+    return found.packed_tensors, found.packed_bytes, found.deduplicated_bytes, kept
 
 
 def saves(*more: tuple[Any, ...]) -> list[tuple[Any, ...]]:

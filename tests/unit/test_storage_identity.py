@@ -121,7 +121,8 @@ def test_the_result_of_a_collective_is_waited_for_before_it_is_saved(
         def wait(tensor: Tensor) -> Tensor:  # as NCCL's output: no version changes
             if offloader is not None:
                 offloader.synchronize()  # the disk is faster than the wire
-            ctypes.memmove(received[0].data_ptr(), wire.data_ptr(), wire.nbytes)
+            if received:
+                ctypes.memmove(received[0].data_ptr(), wire.data_ptr(), wire.nbytes)
             return tensor
 
         monkeypatch.setattr(collectives, "wait_tensor", wait)
