@@ -33,6 +33,7 @@ class KeepReason(Enum):
     FILLED_LATER = "filled after it was saved"
     DEVICE = "other device"
     RESIZED = "resized"
+    ALIVE = "held elsewhere"
     CAPTURE = "graph capture"
     DEGRADED = "degraded"
     FORKED = "forked process"

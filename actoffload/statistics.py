@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from .policy import STATIC
+from .policy import STATIC, KeepReason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +85,11 @@ class Statistics:
     def moved_bytes(self) -> int:
         """Bytes that left the device.
 
-        What goes to disk by way of host memory is in both counters, so the larger one is taken, never the sum.
+        What goes to disk by way of host memory is in both counters, so the larger one is taken, never the sum. What the
+        program held until backward was copied, and has not left.
         """
-        return max(self.host_written_bytes, self.nvme_written_bytes)
+        copied_bytes = max(self.host_written_bytes, self.nvme_written_bytes)
+        return max(0, copied_bytes - self.kept_bytes.get(KeepReason.ALIVE.value, 0))
 
     @property
     def moved_share(self) -> float:

@@ -6,6 +6,7 @@ and an alias of it where it stays.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import weakref
@@ -15,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from ..errors import SavedTensorModifiedError
 from ..locks import renewed_in_child
-from ..runtime.identity import Counter, inner_names, same_counter
+from ..runtime.identity import Counter, inner_names, same_counter, storages
 from ..runtime.untraced import untraced
 
 if TYPE_CHECKING:
@@ -85,6 +87,11 @@ def check_version(now: int, then: int, dtype: torch.dtype, shape: tuple[int, ...
     )
 
 
+def shape_of(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of a tensor; () of a strided nested tensor, which has none."""
+    return () if tensor.is_nested and tensor.layout is torch.strided else tuple(tensor.shape)
+
+
 class _Held(list[Tensor]):
     """What custom Functions were handed in one backward. That backward owns it, so it ends with it, however it ends."""
 
@@ -94,6 +101,8 @@ class _HandedOut(threading.local):
 
     def __init__(self) -> None:
         self.by_task: weakref.WeakValueDictionary[int, _Held] = weakref.WeakValueDictionary()
+        self.reading = False
+        """A Function reads what it saved: PyTorch has not yet given it any of it."""
 
 
 _handed_out = _HandedOut()
@@ -115,8 +124,8 @@ def let_go() -> bool:
     Returns:
         Whether anything is held still in this thread, by any backward.
     """
-    if not _handed_out.by_task:
-        return False
+    if not _handed_out.by_task or _handed_out.reading:
+        return _handed_out.reading
     held = _handed_out.by_task.get(torch._C._current_graph_task_id())
     if held:
         held[:] = [held[index] for index in range(len(held)) if _holders(held, index) > _ALONE]
@@ -149,6 +158,67 @@ def _asked_by_pytorch() -> bool:
             return str(name).startswith("torch.") and name != _OF_FUNCTIONS
         frame = frame.f_back  # type: ignore[assignment]  # the thread's first frame has none
     return True
+
+
+@untraced
+def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
+    """``ctx.saved_tensors`` of a custom Function, with the very leaves that it saved, as without hooks.
+
+    Where there are hooks PyTorch makes another object of each tensor that wants a gradient. A leaf's would lack the
+    attributes and the ``.grad`` of the leaf. And a gradient that nobody else holds becomes a leaf's own: so any such
+    object that shares memory with what was saved is held, as `hand_out` says.
+    """
+    let_go()
+    before, _handed_out.reading = _handed_out.reading, True
+    try:
+        found: tuple[Tensor | None, ...] = _saved_tensors(ctx)
+    finally:
+        _handed_out.reading = before
+    if not any(tensor is not None and tensor.requires_grad for tensor in found):
+        return found
+    held = _handed_out.by_task.get(torch._C._current_graph_task_id())
+    return tuple(tensor if tensor is None or not tensor.requires_grad else _as_saved(tensor, held) for tensor in found)
+
+
+def _as_saved(tensor: Tensor, held: list[Tensor] | None) -> Tensor:
+    """The leaf that a tensor is another object of; else the tensor itself, which is held if it has to be."""
+    if tensor._use_count() > 1:  # type: ignore[attr-defined]  # there was no hook: it is what was saved
+        return tensor
+    memory = _memory(tensor)
+    if not memory or _is_wrapped(tensor):
+        return tensor
+    if tensor.is_leaf:
+        leaf = _leaf_of(tensor)
+        return leaf if leaf is not None and _memory(leaf) == memory else tensor
+    handed = next((one for one in reversed(held or ()) if _memory(one) == memory), None)
+    if handed is not None and held is not None:
+        vars(tensor).update(vars(handed))
+        held.append(tensor)
+    return tensor
+
+
+def _memory(tensor: Tensor) -> tuple[Any, ...]:
+    """Equal for tensors that have the same elements in the same memory; empty where that cannot be known."""
+    numbers = tuple(storage._cdata for storage in storages(tensor))
+    if not numbers:
+        return ()
+    place = () if hasattr(tensor, "__tensor_flatten__") else (tensor.data_ptr(), tensor.stride())
+    return numbers, tensor.dtype, tensor.shape, place
+
+
+def _leaf_of(tensor: Tensor) -> Tensor | None:
+    """The leaf in whose ``.grad`` the gradients of a tensor are summed up, if that can be seen."""
+    with torch.enable_grad(), contextlib.suppress(AttributeError, NotImplementedError, RuntimeError, TypeError):
+        return tensor.view_as(tensor).grad_fn.next_functions[0][0].variable  # type: ignore[union-attr,no-any-return]
+    return None
+
+
+_saved_tensors = BackwardCFunction.saved_tensors.__get__  # type: ignore[attr-defined]
+
+
+def watch_functions() -> None:
+    """Have custom Functions read what they saved by `saved_tensors` from now on."""
+    BackwardCFunction.saved_tensors = property(saved_tensors)  # type: ignore[assignment]
 
 
 _BETWEEN = (__name__, untraced.__module__, "torch._dynamo.eval_frame")
@@ -242,7 +312,7 @@ class Kept:
         """
         alias = self.alias
         if alias._version != self.version:
-            check_version(alias._version, self.version, alias.dtype, alias.shape, self.module)
+            check_version(alias._version, self.version, alias.dtype, shape_of(alias), self.module)
         # Not the alias: whoever is given it may swap its `.data`, and ask again.
         return alias if self.itself else alias.detach()
 
@@ -300,6 +370,30 @@ class KeptActivation(Kept):
         store = getattr(self, "store", None)
         if store is not None:
             store.drop_kept(self.nbytes, self.entry)
+
+
+_PLAIN_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def is_plain_value(value: Any) -> bool:
+    """Whether a value refers to nothing else, so that a handle may hold it: no graph can be a part of it."""
+    return isinstance(value, _PLAIN_VALUES) or (isinstance(value, tuple) and all(map(is_plain_value, value)))
+
+
+class Attributed:
+    """A saved tensor whose Python object had attributes: what autograd hands out for it gets them as well."""
+
+    __slots__ = ("attributes", "handle")
+
+    def __init__(self, handle: Any, attributes: dict[str, Any]) -> None:
+        self.handle = handle
+        self.attributes = attributes
+
+    def unpack(self) -> Tensor:
+        """The saved tensor; raises what its handle raises."""
+        tensor: Tensor = self.handle.unpack()
+        vars(tensor).update(self.attributes)
+        return tensor
 
 
 class Wrapped:

@@ -32,7 +32,7 @@ struct Known {
 } known;
 
 TensorPlace tensor_place;
-PyObject *text_again, *text_append, *text_parameter, *text_cpu, *text_name, *text_engine;
+PyObject *text_again, *text_append, *text_parameter, *text_input, *text_cpu, *text_name, *text_engine;
 
 // The tensor in a Python object, if it is plain; else null.
 const at::TensorBase* plain_tensor(PyObject* object) {
@@ -151,7 +151,7 @@ PyTypeObject kept_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 Kept* as_kept(PyObject* object) { return reinterpret_cast<Kept*>(object); }
 
-// A leaf is kept itself, as autograd does: it makes no cycle, and its `.data` may be swapped.
+// A leaf is kept itself, as autograd does: it makes no cycle, has attributes, and its `.data` may be swapped.
 Ref make_kept(const at::TensorBase& tensor, bool itself) {
   at::TensorBase alias;
   if (!guarded([&] { alias = itself ? tensor : detached(tensor); })) {
@@ -384,6 +384,12 @@ bool is_special(const Pack* pack, PyObject* number) {
          torch::autograd::get_current_graph_task_id() != -1;
 }
 
+// Whether attributes were set on an object, which Python has handed out again.
+bool has_attributes(PyObject* object) {
+  PyObject** const found = _PyObject_GetDictPtr(object);
+  return found != nullptr && *found != nullptr && PyDict_GET_SIZE(*found) != 0;
+}
+
 // Whether a storage is too small to move from its device: 1 or 0; -1, with an error or without, where nothing moves from there.
 int is_small(const Pack* pack, const c10::TensorImpl* impl, long long storage_bytes) {
   Ref device(Py_NewRef(text_cpu));
@@ -455,11 +461,11 @@ PyObject* pack_plain(Pack* pack, PyObject* object, const at::TensorBase& tensor)
     return nullptr;
   }
   if (PyObject* const reason = why_static(pack, number.get(), parameter != 0)) {
-    const bool itself = reason == PyDict_GetItemWithError(known.reasons, text_parameter) && tensor.is_leaf();
+    const bool itself = reason != PyDict_GetItemWithError(known.reasons, text_input) && tensor.is_leaf();
     return keep(pack, tensor, reason, nbytes < storage_bytes ? nbytes : storage_bytes, /*activation=*/false, itself);
   }
   // A view of less than half of its storage needs only a part of it, which Python finds (`byte_span`).
-  if (parameter != 0 || nbytes == 0 || 2 * reach_of(impl) < storage_bytes || PyErr_Occurred() != nullptr ||
+  if (parameter != 0 || has_attributes(object) || nbytes == 0 || 2 * reach_of(impl) < storage_bytes || PyErr_Occurred() != nullptr ||
       is_special(pack, number.get())) {
     return nullptr;
   }
@@ -672,12 +678,13 @@ PyMODINIT_FUNC PyInit_actoffload_hooks() {
   text_again = PyUnicode_InternFromString("");
   text_append = PyUnicode_InternFromString("append");
   text_parameter = PyUnicode_InternFromString("parameter");
+  text_input = PyUnicode_InternFromString("input");
   text_cpu = PyUnicode_InternFromString("cpu");
   text_name = PyUnicode_InternFromString("__name__");
   text_engine = PyUnicode_InternFromString("torch.autograd.graph");
   describe_types();
   Ref made(PyModule_Create(&module));
-  if (!text_again || !text_append || !text_parameter || !text_cpu || !text_name || !text_engine || !made ||
+  if (!text_again || !text_append || !text_parameter || !text_input || !text_cpu || !text_name || !text_engine || !made ||
       PyType_Ready(&kept_storage_type) < 0 || PyModule_AddType(made.get(), &kept_type) < 0 ||
       PyModule_AddType(made.get(), &kept_storages_type) < 0 || PyModule_AddType(made.get(), &pack_type) < 0 ||
       PyType_Ready(&unpack_type) < 0 || PyDict_SetItemString(unpack_type.tp_dict, "_torchdynamo_disable", Py_True) < 0) {

@@ -28,7 +28,7 @@ from ..runtime.kept_place import KeptPlace
 from ..runtime.untraced import untraced
 from ..tiers.storage_ref import StorageRef
 from .exclusions import OPEN_REGIONS
-from .handles import Handle, KeptActivation, Stayed, check_version, hand_out, let_go, unpack_only
+from .handles import Handle, KeptActivation, Stayed, check_version, hand_out, let_go, shape_of, unpack_only
 
 NAME = "actoffload_hooks"
 SOURCE = native_build.PACKAGE / "autograd" / "hooks.cpp"
@@ -133,7 +133,7 @@ def _import(path: Path) -> Any:
 
 def _changed(alias: Tensor, version: int, place: KeptPlace | None) -> None:
     """Raise the error of a saved tensor that was changed in place."""
-    check_version(alias._version, version, alias.dtype, alias.shape, None if place is None else place.module)
+    check_version(alias._version, version, alias.dtype, shape_of(alias), None if place is None else place.module)
 
 
 def _samples() -> tuple[Tensor, ...]:

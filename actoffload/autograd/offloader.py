@@ -288,6 +288,7 @@ class Offloader:
             return
         if entry.tape.live and not entry.tape.in_backward:
             with store.shared.lock:
+                store.tiers.count_alive()
                 store.prefetch.after_forward(entry.tape)
         if not self._announced and store.shared.accounts.packed_tensors:
             self._announced = True

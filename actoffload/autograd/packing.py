@@ -19,10 +19,25 @@ from ..tiers.accounts import MANY_DEFERRED
 from ..tiers.record import Record
 from . import native
 from .exclusions import MARKED, Exclusions, is_filled_later
-from .handles import Handle, Kept, KeptActivation, Stayed, Wrapped, sharing_counters, unpack
+from .handles import (
+    Attributed,
+    Handle,
+    Kept,
+    KeptActivation,
+    Stayed,
+    Wrapped,
+    is_plain_value,
+    sharing_counters,
+    unpack,
+    watch_functions,
+)
 from .module_names import ModuleScopes
 from .tensor_names import name_of
 
+ATTRIBUTES = (
+    "a saved tensor has the attribute {!r}, which backward does not find: numbers and texts alone are kept of a "
+    "tensor's attributes; pass what backward needs by ctx, or have the tensor left alone by no saved-tensor hook"
+)
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 
 
@@ -73,6 +88,7 @@ class Packer:
 
     def hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         """Return pack and unpack: compiled for tensors that stay without a record, where that is at hand."""
+        watch_functions()
         module = native.load()
         if module is None:
             return self.pack, unpack
@@ -100,7 +116,10 @@ class Packer:
         """Return the handle of a tensor that autograd saves: the pack hook."""
         try:
             with self._store.tiers.hook, sharing_counters():
-                return self._pack(tensor, ())
+                handle = self._pack(tensor, ())
+                # The attributes of a subclass are its own.
+                special = type(tensor) in PLAIN_TYPES and vars(tensor)
+                return self._with_attributes(tensor, handle) if special else handle
         except BaseException as error:
             self._store.abort_if_interrupted(error)
             raise
@@ -164,6 +183,18 @@ class Packer:
                 return again
         return self._save(alias, storage, (begin, end), self._tape(), self._module_names.innermost(), counters=counters)
 
+    def _with_attributes(self, tensor: Tensor, handle: Any) -> Any:
+        """Have a tensor handed out with the attributes of its Python object, as autograd does without hooks."""
+        is_output = not tensor.is_leaf and tensor.grad_fn._sequence_nr() == torch._C._autograd._get_sequence_nr() - 1  # type: ignore[union-attr]
+        if is_output or (type(handle) is Kept and handle.itself):
+            return handle  # of what a node makes itself autograd hands out another object, without attributes
+        attributes = {name: value for name, value in vars(tensor).items() if is_plain_value(value)}
+        # The compiler's own marks mean nothing to backward.
+        lost = sorted(name for name in vars(tensor).keys() - attributes.keys() if not name.startswith("_dynamo"))
+        if lost:
+            self._store.shared.reporter.advise("attributes", ATTRIBUTES.format(lost[0]))
+        return Attributed(handle, attributes) if attributes else handle
+
     def is_recorded(self, tensor: Tensor) -> bool:
         """Return whether a plain tensor would get a record if autograd saved it now."""
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
@@ -215,8 +246,9 @@ class Packer:
     def _keep(self, tensor: Tensor, reason: KeepReason, nbytes: int) -> Kept:
         if reason._value_ in STATIC or not nbytes:
             self._store.keep_static(reason, nbytes)
-            # A leaf itself, as autograd does: it makes no cycle, and its `.data` may be swapped.
-            itself = reason is KeepReason.PARAMETER and tensor.is_leaf
+            # A leaf itself, as autograd does: it makes no cycle, has attributes, and its `.data` may be swapped. But a
+            # model's input may be changed in place by what the model makes, which would be a cycle.
+            itself = reason in (KeepReason.PARAMETER, KeepReason.BUFFER) and tensor.is_leaf
             return Kept(tensor if itself else tensor.detach(), itself=itself)
         handle = KeptActivation(tensor.detach(), self._store, nbytes, reason._value_)
         handle.entry = self._store.keep_activation(nbytes, reason, tensor.device)

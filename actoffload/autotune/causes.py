@@ -13,6 +13,7 @@ from ..config import OffloadConfig
 from ..planning.constants import (
     HELD,
     LARGE_FIRST,
+    LEAST_GAIN_BYTES,
     LEAST_LATE,
     LEAST_OTHERS,
     MORE_BUDGET,
@@ -28,7 +29,7 @@ from ..planning.plan import Plan
 from ..planning.planners.base import Limits, Planner
 from ..planning.planners.feedback import Observed
 from ..planning.profile import Link, Profile
-from ..policy import STATIC
+from ..policy import STATIC, KeepReason
 from ..sizes import format_size
 from ..statistics import Statistics
 from ..tiers.accounts import Accounts
@@ -293,6 +294,20 @@ def held_by_functions(f: Facts) -> Cause | None:
     return Cause(nbytes, f"{told}, alive as long as the loss", [remedy])
 
 
+def held_elsewhere(f: Facts) -> Cause | None:
+    """The program itself holds what autograd saves until backward asks for it."""
+    alive, planned = KeepReason.ALIVE.value, f.planned
+    nbytes = f.counts.kept_bytes.get(alive, 0) // f.steps
+    if planned is not None:  # which does not move it
+        nbytes = max(nbytes, sum(one.nbytes for one in planned.profile.storages if one.kept == alive))
+    # The program holds a step's inputs, which are few bytes, until the step has ended.
+    if nbytes < max(HELD * f.counts.baseline_peak_bytes, LEAST_GAIN_BYTES):
+        return None
+    told = f"{format_size(nbytes)} that a step saves are held by the program until backward: moving them frees nothing"
+    remedy = "let go of what forward hooks, lists and variables hold before backward begins, or hold less of it"
+    return Cause(nbytes, told, [remedy])
+
+
 def compiled_whole(f: Facts) -> Cause | None:
     """One autograd node saves most of a forward at once, as a whole model under ``torch.compile`` does."""
     nbytes = f.accounts.at_once_bytes
@@ -349,6 +364,7 @@ MEMORY = (
     leaves_too_late,
     degraded,
     held_by_functions,
+    held_elsewhere,
     compiled_whole,
     page_cache,
     host_memory_full,

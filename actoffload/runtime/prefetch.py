@@ -63,6 +63,7 @@ class Prefetch:
             return
         if not tape.in_backward:
             self.phases.begin_backward(tape)
+            self._tiers[record.kind].count_alive()
         if round_ > record.round:
             tape.rewind()
         self._shared.events += tape.advance(record.index, self.orders)
@@ -151,7 +152,7 @@ class Prefetch:
         """
         shared, on_device = self._shared, record.on_device
         limited = shared.budget.limit_bytes is not None
-        if on_device and record.stays and not limited:
+        if (on_device and record.stays and not limited) or record.original() is not None:
             return 0  # it takes nothing and gives nothing
         if not on_device and (early or shared.stopped or shared.no_memory_ahead):
             return None

@@ -181,13 +181,15 @@ class Profiler:
         if self.running:
             entry.death = self.stopwatch.stamp()
 
-    def needed(self, record: Record) -> None:
-        """Backward has a record's bytes, from now on."""
+    def needed(self, record: Record, *, alive: bool) -> None:
+        """Backward has a record's bytes, from now on; ``alive``: others than us hold them as well."""
         number = self._number_of.get(record) if self.running else None
         if number is None or self._saved[number].need is not None:
             return
         entry = self._saved[number]
         entry.need = self.stopwatch.stamp()
+        if alive and not entry.kept:
+            entry.kept = KeepReason.ALIVE.value  # moving it would free nothing
         if entry.tape not in self._in_backward:
             self._in_backward.add(entry.tape)
             self._phases.append(("backward", entry.need))

@@ -37,6 +37,7 @@ KEPT_MEANINGS = {
     "filled after it was saved": "its operator (rrelu) saves it before it is computed",
     "other device": "on a device that is not offloaded",
     "resized": "its owner freed its memory while it was being moved, to fill it again later",
+    "held elsewhere": "the program itself held it until backward: moving it freed nothing",
     "graph capture": "a captured graph replays on fixed memory",
     "degraded": "something below failed; see there",
     "forked process": "a child of the process that owns the spool",

@@ -358,18 +358,21 @@ class ActivationStore:
         self.speak()
         with self.shared.lock, tier.watched(record):
             self._reach(record, round_, tier)
-            first, on_device, since_s = record.state, record.on_device, now()
-            if not on_device and not record.counted:
-                tier.make_room(record.nbytes)
-            storage = self._fetch_now(record, tier)
-            waited_s = 0.0
-            if not on_device and first in (State.FETCHING, State.SPILLED):
-                waited_s = now() - since_s
-                self.shared.accounts.unpack_wait_s += waited_s
-                self.shared.reporter.event(EventKind.UNPACK_WAIT, record, since_s=since_s)
-                self.prefetch.window.waited()
+            first, on_device, since_s, waited_s = record.state, record.on_device, now(), 0.0
+            storage, begin = record.original(), 0
+            if storage is not None:
+                tier.original_taken(record)
+            else:
+                if not on_device and not record.counted:
+                    tier.make_room(record.nbytes)
+                storage = self._fetch_now(record, tier)
+                begin = record.data_begin
+                if not on_device and first in (State.FETCHING, State.SPILLED):
+                    waited_s = now() - since_s
+                    self.shared.accounts.unpack_wait_s += waited_s
+                    self.shared.reporter.event(EventKind.UNPACK_WAIT, record, since_s=since_s)
+                    self.prefetch.window.waited()
             self.prefetch.given(record, waited_s)
-            begin = record.data_begin
             next_round = self._pass(record, round_, tier)
             if record.waiting <= 0:
                 tier.evict(record)
@@ -402,7 +405,7 @@ class ActivationStore:
         if isinstance(record, Record):
             record.waiting = record.handles - 1 if again else record.waiting - 1
             if self.profiler.running:
-                self.profiler.needed(record)
+                self.profiler.needed(record, alive=record.alive or record.held_elsewhere())
         self.prefetch.during_backward(record.tape)
         tier.release_due()  # last: a copy that backward takes instead of its original would be for nothing
         self._when_backward_ends()
@@ -548,6 +551,7 @@ class ActivationStore:
             while shared.pending_bytes > 0 and not shared.stopped:
                 shared.changed.wait()
                 self.tiers.flush()  # what came meanwhile may wait for others
+            self.tiers.count_alive()
         shared.reporter.warn()
 
     @_aborts_when_interrupted

@@ -66,7 +66,8 @@ class Batch:
         return [
             place
             for place, one in enumerate(self.records)
-            if one is record or (not self.read_apart and one.waiting > 0 and one.state is State.SPILLED)
+            if one is record
+            or (not self.read_apart and one.waiting > 0 and one.state is State.SPILLED and one.original() is None)
         ]
 
 

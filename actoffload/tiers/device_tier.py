@@ -193,7 +193,7 @@ class DeviceTier(Tier):
             self.stay(record)
             return
         record.to(State.HOSTED)
-        self.remove_resident(record)
+        self.let_go(record)
         self.shared.reporter.event(EventKind.WRITE, record, "to host")
         if record.transfer is not None:
             record.to(State.SPILLING)

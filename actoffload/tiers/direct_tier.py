@@ -55,12 +55,12 @@ class DirectTier(Tier):
         if extent is None:
             return KeepReason.DEGRADED
         record.extent = extent
-        source, event = record.flat(), self._so_far(record)
-        self._used_here(record, source)
+        event = self._so_far(record)
+        self._used_here(record, record.flat())
         on_done = partial(self._written, record, now())
-        address = source.data_ptr()
+        address = record.address + record.begin
         transfer = self._disk.write(
-            extent, address, record.nbytes, on_done=on_done, keepalive=source, held=True, about=(record,)
+            extent, address, record.nbytes, on_done=on_done, keepalive=record.data, held=True, about=(record,)
         )
         record.transfer = transfer
         record.to(State.SPILLING)

@@ -92,6 +92,7 @@ class Record:
     release_after: int | None = None  # as a plan says, see `PlanEntry`
     counted: bool = False  # among the resident bytes
     wanted: bool = False  # backward is about to need it
+    alive: bool = False  # backward was given the original although it had moved: somebody else held that
     on_disk: bool = False  # a complete copy is in `extent`
     was_resized: bool = False  # its owner was seen to have freed or resized it while it was moved
     extent: Any = None  # its room on disk, which it may share
@@ -122,6 +123,28 @@ class Record:
     def on_device(self) -> bool:
         """Whether the bytes are on the device."""
         return self.data is not None
+
+    def original(self) -> torch.UntypedStorage | None:
+        """The storage that was saved, if somebody else than us has it, and its bytes are there.
+
+        Plain PyTorch holds a reference, and reads it as it is by then. So a copy stands for a storage that has died
+        alone, as nobody can fill that again.
+        """
+        if self.identity is None or self.identity.gone():
+            return None
+        if self.data is not None and self.data._cdata == self.identity.cdata:
+            return None
+        storage = self.identity.lock()
+        return storage if storage is not None and storage.nbytes() >= self.end else None
+
+    def held_elsewhere(self) -> bool:
+        """Whether others than we hold the original, so that moving it frees nothing. A handle is being unpacked."""
+        if self.identity is None or self.identity.gone() or self.outgoing is not None:
+            return False  # copies out hold it in parts
+        ours = 1  # Python's objects for a storage count as one
+        if self.stays:
+            ours += self.handles + 1  # the alias of each handle, and the one that backward is about to get
+        return self.identity.held_by() > ours
 
     @property
     def lies_elsewhere(self) -> bool:

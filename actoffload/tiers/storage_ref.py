@@ -31,6 +31,10 @@ class StorageRef:
         """Whether the storage has died."""
         return bool(_expired(self.cdata))
 
+    def held_by(self) -> int:
+        """How many hold the storage: its tensors, and Python's objects for it as one."""
+        return torch._C._storage_Use_Count(self.cdata)
+
     def lock(self) -> torch.UntypedStorage | None:
         """The storage, or None if it is gone."""
         storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(self.cdata)

@@ -48,6 +48,8 @@ class Tier(ABC):
         self._pending_limit_bytes = shared.config.size("pending_bytes", PENDING_BYTES)
         self._copied_in_place: deque[Record] = deque()
         """Records that are being copied from where their owner holds them, and some that were; looked at in turn."""
+        self._left_behind: deque[Record] = deque()
+        """Records that have moved away while somebody else held the original."""
 
     # -- what a tier does ---------------------------------------------------------------------------------------------
 
@@ -144,6 +146,7 @@ class Tier(ABC):
     def abandon(self) -> None:
         """Forget every record after an interrupt; what their copies touch is used again only after these."""
         self._copied_in_place.clear()
+        self._left_behind.clear()
 
     def close(self) -> None:  # noqa: B027
         """End the threads, if there are any. Idempotent."""
@@ -212,6 +215,38 @@ class Tier(ABC):
         self.remove_resident(record)
         record.to(State.RELEASED)
 
+    # -- originals that live on ---------------------------------------------------------------------------------------
+
+    def let_go(self, record: Record) -> None:
+        """Drop our reference to the original, as it has moved away."""
+        # Python's objects for a storage count as one, which is ours: more is somebody's tensor.
+        if record.identity is not None and record.identity.held_by() > 1:
+            self._left_behind.append(record)
+        self.remove_resident(record)
+
+    def original_taken(self, record: Record) -> None:
+        """Backward is given the original of a record that has moved, or is being written from a copy in memory."""
+        if record.on_device and record.state in MOVING:
+            self.fetch(record, urgent=True)
+        elif not record.alive and record.held_elsewhere():
+            record.alive = True
+            self.shared.accounts.stays_after_all(record.nbytes, KeepReason.ALIVE.value)
+
+    def count_alive(self) -> None:
+        """Count the originals that live on elsewhere as on the device, and those that have died since as gone.
+
+        A forward's own variables hold what it works on; so this is for when it has ended.
+        """
+        for _ in range(len(self._left_behind)):
+            record = self._left_behind.popleft()
+            if record.data is not None or record.state not in (State.HOSTED, State.SPILLING, State.SPILLED):
+                continue  # it is released, or comes back: others count it
+            if record.original() is None:
+                self.remove_resident(record)
+            else:
+                self.count_resident(record)
+                self._left_behind.append(record)
+
     # -- steps that they share ----------------------------------------------------------------------------------------
 
     def add_resident(self, record: Record, storage: torch.UntypedStorage, begin: int) -> None:
@@ -274,7 +309,7 @@ class Tier(ABC):
                 record.to(State.RESIDENT)
             else:
                 left = record.data
-                self.remove_resident(record)
+                self.let_go(record)
                 record.to(State.SPILLED)
         elif record.state is State.SPILLING:
             record.to(State.RESIDENT)

@@ -152,6 +152,11 @@ class Tiers:
         """Whether a stream is being captured into a graph: no device may be asked anything then."""
         return any(tier.capturing() for tier in self.by_device.values())
 
+    def count_alive(self) -> None:
+        """Count what has moved and lives on elsewhere. The lock is held."""
+        for tier in self.by_device.values():
+            tier.count_alive()
+
     def count_waits(self) -> None:
         """Count what compute streams have waited for."""
         for tier in self.by_device.values():

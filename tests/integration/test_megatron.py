@@ -198,22 +198,38 @@ def test_micro_batches_are_counted_where_nothing_tells_them(monkeypatch: pytest.
 # -- the example ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_the_example_runs_and_ends_with_a_row(tmp_path: Path) -> None:
-    command = (
-        "-m actoffload.integrations.megatron.pretrain_gpt --layers 4 --width 64 --seq 64 --steps 2 --microbatches 2 "
-        f"--actoffload-target nvme --actoffload-min-bytes 4KiB --actoffload-path {tmp_path}"
-    )
+SIZES = "--layers 4 --width 64 --seq 64 --steps 2 --microbatches 2"
+OFFLOADING = "--actoffload-target nvme --actoffload-min-bytes 4KiB --actoffload-path"
+
+
+def _example(module: str, options: str, folder: Path) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [sys.executable, *command.split()],
+        [sys.executable, "-m", module, *SIZES.split(), *options.split()],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        cwd=tmp_path,
+        cwd=folder,
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.slow
+def test_fused_gradients_find_the_weights_attributes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's Linear marks the weight that it reads from ``ctx.saved_tensors``, and its DDP looks for the mark."""
+    worker = "tests.integration.workers.megatron_fused"
+    plain = _example(worker, "", tmp_path)
+    assert "step 1" in plain.stdout
+    for native in "1", "0":
+        monkeypatch.setenv("ACTOFFLOAD_NATIVE", native)
+        assert _example(worker, f"{OFFLOADING} {tmp_path}", tmp_path).stdout == plain.stdout
+
+
+@pytest.mark.slow
+def test_the_example_runs_and_ends_with_a_row(tmp_path: Path) -> None:
+    done = _example("actoffload.integrations.megatron.pretrain_gpt", f"{OFFLOADING} {tmp_path}", tmp_path)
     losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step ")]
     assert len(losses) == 2
     assert losses[1] < losses[0]

@@ -61,7 +61,8 @@ def check(model: nn.Module, batch: dict[str, Tensor], offloader: Offloader, *, i
     assert after.live_records == 0
     assert after.degraded == {}
     kept = {reason for reason, nbytes in after.kept_bytes.items() if nbytes > before.kept_bytes.get(reason, 0)}
-    assert kept <= STATIC | ({"saved during backward"} if inside else set())
+    # The program of these tests holds the batch, and what the model returned.
+    assert kept <= STATIC | {"held elsewhere"} | ({"saved during backward"} if inside else set())
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)

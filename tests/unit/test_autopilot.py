@@ -133,13 +133,13 @@ def test_blocks_are_timed_once_under_each_plan(make_offloader: MakeOffloader, mo
 def test_limits_are_those_of_the_options(make_offloader: MakeOffloader) -> None:
     planner = _Scripted(lambda *_: False)
     offloader = make_offloader(
-        policy="auto", device_budget="64KiB", max_slowdown=0.5, nvme_budget="8MiB", recompute=True
+        policy="auto", device_budget="128KiB", max_slowdown=0.5, nvme_budget="8MiB", recompute=True
     )
     plan_with(offloader, planner)
     with pytest.warns(RuntimeWarning, match="recompute=True changes nothing, as no block is known: pass model="):
         _steps(offloader, WARM_UP + 2)
     (limits,) = planner.limits
-    assert limits.device_budget == 64 << 10
+    assert limits.device_budget == 128 << 10
     assert limits.nvme_budget == 8 << 20
     assert limits.max_slowdown == 0.5
     assert limits.tiers == ("nvme",)

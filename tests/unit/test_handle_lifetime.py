@@ -160,8 +160,10 @@ def test_the_last_tensor_may_die_in_another_thread(make_offloader: MakeOffloader
     with offloader:
         y = x.exp()
     offloader.synchronize()
-    box = [y.grad_fn._saved_result.detach()]  # type: ignore[union-attr]
+    node = y.grad_fn
     del y
+    box = [node._saved_result.detach()]  # type: ignore[union-attr]
+    del node
     assert offloader.statistics().live_records == 0
     assert pool_bytes(offloader) > 0
     run_in_threads(box.clear)

@@ -99,6 +99,7 @@ def test_equal_versions_of_two_counters_do_not_share_a_record_after_a_change(mak
             loss = (y * v).sum()
         if offloader is not None:
             offloader.synchronize()
+        del h, y  # what is alive is read as it is
         loss.backward()
         assert alive.requires_grad
         return take_gradient(v)
@@ -116,17 +117,19 @@ def test_the_result_of_a_collective_is_waited_for_before_it_is_saved(
     import torch.distributed._functional_collectives as collectives
 
     def run(offloader: Offloader | None) -> Tensor:
-        w, received, wire = weight(), torch.zeros(512, 64), weight(512).detach()
+        w, received, wire = weight(), [torch.zeros(512, 64)], weight(512).detach()
 
         def wait(tensor: Tensor) -> Tensor:  # as NCCL's output: no version changes
             if offloader is not None:
                 offloader.synchronize()  # the disk is faster than the wire
-            ctypes.memmove(received.data_ptr(), wire.data_ptr(), wire.nbytes)
+            if received:
+                ctypes.memmove(received[0].data_ptr(), wire.data_ptr(), wire.nbytes)
             return tensor
 
         monkeypatch.setattr(collectives, "wait_tensor", wait)
         with _scope(offloader):
-            loss = torch.mm(collectives.AsyncCollectiveTensor(received), w).sum()
+            loss = torch.mm(collectives.AsyncCollectiveTensor(received[0]), w).sum()
+        received.clear()
         if offloader is not None:
             offloader.synchronize()
         loss.backward()

@@ -1,0 +1,271 @@
+"""What a custom Function reads of what it saved: a leaf is that very leaf, and attributes are there."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from actoffload import Offloader
+from actoffload.errors import SavedTensorModifiedError
+from tests.harness import MakeOffloader, assert_empty, flush_autograd, no_garbage_collection, same_bits
+from tests.unit.saved_tensors import in_python
+
+WIDTH = 64
+SPACES: dict[str, dict[str, Any]] = {
+    "moves": {"policy": "all", "min_bytes": 1},
+    "small": {"min_bytes": "1MiB"},
+    "kept": {"policy": "keep", "min_bytes": 1},
+}
+
+
+@pytest.fixture(autouse=True, params=["compiled", "in Python"])
+def _both_hooks(request: pytest.FixtureRequest) -> Iterator[None]:
+    with in_python() if request.param == "in Python" else contextlib.nullcontext():
+        yield
+
+
+def _numbers(seed: int) -> Tensor:
+    return torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def _saving(seen: Callable[[tuple[Tensor, ...]], Any]) -> Any:
+    """A function that saves its two inputs; ``seen`` makes both gradients of what backward reads."""
+
+    class Saves(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            return seen(ctx.saved_tensors)
+
+    return Saves.apply
+
+
+class _Sub(torch.Tensor):
+    """A subclass without inner tensors, as quantised weights have."""
+
+
+LEAVES: dict[str, Callable[[], Tensor]] = {
+    "parameter": lambda: nn.Parameter(_numbers(1)),
+    "frozen parameter": lambda: nn.Parameter(_numbers(1), requires_grad=False),
+    "leaf": lambda: _numbers(1).requires_grad_(),
+    "subclass": lambda: nn.Parameter(_numbers(1).as_subclass(_Sub)),
+}
+
+
+@pytest.mark.parametrize("kind", LEAVES)
+@pytest.mark.parametrize("options", SPACES)
+def test_a_leaf_is_itself(make_offloader: MakeOffloader, kind: str, options: str) -> None:
+    """So what others hang on it is there, and what backward hangs on it others see (`main_grad`, FP8 scales)."""
+    leaf = LEAVES[kind]()
+    leaf.main_grad = torch.zeros(WIDTH, WIDTH)  # type: ignore[attr-defined]
+    x = _numbers(2).requires_grad_()
+    grad = torch.ones(WIDTH, WIDTH)
+
+    def seen(saved: tuple[Tensor, ...]) -> Any:
+        assert saved[0] is x
+        assert saved[1] is leaf
+        saved[1].main_grad.add_(1)  # type: ignore[attr-defined]
+        saved[1].added = True  # type: ignore[attr-defined]
+        return grad, grad if leaf.requires_grad else None
+
+    offloader = make_offloader(**SPACES[options])
+    with offloader:
+        loss = _saving(seen)(x, leaf).sum()
+    offloader.synchronize()
+    loss.backward(retain_graph=True)
+    assert leaf.added  # type: ignore[attr-defined]
+    loss.backward()
+    assert leaf.main_grad.sum() == 2 * WIDTH * WIDTH  # type: ignore[attr-defined]
+
+
+def test_a_leaf_is_checked_and_may_be_swapped(make_offloader: MakeOffloader) -> None:
+    weight, read = nn.Parameter(_numbers(1)), list[Tensor]()
+
+    def seen(saved: tuple[Tensor, ...]) -> Any:
+        read.append(saved[1].detach().clone())
+        return torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH)
+
+    with make_offloader(**SPACES["moves"]):
+        loss = _saving(seen)(_numbers(2).requires_grad_() * 1.0, weight).sum()
+    weight.data = _numbers(3)
+    loss.backward(retain_graph=True)
+    assert same_bits(read[0], _numbers(3))
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(SavedTensorModifiedError):
+        loss.backward()
+    flush_autograd()
+
+
+def test_a_graph_that_dies_lets_go_of_its_leaves(make_offloader: MakeOffloader) -> None:
+    """Also after backward has read them, with no help of the garbage collector."""
+
+    def seen(saved: tuple[Tensor, ...]) -> Any:
+        return torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH)
+
+    offloader = make_offloader(**SPACES["moves"])
+    with no_garbage_collection():
+        for backward in (False, True):
+            weight = nn.Parameter(_numbers(1))
+            weight.scale = 3.0  # type: ignore[attr-defined]
+            died = weakref.ref(weight)
+            with offloader:
+                h = _numbers(2).requires_grad_() * 1.0
+                h.scale = 2.0  # type: ignore[attr-defined]
+                loss = _saving(seen)(h, weight).sum()
+            if backward:
+                loss.backward(retain_graph=True)
+            del weight, h, loss
+            assert died() is None
+    assert_empty(offloader)
+
+
+def test_what_other_hooks_return_is_not_replaced(make_offloader: MakeOffloader) -> None:
+    """Hooks of the program's own, inside of ours, say what backward reads."""
+    weight = nn.Parameter(_numbers(1))
+
+    def seen(saved: tuple[Tensor, ...]) -> Any:
+        assert saved[1] is not weight
+        assert same_bits(saved[1].detach(), 2 * weight.detach())
+        return torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH)
+
+    with make_offloader(**SPACES["moves"]), torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t):
+        loss = _saving(seen)(_numbers(2).requires_grad_() * 1.0, weight).sum()
+    loss.backward()
+
+
+RETURNS: dict[str, Callable[[tuple[Tensor, ...]], Any]] = {
+    "the leaf": lambda saved: (None, saved[1]),
+    "the activation": lambda saved: (None, saved[0]),
+    "views": lambda saved: (None, saved[0].t().t() + saved[1]),
+}
+
+
+@pytest.mark.parametrize("returned", RETURNS)
+@pytest.mark.parametrize("options", SPACES)
+def test_a_gradient_does_not_share_memory_with_what_was_saved(
+    make_offloader: MakeOffloader, returned: str, options: str
+) -> None:
+    """Else the second backward of a retained graph adds to what was saved, and an optimizer changes it."""
+
+    def run(context: Any) -> list[Tensor]:
+        weight, x = _numbers(1).requires_grad_(), _numbers(2).requires_grad_()
+        with context:
+            h = x * 1.0
+            loss = _saving(RETURNS[returned])(h, weight).sum() + (h * h).sum() + (weight.detach() * x).sum()
+        if isinstance(context, Offloader):
+            context.synchronize()
+        del h
+        loss.backward(retain_graph=True)
+        assert weight.grad is not None
+        weight.grad.mul_(3)
+        loss.backward()
+        assert x.grad is not None
+        return [weight.detach(), weight.grad, x.grad]
+
+    for found, expected in zip(run(make_offloader(**SPACES[options])), run(contextlib.nullcontext()), strict=True):
+        assert same_bits(found, expected)
+
+
+# -- attributes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wants_gradient", [True, False])
+@pytest.mark.parametrize("options", SPACES)
+def test_numbers_and_texts_among_a_tensors_attributes_come_back(
+    make_offloader: MakeOffloader, options: str, wants_gradient: bool
+) -> None:
+    read: list[dict[str, Any]] = []
+
+    def seen(saved: tuple[Tensor, ...]) -> Any:
+        read.append(dict(vars(saved[0])))
+        return torch.ones(WIDTH, WIDTH), torch.ones(WIDTH, WIDTH)
+
+    offloader = make_offloader(**SPACES[options])
+    with no_garbage_collection():
+        with offloader:
+            h = _numbers(2).requires_grad_() * 1.0
+            h = h if wants_gradient else h.detach()
+            h.scale, h.layout_name = 3.0, ("rows", torch.float8_e4m3fn)  # type: ignore[attr-defined]
+            loss = _saving(seen)(h, nn.Parameter(_numbers(1))).sum()
+        offloader.synchronize()
+        del h
+        loss.backward(retain_graph=True)
+        loss.backward()
+        del loss
+        assert read == [{"scale": 3.0, "layout_name": ("rows", torch.float8_e4m3fn)}] * 2
+        assert_empty(offloader)
+
+
+@pytest.mark.parametrize("options", SPACES)
+def test_other_attributes_are_said_to_be_lost_once(make_offloader: MakeOffloader, options: str) -> None:
+    read: list[dict[str, Any]] = []
+
+    def seen(saved: tuple[Tensor, ...]) -> Any:
+        read.append(dict(vars(saved[0])))
+        return torch.ones(WIDTH, WIDTH), None
+
+    offloader = make_offloader(**SPACES[options])
+
+    def steps() -> None:
+        for _ in range(3):
+            with offloader:
+                h = _numbers(2).requires_grad_() * 1.0
+                h.cache = [h]  # type: ignore[attr-defined]
+                h.scale = 2  # type: ignore[attr-defined]
+                loss = _saving(seen)(h, nn.Parameter(_numbers(1))).sum()
+            loss.backward()
+            del h.cache  # type: ignore[attr-defined]
+
+    with pytest.warns(RuntimeWarning, match="has the attribute 'cache'") as said:
+        steps()
+    assert len(said) == 1
+    assert read == [{"scale": 2}] * 3
+
+
+def test_a_functions_own_output_has_none_as_without_hooks(make_offloader: MakeOffloader) -> None:
+    read: list[dict[str, Any]] = []
+
+    class SavesOutput(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            out = x.exp()
+            out.scale = 2.0  # type: ignore[attr-defined]
+            ctx.save_for_backward(out)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            (out,) = ctx.saved_tensors
+            read.append(dict(vars(out)))
+            return gradients[0] * out
+
+    contexts: list[Any] = [contextlib.nullcontext(), *(make_offloader(**options) for options in SPACES.values())]
+    for context in contexts:
+        with context:
+            loss = SavesOutput.apply(_numbers(1).requires_grad_() * 1.0).sum()
+        loss.backward()
+    assert read == [{}] * 4
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_nested_tensor_that_was_changed_in_place_is_autograds_error(make_offloader: MakeOffloader) -> None:
+    """One of the strided layout has no shape."""
+    parts = [torch.randn(2), torch.randn(3)]
+    with make_offloader(**SPACES["moves"]):
+        b = torch.nested.nested_tensor(parts, requires_grad=True).clone()
+        c = b * b
+    b.add_(b.detach())
+    with pytest.raises(SavedTensorModifiedError, match="modified by an inplace operation"):
+        c.backward(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    flush_autograd()
