@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from .autograd.hook_stack import enabled
 from .autograd.offloader import Offloader
 from .config import OffloadConfig, Options, Target, make_config
 from .errors import ConfigError
@@ -132,7 +133,8 @@ class Attachment(Hooking):
     @untraced_frame
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the module, or a method of it, inside the context, which is left however that ends."""
-        if getattr(self._entered, "value", False):  # the module calls itself, or its training step calls it
+        # The module calls itself, or its training step calls it; or `torch.func.grad` and its like refuse hooks.
+        if getattr(self._entered, "value", False) or not enabled():
             return function(*args, **kwargs)
         self._entered.value = True
         try:

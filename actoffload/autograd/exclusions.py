@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterable
 from contextlib import ContextDecorator
 
@@ -14,6 +13,7 @@ from ..errors import ConfigError, StateError
 from ..policy import STATIC, KeepReason
 from ..runtime.identity import ModuleOwners, StorageSet, is_parameter, live_modules
 from ..runtime.untraced import untraced
+from .hook_stack import THREAD, enter_region, leave_region
 
 MARKED = StorageSet()
 """Storages that the user marked with ``keep()``."""
@@ -48,13 +48,6 @@ _BETWEEN = ("actoffload.", "torch._ops", "torch._dynamo.eval_frame", "torch.util
 """Modules whose frames lie between the code that calls an operator and ours."""
 
 
-class _Regions(threading.local):
-    """How many regions that are left alone each thread is in."""
-
-    depth = 0
-
-
-REGIONS = _Regions()
 OPEN_REGIONS: list[None] = []
 """As many as all threads are in. One operation on a list changes it, which no other thread can split."""
 
@@ -96,7 +89,7 @@ class Exclusions:
             return _REASONS[known[1]]
         if number in MARKED.by_number:
             return KeepReason.MARKED
-        if REGIONS.depth:
+        if THREAD.regions:
             return KeepReason.REGION
         if torch._C._current_graph_task_id() != -1:
             return KeepReason.IN_BACKWARD  # a recomputation: its own backward follows at once
@@ -104,7 +97,11 @@ class Exclusions:
 
 
 class no_offload(ContextDecorator):
-    """A region that is left alone: what autograd saves inside it stays. A context manager and a decorator.
+    """A region that is left alone, for this thread. A context manager and a decorator.
+
+    What autograd saves inside of it stays and is not seen: neither `Statistics` nor ``device_budget`` counts it. Our
+    hooks are off autograd's stack, so that ``torch.func.grad`` and whatever else refuses hooks works inside of it, and
+    hooks of the program's own around the context apply.
 
     >>> with no_offload():
     ...     pass
@@ -113,13 +110,13 @@ class no_offload(ContextDecorator):
     @untraced
     def __enter__(self) -> None:
         OPEN_REGIONS.append(None)
-        REGIONS.depth += 1
+        enter_region()
 
     @untraced
     def __exit__(self, *exc: object) -> None:
-        if not REGIONS.depth:
+        if not THREAD.regions:
             raise StateError("no_offload() was left in a thread that did not enter it: use one in each thread")
-        REGIONS.depth -= 1
+        leave_region()
         OPEN_REGIONS.pop()
 
 

@@ -23,6 +23,7 @@ from ..policy import module_patterns
 from ..runtime.decision import ForwardBegins
 from ..runtime.identity import StorageSet
 from ..runtime.untraced import Hooking, skipped, untraced
+from .hook_stack import enabled
 
 
 class _Running(threading.local):
@@ -146,7 +147,7 @@ class ModelInputs(Hooking):
     @skipped
     def begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A model's forward begins with these arguments."""
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and enabled():
             self._begin(args, kwargs)
 
     @untraced

@@ -1,4 +1,4 @@
-"""`Offloader`: the long-lived object that users hold, and the only file that knows ``saved_tensors_hooks``."""
+"""`Offloader`: the long-lived object that users hold."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.autograd import graph
-from torch.autograd.graph import saved_tensors_hooks
 
 from ..autotune.autopilot import Autopilot, agree
 from ..autotune.blocks import BlockWatch, Proof
@@ -41,6 +40,7 @@ from ..tiers.record import Record
 from ..tiers.tiers import Tiers
 from .exclusions import Exclusions
 from .function_tensors import held_by_functions
+from .hook_stack import Hooks, enabled
 from .module_names import ModelInputs, ModuleScopes, check_patterns
 from .packing import Forwards, Packer
 
@@ -61,29 +61,34 @@ SECTION_ADVICE = (
 )
 
 
+FUNC_ADVICE = (
+    "actoffload: its context is open here, and uses saved tensor hooks. Call torch.func's function inside of "
+    "actoffload.no_offload(), or outside of the context"
+)
+
+
 class _Entry:
     """One entry of a context in one thread.
 
     Attributes:
-        hooks: autograd's context.
+        hooks: ours while it is open; None where hooks may not be pushed, so that the forward is left alone.
         tape: the forward that runs.
         moved: what was counted when it began.
     """
 
     def __init__(self, offloader: Offloader) -> None:
-        pair = offloader.packer.hooks()
+        alone = not enabled()
         if getattr(graph, "_allow_mutation_on_saved_tensors_enabled", False):
-            pair = torch._C._autograd._top_saved_tensors_default_hooks(True) or pair
             offloader.store.shared.reporter.advise("mutation", MUTATION_ADVICE)
-        self.hooks = saved_tensors_hooks(*pair)
+            alone = True
+        self.hooks = None if alone else Hooks(*offloader.packer.hooks())
         self.tape: Tape[Record] = Tape()
         self.moved = MovedSince(offloader.store.shared.accounts)
 
     def remove_hooks(self) -> None:
-        """Take the hooks from autograd's stack if they are on top of it: after an interrupt nobody knows."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if top is not None and top[0] is self.hooks.pack_hook:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+        """Take the hooks from autograd's stack if they are on it: after an interrupt nobody knows."""
+        if self.hooks is not None:
+            self.hooks.remove()
 
 
 class Offloader:
@@ -220,7 +225,8 @@ class Offloader:
             self._begin_step()
             entry = _Entry(self)
             stack.append(entry)
-            entry.hooks.__enter__()
+            if entry.hooks is not None:
+                entry.hooks.__enter__()
         except Exception:
             del stack[depth:]
             raise
@@ -259,7 +265,10 @@ class Offloader:
         entry: _Entry = stack[-1]
         try:
             del stack[-1]
-            entry.hooks.__exit__(kind, error, trace)
+            if entry.hooks is not None:
+                entry.hooks.__exit__(kind, error, trace)
+            if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
+                error.add_note(FUNC_ADVICE)
             if self.store.interrupted:
                 self.store.speak()
             else:
@@ -296,7 +305,7 @@ class Offloader:
         if not self._announced and store.shared.accounts.packed_tensors:
             self._announced = True
             announce(store)
-        if self.config.strict:
+        if self.config.strict and entry.hooks is not None:
             entry.moved.check(store.shared.accounts, with_gradients=torch.is_grad_enabled())
 
     def stage(
@@ -366,7 +375,7 @@ class Offloader:
     def innermost_hook(self) -> Any:
         """The pack hook of the innermost entry in this thread; None where its context is not open."""
         stack = self._forwards.stack
-        return stack[-1].hooks.pack_hook if stack else None
+        return stack[-1].hooks.pack_hook if stack and stack[-1].hooks is not None else None
 
     # -- what was done ------------------------------------------------------------------------------------------------
 
