@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterable
 from contextlib import ContextDecorator
 
@@ -52,6 +53,41 @@ OPEN_REGIONS: list[None] = []
 """As many as all threads are in. One operation on a list changes it, which no other thread can split."""
 
 
+_ENGINE, _CHECKPOINT = "_engine_run_backward", "torch.utils.checkpoint"
+_CREATE_GRAPH = 2
+"""Its place among the arguments of PyTorch's `_engine_run_backward` that follow the outputs."""
+
+
+class _Backward(threading.local):
+    """The last backward of this thread, by its number, that was seen to build a graph."""
+
+    building = -1
+
+
+_backward = _Backward()
+
+
+def _builds_graph() -> bool:
+    """Whether the backward that runs builds a graph (``create_graph=True``), of which a tensor is saved now.
+
+    Else a block runs again, by PyTorch's checkpoint or another. The thread that called backward shows what it was
+    called with. A thread of autograd's does not: there a node that saves without a frame of Python shows that gradients
+    are wanted, as nothing but ``create_graph`` lets such a node save.
+    """
+    frame, in_python = sys._getframe(1), False
+    while frame is not None and frame.f_code.co_name != _ENGINE:
+        module = str(frame.f_globals.get("__name__"))
+        if module == _CHECKPOINT:
+            return False
+        in_python = in_python or not module.startswith("actoffload.")
+        frame = frame.f_back  # type: ignore[assignment]  # the thread's first frame has none
+    task = torch._C._current_graph_task_id()
+    arguments = () if frame is None else frame.f_locals.get("args", ())
+    if (len(arguments) > _CREATE_GRAPH and arguments[_CREATE_GRAPH]) or not in_python:
+        _backward.building = task
+    return _backward.building == task
+
+
 class Exclusions:
     """The storages that never move, as an offloader knows them.
 
@@ -91,7 +127,7 @@ class Exclusions:
             return KeepReason.MARKED
         if THREAD.regions:
             return KeepReason.REGION
-        if torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1 and not _builds_graph():
             return KeepReason.IN_BACKWARD  # a recomputation: its own backward follows at once
         return None
 
