@@ -212,7 +212,7 @@ class Offloader:
     def __enter__(self) -> Offloader:
         if self.closed:
             raise OffloaderClosedError("this offloader was closed; make another one")
-        if self.store.interrupted:
+        if self.store.interrupted or self.store.tiers.lost:
             ended = self.store
             self._open_anew()
             ended.speak()
