@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ..runtime.untraced import untraced
+
 _autograd = torch._C._autograd
 
 Pair = tuple[Callable[..., Any], Callable[..., Any]]
@@ -44,6 +46,7 @@ def top() -> Pair | None:
     return found
 
 
+@untraced
 def enabled() -> bool:
     """Return whether hooks may be pushed. Inside of `torch.func.grad` and its like they may not."""
     return bool(_autograd._saved_tensors_hooks_is_enabled())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import threading
@@ -41,6 +42,7 @@ from ..tiers.tiers import Tiers
 from .exclusions import Exclusions
 from .function_tensors import held_by_functions
 from .hook_stack import Hooks, enabled
+from .inner_hooks import InnerHooks
 from .module_names import ModelInputs, ModuleScopes, check_patterns
 from .packing import Forwards, Packer
 
@@ -99,6 +101,8 @@ class Offloader:
     An interrupt (Ctrl-C) inside the library ends the step with that interrupt: host memory and disk are given back, and
     what that step saved is lost. The next context starts afresh, with counts from zero.
 
+    It has more than fifteen attributes: the parts that are made for each store, and what outlives a store.
+
     Args:
         config: the options.
         accelerator: drives the tensors' device instead of the real one; for tests.
@@ -147,7 +151,8 @@ class Offloader:
         elif self.config.policy == "auto":
             self.autopilot = Autopilot(store, following)
         called = None if self.autopilot is None else weakref.WeakMethod(self.autopilot.forward_begins)
-        self._inputs = ModelInputs(self.exclusions.static, called)
+        self._inner_hooks = InnerHooks(functools.partial(store.shared.reporter.advise, "inner hooks"))
+        self._inputs = ModelInputs(self.exclusions.static, called, self._inner_hooks.begin)
         if store.trace is not None:
             store.trace.ask = weakref.WeakMethod(self._known)
         # Dropped without close(): its threads and files go too. Not at exit, where `_at_exit` does it.
@@ -202,6 +207,11 @@ class Offloader:
     def note_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Know tensors that are handed to a model: they live anyway, so they never move."""
         self._inputs.note(args, kwargs)
+
+    @untraced
+    def look_inside(self, model: nn.Module) -> None:
+        """Look in the forward that begins, if it is a model's first, for hooks of the program's own."""
+        self._inner_hooks.begin(model)
 
     @property
     def _needs_names(self) -> bool:
@@ -284,6 +294,7 @@ class Offloader:
         store = self.store
         if store.trace is not None:
             store.trace.forward_ended()
+        self._inner_hooks.end()
         if not failed:  # else it may be a generator's, closed by the collector inside of our own lock
             store.count_deferred()
         said = advice(entry.tape.by_node, entry.tape.total_bytes)
@@ -474,6 +485,7 @@ class Offloader:
         self._blocks.remove()
         self._following.recompute.undo()
         self._inputs.remove()
+        self._inner_hooks.remove()
 
     def after_fork_in_child(self) -> None:
         """Keep what is saved in the child, and give up what is not in memory: it has none of our threads."""

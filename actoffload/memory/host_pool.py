@@ -80,6 +80,11 @@ class HostBudget:
         with self._lock:
             self._mapped[pool] = self._mapped.get(pool, 0) + nbytes
 
+    def leave(self, pool: HostPool) -> None:
+        """Count a pool no more: it is closed."""
+        with self._lock:
+            self._mapped.pop(pool, None)
+
     def room(self) -> int:
         """Return the bytes that may still be mapped."""
         with self._lock:
@@ -232,6 +237,8 @@ class HostPool:
         if thread is not None and thread.ident is not None and thread is not threading.current_thread():
             thread.join()
         with self._lock:
+            self._budget.leave(self)
+            self._budget = HostBudget(self.capacity_bytes)  # what the device has not let go of is no other pool's want
             self._reclaim()
             for slab in tuple(self._slabs):
                 if wait and self._wait_for is not None:
