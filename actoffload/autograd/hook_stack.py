@@ -13,7 +13,7 @@ import torch
 
 from ..runtime.untraced import untraced
 
-_autograd = torch._C._autograd
+_autograd: Any = torch._C._autograd
 
 Pair = tuple[Callable[..., Any], Callable[..., Any]]
 

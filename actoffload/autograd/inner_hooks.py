@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -113,7 +113,7 @@ def _ours_apply() -> bool:
 
 def _nodes(output: object, first: int, seen: set[int]) -> Iterator[Any]:
     """The nodes that made a module's output, from this number on, but for those that were seen, which grow by them."""
-    left = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    left: list[Any] = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     while left and len(seen) < _MOST_NODES:
         node = left.pop()
         number = -1 if node is None else node._sequence_nr()
@@ -124,7 +124,7 @@ def _nodes(output: object, first: int, seen: set[int]) -> Iterator[Any]:
 
 
 @functools.cache
-def _raw_names(kind: type) -> tuple[str, ...]:
+def _raw_names(kind: Hashable) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved"))
 
 

@@ -131,7 +131,7 @@ def test_the_host_budget_holds_for_the_sum_and_what_is_idle_goes_to_another(opti
 
 @pytest.mark.parametrize("end", ["close", "abort", "drop"])
 def test_the_end_of_one_leaves_the_others_alone(end: str, options: dict[str, Any]) -> None:
-    models = [Chain(), Chain()]
+    models: list[nn.Module] = [Chain(), Chain()]
     expected = [train_step(model, batch()) for model in models]
     one, other = (attach(model, **options) for model in models)
     kept = models[0](batch()).square().sum() if end == "abort" else None

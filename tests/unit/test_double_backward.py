@@ -28,12 +28,14 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return x * x
+        y: Tensor = x * x
+        return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 2 * x * gradients[0]
+        x: Tensor = ctx.saved_tensors[0]
+        gradient: Tensor = 2 * x * gradients[0]
+        return gradient
 
 
 class Doubling(nn.Module):
@@ -63,7 +65,7 @@ class Again(torch.autograd.Function):
         return None, x.grad
 
 
-def network(kind: str) -> nn.Module:
+def network(kind: str) -> nn.Sequential:
     torch.manual_seed(0)
     if kind == "functions":
         return nn.Sequential(*(Doubling() for _ in range(6)))
@@ -74,7 +76,8 @@ def forces(net: nn.Module, x: Tensor) -> Tensor:
     """Energies and forces, as a potential is trained."""
     energy = net(x)
     (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
-    return energy.square().mean() + force.square().mean()
+    loss: Tensor = energy.square().mean() + force.square().mean()
+    return loss
 
 
 def penalty(net: nn.Module, x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -60,11 +60,12 @@ def transforms(model: nn.Module, x: Tensor) -> list[Tensor]:
     parameters = {name: p.detach() for name, p in model.named_parameters()}
 
     def loss(parameters: dict[str, Tensor], row: Tensor) -> Tensor:
-        return functional_call(model, parameters, (row[None],)).sum()
+        found: Tensor = functional_call(model, parameters, (row[None],)).sum()
+        return found
 
     found = [*vmap(grad(loss), in_dims=(None, 0))(parameters, x).values()]
-    value, pull = vjp(lambda row: loss(parameters, row), x[0])
-    found += [value, *pull(torch.ones(()))]
+    pulled: Any = vjp(lambda row: loss(parameters, row), x[0])
+    found += [pulled[0], *pulled[1](torch.ones(()))]
     return [*found, jacrev(lambda row: loss(parameters, row))(x[0]), hessian(lambda row: loss(parameters, row))(x[0])]
 
 
@@ -166,7 +167,7 @@ def test_a_region_takes_ours_off_and_leaves_the_programs(
         contexts[0].__exit__(None, None, None)
 
 
-def region() -> Iterator[None]:
+def region() -> Generator[None, None, None]:
     with no_offload():
         yield
 
@@ -201,7 +202,7 @@ def test_contexts_that_are_left_in_another_order(ours: str, make_offloader: Make
     offloader, program = make_offloader(), Counting()
     x = batch().requires_grad_()
 
-    def suspended(context: AbstractContextManager[object]) -> Iterator[None]:
+    def suspended(context: AbstractContextManager[object]) -> Generator[None, None, None]:
         with context:
             yield
 
