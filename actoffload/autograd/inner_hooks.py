@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -124,13 +124,14 @@ def _nodes(output: object, first: int, seen: set[int]) -> Iterator[Any]:
 
 
 @functools.cache
-def _raw_names(kind: Hashable) -> tuple[str, ...]:
+def _raw_names(kind: Any) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved"))
 
 
 def _taken(node: Any) -> Iterator[tuple[str, int]]:
     """What hooks of the program's own have of a node: by whom each tensor was taken, and its bytes as they hold it."""
-    for name in _raw_names(type(node)):
+    kind: Any = type(node)
+    for name in _raw_names(kind):
         with suppress(RuntimeError):  # it is freed already
             raw = getattr(node, name)
             for saved in raw if isinstance(raw, (tuple, list)) else (raw,):

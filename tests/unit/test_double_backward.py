@@ -40,7 +40,7 @@ class Doubled(torch.autograd.Function):
 
 class Doubling(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = Doubled.apply(x)  # type: ignore[no-untyped-call]
+        y: Tensor = Doubled.apply(x)
         return y
 
 
@@ -176,7 +176,7 @@ def plain(block: nn.Module, x: Tensor) -> Tensor:
 
 
 def own(block: nn.Module, x: Tensor) -> Tensor:
-    y: Tensor = Again.apply(block, x)  # type: ignore[no-untyped-call]
+    y: Tensor = Again.apply(block, x)
     return y
 
 
