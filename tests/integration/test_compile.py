@@ -138,8 +138,9 @@ def test_entering_inside_a_compiled_function(kind: str, tmp_path: Path) -> None:
     torch._dynamo.reset()
     function = entering_functions(model, options)[kind]
     if kind == "attached":
-        actoffload.attach(model, **options)
-    offloader = actoffload.offload_activations(**options).offloader
+        offloader = actoffload.attach(model, **options).offloader
+    else:
+        offloader = actoffload.offload_activations(**options).offloader
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"actoffload|ffload_?[Aa]ctivations|Offloader"):
         torch.compile(function, backend="aot_eager", fullgraph=True)(inputs[0])
     torch._dynamo.reset()
