@@ -17,41 +17,36 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from .autograd.hook_stack import enabled
 from .autograd.offloader import Offloader
-from .config import OffloadConfig, Options, Target, make_config
+from .config import OffloadConfig, Options, Target, identity_of, make_config
 from .errors import ConfigError
 from .locks import renewed_in_child
 from .runtime.untraced import Hooking, skipped, untraced, untraced_frame
 
 _offloaders: dict[Any, Offloader] = {}
+_of_models: weakref.WeakKeyDictionary[nn.Module, dict[Any, Offloader]] = weakref.WeakKeyDictionary()
 _lock = renewed_in_child(threading.Lock())
 
 
 @untraced
-def shared_offloader(config: OffloadConfig) -> Offloader:
-    """The process-wide `Offloader` for these options; a new one where the old one was closed."""
+def shared_offloader(config: OffloadConfig, model: nn.Module | None = None) -> Offloader:
+    """The `Offloader` of a model, or of contexts without one, for these options; a new one where it was closed."""
     with _lock:
-        key = (config.paths, *(_identity(getattr(config, field.name)) for field in fields(config)))
-        offloader = _offloaders.get(key)
+        found = _offloaders if model is None else _of_models.setdefault(model, {})
+        key = (config.paths, *(identity_of(getattr(config, field.name)) for field in fields(config)))
+        offloader = found.get(key)
         if offloader is None or offloader.closed or offloader.forked:
-            offloader = _offloaders[key] = Offloader(config)
+            offloader = found[key] = Offloader(config)
         return offloader
-
-
-def _identity(value: object) -> object:
-    """The value of an option, or its identity where it cannot be hashed (a policy that is a dataclass, say)."""
-    try:
-        hash(value)
-    except TypeError:
-        return id(value)  # of an object that the offloader's configuration keeps alive
-    return value
 
 
 class offload_activations(contextlib.ContextDecorator):
     """Inside this context the tensors that autograd saves for backward leave the device. Also a decorator.
 
-    Entering it each step is cheap: every context with the same options shares one process-wide `Offloader`. A policy,
-    an engine factory or a trace callable is the same option only if it is the same object: make it once.
+    Entering it each step is cheap: contexts with the same options and the same model have one `Offloader`, whose plan,
+    counts and budget are those of that model. Without ``model`` it is that of the options. A policy, an engine factory
+    or a trace callable is the same option only if it is the same object: make it once.
 
     Args:
         target: ``"host"``, ``"nvme"``, ``"tiered"`` or ``"auto"``.
@@ -73,7 +68,10 @@ class offload_activations(contextlib.ContextDecorator):
     """
 
     def __init__(self, target: Target = "auto", *, model: nn.Module | None = None, **options: Unpack[Options]) -> None:
-        self.offloader = shared_offloader(make_config({"target": target, **options}))
+        config = make_config({"target": target, **options})
+        if model is not None and not isinstance(model, nn.Module):
+            raise ConfigError("model", model, "give an nn.Module, or leave it out")
+        self.offloader = shared_offloader(config, model)
         self._model: weakref.ref[nn.Module] | None = None
         if model is not None:
             self.offloader.use(model)
@@ -132,12 +130,14 @@ class Attachment(Hooking):
     @untraced_frame
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the module, or a method of it, inside the context, which is left however that ends."""
-        if getattr(self._entered, "value", False):  # the module calls itself, or its training step calls it
+        # The module calls itself, or its training step calls it; or `torch.func.grad` and its like refuse hooks.
+        if getattr(self._entered, "value", False) or not enabled():
             return function(*args, **kwargs)
         self._entered.value = True
         try:
             self._prepare(args, kwargs)
             with self.offloader:
+                self.offloader.look_inside(self.module)
                 return function(*args, **kwargs)
         finally:
             self._entered.value = False
@@ -270,13 +270,19 @@ class _Step:
         return functools.partial, (getattr(type(self._module), STEP), self._module)
 
 
-def attach(module: nn.Module, *, target: Target = "auto", **options: Unpack[Options]) -> Attachment:
+def attach(
+    module: nn.Module, *, offloader: Offloader | None = None, target: Target = "auto", **options: Unpack[Options]
+) -> Attachment:
     """Run every forward of a module inside an offloading context: the one line for any training loop.
 
+    Each attachment has an `Offloader` of its own: plan, counts, peak and ``device_budget`` are this module's. Disk and
+    host memory are shared with the others in this process, so ``nvme_budget`` and ``host_budget`` hold for the sum.
     Called again with equal options it returns the attachment that is there.
 
     Args:
         module: the model, or any part of it.
+        offloader: one for several modules that are planned together, such as the stages of a pipeline that this process
+            runs. Its options are its own: give no others.
         target: ``"host"``, ``"nvme"``, ``"tiered"`` or ``"auto"``.
         options: the other fields of `OffloadConfig`.
 
@@ -291,14 +297,18 @@ def attach(module: nn.Module, *, target: Target = "auto", **options: Unpack[Opti
     """
     if not isinstance(module, nn.Module):
         raise ConfigError("module", module, "attach() takes an nn.Module")
-    config = make_config({"target": target, **options})
+    if offloader is not None and (options or target != "auto"):
+        raise ConfigError("offloader", offloader, "it has its options already: give no others beside it")
+    config = make_config({"target": target, **options}) if offloader is None else offloader.config
     there = Attachment.of(module)
     if there is not None and (there.offloader.closed or there.offloader.forked):
         there.detach()
     elif there is not None:
         for field in fields(config):
             value, before = getattr(config, field.name), getattr(there.offloader.config, field.name)
-            if _identity(value) != _identity(before):
+            if identity_of(value) != identity_of(before):
                 raise ConfigError(field.name, value, f"this module is attached with {before!r}: first detach()")
+        if offloader is not None and there.offloader is not offloader:
+            raise ConfigError("offloader", offloader, "this module is attached with another one: first detach()")
         return there
-    return Attachment(module, shared_offloader(config).use(module))
+    return Attachment(module, (offloader or Offloader(config)).use(module))

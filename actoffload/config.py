@@ -251,6 +251,15 @@ class Options(TypedDict, total=False):
     debug: bool
 
 
+def identity_of(value: object) -> object:
+    """The value of an option, or its identity where it cannot be hashed (a policy that is a dataclass, say)."""
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)  # of an object that the offloader's configuration keeps alive
+    return value
+
+
 _SIZES = tuple(field.name for field in fields(OffloadConfig) if field.type == "Size | None")
 _FLAGS = tuple(field.name for field in fields(OffloadConfig) if field.type == "bool")
 

@@ -90,7 +90,7 @@ class TrainerAttachment(TrainerCallback):
 
     @property
     def offloader(self) -> Offloader:
-        """The process-wide offloader for these options; trainers with the same options share it."""
+        """The offloader of this model for these options; trainers of one model with the same options share it."""
         return self._context.offloader
 
     def detach(self) -> None:

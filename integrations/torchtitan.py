@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 from torch import nn
 
-from actoffload import OffloadConfig, attach, create_selective_checkpoint_contexts
+from actoffload import OffloadConfig, Offloader, attach, create_selective_checkpoint_contexts
 from actoffload.errors import ConfigError
 
 try:
@@ -91,7 +91,10 @@ def register() -> None:
         if options is not None:
             _refuse_conflicts(config)
         build(self, config)
-        self.actoffload = [] if options is None else [attach(part, **options) for part in self.model_parts]
+        self.actoffload = []
+        if options is not None:  # one for all stages of a pipeline: their order is planned together
+            offloader = Offloader(OffloadConfig(**options))
+            self.actoffload = [attach(part, offloader=offloader) for part in self.model_parts]
 
     @functools.wraps(close)
     def report_and_close(self: Any) -> None:

@@ -14,6 +14,7 @@ from ..errors import ConfigError, StateError
 from ..policy import STATIC, KeepReason
 from ..runtime.identity import ModuleOwners, StorageSet, is_parameter, live_modules
 from ..runtime.untraced import untraced
+from .hook_stack import THREAD, enter_region, leave_region
 
 MARKED = StorageSet()
 """Storages that the user marked with ``keep()``."""
@@ -48,15 +49,43 @@ _BETWEEN = ("actoffload.", "torch._ops", "torch._dynamo.eval_frame", "torch.util
 """Modules whose frames lie between the code that calls an operator and ours."""
 
 
-class _Regions(threading.local):
-    """How many regions that are left alone each thread is in."""
-
-    depth = 0
-
-
-REGIONS = _Regions()
 OPEN_REGIONS: list[None] = []
 """As many as all threads are in. One operation on a list changes it, which no other thread can split."""
+
+
+_ENGINE, _CHECKPOINT = "_engine_run_backward", "torch.utils.checkpoint"
+_CREATE_GRAPH = 2
+"""Its place among the arguments of PyTorch's `_engine_run_backward` that follow the outputs."""
+
+
+class _Backward(threading.local):
+    """The last backward of this thread, by its number, that was seen to build a graph."""
+
+    building = -1
+
+
+_backward = _Backward()
+
+
+def _builds_graph() -> bool:
+    """Whether the backward that runs builds a graph (``create_graph=True``), of which a tensor is saved now.
+
+    Else a block runs again, by PyTorch's checkpoint or another. The thread that called backward shows what it was
+    called with. A thread of autograd's does not: there a node that saves without a frame of Python shows that gradients
+    are wanted, as nothing but ``create_graph`` lets such a node save.
+    """
+    frame, in_python = sys._getframe(1), False
+    while frame is not None and frame.f_code.co_name != _ENGINE:
+        module = str(frame.f_globals.get("__name__"))
+        if module == _CHECKPOINT:
+            return False
+        in_python = in_python or not module.startswith("actoffload.")
+        frame = frame.f_back  # type: ignore[assignment]  # the thread's first frame has none
+    task = torch._C._current_graph_task_id()
+    arguments = () if frame is None else frame.f_locals.get("args", ())
+    if (len(arguments) > _CREATE_GRAPH and arguments[_CREATE_GRAPH]) or not in_python:
+        _backward.building = task
+    return _backward.building == task
 
 
 class Exclusions:
@@ -96,15 +125,19 @@ class Exclusions:
             return _REASONS[known[1]]
         if number in MARKED.by_number:
             return KeepReason.MARKED
-        if REGIONS.depth:
+        if THREAD.regions:
             return KeepReason.REGION
-        if torch._C._current_graph_task_id() != -1:
+        if torch._C._current_graph_task_id() != -1 and not _builds_graph():
             return KeepReason.IN_BACKWARD  # a recomputation: its own backward follows at once
         return None
 
 
 class no_offload(ContextDecorator):
-    """A region that is left alone: what autograd saves inside it stays. A context manager and a decorator.
+    """A region that is left alone, for this thread. A context manager and a decorator.
+
+    What autograd saves inside of it stays and is not seen: neither `Statistics` nor ``device_budget`` counts it. Our
+    hooks are off autograd's stack, so that ``torch.func.grad`` and whatever else refuses hooks works inside of it, and
+    hooks of the program's own around the context apply.
 
     >>> with no_offload():
     ...     pass
@@ -113,13 +146,13 @@ class no_offload(ContextDecorator):
     @untraced
     def __enter__(self) -> None:
         OPEN_REGIONS.append(None)
-        REGIONS.depth += 1
+        enter_region()
 
     @untraced
     def __exit__(self, *exc: object) -> None:
-        if not REGIONS.depth:
+        if not THREAD.regions:
             raise StateError("no_offload() was left in a thread that did not enter it: use one in each thread")
-        REGIONS.depth -= 1
+        leave_region()
         OPEN_REGIONS.pop()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..policy import module_patterns
 from ..runtime.decision import ForwardBegins
 from ..runtime.identity import StorageSet
 from ..runtime.untraced import Hooking, skipped, untraced
+from .hook_stack import enabled
 
 
 class _Running(threading.local):
@@ -53,18 +54,14 @@ class ModuleScopes(Hooking):
         What lies inside a compiled module gets no hooks: the compiler would make a graph for each block that differs
         in nothing but its hooks, and soon give up.
         """
-        inside: tuple[str, ...] = ()
-        for name, module in model.named_modules():
-            shown = _shown(name)
-            if inside and name.startswith(inside):
+        for shown, module, compiled in eager_modules(model):
+            if compiled:
                 super().forget(module)
             elif shown and module not in self._hooks:
                 self._hooks[module] = [
                     module.register_forward_pre_hook(functools.partial(self.enter, shown), prepend=True),
                     module.register_forward_hook(functools.partial(self.leave, shown), always_call=True),
                 ]
-            if module._compiled_call_impl is not None or name.endswith("_orig_mod"):
-                inside += (f"{name}." if name else "",)
 
     def forget(self, model: nn.Module) -> None:
         """Take the hooks away from the modules of one model."""
@@ -92,6 +89,15 @@ class ModuleScopes(Hooking):
         stack = self._local.stack
         if stack and stack[-1] == name:
             stack.pop()
+
+
+def eager_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+    """The modules of a model by their qualified names, and whether each lies inside of a compiled one."""
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        yield _shown(name), module, bool(inside) and name.startswith(inside)
+        if module._compiled_call_impl is not None or name.endswith("_orig_mod"):
+            inside += (f"{name}." if name else "",)
 
 
 def _shown(name: str) -> str:
@@ -122,12 +128,14 @@ class ModelInputs(Hooking):
     Args:
         notes: takes them.
         called: gives what is told their shapes when a model begins a forward with gradients.
+        begins: called with a model whose forward begins.
     """
 
-    def __init__(self, notes: StorageSet, called: ForwardBegins | None = None) -> None:
+    def __init__(self, notes: StorageSet, called: ForwardBegins | None, begins: Callable[[nn.Module], None]) -> None:
         super().__init__()
         self._notes = notes
         self._called = called
+        self._begins = begins
 
     def watch(self, model: nn.Module) -> None:
         """Note the inputs of every call of a model from now on."""
@@ -147,10 +155,13 @@ class ModelInputs(Hooking):
     def begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A model's forward begins with these arguments."""
         if not torch.compiler.is_compiling():
-            self._begin(args, kwargs)
+            self._begin(module, args, kwargs)
 
     @untraced
-    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not enabled():
+            return  # `torch.func.grad` or its like, which we leave alone
+        self._begins(module)
         self.note(args, kwargs)
         called = self._called() if self._called is not None and torch.is_grad_enabled() else None
         shapes = tuple(tuple(leaf.shape) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))

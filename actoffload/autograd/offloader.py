@@ -1,9 +1,10 @@
-"""`Offloader`: the long-lived object that users hold, and the only file that knows ``saved_tensors_hooks``."""
+"""`Offloader`: the long-lived object that users hold."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import threading
@@ -15,7 +16,6 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.autograd import graph
-from torch.autograd.graph import saved_tensors_hooks
 
 from ..autotune.autopilot import Autopilot, agree
 from ..autotune.blocks import BlockWatch, Proof
@@ -42,6 +42,8 @@ from ..tiers.record import Record
 from ..tiers.tiers import Tiers
 from .exclusions import Exclusions
 from .function_tensors import held_by_functions
+from .hook_stack import Hooks, enabled
+from .inner_hooks import InnerHooks
 from .module_names import ModelInputs, ModuleScopes, check_patterns
 from .packing import Forwards, Packer
 
@@ -62,29 +64,34 @@ SECTION_ADVICE = (
 )
 
 
+FUNC_ADVICE = (
+    "actoffload: its context is open here, and uses saved tensor hooks. Call torch.func's function inside of "
+    "actoffload.no_offload(), or outside of the context"
+)
+
+
 class _Entry:
     """One entry of a context in one thread.
 
     Attributes:
-        hooks: autograd's context.
+        hooks: ours while it is open; None where hooks may not be pushed, so that the forward is left alone.
         tape: the forward that runs.
         moved: what was counted when it began.
     """
 
     def __init__(self, offloader: Offloader) -> None:
-        pair = offloader.packer.hooks()
+        alone = not enabled()
         if getattr(graph, "_allow_mutation_on_saved_tensors_enabled", False):
-            pair = torch._C._autograd._top_saved_tensors_default_hooks(True) or pair
             offloader.store.shared.reporter.advise("mutation", MUTATION_ADVICE)
-        self.hooks = saved_tensors_hooks(*pair)
+            alone = True
+        self.hooks = None if alone else Hooks(*offloader.packer.hooks())
         self.tape: Tape[Record] = Tape()
         self.moved = MovedSince(offloader.store.shared.accounts)
 
     def remove_hooks(self) -> None:
-        """Take the hooks from autograd's stack if they are on top of it: after an interrupt nobody knows."""
-        top = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        if top is not None and top[0] is self.hooks.pack_hook:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
+        """Take the hooks from autograd's stack if they are on it: after an interrupt nobody knows."""
+        if self.hooks is not None:
+            self.hooks.remove()
 
 
 class Offloader:
@@ -94,6 +101,8 @@ class Offloader:
 
     An interrupt (Ctrl-C) inside the library ends the step with that interrupt: host memory and disk are given back, and
     what that step saved is lost. The next context starts afresh, with counts from zero.
+
+    It has more than fifteen attributes: the parts that are made for each store, and what outlives a store.
 
     Args:
         config: the options.
@@ -143,7 +152,8 @@ class Offloader:
         elif self.config.policy == "auto":
             self.autopilot = Autopilot(store, following)
         called = None if self.autopilot is None else weakref.WeakMethod(self.autopilot.forward_begins)
-        self._inputs = ModelInputs(self.exclusions.static, called)
+        self._inner_hooks = InnerHooks(functools.partial(store.shared.reporter.advise, "inner hooks"))
+        self._inputs = ModelInputs(self.exclusions.static, called, self._inner_hooks.begin)
         if store.trace is not None:
             store.trace.ask = weakref.WeakMethod(self._known)
         # Dropped without close(): its threads and files go too. Not at exit, where `_at_exit` does it.
@@ -199,6 +209,11 @@ class Offloader:
         """Know tensors that are handed to a model: they live anyway, so they never move."""
         self._inputs.note(args, kwargs)
 
+    @untraced
+    def look_inside(self, model: nn.Module) -> None:
+        """Look in the forward that begins, if it is a model's first, for hooks of the program's own."""
+        self._inner_hooks.begin(model)
+
     @property
     def _needs_names(self) -> bool:
         asked = bool(self.config.include or self.config.exclude) or not isinstance(self.config.policy, str)
@@ -208,7 +223,7 @@ class Offloader:
     def __enter__(self) -> Offloader:
         if self.closed:
             raise OffloaderClosedError("this offloader was closed; make another one")
-        if self.store.interrupted:
+        if self.store.interrupted or self.store.tiers.lost:
             ended = self.store
             self._open_anew()
             ended.speak()
@@ -221,7 +236,8 @@ class Offloader:
             self._begin_step()
             entry = _Entry(self)
             stack.append(entry)
-            expected(entry.hooks.__enter__)  # PyTorch may refuse hooks here
+            if entry.hooks is not None:
+                expected(entry.hooks.__enter__)  # PyTorch may refuse hooks here
         except BaseException as error:
             store.abort_if_interrupted(error)
             for left in stack[depth:]:
@@ -257,7 +273,10 @@ class Offloader:
         entry: _Entry = stack[-1]
         try:
             del stack[-1]
-            entry.hooks.__exit__(kind, error, trace)
+            if entry.hooks is not None:
+                entry.hooks.__exit__(kind, error, trace)
+            if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
+                error.add_note(FUNC_ADVICE)
             if self.store.interrupted:
                 self.store.speak()
             else:
@@ -271,6 +290,7 @@ class Offloader:
         store = self.store
         if store.trace is not None:
             store.trace.forward_ended()
+        self._inner_hooks.end()
         if not failed:  # else it may be a generator's, closed by the collector inside of our own lock
             store.count_deferred()
         said = advice(entry.tape.by_node, entry.tape.total_bytes)
@@ -293,7 +313,7 @@ class Offloader:
         if not self._announced and store.shared.accounts.packed_tensors:
             self._announced = True
             announce(store)
-        if self.config.strict:
+        if self.config.strict and entry.hooks is not None:
             entry.moved.check(store.shared.accounts, with_gradients=torch.is_grad_enabled())
 
     def stage(
@@ -363,7 +383,7 @@ class Offloader:
     def innermost_hook(self) -> Any:
         """The pack hook of the innermost entry in this thread; None where its context is not open."""
         stack = self._forwards.stack
-        return stack[-1].hooks.pack_hook if stack else None
+        return stack[-1].hooks.pack_hook if stack and stack[-1].hooks is not None else None
 
     # -- what was done ------------------------------------------------------------------------------------------------
 
@@ -462,6 +482,7 @@ class Offloader:
         self._blocks.remove()
         self._following.recompute.undo()
         self._inputs.remove()
+        self._inner_hooks.remove()
 
     def after_fork_in_child(self) -> None:
         """Keep what is saved in the child, and give up what is not in memory: it has none of our threads."""

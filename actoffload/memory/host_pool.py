@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import os
 import threading
+import weakref
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..locks import renewed_in_child
 from .slab import ALIGNMENT, OwnedMemory, Slab
 
 TRIM_STEPS = 32
@@ -60,6 +62,50 @@ class Slot:
             dropped.append(piece)
 
 
+class HostBudget:
+    """Most bytes that the pools of one configuration map, all together. Each pool alone hands out what it has mapped.
+
+    Args:
+        capacity_bytes: the bytes.
+    """
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self._lock = renewed_in_child(threading.Lock())
+        self._mapped: weakref.WeakKeyDictionary[HostPool, int] = weakref.WeakKeyDictionary()
+
+    def take(self, pool: HostPool, nbytes: int) -> bool:
+        """Count bytes that a pool is about to map; return False where there is no room for them."""
+        with self._lock:
+            if nbytes > self.capacity_bytes - sum(self._mapped.values()):
+                return False
+            self._mapped[pool] = self._mapped.get(pool, 0) + nbytes
+            return True
+
+    def change(self, pool: HostPool, nbytes: int) -> None:
+        """Count bytes that a pool has mapped without asking; negative: that it has unmapped."""
+        with self._lock:
+            self._mapped[pool] = self._mapped.get(pool, 0) + nbytes
+
+    def leave(self, pool: HostPool) -> None:
+        """Count a pool no more: it is closed."""
+        with self._lock:
+            self._mapped.pop(pool, None)
+
+    def room(self) -> int:
+        """Return the bytes that may still be mapped."""
+        with self._lock:
+            return self.capacity_bytes - sum(self._mapped.values())
+
+    def make_room(self, nbytes: int, asker: HostPool) -> None:
+        """Have other pools unmap what nobody uses, unless there is room. The asker holds no lock of its own."""
+        with self._lock:
+            others = [pool for pool in self._mapped if pool is not asker]
+        if others and self.room() < nbytes:
+            for pool in others:
+                pool.unmap_idle()
+
+
 _CLOSED: set[HostPool] = set()
 """Pools that are closed and hold page-locked memory which a copy may still use."""
 
@@ -73,7 +119,7 @@ class HostPool:
     It has more than fifteen attributes: nine are what it was given, six are what others read.
 
     Args:
-        capacity_bytes: Most bytes mapped.
+        budget: Most bytes mapped, by it and by the pools that share the budget; or a number, for it alone.
         slab_bytes: Bytes mapped at a time (a bigger slot gets a slab of its own size).
         pin: Page-locks ``(address, nbytes)``; None for memory that needs no pinning.
         unpin: Undoes ``pin``; returns False when it could not.
@@ -94,7 +140,7 @@ class HostPool:
 
     def __init__(
         self,
-        capacity_bytes: int,
+        budget: int | HostBudget,
         *,
         slab_bytes: int = 64 << 20,
         pin: Callable[[int, int], bool] | None = None,
@@ -106,7 +152,9 @@ class HostPool:
         on_growth: Callable[[], None] = lambda: None,
         poison: bool = False,
     ) -> None:
-        self.capacity_bytes = capacity_bytes
+        self._budget = HostBudget(budget) if isinstance(budget, int) else budget
+        self.capacity_bytes = self._budget.capacity_bytes
+        self._growth_bytes = 0  # of the budget, for the slab that is on its way
         self.peak_bytes = 0
         self.allocated_bytes = 0
         self.mapped_bytes = 0
@@ -148,6 +196,7 @@ class HostPool:
                     self._grow(1)
                 return slot
         _close_closed()  # without our lock, as it takes theirs
+        self._budget.make_room(max(nbytes, self._slab_bytes), self)
         with self._lock:
             if not self._grow(nbytes) and force:
                 self._add(Slab(-(-nbytes // ALIGNMENT) * ALIGNMENT))
@@ -214,6 +263,17 @@ class HostPool:
                 except RuntimeError:  # the system has no more threads
                     self._gone.extend(unused)
 
+    def unmap_idle(self) -> None:
+        """Unmap the slabs of which nothing is handed out, for another pool; does nothing while the pool is at work."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._reclaim()
+            for slab in tuple(self._idle):
+                self._unmap(slab)
+        finally:
+            self._lock.release()
+
     def close(self, *, wait: bool = False) -> None:
         """Give back what is free, and the rest with its slots. Idempotent.
 
@@ -227,6 +287,8 @@ class HostPool:
             if thread is not None and thread.ident is not None and thread is not threading.current_thread():
                 thread.join()
         with self._lock:
+            self._budget.leave(self)
+            self._budget = HostBudget(self.capacity_bytes)  # what the device has not let go of is no other pool's want
             self._reclaim()
             for slab in tuple(self._slabs):
                 if wait and self._wait_for is not None:
@@ -296,10 +358,11 @@ class HostPool:
             return True
         need = -(-nbytes // ALIGNMENT) * ALIGNMENT
         self._unmap_idle(need)
-        room = (self.capacity_bytes - self.mapped_bytes) // ALIGNMENT * ALIGNMENT
+        room = min(self.capacity_bytes - self.mapped_bytes, self._budget.room()) // ALIGNMENT * ALIGNMENT
         size = max(need, min(self._slab_bytes, room))
-        if size > room:
+        if size > room or not self._budget.take(self, size):
             return False
+        self._growth_bytes = size
         if self._pin is None:
             self._add(Slab(size))
         else:
@@ -311,6 +374,8 @@ class HostPool:
                 self._thread.start()
             except RuntimeError:  # the system has no more threads
                 self.pin_failed = True
+                self._budget.change(self, -size)
+                self._growth_bytes = 0
                 return False
             self.growing = True
         return True
@@ -329,6 +394,8 @@ class HostPool:
         slab.number = self._slabs_made
         self._slabs.append(slab)
         self.mapped_bytes += slab.nbytes
+        self._budget.change(self, slab.nbytes - self._growth_bytes)
+        self._growth_bytes = 0
         self._list(slab)
 
     def _unmap_idle(self, need: int) -> None:
@@ -354,6 +421,7 @@ class HostPool:
         self._unlist(slab)
         slab.room = -1
         self.mapped_bytes -= slab.nbytes
+        self._budget.change(self, -slab.nbytes)
 
     def _unlock(self, slabs: list[Slab], unpin: Callable[[int], bool]) -> None:
         """Undo the page-locking of slabs that are not listed, in a thread of its own, as each takes milliseconds."""
@@ -374,6 +442,8 @@ class HostPool:
             self.growing = False
             if grown is None:
                 self.capacity_bytes = self.mapped_bytes  # the system has no more
+                self._budget.change(self, -self._growth_bytes)
+                self._growth_bytes = 0
             else:
                 self._add(grown)
         self._take_dropped()

@@ -123,12 +123,14 @@ class Prefetch:
             self._fetch(other, self._ahead(other) - left_bytes)
 
     def _next_backward(self, tape: Tape[Record]) -> Tape[Record] | None:
-        """The tape that is walked next, if it is another one and not begun."""
+        """The tape that is walked next, if it is another one, not begun, and complete."""
         follows = self.phases.follows()
         if follows is None:
             return None
         direction, other = follows
-        return None if direction != "backward" or other is tape or other is None or other.in_backward else other
+        if direction != "backward" or other is tape or other is None or other.in_backward or other.built:
+            return None
+        return other
 
     def _fetch(self, tape: Tape[Record], nbytes: int) -> None:
         tape.prepare(self.orders)

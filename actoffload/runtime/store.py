@@ -205,6 +205,7 @@ class ActivationStore:
             accounts.add_record(record.nbytes)
             if not len(tape):
                 accounts.microbatches += 1
+                tape.built = torch._C._current_graph_task_id() != -1
                 tape.number = accounts.microbatches
                 self.prefetch.phases.begin_forward(tape)
             record.tape, record.index = tape, tape.append(record, record.nbytes)

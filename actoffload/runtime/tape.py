@@ -94,6 +94,7 @@ class Tape(Generic[R]):
         total_bytes: of all records.
         signature: equal for forwards that saved storages of the same sizes in the same order.
         in_backward: backward has begun on it.
+        built: a backward that builds a graph saves it, so that it grows while that backward walks another tape.
         number: which micro-batch it is, from 1; 0 before it has saved anything.
         given_bytes: what backward was given of the records that had moved.
         by_node: what each autograd node saved.
@@ -108,6 +109,7 @@ class Tape(Generic[R]):
         self.total_bytes = 0
         self.signature = 0
         self.in_backward = False
+        self.built = False
         self.number = 0
         self.given_bytes = 0
         self.by_node = SavedByNode()

@@ -3,7 +3,8 @@
 An extent is striped over the paths. Freed room is only handed out again when nothing reads or writes it any more: reuse
 before completion would be silent corruption.
 
-One lock guards the allocators and the counts. ``free``, ``Transfer.cancel`` and the end of a transfer never wait for
+Several spools may share the files and engines of one `Disk`: each has its own counts, and ends alone. The disk's lock
+guards the allocators and the counts. ``free``, ``Transfer.cancel`` and the end of a transfer never wait for
 it, as a finalizer may run while its own thread holds the lock: they put the extent or the transfer into a queue, which
 whoever gets the lock works off.
 """
@@ -11,6 +12,7 @@ whoever gets the lock works off.
 from __future__ import annotations
 
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -22,6 +24,44 @@ from .engines import EngineFactory
 from .engines.base import IoKind, Range, SpoolFile, StorageEngine
 from .meters import LinkShare, RateMeter
 from .transfers import Extent, Transfer, closed_error
+
+
+class Disk:
+    """What the spools that were made for one configuration share: files, engines, allocators, and what guards them.
+
+    Attributes:
+        lock: guards the allocators, and the counts of every spool.
+        ended: what is freed or over, and not yet worked off, each with its spool.
+        users: the spools, those that are closed as well.
+        closed: the files are gone; for another spool another disk has to be opened.
+    """
+
+    def __init__(self, arenas: ArenaSet) -> None:
+        self.arenas = arenas
+        self.lock = DrainingLock()
+        self.ended: deque[tuple[Spool, Extent | Transfer]] = deque()
+        self.users: weakref.WeakSet[Spool] = weakref.WeakSet()
+        self.closed = False
+
+    def close(self, *, wait: bool) -> None:
+        """End the engines, without ``wait`` what is queued too, and give the disk space back."""
+        self.closed = True
+        for arena in self.arenas.arenas:
+            if wait:
+                arena.engine.close()
+            else:
+                arena.engine.abort()
+        self.arenas.close_files()
+
+    def after_fork_in_child(self) -> None:
+        """Close our descriptors; the files and threads are the parent's."""
+        if not self.closed:
+            self.closed = True
+            self.lock = DrainingLock()  # the other one may be held by a thread that this process does not have
+            self.ended.clear()
+            for arena in self.arenas.arenas:
+                arena.engine.after_fork_in_child()
+            self.arenas.close_files()
 
 
 class Spool:
@@ -42,6 +82,8 @@ class Spool:
         verify: Keep a checksum of every write and check it after every read.
         poison: For debugging: overwrite freed extents before they are used again.
         allow_any_filesystem: Also take memory, network and FUSE file systems.
+        disk: Another spool's, whose files and engines it shares: all arguments but ``verify`` and ``poison`` are that
+            one's.
 
     Raises:
         ConfigError: There is no such engine.
@@ -63,26 +105,35 @@ class Spool:
         verify: bool = False,
         poison: bool = False,
         allow_any_filesystem: bool = False,
+        disk: Disk | None = None,
     ) -> None:
-        self._lock = DrainingLock()
         self._closed = False
         self._inert = False  # in a forked child, to which nothing here belongs
-        self._ended: deque[Extent | Transfer] = deque()  # what is freed or over, and not yet worked off
         self._live: dict[Transfer, LinkShare | None] = {}  # None: nothing of it has begun
         self.meters = {IoKind.WRITE: RateMeter(), IoKind.READ: RateMeter()}
         self.on_moved: Callable[[Transfer], None] | None = None
         """Called with each transfer that has moved bytes and is over, with our lock held: it must not call us."""
+        self._extents: set[Extent] = set()
+        self._moved_bytes = {IoKind.WRITE: 0, IoKind.READ: 0}  # by transfers that are over
+        self.allocated_bytes = 0
+        """Room that is taken now."""
+        self._peak_allocated_bytes = 0
         self._verify = verify
-        self._arenas = ArenaSet(
-            paths,
-            engine=engine,
-            threads=threads,
-            allow_any_filesystem=allow_any_filesystem,
-            stripe_bytes=stripe_bytes,
-            grow_bytes=grow_bytes,
-            capacity_bytes=capacity_bytes,
-            processes=processes,
-        )
+        if disk is None:
+            arenas = ArenaSet(
+                paths,
+                engine=engine,
+                threads=threads,
+                allow_any_filesystem=allow_any_filesystem,
+                stripe_bytes=stripe_bytes,
+                grow_bytes=grow_bytes,
+                capacity_bytes=capacity_bytes,
+                processes=processes,
+            )
+            disk = Disk(arenas)
+        self.disk = disk
+        disk.users.add(self)
+        self._arenas = disk.arenas
         self._poison = poison
         self.alignment = self._arenas.alignment
         self.direct = self._arenas.direct
@@ -101,11 +152,6 @@ class Spool:
         """The engine of each path: for diagnosis and tests."""
         return tuple(arena.engine for arena in self._arenas.arenas)
 
-    @property
-    def allocated_bytes(self) -> int:
-        """Room that is taken now."""
-        return self._arenas.allocated_bytes
-
     def allocate(self, nbytes: int) -> Extent:
         """Return room for ``nbytes`` bytes; nothing may be read from it before something has been written.
 
@@ -115,11 +161,15 @@ class Spool:
         """
         if nbytes < 1:
             raise ValueError(f"nbytes={nbytes}: must be positive")
-        with self._lock:
-            if self._closed:
+        with self.disk.lock:
+            if self._closed or self.disk.closed:
                 raise closed_error()
             self._work_off()
-            return Extent(self._arenas.take(nbytes))
+            extent = Extent(self._arenas.take(nbytes))
+            self._extents.add(extent)
+            self.allocated_bytes += extent.nbytes
+            self._peak_allocated_bytes = max(self._peak_allocated_bytes, self.allocated_bytes)
+            return extent
 
     def write(
         self,
@@ -184,7 +234,7 @@ class Spool:
         Raises:
             OffloaderClosedError: An engine is closed; the caller is to ``Transfer.fail`` the transfer.
         """
-        with self._lock:
+        with self.disk.lock:
             if transfer in self._live and self._live[transfer] is None:
                 self._live[transfer] = self._begins(transfer)
         transfer.start(nbytes)
@@ -198,61 +248,86 @@ class Spool:
             StateError: It has been freed before.
         """
         if extent.freed:
+            if self._closed:  # `abort` has freed it
+                return
             raise StateError(f"{extent!r} is freed twice")
         extent.freed = True
         self._post(extent)
 
     def close(self) -> None:
         """Wait for all transfers, then give the disk space back. Idempotent; not from an engine's thread."""
-        self._closed = True
+        last = self._leave()
         if self._inert:
             return
-        for engine in self.engines:
-            engine.close()
-        self._arenas.close_files()
+        if last:
+            self.disk.close(wait=True)
+            return
+        with self.disk.lock:
+            begun = [transfer for transfer, share in self._live.items() if share is not None]
+        for transfer in begun:
+            transfer.wait()
+        self._free_all()
 
-    def abort(self) -> None:
-        """Cancel what has not started, wait only for what runs, then give the disk space back. Idempotent.
+    def abort(self, *, all_users: bool = False) -> None:
+        """Cancel what has not started, then give the disk space back once what runs has ended. Idempotent.
 
         It works from any state in which an interrupt may have left this thread. A cancelled transfer wakes whoever
         waits for it, with an ``OffloaderClosedError`` in its ``error`` and no ``on_done``.
+
+        Args:
+            all_users: End the disk for the other spools on it as well: an interrupt may have left the allocators or an
+                engine half changed.
         """
-        self._closed = True
+        last = self._leave()
         if self._inert:
             return
-        self._lock.abandon()
-        with self._lock:
-            live = tuple(self._live)
+        self.disk.lock.abandon()
+        with self.disk.lock:
+            ending = [self, *(other for other in self.disk.users if all_users and other is not self)]
+            live = [transfer for spool in ending for transfer in spool._live]
         for transfer in live:
             transfer.cancel(closed_error())
-        for engine in self.engines:
-            engine.abort()
-        self._arenas.close_files()
+        if last or all_users:
+            self.disk.close(wait=False)
+        else:
+            self._free_all()
+
+    def _leave(self) -> bool:
+        """Take no more work; return whether no other spool needs the disk."""
+        self._closed = True
+        return not any(not other._closed for other in list(self.disk.users))
+
+    def _free_all(self) -> None:
+        """Give up every extent: others use the room once nothing is in flight on it."""
+        with self.disk.lock:
+            held = [extent for extent in self._extents if not extent.freed]
+        for extent in held:
+            extent.freed = True
+            self._post(extent)
 
     def after_fork_in_child(self) -> None:
         """In a forked child: closes our descriptors; the spool is closed. Takes no lock, touches no thread."""
         if self._inert:
             return
         self._closed = self._inert = True
-        self._lock = DrainingLock()  # the other one may be held by a thread that this process does not have
-        for engine in self.engines:
-            engine.after_fork_in_child()
-        self._arenas.close_files()
-        self._ended.clear()
+        self.disk.after_fork_in_child()
         for transfer in tuple(self._live):
             transfer.abandon(closed_error())
 
     def statistics(self) -> SpoolStatistics:
-        """Return what the spool is and has done so far."""
-        with self._lock:
+        """Return what the disk is, and what this spool has done so far."""
+        with self.disk.lock:
             self._work_off()
+            moved = dict(self._moved_bytes)
+            for transfer in self._live:
+                moved[transfer.kind] += transfer.moved_bytes
             return SpoolStatistics(
                 capacity_bytes=self._arenas.capacity_bytes,
                 arena_bytes=self._arenas.arena_bytes,
-                allocated_bytes=self._arenas.allocated_bytes,
-                peak_allocated_bytes=self._arenas.peak_allocated_bytes,
-                written_bytes=sum(arena.engine.written_bytes for arena in self._arenas.arenas),
-                read_bytes=sum(arena.engine.read_bytes for arena in self._arenas.arenas),
+                allocated_bytes=self.allocated_bytes,
+                peak_allocated_bytes=self._peak_allocated_bytes,
+                written_bytes=moved[IoKind.WRITE],
+                read_bytes=moved[IoKind.READ],
                 busy_extents=len({transfer.extent for transfer in self._live}),
             )
 
@@ -260,8 +335,8 @@ class Spool:
         transfer.prepare(self._arenas.arenas, memory, alignment=self.alignment, verify=self._verify)
         extent = transfer.extent
         try:
-            with self._lock:
-                if self._closed:
+            with self.disk.lock:
+                if self._closed or self.disk.closed:
                     raise closed_error()
                 self._work_off()
                 if extent.freed:
@@ -290,31 +365,38 @@ class Spool:
         """
         if self._inert:  # the fork may have caught the allocators in the middle of a change
             return
-        self._ended.append(item)
-        while self._ended and self._lock.run_if_free(self._work_off) is not None:
+        disk = self.disk
+        disk.ended.append((self, item))
+        while disk.ended and disk.lock.run_if_free(self._work_off) is not None:
             pass
 
     def _work_off(self) -> bool:
-        """Work off what is freed or over; True. The lock is held."""
-        while self._ended:
-            item = self._ended.popleft()
-            extent = item.extent if isinstance(item, Transfer) else item
-            if isinstance(item, Extent):
-                extent.release_due = True
-            elif item in self._live:
-                share = self._live.pop(item)
-                if share is not None:
-                    self.meters[item.kind].ended(item.moved_bytes, now(), share)
-                    if self.on_moved is not None and item.moved_bytes:
-                        self.on_moved(item)
-                extent.transfers -= 1
-            if extent.release_due and not extent.transfers:
-                self._release(extent)
+        """Work off what is freed or over, of all spools on the disk; True. The lock is held."""
+        while self.disk.ended:
+            spool, item = self.disk.ended.popleft()
+            spool._end(item)
         return True
+
+    def _end(self, item: Extent | Transfer) -> None:
+        extent = item.extent if isinstance(item, Transfer) else item
+        if isinstance(item, Extent):
+            extent.release_due = True
+        elif item in self._live:
+            share = self._live.pop(item)
+            if share is not None:
+                self.meters[item.kind].ended(item.moved_bytes, now(), share)
+                self._moved_bytes[item.kind] += item.moved_bytes
+                if self.on_moved is not None and item.moved_bytes:
+                    self.on_moved(item)
+            extent.transfers -= 1
+        if extent.release_due and not extent.transfers:
+            self._release(extent)
 
     def _release(self, extent: Extent) -> None:
         extent.release_due = False
-        if self._poison and not self._closed:
+        self._extents.discard(extent)
+        self.allocated_bytes -= extent.nbytes
+        if self._poison and not self.disk.closed:
             self._arenas.poison(extent.segments)
         self._arenas.give_back(extent.segments)
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import threading
+import weakref
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from functools import cached_property
+from functools import cached_property, partial
+from typing import Any
 
-from ..config import PATH_VARIABLE
+from ..config import PATH_VARIABLE, OffloadConfig, identity_of
 from ..errors import ConfigError, SpoolPathError
+from ..locks import renewed_in_child
 from ..memory import cpu_allocator
-from ..memory.host_pool import HostPool
+from ..memory.host_pool import HostBudget, HostPool
 from ..memory.process_memory import available_bytes, fix_mmap_threshold, peak_rss_bytes, rss_bytes
 from ..storage.engines import BEHIND_A_DEVICE
-from ..storage.spool import Spool
+from ..storage.spool import Disk, Spool
 from .accelerator import Accelerator, accelerator_for, allocated_bytes, default_device_types
 from .copy_streams import CopyStreams
 from .cpu_tier import CpuTier
@@ -35,6 +39,21 @@ NO_DEFAULT_PATH = (
     f"nothing moves, as the system's temporary directory cannot hold a spool: pass path=, or set {PATH_VARIABLE}, to a "
     "directory on a local disk"
 )
+
+
+_lock = renewed_in_child(threading.Lock())
+_disks: weakref.WeakValueDictionary[Any, Disk] = weakref.WeakValueDictionary()
+_budgets: weakref.WeakValueDictionary[Any, HostBudget] = weakref.WeakValueDictionary()
+"""What stores of this process share, by the options that it depends on, while one of them uses it."""
+if hasattr(os, "register_at_fork"):  # a child has its own
+    os.register_at_fork(after_in_child=_disks.clear)
+    os.register_at_fork(after_in_child=_budgets.clear)
+
+DISK_OPTIONS = ("paths", "engine", "nvme_budget", "io_threads", "allow_any_filesystem", "verify", "debug")
+
+
+def _key(config: OffloadConfig, names: tuple[str, ...], *more: object) -> Any:
+    return (*more, *(identity_of(getattr(config, name)) for name in names))
 
 
 class Tiers:
@@ -162,6 +181,11 @@ class Tiers:
         for tier in self.by_device.values():
             tier.count_waits()
 
+    @property
+    def lost(self) -> bool:
+        """Whether the disk went with another store on it, which an interrupt has ended."""
+        return self.spool is not None and self.spool.disk.closed and not self.shared.stopped
+
     def flush(self) -> None:
         """Begin everything that waits for a later moment."""
         for tier in () if self.shared.stopped else self.by_device.values():
@@ -180,7 +204,8 @@ class Tiers:
             for pool in self.pools:
                 last_first.callback(pool.close, wait=wait)
             if self.spool is not None:
-                last_first.callback(self.spool.close if wait else self.spool.abort)
+                abort = partial(self.spool.abort, all_users=self.shared.interrupted)
+                last_first.callback(self.spool.close if wait else abort)
             for tier in self.by_device.values():
                 last_first.callback(tier.close)
 
@@ -230,21 +255,26 @@ class Tiers:
     def _open_spool(self, auto: str | tuple[str, ...] = "auto") -> Spool:
         if self.spool is None:
             config = self.shared.config
-            self.spool = Spool(
-                config.paths,
-                engine=auto if config.engine == "auto" else config.engine,
-                capacity_bytes=None if config.nvme_budget is None else config.size("nvme_budget", 0),
-                processes=1 if config.nvme_budget is not None else self._processes,
-                threads=config.io_threads,
-                verify=config.verify,
-                poison=config.debug,
-                allow_any_filesystem=config.allow_any_filesystem,
-            )
+            with _lock:
+                key = _key(config, DISK_OPTIONS, auto)
+                disk = _disks.get(key)
+                self.spool = Spool(
+                    config.paths,
+                    engine=auto if config.engine == "auto" else config.engine,
+                    capacity_bytes=None if config.nvme_budget is None else config.size("nvme_budget", 0),
+                    processes=1 if config.nvme_budget is not None else self._processes,
+                    threads=config.io_threads,
+                    verify=config.verify,
+                    poison=config.debug,
+                    allow_any_filesystem=config.allow_any_filesystem,
+                    disk=None if disk is None or disk.closed else disk,
+                )
+                _disks[key] = self.spool.disk
         return self.spool
 
     def _cpu_tier(self) -> Tier:
         spool = self._open_spool()
-        pool = HostPool(self._host_budget(), slab_bytes=CPU_SLAB_BYTES, poison=self.shared.config.debug)
+        pool = HostPool(self._host_budget("cpu"), slab_bytes=CPU_SLAB_BYTES, poison=self.shared.config.debug)
         self.pools.append(pool)
         return CpuTier(self.shared, spool, pool)
 
@@ -271,7 +301,7 @@ class Tiers:
         if config.target == "nvme" and spool is not None and spool.device_memory and not config.verify:
             return DirectTier(self.shared, spool, copies)
         pool = HostPool(
-            self._host_budget(),
+            self._host_budget(device.type),
             pin=device.pin,
             unpin=device.unpin,
             is_done=copies.done,
@@ -292,11 +322,15 @@ class Tiers:
                 self.shared.reporter.advise("page-locking", NOT_PAGE_LOCKED)
             self.shared.changed.notify_all()
 
-    def _host_budget(self) -> int:
+    def _host_budget(self, device: str) -> HostBudget:
         config = self.shared.config
-        if config.host_budget is not None:
-            return config.size("host_budget", 0)
-        return available_bytes() // 2 // self._processes
+        with _lock:
+            key = _key(config, ("host_budget",), device)
+            budget = _budgets.get(key)
+            if budget is None:
+                default = available_bytes() // 2 // self._processes if config.host_budget is None else 0
+                budget = _budgets[key] = HostBudget(config.size("host_budget", default))
+            return budget
 
     @cached_property
     def _processes(self) -> int:

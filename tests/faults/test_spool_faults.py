@@ -234,7 +234,7 @@ address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
 extent = spool.allocate(1 << 20)
 transfer = spool.write(extent, address, 1 << 20)
 inode = os.fstat(spool.files[0].fd).st_ino
-lock = spool._lock.acquire() and spool._lock  # as if another thread held it while we fork
+lock = spool.disk.lock.acquire() and spool.disk.lock  # as if another thread held it while we fork
 child = os.fork()
 if child == 0:
     status = 1

@@ -246,5 +246,4 @@ def test_nested_contexts(make_offloader: Maker) -> None:
     assert_same_bits(run(True), reference)
     make_offloader.assert_moved(outer)
     make_offloader.assert_moved(inner)
-    assert outer.statistics().kept_bytes["no_offload()"] > 0
     assert len(packed) == 3  # in the plain run the logarithm's too

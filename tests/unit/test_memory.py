@@ -65,6 +65,7 @@ def test_how_many_processes_share_the_machine(
 
 def _tiers(monkeypatch: pytest.MonkeyPatch, path: Path, processes: str, **options: Any) -> Offloader:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    monkeypatch.setattr("actoffload.tiers.tiers._budgets", {})  # of other tests' stores
     monkeypatch.setattr("actoffload.tiers.tiers.available_bytes", lambda: 64 * MIB)
     monkeypatch.setattr("actoffload.storage.arena.free_bytes", lambda file: 48 * MIB)
     return Offloader(OffloadConfig(target="nvme", path=path, **options))

@@ -539,7 +539,7 @@ def test_nothing_moves_in_a_no_offload_region(offloader: Offloader) -> None:
     with no_offload():
         found = gradients_of(function, x, context=offloader)
     assert_same(found, gradients_of(lambda x: (x @ x).sin().cos(), x))
-    assert offloader.statistics().kept_bytes == {"parameter": x.nbytes, "no_offload()": x.nbytes}
+    assert offloader.statistics().packed_tensors == 0
 
 
 @pytest.mark.parametrize("around", [True, False], ids=["compiled around", "compiled inside"])

@@ -298,7 +298,7 @@ def test_free_does_not_wait_for_the_lock(make_spool: MakeSpool) -> None:
     memory = Memory(BLOCK)
     extents = [spool.allocate(BLOCK), spool.allocate(BLOCK)]
     transfer = spool.write(extents[1], memory.address, BLOCK)
-    with spool._lock:
+    with spool.disk.lock:
         spool.free(extents[0])
         assert transfer.cancel()
         assert spool._arenas.allocated_bytes == 2 * BLOCK
@@ -373,7 +373,7 @@ def test_abort_works_where_an_interrupt_left_a_lock_held(make_spool: MakeSpool, 
         pytest.skip(str(exc))
     memory, threads = Memory(MIB), [thread for thread in threading.enumerate() if thread not in others]
     transfers = [spool.write(spool.allocate(MIB), memory.address, MIB) for _ in range(3)]
-    lock: Any = spool._lock if held == "spool" else spool.engines[0]._mutex  # type: ignore[attr-defined]
+    lock: Any = spool.disk.lock if held == "spool" else spool.engines[0]._mutex  # type: ignore[attr-defined]
     assert lock.acquire()
     assert lock.acquire(blocking=False), "reentrant"
     spool.abort()

@@ -113,8 +113,8 @@ def offloading(setting: Setting, where: str) -> Iterator[Offloader | None]:
     else:
         inner = setting.inner if setting.inner is not None else next(setting.model.children())
         modules = [inner] if where == "inner" else setting.attached or [setting.model]
-        attachments = [actoffload.attach(module, **options) for module in modules]
-        offloader = attachments[0].offloader
+        offloader = actoffload.Offloader(actoffload.OffloadConfig(**options))
+        attachments = [actoffload.attach(module, offloader=offloader) for module in modules]
     try:
         yield offloader
     finally:

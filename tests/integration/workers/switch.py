@@ -202,17 +202,25 @@ PROGRAMS: dict[str, Callable[[bool, str], Found]] = {"trainer": trainer, "sft": 
 
 def run(program: Callable[[bool, str], Found], checkpointed: bool, way: str) -> Found:
     """What came of a program, what it printed, and what was moved meanwhile."""
-    offloaders = sys.modules["actoffload.api"]._offloaders
+    kind, made = sys.modules["actoffload"].Offloader, []
+    build = kind.__init__
+
+    def noted(self: Any, *args: Any, **options: Any) -> None:
+        build(self, *args, **options)
+        made.append(self)  # else it goes with its model
+
     if way == "env":
         os.environ["ACTOFFLOAD_MIN_BYTES"] = str(next(_sizes))
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
-        found = program(checkpointed, way)
+        kind.__init__ = noted
+        try:
+            found = program(checkpointed, way)
+        finally:
+            kind.__init__ = build
     said = [line for line in (out.getvalue() + err.getvalue()).splitlines() if "actoffload: target" in line]
-    made = list(offloaders.values())
     moved = [offloader.statistics().moved_bytes for offloader in made]
     for offloader in made:
         offloader.close()
-    offloaders.clear()
     return {**found, "said": said, "moved": moved}
 
 

@@ -1,0 +1,222 @@
+"""What a backward that builds a graph saves moves as what a forward saves; what a block that runs again saves stays."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from actoffload import Offloader
+from tests.harness import MakeOffloader, accounts_of, assert_empty, assert_same_bits, same_bits
+
+KIB = 1 << 10
+ROWS, WIDTH = 1024, 64
+TENSOR_BYTES = ROWS * WIDTH * 4
+BACKWARD = "saved during backward"
+Step = Callable[[nn.Module, Tensor], Tensor]
+
+
+class Doubled(torch.autograd.Function):
+    """A custom function whose backward is differentiable."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        y: Tensor = x * x
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        x: Tensor = ctx.saved_tensors[0]
+        gradient: Tensor = 2 * x * gradients[0]
+        return gradient
+
+
+class Doubling(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = Doubled.apply(x)
+        return y
+
+
+class Again(torch.autograd.Function):
+    """A checkpoint of a program's own: its backward runs the block again and walks that graph at once."""
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, x: Tensor) -> Tensor:
+        ctx.block = block
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            y: Tensor = block(x)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.block(x)
+        torch.autograd.backward(y, gradients[0])
+        assert x.grad is not None
+        return None, x.grad
+
+
+def network(kind: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    if kind == "functions":
+        return nn.Sequential(*(Doubling() for _ in range(6)))
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)))
+
+
+def forces(net: nn.Module, x: Tensor) -> Tensor:
+    """Energies and forces, as a potential is trained."""
+    energy = net(x)
+    (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+    loss: Tensor = energy.square().mean() + force.square().mean()
+    return loss
+
+
+def penalty(net: nn.Module, x: Tensor) -> Tensor:
+    """A gradient penalty."""
+    (gradient,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+    return (gradient.square().sum(1).sqrt() - 1).square().mean()
+
+
+def laplacian(net: nn.Module, x: Tensor) -> Tensor:
+    """Three derivatives, as of an equation: two graphs are built one after the other."""
+    (first,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+    return second.square().mean()
+
+
+STEPS: dict[str, Step] = {"forces": forces, "penalty": penalty, "laplacian": laplacian}
+
+
+def run(step: Step, kind: str, offloader: Offloader | None, *, steps: int = 1, inside: bool = False) -> list[Any]:
+    """Losses and gradients."""
+    net, found = network(kind), []
+    for seed in range(steps):
+        x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        with offloader or contextlib.nullcontext():
+            loss = step(net, x)
+            if inside:
+                loss.backward()
+        if not inside:
+            if offloader is not None:
+                offloader.synchronize()
+            loss.backward()
+        found += [loss.detach(), x.grad, *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
+        net.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("kind", ["layers", "functions"])
+@pytest.mark.parametrize("name", STEPS)
+def test_it_moves_and_gradients_have_the_same_bits(
+    name: str, kind: str, inside: bool, make_offloader: MakeOffloader
+) -> None:
+    offloader = make_offloader(policy="all", min_bytes=1)
+    found = run(STEPS[name], kind, offloader, steps=2, inside=inside)
+    assert_same_bits(found, run(STEPS[name], kind, None, steps=2))
+    kept = offloader.statistics().kept_bytes
+    assert BACKWARD not in kept
+    assert_empty(offloader)
+
+
+@pytest.mark.parametrize("options", [{}, {"device_budget": "40%"}], ids=["no budget", "budget"])
+def test_plans_hold_for_it(options: dict[str, Any], make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="auto", min_bytes=1, **options)
+    assert_same_bits(run(forces, "layers", offloader, steps=12), run(forces, "layers", None, steps=12))
+    if options:  # the graph that is built is not fetched ahead while it grows: its own backward has not begun
+        assert offloader.plan.offloaded_bytes > 0
+        assert offloader.statistics().plan_peak_bytes <= 0.4 * offloader.statistics().baseline_peak_bytes
+
+
+def test_memory_falls(make_offloader: MakeOffloader) -> None:
+    """Once the writes have ended, next to nothing of the graph is in memory; without moving all of it would be."""
+    offloader = make_offloader(policy="all", min_bytes=1)
+    net = network("layers")
+    x = torch.randn(ROWS, WIDTH).requires_grad_()
+    with offloader:
+        energy = net(x)
+        offloader.synchronize()
+        before = accounts_of(offloader).baseline_bytes
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+    offloader.synchronize()
+    built = accounts_of(offloader).baseline_bytes - before
+    assert built > 6 * TENSOR_BYTES, "the backward saved a graph"
+    assert accounts_of(offloader).resident_bytes < built / 8
+    force.sum().backward()
+
+
+@pytest.mark.parametrize("tensors", [8, 12])
+@pytest.mark.parametrize("policy", ["all", "greedy"])
+def test_the_budget_holds(policy: str, tensors: int, make_offloader: MakeOffloader) -> None:
+    budget = tensors * TENSOR_BYTES
+    offloader = make_offloader(policy=policy, min_bytes=1, device_budget=budget, keep_last_bytes=0)
+    assert_same_bits(run(forces, "layers", offloader, steps=3), run(forces, "layers", None, steps=3))
+    found = offloader.statistics()
+    assert found.baseline_peak_bytes > 2 * budget
+    assert found.resident_peak_bytes <= budget
+
+
+def reentrant(block: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = checkpoint(block, x, use_reentrant=True)
+    return y
+
+
+def plain(block: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = checkpoint(block, x, use_reentrant=False)
+    return y
+
+
+def own(block: nn.Module, x: Tensor) -> Tensor:
+    y: Tensor = Again.apply(block, x)
+    return y
+
+
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("way", [reentrant, plain, own])
+def test_what_runs_again_is_told_apart(way: Any, retain: bool, make_offloader: MakeOffloader) -> None:
+    """Its graph is walked at once, so nothing that it saves moves: bytes on disk are those of the forward."""
+    offloader = make_offloader(policy="all", min_bytes=1)
+
+    def gradients(context: Any) -> list[Any]:
+        net = network("layers")
+        x = torch.linspace(0, 1, ROWS * WIDTH).reshape(ROWS, WIDTH).requires_grad_()
+        with context:
+            y = (x * 2).sin()
+            for block in net:
+                y = way(block, y)
+            y.square().sum().backward(retain_graph=retain)
+        return [x.grad, *(p.grad for p in net.parameters())]
+
+    found = gradients(offloader)
+    assert_same_bits(found, gradients(contextlib.nullcontext()))
+    statistics = offloader.statistics()
+    assert statistics.microbatches == 1, "no graph was built in backward"
+    assert (BACKWARD in statistics.kept_bytes) == (way is not plain)
+
+
+def test_a_checkpoint_in_a_graph_that_is_built(make_offloader: MakeOffloader) -> None:
+    """PyTorch's checkpoint runs its block again in that backward. The graph around it moves."""
+
+    def step(net: nn.Module, x: Tensor) -> Tensor:
+        return forces(lambda x: plain(net, (x * 2).sin()), x)  # type: ignore[arg-type]
+
+    offloader = make_offloader(policy="all", min_bytes=1)
+    assert_same_bits(run(step, "layers", offloader), run(step, "layers", None))
+    assert offloader.statistics().microbatches == 2
+
+
+def test_functional_derivatives(make_offloader: MakeOffloader) -> None:
+    x = torch.randn(8, dtype=torch.float64)
+    function = torch.nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+    expected = torch.autograd.functional.hessian(lambda x: function(x).sum(), x)
+    with make_offloader(policy="all", min_bytes=1), warnings.catch_warnings():
+        assert same_bits(torch.autograd.functional.hessian(lambda x: function(x).sum(), x), expected)

@@ -1,0 +1,272 @@
+"""Saved-tensor hooks of the program's own around ours, regions without ours, and transforms that refuse hooks."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.func import functional_call, grad, hessian, jacrev, vjp, vmap
+from torch.utils.checkpoint import checkpoint
+
+import actoffload
+from actoffload import Offloader, no_offload
+from tests.harness import Chain, MakeOffloader, assert_empty, assert_same_bits, batch, same_bits
+
+Build = Callable[[], AbstractContextManager[object]]
+
+
+def depth() -> int:
+    """How many pairs of hooks are on this thread's stack; all are popped."""
+    count = 0
+    while torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        count += 1
+    return count
+
+
+@pytest.fixture(autouse=True)
+def empty_stack() -> Iterator[None]:
+    assert depth() == 0
+    yield
+    assert depth() == 0, "hooks were left on autograd's stack"
+
+
+class Counting(saved_tensors_hooks):
+    """Hooks of a program's own, which count."""
+
+    def __init__(self) -> None:
+        self.packed = 0
+        super().__init__(self._pack, lambda saved: saved)
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        self.packed += 1
+        return tensor.detach()
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def transforms(model: nn.Module, x: Tensor) -> list[Tensor]:
+    """What each transform that refuses hooks gives for a model's forward."""
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], row: Tensor) -> Tensor:
+        found: Tensor = functional_call(model, parameters, (row[None],)).sum()
+        return found
+
+    found = [*vmap(grad(loss), in_dims=(None, 0))(parameters, x).values()]
+    pulled: Any = vjp(lambda row: loss(parameters, row), x[0])
+    found += [pulled[0], *pulled[1](torch.ones(()))]
+    return [*found, jacrev(lambda row: loss(parameters, row))(x[0]), hessian(lambda row: loss(parameters, row))(x[0])]
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_transforms_of_an_attached_model_are_left_alone(strict: bool, tmp_path: Any) -> None:
+    net, x = model(), torch.randn(4, 8)
+    expected = transforms(net, x)
+    options: dict[str, Any] = {"target": "nvme", "path": str(tmp_path), "policy": "all", "min_bytes": 1}
+    attachment = actoffload.attach(net, announce="none", strict=strict, **options)
+    assert_same_bits(transforms(net, x), expected)
+    assert attachment.offloader.statistics().packed_tensors == 0
+    net(x.requires_grad_()).sum().backward()
+    assert attachment.offloader.statistics().packed_tensors > 0
+    assert_same_bits(transforms(net, x.detach()), expected)
+    attachment.detach()
+
+
+def test_transforms_work_in_a_region_and_ours_apply_again_after_it(make_offloader: MakeOffloader) -> None:
+    net, x = model(), torch.randn(4, 8)
+    expected = transforms(net, x)
+    offloader = make_offloader(policy="all", min_bytes=1)
+    with offloader:
+        with no_offload():
+            assert_same_bits(transforms(net, x), expected)
+        net(x).sum().backward()
+    assert offloader.statistics().packed_tensors > 0
+    assert_empty(offloader)
+
+
+def test_without_a_region_the_error_names_the_way_out(make_offloader: MakeOffloader) -> None:
+    with pytest.raises(RuntimeError) as raised, make_offloader():
+        grad(torch.sin)(torch.ones(()))
+    assert "no_offload()" in "".join(raised.value.__notes__)
+
+
+def test_a_context_where_hooks_are_disabled_is_left_alone(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(strict=True)
+    x = batch().requires_grad_()
+    with disable_saved_tensors_hooks("not here"):
+        with offloader:
+            y = x.sin().exp()
+        with offloader, no_offload():
+            y = y.cos()
+    assert offloader.statistics().packed_tensors == 0
+    with offloader:
+        z = x.sin().exp()
+    (y.sum() + z.sum()).backward()
+    assert offloader.statistics().packed_tensors == 2
+
+
+SHAPES: dict[str, list[str]] = {
+    "alone": ["ours"],
+    "above": ["program", "ours"],
+    "below": ["ours", "program"],
+    "between": ["ours", "program", "ours"],
+    "two of ours": ["ours", "other"],
+    "mixed": ["program", "ours", "other", "program", "ours"],
+}
+
+
+@pytest.mark.parametrize("regions", [1, 2])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_region_takes_ours_off_and_leaves_the_programs(
+    shape: str, regions: int, raises: bool, make_offloader: MakeOffloader
+) -> None:
+    """Inside of a region the program's innermost hooks are called; after it what was called before."""
+    kinds: dict[str, Any] = {name: make_offloader(policy="all", min_bytes=0) for name in ("ours", "other")}
+    x = batch().requires_grad_()
+    with contextlib.ExitStack() as stack:
+        contexts = [kinds[name] if name in kinds else Counting() for name in SHAPES[shape]]
+        for context in contexts:
+            stack.enter_context(context)
+        programs = [context for context in contexts if isinstance(context, Counting)]
+
+        def counts() -> list[int]:
+            ours = [kinds[name].statistics().packed_tensors for name in kinds]
+            return ours + [context.packed for context in programs]
+
+        def called(function: Callable[[Tensor], Tensor]) -> list[int]:
+            before = counts()
+            function(x)
+            return [after - one for after, one in zip(counts(), before, strict=True)]
+
+        outside = called(torch.sin)
+        assert sum(outside) == 1
+        with contextlib.suppress(ValueError), contextlib.ExitStack() as inner:
+            for _ in range(regions):
+                inner.enter_context(no_offload())
+            inside = called(torch.exp)
+            if raises:
+                raise ValueError
+        assert inside == [0, 0, *(int(one is programs[-1]) for one in programs)]
+        assert called(torch.cos) == outside
+        for context in reversed(contexts[1:]):
+            context.__exit__(None, None, None)
+        stack.pop_all()
+        assert sum(called(torch.cos)) == 1, "the outermost is the last one that is left"
+        contexts[0].__exit__(None, None, None)
+
+
+def region() -> Generator[None, None, None]:
+    with no_offload():
+        yield
+
+
+def test_a_context_that_ends_inside_of_a_generators_region_does_not_come_back(make_offloader: MakeOffloader) -> None:
+    offloader, suspended = make_offloader(), region()
+    x = batch().requires_grad_()
+    with offloader:
+        next(suspended)
+    suspended.close()
+    assert depth() == 0
+    x.sin()
+    assert offloader.statistics().packed_tensors == 0
+
+
+def test_a_region_that_ends_before_a_context_which_began_in_it(make_offloader: MakeOffloader) -> None:
+    offloader, suspended, program = make_offloader(), region(), Counting()
+    x = batch().requires_grad_()
+    next(suspended)
+    with program, offloader:
+        y = x.sin()
+        assert (program.packed, offloader.statistics().packed_tensors) == (1, 0)
+        suspended.close()
+        z = x.sin()
+        assert (program.packed, offloader.statistics().packed_tensors) == (1, 1)
+    (y + z).sum().backward()
+
+
+@pytest.mark.parametrize("ours", ["inner", "outer"])
+def test_contexts_that_are_left_in_another_order(ours: str, make_offloader: MakeOffloader) -> None:
+    """A generator that is suspended inside of a context ends after the context around it."""
+    offloader, program = make_offloader(), Counting()
+    x = batch().requires_grad_()
+
+    def suspended(context: AbstractContextManager[object]) -> Generator[None, None, None]:
+        with context:
+            yield
+
+    outer, inner = (offloader, program) if ours == "outer" else (program, offloader)
+    generator = suspended(inner)
+    with outer:
+        next(generator)
+    generator.close()
+    before = program.packed, offloader.statistics().packed_tensors
+    x.sin()
+    assert (program.packed, offloader.statistics().packed_tensors) == before
+
+
+def test_a_region_is_its_own_threads(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader()
+    x = batch().requires_grad_()
+    entered, leave = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        with no_offload():
+            entered.set()
+            leave.wait()
+
+    other = threading.Thread(target=stay)
+    other.start()
+    entered.wait()
+    try:
+        with offloader:
+            y = x.sin()
+        assert offloader.statistics().packed_tensors == 1
+        y.sum().backward()
+    finally:
+        leave.set()
+        other.join()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_region_in_a_checkpointed_block(reentrant: bool, make_offloader: MakeOffloader) -> None:
+    """The block runs again in backward, in the context and outside of it: the checkpoint's own hooks stay on."""
+
+    def run(offloader: Offloader | None, inside: bool) -> list[Any]:
+        net, x = Chain(depth=2), batch().requires_grad_()
+
+        def block(x: Tensor) -> Tensor:
+            with no_offload():
+                y: Tensor = net(x)
+            return y.sin()
+
+        with offloader or contextlib.nullcontext():
+            loss = checkpoint(block, (x * 2).sin(), use_reentrant=reentrant).sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        return [x.grad, *(p.grad for p in net.parameters())]
+
+    expected = run(None, False)
+    for inside in (False, True):
+        assert_same_bits(run(make_offloader(policy="all", min_bytes=1), inside), expected)
+
+
+def test_forward_mode_and_vmap_are_as_ever(make_offloader: MakeOffloader) -> None:
+    net, x = model(), torch.randn(4, 8)
+    expected = torch.func.jacfwd(net)(x)
+    with make_offloader(policy="all", min_bytes=1):
+        assert same_bits(torch.func.jacfwd(net)(x), expected)
+        assert torch.allclose(vmap(net)(x), net(x))
