@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, wraps
 from types import CodeType
-from typing import ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -37,6 +37,21 @@ def is_interrupt(error: BaseException) -> bool:
     if not codes.isdisjoint(_handlers()):
         return True
     return expected.__code__ not in codes and not isinstance(error, (ActOffloadError, torch.OutOfMemoryError))
+
+
+def aborts_when_interrupted(method: Callable[Concatenate[Any, P], T]) -> Callable[..., T]:
+    """Abort an `ActivationStore` when its method was interrupted; see there. A device takes the call for one hook."""
+
+    @wraps(method)
+    def guarded(store: Any, *args: P.args, **options: P.kwargs) -> T:
+        try:
+            with store.tiers.hook:
+                return method(store, *args, **options)
+        except BaseException as error:
+            store.abort_if_interrupted(error)
+            raise
+
+    return guarded
 
 
 def _codes(error: BaseException) -> Iterator[CodeType]:

@@ -68,7 +68,7 @@ def _check_is_no_percentage(field: str, value: object) -> None:
     """Raise where a number of at most 100 has no unit: no tensor has so few bytes, so a share was meant."""
     try:
         number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else 0.0
-    except ValueError:  # it has a unit, or is no number
+    except (ValueError, OverflowError):  # it has a unit, is no number, or a very large one
         return
     if 0 < number <= 100:
         percent = 100 * number if number < 1 else number

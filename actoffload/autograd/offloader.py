@@ -401,7 +401,7 @@ class Offloader:
             "statistics": self.store.statistics().as_dict(),
             "plan": json.loads(self.plan.to_json()),
             "report": report_of(self.store),
-            "elapsed_s": self.store.elapsed_s,
+            "elapsed_s": self.store.run.elapsed_s,
             **known_at_the_end(facts_of(self.store, self.autopilot), self.autopilot),
         }
 

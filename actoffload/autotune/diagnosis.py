@@ -57,7 +57,7 @@ def facts_of(store: ActivationStore, pilot: Autopilot | None, held_bytes: Mappin
     """What is known of a run; ``held_bytes``: see `Facts`."""
     counts, spool, pools = store.statistics(), store.tiers.spool, store.tiers.pools
     planned = planned_by(pilot, counts)
-    before, peak_before = store.memory_before
+    before, peak_before = store.run.memory_before
     cached = spool is not None and not spool.direct and spool.engines[0].capabilities.needs_file
     step, first_wait_s = _step(store)
     return Facts(
@@ -78,9 +78,9 @@ def facts_of(store: ActivationStore, pilot: Autopilot | None, held_bytes: Mappin
 
 def _step(store: ActivationStore) -> tuple[Observed | None, float]:
     """The mean of all steps but the first, and what backward waits in it for what it asks for first."""
-    if store.first_step is None:
+    if store.run.first_step is None:
         return None, 0.0
-    accounts, (began_s, before) = store.shared.accounts, store.first_step
+    accounts, (began_s, before) = store.shared.accounts, store.run.first_step
     steps = max(1, accounts.optimizer_steps - before.optimizer_steps or accounts.microbatches - before.microbatches)
     step = Observed(
         step_s=max(1e-9, now() - began_s) / steps,

@@ -140,7 +140,8 @@ class Round:
                 if mode.device_budget is None:
                     mode.failure = {"error": f"no budget: the peak for {variant.level} is not known", "oom": False}
                     return
-            mode.offloader = self._offloader(mode, policy="auto", device_budget=mode.device_budget, recompute=True)
+            budget = mode.device_budget  # without one nothing is recomputed
+            mode.offloader = self._offloader(mode, policy="auto", device_budget=budget, recompute=budget is not None)
         for _ in range(self.spec["warm_up"]):
             self._attempt(mode, self._step)
 

@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd import Variable
 
 from ..planning.profile import Block, Profile, Storage
 from ..policy import KeepReason
 from ..tiers.record import Record
 from ..tiers.timers import Stamp, Stopwatch
+from .backward_end import BackwardEnd
 from .even import Stretch, evened
 from .identity import inner_tensors, storages
 
@@ -106,6 +105,7 @@ class Profiler:
         self.running: list[None] = []
         """Not empty while a step is recorded: looked at for each tensor, in C as well."""
         self.other_bytes = 0
+        self._backward_end = BackwardEnd(self._backward_ended)
         self.forget()
 
     def forget(self) -> None:
@@ -193,8 +193,7 @@ class Profiler:
         if entry.tape not in self._in_backward:
             self._in_backward.add(entry.tape)
             self._phases.append(("backward", entry.need))
-            if torch._C._current_graph_task_id() != -1:
-                Variable._execution_engine.queue_callback(self._backward_ended)
+            self._backward_end.expect()
 
     def died(self, record: Record) -> None:
         """The last handle of a record died."""

@@ -68,7 +68,7 @@ def report_of(store: ActivationStore) -> str:
     spool = store.tiers.spool
     advice = (text for key, text in store.shared.reporter.advice.items() if key not in TOLD_AS_CAUSES)
     return render_report(
-        store.shared.config, store.statistics(), spool, [*store.tiers.remarks, *advice], store.elapsed_s
+        store.shared.config, store.statistics(), spool, [*store.tiers.remarks, *advice], store.run.elapsed_s
     )
 
 

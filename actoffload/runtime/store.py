@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 import copy
-import functools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
 from ..config import OffloadConfig
 from ..errors import OffloaderClosedError
 from ..events import EventKind, now
-from ..interrupts import is_interrupt
-from ..memory.process_memory import rss_bytes
+from ..interrupts import aborts_when_interrupted, is_interrupt
 from ..planning.plan import Plan, decided
 from ..policy import KeepReason
 from ..statistics import Statistics
 from ..tiers.accelerator import Accelerator
-from ..tiers.accounts import MANY_DEFERRED, Accounts
+from ..tiers.accounts import MANY_DEFERRED
 from ..tiers.cpu_tier import CpuTier
 from ..tiers.record import Record, State
 from ..tiers.shared import Shared
 from ..tiers.tier import Tier
 from ..tiers.tiers import Tiers
+from .backward_end import BackwardEnd
 from .decision import OffloadDecision
 from .identity import Counter, IdentityMap
 from .kept_place import KeptPlace
-from .optimizer_steps import optimizer_steps
 from .pipeline import Hint, Phases
 from .prefetch import Prefetch
 from .profiler import Profiler, SavedStorage
+from .run_so_far import RunSoFar
 from .tape import Tape, Window
 from .trace import Recorder, trace_path
 
@@ -45,24 +42,6 @@ SHORT_WAIT_S = 1e-4
 """A wait for room is an event of its own only above this."""
 CPU_PREFETCH_BYTES = 64 << 20
 DEVICE_PREFETCH_BYTES = 128 << 20
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def _aborts_when_interrupted(method: Callable[Concatenate[ActivationStore, P], T]) -> Callable[..., T]:
-    """Abort the store when its method was interrupted; see the class."""
-
-    @functools.wraps(method)
-    def guarded(store: ActivationStore, *args: P.args, **options: P.kwargs) -> T:
-        try:
-            with store.tiers.hook:
-                return method(store, *args, **options)
-        except BaseException as error:
-            store.abort_if_interrupted(error)
-            raise
-
-    return guarded
 
 
 class ActivationStore:
@@ -91,24 +70,18 @@ class ActivationStore:
         trace: takes down the steps; None when nobody asks for a file of them.
         closed: nothing more is taken; ``forked``: this process is a fork and has none of the threads.
         interrupted: it was aborted by an interrupt.
-        memory_before: as `Tiers.memory` was when the first forward began.
-        first_step: when the second step began, and what was counted by then: the first one allocates what all use.
+        run: when it began, and what it found.
     """
 
     def __init__(self, config: OffloadConfig, accelerator: Accelerator | None = None) -> None:
         self.shared = Shared(config, config.trace if callable(config.trace) else None)
         self.closed = self.forked = self.interrupted = False
         self.identities = IdentityMap()
-        self._began_s: float | None = None
-        self._process_before_bytes = 0
-        self.memory_before = (0, 0)
-        self.first_step: tuple[float, Accounts] | None = None
-        self._optimizer_steps = optimizer_steps()
-        self._microbatches_stepped = 0
+        self.run = RunSoFar(self.shared.accounts)
         self._dropped: deque[tuple[Record | KeptPlace, int]] = self.shared.lock.noted
         self._decisions: list[tuple[int, KeepReason | None, str | None]] = []
         self._following_bytes: int | None = None
-        self._backward = -1  # the run of backward whose end is waited for
+        self._backward_end = BackwardEnd(self._backward_ended)
         self._swallowed: BaseException | None = None
         path = trace_path(config)  # before anything is opened
         self.shared.lock.after_release = weakref.WeakMethod(self._count_dropped_if_free)
@@ -124,32 +97,20 @@ class ActivationStore:
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
-    @_aborts_when_interrupted
+    @aborts_when_interrupted
     def begin_forward(self, *, first: bool) -> None:
         """A context is entered; ``first``: nothing is alive, so that a step begins with it."""
         accounts = self.shared.accounts
         with self.shared.lock:
             self._count_dropped()
-            self._count_optimizer_steps()
+            self.run.count_optimizer_steps()
             self.prefetch.begin_forward()
             for tier in self.tiers.by_device.values():
                 tier.begin_forward()
             if first:
                 accounts.begin_step()
-            if self._began_s is None:
-                self._began_s, self._process_before_bytes = now(), rss_bytes()
-                self.memory_before = self.tiers.memory()
-            elif self.first_step is None and accounts.packed_tensors and (first or accounts.optimizer_steps):
-                self.first_step = now(), copy.copy(accounts)
+            self.run.forward_begins(self.tiers, first=first)
             accounts.steps += 1
-
-    def _count_optimizer_steps(self) -> None:
-        """Count one step where an optimizer has stepped since a forward saved something; several may step in turn."""
-        accounts, before = self.shared.accounts, self._optimizer_steps
-        self._optimizer_steps = optimizer_steps()
-        if self._optimizer_steps > before and accounts.microbatches > self._microbatches_stepped:
-            accounts.optimizer_steps += 1
-            self._microbatches_stepped = accounts.microbatches
 
     @property
     def min_bytes(self) -> dict[str, int]:
@@ -310,7 +271,7 @@ class ActivationStore:
         if len(deferred) >= MANY_DEFERRED:
             self.count_deferred()
 
-    @_aborts_when_interrupted
+    @aborts_when_interrupted
     def count_deferred(self) -> None:
         """Count what stays without a record."""
         with self.shared.lock:
@@ -341,7 +302,7 @@ class ActivationStore:
 
     # -- backward -----------------------------------------------------------------------------------------------------
 
-    @_aborts_when_interrupted
+    @aborts_when_interrupted
     def obtain(self, record: Record, round_: int) -> tuple[torch.UntypedStorage, int, int]:
         """Return the storage with a record's bytes, the byte of the original at which it begins, and the next round.
 
@@ -379,7 +340,7 @@ class ActivationStore:
                 tier.evict(record)
             return storage, begin, next_round
 
-    @_aborts_when_interrupted
+    @aborts_when_interrupted
     def passed(self, record: Record | KeptPlace, round_: int) -> int:
         """Note that backward takes a storage that stays; return the handle's next round, as `obtain` does."""
         self.speak()
@@ -409,17 +370,10 @@ class ActivationStore:
                 self.profiler.needed(record, alive=record.alive or record.held_elsewhere())
         self.prefetch.during_backward(record.tape)
         tier.release_due()  # last: a copy that backward takes instead of its original would be for nothing
-        self._when_backward_ends()
+        self._backward_end.expect()
         return record.round + 1
 
-    def _when_backward_ends(self) -> None:
-        """Have the engine call `_backward_ended`, once for each run of backward."""
-        task = torch._C._current_graph_task_id()
-        if task not in {-1, self._backward}:  # outside of backward somebody looks at a saved tensor
-            self._backward = task
-            Variable._execution_engine.queue_callback(self._backward_ended)
-
-    @_aborts_when_interrupted
+    @aborts_when_interrupted
     def _backward_ended(self) -> None:
         """Hold no device memory of dead records: the optimizer's step comes next."""
         with self.shared.lock:
@@ -449,7 +403,7 @@ class ActivationStore:
                 # A copy: the engine's own is in a cycle with the engine's frames, which would hold the handle as well.
                 raise copy.copy(error) from error
 
-    @_aborts_when_interrupted
+    @aborts_when_interrupted
     def expect(self, hint: Hint) -> None:
         """A schedule says that a forward or a backward is about to begin."""
         with self.shared.lock:
@@ -533,7 +487,7 @@ class ActivationStore:
             self.prefetch.learn(record.tape)
         self.shared.accounts.remove_record(record.nbytes)
 
-    @_aborts_when_interrupted
+    @aborts_when_interrupted
     def nothing_is_alive(self) -> bool:
         """Whether no record is, those of handles that died just now counted out."""
         with self.shared.lock:
@@ -542,7 +496,7 @@ class ActivationStore:
 
     # -- the end of the store -----------------------------------------------------------------------------------------
 
-    @_aborts_when_interrupted
+    @aborts_when_interrupted
     def synchronize(self) -> None:
         """Wait until nothing is on its way out: every copy and write that was begun has ended."""
         shared = self.shared
@@ -555,7 +509,7 @@ class ActivationStore:
             self.tiers.count_alive()
         shared.reporter.warn()
 
-    @_aborts_when_interrupted
+    @aborts_when_interrupted
     def close(self) -> None:
         """Take no more work and wait for what is under way. Idempotent.
 
@@ -610,25 +564,20 @@ class ActivationStore:
 
     # -- what was done ------------------------------------------------------------------------------------------------
 
-    @_aborts_when_interrupted
+    @aborts_when_interrupted
     def statistics(self) -> Statistics:
         """Return what was done since the store began."""
         self.shared.reporter.warn()
         self.tiers.count_waits()
-        elsewhere = {**self.tiers.counts(), "process_before_bytes": self._process_before_bytes}
+        elsewhere = {**self.tiers.counts(), "process_before_bytes": self.run.process_before_bytes}
         with self.shared.lock:
             self._count_dropped()
-            self._count_optimizer_steps()
+            self.run.count_optimizer_steps()
             statistics = self.shared.accounts.freeze(**elsewhere)
             last = self.closed and statistics.live_records == 0 and not self.shared.stopped
         if last:
             self._shut(wait=True)
         return statistics
-
-    @property
-    def elapsed_s(self) -> float:
-        """Seconds since the first forward began."""
-        return 0.0 if self._began_s is None else now() - self._began_s
 
     @property
     def plan(self) -> Plan:

@@ -22,7 +22,6 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -34,6 +33,7 @@ from ..storage.transfers import Transfer
 from ..tiers.shared import Shared
 from ..tiers.tiers import Tiers
 from ..version import __version__
+from .backward_end import BackwardEnd
 from .identity import inner_tensors
 from .trace_writer import TraceWriter, writer_for
 from .untraced import skipped
@@ -97,6 +97,7 @@ class Recorder:
         """Gives, while there is one, what tells all that is known at the end, ready for JSON."""
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._backward_end = BackwardEnd(self._backward_ended)
         self._memory = Memory(tiers.by_device)
         self._rates = {f"{link} {way}": Rates() for link in ("disk", "host") for way in ("write", "read")}
         self._gradients_due_s = 0.0
@@ -177,9 +178,8 @@ class Recorder:
                 self._memory.count_gradients(torch.accelerator.current_device_index() if self._memory.on_device else 0)
                 self._gradients_due_s = now() + max(LEAST_LOOK_S, (now() - begin_s) / LOOKING_SHARE)
             return
-        if torch._C._current_graph_task_id() != -1:
+        if self._backward_end.expect():
             self._phases.append(self._begin("backward", number))
-            Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
         self._memory.count_gradients()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.testing._internal.common_methods_invocations import op_db
 from torch.utils._pytree import tree_flatten, tree_map
 
@@ -83,7 +84,10 @@ class Inputs:
 
 
 def run(function: Callable[..., Any], sample: Any, offloader: Offloader | None) -> Run:
-    """Outputs and gradients of one sample; with an offloader, backward finds everything that moved on disk only."""
+    """Outputs and gradients of one sample; with an offloader, backward finds everything that moved on disk only.
+
+    So nothing but the graph holds the operator's inputs and outputs when backward begins: what is alive is not read.
+    """
     inputs = Inputs(sample)
     seed(1)
     if offloader is None:
@@ -95,10 +99,13 @@ def run(function: Callable[..., Any], sample: Any, offloader: Offloader | None) 
     wanted = [out for out in outputs if out.requires_grad]
     seed(2)
     cotangents = [torch.randn(out.shape, dtype=out.dtype).to(out.device) for out in wanted]
+    edges, values = [get_gradient_edge(out) for out in wanted], [out.detach().clone() for out in outputs]
+    leaves = inputs.leaves
+    del inputs, outputs, wanted
     gradients: list[Tensor | None] = []
-    if wanted and inputs.leaves:
-        gradients = list(torch.autograd.grad(wanted, inputs.leaves, cotangents, allow_unused=True))
-    return [out.detach() for out in outputs], gradients
+    if edges and leaves:
+        gradients = list(torch.autograd.grad(edges, leaves, cotangents, allow_unused=True))
+    return values, gradients
 
 
 def outputs_of(function: Callable[..., Any], sample: Any, inputs: Inputs) -> list[Tensor]:

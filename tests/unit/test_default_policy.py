@@ -111,8 +111,9 @@ def _net() -> nn.Sequential:
 def test_two_models_under_one_plan_do_not_take_each_others_blocks(tmp_path: Path) -> None:
     options: dict[str, Any] = {"target": "nvme", "path": str(tmp_path), "policy": "auto", "min_bytes": 1}
     first, second = _net(), _net()
-    attachments = [actoffload.attach(model, **options) for model in (first, second)]
+    attachments = [actoffload.attach(first, **options)]
     offloader, x = attachments[0].offloader, torch.randn(128, 32)
+    attachments.append(actoffload.attach(second, offloader=offloader))
     for _ in range(4):
         second(first(x)).sum().backward()
     assert offloader.profile is not None

@@ -161,7 +161,7 @@ def test_the_budget_holds(policy: str, tensors: int, make_offloader: MakeOffload
     offloader = make_offloader(policy=policy, min_bytes=1, device_budget=budget, keep_last_bytes=0)
     assert_same_bits(run(forces, "layers", offloader, steps=3), run(forces, "layers", None, steps=3))
     found = offloader.statistics()
-    assert found.baseline_peak_bytes > 2 * budget
+    assert found.baseline_peak_bytes > 1.5 * budget
     assert found.resident_peak_bytes <= budget
 
 

@@ -1,0 +1,52 @@
+"""When a run began, what memory it found, and how many optimizer steps it has made."""
+
+from __future__ import annotations
+
+import copy
+
+from ..events import now
+from ..memory.process_memory import rss_bytes
+from ..tiers.accounts import Accounts
+from ..tiers.tiers import Tiers
+from .optimizer_steps import optimizer_steps
+
+
+class RunSoFar:
+    """A store's run. The caller holds the store's lock.
+
+    Attributes:
+        memory_before: as `Tiers.memory` was when the first forward began.
+        process_before_bytes: the resident memory of the process then.
+        first_step: when the second step began, and what was counted by then: the first one allocates what all use.
+    """
+
+    def __init__(self, accounts: Accounts) -> None:
+        self.memory_before = (0, 0)
+        self.process_before_bytes = 0
+        self.first_step: tuple[float, Accounts] | None = None
+        self._accounts = accounts
+        self._began_s: float | None = None
+        self._optimizer_steps = optimizer_steps()
+        self._microbatches_stepped = 0
+
+    def forward_begins(self, tiers: Tiers, *, first: bool) -> None:
+        """A forward begins; ``first``: nothing is alive, so that a step begins with it."""
+        accounts = self._accounts
+        if self._began_s is None:
+            self._began_s, self.process_before_bytes = now(), rss_bytes()
+            self.memory_before = tiers.memory()
+        elif self.first_step is None and accounts.packed_tensors and (first or accounts.optimizer_steps):
+            self.first_step = now(), copy.copy(accounts)
+
+    def count_optimizer_steps(self) -> None:
+        """Count one step where an optimizer has stepped since a forward saved something; several may step in turn."""
+        accounts, before = self._accounts, self._optimizer_steps
+        self._optimizer_steps = optimizer_steps()
+        if self._optimizer_steps > before and accounts.microbatches > self._microbatches_stepped:
+            accounts.optimizer_steps += 1
+            self._microbatches_stepped = accounts.microbatches
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since the first forward began."""
+        return 0.0 if self._began_s is None else now() - self._began_s
