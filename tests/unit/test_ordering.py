@@ -234,6 +234,24 @@ def _memory_of_another_stream_is_reported(device: SimulatedDevice) -> bool:
     return _is(7, host) and _is(3, after)
 
 
+def _each_stream_waits_for_what_is_released_together(device: SimulatedDevice) -> bool:
+    copies, main, out, _ = _streams()
+    other = torch.Stream(torch.device(NAME, 0))
+    first, host, second, another = _on_device(7), _on_host(0), _on_device(5), _on_host(0)
+    device.synchronize()
+    for stream in (out, other):
+        device.lazy(stream)
+    leaving = [copy_out(copies, first, host)]
+    with on_stream(other, ordered=False):
+        leaving.append(copy_out(copies, second, another))
+    copies.release_sources(*leaving)
+    del first
+    after = _on_device(3)
+    main.synchronize()
+    device.synchronize()
+    return _is(7, host) and _is(3, after)
+
+
 def _memory_that_another_stream_uses_is_reported(device: SimulatedDevice) -> bool:
     """It was filled for one stream, which owns it, and is unpacked on another."""
     copies, owner, _, _ = _streams()
@@ -389,11 +407,24 @@ def _forget_what_fills_it(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DeviceTier, "order_reuse", forgetful)
 
 
+def _only_the_last_stream_waits(patch: pytest.MonkeyPatch) -> None:
+    plain = CopyStreams.release_sources
+
+    def hasty(self: CopyStreams, *outs: Batch) -> None:
+        plain(self, outs[-1])
+        for out in outs:
+            out.copies.clear()
+
+    patch.setattr(CopyStreams, "release_sources", hasty)
+
+
 Edge = str | Callable[[pytest.MonkeyPatch], None]
 SINGLE: dict[str, tuple[Edge, Callable[[SimulatedDevice], bool]]] = {
     "1: current streams are asked for at each use":
         (_remember_the_stream, _a_copy_out_follows_the_stream_that_is_current_then),
     "2: after the producer": ("_order_after_producer", _a_copy_out_follows_what_made_its_source),
+    "3: release after the copy, on each stream":
+        (_only_the_last_stream_waits, _each_stream_waits_for_what_is_released_together),
     "4: before each stream that uses it":
         (_forget_what_fills_it, _a_second_stream_waits_for_a_copy_that_the_first_still_holds),
     "4: before each stream that uses it, ahead":
