@@ -12,6 +12,7 @@ import random
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from actoffload import OffloadConfig, Offloader
+from actoffload import OffloadConfig, Offloader, Plan
 from actoffload.memory.host_pool import HostPool
 from actoffload.memory.slab import Slab
 from actoffload.testing.simulated_device import DEVICES, NAME, SimulatedAccelerator, SimulatedDevice
@@ -72,6 +73,15 @@ def _gradients(model: nn.Module) -> list[Tensor]:
     return found
 
 
+def _drawn(plan: Plan, draw: random.Random) -> Plan:
+    entries = []
+    for entry in plan.entries:
+        moves = draw.random() < 0.7
+        after = draw.choice([None, 1, 2, 3, 5, 9]) if moves else None
+        entries.append(replace(entry, action="offload" if moves else "keep", release_after=after))
+    return Plan(tuple(entries), pending_bytes=draw.choice([8, 40]) * RECORD_BYTES)
+
+
 def _run(
     device: SimulatedDevice,
     path: Path,
@@ -82,8 +92,12 @@ def _run(
     engine: str = "memory",
     steps: int = 2,
     debug: bool = True,
+    planned: bool = False,
 ) -> bool:
-    """Whether a training run is right, of which a seed says what it does where nothing else is said."""
+    """Whether a training run is right, of which a seed says what it does where nothing else is said.
+
+    ``planned``: it follows a plan, which keeps some storages and releases the others at any event.
+    """
     draw = random.Random(seed)
     indices = draw.choice([[0], [DEVICES - 1], list(range(DEVICES))])
     forward_elsewhere, backward_elsewhere = draw.random() < 0.5, draw.random() < 0.5
@@ -98,6 +112,13 @@ def _run(
     for model, x in models.values():
         _loss(model, x).backward()
     expected = [_gradients(model) for model, _ in models.values()]
+    if planned:
+        options |= {"device_budget": None, "pending_bytes": None}
+        with simulated(**options) as offloader, offloader:
+            _forward = [_loss(model, x, others.get(index)) for index, (model, x) in models.items()]
+            _forward.append(_loss(*models[indices[0]]))
+            options["policy"] = _drawn(offloader.plan, draw)
+        del _forward
     accelerator = SimulatedAccelerator()
     drawn: Adversary = draw.choice(ADVERSARIES)
     hinder(device, accelerator, adversary or drawn, seed)
@@ -137,6 +158,12 @@ def test_gradients_survive_every_adversary(
 @pytest.mark.parametrize("first", range(0, 1000, 10))
 def test_ten_seeded_runs_are_right(device: SimulatedDevice, tmp_path: Path, first: int) -> None:
     assert [seed for seed in range(first, first + 10) if not _run(device, tmp_path, seed)] == []
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("first", range(0, 100, 10))
+def test_ten_plans_that_release_at_any_event_are_right(device: SimulatedDevice, tmp_path: Path, first: int) -> None:
+    assert [seed for seed in range(first, first + 10) if not _run(device, tmp_path, seed, planned=True)] == []
 
 
 # -- single copies -----------------------------------------------------------------------------------------------------
