@@ -275,7 +275,10 @@ class CudaAccelerator(Accelerator):
         trees: Any = sys.modules.get("torch._inductor.cudagraph_trees")
         if trees is None:
             return False
-        manager = trees.get_manager(tensor.device.index, create_if_none_exists=False)
+        try:
+            manager = trees.get_manager(tensor.device.index, create_if_none_exists=False)
+        except AssertionError:  # releases before 2.13, in a thread that has no graphs: another has imported the trees
+            return False
         node = None if manager is None else manager.current_node
         return node is not None and bool(node._is_cuda_graph_recorded_tensor(tensor))
 

@@ -209,17 +209,18 @@ class CopyStreams:
                         self.device.wait(stream, event)
 
     def capturing(self, index: int | None = None) -> bool:
-        """Whether the calling thread's current stream of a device is being captured into a graph.
+        """Whether the calling thread's current stream, of any device whose tensors were seen, is being captured.
+
+        To move a tensor of one device may have streams of others wait, as one window holds what leaves all of them.
 
         Args:
-            index: of the device of a tensor that the caller has; None: of any device whose tensors were seen.
+            index: of the device of a tensor that the caller has, which is seen from now on.
         """
         if self.inert:
             return False
-        if index is None:
-            return any(map(self.device.capturing, tuple(self._seen)))
-        self._seen[index] = None
-        return self.device.capturing(index)
+        if index is not None:
+            self._seen[index] = None
+        return any(map(self.device.capturing, tuple(self._seen)))
 
     def current_index(self) -> int | None:
         """The device on which the calling thread computes; None while no tensor was seen on any.
@@ -230,6 +231,11 @@ class CopyStreams:
         if current in seen or (not seen and any(allocated_bytes((self.device.type,), current) or ())):
             return current
         return next(iter(seen), None)
+
+    def usable_bytes(self) -> int | None:
+        """See `Accelerator.usable_bytes`, of the device of `current_index`; None while there is none."""
+        index = self.current_index()
+        return None if index is None else self.device.usable_bytes(index)
 
     def after_fork_in_child(self) -> None:
         """The device is the parent's: it is asked nothing any more, and orders nothing."""

@@ -146,8 +146,7 @@ class DeviceTier(Tier):
         super().begin_forward()
         if self.copies.inert or self.capturing():
             return
-        device = self.copies.device
-        usable = None if self.window.expected_bytes else device.usable_bytes(device.current_index())
+        usable = None if self.window.expected_bytes else self.copies.usable_bytes()
         self.shared.spare_bytes = None if usable is None else int(USABLE_SHARE * usable)
 
     def _has_its_source(self, owner: object) -> bool:

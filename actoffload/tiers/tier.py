@@ -162,10 +162,7 @@ class Tier(ABC):
         """Count what streams have waited for since the last time; the host does not see that."""
 
     def capturing(self, index: int | None = None) -> bool:
-        """Whether the current stream of a device is being captured into a graph: nothing may move then.
-
-        ``index``: the device of a tensor that the caller has; None: any on which there were some.
-        """
+        """Whether a stream is being captured into a graph, so that nothing may move; see `CopyStreams.capturing`."""
         return self.copies is not None and self.copies.capturing(index)
 
     def is_of_a_graph(self, tensor: torch.Tensor) -> bool:

@@ -103,7 +103,7 @@ class Tiers:
     def usable_bytes(self) -> int | None:
         """What the accelerator whose tensors move may still allocate, see `Accelerator.usable_bytes`."""
         for copies in self._copies:
-            return copies.device.usable_bytes(copies.device.current_index())
+            return copies.usable_bytes()
         return None
 
     def unneeded_bytes(self) -> int:

@@ -186,6 +186,12 @@ def test_what_a_graph_of_compile_fills_is_known(monkeypatch: pytest.MonkeyPatch)
     assert device.is_of_a_graph(tensor)
     assert not device.is_of_a_graph(other)
 
+    def of_another_thread(index: int, create_if_none_exists: bool) -> None:
+        raise AssertionError  # as older releases do, where another thread has imported the trees
+
+    trees.get_manager = of_another_thread
+    assert not device.is_of_a_graph(tensor)
+
 
 def test_the_installed_trees_are_as_they_are_asked() -> None:
     trees: Any = pytest.importorskip("torch._inductor.cudagraph_trees")

@@ -46,7 +46,7 @@ def test_no_step_makes_more_events_than_those_before(
 
 
 class _Captures(SimulatedAccelerator):
-    """Notes on which device it is asked for a capture: PyTorch asks for that of the current device."""
+    """Notes on which device it is asked for a capture, and for memory: PyTorch asks for that of the current device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,6 +56,10 @@ class _Captures(SimulatedAccelerator):
         with self.on_device(index):
             self.asked.add(torch.accelerator.current_device_index())
         return False
+
+    def usable_bytes(self, index: int) -> int | None:
+        self.asked.add(index)
+        return super().usable_bytes(index)
 
 
 @pytest.mark.parametrize("target", ["host", "nvme"])

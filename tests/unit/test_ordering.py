@@ -12,6 +12,7 @@ import random
 import tempfile
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from actoffload import OffloadConfig, Offloader
+from actoffload import OffloadConfig, Offloader, Plan
 from actoffload.memory.host_pool import HostPool
 from actoffload.memory.slab import Slab
 from actoffload.testing.simulated_device import DEVICES, NAME, SimulatedAccelerator, SimulatedDevice
@@ -72,6 +73,15 @@ def _gradients(model: nn.Module) -> list[Tensor]:
     return found
 
 
+def _drawn(plan: Plan, draw: random.Random) -> Plan:
+    entries = []
+    for entry in plan.entries:
+        moves = draw.random() < 0.7
+        after = draw.choice([None, 1, 2, 3, 5, 9]) if moves else None
+        entries.append(replace(entry, action="offload" if moves else "keep", release_after=after))
+    return Plan(tuple(entries), pending_bytes=draw.choice([8, 40]) * RECORD_BYTES)
+
+
 def _run(
     device: SimulatedDevice,
     path: Path,
@@ -82,8 +92,12 @@ def _run(
     engine: str = "memory",
     steps: int = 2,
     debug: bool = True,
+    planned: bool = False,
 ) -> bool:
-    """Whether a training run is right, of which a seed says what it does where nothing else is said."""
+    """Whether a training run is right, of which a seed says what it does where nothing else is said.
+
+    ``planned``: it follows a plan, which keeps some storages and releases the others at any event.
+    """
     draw = random.Random(seed)
     indices = draw.choice([[0], [DEVICES - 1], list(range(DEVICES))])
     forward_elsewhere, backward_elsewhere = draw.random() < 0.5, draw.random() < 0.5
@@ -98,6 +112,13 @@ def _run(
     for model, x in models.values():
         _loss(model, x).backward()
     expected = [_gradients(model) for model, _ in models.values()]
+    if planned:
+        options |= {"device_budget": None, "pending_bytes": None}
+        with simulated(**options) as offloader, offloader:
+            _forward = [_loss(model, x, others.get(index)) for index, (model, x) in models.items()]
+            _forward.append(_loss(*models[indices[0]]))
+            options["policy"] = _drawn(offloader.plan, draw)
+        del _forward
     accelerator = SimulatedAccelerator()
     drawn: Adversary = draw.choice(ADVERSARIES)
     hinder(device, accelerator, adversary or drawn, seed)
@@ -137,6 +158,12 @@ def test_gradients_survive_every_adversary(
 @pytest.mark.parametrize("first", range(0, 1000, 10))
 def test_ten_seeded_runs_are_right(device: SimulatedDevice, tmp_path: Path, first: int) -> None:
     assert [seed for seed in range(first, first + 10) if not _run(device, tmp_path, seed)] == []
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("first", range(0, 100, 10))
+def test_ten_plans_that_release_at_any_event_are_right(device: SimulatedDevice, tmp_path: Path, first: int) -> None:
+    assert [seed for seed in range(first, first + 10) if not _run(device, tmp_path, seed, planned=True)] == []
 
 
 # -- single copies -----------------------------------------------------------------------------------------------------
@@ -230,6 +257,24 @@ def _memory_of_another_stream_is_reported(device: SimulatedDevice) -> bool:
     del source
     after = _on_device(3)
     owner.synchronize()
+    device.synchronize()
+    return _is(7, host) and _is(3, after)
+
+
+def _each_stream_waits_for_what_is_released_together(device: SimulatedDevice) -> bool:
+    copies, main, out, _ = _streams()
+    other = torch.Stream(torch.device(NAME, 0))
+    first, host, second, another = _on_device(7), _on_host(0), _on_device(5), _on_host(0)
+    device.synchronize()
+    for stream in (out, other):
+        device.lazy(stream)
+    leaving = [copy_out(copies, first, host)]
+    with on_stream(other, ordered=False):
+        leaving.append(copy_out(copies, second, another))
+    copies.release_sources(*leaving)
+    del first
+    after = _on_device(3)
+    main.synchronize()
     device.synchronize()
     return _is(7, host) and _is(3, after)
 
@@ -389,11 +434,24 @@ def _forget_what_fills_it(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DeviceTier, "order_reuse", forgetful)
 
 
+def _only_the_last_stream_waits(patch: pytest.MonkeyPatch) -> None:
+    plain = CopyStreams.release_sources
+
+    def hasty(self: CopyStreams, *outs: Batch) -> None:
+        plain(self, outs[-1])
+        for out in outs:
+            out.copies.clear()
+
+    patch.setattr(CopyStreams, "release_sources", hasty)
+
+
 Edge = str | Callable[[pytest.MonkeyPatch], None]
 SINGLE: dict[str, tuple[Edge, Callable[[SimulatedDevice], bool]]] = {
     "1: current streams are asked for at each use":
         (_remember_the_stream, _a_copy_out_follows_the_stream_that_is_current_then),
     "2: after the producer": ("_order_after_producer", _a_copy_out_follows_what_made_its_source),
+    "3: release after the copy, on each stream":
+        (_only_the_last_stream_waits, _each_stream_waits_for_what_is_released_together),
     "4: before each stream that uses it":
         (_forget_what_fills_it, _a_second_stream_waits_for_a_copy_that_the_first_still_holds),
     "4: before each stream that uses it, ahead":

@@ -198,6 +198,31 @@ def test_a_capture_sees_no_copy_query_or_wait_of_ours(device: SimulatedDevice, t
         assert offloader.statistics().live_records <= 1
 
 
+def test_a_capture_on_one_device_sees_no_copy_or_wait_for_a_tensor_of_another(
+    device: SimulatedDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To move it would have streams of the captured device wait for copies that began before the capture."""
+    accelerator = _Capturing()
+    monkeypatch.setattr(accelerator, "is_capturing", lambda index: accelerator._capturing and index == 0)
+    programs = [_model(index) for index in range(2)]
+    expected = [train_step(*program) for program in programs]
+
+    def forward(index: int) -> Tensor:
+        model, x = programs[index]
+        with offloader:
+            loss: Tensor = model(x).square().sum()
+        return loss
+
+    with _offloader(tmp_path, target="host", accelerator=accelerator, pending_bytes=4 * RECORD_BYTES) as offloader:
+        before = forward(0)
+        with accelerator.capture():
+            during = forward(1)
+        assert accelerator.asked == []
+        for loss, (model, _), gradient in zip((before, during), programs, expected, strict=True):
+            loss.backward()
+            assert_same_gradients(gradients(model), gradient)
+
+
 class _Saves(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: Tensor) -> Tensor:
