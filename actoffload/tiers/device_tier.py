@@ -135,10 +135,11 @@ class DeviceTier(Tier):
         so that compute waits less, but no more than a part of what the device has free: the first step may not run out
         of memory.
         """
+        if self.window.is_fixed:
+            return 0
         if self.window.expected_bytes:
             return int(PENDING_MARGIN * self.window.expected_bytes)
-        waits_less = self.shared.config.policy in ("auto", "greedy") and self.shared.budget.limit_bytes is None
-        if self.window.is_fixed or not waits_less:
+        if self.shared.config.policy not in ("auto", "greedy") or self.shared.budget.limit_bytes is not None:
             return 0
         return min(int(BACKLOG_SHARE * self.shared.accounts.baseline_peak_bytes), self.shared.spare_bytes or 0)
 
@@ -228,7 +229,7 @@ class DeviceTier(Tier):
             self.window.advance(0)
 
     def expect_pending(self, nbytes: int | None) -> None:
-        self.window.expected_bytes = 0 if self.window.is_fixed else nbytes or 0
+        self.window.expected_bytes = nbytes or 0
 
     # -- host → disk --------------------------------------------------------------------------------------------------
 

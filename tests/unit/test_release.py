@@ -191,3 +191,17 @@ def test_the_first_steps_hold_a_part_of_what_they_save(gpu: SimulatedDevice) -> 
         with simulated(policy=policy, pending_bytes=None, prefetch_bytes=None) as offloader:
             run.run(offloader, 1)
         assert run.peaks[-1] <= 0.65 * SAVED
+
+
+def test_an_old_peak_of_the_allocator_lowers_no_budget(gpu: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large tensor that was freed before training, as when a model is loaded: steps have the memory to themselves."""
+    _model(gpu, AHEAD, link=0.1)
+    keep, run = Steps(gpu), Steps(gpu)
+    keep.run(nullcontext(), 2)
+    gpu.limit(torch.accelerator.memory_allocated() + 6 * SAVED)
+    old = torch.empty(int(5.8 * SAVED), dtype=torch.uint8, device=NAME)
+    del old
+    monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", lambda: None)
+    with simulated(policy="auto", pending_bytes=None, prefetch_bytes=None) as offloader:
+        run.run(offloader, 6)
+    assert run.seconds[-1] <= 1.05 * keep.seconds[-1]
