@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import actoffload
 from actoffload import Offloader, no_offload
+from tests import pages
 from tests.harness import Chain, MakeOffloader, assert_empty, assert_same_bits, batch, same_bits
 
 Build = Callable[[], AbstractContextManager[object]]
@@ -270,3 +272,11 @@ def test_forward_mode_and_vmap_are_as_ever(make_offloader: MakeOffloader) -> Non
     with make_offloader(policy="all", min_bytes=1):
         assert same_bits(torch.func.jacfwd(net)(x), expected)
         assert torch.allclose(vmap(net)(x), net(x))
+
+
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = (text for name, text in pages.BLOCKS.items() if name.startswith("docs/hooks.md"))
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert names["x"].grad is not None
