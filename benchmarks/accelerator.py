@@ -5,8 +5,8 @@
 In virtual time, as `tests.scaled_llama` says: nothing depends on the machine, and all sizes and times are those of the
 full step. With the host ahead of the device, and with a host that is the slower one. The allocator's peak is what
 PyTorch's own counter says, less what was there before the step. "Driver calls" are those of the library for events,
-waits and copies in the last step, without questions whether a graph is captured. TRL's ``OffloadActivations`` is
-its own code; its hooks take no time of the host.
+waits, copies, times and the allocator (`record_stream`) in the last step, without questions whether a graph is
+captured. TRL's ``OffloadActivations`` is its own code; its hooks take no time of the host.
 """
 
 from __future__ import annotations

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from actoffload import OffloadConfig, Offloader
+from actoffload.autotune.observations import Recording, StepsUnderPlan
+from actoffload.planning.planners.feedback import Observed
 from actoffload.runtime.store import ActivationStore
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers.device_tier import DeviceTier
@@ -48,6 +50,14 @@ def run(device: SimulatedDevice, launch: float, *, watched: bool = True, budget:
             patch.setattr(DeviceTier, "watched", super(DeviceTier, DeviceTier).watched)
         config = OffloadConfig(target="host", min_bytes=1, announce="none", host_budget=1 << 28, device_budget=budget)
         offloader = Offloader(config, accelerator=SimulatedAccelerator())
+        observed: list[Observed] = []
+        add = StepsUnderPlan.add
+
+        def observe(steps: StepsUnderPlan, one: Observed, recording: Recording) -> Observed | None:
+            observed.append(one)
+            return add(steps, one, recording)
+
+        patch.setattr(StepsUnderPlan, "add", observe)
         try:
             seconds = _steps(device, offloader, SETTLED + 8)
             pilot = offloader.autopilot
@@ -63,6 +73,7 @@ def run(device: SimulatedDevice, launch: float, *, watched: bool = True, budget:
         "late": max(seconds[SETTLED:]) / keep_s,
         "moved_share": moved / (TENSORS * NBYTES),
         "explained": explained,
+        "watched": [one for one in observed if one.hooks_s],
     }
 
 

@@ -45,8 +45,9 @@ LAUNCHES = {"host ahead": 6e-6, "host bound": 150e-6}
 """Seconds of the host for each kernel and copy: with the second one it takes longer than the device does."""
 STEPS = 10
 """After so many the default's plan has been made, corrected and followed."""
-ASK_THE_DRIVER = ("record", "timestamp", "wait", "done", "synchronize", "seconds_between")
-"""Methods of `Accelerator`, as far as there are such, each of which is one call of CUDA's driver."""
+ASK_THE_DRIVER = ("record", "wait", "done", "synchronize", "seconds_between", "used_on")
+"""Methods of `Accelerator`, as far as there are such, each of which is one call of CUDA's driver (`seconds_between`
+three, and ``used_on`` of its allocator)."""
 Context = AbstractContextManager[Any]
 
 
@@ -237,8 +238,8 @@ def run(
         offloader = _offloader(options)
         try:
             for _ in range(steps):
-                before = offloader.statistics()
                 calls.clear()
+                before = offloader.statistics()  # reads the times of the step before
                 found = step.take(offloader)
                 found_calls = dict(calls)
             after = offloader.statistics()  # counts what the last step waited for as well

@@ -233,6 +233,10 @@ class Autopilot:
             if times is not None:
                 shape.steps.look_at_blocks(times)
             return
+        if self._profiler.has_no_record:  # nothing was large enough to move: to record on would be for nothing
+            self._profiler.forget()
+            self._rest()
+            return
         profile = self._recording.profile()
         if profile is None:
             return
@@ -404,11 +408,15 @@ class Autopilot:
             self._profiler.forget()
             self._following.follow(plan)
 
+    def _rest(self) -> None:
+        """Record again: the next step at first, then after more and more steps."""
+        self._changes += 1
+        self._record_from = self._count + min(MOST_REST, 2**self._changes) - 2
+
     def _start_over(self, shape: Shape, reason: str) -> None:
         """Record anew; until there is a plan again, what moves is decided as before the first one."""
         self.history.append(reason)
-        self._changes += 1
-        self._record_from = self._count + min(MOST_REST, 2**self._changes) - 2
+        self._rest()
         shape.plan = shape.model = None
         shape.steps = StepsUnderPlan()
         self._shared.accounts.begin_plan()

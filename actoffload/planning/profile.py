@@ -91,12 +91,14 @@ class Link:
         read_bytes_per_s: back towards it.
         latency_s: what each transfer takes on top, where nothing hides it.
         cost_s_per_byte: compute time that is lost for each byte moved either way (on a CPU, copies take its time).
+        cost_s_each: compute time that is lost for each storage moved either way (a device idles while hooks run).
     """
 
     write_bytes_per_s: float
     read_bytes_per_s: float
     latency_s: float = 0.0
     cost_s_per_byte: float = 0.0
+    cost_s_each: float = 0.0
 
     def scaled(self, factor: float) -> Link:
         """The same link with ``factor`` times its bandwidth."""

@@ -120,6 +120,7 @@ class Links:
         far = first.cost_s_per_byte + (second.cost_s_per_byte if host is not None else 0.0)
         self.costs = (0.0, first.cost_s_per_byte, far)
         """Compute time of a byte by the tier that it moves to or from."""
+        self.cost_each = first.cost_s_each
         self.moved = [0] * 4
         self.next_end = NEVER
         self._nbytes = workload.nbytes
@@ -127,6 +128,10 @@ class Links:
         self._queues: list[deque[int]] = [deque() for _ in range(4)]
         self._current = [-1] * 4
         self._ends = [NEVER] * 4
+
+    def charge(self, clock: Clock, nbytes: int, mode: int) -> None:
+        """Add the compute time that moving a storage to or from a tier takes."""
+        clock.charge(nbytes * self.costs[mode] + self.cost_each)
 
     def is_busy(self, queue: int) -> bool:
         return bool(self._queues[queue]) or self._current[queue] >= 0
@@ -200,9 +205,7 @@ class Transfers:
     def write(self, p: int, mode: int, now: float) -> None:
         """Queue the write of what has just been saved; it has its room where it goes."""
         nbytes = self.nbytes[p]
-        cost = self.links.costs[mode]
-        if cost:
-            self.clock.charge(nbytes * cost)
+        self.links.charge(self.clock, nbytes, mode)
         self.state[p] = WRITE_QUEUED
         self.pending += nbytes
         self.releasing += nbytes
@@ -226,10 +229,10 @@ class Transfers:
             if state == SPILL_QUEUED:  # its bytes stay in host memory, and never go to disk
                 self.cancelled += nbytes
                 self.disk.remove(p)
-            self.clock.charge(nbytes * self.links.costs[HOST])
+            self.links.charge(self.clock, nbytes, HOST)
             self._fetch_to_device(p, now)
         elif state == ON_DISK:
-            self.clock.charge(nbytes * self.links.costs[NVME])
+            self.links.charge(self.clock, nbytes, NVME)
             if self.has_host:
                 self.state[p] = LOADING
                 self.host.add(p)

@@ -18,6 +18,8 @@ REFILL_BELOW = 3 / 4
 
 LATE_S = 1e-4
 """A step whose compute streams waited no longer had what it wanted in time."""
+SHORTER = 0.95
+"""The window is widened again where the waits were shorter by this factor since the last time."""
 
 
 class Prefetch:
@@ -34,17 +36,24 @@ class Prefetch:
         self.window = window
         self.phases = phases
         self.orders = LearnedOrders()
+        self._late_s = float("inf")
+        """What compute streams waited in the step for which the window was widened last, while they wait in each."""
         self._shared = shared
         self._tiers = tiers
         self._refill_below = REFILL_BELOW if any(tier.gathers for tier in tiers.values()) else 1.0
 
     def begin_forward(self) -> None:
-        """Fetch further ahead where compute streams waited for it; again, half as far, where there was no memory.
+        """Fetch further ahead where compute streams waited for it, as long as that helps.
+
+        And again, half as far, where there was no memory.
 
         The host's own waits have widened the window one by one: those of a stream are known once they are over.
         """
         late_s, self._shared.late_s = self._shared.late_s, 0.0
-        if late_s > LATE_S:
+        if late_s <= LATE_S:
+            self._late_s = float("inf")
+        elif late_s < SHORTER * self._late_s:  # a full link makes it wait as long, however far ahead is fetched
+            self._late_s = late_s
             self.window.waited()
         if self._shared.no_memory_ahead:
             self._shared.no_memory_ahead = False

@@ -21,6 +21,8 @@ FREE_TO_MOVE = (KeepReason.LAST, KeepReason.PRESSURE, KeepReason.PLAN, KeepReaso
 """Reasons of one step only: what stayed for one of them may move in the next."""
 
 
+STAMP_BYTES = 1 << 20
+"""Of storages that no plan moves, so many bytes at most share one moment."""
 MOST_STORAGES = 100_000
 """A recording with more is given up."""
 
@@ -87,6 +89,26 @@ class RunBlock:
         return self.repeatable and self.tape is not None and self.end is not None and not borrowed
 
 
+class SharedStamp:
+    """A moment for what no plan moves: small tensors share one, until they are together as large as one that moves.
+
+    A stamp is an event of the device, and a step may save 20,000 small tensors.
+    """
+
+    def __init__(self, stopwatch: Stopwatch) -> None:
+        self._stopwatch = stopwatch
+        self._stamp: Stamp = None
+        self._nbytes = 0
+        """Of those that share it."""
+
+    def take(self, nbytes: int) -> Stamp:
+        """The moment at which a storage of ``nbytes`` was saved, or died."""
+        self._nbytes += nbytes
+        if self._stamp is None or self._nbytes >= STAMP_BYTES:
+            self._stamp, self._nbytes = self._stopwatch.stamp(), 0
+        return self._stamp
+
+
 class Profiler:
     """The notes of one step. The offloader's lock is held, except where a block begins or ends.
 
@@ -119,6 +141,7 @@ class Profiler:
         self._tapes: dict[int, tuple[int, object]] = {}
         self._in_backward: set[int] = set()
         self._end: Stamp = None
+        self._shared = SharedStamp(self.stopwatch)
         self._even: Callable[[float], float] = float
         self.finished = False
         """The step has ended, and its profile may be asked for."""
@@ -174,14 +197,15 @@ class Profiler:
         if not self.running:
             return None
         block = self._running()
-        entry = SavedStorage(nbytes, self.stopwatch.stamp(), 0, None, self._block_name(block), block, reason.value)
+        stamp = self._shared.take(nbytes)
+        entry = SavedStorage(nbytes, stamp, 0, None, self._block_name(block), block, reason.value)
         self._saved.append(entry)
         return entry
 
     def kept_died(self, entry: SavedStorage) -> None:
         """Its last user died. May be called anywhere."""
         if self.running:
-            entry.death = self.stopwatch.stamp()
+            entry.death = self._shared.take(entry.nbytes)
 
     def needed(self, record: Record, *, alive: bool) -> None:
         """Backward has a record's bytes, from now on; ``alive``: others than us hold them as well."""
@@ -272,6 +296,11 @@ class Profiler:
             self._end = self.stopwatch.stamp()
             self.running.clear()
             self.finished = True
+
+    @property
+    def has_no_record(self) -> bool:
+        """Whether all that the step saved stays without a record, so that no plan moves any of it."""
+        return all(entry.index is None for entry in self._saved)
 
     @property
     def useful(self) -> bool:

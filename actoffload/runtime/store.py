@@ -212,10 +212,11 @@ class ActivationStore:
             shared.events += 1
             if shared.largest_moved_bytes:  # others move under this plan
                 tier = self.tiers.by_device[kind]
-                tier.notice_resized()
-                tier.poll()
-                self.prefetch.during_forward(tape)
-                tier.release_due()
+                with tier.watched():
+                    tier.notice_resized()
+                    tier.poll()
+                    self.prefetch.during_forward(tape)
+                    tier.release_due()
         return KeptPlace(self, tape, index, nbytes, kind, module)
 
     def _place(self, record: Record, tensor: Tensor, tape: Tape[Record], tier: Tier) -> None:
@@ -233,7 +234,7 @@ class ActivationStore:
             if reason is KeepReason.LAST and not shared.budget.has_room_early(0):
                 reason = None  # what stays for convenience must not take the room of what a step cannot do without
         if reason is None:
-            with tier.watched(record):
+            with tier.watched():
                 reason = tier.offload(record)
         budget = shared.budget
         budget.largest_bytes = max(budget.largest_bytes, record.nbytes)
@@ -253,8 +254,9 @@ class ActivationStore:
         if self.profiler.running:
             self.profiler.saved(record, reason)
             self._look_at_memory()
-        self.prefetch.during_forward(tape)
-        tier.release_due()  # last: the storage that was saved existed before this hook could release anything
+        with tier.watched():
+            self.prefetch.during_forward(tape)
+            tier.release_due()  # last: the storage that was saved existed before this hook could release anything
         tape.decisions.append((record.nbytes, reason, record.module))
         self._decisions = tape.decisions
 
@@ -319,7 +321,7 @@ class ActivationStore:
         """
         tier = self.tiers.by_device[record.kind]
         self.speak()
-        with self.shared.lock, tier.watched(record):
+        with self.shared.lock, tier.watched():
             self._reach(record, round_, tier)
             first, on_device, since_s, waited_s = record.state, record.on_device, now(), 0.0
             storage, begin = record.original(), 0
@@ -347,8 +349,9 @@ class ActivationStore:
         self.speak()
         with self.shared.lock:
             tier = self.tiers.by_device[record.kind]
-            self._reach(record, round_, tier)
-            return self._pass(record, round_, tier)
+            with tier.watched():
+                self._reach(record, round_, tier)
+                return self._pass(record, round_, tier)
 
     def _reach(self, record: Record | KeptPlace, round_: int, tier: Tier) -> None:
         """Backward has come to a record."""

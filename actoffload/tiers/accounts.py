@@ -55,7 +55,7 @@ class Accounts:
     hooks_s: float = 0.0
     """What hooks took of the host to move records, in the steps that were watched; without waits."""
     idle_s: float = 0.0
-    """For how much of that an accelerator had no more to do than what it was given since the hook before."""
+    """How much of that came before a moment at which an accelerator had caught up with the host."""
     live_records: int = 0
     degraded: Counter[str] = field(default_factory=Counter)
 

@@ -132,12 +132,20 @@ class CopyStreams:
         for out in outs:
             out.copies.clear()
 
-    def saved_again(self, tensor: Tensor) -> None:
+    def saved_again(self, tensor: Tensor, reported: Stream = None) -> None:
         """What moves was saved once more, perhaps on another stream: its memory is used again after that one too.
 
         The graph would hold the memory until that stream's backward. It may be released already, and still its owner's.
+
+        Args:
+            tensor: the memory.
+            reported: a stream of which the allocator knows, or will as the memory is released, that it uses this
+                memory: that holds for whatever the stream is given until its owner frees it.
         """
-        if not self.inert:
+        if self.inert:
+            return
+        # PyTorch's streams are neither equal to None nor unequal.
+        if reported is None or self.device.current_stream(tensor.device.index or 0) != reported:
             self._order_release_after_later_save(tensor)
 
     # -- host to device -----------------------------------------------------------------------------------------------
@@ -301,17 +309,22 @@ class CopyStreams:
         """Have a compute stream wait; to ask first whether it has to would cost as much."""
         if batch.happened:
             return
+        timeline, stopwatch = self.timeline, self.stopwatch
+        looked_at = timeline is not None or (stopwatch is not None and stopwatch.running)
+        stands_for = 1 if looked_at else self.waits.stands_for()
         recorded, self.device.hook.recorded = self.device.hook.recorded, None
         here = recorded is not None and recorded[0] == stream  # it has been given nothing since
-        begin = recorded[1] if here and recorded is not None else self.waits.moment(stream)
+        begin = recorded[1] if here and recorded is not None else None
+        if begin is None and stands_for:
+            begin = self.waits.moment(stream)
         self.device.wait(stream, batch.event)
-        if begin is None or not batch.timed:
+        if begin is None or not batch.timed or not stands_for:
             return
-        self.waits.add(why, batch.index, begin, batch.event, stream)
-        if self.timeline is not None:
-            self.timeline.add(f"wait for {why.value}", batch.index, begin, batch.event, batch.about)
-        if self.stopwatch is not None and self.stopwatch.running:
-            self.stopwatch.waited(begin, batch.event, batch.index)
+        self.waits.add(why, batch.index, begin, batch.event, stream, stands_for)
+        if timeline is not None:
+            timeline.add(f"wait for {why.value}", batch.index, begin, batch.event, batch.about)
+        if stopwatch is not None and stopwatch.running:
+            stopwatch.waited(begin, batch.event, batch.index)
 
     def _saw(self, index: int, stream: Stream) -> None:
         seen = self._compute_streams.setdefault(index, [])

@@ -90,9 +90,9 @@ class DeviceTier(Tier):
         self._unused: list[tuple[object, Batch]] = []
         """Memory that was filled for records which died before they were used, and the copies that fill it."""
         self._last_hook: Event | None = None
-        """After what the compute stream had been given by the end of the last hook that was watched."""
-        self._watched_last = False
-        """No hook that was not watched has run since."""
+        """After what the compute stream had been given by the end of the last hook, if that was watched."""
+        self._behind_s = 0.0
+        """By how much the hooks that were watched have put the host back since the device had caught up with it."""
         self._waiter = ThreadPoolExecutor(1, "actoffload-copies")
         self._waiter.submit(int)  # its thread starts now: in a step it would be an error that there are no more
 
@@ -116,7 +116,7 @@ class DeviceTier(Tier):
         outs = self._copy_out(record, slot)
         out, _ = outs[-1]
         record.slot = slot
-        record.outgoing = out
+        record.outgoing, record.saved_on = out, out.stream
         record.to(State.STAGING)
         self._copied_in_place.append(record)
         if len(outs) > 1 and self._goes_to_disk(record):
@@ -583,26 +583,27 @@ class DeviceTier(Tier):
     def close(self) -> None:
         self._waiter.shutdown(wait=False, cancel_futures=True)
 
-    def watched(self, record: Record) -> contextlib.AbstractContextManager[None]:
-        index = record.device.index or 0
-        watches = self.shared.watches_host and not self.copies.inert and not self.capturing(index)
-        self._watched_last = self._watched_last and watches
-        return self._watched(index) if watches else super().watched(record)
+    def watched(self) -> contextlib.AbstractContextManager[None]:
+        index = self.copies.current_index() if self.shared.watches_host and not self.copies.inert else None
+        if index is not None and not self.capturing(index):
+            return self._watched(index)
+        self._behind_s, self._last_hook = 0.0, None
+        return super().watched()
 
     @contextlib.contextmanager
     def _watched(self, index: int) -> Iterator[None]:
         accounts, device = self.shared.accounts, self.copies.device
+        # A hook that the device did not notice, as it had work left, has put the host back all the same: where the
+        # device has caught up by the time of a later hook, it has waited for that one as well.
+        if self._last_hook is not None and device.done(self._last_hook):
+            accounts.idle_s += self._behind_s
+            self._behind_s = 0.0
         since_s, waited_s = now(), accounts.pack_wait_s + accounts.unpack_wait_s
-        so_far = device.record(device.current_stream(index))
         yield
         hook_s = now() - since_s - (accounts.pack_wait_s + accounts.unpack_wait_s - waited_s)
         accounts.hooks_s += hook_s
-        if device.done(so_far):
-            accounts.idle_s += hook_s  # the device had nothing to do when the hook ended, perhaps all the time
-        elif self._watched_last and device.done(self._last_hook):
-            accounts.idle_s += hook_s / 2  # it had only the work since the last hook: that may end too early, or not
+        self._behind_s += hook_s
         self._last_hook = device.record(device.current_stream(index))
-        self._watched_last = True
 
     def count_waits(self) -> None:
         if self.capturing():

@@ -99,6 +99,7 @@ class Record:
     transfer: Transfer | BatchTransfer | None = None  # the write or read that it is in
     layout: Any = None  # how a CPU tensor's bytes lie around its direct I/O
     slot: Slot | None = None  # its host memory
+    saved_on: Any = None  # the stream whose use of its device memory is reported as that is let go
     outgoing: Batch | None = None  # the copies to the host that it is among, until its device memory is let go
     incoming: Batch | None = None  # the copies to the device that it is among
     filling: Tensor | None = None  # device memory that is filled as the bytes come from disk

@@ -91,7 +91,7 @@ class Tier(ABC):
     def saved_again(self, record: Record, tensor: torch.Tensor) -> None:
         """A record's bytes were saved once more, as a part of ``tensor``."""
         if self.copies is not None and not record.stays:
-            self.copies.saved_again(tensor)
+            self.copies.saved_again(tensor, record.saved_on)
 
     def cancel(self, record: Record) -> bool:
         """Take the record out of its transfer; return False when that is ending just now."""
@@ -151,8 +151,8 @@ class Tier(ABC):
     def close(self) -> None:  # noqa: B027
         """End the threads, if there are any. Idempotent."""
 
-    def watched(self, record: Record) -> AbstractContextManager[None]:
-        """Return a context for what a hook does to move a record.
+    def watched(self) -> AbstractContextManager[None]:
+        """Return a context for what a hook does so that records move.
 
         Where ``Shared.watches_host`` asks for it, its time is counted, and whether the device had to wait for the host.
         """

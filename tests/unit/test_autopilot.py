@@ -27,6 +27,7 @@ from tests.harness import (
     batch,
     gradients,
     plan_with,
+    recorder_of,
 )
 
 TOKENS = torch.arange(64).reshape(2, 32)
@@ -177,6 +178,21 @@ def test_a_graph_that_somebody_keeps_is_named_as_why_there_is_no_plan(make_offlo
     del kept
     _steps(offloader, 1, model)
     assert "no step has ended" not in offloader.explain()
+
+
+def test_steps_in_which_all_is_small_are_recorded_less_and_less(make_offloader: MakeOffloader) -> None:
+    """There is nothing to plan, and to record a step takes time for each small tensor."""
+    offloader, model = make_offloader(policy="auto", min_bytes="1MiB"), Chain()
+    recorded = []
+    for _ in range(40):
+        with offloader:
+            recorded.append(recorder_of(offloader).active)
+            loss = model(batch()).sum()
+        loss.backward()
+    assert recorded[0]
+    assert sum(recorded) <= 8
+    _steps(offloader, 64, nn.Sequential(nn.Linear(64, 1 << 12), nn.Tanh(), nn.Tanh()))
+    assert autopilot_of(offloader).plan is not None, "later steps save large ones"
 
 
 def test_an_evaluation_before_a_step_is_not_recorded_with_it(make_offloader: MakeOffloader) -> None:

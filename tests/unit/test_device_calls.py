@@ -112,7 +112,10 @@ def test_a_backend_whose_allocator_counts_nothing_trains(
 
 
 class _Counts(SimulatedAccelerator):
-    """Counts the calls that would come to CUDA's driver; of the default stream CUDA is asked for no capture."""
+    """Counts the calls that would come to CUDA's driver; of the default stream CUDA is asked for no capture.
+
+    Those of the allocator's ``record_stream`` are counted as well.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,6 +137,14 @@ class _Counts(SimulatedAccelerator):
                 self.hook.at_end = lambda: None
             return super().done(event)
 
+    def seconds_between(self, begin: Any, end: Any) -> float:
+        self.calls["elapsed time"] += 1
+        return super().seconds_between(begin, end)
+
+    def used_on(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
+        self.calls["used on"] += 1
+        super().used_on(tensor, stream)
+
     def synchronize(self, event: Any) -> None:
         self.calls["synchronize"] += 1
         super().synchronize(event)
@@ -152,35 +163,37 @@ class _Counts(SimulatedAccelerator):
 def test_a_step_makes_few_calls_for_each_tensor_that_moves(
     device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch, other: bool
 ) -> None:
-    """Five for each copy: two events, two waits, and itself; one more where backward waits, to time it.
+    """Five for each copy: two events, two waits, and itself; one more for each source, which tells the allocator.
 
-    The host is ahead and the link is slow, so that no copy is over when it is asked for.
+    Of many waits a few are timed, which takes an event before each and a look between steps. What is saved once more
+    on the stream that saved it takes none. The host is ahead and the link is slow, so that no copy is over when it is
+    asked for.
     """
     for module in (copy_streams, device_tier):
         monkeypatch.setattr(module, "BATCH_BYTES", 1)  # each goes alone, as large ones do
         monkeypatch.setattr(module, "WINDOW_FLOOR_BYTES", 1, raising=False)
-    nbytes, tensors, accelerator = 4 << 10, 64, _Counts()
+    nbytes, tensors, accelerator = 4 << 10, 256, _Counts()
     x = torch.ones(nbytes // 4, device=NAME, requires_grad=True)
     stream = torch.Stream(torch.device(NAME, 0)) if other else torch.accelerator.current_stream()
     device.model(memory_bytes_per_s=2e9, to_host_bytes_per_s=1e9, to_device_bytes_per_s=1e9, latency_s=0, launch_s=1e-7)
     with simulated(accelerator, prefetch_bytes=2 * nbytes, host_budget="8MiB") as offloader:
         for _ in range(3):
-            offloader.statistics()
             device.synchronize()
             before, moved = Counter(accelerator.calls), offloader.statistics().moved_bytes
             with on_stream(stream):
                 with offloader:
                     y = x
                     for _ in range(tensors):
-                        y = y.sin()
+                        y = y.exp().sin()  # the one saves what it makes, which the other saves once more
                     loss = y.sum()
                 torch.autograd.grad(loss, x)
             calls = accelerator.calls - before
             moved = (offloader.statistics().moved_bytes - moved) // nbytes
     assert moved >= tensors - 1
     assert calls["copy"] >= 1.5 * moved
-    assert calls["capture"] <= (2 * tensors + 4 if other else 0)
-    assert calls.total() - calls["capture"] <= 11 * moved + 50, calls
+    assert calls["capture"] <= (4 * tensors + 8 if other else 0)
+    assert 0 < calls["elapsed time"] <= moved / 2, calls
+    assert calls.total() - calls["capture"] <= 11.5 * moved, calls
 
 
 def test_what_a_captured_graph_fills_again_stays(device: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:

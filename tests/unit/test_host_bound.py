@@ -28,6 +28,15 @@ def test_a_plan_moves_where_the_host_runs_ahead(device: SimulatedDevice) -> None
     assert "why is a step slower:\n" not in row["explained"]
 
 
+@pytest.mark.parametrize("host", list(host_bound.LAUNCHES))
+def test_what_the_device_idles_for_hooks_is_what_a_step_is_longer_by(device: SimulatedDevice, host: str) -> None:
+    row = host_bound.run(device, host_bound.LAUNCHES[host])
+    one = row["watched"][0]
+    late_s = one.step_s - one.wait_s - row["keep_s"]
+    assert one.hooks_s > 0.1 * row["keep_s"]
+    assert one.idle_s == pytest.approx(late_s, rel=0.3, abs=0.01 * row["keep_s"])
+
+
 def test_the_first_hook_of_a_step_that_is_watched_is_no_sign_that_the_device_idles(device: SimulatedDevice) -> None:
     """What was given by the end of the last one that was watched, some steps ago, is long done."""
     accelerator = SimulatedAccelerator()
@@ -46,3 +55,19 @@ def test_the_first_hook_of_a_step_that_is_watched_is_no_sign_that_the_device_idl
         assert accounts_of(offloader).hooks_s > 0
         assert idle_s[2] == idle_s[1]
         del out
+
+
+def test_a_hook_that_the_device_did_not_notice_counts_once_that_has_caught_up(device: SimulatedDevice) -> None:
+    accelerator = SimulatedAccelerator()
+    x = torch.ones(1024, device=NAME, requires_grad=True)
+    with simulated(accelerator) as offloader:
+        offloader.store.shared.watches_host = True
+        accounts = accounts_of(offloader)
+        hinder(device, accelerator, "late kernels")
+        with offloader:
+            y = (x * 2.0).sin().sin()
+            unnoticed_s = accounts.hooks_s
+            assert accounts.idle_s == 0
+            torch.accelerator.synchronize()
+            y.sin()
+        assert 0 < unnoticed_s <= accounts.idle_s <= accounts.hooks_s

@@ -212,6 +212,29 @@ def test_a_step_on_a_device_is_timed_without_its_stalls(device: SimulatedDevice)
     assert slow[0] == pytest.approx(fast[0], abs=slow[1] / 100)
 
 
+def test_small_tensors_share_a_moment(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device each moment is an event; no plan moves them."""
+    nbytes, count = 64 * 64 * 4, 100
+    monkeypatch.setattr("actoffload.runtime.profiler.STAMP_BYTES", 10 * nbytes)
+    offloader = make_offloader(min_bytes=nbytes + 1)
+    stopwatch = recorder_of(offloader).stopwatch = _Counter()
+    recorder_of(offloader).begin()
+    x = torch.randn(64, 64, requires_grad=True)
+    with offloader:
+        y = torch.cat([x, x]).sin()[:64]  # one that moves
+        for _ in range(count):
+            y = y.sin()
+    stopwatch.count, stamped = 0, stopwatch.count
+    y.sum().backward()
+    assert count / 10 <= stamped <= count / 10 + 6
+    assert count / 10 <= stopwatch.count <= count / 10 + 6
+    profile = recorder_of(offloader).profile()
+    assert profile is not None
+    assert sum(s.index is None for s in profile.storages) >= count - 1
+    births = [s.birth_s for s in profile.storages]
+    assert births == sorted(births)
+
+
 def test_waits_of_the_host_are_no_compute_time(make_offloader: MakeOffloader) -> None:
     """Under a budget that one tensor fills, a slow disk is waited for in forward and in backward."""
     engine = partial(SlowEngine, bandwidth_bytes_per_s=1e6)

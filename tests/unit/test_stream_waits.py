@@ -199,6 +199,33 @@ def test_statistics_tell_what_streams_waited_for(accelerator: SimulatedAccelerat
         assert offloader.statistics().wait_s == statistics.wait_s, "once"
 
 
+def test_of_many_waits_some_are_timed_and_stand_for_the_others(
+    accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody plans from them."""
+    model = nn.Sequential(nn.Linear(64, 64), *[nn.Hardtanh() for _ in range(150)]).to(NAME)
+    asked: list[None] = []
+
+    def seconds_between(begin: Any, end: Any) -> float:
+        asked.append(None)
+        return SimulatedAccelerator.seconds_between(accelerator, begin, end)
+
+    monkeypatch.setattr(accelerator, "seconds_between", seconds_between)
+    with simulated(accelerator, pending_bytes=1, policy="all") as offloader:
+        waited_s = _step(offloader, model)
+        assert offloader.statistics().wait_s == pytest.approx(waited_s, rel=0.1)
+    assert 40 < len(asked) < 120
+
+
+def test_a_window_that_shortens_no_wait_is_widened_no_more(accelerator: SimulatedAccelerator) -> None:
+    model, seen = _model(), []
+    with simulated(accelerator, pending_bytes=1, policy="all") as offloader:
+        for _ in range(8):
+            _step(offloader, model)
+            seen.append(offloader.store.prefetch.window.nbytes)
+    assert seen[-1] == seen[3] > seen[0]
+
+
 @pytest.mark.parametrize("fixed", [False, True])
 def test_a_stream_that_waits_for_data_widens_the_window(
     device: SimulatedDevice, accelerator: SimulatedAccelerator, fixed: bool

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...errors import ConfigError
+from ...policy import Decision
 from ..constants import (
     COMPUTE_CHANGE,
     FIT_STEPS,
@@ -49,7 +50,7 @@ class Observed:
         rates: of the links that were used, by link (``"host"``, ``"disk"``) and way (``"write"``, ``"read"``).
         peak_bytes: the most activation bytes on the device; None when nobody looked.
         hooks_s: what hooks took of the host to move tensors, without waits; 0 where nobody looked.
-        idle_s: for how much of that an accelerator had caught up with the host, so that it had to wait for it.
+        idle_s: how much of that an accelerator has waited for, as it had caught up with the host later on.
         blocks: each block's name and the seconds of its forward and backward, without waits; empty if nobody looked.
     """
 
@@ -97,7 +98,7 @@ class StepModel:
     def learn(self, plan: Plan, observed: Observed) -> str:
         """Correct the profile by a step under a plan; say what has changed since the last plan, or nothing."""
         self._learn_rates(observed)
-        self._learn_idle(self.predict(plan), observed)
+        self._learn_idle(plan, self.predict(plan), observed)
         self._learn_compute(self.predict(plan), observed)
         seen = self.predict(plan)
         waited_s = observed.wait_s - seen.wait_s
@@ -211,13 +212,18 @@ class StepModel:
             factor = min(computed_s, self._recorded_s) / compute_s
         self.profile = rescaled(self.profile, factor)
 
-    def _learn_idle(self, seen: Prediction, observed: Observed) -> None:
-        """What moves costs the device what it idles for while hooks keep the host busy, where that was watched."""
-        if observed.hooks_s and seen.moved_bytes:
-            each = observed.idle_s / seen.moved_bytes
-            for name, link in self._links.items():
-                if link is not None:
-                    self._links[name] = replace(link, cost_s_per_byte=each)
+    def _learn_idle(self, plan: Plan, seen: Prediction, observed: Observed) -> None:
+        """What moves costs the device what it idles for while hooks keep the host busy, where that was watched.
+
+        A hook takes as long for a small storage as for a large one.
+        """
+        leave = sum(entry.action == Decision.OFFLOAD.value for entry in plan.entries)
+        moves = 2 * leave - len(seen.stayed)  # what stays after all does not come back
+        if observed.hooks_s and moves > 0:
+            nearest = "host" if self._links["host"] is not None else "disk"
+            link = self._links[nearest]
+            if link is not None:
+                self._links[nearest] = replace(link, cost_s_each=observed.idle_s / moves)
             self._use_links()
 
     def _learn_cost(self, late_s: float, seen: Prediction) -> None:
