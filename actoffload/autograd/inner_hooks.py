@@ -139,6 +139,8 @@ def _taken(node: Any) -> Iterator[tuple[str, int]]:
                 if hook is None or hook in OUR_UNPACKS or getattr(hook, "__module__", "") == _CHECKPOINT:
                     continue
                 held = [leaf for leaf in tree_leaves(saved.data) if isinstance(leaf, Tensor)]
+                if not held:
+                    continue  # they compute it again, as torch_remat's do
                 owner = getattr(hook, "__qualname__", type(hook).__name__).partition(".<locals>")[0]
                 yield owner.removesuffix(".__init__"), sum(leaf.nbytes for leaf in held)
 

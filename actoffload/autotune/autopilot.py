@@ -63,7 +63,7 @@ class Autopilot:
     def __init__(self, store: ActivationStore, following: Following) -> None:
         self.history: deque[str] = deque(maxlen=MOST_REASONS)
         self.planner: Planner = Auto()
-        self._shared, self._tiers, self._profiler = store.shared, store.tiers, store.profiler
+        self._shared, self._tiers, self._profiler, self._run = store.shared, store.tiers, store.profiler, store.run
         self._following = following
         following.placement.forward_begins = weakref.WeakMethod(self.forward_begins)
         self._recording = Recording(store)
@@ -396,7 +396,7 @@ class Autopilot:
         large as the allocator's peak was beside the saved bytes in the step that was recorded.
         """
         usable = self._tiers.usable_bytes()
-        return None if usable is None else max(0, int((1 - MEMORY_MARGIN) * usable) - self._profiler.other_bytes)
+        return None if usable is None else max(0, int((1 - MEMORY_MARGIN) * usable) - self._run.other_bytes)
 
     def _follow(self, shape: Shape, plan: Plan, reason: str) -> None:
         several = len(self._shapes) > 1 and not self._agreed

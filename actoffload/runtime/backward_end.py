@@ -25,8 +25,10 @@ class BackwardEnd:
 
     def expect(self) -> bool:
         """Queue the call, unless that was done in this run; return whether a run of backward is under way."""
-        run = torch._C._current_graph_task_id()
-        if run not in {-1, self._run}:  # outside of backward somebody looks at a saved tensor
+        run, method = torch._C._current_graph_task_id(), self._method()
+        if (
+            run not in {-1, self._run} and method is not None
+        ):  # -1: somebody looks at a saved tensor outside of backward
             self._run = run
-            Variable._execution_engine.queue_callback(self._method())
+            Variable._execution_engine.queue_callback(method)
         return run != -1

@@ -117,8 +117,6 @@ class Profiler:
 
     Attributes:
         is_recorded: gives, while there is one, what says whether a tensor that is saved now gets a record.
-        other_bytes: what the device's allocator had at its peak beside saved tensors and what is alive between steps.
-        beside_bytes: the most that it had beside saved tensors where somebody looked.
     """
 
     def __init__(self, stopwatch: Stopwatch) -> None:
@@ -127,7 +125,6 @@ class Profiler:
         self._local = threading.local()
         self.running: list[None] = []
         """Not empty while a step is recorded: looked at for each tensor, in C as well."""
-        self.other_bytes = self.beside_bytes = 0
         self._backward_end = BackwardEnd(self._backward_ended)
         self.forget()
 
@@ -156,7 +153,6 @@ class Profiler:
     def begin(self) -> None:
         """A step begins; forget the last one."""
         self.forget()
-        self.beside_bytes = 0
         self.running.append(None)
         self.stopwatch.begin()
 

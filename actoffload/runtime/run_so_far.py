@@ -18,12 +18,16 @@ class RunSoFar:
         memory_before: as `Tiers.memory` was when the first forward began.
         process_before_bytes: the resident memory of the process then.
         first_step: when the second step began, and what was counted by then: the first one allocates what all use.
+        other_bytes: what the device's allocator had at its peak in the last recorded step beside saved tensors and what
+            is alive between steps: gradients and temporaries.
     """
 
     def __init__(self, accounts: Accounts) -> None:
         self.memory_before = (0, 0)
         self.process_before_bytes = 0
         self.first_step: tuple[float, Accounts] | None = None
+        self.other_bytes = 0
+        self._beside_bytes = 0
         self._accounts = accounts
         self._began_s: float | None = None
         self._optimizer_steps = optimizer_steps()
@@ -45,6 +49,18 @@ class RunSoFar:
         if self._optimizer_steps > before and accounts.microbatches > self._microbatches_stepped:
             accounts.optimizer_steps += 1
             self._microbatches_stepped = accounts.microbatches
+
+    def look_at_memory(self, tiers: Tiers) -> None:
+        """Note what the device has beside saved tensors now. A step is recorded, so this happens in few steps."""
+        self._beside_bytes = max(self._beside_bytes, tiers.memory()[0] - self._accounts.resident_bytes)
+
+    def recorded_backward_ends(self, tiers: Tiers) -> None:
+        """Learn `other_bytes` of the step that is recorded."""
+        allocated, most = tiers.memory()
+        # A peak from before the first forward, as of loading the model, says nothing of a step.
+        own_peak = most if most > self.memory_before[1] else 0
+        beside = max(own_peak - self._accounts.step_peak_bytes, self._beside_bytes)
+        self.other_bytes, self._beside_bytes = max(0, beside - allocated), 0
 
     @property
     def elapsed_s(self) -> float:

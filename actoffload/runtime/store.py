@@ -253,7 +253,7 @@ class ActivationStore:
             shared.reporter.event(EventKind.KEEP, record, reason._value_)
         if self.profiler.running:
             self.profiler.saved(record, reason)
-            self._look_at_memory()
+            self.run.look_at_memory(self.tiers)
         with tier.watched():
             self.prefetch.during_forward(tape)
             tier.release_due()  # last: the storage that was saved existed before this hook could release anything
@@ -372,16 +372,11 @@ class ActivationStore:
             record.waiting = record.handles - 1 if again else record.waiting - 1
             if self.profiler.running:
                 self.profiler.needed(record, alive=record.alive or record.held_elsewhere())
-                self._look_at_memory()
+                self.run.look_at_memory(self.tiers)
         self.prefetch.during_backward(record.tape)
         tier.release_due()  # last: a copy that backward takes instead of its original would be for nothing
         self._backward_end.expect()
         return record.round + 1
-
-    def _look_at_memory(self) -> None:
-        """Note what the device has beside saved tensors; a step is recorded, so this happens in few steps."""
-        beside = self.tiers.memory()[0] - self.shared.accounts.resident_bytes
-        self.profiler.beside_bytes = max(self.profiler.beside_bytes, beside)
 
     @aborts_when_interrupted
     def _backward_ended(self) -> None:
@@ -392,11 +387,7 @@ class ActivationStore:
                 for tier in self.tiers.by_device.values():
                     tier.release_dead()
                 if self.profiler.running:
-                    allocated, most = self.tiers.memory()
-                    # A peak from before the first forward, as of loading the model, says nothing of a step.
-                    own_peak = most if most > self.run.memory_before[1] else 0
-                    beside = max(own_peak - self.shared.accounts.step_peak_bytes, self.profiler.beside_bytes)
-                    self.profiler.other_bytes = max(0, beside - allocated)
+                    self.run.recorded_backward_ends(self.tiers)
 
     def _fetch_now(self, record: Record, tier: Tier) -> torch.UntypedStorage:
         record.error = None  # a prefetch that failed is tried once more

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -22,8 +21,8 @@ from ..memory.host_pool import HostPool, Slot
 from ..policy import KeepReason
 from ..storage.spool import Spool
 from ..storage.transfers import Transfer
-from .accelerator import Event
 from .copy_streams import BATCH_BYTES, BATCH_COPIES, Batch, CopyStreams, ReleaseWindow
+from .hook_costs import HookCosts
 from .record import Record, State
 from .shared import Shared
 from .tier import PENDING_MARGIN, Tier
@@ -89,10 +88,7 @@ class DeviceTier(Tier):
         """Copies to the device that are about to begin."""
         self._unused: list[tuple[object, Batch]] = []
         """Memory that was filled for records which died before they were used, and the copies that fill it."""
-        self._last_hook: Event | None = None
-        """After what the compute stream had been given by the end of the last hook, if that was watched."""
-        self._behind_s = 0.0
-        """By how much the hooks that were watched have put the host back since the device had caught up with it."""
+        self._hook_costs = HookCosts(shared, copies)
         self._waiter = ThreadPoolExecutor(1, "actoffload-copies")
         self._waiter.submit(int)  # its thread starts now: in a step it would be an error that there are no more
 
@@ -586,24 +582,9 @@ class DeviceTier(Tier):
     def watched(self) -> contextlib.AbstractContextManager[None]:
         index = self.copies.current_index() if self.shared.watches_host and not self.copies.inert else None
         if index is not None and not self.capturing(index):
-            return self._watched(index)
-        self._behind_s, self._last_hook = 0.0, None
+            return self._hook_costs.watched(index)
+        self._hook_costs.not_watched()
         return super().watched()
-
-    @contextlib.contextmanager
-    def _watched(self, index: int) -> Iterator[None]:
-        accounts, device = self.shared.accounts, self.copies.device
-        # A hook that the device did not notice, as it had work left, has put the host back all the same: where the
-        # device has caught up by the time of a later hook, it has waited for that one as well.
-        if self._last_hook is not None and device.done(self._last_hook):
-            accounts.idle_s += self._behind_s
-            self._behind_s = 0.0
-        since_s, waited_s = now(), accounts.pack_wait_s + accounts.unpack_wait_s
-        yield
-        hook_s = now() - since_s - (accounts.pack_wait_s + accounts.unpack_wait_s - waited_s)
-        accounts.hooks_s += hook_s
-        self._behind_s += hook_s
-        self._last_hook = device.record(device.current_stream(index))
 
     def count_waits(self) -> None:
         if self.capturing():

@@ -18,7 +18,7 @@ import actoffload
 from actoffload.testing.simulated_device import install
 from actoffload.tiers.accelerator import Accelerator
 from actoffload.tiers.copy_streams import CopyStreams
-from tests.harness import MakeOffloader
+from tests.harness import MakeOffloader, on_stream
 
 pytestmark = pytest.mark.gpu
 
@@ -49,13 +49,13 @@ def delay_copies(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     copy, empty = Accelerator.copy, Accelerator.empty
 
     def late(self: Accelerator, copies: Any, stream: Any) -> None:
-        with self._on(stream):
+        with on_stream(stream, ordered=False):
             sleep(seconds)
         copy(self, copies, stream)
 
     def poisoned(self: Accelerator, nbytes: int, index: int, stream: Any) -> Tensor:
         memory = empty(self, nbytes, index, stream)
-        with self._on(stream):
+        with on_stream(stream, ordered=False):
             return memory.fill_(255)
 
     monkeypatch.setattr(Accelerator, "copy", late)

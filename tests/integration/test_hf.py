@@ -105,19 +105,20 @@ def test_a_resumed_run_computes_the_same_bits(tmp_path: Path) -> None:
         assert torch.equal(tensor, whole.tensors[name])
 
 
-def test_two_trainers_share_what_they_asked_for_alike(tmp_path: Path) -> None:
+def test_two_trainers_have_plans_and_counts_of_their_own(tmp_path: Path) -> None:
     plain = train(make_trainer(tmp_path)), train(make_trainer(tmp_path, learning_rate=0.5))
     one, two = make_trainer(tmp_path), make_trainer(tmp_path, learning_rate=0.5)
     first, second = attach(one, **spool(tmp_path)), attach(two, **spool(tmp_path))
-    assert first.offloader is second.offloader
-    for trainer, expected in ((one, plain[0]), (two, plain[1])):
-        before = first.offloader.statistics().nvme_written_bytes
+    assert first.offloader is not second.offloader
+    for trainer, attachment, expected in ((one, first, plain[0]), (two, second, plain[1])):
+        assert not attachment.offloader.statistics().nvme_written_bytes
         found = train(trainer)
         assert_same_run(found, expected)
-        assert first.offloader.statistics().nvme_written_bytes > before
+        statistics = attachment.offloader.statistics()
+        assert statistics.nvme_written_bytes > 0
+        assert statistics.live_records == 0
         trainer.actoffload.detach()
-    assert first.offloader.statistics().live_records == 0
-    first.offloader.close()
+        attachment.offloader.close()
 
 
 def assert_same_run(found: Run, expected: Run) -> None:

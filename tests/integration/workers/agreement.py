@@ -143,7 +143,7 @@ def _later(offloader: Offloader, model: nn.Module) -> dict[str, Any]:
 def _problems(model: nn.Module) -> dict[str, Any]:
     """A rank that does not plan, one that was closed, and one that may not recompute."""
     rank = dist.get_rank()
-    other = _offloader(model, policy="greedy" if rank == 1 else "auto")
+    other = _offloader(model, policy="greedy" if rank == 1 else "auto", recompute=rank != 1)
     told = [_said(other)]
     if rank == 1:
         other.close()
