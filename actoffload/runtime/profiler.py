@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,21 +93,39 @@ class RunBlock:
 class SharedStamp:
     """A moment for what no plan moves: small tensors share one, until they are together as large as one that moves.
 
-    A stamp is an event of the device, and a step may save 20,000 small tensors.
+    A stamp is an event of the device, and a step may save 20,000 small tensors. Each is taken to live from the moment
+    before its birth to the one after its death, never for less, so that a plan keeps its budget.
     """
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self._stopwatch = stopwatch
-        self._stamp: Stamp = None
-        self._nbytes = 0
-        """Of those that share it."""
+        self._birth: Stamp = None
+        self._born_bytes = self._dead_bytes = 0
+        """Of those that share a moment."""
+        self._dead: deque[SavedStorage] = deque()
 
-    def take(self, nbytes: int) -> Stamp:
-        """The moment at which a storage of ``nbytes`` was saved, or died."""
-        self._nbytes += nbytes
-        if self._stamp is None or self._nbytes >= STAMP_BYTES:
-            self._stamp, self._nbytes = self._stopwatch.stamp(), 0
-        return self._stamp
+    def birth(self, nbytes: int) -> Stamp:
+        """A moment no later than now, for a storage of ``nbytes`` that is saved."""
+        self._born_bytes += nbytes
+        if self._birth is None or self._born_bytes >= STAMP_BYTES:
+            self._birth, self._born_bytes = self._stopwatch.stamp(), 0
+        return self._birth
+
+    def died(self, entry: SavedStorage) -> None:
+        """Note the death of a storage. May be called anywhere: only atomic operations on the list."""
+        self._dead.append(entry)
+        self._dead_bytes += entry.nbytes
+        if self._dead_bytes >= STAMP_BYTES:
+            self.dead_by(self._stopwatch.stamp())
+
+    def dead_by(self, stamp: Stamp) -> None:
+        """Those whose death was noted were dead by this moment."""
+        self._dead_bytes = 0
+        while self._dead:
+            try:
+                self._dead.popleft().death = stamp
+            except IndexError:  # another thread took the last one
+                return
 
 
 class Profiler:
@@ -193,7 +212,7 @@ class Profiler:
         if not self.running:
             return None
         block = self._running()
-        stamp = self._shared.take(nbytes)
+        stamp = self._shared.birth(nbytes)
         entry = SavedStorage(nbytes, stamp, 0, None, self._block_name(block), block, reason.value)
         self._saved.append(entry)
         return entry
@@ -201,7 +220,7 @@ class Profiler:
     def kept_died(self, entry: SavedStorage) -> None:
         """Its last user died. May be called anywhere."""
         if self.running:
-            entry.death = self._shared.take(entry.nbytes)
+            self._shared.died(entry)
 
     def needed(self, record: Record, *, alive: bool) -> None:
         """Backward has a record's bytes, from now on; ``alive``: others than us hold them as well."""
@@ -221,7 +240,8 @@ class Profiler:
         """The last handle of a record died."""
         number = self._number_of.pop(record, None) if self.running else None
         if number is not None:
-            self._saved[number].death = self.stopwatch.stamp()
+            self._saved[number].death = stamp = self.stopwatch.stamp()
+            self._shared.dead_by(stamp)
 
     def block_began(self, name: str, inputs: Mapping[int, Tensor]) -> None:
         """A block's forward begins in this thread; ``inputs`` are its arguments, by their numbers."""
@@ -290,6 +310,7 @@ class Profiler:
         """The step has ended: nothing more is noted."""
         if self.running:
             self._end = self.stopwatch.stamp()
+            self._shared.dead_by(self._end)
             self.running.clear()
             self.finished = True
 
