@@ -114,6 +114,12 @@ class NullDevice:
     def is_of_a_graph(self, tensor: Tensor) -> bool:
         return False
 
+    def usable_bytes(self, index: int) -> None:
+        return None
+
+    def stay_near(self) -> None:
+        pass
+
     def bind(self, work: Any, index: int) -> Any:
         return work
 
@@ -175,7 +181,9 @@ def make_offloader(kind: str, tensors: int, path: str, device: NullDevice) -> ac
         entries = [{"index": index, **entry} for index in range(tensors)]
         options["policy"] = actoffload.Plan.from_json(json.dumps({"version": 1, "entries": entries}))
     if kind.startswith("device"):
-        config = actoffload.OffloadConfig(target="host", path=path, host_budget=PLENTY, **options)
+        # The window lets memory go once so much waits, after four batches of 16 copies.
+        window = 4 * 16 * ELEMENTS * 4
+        config = actoffload.OffloadConfig(target="host", path=path, host_budget=PLENTY, pending_bytes=window, **options)
         return actoffload.Offloader(config, accelerator=cast(Any, device))
     config = actoffload.OffloadConfig(
         target="nvme", engine="memory", path=path, devices="cpu", pending_bytes=PLENTY, host_budget=PLENTY, **options

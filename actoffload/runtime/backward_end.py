@@ -25,10 +25,10 @@ class BackwardEnd:
 
     def expect(self) -> bool:
         """Queue the call, unless that was done in this run; return whether a run of backward is under way."""
-        run, method = torch._C._current_graph_task_id(), self._method()
-        if (
-            run not in {-1, self._run} and method is not None
-        ):  # -1: somebody looks at a saved tensor outside of backward
+        run = torch._C._current_graph_task_id()
+        if run == -1:
+            return False  # somebody looks at a saved tensor outside of backward
+        if run != self._run and (method := self._method()) is not None:
             self._run = run
             Variable._execution_engine.queue_callback(method)
-        return run != -1
+        return True

@@ -361,6 +361,7 @@ class ReleaseWindow:
         self._on_release = on_release
         self._may_begin = may_begin
         self._batches: deque[Batch] = deque()
+        self._due = 0  # of the oldest batch with one, as it is asked for at each event
         self.expected_bytes = 0
         self.held_bytes = 0
 
@@ -392,7 +393,9 @@ class ReleaseWindow:
             self.begin()
             self._batches.append(batch)
         batch.add(owner, destination, source, nbytes, used_by)
-        batch.due = max(batch.due, due)
+        if due:
+            batch.due = max(batch.due, due)
+            self._find_due()
         self.held_bytes += nbytes
         if not self.is_fixed:
             self.limit_bytes = max(self.limit_bytes, 2 * of_bytes)
@@ -434,12 +437,13 @@ class ReleaseWindow:
         self.held_bytes -= nbytes
         if not batch.copies:
             self._batches.pop()  # only the last one has not begun
+            self._find_due()
         return True
 
     def forget(self) -> None:
         """Drop all copies; `CopyStreams.order_all_reuse` goes before."""
         self._batches.clear()
-        self.held_bytes = 0
+        self.held_bytes = self._due = 0
 
     # None of these looks whether a copy has ended: the host may be far ahead of the device, and would release nothing.
     # The compute stream waits for the copies, and the allocator may use their memory for what is enqueued afterwards.
@@ -450,8 +454,10 @@ class ReleaseWindow:
 
     def is_due(self, event: int) -> bool:
         """Whether a plan has released something by ``event`` that is held."""
-        due = next((batch.due for batch in self._batches if batch.due), 0)
-        return 0 < due <= event
+        return 0 < self._due <= event
+
+    def _find_due(self) -> None:
+        self._due = next((batch.due for batch in self._batches if batch.due), 0)
 
     def release_due(self, event: int) -> None:
         """Release, in stream order, the memory that a plan has released by ``event``, and what began to leave before.
@@ -477,14 +483,20 @@ class ReleaseWindow:
                 self.begin()
             if self._batches and self._batches[0].event is not None:  # else every copy in it was withdrawn
                 going.append(self._batches.popleft())
-                self.held_bytes -= going[-1].nbytes
+                self._gone(going[-1])
         self._let_go(going)
 
     def _release(self, outs: list[Batch]) -> None:
         for out in outs:
             self._batches.remove(out)
-            self.held_bytes -= out.nbytes
+            self._gone(out)
         self._let_go(outs)
+
+    def _gone(self, out: Batch) -> None:
+        """Count a batch that is no longer in the window."""
+        self.held_bytes -= out.nbytes
+        if out.due:
+            self._find_due()
 
     def _let_go(self, outs: list[Batch]) -> None:
         owners = [owner for out in outs for owner in out.copies]

@@ -141,6 +141,7 @@ class DeviceTier(Tier):
 
     def begin_forward(self) -> None:
         super().begin_forward()
+        self._hook_costs.forward_begins()
         if self.copies.inert or self.capturing():
             return
         usable = None if self.window.expected_bytes else self.copies.usable_bytes()
@@ -580,10 +581,11 @@ class DeviceTier(Tier):
         self._waiter.shutdown(wait=False, cancel_futures=True)
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
-        index = self.copies.current_index() if self.shared.watches_host and not self.copies.inert else None
+        if not self.shared.watches_host:
+            return super().watched()
+        index = self.copies.current_index() if not self.copies.inert else None
         if index is not None and not self.capturing(index):
             return self._hook_costs.watched(index)
-        self._hook_costs.not_watched()
         return super().watched()
 
     def count_waits(self) -> None:

@@ -38,6 +38,6 @@ class HookCosts:
         self._behind_s += hook_s
         self._last_hook = device.record(device.current_stream(index))
 
-    def not_watched(self) -> None:
-        """A hook runs that nobody watches: what was seen before it says nothing of later ones."""
+    def forward_begins(self) -> None:
+        """Forget the hooks before: they may be steps ago, and the device has had other work since."""
         self._behind_s, self._last_hook = 0.0, None

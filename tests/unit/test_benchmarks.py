@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from actoffload.cli.app import app
+from actoffload.tiers.accelerator import Accelerator
 from benchmarks import (
     e2e_cpu,
     gpu,
@@ -447,3 +448,9 @@ def test_micro_without_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert set(facts["samples"]) == {"hooks", "scaling", "spool"}
     assert len(facts["bounds"]) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
+
+
+def test_the_null_device_is_asked_for_nothing_that_it_has_not() -> None:
+    """It stands in for an `Accelerator`; ``on_device`` and ``is_capturing`` are what that uses itself."""
+    public = {name for name in vars(Accelerator) if not name.startswith("_")} - {"on_device", "is_capturing"}
+    assert public <= set(dir(micro_hooks.NullDevice))
