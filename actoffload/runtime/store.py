@@ -233,28 +233,27 @@ class ActivationStore:
             reason = self.decision.why_keep(record, tensor, tape)
             if reason is KeepReason.LAST and not shared.budget.has_room_early(0):
                 reason = None  # what stays for convenience must not take the room of what a step cannot do without
-        if reason is None:
-            with tier.watched():
-                reason = tier.offload(record)
-        budget = shared.budget
-        budget.largest_bytes = max(budget.largest_bytes, record.nbytes)
-        if budget.limit_bytes is not None:
-            # Whether this one stays or not, there must be room for the next: it exists before it is saved.
-            self._following_bytes = self.decision.following_bytes(record)
-            waited_s = self._make_room(tier)
-            if waited_s > SHORT_WAIT_S:
-                shared.reporter.event(EventKind.PACK_WAIT, record, since_s=now() - waited_s)
-        if reason is None:
-            shared.accounts.moved_bytes += record.nbytes
-            shared.largest_moved_bytes = max(shared.largest_moved_bytes, record.nbytes)
-        else:
-            record.stays = True
-            shared.accounts.kept_bytes[reason._value_] += record.nbytes
-            shared.reporter.event(EventKind.KEEP, record, reason._value_)
-        if self.profiler.running:
-            self.profiler.saved(record, reason)
-            self.run.look_at_memory(self.tiers)
         with tier.watched():
+            if reason is None:
+                reason = tier.offload(record)
+            budget = shared.budget
+            budget.largest_bytes = max(budget.largest_bytes, record.nbytes)
+            if budget.limit_bytes is not None:
+                # Whether this one stays or not, there must be room for the next: it exists before it is saved.
+                self._following_bytes = self.decision.following_bytes(record)
+                waited_s = self._make_room(tier)
+                if waited_s > SHORT_WAIT_S:
+                    shared.reporter.event(EventKind.PACK_WAIT, record, since_s=now() - waited_s)
+            if reason is None:
+                shared.accounts.moved_bytes += record.nbytes
+                shared.largest_moved_bytes = max(shared.largest_moved_bytes, record.nbytes)
+            else:
+                record.stays = True
+                shared.accounts.kept_bytes[reason._value_] += record.nbytes
+                shared.reporter.event(EventKind.KEEP, record, reason._value_)
+            if self.profiler.running:
+                self.profiler.saved(record, reason)
+                self.run.look_at_memory(self.tiers)
             self.prefetch.during_forward(tape)
             tier.release_due()  # last: the storage that was saved existed before this hook could release anything
         tape.decisions.append((record.nbytes, reason, record.module))

@@ -346,6 +346,7 @@ class ReleaseWindow:
         limit_bytes: the bound.
         expected_bytes: how much a plan expects to be held at once; 0 without a plan.
         held_bytes: the device memory that is held.
+        due: the event at which a plan releases the oldest batch of which it says so; 0: it says so of none.
     """
 
     def __init__(
@@ -361,7 +362,7 @@ class ReleaseWindow:
         self._on_release = on_release
         self._may_begin = may_begin
         self._batches: deque[Batch] = deque()
-        self._due = 0  # of the oldest batch with one, as it is asked for at each event
+        self.due = 0
         self.expected_bytes = 0
         self.held_bytes = 0
 
@@ -443,7 +444,7 @@ class ReleaseWindow:
     def forget(self) -> None:
         """Drop all copies; `CopyStreams.order_all_reuse` goes before."""
         self._batches.clear()
-        self.held_bytes = self._due = 0
+        self.held_bytes = self.due = 0
 
     # None of these looks whether a copy has ended: the host may be far ahead of the device, and would release nothing.
     # The compute stream waits for the copies, and the allocator may use their memory for what is enqueued afterwards.
@@ -452,19 +453,15 @@ class ReleaseWindow:
         """Release the oldest copies' memory, in stream order, until at most ``limit_bytes`` are held."""
         self._release_oldest(lambda: self.held_bytes > limit_bytes)
 
-    def is_due(self, event: int) -> bool:
-        """Whether a plan has released something by ``event`` that is held."""
-        return 0 < self._due <= event
-
     def _find_due(self) -> None:
-        self._due = next((batch.due for batch in self._batches if batch.due), 0)
+        self.due = next((batch.due for batch in self._batches if batch.due), 0)
 
     def release_due(self, event: int) -> None:
         """Release, in stream order, the memory that a plan has released by ``event``, and what began to leave before.
 
         One stream makes the copies in order, so that whoever waits for one has waited for those before it.
         """
-        self._release_oldest(lambda: self.is_due(event))
+        self._release_oldest(lambda: 0 < self.due <= event)
 
     def release_if(self, condition: Callable[[Any], bool]) -> None:
         """Release, in stream order, the memory of the batches whose owners all meet a condition."""
@@ -484,7 +481,8 @@ class ReleaseWindow:
             if self._batches and self._batches[0].event is not None:  # else every copy in it was withdrawn
                 going.append(self._batches.popleft())
                 self._gone(going[-1])
-        self._let_go(going)
+        if going:
+            self._let_go(going)
 
     def _release(self, outs: list[Batch]) -> None:
         for out in outs:

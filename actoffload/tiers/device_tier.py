@@ -25,7 +25,7 @@ from .copy_streams import BATCH_BYTES, BATCH_COPIES, Batch, CopyStreams, Release
 from .hook_costs import HookCosts
 from .record import Record, State
 from .shared import Shared
-from .tier import PENDING_MARGIN, Tier
+from .tier import PENDING_MARGIN, UNWATCHED, Tier
 from .timers import WaitFor
 
 CAPTURED = (
@@ -481,7 +481,7 @@ class DeviceTier(Tier):
         self.shared.reporter.event(EventKind.READ, record, "to device")
 
     def release_due(self) -> None:
-        if self.window.is_due(self.shared.events) and not self.capturing():
+        if 0 < self.window.due <= self.shared.events and not self.capturing():
             self.window.release_due(self.shared.events)
 
     def release_dead(self) -> None:
@@ -582,11 +582,11 @@ class DeviceTier(Tier):
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
         if not self.shared.watches_host:
-            return super().watched()
+            return UNWATCHED
         index = self.copies.current_index() if not self.copies.inert else None
         if index is not None and not self.capturing(index):
             return self._hook_costs.watched(index)
-        return super().watched()
+        return UNWATCHED
 
     def count_waits(self) -> None:
         if self.capturing():

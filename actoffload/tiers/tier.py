@@ -30,7 +30,7 @@ PENDING_MARGIN = 1.25
 LOOK_AT = 4
 """How many of the copies under way are looked at on each occasion, as that is on the training thread's way."""
 
-_UNWATCHED = nullcontext()
+UNWATCHED = nullcontext()
 
 
 class Tier(ABC):
@@ -156,7 +156,7 @@ class Tier(ABC):
 
         Where ``Shared.watches_host`` asks for it, its time is counted, and whether the device had to wait for the host.
         """
-        return _UNWATCHED
+        return UNWATCHED
 
     def count_waits(self) -> None:  # noqa: B027
         """Count what streams have waited for since the last time; the host does not see that."""
