@@ -52,11 +52,15 @@ class RunSoFar:
 
     def look_at_memory(self, tiers: Tiers) -> None:
         """Note what the device has beside saved tensors now. A step is recorded, so this happens in few steps."""
-        self._beside_bytes = max(self._beside_bytes, tiers.memory()[0] - self._accounts.resident_bytes)
+        memory = tiers.allocated_bytes
+        if memory is not None:  # a plan fits itself into the memory of an accelerator alone
+            self._beside_bytes = max(self._beside_bytes, memory[0] - self._accounts.resident_bytes)
 
     def recorded_backward_ends(self, tiers: Tiers) -> None:
         """Learn `other_bytes` of the step that is recorded."""
-        allocated, most = tiers.memory()
+        if tiers.allocated_bytes is None:
+            return
+        allocated, most = tiers.allocated_bytes
         # A peak from before the first forward, as of loading the model, says nothing of a step.
         own_peak = most if most > self.memory_before[1] else 0
         beside = max(own_peak - self._accounts.step_peak_bytes, self._beside_bytes)

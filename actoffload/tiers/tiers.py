@@ -93,12 +93,12 @@ class Tiers:
             "host_peak_bytes": sum(pool.peak_bytes for pool in self.pools),
             "nvme_peak_bytes": spool.peak_allocated_bytes if spool else 0,
             "process_peak_bytes": peak_rss_bytes(),
-            "device_peak_bytes": (self._allocated_bytes or (0, 0))[1],
+            "device_peak_bytes": (self.allocated_bytes or (0, 0))[1],
         }
 
     def memory(self) -> tuple[int, int]:
         """Bytes in use now and the most there were: of the accelerator whose tensors move, else of this process."""
-        return self._allocated_bytes or (rss_bytes(), peak_rss_bytes())
+        return self.allocated_bytes or (rss_bytes(), peak_rss_bytes())
 
     def usable_bytes(self) -> int | None:
         """What the accelerator whose tensors move may still allocate, see `Accelerator.usable_bytes`."""
@@ -219,7 +219,8 @@ class Tiers:
             self.spool.after_fork_in_child()
 
     @property
-    def _allocated_bytes(self) -> tuple[int, int] | None:
+    def allocated_bytes(self) -> tuple[int, int] | None:
+        """What the allocator of the accelerator has in use now, and the most it had; None where there is none."""
         copies = next((copies for copies in self._copies if not copies.inert), None)
         return allocated_bytes(self.by_device, None if copies is None else copies.current_index())
 
