@@ -17,7 +17,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from torch import Tensor
 
 from actoffload import OffloadConfig, Offloader
-from actoffload.errors import SavedTensorModifiedError, StorageReadError
+from actoffload.errors import BudgetError, SavedTensorModifiedError, StorageReadError
 from actoffload.storage.engines.base import IoKind, SpoolFile
 from actoffload.storage.engines.posix import PosixEngine
 from tests.harness import assert_empty, bits, no_garbage_collection, only_engine, pending_bytes
@@ -223,7 +223,11 @@ class OffloaderMachine(RuleBasedStateMachine):
     @rule()
     def next_step(self) -> None:
         self.offloader.__exit__(None, None, None)
-        self.offloader.__enter__()
+        try:
+            self.offloader.__enter__()
+        except BudgetError:  # two of these tensors at once are above 300 KiB, and no plan lowers that
+            assert self.offloader.config.device_budget is not None
+            self.offloader.__enter__()  # an error before a step leaves the offloader usable
 
     @invariant()
     def records_are_those_of_living_handles(self) -> None:
