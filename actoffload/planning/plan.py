@@ -53,6 +53,8 @@ class Plan:
         arguments: for each of them, the arguments that its checkpoint saves where hooks see them, as `Block.arguments`;
             empty: all of each.
         recompute_bytes: the most that one of them saves.
+        once: the checkpointed regions, by their places in the forward, that run once; all others run again in backward.
+        regions: how many checkpointed regions a forward had when the plan was made.
         declined: why the planner moves nothing although it was asked; empty when it moves something.
         prefetch_bytes: how far ahead of backward to read; None for the offloader's own choice.
         pending_bytes: the most bytes that the plan expects on their way out at once; None when nobody said.
@@ -67,6 +69,8 @@ class Plan:
     recompute: tuple[str, ...] = ()
     arguments: tuple[tuple[int, ...] | None, ...] = ()
     recompute_bytes: int = 0
+    once: tuple[int, ...] = ()
+    regions: int = 0
     declined: str = ""
     prefetch_bytes: int | None = None
     pending_bytes: int | None = None

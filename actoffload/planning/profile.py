@@ -36,6 +36,7 @@ class Storage:
         block: the block, by its number in `Profile.blocks`, that all uses of it are in; None across or outside blocks.
         tape: which forward of the step saved it, from 0.
         kept: why it can never move (a value of `KeepReason`); empty for what may move.
+        region: the checkpointed region, by its place, that ran once and saved it; None outside of regions.
     """
 
     index: int | None
@@ -47,6 +48,7 @@ class Storage:
     block: int | None = None
     tape: int = 0
     kept: str = ""
+    region: int | None = None
 
     @property
     def movable(self) -> bool:
@@ -83,6 +85,46 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RegionSave:
+    """One storage that a region saves when it runs again: seconds after the recomputation began, bytes, why it stays.
+
+    ``kept`` is as `Storage.kept`; empty for what may move if the region runs once.
+    """
+
+    offset_s: float
+    nbytes: int
+    kept: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Region:
+    """One checkpointed region of a forward: the outermost call of a checkpoint.
+
+    Attributes:
+        place: the number of the region in its forward, from 0, in the order of execution.
+        name: of the function or module, for people.
+        tape: which forward of the step it is part of, from 0.
+        begin_s: when its forward began; ``end_s``: when it ended.
+        again_s: when backward began to run it again; None if it ran once, or backward never reached it.
+        recompute_s: how long that took; 0 if it ran once.
+        backward_end_s: when backward had left the region; None if that is unknown.
+        saves: the storages that the recomputation saved, without those that existed before; () if the region ran once.
+        communicates: whether a collective ran inside of it, so that all ranks must decide alike.
+    """
+
+    place: int
+    name: str
+    begin_s: float
+    end_s: float
+    tape: int = 0
+    again_s: float | None = None
+    recompute_s: float = 0.0
+    backward_end_s: float | None = None
+    saves: tuple[RegionSave, ...] = ()
+    communicates: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """A way for bytes, measured while the step runs.
 
@@ -113,6 +155,7 @@ class Profile:
     Attributes:
         storages: in the order in which they were saved.
         blocks: what can be recomputed.
+        regions: the checkpointed regions, in the order of execution.
         host: device ↔ host memory; None where there is no such link (CPU tensors, direct storage).
         disk: host memory ↔ disk, or the device ↔ disk where there is no ``host``.
         forward_s: compute time of all forwards.
@@ -124,6 +167,7 @@ class Profile:
 
     storages: tuple[Storage, ...]
     blocks: tuple[Block, ...] = ()
+    regions: tuple[Region, ...] = ()
     host: Link | None = None
     disk: Link | None = None
     forward_s: float = 0.0

@@ -32,6 +32,7 @@ from .kept_place import KeptPlace
 from .pipeline import Hint, Phases
 from .prefetch import Prefetch
 from .profiler import Profiler, SavedStorage
+from .regions import Regions
 from .run_so_far import RunSoFar
 from .tape import Tape, Window
 from .trace import Recorder, trace_path
@@ -93,6 +94,7 @@ class ActivationStore:
         phases = Phases()
         self.prefetch = Prefetch(self.shared, self.tiers.by_device, window, phases)
         self.decision = OffloadDecision(config, window, phases)
+        self.regions = Regions()
         self.trace = None if path is None else Recorder(path, self.shared, self.tiers)
 
     # -- forward ------------------------------------------------------------------------------------------------------
