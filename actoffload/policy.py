@@ -38,6 +38,7 @@ class KeepReason(Enum):
     CAPTURE = "graph capture"
     DEGRADED = "degraded"
     FORKED = "forked process"
+    RECOMPUTED = "recomputed"
 
 
 STATIC = ("parameter", "buffer", "input")
