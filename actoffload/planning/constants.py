@@ -56,12 +56,16 @@ MANY_ITEMS = 500
 HOST_SHARE = 0.75
 """Share of the host budget that is filled with what is to stay there, with a disk below it: the rest is on its way.
 With all of it, one of 100 plans was worse, by 1.11 ×."""
-SHARES_AHEAD = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
+SHARES_AHEAD = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4)
 """Windows that are tried beside the profile's own, as shares of what a forward saves. One as large as all that is saved
 has everything back before the peak. With none of these 8 of 100 plans were worse, by up to 2.97 ×."""
 ALIKE = 10
 """Blocks whose recomputation frees a byte for the same time, to within one part of so many, are equally cheap."""
 
+WORTH_A_LOOK = 0.02
+"""Share of the step by which..."""
+TRIMS = 8
+"""Storages that are tried to be kept after all."""
 ALIKE_STEPS = 0.005
 """Share of a step by which steps are taken to be as long as each other, so that the one that moves less is better."""
 SHARES_OF_EXCESS = (1.0, 1.5, float("inf"))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
-from ..planning.profile import Block, Profile, Storage
+from ..planning.profile import Profile, Storage
 from ..policy import KeepReason
 from ..tiers.record import Record
 from ..tiers.timers import Stamp, Stopwatch
@@ -329,12 +329,10 @@ class Profiler:
         self.finish()
         if not self.stopwatch.end():
             return None
-        blocks, renumbered = self._recomputable()
-        self._even = evened(self._stretches(renumbered))
-        saved = tuple(self._storage(entry, renumbered) for entry in self._saved)
+        self._even = evened(self._stretches(self._recomputable()))
+        saved = tuple(map(self._storage, self._saved))
         profile = Profile(
             storages=saved,
-            blocks=tuple(self._block(block, number, saved) for number, block in enumerate(blocks)),
             device=device,
             **self._durations(),
         )
@@ -377,7 +375,7 @@ class Profiler:
             phase, since_s = following, time_s
         return {f"{name}_s": seconds for name, seconds in found.items()}
 
-    def _storage(self, entry: SavedStorage, renumbered: dict[int, int]) -> Storage:
+    def _storage(self, entry: SavedStorage) -> Storage:
         seconds = self._seconds
         birth_s = seconds(entry.birth)
         need_s = None if entry.need is None else max(birth_s, seconds(entry.need))
@@ -389,47 +387,14 @@ class Profiler:
             need_s=need_s,
             last_need_s=max(birth_s, need_s or 0.0, seconds(death)),
             module=entry.module,
-            block=None if entry.block is None else renumbered.get(entry.block),
             tape=entry.tape,
             kept=entry.kept,
         )
 
-    def _recomputable(self) -> tuple[list[RunBlock], dict[int, int]]:
-        """The blocks that could be run again, and their numbers by the numbers under which they ran."""
+    def _recomputable(self) -> list[int]:
+        """The numbers of the blocks that could be run again."""
         runs: dict[tuple[str, int | None], list[int]] = {}
         for number, block in enumerate(self._blocks):
             runs.setdefault((block.name, block.tape), []).append(number)
         single = sorted(numbers[0] for numbers in runs.values() if len(numbers) == 1)
-        usable = [n for n in single if self._blocks[n].complete]
-        return [self._blocks[n] for n in usable], {old: new for new, old in enumerate(usable)}
-
-    def _block(self, run: RunBlock, number: int, storages: tuple[Storage, ...]) -> Block:
-        begin_s, end_s = self._seconds(run.begin), self._seconds(run.end)
-        forward_s = max(0.0, end_s - begin_s)
-        assert run.tape is not None, "a usable block saved something"
-        first_need_s = min((s.need_s for s in storages if s.block == number and s.need_s is not None), default=None)
-        earlier = [s.need_s for s in storages if s.tape == run.tape and s.need_s is not None and s.birth_s < begin_s]
-        backward_s = forward_s * 2
-        if first_need_s is not None and earlier:
-            backward_s = max(0.0, min(n for n in [*earlier, float("inf")] if n >= first_need_s) - first_need_s)
-        main = run.main_input
-        return Block(
-            name=run.name,
-            forward_s=forward_s,
-            backward_s=backward_s if backward_s != float("inf") else forward_s * 2,
-            recompute_s=forward_s,
-            input_bytes=0 if main is None else main.nbytes,
-            input=None if main is None else main.position,
-            input_recorded=main is None or main.recorded,
-            arguments=_checkpointed(run, storages),
-            tape=run.tape,
-        )
-
-
-def _checkpointed(run: RunBlock, storages: Sequence[Storage]) -> tuple[int, ...]:
-    """The arguments that a checkpoint of a block saves: its input, and what other blocks save as well.
-
-    So a step under a plan has the records that the profile knows, and no others.
-    """
-    shared = {one.number for one in run.inputs if one.position is not None and storages[one.position].block is None}
-    return tuple(sorted(shared if run.main_input is None else shared | {run.main_input.number}))
+        return [n for n in single if self._blocks[n].complete]
