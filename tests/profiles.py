@@ -207,7 +207,7 @@ def regions_once(profile: Profile) -> tuple[Profile, dict[int, int]]:
         if part[-1].isdigit() and storage.movable:
             parts.setdefault(part, []).append(number)
     begins = [storages[own[0]].birth_s for own in parts.values()]
-    for place, ((name, own), until_s) in enumerate(zip(parts.items(), [*begins[1:], profile.forward_s], strict=True)):
+    for place, ((name, own), until_s) in enumerate(zip(parts.items(), [*begins, profile.forward_s][1:], strict=True)):
         inputs[place] = own[0]
         for number in own[1:]:
             storages[number] = replace(storages[number], region=place)

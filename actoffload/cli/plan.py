@@ -28,7 +28,7 @@ from ..planning.explain import (
 )
 from ..planning.plan import Plan
 from ..planning.profile import Link, Profile
-from ..planning.search import Limits, best
+from ..planning.search import Limits, best, bounded
 from ..sizes import parse_share, parse_size
 from .console import (
     LEAST,
@@ -95,6 +95,7 @@ def command(
             max_slowdown=max_slowdown,
             tiers=TARGETS[target],
         )
+        limits = bounded(step, limits)
         extra = parse_size("more", more)
         budgets = budget_table(step, limits)
         recorded, (step, plan) = step, best(step, limits)
@@ -138,9 +139,11 @@ def record(source: str, batch: int, path: list[str] | None) -> Profile:
     inputs = workload.batch(batch)
     config = OffloadConfig(path=path, target="nvme" if device == "cpu" else "auto")
     with closing(Offloader(config).use(workload.model)) as offloader:
-        for _ in range(RECORDED_STEPS):
+        for step in range(RECORDED_STEPS):
             with offloader:
                 loss = workload.loss(inputs)
+            if not step:  # backward of a short step takes everything before it has left, and no link would be known
+                offloader.synchronize()
             torch.autograd.backward(loss)
             workload.model.zero_grad()
         if offloader.profile is None:

@@ -24,10 +24,8 @@ from .constants import (
     NO_LOSS,
     SAFETY,
     SHARES_AHEAD,
-    SHARES_OF_EXCESS,
     SPREAD,
     TRIMS,
-    WORTH_A_LOOK,
 )
 from .plan import Plan
 from .profile import Profile
@@ -94,9 +92,17 @@ def propose(base: Profile, limits: Limits) -> Proposal:
     Raises:
         BudgetError: no choice keeps ``limits.device_budget``; it has the lowest peak that was found.
     """
-    if limits.device_budget is None:
-        limits = replace(limits, device_budget=base.baseline_peak_bytes)
+    limits = bounded(base, limits)
+    if limits.device_budget is None:  # there is nothing to choose
+        return Proposal(once=frozenset(), step_s=base.step_s, peak_bytes=base.baseline_peak_bytes)
     return _Regions(base, limits).propose()
+
+
+def bounded(base: Profile, limits: Limits) -> Limits:
+    """The limits of a step with checkpointed regions: without a budget it may take as much memory as it does."""
+    if limits.device_budget is not None or not choosable(base):
+        return limits
+    return replace(limits, device_budget=base.baseline_peak_bytes)
 
 
 def best(profile: Profile, limits: Limits) -> tuple[Profile, Plan]:
@@ -105,10 +111,8 @@ def best(profile: Profile, limits: Limits) -> tuple[Profile, Plan]:
     Raises:
         BudgetError: no choice keeps ``limits.device_budget``.
     """
-    once = propose(profile, limits).once
-    if once and limits.device_budget is None:
-        limits = replace(limits, device_budget=profile.baseline_peak_bytes)
-    chosen = with_regions(profile, once)
+    limits = bounded(profile, limits)
+    chosen = with_regions(profile, propose(profile, limits).once)
     return chosen, plan(chosen, limits)
 
 
@@ -272,8 +276,8 @@ class Search:
         tried: list[Tried] = []
         for window in self.windows():
             self.window = window
-            for share in SHARES_OF_EXCESS:
-                choice = self.offload(order[: 1 + bisect_left(leaving, share * excess)])
+            for count in 1 + bisect_left(leaving, excess), len(order):
+                choice = self.offload(order[:count])
                 tried.append((self.score(choice), window, choice))
                 if not tried[-1][0][0] and tried[-1][0][1] <= (1 + ALIKE_STEPS) * self.kept.step_s:
                     return tried[-1]
@@ -403,15 +407,10 @@ class _Regions:
         return Proposal(once=best.once, step_s=best.step_s, peak_bytes=best.peak_bytes)
 
     def _search(self) -> None:
-        count = len(self._places)
-        around = [(*self._close_in(pattern, 0, count), pattern) for pattern in self._patterns()]
-        shortest = min(around, key=lambda found: found[0])[0]
-        for best, low, high, pattern in around:
-            while best <= shortest or best.step_s <= (1 + WORTH_A_LOOK) * shortest.step_s:
-                before = low, high
-                best, low, high = self._close_in(pattern, low, high)
-                if (low, high) == before:
-                    break
+        for pattern in self._patterns():
+            before, around = (0, 0), (0, len(self._places))
+            while around != before:
+                before, around = around, self._close_in(pattern, *around)
 
     def _patterns(self) -> list[Callable[[int], frozenset[int]]]:
         """Which regions run once, by their number: the first, the cheapest by the byte, the last, or evenly spread.
@@ -421,12 +420,14 @@ class _Regions:
         places, last, count = self._places, self._places[-1], len(self._places)
         early = [last, *places[:-1]]
         late = places[::-1]
-        cheap = sorted(early, key=lambda p: -self._seconds[p] / max(1, self._saved[p]))
+        rates = {place: self._seconds[place] / max(1, self._saved[place]) for place in early}
+        most = max(rates.values()) or 1.0
+        cheap = sorted(early, key=lambda place: -round(10 * rates[place] / most))  # equals in the order of `early`
         patterns = [partial(_first_of, order) for order in (early, cheap, late)]
         return [*patterns, lambda k: frozenset(late[i * count // k] for i in range(k))]
 
-    def _close_in(self, pattern: Callable[[int], frozenset[int]], low: int, high: int) -> tuple[_Mix, int, int]:
-        """Try a few numbers from ``low`` to ``high``; the best one, and its neighbours among them."""
+    def _close_in(self, pattern: Callable[[int], frozenset[int]], low: int, high: int) -> tuple[int, int]:
+        """Try a few numbers from ``low`` to ``high``; the neighbours of the best of them."""
         counts = sorted({low + (high - low) * step // (SPREAD - 1) for step in range(SPREAD)})
         found = []
         for count in reversed(counts):
@@ -437,10 +438,9 @@ class _Regions:
             if once in self._tried or best.over or least_s < best.step_s:
                 found.append((self._try(once), count))
         if not found:
-            return min(self._tried.values()), low, low
-        best, count = min(found, key=lambda one: one[0])
-        place = counts.index(count)
-        return best, counts[max(0, place - 1)], counts[min(len(counts) - 1, place + 1)]
+            return low, high
+        place = counts.index(min(found, key=lambda one: one[0])[1])
+        return counts[max(0, place - 1)], counts[min(len(counts) - 1, place + 1)]
 
     def _try(self, once: frozenset[int]) -> _Mix:
         found = self._tried.get(once)
