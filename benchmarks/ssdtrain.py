@@ -11,18 +11,23 @@ from __future__ import annotations
 from actoffload import Profile
 from actoffload.planning.search import Limits, Search
 from actoffload.planning.simulator import Prediction
+from actoffload.planning.workload import Choice
 
 
 def predict(profile: Profile, limits: Limits) -> Prediction:
-    """The step under the published cut; moved towards the end as far as a budget demands, or all of it."""
+    """The step under the published cut."""
     search = Search(profile, limits)
+    return search.predict(choose(search))
+
+
+def choose(search: Search) -> Choice:
+    """The published cut; moved towards the end as far as a budget demands, or all of it."""
     order = search.movable()
-    least = cut(search, order)
-    for count in range(least, len(order) + 1):
-        choice = search.offload(order[:count])
-        if limits.device_budget is None or search.fits(choice):
-            break
-    return search.predict(choice)
+    choice = search.offload(order[: (least := cut(search, order))])
+    while search.limits.device_budget is not None and not search.fits(choice) and least < len(order):
+        least += 1
+        choice = search.offload(order[:least])
+    return choice
 
 
 def cut(search: Search, order: list[int]) -> int:

@@ -26,6 +26,21 @@ def _every(search: Search, tiers: list[int], numbers: list[int]) -> Iterator[Cho
         yield Choice(tuple(whole))
 
 
+def best_cut(search: Search) -> Choice:
+    """The best of all cuts, the first or the smallest first, under all windows; its window is the search's then."""
+    order = search.movable()
+    small = sorted(order, key=lambda number: search.workload.items[number].nbytes)
+    found = []
+    for window in search.windows():
+        search.window = window
+        for numbers in (order, small):
+            for count in range(len(order) + 1):
+                choice = search.offload(numbers[:count])
+                found.append((search.score(choice), window, choice.tiers))
+    _, search.window, tiers = min(found)
+    return Choice(tiers)
+
+
 def every_mix(base: Profile, limits: Limits) -> float:
     """The shortest step in a budget over all sets of regions, each with every cut under every window; inf for none."""
     places = choosable(base)

@@ -28,11 +28,10 @@ from ..planning.constants import (
     WARM_UP,
 )
 from ..planning.explain import render_plan
-from ..planning.observed import Observed
 from ..planning.plan import Plan
 from ..planning.planners.auto import Auto
 from ..planning.planners.base import Bench, Limits, Planner
-from ..planning.planners.feedback import StepModel, rescaled, with_cost
+from ..planning.planners.feedback import Observed, StepModel, rescaled, with_cost
 from ..planning.profile import Profile
 from ..runtime.decision import InputShapes
 from ..runtime.store import ActivationStore

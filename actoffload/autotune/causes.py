@@ -25,9 +25,9 @@ from ..planning.constants import (
     WORTH_SAYING,
 )
 from ..planning.explain import budget_rows, format_time
-from ..planning.observed import Observed
 from ..planning.plan import Plan
 from ..planning.planners.base import Limits, Planner
+from ..planning.planners.feedback import Observed
 from ..planning.profile import Link, Profile
 from ..policy import STATIC, KeepReason
 from ..sizes import format_size
@@ -376,7 +376,7 @@ MEMORY = (
 
 
 def _another_budget(planned: Planned) -> list[str]:
-    """What a budget `MORE_BUDGET` times as large is predicted to give."""
+    """What a budget above the next block, or `MORE_BUDGET` times as large, is predicted to give."""
     budget = planned.limits.device_budget
     if budget is None:
         return []

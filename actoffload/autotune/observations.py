@@ -8,8 +8,7 @@ from statistics import median
 
 from ..errors import ConfigError
 from ..planning.constants import LOOK_AT_STEP, REVIEW_STEPS
-from ..planning.observed import Observed
-from ..planning.planners.feedback import Rate
+from ..planning.planners.feedback import Observed, Rate
 from ..planning.profile import Link, Profile
 from ..runtime.store import ActivationStore
 

@@ -161,7 +161,7 @@ class Search:
             raise self._over(seen.peak_bytes)
         if budget is None and seen.peak_bytes > self._worth_it:
             return self._decline(self._why_declined(choice))
-        return self._finish(choice, self._why_moved)
+        return self.finish(choice, self._why_moved)
 
     # -- trying -------------------------------------------------------------------------------------------------------
 
@@ -311,9 +311,9 @@ class Search:
 
     def _decline(self, reason: str) -> Plan:
         self.window = None
-        return self._finish(self.keep, declined=reason)
+        return self.finish(self.keep, declined=reason)
 
-    def _finish(self, choice: Choice, why: Callable[[int], str] = lambda number: "", *, declined: str = "") -> Plan:
+    def finish(self, choice: Choice, why: Callable[[int], str] = lambda number: "", *, declined: str = "") -> Plan:
         """The plan of a choice; ``why``: the reason for an item, by its number."""
         seen, profile = self.predict(choice), self.workload.profile
         reasons = [why(number) if tier != KEEP else "" for number, tier in enumerate(choice.tiers)]

@@ -6,10 +6,12 @@ compute, is known in every step, whatever moved in it and whatever bound was set
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...policy import Decision
+from .. import observed as observed_step
 from ..constants import (
     COMPUTE_CHANGE,
     FIT_STEPS,
@@ -23,7 +25,6 @@ from ..constants import (
     TRUST_LESS,
     WAIT_SHARE,
 )
-from ..observed import Observed
 from ..plan import Plan
 from ..profile import Link, Profile, Storage
 from ..simulator import Prediction, simulate
@@ -36,6 +37,13 @@ class Rate:
 
     bytes_per_s: float
     full: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observed(observed_step.Observed):
+    """A step as it was, with the links that it used."""
+
+    rates: Mapping[tuple[str, str], Rate] = field(default_factory=dict)
 
 
 class StepModel:
