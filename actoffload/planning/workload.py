@@ -50,7 +50,7 @@ class Workload:
 
     Attributes:
         nbytes: size.
-        need: base time of the first use in backward, or None.
+        need: base time of the first use in backward, or None; None for what a recomputation holds.
         events: ``(base time, kind, storage)`` in order.
         order: the storages that backward needs, in that order.
         place: where a storage first is in that order; -1 where it never is.
@@ -64,9 +64,9 @@ class Workload:
         self.profile = profile
         storages = profile.storages
         self.nbytes = [s.nbytes for s in storages]
-        self.need = [s.need_s for s in storages]
         self.recorded = [s.index is not None for s in storages]
         self.held = [s.kept == RECOMPUTED for s in storages]
+        self.need = [None if held else s.need_s for s, held in zip(storages, self.held, strict=True)]
         self.items = self._find_items()
         known = {p for item in self.items for p in item.positions}
         self._unmatched = [p for p, storage in enumerate(storages) if storage.movable and p not in known]
@@ -164,6 +164,7 @@ class Workload:
         for p, storage in enumerate(self.profile.storages):
             birth, death = (HOLD, DROP) if self.held[p] else (BIRTH, DEATH)
             events += [(storage.birth_s, birth, p), (storage.last_need_s, death, p)]
-            if storage.need_s is not None:
-                events.append((storage.need_s, NEED, p))
+            need_s = self.need[p]
+            if need_s is not None:
+                events.append((need_s, NEED, p))
         return sorted(events)

@@ -150,7 +150,7 @@ def test_host_memory_that_is_full_keeps_or_waits() -> None:
 
 def _again_profile(**changes: Any) -> Profile:
     """A region whose input is saved at 0 and needed at 3, as it runs again until 4.5 and holds 200 bytes."""
-    held = _storage(None, 3.0, None, nbytes=200, last_s=6.5, kept=RECOMPUTED)
+    held = _storage(None, 3.0, 3.0, nbytes=200, last_s=6.5, kept=RECOMPUTED)  # needed as it runs, as recorded
     input_ = _storage(0, 0.0, 3.0, nbytes=30, last_s=6.5)
     return _profile(input_, _storage(1, 1.0, 2.0, last_s=2.5), held, backward_s=5.5, **changes)
 
