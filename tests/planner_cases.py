@@ -5,18 +5,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from actoffload import Plan
 from actoffload.errors import BudgetError
+from actoffload.planning import search
 from actoffload.planning.constants import LEAST_GAIN_BYTES
-from actoffload.planning.planners.auto import Auto
-from actoffload.planning.planners.base import Bench, Limits, Planner
-from actoffload.planning.planners.joint import Joint
-from actoffload.planning.planners.search import every_choice
 from actoffload.planning.profile import Link, Profile
+from actoffload.planning.search import Limits, Search
+from tests.exhaustive import best_cut, every_choice
 from tests.planner_rig import MIB, MakeRig
 
 SOON = 10
@@ -108,7 +108,7 @@ def budget_of(work: Workload, limited: bool, scale: float = 1.0) -> int | None:
 
 
 def best_plan(make_rig: MakeRig, work: Workload, phase: Phase, scale: float, budget: int | None) -> Best:
-    """The best of all plans that planners, or a search through all choices, find for the steps of a phase."""
+    """The best of the plans that the planner and a search through all choices, or cuts, find for steps of a phase."""
     bytes_per_s = phase.disk * work.saved_bytes / work.step_s
     options: dict[str, Any] = {"bytes_per_s": bytes_per_s, "sizes": work.blocks, "device_budget": budget}
     plain = make_rig(**options | {"bytes_per_s": 1e12, "device_budget": 1 << 40, "policy": "auto"})
@@ -117,7 +117,7 @@ def best_plan(make_rig: MakeRig, work: Workload, phase: Phase, scale: float, bud
     profile = plain.offloader.profile
     assert profile is not None
     profile = profile.with_links(disk=Link(write_bytes_per_s=bytes_per_s, read_bytes_per_s=bytes_per_s))
-    limits = Limits(device_budget=budget, tiers=("nvme",), recompute=budget is not None)
+    limits = Limits(device_budget=budget, tiers=("nvme",))
     found = []
     for plan in _plans(profile, limits):
         rig = make_rig(**options | {"policy": plan})
@@ -132,18 +132,15 @@ def best_plan(make_rig: MakeRig, work: Workload, phase: Phase, scale: float, bud
 
 
 def _plans(profile: Profile, limits: Limits) -> list[Plan]:
-    planners: list[Planner] = [Auto(), Auto(spend=1_000_000), Joint()]
     plans = []
-    for planner in planners:
-        try:
-            plans.append(planner.plan(profile, limits))
-        except BudgetError:
-            continue
-    bench = Bench(profile, limits)
-    choices = every_choice(bench, EVERY)
-    if choices is not None:
-        plans.append(bench.finish(min(choices, key=bench.score), "exhaustive"))
-    return [plan for number, plan in enumerate(plans) if plan not in plans[:number]]
+    with contextlib.suppress(BudgetError):
+        plans.append(search.plan(profile, limits))
+    tried = Search(profile, limits)
+    choices = every_choice(tried, EVERY)
+    choice = best_cut(tried) if choices is None else min(choices, key=tried.score)
+    if tried.fits(choice):
+        plans.append(tried.finish(choice))
+    return plans
 
 
 def run(make_rig: MakeRig, model: str, scenario: str, limited: bool) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from actoffload.planning.profile import Block, Link, Profile, Region, Storage
+from actoffload.planning.explain import part_of
+from actoffload.planning.profile import Link, Profile, Region, Storage
 from actoffload.planning.regions import run_again
 
 SAVED_PER_BLOCK = (
@@ -79,7 +80,6 @@ def transformer_profile(
         )
     return Profile(
         storages=tuple(storages),
-        blocks=tuple(_block(layer, block_s, unit) for layer in range(layers)),
         host=accelerator.host,
         disk=accelerator.disk,
         forward_s=forward_s,
@@ -93,17 +93,6 @@ def slow_profile() -> Profile:
     """A transformer on a machine whose disk and compute are both slow."""
     accelerator = Accelerator(name="slow", flops=1e12, host=None, disk=link(1.0, 2.0))
     return transformer_profile(1024, 6, 4, sequence=512, accelerator=accelerator, element_bytes=4)
-
-
-def _block(layer: int, block_s: float, unit: int) -> Block:
-    return Block(
-        name=f"layers.{layer}",
-        forward_s=block_s,
-        backward_s=2 * block_s,
-        recompute_s=block_s,
-        input_bytes=unit,
-        input=layer * len(SAVED_PER_BLOCK),
-    )
 
 
 def _block_storages(layer: int, block_s: float, end_s: float, unit: int) -> list[Storage]:
@@ -120,7 +109,6 @@ def _block_storages(layer: int, block_s: float, end_s: float, unit: int) -> list
                 need_s=max(birth_s, last_s - 0.5 * (1 - share) * block_s),
                 last_need_s=last_s,
                 module=f"layers.{layer}.{module}",
-                block=layer,
             )
         )
     return storages
@@ -154,12 +142,10 @@ def random_profile(seed: int, *, storages: int | None = None, blocks: int | None
         indexed = rng.random() >= 0.05
         listed.append(replace(storage, index=index if indexed else None))
         index += indexed
-    parts = tuple(_random_block(rng, number, listed, forward_s / (total_blocks + 1)) for number in range(total_blocks))
     bandwidth = sum(sizes) / forward_s * 10 ** rng.uniform(-1.5, 1.0)
     kind = rng.choice(("disk", "host", "tiered"))
     return Profile(
         storages=tuple(listed),
-        blocks=parts,
         host=None if kind == "disk" else _random_link(rng, bandwidth * rng.uniform(1, 4)),
         disk=None if kind == "host" else _random_link(rng, bandwidth),
         forward_s=forward_s,
@@ -189,29 +175,15 @@ def _random_storage(
     if rng.random() < 0.05:
         need_s, last_s = None, rng.uniform(birth_s, forward_s + backward_s)
     kept = "module excluded" if rng.random() < 0.05 else ""
-    block = owner - 1 if 0 < owner <= total_blocks and rng.random() < 0.95 else None
+    inside = 0 < owner <= total_blocks and rng.random() < 0.95
     return Storage(
         index=None,
         nbytes=nbytes,
         birth_s=birth_s,
         need_s=need_s,
         last_need_s=last_s,
-        module=f"part.{number}",
-        block=block,
+        module=f"blocks.{owner - 1}.{number}" if inside else f"part{number}",
         kept=kept,
-    )
-
-
-def _random_block(rng: random.Random, number: int, storages: list[Storage], mean_s: float) -> Block:
-    own = [position for position, storage in enumerate(storages) if storage.block == number]
-    has_input = bool(own) and rng.random() < 0.6
-    return Block(
-        name=f"blocks.{number}",
-        forward_s=mean_s,
-        backward_s=2 * mean_s,
-        recompute_s=mean_s * rng.uniform(0.1, 1.2),
-        input_bytes=storages[own[0]].nbytes if has_input else _random_size(rng) // 8,
-        input=own[0] if has_input else None,
     )
 
 
@@ -223,23 +195,29 @@ def _random_link(rng: random.Random, bandwidth: float) -> Link:
     )
 
 
-def with_blocks_as_regions(profile: Profile) -> Profile:
-    """The step of the same model with each block checkpointed, all of them run once; inputs are outside of regions."""
-    inputs = {block.input for block in profile.blocks}
-    storages = tuple(
-        replace(s, block=None, region=None if number in inputs or not s.movable else s.block)
-        for number, s in enumerate(profile.storages)
-    )
-    regions = []
-    for number, block in enumerate(profile.blocks):
-        births = [s.birth_s for s in profile.storages if s.block == number]
-        begin_s = min(births, default=0.0)
-        end_s = max([min(begin_s + block.forward_s, profile.forward_s), *births])
-        regions.append(Region(place=number, name=block.name, begin_s=begin_s, end_s=end_s))
-    return replace(profile, storages=storages, blocks=(), regions=tuple(regions))
+def regions_once(profile: Profile) -> tuple[Profile, dict[int, int]]:
+    """The step with each block checkpointed, all of them run once; and by region the storage that is its input.
+
+    A block is a part of the model that has a number. Its input is the first that it saves and that may move.
+    """
+    storages, regions, inputs = list(profile.storages), [], {}
+    parts: dict[str, list[int]] = {}
+    for number, storage in enumerate(storages):
+        part = part_of(storage.module)
+        if part[-1].isdigit() and storage.movable:
+            parts.setdefault(part, []).append(number)
+    begins = [storages[own[0]].birth_s for own in parts.values()]
+    for place, ((name, own), until_s) in enumerate(zip(parts.items(), [*begins, profile.forward_s][1:], strict=True)):
+        inputs[place] = own[0]
+        for number in own[1:]:
+            storages[number] = replace(storages[number], region=place)
+        end_s = max([until_s, *(storages[number].birth_s for number in own)])
+        regions.append(
+            Region(place=place, name=name, begin_s=begins[place], end_s=end_s, backward_end_s=profile.step_s)
+        )
+    return replace(profile, storages=tuple(storages), regions=tuple(regions)), inputs
 
 
 def checkpointed(profile: Profile) -> Profile:
-    """The step of the same model with each block checkpointed, all of them run again."""
-    inputs = {number: block.input for number, block in enumerate(profile.blocks) if block.input is not None}
-    return run_again(with_blocks_as_regions(profile), inputs)
+    """The step with each block checkpointed, all of them run again."""
+    return run_again(*regions_once(profile))

@@ -33,8 +33,7 @@ def record(case: Case, path: str | None) -> Offloader:
     workload = build(case)
     batch = workload.batch(case.batch)
     optimizer = torch.optim.SGD(workload.model.parameters(), lr=1e-3)
-    # A budget that everything fits: without one a planner does not ask for blocks to recompute.
-    offloader = Offloader(OffloadConfig(path=path, target="nvme", device_budget="64GiB")).use(workload.model)
+    offloader = Offloader(OffloadConfig(path=path, target="nvme")).use(workload.model)
     for _ in range(STEPS):
         with offloader:
             loss = workload.loss(batch)
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         profile = offloader.profile
         assert profile is not None, "three steps make a plan"
         profile.save(options.folder / f"{case.model}.json")
-        print(f"{case.name}: {len(profile.storages)} storages, {len(profile.blocks)} blocks, {profile.step_s:.2f} s")
+        print(f"{case.name}: {len(profile.storages)} storages, {profile.step_s:.2f} s")
         offloader.close()
     return 0
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from ..errors import BudgetError
+from ..errors import BudgetError, ConfigError
 from ..planning.constants import BUDGET_SHARES
 from ..planning.explain import format_time
-from ..planning.planners import Limits, make_planner
 from ..planning.profile import Profile
-from ..planning.simulator import simulate
+from ..planning.search import Limits, best
 from ..sizes import format_size
 
 MOST_STEPS = 3
@@ -75,8 +74,13 @@ def next_steps(metadata: Mapping[str, Any], numbers: Mapping[str, float]) -> lis
 def _planned(metadata: Mapping[str, Any]) -> _Planned | None:
     if not metadata.get("profile") or not metadata.get("limits"):
         return None
-    profile = Profile.from_json(json.dumps(metadata["profile"]))
-    limits = Limits(**{**metadata["limits"], "tiers": tuple(metadata["limits"]["tiers"])})
+    try:
+        profile = Profile.from_json(json.dumps(metadata["profile"]))
+    except ConfigError:  # of a trace that another release wrote
+        return None
+    known = {field.name for field in fields(Limits)}
+    limits = Limits(**{name: value for name, value in metadata["limits"].items() if name in known})
+    limits = replace(limits, tiers=tuple(limits.tiers))
     predicted = _predict(profile, limits)
     return predicted and _Planned(profile, limits, metadata.get("planned_for") or "a step", *predicted)
 
@@ -84,11 +88,10 @@ def _planned(metadata: Mapping[str, Any]) -> _Planned | None:
 def _predict(profile: Profile, limits: Limits) -> tuple[float, int] | None:
     """Seconds and peak of a step that is planned so; None where no plan keeps the budget."""
     try:
-        plan = make_planner("auto").plan(profile, limits)
+        _, plan = best(profile, limits)
     except BudgetError:
         return None
-    seen = simulate(profile, plan, limits, detail=False)
-    return seen.step_s, seen.peak_bytes
+    return plan.predicted_step_s or 0.0, plan.predicted_peak_bytes or 0
 
 
 def _other_plans(planned: _Planned) -> list[str]:

@@ -24,7 +24,7 @@ from ..planning.constants import (
     SMALL_PART,
     WORTH_SAYING,
 )
-from ..planning.explain import budget_rows, format_time, next_block
+from ..planning.explain import budget_rows, format_time
 from ..planning.plan import Plan
 from ..planning.planners.base import Limits, Planner
 from ..planning.planners.feedback import Observed
@@ -380,15 +380,13 @@ def _another_budget(planned: Planned) -> list[str]:
     budget = planned.limits.device_budget
     if budget is None:
         return []
-    block, enough = next_block(planned.profile, budget) if planned.limits.recompute else (0, 0)
-    more = enough or min(int(MORE_BUDGET * budget), planned.profile.baseline_peak_bytes)
-    why = f" (one block, {format_size(block)}, does not fit now, so none can be recomputed)" if block else ""
-    return [text + why for text in _predicted(planned, more, WORTH_SAYING)]
+    more = min(int(MORE_BUDGET * budget), planned.profile.baseline_peak_bytes)
+    return _predicted(planned, more, WORTH_SAYING)
 
 
 def _predicted(planned: Planned, budget: int, gain: float = float("-inf")) -> list[str]:
     """What a budget is predicted to give, where that is known and the step is shorter by a share of ``gain``."""
-    (row,) = budget_rows(planned.profile, planned.limits, planned.planner, [budget])
+    (row,) = budget_rows(planned.profile, planned.limits, [budget])
     now_s = planned.plan.predicted_step_s or planned.profile.step_s
     if row.step_s is None or row.peak_bytes is None or row.step_s > (1 - gain) * now_s:
         return []

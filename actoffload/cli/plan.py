@@ -1,4 +1,4 @@
-"""``actoffload plan``: what a planner does with a recorded step: per block what and why, its time and its peak."""
+"""``actoffload plan``: what the planner does with a recorded step: by part what and why, its time and its peak."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from ..planning.explain import (
     render_plan,
 )
 from ..planning.plan import Plan
-from ..planning.planners import Limits, make_planner
 from ..planning.profile import Link, Profile
+from ..planning.search import Limits, best, bounded
 from ..sizes import parse_share, parse_size
 from .console import (
     LEAST,
@@ -65,9 +65,7 @@ def command(
     host_budget: Bytes = None,
     nvme_budget: Bytes = None,
     max_slowdown: Annotated[float | None, typer.Option(help="As a share: 0.02 is 2 %.")] = None,
-    planner: Annotated[str, typer.Option(help="auto, ssdtrain or joint.")] = "auto",
     target: Annotated[str, typer.Option(help="Where bytes may go: host, nvme, tiered or auto.")] = "auto",
-    recompute: Annotated[bool, typer.Option(help="Let blocks be recomputed, as recompute=True does.")] = False,
     more: Annotated[str, typer.Option(help="How much more budget to price.")] = "1GiB",
     host_write: Rate = None,
     host_read: Rate = None,
@@ -81,14 +79,13 @@ def command(
     dark: DarkOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Plan a recorded step: what each block keeps, offloads or recomputes, why, and what that does to time and peak.
+    """Plan a recorded step: which checkpointed regions run once, what stays and leaves, why, its time and its peak.
 
     FUNCTION returns a model and make_batch(size), which returns the model's arguments; the model returns its loss.
     """
     with explained_errors():
         recorded = record(str(profile), batch, strings(path)) if is_own(str(profile)) else read_profile(profile)
         step = with_rates(recorded, {"host": (host_write, host_read), "disk": (disk_write, disk_read)})
-        chosen = make_planner(planner)
         if target not in TARGETS:
             raise ConfigError("target", target, f"choose one of {', '.join(map(repr, TARGETS))}")
         limits = Limits(
@@ -97,12 +94,12 @@ def command(
             nvme_budget=None if nvme_budget is None else parse_size("nvme_budget", nvme_budget),
             max_slowdown=max_slowdown,
             tiers=TARGETS[target],
-            recompute=recompute,
         )
+        limits = bounded(step, limits)
         extra = parse_size("more", more)
-        plan = chosen.plan(step, limits)
-        analysis = analyse(step, plan, limits, more=one_more(step, plan, limits, chosen, extra or GIB))
-        budgets = budget_table(step, limits, chosen)
+        budgets = budget_table(step, limits)
+        recorded, (step, plan) = step, best(step, limits)
+        analysis = analyse(step, plan, limits, more=one_more(recorded, plan, limits, extra or GIB))
     if plan_out is not None:
         try:
             plan_out.write_text(plan.to_json() + "\n", encoding="utf-8")
@@ -140,12 +137,13 @@ def record(source: str, batch: int, path: list[str] | None) -> Profile:
     prepare_process(device, None, seed=0)
     workload = build_own("profile", source, torch.device(device))
     inputs = workload.batch(batch)
-    # Blocks are recorded only under a budget; this one holds everything.
-    config = OffloadConfig(path=path, target="nvme" if device == "cpu" else "auto", device_budget=1 << 60)
+    config = OffloadConfig(path=path, target="nvme" if device == "cpu" else "auto")
     with closing(Offloader(config).use(workload.model)) as offloader:
-        for _ in range(RECORDED_STEPS):
+        for step in range(RECORDED_STEPS):
             with offloader:
                 loss = workload.loss(inputs)
+            if not step:  # backward of a short step takes everything before it has left, and no link would be known
+                offloader.synchronize()
             torch.autograd.backward(loss)
             workload.model.zero_grad()
         if offloader.profile is None:

@@ -1,31 +1,31 @@
-"""A plan explained: what is done with each block and why, what sets the peak, what more memory would buy. Pure."""
+"""A plan explained: what is done with each part and why, what sets the peak, what more memory would buy. Pure."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 
 from ..errors import BudgetError
 from ..sizes import format_size
-from .constants import BUDGET_SHARES, GIB, JUST_BELOW, MOST_AT_PEAK, MOST_ROWS, NEARLY_ALL, NO_GAIN, ROOM_FOR_A_BLOCK
-from .plan import Plan
-from .planners.base import Limits, Planner
-from .planners.feedback import Observed
+from .constants import BUDGET_SHARES, GIB, MOST_AT_PEAK, MOST_ROWS, NEARLY_ALL, NO_GAIN
+from .observed import Observed
+from .plan import Plan, regions_in_words
 from .profile import Link, Profile
+from .search import Limits, best
 from .simulator import Prediction, simulate
-from .workload import ABSENT, DROPPED, HOST, KEEP, NVME, Workload
+from .workload import HOST, KEEP, NVME, Workload
 
-OUTSIDE = "(outside blocks)"
+OUTSIDE = "(no module)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockRow:
-    """One block of a plan (or `OUTSIDE`), all its runs in the step together. Sizes in bytes, times in seconds.
+class Row:
+    """One part of the model, by its name up to the first number: ``"model.layers.3"``. Bytes and seconds.
 
-    ``saved_bytes`` is what it saves when nothing is recomputed; ``peak_bytes`` is on the device when the most is.
-    ``seen_s`` is what its forward and backward really took under the plan, without waits; 0 where nobody looked.
+    ``held_bytes`` is what its regions hold that run again, in ``recompute_s``; ``peak_bytes`` is on the device when the
+    most is.
     """
 
     name: str
@@ -33,19 +33,16 @@ class BlockRow:
     kept_bytes: int
     host_bytes: int
     disk_bytes: int
-    recomputed_bytes: int
-    forward_s: float
-    backward_s: float
+    held_bytes: int
     recompute_s: float
     wait_s: float
     peak_bytes: int
     why: str
-    seen_s: float = 0.0
 
     @property
     def what(self) -> str:
         """What is done, in a few words: ``"keep"``, ``"offload"``, ``"offload 62 %"``, ``"recompute"``, ..."""
-        if self.recomputed_bytes:
+        if self.held_bytes or self.recompute_s:
             return "recompute"
         moved = self.host_bytes + self.disk_bytes
         total = moved + self.kept_bytes
@@ -56,16 +53,15 @@ class BlockRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetRow:
-    """The step planned with one ``device_budget``: its time, its peak, how many blocks it recomputes. Bytes, seconds.
+    """The step planned with one ``device_budget``: its time, its peak, how many regions run once. Bytes, seconds.
 
-    ``step_s`` and ``peak_bytes`` are None where no plan keeps the budget. ``note`` says what is special about it.
+    ``step_s`` and ``peak_bytes`` are None where no plan keeps the budget.
     """
 
     device_budget: int
     step_s: float | None
     peak_bytes: int | None
-    recomputed: int = 0
-    note: str = ""
+    once: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,15 +69,17 @@ class Analysis:
     """A plan in numbers.
 
     Attributes:
-        rows: the blocks in the order in which they run, and what is outside them.
+        rows: the parts of the model in the order in which they save.
         prediction: the step under the plan.
         keep: the step with nothing moved.
+        recompute_s: what regions that run again take of both.
         more: the plan with a higher budget; None when that was not asked for or there is no budget.
     """
 
-    rows: tuple[BlockRow, ...]
+    rows: tuple[Row, ...]
     prediction: Prediction
     keep: Prediction
+    recompute_s: float = 0.0
     more: BudgetRow | None = None
 
     def as_dict(self) -> dict[str, object]:
@@ -92,132 +90,114 @@ class Analysis:
             return {name: value for name, value in asdict(seen).items() if name not in without}
 
         return {
-            "blocks": [asdict(row) | {"what": row.what} for row in self.rows],
+            "parts": [asdict(row) | {"what": row.what} for row in self.rows],
             "prediction": numbers(self.prediction),
             "keep": numbers(self.keep),
+            "recompute_s": self.recompute_s,
             "more": None if self.more is None else asdict(self.more),
         }
 
 
 def analyse(profile: Profile, plan: Plan, limits: Limits | None = None, *, more: BudgetRow | None = None) -> Analysis:
-    """Work out the numbers of a plan that was made for a profile under limits; ``more`` is what `one_more` says.
-
-    Raises:
-        ConfigError: the plan is for another profile.
-    """
+    """Work out the numbers of a plan that was made for a profile under limits; ``more`` is what `one_more` says."""
     prediction = simulate(profile, plan, limits)
     has_budget = limits is not None and limits.device_budget is not None
-    rows = _Blocks(profile, plan, prediction, has_budget).rows()
-    return Analysis(rows=rows, prediction=prediction, keep=simulate(profile), more=more)
+    rows = _Parts(profile, plan, prediction, has_budget).rows()
+    again_s = sum(region.recompute_s for region in profile.regions)
+    return Analysis(rows=rows, prediction=prediction, keep=simulate(profile), recompute_s=again_s, more=more)
 
 
-def one_more(profile: Profile, plan: Plan, limits: Limits, planner: Planner, nbytes: int = GIB) -> BudgetRow | None:
+def one_more(profile: Profile, plan: Plan, limits: Limits, nbytes: int = GIB) -> BudgetRow | None:
     """Plan with ``nbytes`` more of device budget; None without a budget, as there is nothing to raise."""
     if limits.device_budget is None:
         return None
-    (row,) = budget_rows(profile, limits, planner, [limits.device_budget + nbytes])
+    (row,) = budget_rows(profile, limits, [limits.device_budget + nbytes])
     if row.step_s is not None and plan.predicted_step_s is not None:
         return replace(row, step_s=min(row.step_s, plan.predicted_step_s))  # the old plan keeps the higher budget too
     return row
 
 
-def budget_rows(profile: Profile, limits: Limits, planner: Planner, budgets: Sequence[int]) -> list[BudgetRow]:
-    """Plan a step with each of these budgets in place of the limits' own."""
+def budget_rows(profile: Profile, limits: Limits, budgets: Sequence[int]) -> list[BudgetRow]:
+    """Plan a step, regions included, with each of these budgets in place of the limits' own."""
     rows = []
     for budget in budgets:
-        block, _ = next_block(profile, budget) if limits.recompute else (0, 0)
-        note = f"just below one block ({format_size(block)}), which cannot be recomputed" if block else ""
         try:
-            plan = planner.plan(profile, replace(limits, device_budget=budget, max_slowdown=None))
+            _, plan = best(profile, replace(limits, device_budget=budget, max_slowdown=None))
         except BudgetError:
-            rows.append(BudgetRow(device_budget=budget, step_s=None, peak_bytes=None, note=note))
+            rows.append(BudgetRow(device_budget=budget, step_s=None, peak_bytes=None))
             continue
-        seen = plan.predicted_step_s, plan.predicted_peak_bytes, len(plan.recompute)
-        rows.append(BudgetRow(device_budget=budget, step_s=seen[0], peak_bytes=seen[1], recomputed=seen[2], note=note))
+        seen = plan.predicted_step_s, plan.predicted_peak_bytes
+        rows.append(BudgetRow(device_budget=budget, step_s=seen[0], peak_bytes=seen[1], once=len(plan.once)))
     return rows
 
 
-def budget_table(profile: Profile, limits: Limits, planner: Planner) -> list[BudgetRow]:
+def budget_table(profile: Profile, limits: Limits) -> list[BudgetRow]:
     """What a step takes and how high it peaks with several budgets, the largest first.
 
-    They are `BUDGET_SHARES` of the peak with nothing moved, the limits' own, and for one that lies just below a block
-    the one from which on that block can be recomputed.
+    They are `BUDGET_SHARES` of the peak with nothing moved, and the limits' own.
     """
     budgets = {int(share * profile.baseline_peak_bytes) for share in BUDGET_SHARES}
-    if limits.device_budget is not None:
-        budgets.add(limits.device_budget)
-        if limits.recompute:
-            budgets.add(next_block(profile, limits.device_budget)[1])
-    return budget_rows(profile, limits, planner, sorted(budgets - {0}, reverse=True))
+    budgets |= {limits.device_budget or 0}
+    return budget_rows(profile, limits, sorted(budgets - {0}, reverse=True))
 
 
-def next_block(profile: Profile, budget: int) -> tuple[int, int]:
-    """The smallest block that a budget lies just below, in bytes, and a budget that has room for it; else zeros.
-
-    To recompute a block, its input and all that it saves must be on the device at once.
-    """
-    work = Workload(profile)
-    blocks = [block for group in work.groups for block in group.blocks]
-    sizes = [work.dropped_bytes[block] + work.nbytes[work.block_input[block]] for block in blocks]
-    block = min((size for size in sizes if budget < size <= JUST_BELOW * budget), default=0)
-    return block, int(ROOM_FOR_A_BLOCK * block)
+def part_of(module: str | None) -> str:
+    """The part of the model that a module is in: its name up to the first number."""
+    if not module:
+        return OUTSIDE
+    names = module.split(".")
+    number = next((place for place, name in enumerate(names) if name.isdigit()), len(names))
+    return ".".join(names[: number + 1])
 
 
-class _Blocks:
+class _Parts:
     """Makes the rows of one plan."""
 
     def __init__(self, profile: Profile, plan: Plan, prediction: Prediction, has_budget: bool) -> None:
         self.profile, self.plan, self.has_budget = profile, plan, has_budget
         self.workload = Workload(profile)
-        choice = self.workload.from_plan(plan)
-        self.modes = self.workload.modes(choice)
+        self.modes = self.workload.modes(self.workload.from_plan(plan))
         for position in prediction.pressed:
             self.modes[position] = KEEP
-        self.recomputed = {b for group in choice.recompute for b in self.workload.groups[group].blocks}
         self.waited: dict[int, float] = {}
         for position, wait_s in prediction.waits:
             self.waited[position] = self.waited.get(position, 0.0) + wait_s
         self.at_peak = set(prediction.at_peak)
 
-    def rows(self) -> tuple[BlockRow, ...]:
-        blocks: dict[str, list[int]] = {}
-        for number, block in enumerate(self.profile.blocks):
-            blocks.setdefault(block.name, []).append(number)
-        rows = [self._row(name, numbers) for name, numbers in blocks.items()]
-        outside = self._row(OUTSIDE, [])
-        return (*rows, outside) if outside.saved_bytes else tuple(rows)
+    def rows(self) -> tuple[Row, ...]:
+        parts: dict[str, list[int]] = {}
+        for number, storage in enumerate(self.profile.storages):
+            parts.setdefault(part_of(storage.module), []).append(number)
+        for region in self.profile.regions:
+            parts.setdefault(part_of(region.name), [])
+        return tuple(self._row(name, numbers) for name, numbers in parts.items())
 
-    def _row(self, name: str, blocks: list[int]) -> BlockRow:
-        storages, count, nbytes = self.profile.storages, self.workload.count, self.workload.nbytes
-        members = [p for p, s in enumerate(storages) if (s.block in blocks if blocks else s.block is None)]
-        everything = members + [count + b for b in blocks if self.modes[count + b] != ABSENT]
-        by_mode = dict.fromkeys((KEEP, HOST, NVME, DROPPED), 0)
-        for p in everything:
-            by_mode[self.modes[p]] += nbytes[p]
-        parts = [self.profile.blocks[b] for b in blocks]
-        again = [b for b in blocks if b in self.recomputed]
-        return BlockRow(
+    def _row(self, name: str, members: list[int]) -> Row:
+        held = [p for p in members if self.workload.held[p]]
+        own = [p for p in members if not self.workload.held[p]]
+        by_mode = {mode: self._bytes(p for p in own if self.modes[p] == mode) for mode in (KEEP, HOST, NVME)}
+        again_s = sum(region.recompute_s for region in self.profile.regions if part_of(region.name) == name)
+        return Row(
             name=name,
-            saved_bytes=sum(nbytes[p] for p in members),
+            saved_bytes=self._bytes(own),
             kept_bytes=by_mode[KEEP],
             host_bytes=by_mode[HOST],
             disk_bytes=by_mode[NVME],
-            recomputed_bytes=by_mode[DROPPED],
-            forward_s=sum(block.forward_s for block in parts),
-            backward_s=sum(block.backward_s for block in parts),
-            recompute_s=sum(self.profile.blocks[b].recompute_s for b in again),
-            wait_s=sum(self.waited.get(p, 0.0) for p in everything),
-            peak_bytes=sum(nbytes[p] for p in everything if p in self.at_peak),
-            why=self._why_recomputed(again) if again else self._why(members),
+            held_bytes=self._bytes(held),
+            recompute_s=again_s,
+            wait_s=sum(self.waited.get(p, 0.0) for p in members),
+            peak_bytes=self._bytes(p for p in members if p in self.at_peak),
+            why=self._why_again(again_s, self._bytes(held), own) if again_s else self._why(own),
         )
 
-    def _why_recomputed(self, blocks: list[int]) -> str:
-        freed = sum(self.workload.dropped_bytes[b] for b in blocks)
-        text = f"{format_time(sum(self.profile.blocks[b].recompute_s for b in blocks))} frees {format_size(freed)}"
+    def _bytes(self, positions: Iterable[int]) -> int:
+        return sum(self.workload.nbytes[p] for p in positions)
+
+    def _why_again(self, again_s: float, nbytes: int, own: list[int]) -> str:
+        text = f"run again in {format_time(again_s)} for {format_size(nbytes)}"
         if self.link is not None:
-            text += f", moving takes {format_time(self._move_s(freed))}"
-        leaves = any(self.modes[self.workload.block_input[b]] in (HOST, NVME) for b in blocks)
-        return f"{text}; its input leaves" if leaves else text
+            text += f", which moves in {format_time(self._move_s(nbytes))}"
+        return f"{text}; its input leaves" if any(self.modes[p] != KEEP for p in own) else text
 
     def _why(self, members: list[int]) -> str:
         moved = [p for p in members if self.modes[p] in (HOST, NVME)]
@@ -278,14 +258,10 @@ def render_plan(
         limits: what it was made under; None for no limits.
         analysis: what `analyse` says; None to work it out here.
         seen: steps as they really were under it; None when none has run yet.
-
-    Raises:
-        ConfigError: the plan is for another profile.
     """
     limits = limits or Limits()
     analysis = analysis or analyse(profile, plan, limits)
-    times = dict(seen.blocks) if seen is not None else {}
-    rows = [replace(row, seen_s=times.get(row.name, 0.0)) for row in analysis.rows]
+    rows = list(analysis.rows)
     if len(rows) > MOST_ROWS:
         rows = _merged(rows)
     return "\n".join(
@@ -294,7 +270,7 @@ def render_plan(
             *_table(_comparison(analysis, seen), left=1),
             "",
             *_table([_COLUMNS, *map(_cells, rows)], left=2),
-            "  (added: by recomputing and by waiting)",
+            "  (added: by waiting)",
             "why",
             *(f"  {_span(*run)}: {why}" for why, run in groupby(rows, key=lambda row: row.why)),
             "",
@@ -357,16 +333,16 @@ def _headline(profile: Profile, plan: Plan, limits: Limits) -> list[str]:
         f"plan of {plan.planner or 'unknown'} on {profile.device}, {', '.join(bounds) or 'no budget'}; "
         f"{'; '.join(links) or 'no link was measured'}"
     )
+    regions = [regions_in_words(plan.regions, len(plan.once))] if plan.regions else []
     if plan.declined:
-        return [first, f"declined: {plan.declined}"]
-    count = len(plan.recompute)
-    dropped = f", {count} block{'s' * (count > 1)} recomputed" if count else ""
-    return [first, f"{format_size(plan.offloaded_bytes)} leave, {format_size(plan.kept_bytes)} stay{dropped}"]
+        return [first, f"declined: {plan.declined}", *regions]
+    return [first, f"{format_size(plan.offloaded_bytes)} leave, {format_size(plan.kept_bytes)} stay", *regions]
 
 
 def _comparison(analysis: Analysis, seen: Observed | None) -> list[tuple[str, ...]]:
     after, keep = analysis.prediction, analysis.keep
     step = forward = backward = peak = hooks = idle = "-"
+    again = format_time(analysis.recompute_s)
     if seen is not None:
         hooks, idle = (format_time(seconds) if seconds else "-" for seconds in (seen.hooks_s, seen.idle_s))
         step, forward, backward = map(format_time, (seen.step_s, seen.forward_wait_s, seen.backward_wait_s))
@@ -376,22 +352,22 @@ def _comparison(analysis: Analysis, seen: Observed | None) -> list[tuple[str, ..
         ("step", format_time(after.step_s), step, format_time(keep.step_s)),
         ("forward waits", format_time(after.forward_wait_s), forward, "-"),
         ("backward waits", format_time(after.backward_wait_s), backward, "-"),
-        ("recomputing", format_time(after.recompute_s), "-", "-"),
+        *([("recomputing", again, "-", again)] if analysis.recompute_s else ()),
         *([("hooks that move", "-", hooks, "-"), ("device idle for them", "-", idle, "-")] if hooks != "-" else ()),
         ("activation peak", format_size(after.peak_bytes), peak, format_size(keep.peak_bytes)),
     ]
 
 
-_COLUMNS = ("block", "what", "saves", "forward", "backward", "added", "seen", "at the peak")
+_COLUMNS = ("part", "what", "saves", "holds", "again", "added", "at the peak")
 
 
-def _cells(row: BlockRow) -> tuple[str, ...]:
-    times = (row.forward_s, row.backward_s, row.recompute_s + row.wait_s, row.seen_s)
-    shown = [format_time(time_s) if time_s else "-" for time_s in times]
-    return row.name, row.what, format_size(row.saved_bytes), *shown, format_size(row.peak_bytes)
+def _cells(row: Row) -> tuple[str, ...]:
+    held = format_size(row.held_bytes) if row.held_bytes else "-"
+    times = [format_time(time_s) if time_s else "-" for time_s in (row.recompute_s, row.wait_s)]
+    return row.name, row.what, format_size(row.saved_bytes), held, *times, format_size(row.peak_bytes)
 
 
-def _merged(rows: Sequence[BlockRow]) -> list[BlockRow]:
+def _merged(rows: Sequence[Row]) -> list[Row]:
     """Neighbours with the same treatment as one row, their sum."""
     merged = []
     for _, run in groupby(rows, key=lambda row: (row.what, row.name == OUTSIDE)):
@@ -402,7 +378,7 @@ def _merged(rows: Sequence[BlockRow]) -> list[BlockRow]:
     return merged
 
 
-def _span(first: BlockRow, *others: BlockRow) -> str:
+def _span(first: Row, *others: Row) -> str:
     return f"{first.name} … {others[-1].name}" if others else first.name
 
 
@@ -436,11 +412,11 @@ def _more(analysis: Analysis, limits: Limits) -> list[str]:
 
 def render_budgets(rows: Sequence[BudgetRow]) -> str:
     """The rows of `budget_table` as lines of text, under a heading."""
-    shown = [("device budget", "step", "peak", "blocks recomputed", "")]
+    shown = [("device budget", "step", "peak", "regions run once")]
     for row in rows:
         step = "no plan keeps it" if row.step_s is None else format_time(row.step_s)
         peak = "-" if row.peak_bytes is None else format_size(row.peak_bytes)
-        shown.append((format_size(row.device_budget), step, peak, str(row.recomputed or "-"), row.note))
+        shown.append((format_size(row.device_budget), step, peak, str(row.once or "-")))
     return "\n".join(["other budgets", *_table(shown, left=0)])
 
 

@@ -5,28 +5,28 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, asdict, dataclass, fields
+from typing import ClassVar
 
 from ..errors import ConfigError
 from ..json_input import parse
 from ..policy import Decision, KeepReason, TensorFacts
 from ..sizes import format_size
 
-VERSION = 1
+VERSION = 2
 TIERS = ("", "host", "nvme")
 """Where a planned storage may go; empty leaves it to the offloader."""
 
-_REMEDY = "not a plan of version 1 with actions 'offload' and 'keep' and tiers 'host' and 'nvme'"
+_REMEDY = "not a plan of version 2 with actions 'offload' and 'keep' and tiers 'host' and 'nvme'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanEntry:
     """One saved storage: its place in the forward, its size in bytes, what is done with it and why.
 
-    ``index`` counts the storages as the planned forward saves them: what a recomputed block saves in a plain run has no
-    entry, and the input of its checkpoint has one. ``tier`` is where an offloaded storage goes, `TIERS`.
-    ``release_after`` says when its device memory is released, in stream order: so many events after its own save, where
-    an event is the save of a storage with a place on its tape, or the first use of one in backward. By then its copy to
-    host memory is predicted to have ended. None: no plan says.
+    ``index`` counts the storages as the planned forward saves them, its regions run as the plan says. ``tier`` is where
+    an offloaded storage goes, `TIERS`. ``release_after`` says when its device memory is released, in stream order: so
+    many events after its own save, where an event is the save of a storage with a place on its tape, or the first use
+    of one in backward. By then its copy to host memory is predicted to have ended. None: no plan says.
     """
 
     index: int
@@ -42,17 +42,14 @@ class PlanEntry:
 class Plan:
     """The storages of one forward, in the order in which autograd saved them.
 
-    A plan is also a policy: an offloader that is given one recomputes its blocks and follows its entries by place and
+    A plan is also a policy: an offloader that is given one runs its regions once and follows its entries by place and
     size. The first forward has to save what the plan says; afterwards, in forwards of other shapes, what the plan does
     not know is offloaded. A plan without entries moves all.
 
     Attributes:
         entries: the storages.
         planner: who made the plan.
-        recompute: names of the blocks that run under a checkpoint.
-        arguments: for each of them, the arguments that its checkpoint saves where hooks see them, as `Block.arguments`;
-            empty: all of each.
-        recompute_bytes: the most that one of them saves.
+        recompute_bytes: the most that the recomputation of one region holds.
         once: the checkpointed regions, by their places in the forward, that run once; all others run again in backward.
         regions: how many checkpointed regions a forward had when the plan was made.
         declined: why the planner moves nothing although it was asked; empty when it moves something.
@@ -63,11 +60,12 @@ class Plan:
         baseline_peak_bytes: the peak with nothing moved.
     """
 
+    recompute: ClassVar[tuple[str, ...]] = ()
+    """Nothing; until nobody asks any more, as for ``arguments``."""
+    arguments: ClassVar[tuple[tuple[int, ...] | None, ...]] = ()
     entries: tuple[PlanEntry, ...]
     _: KW_ONLY
     planner: str = ""
-    recompute: tuple[str, ...] = ()
-    arguments: tuple[tuple[int, ...] | None, ...] = ()
     recompute_bytes: int = 0
     once: tuple[int, ...] = ()
     regions: int = 0
@@ -103,7 +101,7 @@ class Plan:
         """The plan in a few words."""
         saved = self.offloaded_bytes + self.kept_bytes
         told = f"plan: moves {format_size(self.offloaded_bytes)} of {format_size(saved)}"
-        return told + (f", recomputes {len(self.recompute)} blocks" if self.recompute else "")
+        return told + (f"; {regions_in_words(self.regions, len(self.once))}" if self.regions else "")
 
     @property
     def kept_bytes(self) -> int:
@@ -125,10 +123,12 @@ class Plan:
         try:
             plan = parse(text, cls, version=VERSION)
         except ValueError as error:
-            raise ConfigError("policy", text[:80], f"not a plan ({error}); give the text of Plan.to_json()") from error
+            raise ConfigError(
+                "policy", text[:80], f"not a plan of version {VERSION} ({error}); give the text of Plan.to_json()"
+            ) from error
         choices = {d.value for d in Decision}
         legal = all(entry.action in choices and entry.tier in TIERS for entry in plan.entries)
-        if not legal or len(plan.arguments) not in (0, len(plan.recompute)):
+        if not legal:
             raise ConfigError("policy", text[:80], _REMEDY)
         return plan
 
@@ -138,6 +138,11 @@ class Plan:
         mine = self.entries + (None,) * (longest - len(self.entries))
         theirs = other.entries + (None,) * (longest - len(other.entries))
         return tuple(place for place, (a, b) in enumerate(zip(mine, theirs, strict=True)) if _differ(a, b))
+
+
+def regions_in_words(count: int, once: int) -> str:
+    """How regions run: ``"24 checkpointed regions: 15 run once, 9 run again"``."""
+    return f"{count} checkpointed region{'s' * (count != 1)}: {once} run once, {count - once} run again"
 
 
 def _differ(a: PlanEntry | None, b: PlanEntry | None) -> bool:

@@ -13,13 +13,14 @@ from collections import Counter
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import ClassVar
 
 from ..errors import ConfigError
 from ..json_input import parse, read_file
 from ..policy import KeepReason
 from .constants import PREFETCH_BYTES
 
-VERSION = 1
+VERSION = 2
 RECOMPUTED = KeepReason.RECOMPUTED.value
 ROUNDING = 1e-9
 
@@ -35,7 +36,6 @@ class Storage:
         need_s: when backward first used it; None when it never did.
         last_need_s: when backward used it last, or it died unused: its memory is free from then on.
         module: the innermost module that saved it.
-        block: the block, by its number in `Profile.blocks`, that all uses of it are in; None across or outside blocks.
         tape: which forward of the step saved it, from 0.
         kept: why it can never move (a value of `KeepReason`); empty for what may move.
         region: the checkpointed region, by its place, that ran once and saved it; None outside of regions.
@@ -47,7 +47,6 @@ class Storage:
     need_s: float | None
     last_need_s: float
     module: str | None = None
-    block: int | None = None
     tape: int = 0
     kept: str = ""
     region: int | None = None
@@ -56,34 +55,6 @@ class Storage:
     def movable(self) -> bool:
         """Whether a plan may move it."""
         return self.index is not None and not self.kept and self.nbytes > 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """A part of the model that can be recomputed as a whole; `Storage.block` says what it saves.
-
-    Attributes:
-        name: qualified module name.
-        forward_s: duration of its forward.
-        backward_s: duration of its backward, without recomputing.
-        recompute_s: what recomputing its forward would add to backward.
-        input_bytes: what a checkpoint of it saves.
-        input: the storage, by its number in `Profile.storages`, that is this input; None when a plain run saves none.
-        input_recorded: whether this input gets a place in the forward, or is too small, for example, and stays.
-        arguments: the arguments that a checkpoint saves where hooks see them, as `tree_flatten` numbers them; None
-            for all, which is what a profile on paper knows.
-        tape: which forward of the step it is part of.
-    """
-
-    name: str
-    forward_s: float
-    backward_s: float
-    recompute_s: float
-    input_bytes: int
-    input: int | None = None
-    input_recorded: bool = True
-    arguments: tuple[int, ...] | None = None
-    tape: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +127,6 @@ class Profile:
 
     Attributes:
         storages: in the order in which they were saved.
-        blocks: what can be recomputed.
         regions: the checkpointed regions, in the order of execution.
         host: device ↔ host memory; None where there is no such link (CPU tensors, direct storage).
         disk: host memory ↔ disk, or the device ↔ disk where there is no ``host``.
@@ -167,8 +137,9 @@ class Profile:
         prefetch_bytes: how far ahead of backward the offloader reads unless a plan says otherwise.
     """
 
+    blocks: ClassVar[tuple[str, ...]] = ()
+    """Nothing; until nobody asks any more."""
     storages: tuple[Storage, ...]
-    blocks: tuple[Block, ...] = ()
     regions: tuple[Region, ...] = ()
     host: Link | None = None
     disk: Link | None = None
@@ -184,10 +155,10 @@ class Profile:
         for name, link in (("host", self.host), ("disk", self.disk)):
             if link is not None:
                 _check_numbers(link, f"{name}.")
-        for number, block in enumerate(self.blocks):
-            _check_block(self, number, block)
-        names = [(block.name, block.tape) for block in self.blocks]
-        _require(len(set(names)) == len(names), names, "two blocks of one forward have the same name")
+        for number, region in enumerate(self.regions):
+            _check_region(self, f"regions[{number}]", region)
+        names = {(region.place, region.tape) for region in self.regions}
+        _require(len(names) == len(self.regions), len(self.regions), "two regions of one forward have the same place")
         places: Counter[int] = Counter()
         for number, storage in enumerate(self.storages):
             where = f"storages[{number}]"
@@ -199,7 +170,7 @@ class Profile:
 
     @property
     def step_s(self) -> float:
-        """Compute time of a step in which nothing waits and nothing is recomputed."""
+        """Compute time of a step in which nothing waits, with the regions run again that were."""
         return self.forward_s + self.backward_s + self.other_s
 
     @property
@@ -242,8 +213,9 @@ class Profile:
     @property
     def baseline_peak_bytes(self) -> int:
         """The most that is resident at once with nothing moved."""
-        changes = [(s.birth_s, 0, s.nbytes) for s in self.storages]
-        changes += [(s.last_need_s, 1, -s.nbytes) for s in self.storages]
+        # What a recomputation holds comes after the region before has gone, also in the same moment.
+        changes = [(s.birth_s, 2 * (s.kept == RECOMPUTED), s.nbytes) for s in self.storages]
+        changes += [(s.last_need_s, 1 + 2 * (s.kept == RECOMPUTED), -s.nbytes) for s in self.storages]
         return max(accumulate((nbytes for _, _, nbytes in sorted(changes)), initial=0))
 
     def with_links(self, *, host: Link | None = None, disk: Link | None = None) -> Profile:
@@ -293,11 +265,11 @@ class Profile:
         return cls.from_json(read_file(path).decode(errors="replace"))
 
 
-def _check_numbers(part: Profile | Storage | Block | Link, where: str) -> None:
+def _check_numbers(part: Profile | Storage | Region | RegionSave | Link, where: str) -> None:
     """Check a part's seconds, bytes and rates, which its fields are by their names."""
     for field in fields(part):
         value, name = getattr(part, field.name), field.name
-        if value is None and name == "need_s":
+        if value is None and name in ("need_s", "again_s", "backward_end_s"):
             continue
         if name.endswith("bytes"):
             _require(_is_size(value), value, f"{where}{name} must be a number of bytes, 0 or more")
@@ -307,19 +279,18 @@ def _check_numbers(part: Profile | Storage | Block | Link, where: str) -> None:
             _require(_is_time(value), value, f"{where}{name} must be a number of 0 or more")
 
 
-def _check_block(profile: Profile, number: int, block: Block) -> None:
-    where = f"blocks[{number}]"
-    _check_numbers(block, f"{where}.")
-    _require(isinstance(block.name, str) and bool(block.name), block.name, f"{where} needs a name")
-    if block.input is not None:
-        _require(0 <= block.input < len(profile.storages), block.input, f"{where}.input is no storage")
-        owner = profile.storages[block.input].block
-        _require(owner in (None, number), block.input, f"{where}.input is saved by another block")
+def _check_region(profile: Profile, where: str, region: Region) -> None:
+    _check_numbers(region, f"{where}.")
+    for number, save in enumerate(region.saves):
+        _check_numbers(save, f"{where}.saves[{number}].")
+    _require(region.place >= 0, region.place, f"{where}.place counts the regions of a forward from 0")
+    times = (region.begin_s, region.end_s)
+    _require(region.begin_s <= region.end_s, times, f"{where} must begin before it ends")
 
 
 def _check_storage(profile: Profile, where: str, storage: Storage) -> None:
     _check_numbers(storage, f"{where}.")
-    birth_s, last_s, block = storage.birth_s, storage.last_need_s, storage.block
+    birth_s, last_s = storage.birth_s, storage.last_need_s
     need_s = birth_s if storage.need_s is None else storage.need_s
     times = (birth_s, storage.need_s, last_s)
     _require(birth_s <= need_s <= last_s, times, f"{where} must be born before it is needed, the last time last")
@@ -328,7 +299,6 @@ def _check_storage(profile: Profile, where: str, storage: Storage) -> None:
     )
     end_s = profile.step_s * (1 + ROUNDING) + ROUNDING
     _require(last_s <= end_s, last_s, f"{where} is needed after the step's end at {profile.step_s} s")
-    _require(block is None or 0 <= block < len(profile.blocks), block, f"{where}.block is no block")
 
 
 def _require(valid: bool, value: object, remedy: str) -> None:

@@ -90,7 +90,7 @@ def run_again(plain: Profile, inputs: Mapping[int, int]) -> Profile:
             moved = _moved(storage, later)
             need_s = first_s.get(number, moved.need_s)
             listed.append(replace(moved, need_s=need_s, last_need_s=max(moved.last_need_s, need_s or 0.0)))
-    regions = list(plain.regions)
+    regions = [replace(region, backward_end_s=None) for region in plain.regions]
     for n, again_s in again.items():
         region, own = plain.regions[n], members[n]
         recompute_s, end_s = region.end_s - region.begin_s, later(max(s.last_need_s for s in own), early=True)

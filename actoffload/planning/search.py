@@ -24,8 +24,8 @@ from .constants import (
     NO_LOSS,
     SAFETY,
     SHARES_AHEAD,
-    SHARES_OF_EXCESS,
     SPREAD,
+    TRIMS,
 )
 from .plan import Plan
 from .profile import Profile
@@ -92,12 +92,33 @@ def propose(base: Profile, limits: Limits) -> Proposal:
     Raises:
         BudgetError: no choice keeps ``limits.device_budget``; it has the lowest peak that was found.
     """
-    if limits.device_budget is None:
-        limits = replace(limits, device_budget=base.baseline_peak_bytes)
+    limits = bounded(base, limits)
+    if limits.device_budget is None:  # there is nothing to choose
+        return Proposal(once=frozenset(), step_s=base.step_s, peak_bytes=base.baseline_peak_bytes)
     return _Regions(base, limits).propose()
 
 
+def bounded(base: Profile, limits: Limits) -> Limits:
+    """The limits of a step with checkpointed regions: without a budget it may take as much memory as it does."""
+    if limits.device_budget is not None or not choosable(base):
+        return limits
+    return replace(limits, device_budget=base.baseline_peak_bytes)
+
+
+def best(profile: Profile, limits: Limits) -> tuple[Profile, Plan]:
+    """The step with the regions that `propose` chooses run once, and the plan for it: both choices on paper.
+
+    Raises:
+        BudgetError: no choice keeps ``limits.device_budget``.
+    """
+    limits = bounded(profile, limits)
+    chosen = with_regions(profile, propose(profile, limits).once)
+    return chosen, plan(chosen, limits)
+
+
 Score = tuple[float, float, int]
+Tried = tuple[Score, int, Choice]
+"""A choice under a window."""
 
 
 class Search:
@@ -140,7 +161,7 @@ class Search:
             raise self._over(seen.peak_bytes)
         if budget is None and seen.peak_bytes > self._worth_it:
             return self._decline(self._why_declined(choice))
-        return self._finish(choice, self._why_moved)
+        return self.finish(choice, self._why_moved)
 
     # -- trying -------------------------------------------------------------------------------------------------------
 
@@ -166,19 +187,35 @@ class Search:
 
     def search(self) -> Choice:
         """The best choice that was found, under the window that is best for it, which is `window` from then on."""
-        tried: list[tuple[Score, int, Choice]] = []
-        for window in self._windows():
-            self.window = window
-            for choice in self._cuts():
-                choice = self._relieved(choice)
-                tried.append((self.score(choice), window, choice))
-        _, self.window, choice = _least_moved(tried, by_time=self.limits.device_budget is not None)
+        order, by_time = self.movable(), self.limits.device_budget is not None
+        small = sorted(order, key=lambda n: self.workload.items[n].nbytes)  # the first may be more than has to leave
+        found = [self.glance()] if by_time else []
+        for numbers in (order, small):
+            tried = [cut for window in self.windows() for cut in self._cuts(numbers, window)]
+            found.append(self._trimmed(_least_moved(tried, by_time=by_time)))
+        _, self.window, choice = _least_moved(found, by_time=by_time)
         return choice
 
-    def _windows(self) -> list[int]:
-        """How far ahead backward may read, in bytes: as the profile says, then from near to far."""
+    def _trimmed(self, cut: Tried) -> Tried:
+        """The cut, with the largest that need not leave kept, each tried once."""
+        score, self.window, choice = cut
+        largest = sorted(self.movable(), key=lambda n: -self.workload.items[n].nbytes)
+        for number in [n for n in largest if choice.tiers[n] != KEEP][:TRIMS]:
+            tiers = list(choice.tiers)
+            tiers[number] = KEEP
+            other = Choice(tuple(tiers))
+            if self.score(other) < score:
+                score, choice = self.score(other), other
+        return score, self.window, choice
+
+    def windows(self) -> list[int]:
+        """How far ahead backward may read, in bytes: as the profile says, then from near to far.
+
+        Under a budget its room bounds that as well, and two are enough.
+        """
         own, whole = self.workload.profile.prefetch_bytes, self.workload.reach[-1]
-        return [own, *(max(1, int(whole * share)) for share in SHARES_AHEAD)]
+        shares = SHARES_AHEAD if self.limits.device_budget is None else SHARES_AHEAD[-2:-1]
+        return [own, *(max(1, int(whole * share)) for share in shares)]
 
     # -- making choices -----------------------------------------------------------------------------------------------
 
@@ -206,14 +243,17 @@ class Search:
             return 0.0
         return nbytes - HOST_SHARE * host
 
-    def _cuts(self) -> list[Choice]:
-        """The cut under this window: as few leave as the budget demands, or as many as cost no time; and all."""
-        order = self.movable()
+    def _cuts(self, order: Sequence[int], window: int) -> list[Tried]:
+        """Under a window the first of ``order`` leave, as few as the budget demands, or as many as cost no time.
+
+        Beside them more, up to all: that may save a wait for room. Or less, which may leave sooner, and lower the peak.
+        """
+        self.window = window
         everything, nothing = self.offload(order), self.keep
         want_few = self.limits.device_budget is not None
-        if self.fits(nothing if want_few else everything):
-            return [nothing if want_few else everything]
         few, many = 0, len(order)
+        if self.fits(nothing if want_few else everything):
+            few, many = (few, few) if want_few else (many, many)
         for _ in range(CUT_TRIES):
             if many - few <= 1:
                 break
@@ -222,25 +262,26 @@ class Search:
                 many = middle
             else:
                 few = middle
-        return [self.offload(order[: many if want_few else few]), everything]
+        low, high = (many, len(order)) if want_few else (0, few)
+        counts = sorted({low + (high - low) * step // (SPREAD - 1) for step in range(SPREAD)})
+        return [(self.score(c), window, c) for c in (self._relieved(self.offload(order[:n])) for n in counts)]
 
-    def glance(self) -> Choice:
-        """A choice after a few tries: the first leave, about as many bytes as are too many."""
+    def glance(self) -> Tried:
+        """A choice after a few tries: the first leave, about as many bytes as the budget is passed by."""
         excess = self.kept.peak_bytes - (self.limits.device_budget or 0)
         if excess <= 0:
-            return self.keep
+            return self.score(self.keep), self.windows()[0], self.keep
         order = self.movable()
         leaving = list(accumulate(self.workload.items[number].nbytes for number in order))
-        tried: list[tuple[Score, int, Choice]] = []
-        for window in self._windows()[0], self._windows()[-1]:
+        tried: list[Tried] = []
+        for window in self.windows():
             self.window = window
-            for share in SHARES_OF_EXCESS:
-                choice = self.offload(order[: 1 + bisect_left(leaving, share * excess)])
+            for count in 1 + bisect_left(leaving, excess), len(order):
+                choice = self.offload(order[:count])
                 tried.append((self.score(choice), window, choice))
-                if self.fits(choice) and self.predict(choice).step_s <= (1 + ALIKE_STEPS) * self.kept.step_s:
-                    return choice
-        _, self.window, choice = min(tried, key=lambda one: one[0])
-        return choice
+                if not tried[-1][0][0] and tried[-1][0][1] <= (1 + ALIKE_STEPS) * self.kept.step_s:
+                    return tried[-1]
+        return min(tried, key=lambda one: one[0])
 
     def _relieved(self, choice: Choice) -> Choice:
         """The choice, with what would never leave kept from the start, where that is no worse: it is in others' way."""
@@ -270,9 +311,9 @@ class Search:
 
     def _decline(self, reason: str) -> Plan:
         self.window = None
-        return self._finish(self.keep, declined=reason)
+        return self.finish(self.keep, declined=reason)
 
-    def _finish(self, choice: Choice, why: Callable[[int], str] = lambda number: "", *, declined: str = "") -> Plan:
+    def finish(self, choice: Choice, why: Callable[[int], str] = lambda number: "", *, declined: str = "") -> Plan:
         """The plan of a choice; ``why``: the reason for an item, by its number."""
         seen, profile = self.predict(choice), self.workload.profile
         reasons = [why(number) if tier != KEEP else "" for number, tier in enumerate(choice.tiers)]
@@ -317,7 +358,7 @@ class Search:
         return f"idle for {idle_ms:.3g} ms, moved in {1e3 * item.nbytes * seconds_per_byte:.3g} ms"
 
 
-def _least_moved(tried: Sequence[tuple[Score, int, Choice]], *, by_time: bool) -> tuple[Score, int, Choice]:
+def _least_moved(tried: Sequence[Tried], *, by_time: bool) -> Tried:
     """The best score; among steps of nearly the same time the one that moves the fewest bytes."""
     best = min(tried, key=lambda one: one[0])
     if not by_time:
@@ -367,12 +408,9 @@ class _Regions:
 
     def _search(self) -> None:
         for pattern in self._patterns():
-            low, high = 0, len(self._places)
-            while True:
-                closer = self._close_in(pattern, low, high)
-                if closer == (low, high):
-                    break
-                low, high = closer
+            before, around = (0, 0), (0, len(self._places))
+            while around != before:
+                before, around = around, self._close_in(pattern, *around)
 
     def _patterns(self) -> list[Callable[[int], frozenset[int]]]:
         """Which regions run once, by their number: the first, the cheapest by the byte, the last, or evenly spread.
@@ -382,34 +420,34 @@ class _Regions:
         places, last, count = self._places, self._places[-1], len(self._places)
         early = [last, *places[:-1]]
         late = places[::-1]
-        cheap = sorted(early, key=lambda p: -self._seconds[p] / max(1, self._saved[p]))
+        rates = {place: self._seconds[place] / max(1, self._saved[place]) for place in early}
+        most = max(rates.values()) or 1.0
+        cheap = sorted(early, key=lambda place: -round(10 * rates[place] / most))  # equals in the order of `early`
         patterns = [partial(_first_of, order) for order in (early, cheap, late)]
         return [*patterns, lambda k: frozenset(late[i * count // k] for i in range(k))]
 
     def _close_in(self, pattern: Callable[[int], frozenset[int]], low: int, high: int) -> tuple[int, int]:
-        """Try a few numbers from ``low`` to ``high``; the neighbours of the best among those that were tried."""
+        """Try a few numbers from ``low`` to ``high``; the neighbours of the best of them."""
         counts = sorted({low + (high - low) * step // (SPREAD - 1) for step in range(SPREAD)})
         found = []
         for count in reversed(counts):
             once = pattern(count)
             best = min(self._tried.values())
-            # It computes for so long at least. With fewer regions it is longer, and they may still be tried for bytes.
+            # It computes for so long at least.
             least_s = self._base.step_s - sum(self._seconds[place] for place in once)
             if once in self._tried or best.over or least_s < best.step_s:
                 found.append((self._try(once), count))
         if not found:
             return low, high
-        count = min(found, key=lambda one: one[0])[1]
-        known = sorted(number for _, number in found)
-        place = known.index(count)
-        return known[max(0, place - 1)], known[min(len(known) - 1, place + 1)]
+        place = counts.index(min(found, key=lambda one: one[0])[1])
+        return counts[max(0, place - 1)], counts[min(len(counts) - 1, place + 1)]
 
     def _try(self, once: frozenset[int]) -> _Mix:
         found = self._tried.get(once)
         if found is None:
             search = Search(with_regions(self._base, once), self._limits)
-            choice = search.glance()
-            (over, step_s, moved), peak = search.score(choice), search.predict(choice).peak_bytes
+            (over, step_s, moved), search.window, choice = search.glance()
+            peak = search.predict(choice).peak_bytes
             found = self._tried[once] = _Mix(over, step_s, moved, peak, once)
         return found
 

@@ -1,14 +1,14 @@
 """What a step would be like under a plan: its events in order, with transfers beside them. Pure, deterministic.
 
-The compute timeline is the profile's, delayed by what it has to wait for and by what is recomputed. Each link has a
-queue for each direction, first come first served. A storage that is offloaded is queued when it is saved. Its device
-memory is released at the first event after the end of the write to the first tier: an event is the save of a storage
-that has a place on its tape, or its first use in backward. PyTorch's allocator lives in the time of the host, which may
-have enqueued the whole forward before the first copy ends, so only events, and no times, can say when a host releases
-memory. What backward needs is fetched in the order of need, as far ahead as the window and the budget allow; what has
-not left yet is taken where it is, and a write that has not begun is cancelled.
+The compute timeline is the profile's, delayed by what it has to wait for. What a recomputation holds is a storage that
+stays. Each link has a queue for each direction, first come first served. A storage that is offloaded is queued when it
+is saved. Its device memory is released at the first event after the end of the write to the first tier: an event is the
+save of a storage that has a place on its tape, or its first use in backward. PyTorch's allocator lives in the time of
+the host, which may have enqueued the whole forward before the first copy ends, so only events, and no times, can say
+when a host releases memory. What backward needs is fetched in the order of need, as far ahead as the window and the
+budget allow; what has not left yet is taken where it is, and a write that has not begun is cancelled.
 
-Inside, a storage is known by its position in the workload (``p``), and times are seconds since the step began.
+Inside, a storage is known by its number (``p``), and times are seconds since the step began.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ from .transfers import (
     ON_DEVICE,
     ON_DISK,
     ON_HOST,
-    RECOMPUTING,
     SPILL,
     UNSAVED,
     WRITE_QUEUED,
     Clock,
     Transfers,
 )
-from .workload import ABSENT, BIRTH, DROPPED, HOST, KEEP, NEED, NVME, RECOMPUTE, Choice, Workload
+from .workload import BIRTH, DEATH, HOLD, KEEP, NEED, NVME, Choice, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,12 +81,12 @@ class Peak:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A step as the simulator saw it. Seconds and bytes; storages by number, inputs of checkpoints beyond them.
+    """A step as the simulator saw it. Seconds and bytes; storages by number.
 
     It has more than fifteen attributes: planners compare plans by some of them, and reports print the others.
 
     Attributes:
-        compute_s: the step without waits and recomputing.
+        compute_s: the step without waits.
         forward_wait_s: what saving waited for, room above all.
         cost_s: compute time that moving bytes took.
         pending_peak_bytes: the most that was on its way out of the device at once.
@@ -95,7 +94,7 @@ class Prediction:
         waits: ``(storage, seconds)`` for each wait in backward.
         pressed: the storages that were kept although planned to go, as a limit would have been passed.
         stayed: those, and the ones that backward took before they had left.
-        releases: by position, how many events after its own save a storage's device memory was released; 0 if it never
+        releases: by storage, how many events after its own save a storage's device memory was released; 0 if it never
             was before backward had taken it.
         timeline: bytes on the device from each time on; empty unless asked for, as what follows.
         peak: what was on the device at the peak.
@@ -106,7 +105,6 @@ class Prediction:
     compute_s: float
     forward_wait_s: float
     backward_wait_s: float
-    recompute_s: float
     cost_s: float
     peak_bytes: int
     host_peak_bytes: int
@@ -143,19 +141,13 @@ def simulate(
 
     Args:
         profile: the step and its links; `Profile.with_links` puts it on others.
-        plan: what is moved and recomputed; None keeps all.
+        plan: what is moved; None keeps all. Its regions are taken to be as those of the profile.
         conditions: budgets and windows; None for no limits.
         detail: whether to say the timeline and what sets the peak.
-
-    Raises:
-        ConfigError: the plan recomputes a block that the profile does not have; names ``plan``.
     """
     workload = Workload(profile)
     if plan is None:
         return run(workload, workload.keep_all(), conditions or Conditions(), detail=detail)
-    unknown = set(plan.recompute) - {group.name for group in workload.groups}
-    if unknown:
-        raise ConfigError("plan", sorted(unknown), "these blocks cannot be recomputed; make the plan anew")
     choice = workload.from_plan(plan)
     return run(workload, choice, conditions or Conditions(), window=plan.prefetch_bytes, detail=detail)
 
@@ -177,22 +169,19 @@ def run(
 class _ReadAhead:
     """What backward will need is fetched before it asks, in the order of need."""
 
-    def __init__(
-        self, workload: Workload, modes: Sequence[int], recomputed: frozenset[int], transfers: Transfers, window: int
-    ) -> None:
-        self.workload, self.modes, self.recomputed, self.transfers = workload, modes, recomputed, transfers
-        recorded = zip(workload.nbytes, modes, workload.recorded, strict=True)
-        self.largest = max((size for size, mode, record in recorded if record and KEEP <= mode <= NVME), default=0)
-        moved = (size for size, mode in zip(workload.nbytes, modes, strict=True) if HOST <= mode <= NVME)
+    def __init__(self, workload: Workload, modes: Sequence[int], transfers: Transfers, window: int) -> None:
+        self.workload, self.transfers = workload, transfers
+        sizes = workload.nbytes
+        self.largest = max((size for size, record in zip(sizes, workload.recorded, strict=True) if record), default=0)
+        moved = (size for size, mode in zip(sizes, modes, strict=True) if mode != KEEP)
         self.window = max(window, 2 * max(moved, default=0))
-        self.reach = workload.reach_of(modes, recomputed) if recomputed else workload.reach
         self.place = self.cursor = 0
         """The next place to fetch, and the one that backward has come to."""
         self.ahead = 0
         self.is_ahead = [False] * len(modes)
-        self.most_recomputed = max((workload.dropped_bytes[block] for block in recomputed), default=0)
+        self.most_held = workload.profile.recompute_bytes
         self.held_bytes = 0
-        """Bytes that the block holds that was recomputed last, until backward needs something else."""
+        """Bytes that recomputations hold now."""
 
     def arrive(self, p: int, now: float, place: int) -> None:
         """Backward has come to ``place``, and has ``p``: go on fetching beyond it."""
@@ -200,10 +189,8 @@ class _ReadAhead:
         if place >= self.cursor:
             self.cursor = place + 1
         # What has no record does not tell where in the order backward is.
-        if self.workload.recorded[p] and self.modes[p] != DROPPED:
-            self.held_bytes = 0
-            if self.ahead < self.window:
-                self._fetch(now)
+        if self.workload.recorded[p] and self.ahead < self.window:
+            self._fetch(now)
 
     def forget(self, p: int) -> None:
         """Count ``p`` as fetched ahead no longer."""
@@ -213,19 +200,18 @@ class _ReadAhead:
 
     def _fetch(self, now: float) -> None:
         order, state, host = self.workload.order, self.transfers.state, self.transfers.host
+        reach = self.workload.reach
         while self.place < len(order) and self.ahead < self.window:
-            p, block = order[self.place]
-            if p < 0:
-                p = self.workload.block_input[block] if block in self.recomputed else -1
-            where = state[p] if p >= 0 else ON_DEVICE
+            p = order[self.place]
+            where = state[p]
             if where == ON_DEVICE:
                 self.place += 1
                 continue
-            if where == UNSAVED and self.modes[p] != DROPPED:
+            if where == UNSAVED:
                 return  # a later forward's
             nbytes = self.workload.nbytes[p]
             if ON_HOST <= where <= ON_DISK:
-                if self.reach[self.place] - self.reach[self.cursor] >= self.window:
+                if reach[self.place] - reach[self.cursor] >= self.window:
                     return
                 if not self._has_room(nbytes):
                     return
@@ -242,7 +228,7 @@ class _ReadAhead:
     def _has_room(self, nbytes: int) -> bool:
         """Whether so many bytes fit beside what backward may need at once, as `DeviceBudget.has_room_early` says."""
         device = self.transfers.device
-        at_once = max(self.largest, self.most_recomputed - self.held_bytes)
+        at_once = max(self.largest, self.most_held - self.held_bytes)
         return device.used + nbytes + at_once <= device.limit
 
 
@@ -260,7 +246,6 @@ class _Step:
     ) -> None:
         self.workload = workload
         self.modes = workload.modes(choice)
-        self.recomputed = frozenset(b for group in choice.recompute for b in workload.groups[group].blocks)
         self.clock = Clock()
         budgets = conditions.device_budget, conditions.host_budget, conditions.nvme_budget
         self.transfers = Transfers(workload, self.clock, *budgets)
@@ -269,7 +254,7 @@ class _Step:
             self.device.log = []
             self.device.on_peak = self._note_peak
         window = window or workload.profile.prefetch_bytes
-        self.ahead = _ReadAhead(workload, self.modes, self.recomputed, self.transfers, window)
+        self.ahead = _ReadAhead(workload, self.modes, self.transfers, window)
         self.waits: list[tuple[int, float]] = []
         self.refused: list[int] = []
         """What was to leave, and stays as there is no room where it goes."""
@@ -286,13 +271,7 @@ class _Step:
         modes, state, links, clock = self.modes, self.transfers.state, self.transfers.links, self.clock
         device = self.device
         for base, kind, p in self.workload.events:
-            if kind == RECOMPUTE:
-                if p in self.recomputed:
-                    self._recompute(p, base)
-                continue
             mode = modes[p]
-            if mode == ABSENT or (mode == DROPPED and kind == BIRTH):
-                continue
             now = base + clock.delay
             if links.next_end <= now:
                 self.transfers.advance(now)
@@ -301,15 +280,19 @@ class _Step:
                     self._save(p, mode, now)
                 else:
                     self._need(p, now, self.workload.place[p])
-                if self.workload.recorded[p] and mode != DROPPED:
+                if self.workload.recorded[p]:
                     self._events += 1
                     self._let_go(base + clock.delay)
-            elif mode == KEEP and state[p] == ON_DEVICE:  # most often; it was never anywhere else
-                device.remove(p, now)
-                state[p] = FREED
-            else:
+            elif kind == DEATH and not (mode == KEEP and state[p] == ON_DEVICE):
                 self.transfers.free(p, now)
                 self.ahead.forget(p)
+            elif kind == HOLD:
+                self._hold(p, now)
+            else:  # it was never anywhere else
+                device.remove(p, now)
+                state[p] = FREED
+                if kind != DEATH:
+                    self.ahead.held_bytes -= self.workload.nbytes[p]
         while device.log is not None and links.next_end < NEVER:
             self.transfers.complete_next()
 
@@ -390,23 +373,15 @@ class _Step:
                 now = until
         self.ahead.arrive(p, now, place)
 
-    def _recompute(self, block: int, base: float) -> None:
-        now = base + self.clock.delay
-        self.transfers.advance(now)
-        nbytes, state = self.workload.dropped_bytes[block], self.transfers.state
-        source = self.workload.block_input[block]
-        if state[source] not in (UNSAVED, FREED):
-            self._need(source, now, self.workload.block_place[block])
-        now = base + self.clock.delay
+    def _hold(self, p: int, now: float) -> None:
+        """A region runs again, and holds what it saves."""
+        nbytes = self.workload.nbytes[p]
         self.device.phase = "recompute"
         if self.device.used + nbytes > self.device.limit:
             now = self._wait_for_room(nbytes, now, BACKWARD)
-        for p in self.workload.dropped[block]:
-            if state[p] != FREED:
-                state[p] = ON_DEVICE
-                self.device.add(p, now)
-        self.ahead.held_bytes = nbytes
-        self.clock.wait(self.workload.profile.blocks[block].recompute_s, RECOMPUTING)
+        self.device.add(p, now)
+        self.transfers.state[p] = ON_DEVICE
+        self.ahead.held_bytes += nbytes
 
     def _wait_for_room(self, nbytes: int, now: float, kind: int) -> float:
         """Wait until ``nbytes`` fit the budget or nothing more will leave; the time then."""
@@ -427,7 +402,6 @@ class _Step:
             compute_s=profile.step_s,
             forward_wait_s=clock.waited[FORWARD],
             backward_wait_s=clock.waited[BACKWARD],
-            recompute_s=clock.waited[RECOMPUTING],
             cost_s=clock.cost_s,
             peak_bytes=self.device.peak,
             host_peak_bytes=transfers.host.peak,
@@ -440,7 +414,7 @@ class _Step:
             cancelled_bytes=transfers.cancelled,
             waits=tuple(self.waits),
             pressed=tuple(self.refused),
-            stayed=tuple(p for p, mode in enumerate(self.modes) if HOST <= mode <= NVME and not transfers.left[p]),
+            stayed=tuple(p for p, mode in enumerate(self.modes) if mode != KEEP and not transfers.left[p]),
             releases=tuple(self._releases),
             timeline=tuple(self.device.log or ()),
             peak=self._describe_peak(),
@@ -462,12 +436,12 @@ class _Step:
             nbytes = self.workload.nbytes[p]
             if WRITE_QUEUED <= state <= COPIED:
                 kind = "on its way out"
-            elif self.modes[p] == DROPPED:
+            elif self.workload.held[p]:
                 kind = "recomputed"
             else:
                 kind = "brought back" if left else "kept"
             kinds[kind] += nbytes
-            name = self.workload.module_of(p) or ""
+            name = self.workload.profile.storages[p].module or ""
             modules[name] = modules.get(name, 0) + nbytes
         largest = sorted(modules.items(), key=lambda pair: (-pair[1], pair[0]))[:MOST_MODULES]
         device = self.device

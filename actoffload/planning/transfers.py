@@ -1,6 +1,6 @@
 """The simulator's memory and links: what lies in each tier, four queues of transfers, and what a transfer's end does.
 
-A storage is known by its position in the workload (``p``). Times are seconds since the step began, sizes are bytes.
+A storage is known by its number in the profile (``p``). Times are seconds since the step began, sizes are bytes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ between the device and the disk, and the others are unused. Reads and writes do 
 
 _QUEUED = (WRITE_QUEUED, SPILL_QUEUED, LOADING, FETCHING)
 _BEGUN = (WRITING, SPILLING, LOADING, FETCHING)
-FORWARD, BACKWARD, RECOMPUTING = range(3)
-"""What a step waits for: room or memory as it saves, what backward needs, and recomputing."""
+FORWARD, BACKWARD = range(2)
+"""What a step waits in: for room or memory as it saves, and for what backward needs."""
 
 NEVER = float("inf")
 
@@ -35,8 +35,8 @@ class Clock:
 
     def __init__(self) -> None:
         self.delay = self.cost_s = 0.0
-        self.waited = [0.0, 0.0, 0.0]
-        """In forward, in backward, and for recomputing."""
+        self.waited = [0.0, 0.0]
+        """In forward and in backward."""
 
     def wait(self, seconds: float, kind: int) -> None:
         self.waited[kind] += seconds

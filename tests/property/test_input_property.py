@@ -25,9 +25,8 @@ from actoffload.cli.app import app
 from actoffload.cli.report import render
 from actoffload.errors import ActOffloadError, ConfigError, TraceFileError, printable
 from actoffload.planning.plan import PlanEntry
-from actoffload.planning.planners.auto import Auto
-from actoffload.planning.planners.base import Limits
-from actoffload.planning.profile import Block, Link, Storage
+from actoffload.planning.profile import Link, Region, RegionSave, Storage
+from actoffload.planning.search import Limits, best
 
 T = TypeVar("T")
 
@@ -39,18 +38,21 @@ LONGEST_S = 5.0
 @cache
 def plan() -> str:
     entries = tuple(PlanEntry(index=n, nbytes=4096, action=("keep", "offload")[n % 2], module="m") for n in range(3))
-    return Plan(entries, planner="auto", recompute=("a",), arguments=((0, 1),), predicted_step_s=0.5).to_json()
+    return Plan(entries, planner="auto", once=(0,), regions=2, predicted_step_s=0.5).to_json()
 
 
 @cache
 def profile() -> str:
     storages = tuple(
-        Storage(index=n, nbytes=1 << 20, birth_s=n * 0.1, need_s=1.0 - n * 0.1, last_need_s=1.0 - n * 0.1, block=0)
+        Storage(index=n, nbytes=1 << 20, birth_s=n * 0.1, need_s=1.0 - n * 0.1, last_need_s=1.0 - n * 0.1)
         for n in range(3)
     )
-    block = Block(name="b", forward_s=0.3, backward_s=0.4, recompute_s=0.3, input_bytes=1 << 20)
+    saves = (RegionSave(offset_s=0.1, nbytes=1 << 20),)
+    region = Region(
+        place=0, name="b", begin_s=0.1, end_s=0.3, again_s=0.6, recompute_s=0.2, backward_end_s=0.9, saves=saves
+    )
     link = Link(write_bytes_per_s=1e9, read_bytes_per_s=1e9)
-    return Profile(storages=storages, blocks=(block,), disk=link, forward_s=0.5, backward_s=0.5).to_json()
+    return Profile(storages=storages, regions=(region,), disk=link, forward_s=0.5, backward_s=0.5).to_json()
 
 
 COUNTERS = ("memory", "memory total", "memory with nothing moved", "host pool", "disk", "disk write")
@@ -160,7 +162,7 @@ def test_a_text_is_a_profile_that_can_be_planned_or_an_error_that_names_it(text:
         return
     began_s = time.process_time()
     with contextlib.suppress(ActOffloadError):
-        Auto().plan(read, Limits(device_budget=1 << 20, tiers=("host", "nvme"), recompute=True))
+        best(read, Limits(device_budget=1 << 20, tiers=("host", "nvme")))
     assert time.process_time() - began_s < LONGEST_S
 
 

@@ -13,7 +13,7 @@ from actoffload import OffloadConfig, Offloader, Plan
 from actoffload.planning.profile import Profile
 from actoffload.testing.gpt import GPT, GPTConfig
 from tests import commands
-from tests.profiles import Accelerator, link, transformer_profile
+from tests.profiles import Accelerator, checkpointed, link, transformer_profile
 
 GIB = 1 << 30
 invoke, answer = partial(commands.invoke, "plan"), partial(commands.answer, "plan")
@@ -28,13 +28,13 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_for_a_person(file: Path, tmp_path: Path) -> None:
-    text = invoke(str(file), "--device-budget", "1GiB", "--recompute")
+    text = invoke(str(file), "--device-budget", "1GiB")
     for part in (
         "plan of auto on cuda, device budget 1.0 GiB",
         "activation peak",
         "layers.0",
-        "recompute",
-        "frees 480.0 MiB",
+        "offload",
+        "idle ",
         "the peak, ",
         "1.0 GiB more of budget would buy",
     ):
@@ -44,15 +44,28 @@ def test_for_a_person(file: Path, tmp_path: Path) -> None:
     assert "declined: " in invoke(str(slow))
 
 
+def test_a_checkpointed_step(file: Path, tmp_path: Path) -> None:
+    base = checkpointed(Profile.load(file)).with_links(disk=link(50))
+    base.save(tmp_path / "base.json")
+    text = invoke(str(tmp_path / "base.json"), "--device-budget", str(base.baseline_peak_bytes))
+    assert "6 checkpointed regions: " in text
+    assert "regions run once" in text
+    parts = answer(str(tmp_path / "base.json"))
+    assert parts["plan"]["regions"] == 6
+    assert parts["plan"]["once"], "with no budget, what fits in the memory that checkpointing takes"
+    assert parts["prediction"]["peak_bytes"] <= base.baseline_peak_bytes
+    assert parts["prediction"]["step_s"] < base.step_s
+
+
 def test_json_holds_all(file: Path) -> None:
     parts = answer(str(file), "--device-budget", "1GiB", "--more", "512MiB")
-    assert set(parts) == {"profile", "blocks", "prediction", "keep", "more", "budgets", "plan"}
+    assert set(parts) == {"profile", "parts", "prediction", "keep", "recompute_s", "more", "budgets", "plan"}
     assert GIB in [row["device_budget"] for row in parts["budgets"]]
     assert parts["prediction"]["peak_bytes"] <= GIB
     assert parts["prediction"]["peak"]["phase"] in ("forward", "backward", "recompute")
     assert parts["more"]["device_budget"] == GIB + GIB // 2
     assert parts["keep"]["peak_bytes"] == parts["profile"]["baseline_peak_bytes"]
-    assert sum(block["saved_bytes"] for block in parts["blocks"]) == parts["profile"]["saved_bytes"]
+    assert sum(part["saved_bytes"] for part in parts["parts"]) == parts["profile"]["saved_bytes"]
     assert Plan.from_json(json.dumps(parts["plan"])).planner == "auto"
 
 
@@ -63,8 +76,7 @@ def test_a_budget_may_be_a_share(file: Path) -> None:
 
 
 def test_options_reach_the_planner(file: Path) -> None:
-    plan = answer(str(file), "--device-budget", "2GiB", "--planner", "joint")["plan"]
-    assert (plan["planner"], plan["recompute"]) == ("joint", [])
+    plan = answer(str(file), "--device-budget", "2GiB")["plan"]
     assert {entry["tier"] for entry in plan["entries"]} == {"", "nvme"}
     slow = answer(str(file), "--device-budget", "2GiB")["prediction"]["step_s"]
     fast = answer(str(file), "--device-budget", "2GiB", "--disk-write", "50", "--disk-read", "50")
@@ -122,8 +134,8 @@ def test_a_wrong_file_says_what_it_wants_and_what_writes_it(kind: str, tmp_path:
     said = invoke(str(wrong), status=2)
     problem = {
         "missing": "No such file",
-        "binary": "not a profile of version 1",
-        "other": "not a profile of version 1",
+        "binary": "not a profile of version 2",
+        "other": "not a profile of version 2",
     }[kind]
     assert f"profile='{wrong}': {problem}" in said
     assert "`actoffload demo --profile FILE` writes one" in said

@@ -12,9 +12,6 @@ import torch
 
 from actoffload import Offloader, offload_activations
 from actoffload.errors import ConfigError
-from actoffload.planning.planners import Limits
-from actoffload.planning.profile import Profile
-from actoffload.planning.simulator import Conditions, simulate
 from actoffload.storage.engines.base import SpoolFile, StorageEngine
 from actoffload.testing.engine_suite import StorageEngineTests
 from tests.harness import Chain, assert_same_gradients, batch, train_step
@@ -104,15 +101,3 @@ def test_the_integration_attaches_and_detaches(tmp_path: Path) -> None:
     attachment.offloader.close()
     with pytest.raises(ConfigError, match="activation_offloading=True"):
         attach(SimpleNamespace(model=model, activation_offloading=True))
-
-
-@pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.stem)
-def test_the_planner_plans_recorded_steps(file: Path) -> None:
-    planner = example("Add a planner")["LongestIdleFirst"]()
-    profile = Profile.load(file)
-    seen = simulate(profile, planner.plan(profile, Limits()), detail=False)
-    assert seen.step_s <= 1.01 * profile.step_s
-    assert seen.peak_bytes <= profile.baseline_peak_bytes
-    budget = int(0.7 * profile.baseline_peak_bytes)
-    plan = planner.plan(profile, Limits(device_budget=budget))
-    assert 0 < simulate(profile, plan, Conditions(device_budget=budget), detail=False).peak_bytes <= budget

@@ -34,19 +34,33 @@ def test_a_plan_is_followed_by_place_and_size() -> None:
 def test_json_there_and_back() -> None:
     text = PLAN.to_json()
     assert Plan.from_json(text) == PLAN
-    assert json.loads(text)["version"] == 1
+    assert json.loads(text)["version"] == 2
     assert Plan.from_json(Plan(()).to_json()) == Plan(())
+    regions = Plan(PLAN.entries, once=(0, 3), regions=4, recompute_bytes=7)
+    assert Plan.from_json(regions.to_json()) == regions
+
+
+def test_a_plan_of_an_older_release_says_so() -> None:
+    text = json.dumps({**json.loads(PLAN.to_json()), "version": 1, "recompute": ["layers.0"]})
+    with pytest.raises(ConfigError, match=r"not a plan of version 2 \(version 1\)"):
+        Plan.from_json(text)
+
+
+def test_the_summary_counts_regions() -> None:
+    assert PLAN.summary() == "plan: moves 400 B of 600 B"
+    some = Plan(PLAN.entries, once=(0, 1, 3), regions=24).summary()
+    assert some.endswith("; 24 checkpointed regions: 3 run once, 21 run again")
 
 
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "{", "[]", "7", "null", "{}", '{"version": 1}', '{"entries": []}'),
-        *('{"version": 2, "entries": []}', '{"version": 1, "entries": 5}', '{"version": 1, "entries": [5]}'),
-        '{"version": 1, "entries": [{"index": 0}]}',
-        '{"version": 1, "entries": [{"index": 0, "nbytes": 1, "action": "burn"}]}',
-        '{"version": 1, "entries": [{"index": 0, "nbytes": 1, "action": "offload", "tier": "tape"}]}',
-        '{"version": 1, "entries": [{"index": 0, "nbytes": 1, "action": "keep", "colour": "red"}]}',
+        *("", "{", "[]", "7", "null", "{}", '{"version": 2}', '{"entries": []}'),
+        *('{"version": 3, "entries": []}', '{"version": 2, "entries": 5}', '{"version": 2, "entries": [5]}'),
+        '{"version": 2, "entries": [{"index": 0}]}',
+        '{"version": 2, "entries": [{"index": 0, "nbytes": 1, "action": "burn"}]}',
+        '{"version": 2, "entries": [{"index": 0, "nbytes": 1, "action": "offload", "tier": "tape"}]}',
+        '{"version": 2, "entries": [{"index": 0, "nbytes": 1, "action": "keep", "colour": "red"}]}',
     ],
 )
 def test_what_is_no_plan_is_refused_with_field_value_and_remedy(text: str) -> None:

@@ -1,7 +1,8 @@
-"""Each planner does what it is named after; what is planned is what the simulator then sees."""
+"""What is planned is what the simulator then sees; which regions run once; budgets, floors and verdicts."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -9,29 +10,15 @@ import pytest
 
 from actoffload.errors import BudgetError, ConfigError
 from actoffload.planning.plan import Plan
-from actoffload.planning.planners import (
-    PLANNERS,
-    Limits,
-    Planner,
-    make_planner,
-)
-from actoffload.planning.planners.base import Bench
-from actoffload.planning.planners.joint import ranking
 from actoffload.planning.profile import Link, Profile, Storage
+from actoffload.planning.regions import choosable, with_regions
+from actoffload.planning.search import Limits, best, floor, plan, propose
 from actoffload.planning.simulator import Conditions, simulate
-from actoffload.policy import Decision, TensorFacts
-from tests.profiles import (
-    Accelerator,
-    link,
-    random_profile,
-    slow_profile,
-    transformer_profile,
-)
+from tests.profiles import Accelerator, checkpointed, link, random_profile, slow_profile, transformer_profile
 
 A100_FLOPS = 90e12
 """What an A100 at its base clock reaches, as SSDTrain's evaluation ran it."""
 SHAPES = [(8192, 4), (12288, 3), (16384, 2)]
-NAMES = sorted(PLANNERS)
 
 
 def _a100(write_gb_s: float, read_gb_s: float | None = None) -> Accelerator:
@@ -43,203 +30,228 @@ def _ssdtrain_profile(width: int, layers: int, write_gb_s: float) -> Profile:
     return transformer_profile(width, layers, 16, shards=2, accelerator=_a100(write_gb_s))
 
 
-def test_every_planner_is_found_by_its_name() -> None:
-    for name in NAMES:
-        planner = make_planner(name)
-        assert isinstance(planner, Planner)
-        assert planner.name == name
-    with pytest.raises(ConfigError) as caught:
-        make_planner("best")
-    assert caught.value.field == "planner"
+def _llama(host_gb_s: float, layers: int = 16, vocabulary: int = 32_000) -> Profile:
+    """A step of an H100 on which every layer is checkpointed."""
+    accelerator = Accelerator(name="H100", flops=300e12, host=link(host_gb_s), disk=None)
+    model = transformer_profile(4096, layers, 4, sequence=2048, vocabulary=vocabulary, accelerator=accelerator)
+    return checkpointed(model)
 
 
-@pytest.mark.parametrize("name", NAMES)
+def _step_s(made: Plan) -> float:
+    assert made.predicted_step_s is not None
+    return made.predicted_step_s
+
+
+def _peak(made: Plan) -> int:
+    assert made.predicted_peak_bytes is not None
+    return made.predicted_peak_bytes
+
+
 @pytest.mark.parametrize("seed", range(12))
-def test_what_is_planned_is_what_is_seen(name: str, seed: int) -> None:
+def test_what_is_planned_is_what_is_seen(seed: int) -> None:
     profile = random_profile(seed)
-    floor = Bench(profile, Limits(device_budget=1)).floor()[0]
-    budget = (floor + profile.baseline_peak_bytes) // 2
+    lowest = floor(profile, Limits())
+    budget = (lowest + profile.baseline_peak_bytes) // 2
     for limits in (Limits(), Limits(max_slowdown=0.1), Limits(device_budget=budget)):
-        try:
-            plan = make_planner(name).plan(profile, limits)
-        except BudgetError:
-            assert name != "auto"
-            continue
-        seen = simulate(profile, plan, Conditions(device_budget=limits.device_budget))
-        assert (seen.step_s, seen.peak_bytes) == (plan.predicted_step_s, plan.predicted_peak_bytes)
-        assert Plan.from_json(plan.to_json()) == plan
-        assert plan.planner == name
-        assert [entry.index for entry in plan.entries] == list(range(len(plan.entries)))
-        assert make_planner(name).plan(profile, limits) == plan  # deterministic
+        made = plan(profile, limits)
+        seen = simulate(profile, made, Conditions(device_budget=limits.device_budget))
+        assert (seen.step_s, seen.peak_bytes) == (made.predicted_step_s, made.predicted_peak_bytes)
+        assert Plan.from_json(made.to_json()) == made
+        assert made.planner == "auto"
+        assert [entry.index for entry in made.entries] == list(range(len(made.entries)))
+        assert plan(profile, limits) == made  # deterministic
+        leave = [entry for entry in made.entries if entry.action == "offload"]
+        assert all(entry.reason and entry.tier for entry in leave)
+        assert made.pending_bytes == seen.pending_peak_bytes
 
 
 @pytest.mark.parametrize(("width", "layers"), SHAPES)
 def test_the_shapes_of_ssdtrain_with_enough_bandwidth(width: int, layers: int) -> None:
     profile = _ssdtrain_profile(width, layers, write_gb_s=24.0)  # four drives of 6 GB/s
-    for name in ("ssdtrain", "auto"):
-        plan = make_planner(name).plan(profile, Limits())
-        assert plan.predicted_step_s is not None
-        assert plan.predicted_peak_bytes is not None
-        assert plan.predicted_step_s <= 1.01 * profile.step_s
-        assert plan.predicted_peak_bytes <= 0.72 * profile.baseline_peak_bytes  # the paper: 28 to 40 % less
-        assert plan.offloaded_bytes > 0.3 * profile.saved_bytes
+    made = plan(profile, Limits())
+    assert _step_s(made) <= 1.01 * profile.step_s
+    assert _peak(made) <= 0.72 * profile.baseline_peak_bytes  # the paper: 28 to 40 % less
+    assert made.offloaded_bytes > 0.3 * profile.saved_bytes
 
 
 @pytest.mark.parametrize(("width", "layers"), SHAPES)
 def test_without_enough_bandwidth_a_part_moves_and_the_tail_stays(width: int, layers: int) -> None:
     profile = _ssdtrain_profile(width, layers, write_gb_s=3.0)
-    plan = make_planner("ssdtrain").plan(profile, Limits())
-    actions = [entry.action for entry in plan.entries]
-    assert 0 < plan.offloaded_bytes < 0.6 * profile.saved_bytes
-    moved = actions.count("offload")
-    assert actions == ["offload"] * moved + ["keep"] * (len(actions) - moved)
-    auto = make_planner("auto").plan(profile, Limits())
-    assert auto.predicted_step_s is not None
-    assert auto.predicted_step_s <= 1.01 * profile.step_s
-    assert 0 < auto.offloaded_bytes < profile.saved_bytes
-    assert auto.entries[-1].action == "keep"
-    bench = Bench(profile, Limits())
-    everything = bench.predict(bench.offload_all(), budget=profile.baseline_peak_bytes // 5)
-    assert everything.step_s > 1.2 * profile.step_s  # what auto avoids
+    made = plan(profile, Limits())
+    assert _step_s(made) <= 1.01 * profile.step_s
+    assert 0 < made.offloaded_bytes < profile.saved_bytes
+    assert made.entries[-1].action == "keep"
+    tight = plan(profile, Limits(device_budget=profile.baseline_peak_bytes // 4))
+    assert _step_s(tight) > 1.2 * profile.step_s  # what the plan without a budget avoids
 
 
 def test_a_drive_that_reads_slowly_is_asked_early_enough() -> None:
     drive = Accelerator(name="one drive", flops=140e12, host=None, disk=link(3, 1.5))
     profile = transformer_profile(8192, 25, 1, accelerator=drive)
-    plan = make_planner("auto").plan(profile, Limits())
-    assert plan.predicted_step_s is not None
-    assert plan.predicted_peak_bytes is not None
-    assert plan.predicted_step_s <= 1.01 * profile.step_s
-    assert plan.predicted_peak_bytes <= 0.9 * profile.baseline_peak_bytes
-
-
-def test_ssdtrain_cuts_by_reads_too() -> None:
-    fast = make_planner("ssdtrain").plan(transformer_profile(8192, 4, 16, accelerator=_a100(6.0, 12.0)), Limits())
-    slow = make_planner("ssdtrain").plan(transformer_profile(8192, 4, 16, accelerator=_a100(6.0, 1.0)), Limits())
-    assert slow.offloaded_bytes < fast.offloaded_bytes
-
-
-def test_joint_recomputes_what_is_cheapest_by_the_byte() -> None:
-    profile = slow_profile()
-    cheap = tuple(
-        replace(block, recompute_s=block.recompute_s * (0.1 if number == 3 else 1.0))
-        for number, block in enumerate(profile.blocks)
-    )
-    profile = replace(profile, blocks=cheap, disk=None)
-    bench = Bench(profile, Limits(device_budget=1))
-    assert ranking(bench, earliest_first=True)[0] == 3
-    assert ranking(bench, earliest_first=True)[1:] == [0, 1, 2, 4, 5]
-    assert ranking(bench, earliest_first=False)[1:] == [5, 4, 2, 1, 0]
-    budget = int(0.9 * profile.baseline_peak_bytes)
-    plan = make_planner("joint").plan(profile, Limits(device_budget=budget))
-    assert plan.recompute == ("layers.3",)
-    assert plan.offloaded_bytes == 0
-
-
-def test_joint_mixes_all_three_under_a_tight_budget() -> None:
-    profile = transformer_profile(8192, 12, 4, accelerator=_a100(3.0))
-    budget = profile.baseline_peak_bytes // 4
-    plan = make_planner("auto").plan(profile, Limits(device_budget=budget))
-    assert plan.recompute
-    assert plan.offloaded_bytes > 0
-    assert plan.kept_bytes > 0
-    assert make_planner("auto").plan(profile, Limits()).recompute == (), "nobody allowed what recomputing costs"
-    only = make_planner("auto").plan(profile, Limits(device_budget=budget, recompute=False))
-    assert plan.predicted_step_s is not None
-    assert only.predicted_step_s is not None
-    assert plan.predicted_step_s < only.predicted_step_s
-    assert only.recompute == ()
-
-
-def test_a_plan_is_followed_by_place_where_blocks_are_recomputed() -> None:
-    profile = transformer_profile(8192, 12, 4, accelerator=_a100(3.0))
-    plan = make_planner("auto").plan(profile, Limits(device_budget=profile.baseline_peak_bytes // 4))
-    saved = sum(1 for s in profile.storages if s.block is None or profile.blocks[s.block].name not in plan.recompute)
-    assert len(plan.entries) == saved + len(plan.recompute)  # of each recomputed block only its input
-    for entry in plan.entries:
-        facts = TensorFacts(
-            nbytes=entry.nbytes, shape=(), dtype="x", device="cuda", module=entry.module, index=entry.index
-        )
-        assert plan.decide(facts) is (Decision.KEEP if entry.action == "keep" else Decision.OFFLOAD)
-        assert plan.tier(facts) == ("" if entry.action == "keep" else "nvme")
+    made = plan(profile, Limits())
+    assert _step_s(made) <= 1.01 * profile.step_s
+    assert _peak(made) <= 0.9 * profile.baseline_peak_bytes
 
 
 def test_tiers_are_chosen() -> None:
     accelerator = Accelerator(name="a", flops=2e13, host=link(20), disk=link(5))
     profile = transformer_profile(4096, 8, 8, accelerator=accelerator)
     host = profile.saved_bytes // 4
-    plan = make_planner("auto").plan(profile, Limits(host_budget=host))
-    tiers = [entry.tier for entry in plan.entries if entry.action == "offload"]
+    made = plan(profile, Limits(host_budget=host))
+    tiers = [entry.tier for entry in made.entries if entry.action == "offload"]
     assert {"host", "nvme"} <= set(tiers)
-    seen = simulate(profile, plan, Conditions(host_budget=host))
+    seen = simulate(profile, made, Conditions(host_budget=host))
     assert seen.host_peak_bytes <= host
     assert seen.pressed == ()
     for tier in ("host", "nvme"):
-        only = make_planner("auto").plan(profile, Limits(tiers=(tier,)))
+        only = plan(profile, Limits(tiers=(tier,)))
         assert {entry.tier for entry in only.entries if entry.action == "offload"} == {tier}
-    assert make_planner("auto").plan(profile, Limits(tiers=())).declined
+    assert plan(profile, Limits(tiers=())).declined
     direct = replace(profile, host=None)
-    full = make_planner("auto").plan(direct, Limits(nvme_budget=host))
+    full = plan(direct, Limits(nvme_budget=host))
     assert 0 < simulate(direct, full, Conditions(nvme_budget=host)).disk_peak_bytes <= host
     assert full.offloaded_bytes <= host
+
+
+def test_more_slow_down_frees_more() -> None:
+    profile = transformer_profile(8192, 8, 8, accelerator=_a100(24.0, 3.0))
+    peaks = []
+    for slowdown in (None, 0.02, 0.1, 0.3):
+        made = plan(profile, Limits(max_slowdown=slowdown))
+        assert _step_s(made) <= profile.step_s * (1 + (slowdown or 0.01))
+        peaks.append(_peak(made))
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] < 0.8 * peaks[0]
+
+
+# -- regions ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gb_s", "share", "most"), [(52, 1.05, 0.90), (52, 1.5, 0.88), (12, 1.05, 0.98), (0.01, 2, 0.985)]
+)
+def test_a_checkpointed_step_gets_shorter_in_the_memory_that_there_is(gb_s: float, share: float, most: float) -> None:
+    base = _llama(gb_s)
+    limits = Limits(device_budget=int(share * base.baseline_peak_bytes))
+    chosen, made = best(base, limits)
+    assert _step_s(made) <= most * base.step_s
+    assert _peak(made) <= share * base.baseline_peak_bytes
+    assert made.once == chosen.once
+    assert 0 < len(made.once) < made.regions == 16
+
+
+def test_a_link_of_no_use_never_makes_a_step_longer() -> None:
+    base = _llama(0.01)
+    found = propose(base, Limits(device_budget=base.baseline_peak_bytes))
+    assert found.once == frozenset()
+    assert found.step_s <= base.step_s
+
+
+def test_without_a_budget_regions_take_no_more_than_they_did() -> None:
+    base = _llama(52)
+    found = propose(base, Limits())
+    assert found.once
+    assert found.step_s < 0.95 * base.step_s
+    assert found.peak_bytes <= base.baseline_peak_bytes
+    _, made = best(base, Limits())
+    assert _peak(made) <= base.baseline_peak_bytes
+    assert propose(_llama(0.01), Limits()).once == frozenset(), "nothing is gained"
+    assert propose(random_profile(1), Limits()).once == frozenset(), "there is no region"
+
+
+def test_the_last_region_is_nearly_free() -> None:
+    """All that it saves is there anyway as backward begins: with no link at all it is the first to run once."""
+    base = replace(_llama(1, vocabulary=100), host=None)
+    assert propose(base, Limits(device_budget=int(1.05 * base.baseline_peak_bytes))).once == {15}
+
+
+def test_with_enough_memory_all_run_once() -> None:
+    base = _llama(1)
+    everything = with_regions(base, choosable(base))
+    found = propose(base, Limits(device_budget=everything.baseline_peak_bytes))
+    assert found.once == set(range(16))
+    assert found.step_s == everything.step_s
+
+
+def test_regions_that_communicate_wait_for_all_ranks() -> None:
+    base = _llama(52)
+    talking = {3, 15}
+    base = replace(base, regions=tuple(replace(r, communicates=r.place in talking) for r in base.regions))
+    budget = 4 * base.baseline_peak_bytes
+    alone, together = (propose(base, Limits(device_budget=budget, agreed=agreed)).once for agreed in (False, True))
+    assert alone
+    assert not alone & talking
+    assert together & talking
+
+
+def test_micro_batches_decide_alike() -> None:
+    base = _llama(52, layers=4)
+    second = [replace(s, tape=1) for s in base.storages]
+    base = replace(
+        base, storages=(*base.storages, *second), regions=(*base.regions, *(replace(r, tape=1) for r in base.regions))
+    )
+    once = with_regions(base, {1})
+    assert {(r.tape, r.place) for r in once.regions if r.again_s is None} == {(0, 1), (1, 1)}
+    saved = [sum(s.nbytes for s in once.storages if s.region == 1 and s.tape == tape) for tape in (0, 1)]
+    assert saved[0] == saved[1] > 0
+
+
+def test_running_once_may_keep_a_budget_that_running_again_breaks() -> None:
+    """What a recomputation holds cannot leave; what a region saves can."""
+    base = _llama(200, layers=2)
+    held = base.recompute_bytes
+    found = propose(base, Limits(device_budget=held))
+    assert found.once
+    assert found.peak_bytes <= held
+
+
+def test_no_mix_keeps_the_budget() -> None:
+    with pytest.raises(BudgetError) as caught:
+        propose(_llama(52), Limits(device_budget=1 << 20))
+    assert 1 << 20 < caught.value.floor_bytes < _llama(52).baseline_peak_bytes
+
+
+def test_choosing_and_planning_take_half_a_second() -> None:
+    """Of the process's own time, of 32 layers and 256 storages; ten times as long on a slow machine."""
+    base = _llama(52, layers=32)
+    began_s = time.process_time()
+    best(base, Limits(device_budget=base.baseline_peak_bytes))
+    assert time.process_time() - began_s < 5.0
 
 
 # -- budgets and verdicts ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_budget_that_cannot_be_met_names_the_floor(name: str) -> None:
+def test_a_budget_that_cannot_be_met_names_the_floor() -> None:
     profile = slow_profile()
     with pytest.raises(BudgetError) as caught:
-        make_planner(name).plan(profile, Limits(device_budget=1 << 20))
+        plan(profile, Limits(device_budget=1 << 20))
     error = caught.value
     assert error.budget_bytes == 1 << 20
     assert 1 << 20 < error.floor_bytes < profile.baseline_peak_bytes
     assert f"the floor is {error.floor_bytes} bytes" in str(error)
-    if name == "auto":
-        plan = make_planner(name).plan(profile, Limits(device_budget=error.floor_bytes))
-        assert plan.predicted_peak_bytes is not None
-        assert plan.predicted_peak_bytes <= error.floor_bytes
-
-
-def test_a_budget_with_nothing_to_move_names_the_floor() -> None:
-    profile = slow_profile()
-    storages = tuple(replace(storage, block=None) for storage in profile.storages)
-    profile = replace(profile, disk=None, blocks=(), storages=storages)
+    assert _peak(plan(profile, Limits(device_budget=error.floor_bytes))) <= error.floor_bytes
     with pytest.raises(BudgetError, match="floor"):
-        make_planner("auto").plan(profile, Limits(device_budget=1))
+        plan(replace(profile, disk=None), Limits(device_budget=1))
 
 
 def test_declined_says_why() -> None:
-    auto = make_planner("auto")
     profile = slow_profile()
-    fits = auto.plan(profile, Limits(device_budget=profile.baseline_peak_bytes))
+    fits = plan(profile, Limits(device_budget=profile.baseline_peak_bytes))
     assert fits.declined.startswith("all fits")
     still = replace(profile, storages=tuple(replace(s, kept="below min_bytes") for s in profile.storages))
-    assert "may move" in auto.plan(still, Limits()).declined
+    assert "may move" in plan(still, Limits()).declined
     accelerator = Accelerator(name="slow reads", flops=1e12, host=None, disk=link(3.0, 1e-4))
     slow = transformer_profile(1024, 12, 4, sequence=512, accelerator=accelerator, vocabulary=1000)
-    assert "slows the step by more than 1.0%" in auto.plan(slow, Limits()).declined
+    assert "slows the step by more than 1.0%" in plan(slow, Limits()).declined
     brief = Storage(index=0, nbytes=100, birth_s=0.0, need_s=0.1, last_need_s=0.1, module="loss")
     disk = Link(write_bytes_per_s=1e9, read_bytes_per_s=1)
-    once = auto.plan(Profile(storages=(brief,), forward_s=1.0, backward_s=1.0, disk=disk), Limits())
+    once = plan(Profile(storages=(brief,), forward_s=1.0, backward_s=1.0, disk=disk), Limits())
     assert "lowers the peak by less than 16.0 MiB" in once.declined
     assert "loss" in once.declined
-    for plan in (fits, once, auto.plan(still, Limits()), auto.plan(Profile(storages=()), Limits())):
-        assert (plan.offloaded_bytes, plan.recompute) == (0, ())
-        assert plan.declined
-
-
-def test_more_slow_down_frees_more() -> None:
-    profile = transformer_profile(8192, 8, 8, accelerator=_a100(3.0))
-    peaks = []
-    for slowdown in (None, 0.02, 0.1, 0.3):
-        plan = make_planner("auto").plan(profile, Limits(max_slowdown=slowdown))
-        assert plan.predicted_step_s is not None
-        assert plan.predicted_step_s <= profile.step_s * (1 + (slowdown or 0.01))
-        peaks.append(plan.predicted_peak_bytes or 0)
-    assert peaks == sorted(peaks, reverse=True)
-    assert peaks[-1] < 0.8 * peaks[0]
+    for made in (fits, once, plan(still, Limits()), plan(Profile(storages=()), Limits())):
+        assert made.offloaded_bytes == 0
+        assert made.declined
 
 
 @pytest.mark.parametrize(

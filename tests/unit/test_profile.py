@@ -11,9 +11,11 @@ import pytest
 
 from actoffload.errors import ConfigError
 from actoffload.planning.profile import (
-    Block,
+    RECOMPUTED,
     Link,
     Profile,
+    Region,
+    RegionSave,
     Storage,
 )
 from tests.profiles import (
@@ -56,8 +58,25 @@ def test_json_there_and_back(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
     _profile().save(path)
     assert Profile.load(path) == _profile()
-    assert json.loads(path.read_text())["version"] == 1
+    assert json.loads(path.read_text())["version"] == 2
     assert [file.name for file in tmp_path.iterdir()] == ["profile.json"]
+
+
+def test_a_profile_of_an_older_release_says_so() -> None:
+    with pytest.raises(ConfigError, match=r"not a profile of version 2 \(version 1\)"):
+        Profile.from_json(_text(version=1, blocks=[]))
+
+
+def test_which_regions_ran_once() -> None:
+    again, once = REGION, replace(REGION, place=1, again_s=None, saves=(), backward_end_s=2.0)
+    never = replace(REGION, place=2, again_s=None, saves=())
+    saved = (_storage(region=3), _storage(index=None, birth_s=1.5, need_s=None, last_need_s=2.0, kept=RECOMPUTED))
+    profile = _profile(storages=saved, regions=(again, once, never, replace(never, place=3)))
+    assert profile.once == (1, 3), "it saved something, or backward came to it; not what backward never reached"
+    assert profile.recompute_bytes == 10
+    assert _profile().once == ()
+    assert _profile().recompute_bytes == 0
+    assert Profile.from_json(profile.to_json()) == profile
 
 
 def _text(**changes: Any) -> str:
@@ -68,8 +87,14 @@ def _text(**changes: Any) -> str:
     "text",
     [
         *("", "{", "7", "[]", "null", "{}"),
-        *(_text(version=2), _text(storages=5), _text(storages=[5]), _text(colour="red")),
-        *(_text(disk={"write_bytes_per_s": 1}), _text(disk=3), _text(blocks=[{}]), _text(forward_s="long")),
+        *(_text(version=1), _text(version=3), _text(storages=5), _text(storages=[5]), _text(colour="red")),
+        *(
+            _text(disk={"write_bytes_per_s": 1}),
+            _text(disk=3),
+            _text(regions=[{}]),
+            _text(blocks=[]),
+            _text(forward_s="long"),
+        ),
     ],
 )
 def test_what_is_no_profile_is_refused(text: str) -> None:
@@ -78,7 +103,8 @@ def test_what_is_no_profile_is_refused(text: str) -> None:
     assert caught.value.field == "profile"
 
 
-BLOCK = Block(name="b", forward_s=1.0, backward_s=2.0, recompute_s=1.0, input_bytes=4)
+SAVE = RegionSave(offset_s=0.1, nbytes=4)
+REGION = Region(place=0, name="b", begin_s=0.5, end_s=1.0, again_s=1.5, recompute_s=0.5, saves=(SAVE,))
 
 
 @pytest.mark.parametrize(
@@ -93,17 +119,14 @@ BLOCK = Block(name="b", forward_s=1.0, backward_s=2.0, recompute_s=1.0, input_by
         ({"storages": (_storage(birth_s=2.5),)}, "born before it is needed"),
         ({"storages": (_storage(last_need_s=9.0),)}, "after the step's end"),
         ({"storages": (_storage(birth_s=-1.0),)}, "birth_s must be"),
-        ({"storages": (_storage(block=0),)}, "block is no block"),
         ({"storages": (_storage(index=1),)}, "must count the places"),
         ({"storages": (_storage(), _storage())}, "must count the places"),
-        ({"blocks": (replace(BLOCK, name=""),)}, "needs a name"),
-        ({"blocks": (BLOCK, BLOCK)}, "the same name"),
-        ({"blocks": (replace(BLOCK, recompute_s=-1.0),)}, "recompute_s must be"),
-        ({"blocks": (replace(BLOCK, input=7),)}, "input is no storage"),
-        (
-            {"blocks": (replace(BLOCK, name="a", input=0), BLOCK), "storages": (_storage(block=1),)},
-            "saved by another block",
-        ),
+        ({"regions": (REGION, REGION)}, "the same place"),
+        ({"regions": (replace(REGION, recompute_s=-1.0),)}, "recompute_s must be"),
+        ({"regions": (replace(REGION, again_s=float("inf")),)}, "again_s must be"),
+        ({"regions": (replace(REGION, end_s=0.1),)}, "must begin before it ends"),
+        ({"regions": (replace(REGION, place=-1),)}, "counts the regions"),
+        ({"regions": (replace(REGION, saves=(replace(SAVE, nbytes=-1),)),)}, "nbytes must be"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_field(changes: dict[str, Any], remedy: str) -> None:

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from actoffload.errors import ConfigError
 from actoffload.planning.plan import Plan, PlanEntry
 from actoffload.planning.profile import (
-    Block,
+    RECOMPUTED,
     Link,
     Profile,
     Storage,
@@ -29,7 +28,7 @@ from actoffload.planning.workload import (
     Choice,
     Workload,
 )
-from tests.profiles import random_profile
+from tests.profiles import checkpointed, random_profile
 
 LINK = Link(write_bytes_per_s=100.0, read_bytes_per_s=100.0)
 
@@ -79,21 +78,6 @@ def test_what_is_needed_last_is_not_brought_back_before_what_is_near_has_been_us
     seen = _seen(profile, "dkkk")
     assert (seen.peak_bytes, seen.backward_wait_s, seen.disk_read_bytes) == (peak_bytes, 0.0, 100)
     assert simulate(profile).peak_bytes == 400
-
-
-def test_the_input_of_two_checkpoints_lies_on_the_way_once() -> None:
-    storages = (
-        _storage(0, 0.0, 6.0, nbytes=7),
-        _storage(1, 0.5, 5.0, nbytes=100, block=0),
-        _storage(2, 1.0, 4.0, nbytes=100, block=1),
-    )
-    blocks = tuple(
-        Block(name=name, forward_s=0.5, backward_s=1.0, recompute_s=0.5, input_bytes=7, input=0) for name in ("a", "b")
-    )
-    workload = Workload(_profile(*storages, blocks=blocks))
-    modes = workload.modes(Choice((KEEP,) * len(workload.items), frozenset({0, 1})))
-    assert workload.reach_of(modes, frozenset({0, 1}))[-1] == 7
-    assert workload.reach[-1] == 207
 
 
 def test_a_read_that_nothing_hides_is_waited_for() -> None:
@@ -164,44 +148,40 @@ def test_host_memory_that_is_full_keeps_or_waits() -> None:
     assert waiting.forward_wait_s == pytest.approx(1.0)  # 0 goes on to disk as 1 is saved, until 1.6
 
 
-BLOCK = Block(name="b", forward_s=1.0, backward_s=2.0, recompute_s=1.5, input_bytes=30)
+def _again_profile(**changes: Any) -> Profile:
+    """A region whose input is saved at 0 and needed at 3, as it runs again until 4.5 and holds 200 bytes."""
+    held = _storage(None, 3.0, 3.0, nbytes=200, last_s=6.5, kept=RECOMPUTED)  # needed as it runs, as recorded
+    input_ = _storage(0, 0.0, 3.0, nbytes=30, last_s=6.5)
+    return _profile(input_, _storage(1, 1.0, 2.0, last_s=2.5), held, backward_s=5.5, **changes)
 
 
-def _block_profile(**changes: Any) -> Profile:
-    return _profile(
-        _storage(0, 0.0, 4.0, last_s=5.0, block=0),
-        _storage(1, 0.5, 3.0, last_s=4.5, block=0),
-        _storage(2, 1.0, 2.0, last_s=2.5),
-        blocks=(replace(BLOCK, **changes),),
-    )
-
-
-def test_recomputing_a_block_whose_input_a_plain_run_does_not_save() -> None:
-    profile = _block_profile()
-    plan = Plan((PlanEntry(index=0, nbytes=30, action="keep"), PlanEntry(index=1, nbytes=100, action="keep")))
-    seen = simulate(profile, replace(plan, recompute=("b",)))
-    assert (seen.step_s, seen.recompute_s) == (7.5, 1.5)
-    # Its input from 0 to the end of its backward; what it saves from the beginning of its backward at 3 on.
-    assert seen.timeline == ((0.0, 30), (1.0, 130), (2.5, 30), (3.0, 130), (3.0, 230), (6.0, 130), (6.5, 30), (6.5, 0))
+def test_what_a_recomputation_holds_is_at_the_peak() -> None:
+    seen = _seen(_again_profile(), "kk")
+    assert (seen.step_s, seen.peak_bytes, seen.moved_bytes) == (7.5, 230, 0)
+    assert seen.timeline == ((0.0, 30), (1.0, 130), (2.5, 30), (3.0, 230), (6.5, 200), (6.5, 0))
     assert seen.peak is not None
     assert (seen.peak.phase, seen.peak.bytes_by_kind["recomputed"]) == ("recompute", 200)
-    assert simulate(profile).peak_bytes == 300
 
 
-def test_recomputing_a_block_whose_input_is_a_storage() -> None:
-    profile = _block_profile(input=0)
-    entries = [PlanEntry(index=n, nbytes=100, action=action) for n, action in enumerate(("offload", "keep"))]
-    seen = simulate(profile, Plan(tuple(entries), recompute=("b",)))
-    # The input is written until 1, read from 2 on, as backward wants it at 3; the other one is recomputed.
-    assert (seen.disk_written_bytes, seen.disk_read_bytes, seen.backward_wait_s) == (100, 100, 0.0)
-    assert (seen.peak_bytes, seen.step_s) == (200, 7.5)
+def test_a_recomputation_waits_for_its_input() -> None:
+    away = _seen(_again_profile(), "dk")
+    # The input is written until 0.3, and read from 2 on, as backward comes to what is before it.
+    assert (away.disk_written_bytes, away.disk_read_bytes, away.backward_wait_s) == (30, 30, 0.0)
+    late = _seen(_again_profile(disk=replace(LINK, read_bytes_per_s=20.0)), "dk")
+    assert late.backward_wait_s == pytest.approx(0.5)
+    assert late.step_s == pytest.approx(8.0)
 
 
-def test_a_block_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ConfigError) as caught:
-        simulate(_block_profile(), Plan((), recompute=("c",)))
-    assert caught.value.field == "plan"
-    assert caught.value.value == ["c"]
+def test_a_recomputation_waits_for_room_and_reading_ahead_leaves_it() -> None:
+    held = _storage(None, 3.0, None, nbytes=200, last_s=3.5, kept=RECOMPUTED)
+    first, kept = _storage(0, 0.0, 5.0), _storage(1, 1.5, 2.0, last_s=2.5)
+    seen = _seen(_profile(first, kept, held), "dk", Conditions(device_budget=250))
+    # Beside what the region will hold there is no room for 100 bytes, so they are read when they are needed.
+    assert (seen.peak_bytes, seen.backward_wait_s) == (200, 1.0)
+    assert _seen(_profile(first, kept, held), "dk", Conditions(device_budget=400)).backward_wait_s == 0.0
+    slow = replace(LINK, write_bytes_per_s=100 / 3.2)
+    waits = _seen(_profile(first, held, disk=slow), "d", Conditions(device_budget=250))
+    assert waits.backward_wait_s == pytest.approx(0.2 + 1.0), "until the write has made room, and then for the read"
 
 
 def test_a_plan_means_the_same_for_every_tape() -> None:
@@ -223,23 +203,22 @@ def _everything(workload: Workload) -> Choice:
 @pytest.mark.parametrize("seed", range(40))
 def test_what_holds_for_every_step(seed: int) -> None:
     profile = random_profile(seed)
-    workload = Workload(profile)
-    keep = run(workload, workload.keep_all(), Conditions(), detail=True)
-    assert (keep.step_s, keep.peak_bytes, keep.moved_bytes) == (profile.step_s, profile.baseline_peak_bytes, 0)
-    for choice in (_everything(workload), replace(_everything(workload), recompute=frozenset(range(1)))):
-        if choice.recompute and not workload.groups:
-            continue
+    for step in (profile, checkpointed(profile)):
+        workload = Workload(step)
+        keep = run(workload, workload.keep_all(), Conditions(), detail=True)
+        assert (keep.step_s, keep.peak_bytes, keep.moved_bytes) == (step.step_s, step.baseline_peak_bytes, 0)
+        choice = _everything(workload)
         seen = run(workload, choice, Conditions(), detail=True)
         assert max(nbytes for _, nbytes in seen.timeline) == seen.peak_bytes
         assert seen.timeline[-1][1] == 0  # all that came has gone
         assert list(seen.timeline) == sorted(seen.timeline, key=lambda pair: pair[0])
-        waits = seen.forward_wait_s + seen.backward_wait_s + seen.recompute_s + seen.cost_s
-        assert seen.step_s == pytest.approx(profile.step_s + waits)
+        waits = seen.forward_wait_s + seen.backward_wait_s + seen.cost_s
+        assert seen.step_s == pytest.approx(step.step_s + waits)
         assert sum(wait for _, wait in seen.waits) == pytest.approx(seen.backward_wait_s)
         away = [p for p, mode in enumerate(workload.modes(choice)) if mode in (HOST, NVME)]
         planned = sum(workload.nbytes[p] for p in away)
-        unused = sum(workload.nbytes[p] for p in away if p < workload.count and workload.need[p] is None)
-        written = seen.host_written_bytes if profile.host is not None else seen.disk_written_bytes
+        unused = sum(workload.nbytes[p] for p in away if workload.need[p] is None)
+        written = seen.host_written_bytes if step.host is not None else seen.disk_written_bytes
         assert planned - unused <= written + seen.cancelled_bytes <= planned
         assert seen.disk_read_bytes <= seen.disk_written_bytes
         assert seen.peak is not None

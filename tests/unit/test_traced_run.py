@@ -20,8 +20,8 @@ from actoffload.analysis.trace_file import Counter, Moved, Note, Phase, TraceFil
 from actoffload.analysis.traced_run import LABELS, Run, look_at
 from actoffload.errors import TraceFileError
 from actoffload.planning.explain import format_time
-from actoffload.planning.planners import Limits, make_planner
 from actoffload.planning.profile import Profile
+from actoffload.planning.search import Limits, plan
 from actoffload.planning.simulator import simulate
 from actoffload.sizes import format_size, parse_size
 from tests.browser import PROGRAM, Page, browser
@@ -178,7 +178,7 @@ def test_each_figure_is_what_the_simulator_says_of_that_option(
     assert [sentence.partition("=")[0] for sentence in found] == options
 
     def predicted(profile: Profile, limits: Limits) -> tuple[str, str]:
-        seen = simulate(profile, make_planner("auto").plan(profile, limits), limits)
+        seen = simulate(profile, plan(profile, limits), limits)
         return format_size(seen.peak_bytes), format_time(seen.step_s)
 
     before = predicted(profile, limits)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...errors import ConfigError
 from ...policy import Decision
+from .. import observed as observed_step
 from ..constants import (
     COMPUTE_CHANGE,
     FIT_STEPS,
@@ -26,7 +26,7 @@ from ..constants import (
     WAIT_SHARE,
 )
 from ..plan import Plan
-from ..profile import Block, Link, Profile, Storage
+from ..profile import Link, Profile, Storage
 from ..simulator import Prediction, simulate
 from .base import Limits
 
@@ -40,37 +40,10 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observed:
-    """One step as it really was.
+class Observed(observed_step.Observed):
+    """A step as it was, with the links that it used."""
 
-    Attributes:
-        step_s: the whole step.
-        forward_wait_s: what saving waited for.
-        backward_wait_s: what backward waited for.
-        rates: of the links that were used, by link (``"host"``, ``"disk"``) and way (``"write"``, ``"read"``).
-        peak_bytes: the most activation bytes on the device; None when nobody looked.
-        hooks_s: what hooks took of the host to move tensors, without waits; 0 where nobody looked.
-        idle_s: how much of that an accelerator has waited for, as it had caught up with the host later on.
-        blocks: each block's name and the seconds of its forward and backward, without waits; empty if nobody looked.
-    """
-
-    step_s: float
-    forward_wait_s: float = 0.0
-    backward_wait_s: float = 0.0
     rates: Mapping[tuple[str, str], Rate] = field(default_factory=dict)
-    peak_bytes: int | None = None
-    hooks_s: float = 0.0
-    idle_s: float = 0.0
-    blocks: tuple[tuple[str, float], ...] = ()
-
-    def __post_init__(self) -> None:
-        if not 0 < self.step_s < float("inf"):
-            raise ConfigError("step_s", self.step_s, "give the seconds that the step took")
-
-    @property
-    def wait_s(self) -> float:
-        """What the step waited for, all together."""
-        return self.forward_wait_s + self.backward_wait_s
 
 
 class StepModel:
@@ -198,7 +171,7 @@ class StepModel:
         looks like compute, and would make room for more of itself without end. Where ``max_slowdown`` bounds that cost,
         it is what a step computes beyond the recorded one, in which nothing moved.
         """
-        compute_s = seen.compute_s + seen.recompute_s
+        compute_s = seen.compute_s
         computed_s = observed.step_s - observed.wait_s - observed.idle_s
         if not compute_s or computed_s <= 0:
             return
@@ -270,13 +243,12 @@ def with_cost(profile: Profile, computed_s: float, moved_bytes: int) -> Profile:
 def rescaled(profile: Profile, factor: float) -> Profile:
     """The profile of a step that computes ``factor`` times as long, everywhere alike."""
 
-    def scaled(part: Storage | Block | Profile, *names: str) -> dict[str, Any]:
+    def scaled(part: Storage | Profile, *names: str) -> dict[str, Any]:
         times = {name: getattr(part, name) for name in names}
         return {name: None if seconds is None else seconds * factor for name, seconds in times.items()}
 
     return replace(
         profile,
         storages=tuple(replace(s, **scaled(s, "birth_s", "need_s", "last_need_s")) for s in profile.storages),
-        blocks=tuple(replace(b, **scaled(b, "forward_s", "backward_s", "recompute_s")) for b in profile.blocks),
         **scaled(profile, "forward_s", "backward_s", "other_s"),
     )

@@ -1,20 +1,19 @@
-"""Other regions run once: what a step would be, against what must hold, and the choice of them against every choice."""
+"""Other regions run once: what a step would be, against what must hold."""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from itertools import chain, combinations, pairwise
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actoffload.errors import BudgetError, ConfigError
+from actoffload.errors import ConfigError
 from actoffload.planning.profile import RECOMPUTED, Profile
 from actoffload.planning.regions import choosable, with_regions
-from actoffload.planning.search import Limits, Search, plan, propose
-from tests.profiles import checkpointed, random_profile, slow_profile, with_blocks_as_regions
+from tests.profiles import checkpointed, random_profile, regions_once, slow_profile
 
 TAPES = 2
 
@@ -106,7 +105,7 @@ def test_none_is_the_step_as_it_was_and_all_takes_the_most(base: Profile, mask: 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_all_run_once_is_the_model_without_checkpoints(seed: int) -> None:
-    plain = with_blocks_as_regions(random_profile(seed, storages=30, blocks=4))
+    plain, _ = regions_once(random_profile(seed, storages=30, blocks=4))
     base = checkpointed(random_profile(seed, storages=30, blocks=4))
     once = with_regions(base, choosable(base))
     assert once.step_s == pytest.approx(plain.step_s)
@@ -125,40 +124,3 @@ def test_a_place_without_a_known_recomputation_is_refused() -> None:
         with pytest.raises(ConfigError) as caught:
             with_regions(profile, {place})
         assert (caught.value.field, caught.value.value) == ("once", [place])
-
-
-# -- the choice -------------------------------------------------------------------------------------------------------
-
-
-def best_of_all(base: Profile, limits: Limits) -> float:
-    """The shortest step within the budget over all sets of regions, all cuts and all windows; infinite for none."""
-    places = choosable(base)
-    best = float("inf")
-    for once in chain.from_iterable(combinations(places, count) for count in range(len(places) + 1)):
-        search = Search(with_regions(base, once), limits)
-        order = search.movable()
-        for window in search._windows():
-            search.window = window
-            for count in range(len(order) + 1):
-                over, step_s, _ = search.score(search.offload(order[:count]))
-                if not over:
-                    best = min(best, step_s)
-    return best
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_within_five_percent_of_the_best_mix(seed: int) -> None:
-    base = checkpointed(random_profile(seed, storages=16, blocks=4))
-    speed = (0.1, 0.5, 1.0, 4.0)[seed % 4]
-    links = {name: one.scaled(speed) for name in ("host", "disk") if (one := getattr(base, name)) is not None}
-    base = base.with_links(**links)
-    budget = int((0.7, 1.0, 1.3)[seed % 3] * base.baseline_peak_bytes)
-    limits = Limits(device_budget=budget)
-    best = best_of_all(base, limits)
-    if best == float("inf"):
-        with pytest.raises(BudgetError):
-            propose(base, limits)
-        return
-    found = plan(with_regions(base, propose(base, limits).once), limits)
-    assert (found.predicted_peak_bytes or 0) <= budget
-    assert (found.predicted_step_s or 0.0) <= 1.05 * best
