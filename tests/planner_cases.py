@@ -117,7 +117,7 @@ def best_plan(make_rig: MakeRig, work: Workload, phase: Phase, scale: float, bud
     profile = plain.offloader.profile
     assert profile is not None
     profile = profile.with_links(disk=Link(write_bytes_per_s=bytes_per_s, read_bytes_per_s=bytes_per_s))
-    limits = Limits(device_budget=budget, tiers=("nvme",), recompute=budget is not None)
+    limits = Limits(device_budget=budget, tiers=("nvme",), recompute=False)
     found = []
     for plan in _plans(profile, limits):
         rig = make_rig(**options | {"policy": plan})

@@ -263,8 +263,6 @@ def rigs(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRig]:
             "tune_malloc": False,
             "min_bytes": MIB,
         }
-        pays = options.get("device_budget") is not None or options.get("max_slowdown") is not None
-        config["recompute"] = pays and options.get("policy", "auto") == "auto"
 
         def engine(file: SpoolFile, *, threads: int | None = None) -> Disk:
             return Disk(file, clock=clock, bytes_per_s=bytes_per_s, cost_s_per_byte=cost_s_per_byte)

@@ -25,9 +25,9 @@ from ..planning.constants import (
     WORTH_SAYING,
 )
 from ..planning.explain import budget_rows, format_time, next_block
+from ..planning.observed import Observed
 from ..planning.plan import Plan
 from ..planning.planners.base import Limits, Planner
-from ..planning.planners.feedback import Observed
 from ..planning.profile import Link, Profile
 from ..policy import STATIC, KeepReason
 from ..sizes import format_size

@@ -11,7 +11,7 @@ from typing import Any
 from ..events import now
 from ..planning.constants import MOST_CAUSES
 from ..planning.explain import format_time
-from ..planning.planners.feedback import Observed
+from ..planning.observed import Observed
 from ..planning.profile import Link
 from ..runtime.store import ActivationStore
 from ..sizes import format_size

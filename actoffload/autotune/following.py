@@ -31,18 +31,18 @@ class Following:
         self.recompute = Recompute(meter)
         self.plan: Plan | None = None
         self._largest_bytes = 0
-        self._shared, self._tiers, self._prefetch = store.shared, store.tiers, store.prefetch
+        self._shared, self._tiers, self._prefetch, self._regions = (
+            store.shared, store.tiers, store.prefetch, store.regions,
+        )  # fmt: skip
         # Dropped without close(): the model is as it was.
         weakref.finalize(self, self.recompute.undo).atexit = False
 
-    def follow(self, plan: Plan | None, *, borrowed: bool = False) -> None:
-        """Do as a plan says; None: as before the first plan.
-
-        Args:
-            plan: the plan.
-            borrowed: it was made for larger inputs, and is followed by place alone.
-        """
+    def follow(self, plan: Plan | None, once: frozenset[int] | None = None) -> None:
+        """Do as a plan says; None: as before the first plan. ``once``: the regions that run once, if no plan says it."""
         self.plan = plan
+        if once is None:
+            once = frozenset(() if plan is None else plan.once)
+        self._regions.follow(once)
         self._shared.largest_moved_bytes = 0  # what moved before there was this plan says nothing of what it moves
         self._shared.budget.recompute_bytes = 0 if plan is None else plan.recompute_bytes
         budget = self._shared.budget
@@ -51,7 +51,7 @@ class Following:
             budget.largest_bytes = self._largest_bytes
         else:
             budget.largest_bytes = max((entry.nbytes for entry in plan.entries), default=0)
-        self.placement.follow(plan, borrowed=borrowed)
+        self.placement.follow(plan)
         self._shared.reporter.planned("no plan" if plan is None else plan.summary())
         if plan is None or plan.prefetch_bytes is None:
             self._prefetch.window.start_over()

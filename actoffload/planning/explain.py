@@ -10,9 +10,9 @@ from itertools import groupby
 from ..errors import BudgetError
 from ..sizes import format_size
 from .constants import BUDGET_SHARES, GIB, JUST_BELOW, MOST_AT_PEAK, MOST_ROWS, NEARLY_ALL, NO_GAIN, ROOM_FOR_A_BLOCK
+from .observed import Observed
 from .plan import Plan
 from .planners.base import Limits, Planner
-from .planners.feedback import Observed
 from .profile import Link, Profile
 from .simulator import Prediction, simulate
 from .workload import ABSENT, DROPPED, HOST, KEEP, NVME, Workload

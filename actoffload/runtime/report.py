@@ -105,13 +105,16 @@ def render_report(
 
 def announce(store: ActivationStore) -> None:
     """Say in one line what the first forward saved, to whom the configuration says."""
-    config = store.shared.config
-    if config.announce == "none":
-        return
+    if store.shared.config.announce != "none":
+        say(store.shared.config, _announcement(store))
+
+
+def say(config: OffloadConfig, line: str) -> None:
+    """Say a line to whom the configuration says."""
     rank, world = rank_and_ranks()
-    if config.announce == "first" and rank != 0:
+    if config.announce == "none" or (config.announce == "first" and rank != 0):
         return
-    line = _announcement(store) + (f" [rank {rank} of {world}]" if world > 1 else "")
+    line += f" [rank {rank} of {world}]" if world > 1 else ""
     if callable(config.announce):
         expected(config.announce, line)
     else:

@@ -22,7 +22,8 @@ from actoffload.autotune.diagnosis import diagnose, facts_of
 from actoffload.config import make_config
 from actoffload.events import EventKind
 from actoffload.planning.constants import MOST_CAUSES, MUCH_LATE
-from actoffload.planning.planners import Limits, Observed, make_planner
+from actoffload.planning.observed import Observed
+from actoffload.planning.planners import Limits, make_planner
 from actoffload.planning.profile import Profile
 from actoffload.sizes import format_size
 from actoffload.statistics import Statistics

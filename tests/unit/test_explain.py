@@ -19,7 +19,8 @@ from actoffload.planning.explain import (
     render_plan,
 )
 from actoffload.planning.plan import Plan, PlanEntry
-from actoffload.planning.planners import Limits, Observed, make_planner
+from actoffload.planning.observed import Observed
+from actoffload.planning.planners import Limits, make_planner
 from actoffload.planning.profile import Block, Link, Profile, Storage
 from actoffload.planning.simulator import simulate
 from tests.profiles import Accelerator, link, random_profile, transformer_profile

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from ...errors import ConfigError
 from .auto import Auto
 from .base import Limits, Planner
-from .feedback import Observed, Rate, StepModel
 from .joint import Joint
 from .ssdtrain import SSDTrain
 
@@ -32,5 +31,5 @@ def make_planner(name: str = "auto") -> Planner:
 
 
 __all__ = [
-    "PLANNERS", "Auto", "Joint", "Limits", "Observed", "Planner", "Rate", "SSDTrain", "StepModel", "make_planner",
+    "PLANNERS", "Auto", "Joint", "Limits", "Planner", "SSDTrain", "make_planner",
 ]  # fmt: skip
