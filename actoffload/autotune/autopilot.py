@@ -343,22 +343,17 @@ class Autopilot:
 
     def _chooses_regions(self, shape: Shape, profile: Profile) -> bool:
         """Whether other regions should run once than did in the step that was recorded; the next one shows it."""
-        if shape.once or not self._may_run_once(profile).regions:
+        if shape.once or not profile.regions:
             return False
         shape.base = profile
         try:
-            found = self._search(self.planner.propose, self._may_run_once(profile), self._base_limits(shape))
+            found = self._search(self.planner.propose, self._on_links(shape, profile), self.limits)
         except BudgetError:
             return False  # not even as they are: the plan says by how much
         once = shape.latest(found.once)
         if once:
             self._run_once(shape, once)
         return bool(once)
-
-    def _may_run_once(self, base: Profile) -> Profile:
-        """A step without the regions that stay as their program says: those in which ranks communicate, each alone."""
-        alone = several_ranks()
-        return replace(base, regions=tuple(r for r in base.regions if not (alone and r.communicates)))
 
     def _refuse_if_too_low(self, profile: Profile, observed: Observed) -> None:
         """Raise before another step passes a budget in bytes that the first one did not keep and no plan will.
@@ -556,8 +551,7 @@ class Autopilot:
             self._run_once(shape, frozenset())  # the base is of another machine
             return True
         try:
-            base = self._may_run_once(self._on_links(shape, shape.base))
-            found = self._search(self.planner.propose, base, self._base_limits(shape))
+            found = self._search(self.planner.propose, self._on_links(shape, shape.base), self.limits)
         except BudgetError:
             return False
         better = shape.latest(found.once) != shape.once and found.step_s < (1 - PLAN_GAIN) * known_s
@@ -607,7 +601,7 @@ class Autopilot:
             return Brought()
         fits = tuple(s.nbytes for s in base.storages), tuple((r.place, r.name) for r in base.regions)
         try:
-            found = self.planner.propose(self._on_links(shape, base), self._base_limits(shape))
+            found = self.planner.propose(self._on_links(shape, base), replace(self.limits, agreed=True))
         except BudgetError:
             return Brought(once=(), fits=fits)
         return Brought(once=tuple(sorted(shape.latest(found.once))), fits=fits)
@@ -681,15 +675,8 @@ class Autopilot:
             pending_bytes=None if config.pending_bytes is None else config.size("pending_bytes", 0),
             max_slowdown=config.max_slowdown,
             tiers=tiers,
-            recompute=False,
+            agreed=not several_ranks(),
         )
-
-    def _base_limits(self, shape: Shape) -> Limits:
-        """What regions that run once have to respect: without a limit of the user's, the program's own peak."""
-        limits = self.limits
-        if limits.device_budget is not None or shape.base is None:
-            return limits
-        return replace(limits, device_budget=shape.base.baseline_peak_bytes)
 
 
 def _passed(observed: Observed, budget: int | None) -> bool:

@@ -50,7 +50,7 @@ def planned_by(pilot: Autopilot | None, counts: Statistics) -> Planned | None:
         return None
     profile, plan = pilot.profile, pilot.plan
     unit = profile.unit(counts.microbatches, counts.optimizer_steps)
-    return Planned(profile=profile, plan=plan, limits=pilot.limits, planner=pilot.planner, seen=pilot.seen, unit=unit)
+    return Planned(profile=profile, plan=plan, limits=pilot.limits, seen=pilot.seen, unit=unit)
 
 
 def facts_of(store: ActivationStore, pilot: Autopilot | None, held_bytes: Mapping[str, int] | None = None) -> Facts:

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 
+from typing import Any
+
 from ..errors import BudgetError
 from ..sizes import format_size
+from . import search
 from .constants import BUDGET_SHARES, GIB, JUST_BELOW, MOST_AT_PEAK, MOST_ROWS, NEARLY_ALL, NO_GAIN, ROOM_FOR_A_BLOCK
 from .observed import Observed
 from .plan import Plan
@@ -121,14 +124,14 @@ def one_more(profile: Profile, plan: Plan, limits: Limits, planner: Planner, nby
     return row
 
 
-def budget_rows(profile: Profile, limits: Limits, planner: Planner, budgets: Sequence[int]) -> list[BudgetRow]:
+def budget_rows(profile: Profile, limits: Any, budgets: Sequence[int]) -> list[BudgetRow]:
     """Plan a step with each of these budgets in place of the limits' own."""
     rows = []
     for budget in budgets:
-        block, _ = next_block(profile, budget) if limits.recompute else (0, 0)
+        block, _ = next_block(profile, budget) if getattr(limits, "recompute", False) else (0, 0)
         note = f"just below one block ({format_size(block)}), which cannot be recomputed" if block else ""
         try:
-            plan = planner.plan(profile, replace(limits, device_budget=budget, max_slowdown=None))
+            plan = search.plan(profile, replace(limits, device_budget=budget, max_slowdown=None))
         except BudgetError:
             rows.append(BudgetRow(device_budget=budget, step_s=None, peak_bytes=None, note=note))
             continue
@@ -137,7 +140,7 @@ def budget_rows(profile: Profile, limits: Limits, planner: Planner, budgets: Seq
     return rows
 
 
-def budget_table(profile: Profile, limits: Limits, planner: Planner) -> list[BudgetRow]:
+def budget_table(profile: Profile, limits: Limits, planner: object = None) -> list[BudgetRow]:
     """What a step takes and how high it peaks with several budgets, the largest first.
 
     They are `BUDGET_SHARES` of the peak with nothing moved, the limits' own, and for one that lies just below a block
@@ -146,9 +149,9 @@ def budget_table(profile: Profile, limits: Limits, planner: Planner) -> list[Bud
     budgets = {int(share * profile.baseline_peak_bytes) for share in BUDGET_SHARES}
     if limits.device_budget is not None:
         budgets.add(limits.device_budget)
-        if limits.recompute:
+        if getattr(limits, "recompute", False):
             budgets.add(next_block(profile, limits.device_budget)[1])
-    return budget_rows(profile, limits, planner, sorted(budgets - {0}, reverse=True))
+    return budget_rows(profile, limits, sorted(budgets - {0}, reverse=True))
 
 
 def next_block(profile: Profile, budget: int) -> tuple[int, int]:
