@@ -52,7 +52,5 @@ def agree(pilot: Autopilot | None, group: Any, problem: str) -> bool:
     ready = all(each.once is not None for each in found)
     equal = len({each.fits for each in found}) == 1
     once = frozenset(found[0].once) if ready and equal else None
-    pilot.agreed(once, f"the first of {len(found)} ranks has chosen" if once is not None else "the ranks agree no more")
-    if ready and not equal:
-        pilot.advise(UNEQUAL)
+    pilot.agreed(once, UNEQUAL if ready and not equal else "")
     return once is not None

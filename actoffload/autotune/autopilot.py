@@ -22,8 +22,6 @@ from ..planning import search
 from ..planning.constants import (
     AFTER_A_CHANGE,
     LEAST_TRIES,
-    LEAST_TRUST,
-    MEMORY_MARGIN,
     MOST_REASONS,
     MOST_REST,
     MOST_WAITED,
@@ -36,8 +34,6 @@ from ..planning.constants import (
     SHAPES_CHANGED,
     STEP_CHANGE,
     TIGHTER,
-    TRUST_LESS,
-    UNSEEN_STEPS,
     WAIT_SHARE,
     WARM_UP,
 )
@@ -52,10 +48,10 @@ from ..runtime.report import say
 from ..runtime.store import ActivationStore
 from ..sizes import format_size
 from ..tiers.accounts import Accounts
-from .agreement import Brought, several_ranks
-from .device_memory import DeviceMemory
+from .agreement import Brought
+from .budgets import Budgets
 from .following import Following
-from .observations import LINKS, Recording, StepsUnderPlan, surprise
+from .observations import Recording, StepsUnderPlan, surprise
 from .shapes import Shape, Shapes
 
 T = TypeVar("T")
@@ -84,7 +80,7 @@ class Autopilot:
         self._following = following
         following.placement.forward_begins = weakref.WeakMethod(self.forward_begins)
         self._recording = Recording(store)
-        self._memory = None if store.shared.config.device_memory is None else DeviceMemory(store)
+        self._budgets = Budgets(store)
         self._recorded_shape = self._shape = Shape(())
         """The shape of the step that is or was recorded, and of the one that runs: as the one before, until known."""
         self._settled = False
@@ -102,6 +98,11 @@ class Autopilot:
         self._gave_up = self._said = False
         self._unsaid = ""
         """What is to be said of the first plan with regions, once."""
+
+    @property
+    def limits(self) -> Limits:
+        """What a plan for the step that was recorded has to respect."""
+        return self._budgets.limits(self._budgets.of(self._recorded_shape, self._shapes))
 
     @property
     def plan(self) -> Plan | None:
@@ -132,8 +133,7 @@ class Autopilot:
             return
         try:
             with self._shared.lock:
-                if self._memory is not None:
-                    self._memory.check_states()
+                self._budgets.begin_step()
                 self._finish_step()
                 self._begin_step()
         except BudgetError:
@@ -188,8 +188,7 @@ class Autopilot:
         self._shared.watches_host = (
             shape.plan is not None and placement.probe is None and shape.steps.measures and not shape.due
         )
-        if self._shared.config.device_budget is None:
-            self._shared.budget.limit_bytes = self._limit_bytes(shape)
+        self._shared.budget.limit_bytes = self._budgets.of(shape, self._shapes)
         if shape.plan is not None:
             due = bool(shape.due) and (self._run.is_settled or not shape.settled)
         else:
@@ -202,19 +201,6 @@ class Autopilot:
                 self._profiler.begin()
         else:
             self._profiler.forget()
-
-    def _limit_bytes(self, shape: Shape) -> int | None:
-        """The most that a shape's steps may save, where no ``device_budget`` says it; None for no limit.
-
-        Regions of the program's that run once may take the place of what its own checkpoints would hold, and no more.
-        """
-        if self._memory is not None:
-            left = self._memory.left_bytes(shape, self._shapes)
-            return left if shape.most_bytes is None else min(left, shape.most_bytes)
-        if shape.once and shape.base is not None:
-            own = shape.base.baseline_peak_bytes
-            return own if shape.most_bytes is None else min(own, shape.most_bytes)
-        return shape.most_bytes
 
     @property
     def _probe(self) -> int | None:
@@ -274,17 +260,19 @@ class Autopilot:
 
     def _is_too_much(self, shape: Shape, observed: Observed) -> bool:
         """Whether the step ran out of memory, or passed ``device_memory``: the next one of its shape takes less."""
-        limit, ran_out = self._limit_bytes(shape), self._store.ran_out_of_memory()
-        passed = 0 if self._memory is None else self._memory.passed_by
+        limit, passed = self._budgets.of(shape, self._shapes), self._budgets.passed_bytes
+        ran_out, peak = self._store.ran_out_of_memory(), observed.peak_bytes or 0
         if not ran_out and not (passed and limit):
             return False
-        peak = observed.peak_bytes or 0
-        most = min(peak, peak if limit is None else limit)
-        shape.at_most(TIGHTER * most if ran_out else most - passed)
-        told = "the step ran out of memory" if ran_out else f"the step passed device_memory by {format_size(passed)}"
-        if not ran_out:
+        most = peak if limit is None else min(peak, limit)
+        if ran_out:
+            shape.at_most(TIGHTER * most)
+            self._run_once(shape, frozenset(), "the step ran out of memory")
+        else:
+            shape.at_most(most - passed)
             shape.fewer()
-        self._run_once(shape, frozenset() if ran_out else shape.latest(shape.once), told)
+            told = f"the step passed device_memory by {format_size(passed)}"
+            self._run_once(shape, shape.latest(shape.once), told)
         return True
 
     def _is_another(self, shape: Shape) -> bool:
@@ -301,7 +289,7 @@ class Autopilot:
     # -- recorded steps -----------------------------------------------------------------------------------------------
 
     def _look_at_recording(self, shape: Shape, observed: Observed, moved_bytes: int) -> None:
-        """A step was recorded: choose the regions from it that run once, plan from it, or try one with nothing moved."""
+        """A step was recorded: choose from it which regions run once, plan from it, or try one with nothing moved."""
         if shape.plan is None and self._profiler.has_no_record:  # nothing was large enough to move
             self._profiler.forget()
             self._rest()
@@ -309,11 +297,8 @@ class Autopilot:
         profile = self._recording.profile()
         if profile is None:
             return
-        shape.other_bytes, shape.began_bytes, shape.settled = (
-            self._run.beside_bytes,
-            self._run.began_bytes,
-            self._settled,
-        )
+        shape.other_bytes, shape.began_bytes = self._run.beside_bytes, self._run.began_bytes
+        shape.settled = self._settled
         if shape.plan is not None:
             self._correct(shape, profile, observed, moved_bytes)
             return
@@ -322,17 +307,16 @@ class Autopilot:
         if shape.tries_keeping:
             shape.tries_keeping = False
             self._recording.learn_cost(shape.moving[0] - profile.step_s, shape.moving[1], profile.step_s)
-            self._make_plan(shape, profile, observed)
-        elif self._recording.steps > WARM_UP and now() >= self._rest_until_s and self._states_are_there:
+            self._make_plan(shape, self._recording.on_links(profile), observed)
+        elif (
+            self._recording.steps > WARM_UP
+            and now() >= self._rest_until_s
+            and self._budgets.all_is_there(shape, self._count)
+        ):
             shape.tries_keeping = self._can_try_keeping(profile)
             shape.moving = observed.step_s - observed.wait_s, moved_bytes
             if not shape.tries_keeping and not self._chooses_regions(shape, profile):
                 self._make_plan(shape, profile, observed)
-
-    @property
-    def _states_are_there(self) -> bool:
-        """Whether optimizer states take their part of ``device_memory`` by now, if there ever are any."""
-        return self._memory is None or self._settled or self._count >= UNSEEN_STEPS
 
     def _can_try_keeping(self, profile: Profile) -> bool:
         """Whether a step moves nothing first: only that shows what moving costs, and only ``max_slowdown`` asks."""
@@ -342,12 +326,14 @@ class Autopilot:
         return available_bytes() >= ROOM_TO_KEEP * profile.baseline_peak_bytes
 
     def _chooses_regions(self, shape: Shape, profile: Profile) -> bool:
-        """Whether other regions should run once than did in the step that was recorded; the next one shows it."""
+        """Whether regions should run once that ran again in the step that was recorded; the next one shows it."""
         if shape.once or not profile.regions:
             return False
         shape.base = profile
+        if self._agreed is not None:
+            return False
         try:
-            found = self._search(self.planner.propose, self._on_links(shape, profile), self.limits)
+            found = self._search(self.planner.propose, profile)
         except BudgetError:
             return False  # not even as they are: the plan says by how much
         once = shape.latest(found.once)
@@ -372,7 +358,7 @@ class Autopilot:
             raise BudgetError(budget, least)
 
     def _least(self, profile: Profile, budget: int) -> tuple[int, Plan | None]:
-        """Return the least budget from this one up that a plan keeps, and the plan; None where only keep's peak does."""
+        """Return the least budget from this one up that a plan keeps, and the plan; None where only keep's does."""
         for _ in range(LEAST_TRIES):
             try:
                 return budget, self.planner.plan(profile, replace(self.limits, device_budget=budget))
@@ -388,14 +374,14 @@ class Autopilot:
         Raises:
             BudgetError: no plan keeps a budget in bytes, nor did the last step; where it is a share the least is taken.
         """
-        profile = self._on_links(shape, profile)
         budget = self.limits.device_budget
         try:
-            plan = self._search(self._plan_that_fits, profile, self.limits)
+            plan = self._search(self._plan_that_fits, profile)
         except BudgetError as error:
             if self._runs_fewer(shape):
                 return
-            if self._memory is None and not _passed(observed, budget):
+            number = bool(self._budgets.device_bytes)
+            if not number and not _passed(observed, budget):
                 self.history.append(f"no plan: {error}")  # but the last step did keep it: go on as it was
                 shape.hopeless = True
                 return
@@ -403,7 +389,7 @@ class Autopilot:
             least, found = self._least(profile, budget)
             if self._shared.config.device_budget is not None and self._shared.config.device_share is None:
                 raise BudgetError(budget, least) from error
-            if self._memory is None or self._memory.passed_by:
+            if not number or self._budgets.passed_bytes:
                 self._take_floor(least)
             if found is None:
                 self.history.append(f"no plan: {error}")
@@ -415,14 +401,13 @@ class Autopilot:
     def _take_floor(self, least: int) -> None:
         """Follow the least budget that a plan keeps in place of a share or number that is less, and say so once."""
         shared, config = self._shared, self._shared.config
-        name = "device_budget" if self._memory is None else "device_memory"
+        name, left = ("device_budget", "") if config.device_memory is None else ("device_memory", " for saved tensors")
         share = format_size(self.limits.device_budget or 0)
-        left = "" if self._memory is None else " for saved tensors"
         told = (
             f"{name}={getattr(config, name)!r} is {share}{left}, less than a step needs: {format_size(least)} "
             f"({least} bytes) holds from now on; to lower it, make the batch or what a block saves smaller"
         )
-        if self._memory is None:
+        if config.device_memory is None:
             shared.budget.floor_bytes = shared.budget.limit_bytes = least
         if "budget" in shared.reporter.advice:
             shared.reporter.advice["budget"] = told  # another shape needs more: the report has the figure that holds
@@ -436,17 +421,17 @@ class Autopilot:
         self._run_once(shape, shape.latest(shape.once))
         return True
 
-    def _search(self, find: Callable[..., T], profile: Profile, limits: Limits) -> T:
+    def _search(self, find: Callable[..., T], profile: Profile) -> T:
         began_s = now()
         try:
-            return expected(find, profile, limits)
+            return expected(find, profile, self.limits)
         finally:
             self._rest_until_s = now() + (now() - began_s) / PLANNING_SHARE
 
     def _plan_that_fits(self, profile: Profile, limits: Limits) -> Plan:
         """Plan; where a plan without a budget exceeds the device's memory, what there is becomes the budget."""
         shape = self._recorded_shape
-        room = self._room_bytes() if limits.device_budget is None else None
+        room = self._budgets.room_bytes if limits.device_budget is None else None
         try:
             plan = self.planner.plan(profile, limits)
             if room is None or (plan.predicted_peak_bytes or 0) <= room:
@@ -460,15 +445,8 @@ class Autopilot:
             shape.most_bytes = least  # the next step shows whether the device has that
             return found or self.planner.plan(profile, self.limits)
 
-    def _room_bytes(self) -> int | None:
-        """Saved bytes for which the device has room beside everything else; None where nothing counts its memory."""
-        usable, memory = self._tiers.usable_bytes(), self._tiers.in_use()
-        if usable is None or memory is None or not self._run.beside_bytes:
-            return None
-        return max(0, int((1 - MEMORY_MARGIN) * usable) + memory[0] - self._run.beside_bytes)
-
     def _run_once(self, shape: Shape, once: frozenset[int], reason: str = "") -> None:
-        """Run these regions once from the next step on, which is recorded; until there is a plan, as before the first."""
+        """Run these regions once from the next step on, which is recorded. Until there is a plan, all may move."""
         if reason:
             self.history.append(reason)
         if self._agreed is None:  # else all ranks decide that together
@@ -488,8 +466,8 @@ class Autopilot:
         shape.profile, shape.due = profile, ""
         shape.recorded_at = self._count
         self._shared.accounts.begin_plan()
-        if shape.once and not self._said:
-            self._unsaid, self._said = f"actoffload: {self._in_words(shape)}", True
+        if shape.regions and not self._said:
+            self._unsaid, self._said = f"actoffload: {shape.in_words(self._budgets.device_bytes)}", True
         if shape is self._shape:
             self._profiler.forget()
             self._following.follow(shape.plan, shape.once)
@@ -506,7 +484,7 @@ class Autopilot:
         late_s = seen.step_s - (shape.plan.predicted_step_s or seen.step_s)
         self._recording.learn_idle(shape.plan, seen)
         self._recording.look_at_links(waited=min(late_s, seen.wait_s) > WAIT_SHARE * seen.step_s)
-        reason = surprise(shape.plan, seen, shape.profile, self._on_links(shape, shape.profile), self._idle_share)
+        reason = surprise(shape.plan, seen, shape.profile, self._recording.on_links(shape.profile), self._idle_share)
         if not reason:
             self._changes = 0
         elif now() >= self._rest_until_s and self._count >= self._record_from:
@@ -524,12 +502,12 @@ class Autopilot:
             if self._shared.config.max_slowdown is not None and recorded.device == "cpu":
                 self._recording.learn_cost(recorded.step_s - before.step_s, moved_bytes, before.step_s)
             recorded = before
-        profile = self._on_links(shape, recorded)
+        profile = self._recording.on_links(recorded)
         known = simulate(profile, old, self.limits, detail=False)
         if shape.base is not None and self._has_better_regions(shape, known.step_s, recorded, before):
             return
         try:
-            plan = self._search(self._plan_that_fits, profile, self.limits)
+            plan = self._search(self._plan_that_fits, profile)
         except BudgetError:
             if self._runs_fewer(shape):
                 return
@@ -537,8 +515,6 @@ class Autopilot:
         if plan is not old and self._gains(profile, plan, old):
             self._follow(shape, plan, profile, reason)
             return
-        if seen.wait_s > known.wait_s + WAIT_SHARE * seen.step_s:  # no speed that was measured explains it
-            shape.trust = max(LEAST_TRUST, TRUST_LESS * shape.trust)
         shape.profile = profile
         shape.plan = replace(old, predicted_step_s=seen.step_s, predicted_peak_bytes=seen.peak_bytes)
 
@@ -551,7 +527,7 @@ class Autopilot:
             self._run_once(shape, frozenset())  # the base is of another machine
             return True
         try:
-            found = self._search(self.planner.propose, self._on_links(shape, shape.base), self.limits)
+            found = self._search(self.planner.propose, self._recording.on_links(shape.base))
         except BudgetError:
             return False
         better = shape.latest(found.once) != shape.once and found.step_s < (1 - PLAN_GAIN) * known_s
@@ -580,12 +556,6 @@ class Autopilot:
     def _longest_s(self, profile: Profile) -> float:
         return (1 + self._idle_share) * profile.step_s
 
-    def _on_links(self, shape: Shape, profile: Profile) -> Profile:
-        """A step on the links as they are now, and as far as they are trusted."""
-        profile = self._recording.on_links(profile)
-        links = {name: getattr(profile, name) for name in LINKS}
-        return profile.with_links(**{name: link and link.scaled(shape.trust) for name, link in links.items()})
-
     def _rest(self) -> None:
         """Record again: the next step at first, then after more and more steps."""
         self._changes += 1
@@ -601,7 +571,7 @@ class Autopilot:
             return Brought()
         fits = tuple(s.nbytes for s in base.storages), tuple((r.place, r.name) for r in base.regions)
         try:
-            found = self.planner.propose(self._on_links(shape, base), replace(self.limits, agreed=True))
+            found = self.planner.propose(self._recording.on_links(base), replace(self.limits, agreed=True))
         except BudgetError:
             return Brought(once=(), fits=fits)
         return Brought(once=tuple(sorted(shape.latest(found.once))), fits=fits)
@@ -611,14 +581,14 @@ class Autopilot:
         with self._shared.lock:
             before, self._agreed = self._agreed, None  # or nothing would change
             for shape in self._shapes if once != before else ():
-                self._run_once(shape, once or frozenset(), told)
+                self._run_once(
+                    shape, once or frozenset(), "the ranks have agreed" if once else "the ranks agree no more"
+                )
             self._agreed = once
             self._following.follow(self._shape.plan, self._shape.once)
-
-    def advise(self, told: str) -> None:
-        """Say something about `agree`, once."""
-        self._shared.reporter.advise("agree", told)
-        self._shared.reporter.warn()
+        if told:
+            self._shared.reporter.advise("agree", told)
+            self._shared.reporter.warn()
 
     # -- for people ---------------------------------------------------------------------------------------------------
 
@@ -640,42 +610,9 @@ class Autopilot:
         age = f"measured: in the step recorded {ago} step{'s' * (ago != 1)} ago"
         if self._probe is not None:
             age += f"; one storage in {REVIEW_STEPS} steps moves only to be measured"
-        regions = [self._in_words(shape)] if shape.regions else []
+        regions = [shape.in_words(self._budgets.device_bytes)] if shape.regions else []
         return "\n".join(
             [render_plan(shape.profile, shape.plan, self.limits, seen=shape.steps.seen), *regions, age, *lines]
-        )
-
-    def _in_words(self, shape: Shape) -> str:
-        """The regions of a plan, and what is predicted of it against the step in which all of them run again."""
-        assert shape.plan is not None, "there is a plan to tell of"
-        assert shape.base is not None, "it has regions"
-        told = f"{shape.regions} checkpointed regions: {len(shape.once)} no longer run again"
-        step_s, peak = shape.plan.predicted_step_s, shape.plan.predicted_peak_bytes or 0
-        if step_s and shape.base.step_s:
-            told += f", predicted {step_s / shape.base.step_s:.2f} x the step"
-        if self._memory is not None:
-            return f"{told}, peak {format_size(peak + (shape.other_bytes or 0))} of {format_size(self._memory.limit_bytes)}"
-        own = format_size(shape.base.baseline_peak_bytes)
-        return f"{told}, peak of saved tensors {format_size(peak)} of {own} that the program's own checkpoints hold"
-
-    # -- options ------------------------------------------------------------------------------------------------------
-
-    @property
-    def limits(self) -> Limits:
-        """What a plan has to respect."""
-        config, shape = self._shared.config, self._recorded_shape
-        given = config.device_budget is not None
-        tiers = {"host": ("host",), "nvme": ("nvme",)}.get(config.target, ("host", "nvme"))
-        if self._tiers.spool is None:
-            tiers = ("host",)
-        return Limits(
-            device_budget=self._shared.budget.limit_bytes if given else self._limit_bytes(shape),
-            host_budget=sum(pool.capacity_bytes for pool in self._tiers.pools) or None,
-            nvme_budget=None if config.nvme_budget is None else config.size("nvme_budget", 0),
-            pending_bytes=None if config.pending_bytes is None else config.size("pending_bytes", 0),
-            max_slowdown=config.max_slowdown,
-            tiers=tiers,
-            agreed=not several_ranks(),
         )
 
 

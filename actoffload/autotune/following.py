@@ -38,7 +38,7 @@ class Following:
         weakref.finalize(self, self.recompute.undo).atexit = False
 
     def follow(self, plan: Plan | None, once: frozenset[int] | None = None) -> None:
-        """Do as a plan says; None: as before the first plan. ``once``: the regions that run once, if no plan says it."""
+        """Do as a plan says; None: as before the first one. ``once``: the regions that run once, else the plan's."""
         self.plan = plan
         if once is None:
             once = frozenset(() if plan is None else plan.once)

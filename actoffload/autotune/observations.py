@@ -79,7 +79,7 @@ class Recording:
         return profile
 
     def learn_cost(self, late_s: float, moved_bytes: int, step_s: float) -> None:
-        """Know what moving costs a CPU: a step that moved bytes computed for so much longer than one that moved none."""
+        """Know what moving costs a CPU: a step that moved bytes was longer by so much than one that moved none."""
         if moved_bytes:
             self._cost_s_per_byte = min(max(0.0, late_s), MAX_COST_SHARE * step_s) / moved_bytes
 

@@ -34,7 +34,6 @@ class Shape:
         began_bytes: what it had as that step began; ``settled``: optimizer states were there by then.
         recorded_at: the step that the plan was made from, by its number.
         most_once: how many regions may run once, after a plan for more of them kept no budget; None for all.
-        trust: the links are taken to be so many times as fast as measured, after waits that nothing predicted.
     """
 
     def __init__(self, key: InputShapes) -> None:
@@ -51,7 +50,6 @@ class Shape:
         self.other_bytes: int | None = None
         self.began_bytes = 0
         self.settled = False
-        self.trust = 1.0
         self.recorded_at = 0
         self.most_once: int | None = None
 
@@ -77,6 +75,19 @@ class Shape:
         """As many of these regions as may run once: the last of a forward, whose tensors live the shortest."""
         most = len(once) if self.most_once is None else self.most_once
         return frozenset(sorted(once)[max(0, len(once) - most) :])
+
+    def in_words(self, device_bytes: int) -> str:
+        """The regions, and what is predicted against the step in which all run again; ``device_bytes``: the number."""
+        assert self.plan is not None, "there is a plan to tell of"
+        assert self.base is not None, "it has regions"
+        told = f"{self.regions} checkpointed regions: {len(self.once)} no longer run again"
+        step_s, peak = self.plan.predicted_step_s, self.plan.predicted_peak_bytes or 0
+        if step_s and self.base.step_s:
+            told += f", predicted {step_s / self.base.step_s:.2f} x the step"
+        if device_bytes:
+            return f"{told}, peak {format_size(peak + (self.other_bytes or 0))} of {format_size(device_bytes)}"
+        own = format_size(self.base.baseline_peak_bytes)
+        return f"{told}, peak of saved tensors {format_size(peak)} of {own} that the program's own checkpoints hold"
 
     def __str__(self) -> str:
         return ", ".join("×".join(map(str, shape)) for shape in self.key)

@@ -89,9 +89,8 @@ LINK_CHANGE = 0.25
 """Share of a bandwidth. A link that is faster or slower by less is as it was: the loop's disk that is at rest varies by
 0.2."""
 WAIT_SHARE = 0.02
-"""Share of a step from which on waits that nothing predicted are believed."""
-TRUST_LESS, LEAST_TRUST = 0.8, 0.25
-"""Where no measured speed explains them, the links are trusted less by this factor, and never less than so much."""
+"""Share of a step. Where it waits for so much more than was predicted, a link that was not full is no faster than it
+was."""
 PLAN_GAIN = 0.02
 """Share of the time or of the peak by which a new plan has to be better than the old one to be followed: plans that are
 alike do not take turns (200 steps of the loop)."""

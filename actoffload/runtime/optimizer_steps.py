@@ -26,7 +26,7 @@ _watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
 
 
 class Watcher:
-    """Has a function called at the end of each optimizer's step, with all gradients and states there, while it lives."""
+    """Has a function called at each end of an optimizer's step, when gradients and states are all there."""
 
     def __init__(self, function: Callable[[], object]) -> None:
         self.function = function

@@ -400,7 +400,7 @@ class ActivationStore:
                     self.run.backward_ends(self.tiers, recorded=bool(self.profiler.running))
 
     def out_of_memory(self, error: BaseException) -> None:
-        """Note what was resident in an error of the device's allocator. Of backward it is only seen where we allocate."""
+        """Note in an error of the device's allocator what was resident. In backward we only see our own requests."""
         notes = getattr(error, "__notes__", [])
         told = note(self.shared.config, self.shared.accounts, self._decisions)
         self._out_of_memory = True

@@ -95,7 +95,14 @@ def test_steps_never_pass_the_number_from_the_first_one_on(
         assert max(found) <= limit
         for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
             assert torch.equal(mine.cpu(), theirs.cpu())
-        print(share, how, limit/MIB, [round(p/MIB,2) for p in found], offloader.store.shared.budget.limit_bytes/MIB, autopilot_of(offloader).history)
+        print(
+            share,
+            how,
+            limit / MIB,
+            [round(p / MIB, 2) for p in found],
+            offloader.store.shared.budget.limit_bytes / MIB,
+            autopilot_of(offloader).history,
+        )
         print(offloader.explain()[:800])
     finally:
         offloader.abort()

@@ -191,9 +191,7 @@ def test_shapes_that_take_turns_have_a_plan_each(make_rig: MakeRig) -> None:
     assert max(rig.peaks) <= BUDGET // 2
     lines = rig.offloader.explain().splitlines()
     (other,) = [line for line in lines if line.startswith("inputs 1000: ")]
-    assert re.fullmatch(
-        r"inputs 1000: .* leave, .* stay, a step is predicted to take .*, takes .* s", other
-    )
+    assert re.fullmatch(r"inputs 1000: .* leave, .* stay, a step is predicted to take .*, takes .* s", other)
     assert any(line.startswith("plan 2: first plan (inputs 1") for line in lines)
 
 
@@ -229,9 +227,7 @@ SOME_STAY: dict[str, Any] = {"bytes_per_s": SLOW, "sizes": (2 * MIB, SMALL, SMAL
 
 
 @pytest.mark.parametrize("megabytes", [2, 4, 6])
-def test_a_budget_in_bytes_that_no_step_keeps_is_an_error_after_one_step(
-    make_rig: MakeRig, megabytes: int
-) -> None:
+def test_a_budget_in_bytes_that_no_step_keeps_is_an_error_after_one_step(make_rig: MakeRig, megabytes: int) -> None:
     rig = make_rig(device_budget=megabytes * MIB, **SOME_STAY)
     rig.step()
     with pytest.raises(BudgetError) as caught:
@@ -245,9 +241,7 @@ def test_a_budget_in_bytes_that_no_step_keeps_is_an_error_after_one_step(
 
 
 @pytest.mark.parametrize("percent", [2, 10, 20])
-def test_a_share_that_no_step_keeps_is_the_floor_with_one_warning(
-    make_rig: MakeRig, percent: int
-) -> None:
+def test_a_share_that_no_step_keeps_is_the_floor_with_one_warning(make_rig: MakeRig, percent: int) -> None:
     rig = make_rig(device_budget=f"{percent}%", **SOME_STAY)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
