@@ -42,8 +42,8 @@ class Budgets:
         limit, alone = self.device_bytes, self._run.states_bytes
         if limit and alone > limit:
             detail = (
-                f"parameters, gradients and optimizer states alone take {format_size(alone)}, "
-                f"{format_size(alone - limit)} more than {format_size(limit)}"
+                f"as an optimizer's step ends, parameters, gradients, optimizer states and what else is there take "
+                f"{format_size(alone)}: {format_size(alone - limit)} more"
             )
             raise BudgetError(limit, alone, detail, option="device_memory", remedy=OTHER_LIBRARIES)
 
