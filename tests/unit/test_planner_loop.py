@@ -207,6 +207,19 @@ def test_the_bound_of_what_moving_costs_is_kept_from_the_first_plan_on(
     assert bool(rig.moved[-1]) == (cost_s_per_byte < 1e-9 * 50 * max_slowdown)
 
 
+@pytest.mark.parametrize(("budget", "times"), [(None, 1.0), (BUDGET, 2.0)])
+def test_steps_that_become_longer_make_no_room_for_more_without_a_budget(
+    make_rig: MakeRig, budget: int | None, times: float
+) -> None:
+    """What moving costs looks like compute."""
+    rig = make_rig(bytes_per_s=FAST / 4, device_budget=budget)
+    rig.steps(WARM_UP + 3)
+    before_s = autopilot_of(rig.offloader).profile.step_s
+    rig.clock.speed = 0.5
+    rig.steps(2 * SOON)
+    assert autopilot_of(rig.offloader).profile.step_s == pytest.approx(times * before_s, rel=0.02)
+
+
 def test_nothing_moves_where_next_to_nothing_is_gained(make_rig: MakeRig) -> None:
     rig = make_rig(bytes_per_s=FAST, blocks=2, sizes=(MIB,) * 8)
     rig.steps(2 * SOON)
