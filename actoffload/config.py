@@ -50,6 +50,12 @@ class OffloadConfig:
     """Most bytes of saved activations on the device. When set, forward waits for room; without it, what cannot be
     moved in time is kept. ``"40%"``: of the most that they have needed so far with nothing moved
     (``Statistics.baseline_peak_bytes``); known from the end of the first step on, and no limit before."""
+    device_memory: Size | None = None
+    """Most bytes of *everything* on the device: parameters, gradients, optimizer states, temporaries and saved
+    activations together, as PyTorch's allocator counts them; on the CPU the resident memory of the process.
+    ``"24GB"``, ``"95%"`` of what the device (on the CPU: the machine or the cgroup) has, or ``"auto"``: what it has for
+    this process, less a margin. Every shape of inputs begins with the least memory, and takes more as far as measured
+    steps leave room. In place of ``device_budget``, with ``policy="auto"``."""
     host_budget: Size | None = None
     """Most bytes of (pinned) host memory for saved activations. Default: half of the memory that is available to this
     process's share of the machine. With ``"nvme"`` it is what may wait for the disk. It is taken as needed. A value
@@ -133,8 +139,10 @@ class OffloadConfig:
         _check_takes_one("engine", self.engine, "a SpoolFile")
         for name in _SIZES:
             value = getattr(self, name)
-            if value is not None:
-                share = parse_share(name, value) if name == "device_budget" else None
+            if value is not None and (name, value) != ("device_memory", "auto"):
+                share = parse_share(name, value) if name in ("device_budget", "device_memory") else None
+                if name == "device_memory" and share is not None and share > 1:
+                    raise ConfigError(name, value, "no device has more than 100% of its memory")
                 nbytes = parse_size(name, value) if share is None else 0
                 object.__setattr__(self, name, f"{100 * share:g}%" if share else nbytes)
         for name in ("include", "exclude", "devices"):
@@ -159,6 +167,13 @@ class OffloadConfig:
             remedy = f"give {', '.join(map(repr, POLICIES))}, a Plan, or an object with decide(facts)"
             raise ConfigError("policy", self.policy, remedy)
         _check_choice("checkpoints", self.checkpoints, ("plan", "leave"))
+        if self.device_memory is not None:
+            if self.device_budget is not None:
+                raise ConfigError("device_memory", self.device_memory, "device_budget bounds a part of it: give one")
+            if self.policy != "auto":
+                raise ConfigError(
+                    "device_memory", self.device_memory, "only a planner can keep it: leave policy at 'auto'"
+                )
         _check_choice("boundaries", self.boundaries, ("all", "only"))
         if not callable(self.announce):
             _check_choice("announce", self.announce, ("none", "first", "all"))
@@ -167,7 +182,7 @@ class OffloadConfig:
             raise ConfigError("trace", self.trace, "give a file or a callable that takes a TraceEvent")
         _check_takes_one("trace", self.trace, "a TraceEvent")
         check_file("trace", self.trace)
-        for name in ("device_budget", "nvme_budget", "pending_bytes", "prefetch_bytes", "drive_tbw"):
+        for name in ("device_budget", "device_memory", "nvme_budget", "pending_bytes", "prefetch_bytes", "drive_tbw"):
             if getattr(self, name) == 0:
                 raise ConfigError(name, 0, "must be above 0; leave it out for the default")
 
@@ -180,6 +195,11 @@ class OffloadConfig:
     def recomputed(self) -> bool | tuple[str, ...]:
         """The option ``recompute``, as it is after the checks."""
         return self.recompute  # type: ignore[return-value]
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether the user limits what is on the device."""
+        return self.device_budget is not None or self.device_memory is not None
 
     def size(self, name: str, default: int) -> int:
         """A size option in bytes, or ``default`` where it was left out."""
@@ -226,6 +246,7 @@ class Options(TypedDict, total=False):
 
     path: PathLike | Sequence[PathLike] | None
     device_budget: Size | None
+    device_memory: Size | None
     host_budget: Size | None
     nvme_budget: Size | None
     min_bytes: Size | None

@@ -69,25 +69,34 @@ class ConfigError(ActOffloadError, ValueError):
 
 
 class BudgetError(ActOffloadError, ValueError):
-    """No plan keeps the step within its ``device_budget``. The message says the lowest peak that a plan reaches.
+    """No plan keeps the step within its ``device_budget`` or ``device_memory``. The message says the least that does.
 
     Attributes:
         budget_bytes: the budget that was asked for.
         floor_bytes: the lowest peak found.
         detail: more about it.
+        option: which of the two it is.
+        remedy: what to do.
     """
 
-    def __init__(self, budget_bytes: int, floor_bytes: int, detail: str = "") -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        floor_bytes: int,
+        detail: str = "",
+        option: str = "device_budget",
+        remedy: str = "give at least that, or make the batch or the blocks smaller",
+    ) -> None:
         self.budget_bytes = budget_bytes
         self.floor_bytes = floor_bytes
         self.detail = detail
-        super().__init__(
-            f"device_budget={budget_bytes}: the floor is {floor_bytes} bytes{f' ({detail})' if detail else ''}; "
-            "give at least that, or make the batch or the blocks smaller"
-        )
+        self.option = option
+        self.remedy = remedy
+        detail = f" ({detail})" if detail else ""
+        super().__init__(f"{option}={budget_bytes}: the floor is {floor_bytes} bytes{detail}; {remedy}")
 
-    def __reduce__(self) -> tuple[type[BudgetError], tuple[int, int, str]]:
-        return BudgetError, (self.budget_bytes, self.floor_bytes, self.detail)
+    def __reduce__(self) -> tuple[type[BudgetError], tuple[int, int, str, str, str]]:
+        return BudgetError, (self.budget_bytes, self.floor_bytes, self.detail, self.option, self.remedy)
 
 
 class OffloaderClosedError(ActOffloadError, RuntimeError):

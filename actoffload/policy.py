@@ -38,7 +38,6 @@ class KeepReason(Enum):
     CAPTURE = "graph capture"
     DEGRADED = "degraded"
     FORKED = "forked process"
-    RECOMPUTED = "recomputed"
 
 
 STATIC = ("parameter", "buffer", "input")

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from actoffload import OffloadConfig, Offloader
-from actoffload.autotune.observations import Recording, StepsUnderPlan
-from actoffload.planning.planners.feedback import Observed
+from actoffload.autotune.observations import StepsUnderPlan
+from actoffload.planning.observed import Observed
 from actoffload.runtime.store import ActivationStore
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers.device_tier import DeviceTier
@@ -53,9 +53,9 @@ def run(device: SimulatedDevice, launch: float, *, watched: bool = True, budget:
         observed: list[Observed] = []
         add = StepsUnderPlan.add
 
-        def observe(steps: StepsUnderPlan, one: Observed, recording: Recording) -> Observed | None:
+        def observe(steps: StepsUnderPlan, one: Observed) -> Observed | None:
             observed.append(one)
-            return add(steps, one, recording)
+            return add(steps, one)
 
         patch.setattr(StepsUnderPlan, "add", observe)
         try:

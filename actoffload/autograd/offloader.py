@@ -17,7 +17,8 @@ import torch
 from torch import nn
 from torch.autograd import graph
 
-from ..autotune.autopilot import Autopilot, agree
+from ..autotune.agreement import agree
+from ..autotune.autopilot import Autopilot
 from ..autotune.blocks import find_blocks
 from ..autotune.diagnosis import diagnose, explain_causes, facts_of, known_at_the_end
 from ..autotune.following import Following
@@ -290,6 +291,8 @@ class Offloader:
                 entry.hooks.__exit__(kind, error, trace)
             if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
                 error.add_note(FUNC_ADVICE)
+            if isinstance(error, torch.OutOfMemoryError):
+                self.store.out_of_memory(error)
             if self.store.interrupted:
                 self.store.speak()
             else:

@@ -1,4 +1,4 @@
-"""One plan for all ranks of a group, so that blocks that communicate can be recomputed: on all ranks or on none.
+"""The same checkpointed regions run once on all ranks of a group: where ranks communicate in one, all do it or none.
 
 It is asked for, never done by itself: only the caller knows a moment that all ranks share. In a pipeline one rank may
 wait for the other in the middle of a step, and a rank may skip steps that others take.
@@ -6,55 +6,26 @@ wait for the other in the middle of a step, and a rank may skip steps that other
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from ..errors import StateError
-from ..planning.plan import Plan
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from .autopilot import Autopilot
+
+UNEQUAL = "agree(): the ranks save different tensors: each plans for itself, and regions that communicate run again"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Proposal:
-    """What one rank brings.
+class Brought:
+    """What one rank brings: the regions that it would run once, by place, what it saves, why it cannot agree now."""
 
-    Attributes:
-        plan: the plan that it would follow, as JSON; empty while it has none.
-        fits: what the plan was made for: sizes of the storages, names of the blocks, limits. Plans of ranks where it
-            is equal fit both.
-        step_s: the step that the rank expects under its plan.
-        problem: why this rank cannot agree on anything now.
-    """
-
-    plan: str = ""
+    once: tuple[int, ...] | None = None
     fits: tuple[Any, ...] = ()
-    step_s: float = 0.0
     problem: str = ""
-
-
-def choose(proposals: Sequence[Proposal]) -> tuple[Plan | None, str]:
-    """The plan that all ranks follow, or None and why; the same on every rank that has the same proposals.
-
-    Of plans that fit everywhere it is the one of the rank that expects the longest step: its links are the slowest.
-
-    Raises:
-        StateError: a rank cannot agree on anything now.
-    """
-    for rank, proposal in enumerate(proposals):
-        if proposal.problem:
-            raise StateError(f"agree(): rank {rank} of the group: {proposal.problem}")
-    if not all(proposal.plan for proposal in proposals):
-        return None, ""
-    if len({proposal.fits for proposal in proposals}) > 1:
-        return None, (
-            "agree(): the ranks save different tensors or have other limits: each plans for itself, without recomputing"
-        )
-    slowest = max(range(len(proposals)), key=lambda rank: (proposals[rank].step_s, -rank))
-    return Plan.from_json(proposals[slowest].plan), f"agreed among {len(proposals)} ranks"
 
 
 def several_ranks(group: Any = None) -> bool:
@@ -62,8 +33,24 @@ def several_ranks(group: Any = None) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
 
 
-def exchange(mine: T, group: Any = None) -> list[T]:
-    """What every rank brings, by rank; a collective of the group."""
+def agree(pilot: Autopilot | None, group: Any, problem: str) -> bool:
+    """`Offloader.agree`: every rank takes part in the collective, also one that can agree on nothing now.
+
+    Raises:
+        StateError: a rank has a problem, or does not plan; on all of them.
+    """
+    if not several_ranks(group):
+        return pilot is not None and pilot.plan is not None
+    problem = problem or ("its policy is not 'auto'" if pilot is None else "")
+    mine = Brought(problem=problem) if pilot is None or problem else pilot.brings()
     found: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(found, mine, group=group)
-    return found
+    for rank, each in enumerate(found):
+        if each.problem:
+            raise StateError(f"agree(): rank {rank} of the group: {each.problem}")
+    assert pilot is not None, "a rank without a planner has a problem, which raises on all ranks"
+    ready = all(each.once is not None for each in found)
+    equal = len({each.fits for each in found}) == 1
+    once = frozenset(found[0].once) if ready and equal else None
+    pilot.agreed(once, UNEQUAL if ready and not equal else "")
+    return once is not None

@@ -1,45 +1,60 @@
-"""Plans from what the steps show, follows the plan, and corrects it: what ``policy="auto"`` does from step to step."""
+"""Plans from what the steps show, follows the plan, and corrects it: what ``policy="auto"`` does from step to step.
+
+For each shape of inputs: a step is recorded in which every checkpointed region runs again; `propose` says which regions
+should run once, and the next step, in which they do, is recorded; `plan` says what leaves. Where the last steps are not
+as the plan has it, another step is recorded and planned from.
+"""
 
 from __future__ import annotations
 
 import copy
 import weakref
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import BudgetError
 from ..events import now
 from ..interrupts import expected, is_interrupt
 from ..memory.process_memory import available_bytes
+from ..planning import search
 from ..planning.constants import (
     AFTER_A_CHANGE,
     LEAST_TRIES,
-    MEMORY_MARGIN,
     MOST_REASONS,
     MOST_REST,
     MOST_WAITED,
+    NO_LOSS,
+    PLAN_GAIN,
     PLANNING_SHARE,
     PROBE_SHARE,
     REVIEW_STEPS,
     ROOM_TO_KEEP,
     SHAPES_CHANGED,
+    STEP_CHANGE,
+    TIGHTER,
+    WAIT_SHARE,
     WARM_UP,
 )
 from ..planning.explain import render_plan
+from ..planning.observed import Observed
 from ..planning.plan import Plan
-from ..planning.planners.auto import Auto
-from ..planning.planners.base import Bench, Limits, Planner
-from ..planning.planners.feedback import Observed, StepModel, rescaled, with_cost
 from ..planning.profile import Profile
+from ..planning.search import Limits
+from ..planning.simulator import simulate
 from ..runtime.decision import InputShapes
+from ..runtime.report import say
 from ..runtime.store import ActivationStore
 from ..sizes import format_size
 from ..tiers.accounts import Accounts
-from .agreement import Proposal, choose, exchange, several_ranks
+from .agreement import Brought
+from .budgets import Budgets
 from .following import Following
-from .observations import Recording, StepsUnderPlan
+from .observations import Recording, StepsUnderPlan, surprise
 from .shapes import Shape, Shapes
+
+T = TypeVar("T")
 
 
 class Autopilot:
@@ -53,18 +68,23 @@ class Autopilot:
 
     Attributes:
         history: why each of the last plans was made, oldest first.
-        planner: how to plan.
+        planner: how to plan: has `search.plan` and `search.propose`.
     """
 
     def __init__(self, store: ActivationStore, following: Following) -> None:
         self.history: deque[str] = deque(maxlen=MOST_REASONS)
-        self.planner: Planner = Auto()
-        self._shared, self._tiers, self._profiler, self._run = store.shared, store.tiers, store.profiler, store.run
+        self.planner: Any = search
+        self._store, self._shared, self._tiers, self._profiler, self._run = (
+            store, store.shared, store.tiers, store.profiler, store.run,
+        )  # fmt: skip
         self._following = following
         following.placement.forward_begins = weakref.WeakMethod(self.forward_begins)
         self._recording = Recording(store)
+        self._budgets = Budgets(store)
         self._recorded_shape = self._shape = Shape(())
         """The shape of the step that is or was recorded, and of the one that runs: as the one before, until known."""
+        self._settled = False
+        """The step that is or was recorded began with all that any step has beside saved tensors."""
         self._shapes = Shapes()
         self._shape_is_known = False
         self._began: tuple[float, Accounts, int] | None = None
@@ -72,23 +92,31 @@ class Autopilot:
         self._rest_until_s = 0.0
         """No plan is looked for before."""
         self._count = self._changes = self._record_from = 0
-        """Steps so far; changes of shape since a plan was last reviewed; the step from which on one is recorded."""
-        self._gave_up = self._agreed = self._stale = False
-        """Plans in a row that recompute, under which the first forward saved something else."""
+        """Steps so far; changes since all was as planned; the step from which on one is recorded."""
+        self._agreed: frozenset[int] | None = None
+        """The regions that run once on all ranks; None while each rank is on its own."""
+        self._gave_up = self._said = False
+        self._unsaid = ""
+        """What is to be said of the first plan with regions, once."""
+
+    @property
+    def limits(self) -> Limits:
+        """What a plan for the step that was recorded has to respect."""
+        return self._budgets.limits(self._budgets.of(self._recorded_shape, self._shapes))
 
     @property
     def plan(self) -> Plan | None:
         """The plan that is followed; None before there is one."""
-        return self._shape.followed
+        return self._shape.plan
 
     @property
     def profile(self) -> Profile | None:
-        """What the plan was made from, as later steps have corrected it."""
-        return self._shape.profile if self._shape.lender is None else self._shape.lender.profile
+        """What the plan was made from."""
+        return self._shape.profile
 
     @property
     def seen(self) -> Observed | None:
-        """The median of the last steps that were looked at under the plan."""
+        """The median of the last steps under the plan."""
         return self._shape.steps.seen
 
     # -- one step -----------------------------------------------------------------------------------------------------
@@ -97,13 +125,15 @@ class Autopilot:
         """A step has ended and the next one begins with the forward that follows.
 
         Raises:
-            BudgetError: no plan keeps the ``device_budget``, and the last step did not keep it either.
+            BudgetError: no plan keeps the ``device_budget``, and the last step did not keep it either; or what is no
+                saved tensor takes more than ``device_memory``.
         """
         if self._gave_up:
             self._profiler.forget()
             return
         try:
             with self._shared.lock:
+                self._budgets.begin_step()
                 self._finish_step()
                 self._begin_step()
         except BudgetError:
@@ -111,19 +141,26 @@ class Autopilot:
         except Exception as error:  # training does not end because a plan could not be made
             if is_interrupt(error):
                 raise
-            self._gave_up = True
-            self._following.placement.keep_all = False
-            self._profiler.forget()
-            self.history.append(f"no plan: {error!r}")
-            self._shared.reporter.advise(
-                "plan", f"policy='auto' could not plan ({error!r}); what can be moved in time moves"
-            )
+            self._give_up(error)
+        if self._unsaid:
+            line, self._unsaid = self._unsaid, ""
+            say(self._shared.config, line)  # without the lock, on a thread of the user's
+
+    def _give_up(self, error: Exception) -> None:
+        self._gave_up = True
+        self._following.placement.keep_all = False
+        self._following.follow(None, self._agreed or frozenset())  # as the program, or all ranks, have it
+        self._profiler.forget()
+        self.history.append(f"no plan: {error!r}")
+        self._shared.reporter.advise(
+            "plan", f"policy='auto' could not plan ({error!r}); what can be moved in time moves"
+        )
 
     def _begin_step(self) -> None:
         accounts = self._shared.accounts
         self._following.placement.mismatched_bytes = 0
         self._began = now(), copy.copy(accounts), self._moved_bytes
-        self._shape_is_known = self._agreed  # on one plan, whatever the shape
+        self._shape_is_known = False
         self._begin_shape()
 
     def forward_begins(self, key: InputShapes) -> None:
@@ -135,26 +172,31 @@ class Autopilot:
             return
         self._shape_is_known = True
         with self._shared.lock:
-            shape = self._shapes.use(key, self._count)
+            shape = self._shapes.use(key)
             if shape is not self._shape:
                 self._shape = shape
-                self._following.follow(shape.followed, borrowed=shape.lender is not None)
+                if self._agreed is not None:
+                    shape.once = self._agreed  # whatever the shape: another rank's may be another one
+                self._following.follow(shape.plan, shape.once)
                 self._begin_shape()
 
     def _begin_shape(self) -> None:
         """A step of this shape begins: record it or not, and move something to measure a link or not."""
         shape, placement = self._shape, self._following.placement
         placement.keep_all = shape.tries_keeping
-        placement.probe = self._probe if shape.steps.review_begins else None
-        self._shared.watches_host = shape.plan is not None and placement.probe is None and shape.steps.review_begins
+        placement.probe = self._probe if shape.steps.measures else None
+        self._shared.watches_host = (
+            shape.plan is not None and placement.probe is None and shape.steps.measures and not shape.due
+        )
+        self._shared.budget.limit_bytes = self._budgets.of(shape, self._shapes)
         if shape.plan is not None:
-            due = shape.steps.blocks_are_due
+            due = bool(shape.due) and (self._run.is_settled or not shape.settled)
         else:
-            due = shape.lender is None and not shape.hopeless and self._count >= self._record_from
+            due = not shape.hopeless and (shape.base is not None or self._count >= self._record_from)
         if self._profiler.finished:
             return  # a step that nobody could look at yet, as the device had not come to its end
         if due:
-            self._recorded_shape = shape
+            self._recorded_shape, self._settled = shape, self._run.is_settled
             if not self._profiler.active:
                 self._profiler.begin()
         else:
@@ -209,36 +251,95 @@ class Autopilot:
             hooks_s=accounts.hooks_s - before.hooks_s,
             idle_s=accounts.idle_s - before.idle_s,
         )
-        planned = shape.plan is not None
+        if self._is_too_much(shape, observed) or self._is_another(shape):
+            return
         if recorded:
             self._look_at_recording(self._recorded_shape, observed, self._moved_bytes - moved_bytes)
-        if planned:
+        elif shape.plan is not None:
             self._review(shape, observed)
 
+    def _is_too_much(self, shape: Shape, observed: Observed) -> bool:
+        """Whether the step ran out of memory, or passed ``device_memory``: the next one of its shape takes less."""
+        limit, passed = self._budgets.of(shape, self._shapes), self._budgets.passed_bytes
+        ran_out, peak = self._store.ran_out_of_memory(), observed.peak_bytes or 0
+        if not ran_out and not (passed and limit):
+            return False
+        most = peak if limit is None else min(peak, limit)
+        if ran_out:
+            shape.at_most(TIGHTER * most)
+            self._run_once(shape, frozenset(), "the step ran out of memory")
+        else:
+            shape.at_most(most - passed)
+            shape.fewer()
+            told = f"the step passed device_memory by {format_size(passed)}"
+            self._run_once(shape, shape.latest(shape.once), told)
+        return True
+
+    def _is_another(self, shape: Shape) -> bool:
+        """Whether the forward saved something else than the plan was made for: then it begins anew."""
+        if shape.plan is None or shape.profile is None:
+            return False
+        if self._following.placement.mismatched_bytes <= SHAPES_CHANGED * max(1, shape.profile.saved_bytes):
+            return False
+        self._rest()
+        shape.base = None
+        self._run_once(shape, frozenset(), "the forward saved other sizes than the plan was made for")
+        return True
+
+    # -- recorded steps -----------------------------------------------------------------------------------------------
+
     def _look_at_recording(self, shape: Shape, observed: Observed, moved_bytes: int) -> None:
-        """A step was recorded: time its blocks, or plan from it, or first try one with nothing moved."""
-        if shape.plan is not None:
-            times = self._recording.block_times()
-            if times is not None:
-                shape.steps.look_at_blocks(times)
-            return
-        if self._profiler.has_no_record:  # nothing was large enough to move: to record on would be for nothing
+        """A step was recorded: choose from it which regions run once, plan from it, or try one with nothing moved."""
+        if shape.plan is None and self._profiler.has_no_record:  # nothing was large enough to move
             self._profiler.forget()
             self._rest()
             return
         profile = self._recording.profile()
         if profile is None:
             return
+        shape.other_bytes, shape.began_bytes = self._run.beside_bytes, self._run.began_bytes
+        shape.settled = self._settled
+        if shape.plan is not None:
+            self._correct(shape, profile, observed, moved_bytes)
+            return
         if self._recording.steps <= WARM_UP:
             self._refuse_if_too_low(profile, observed)
         if shape.tries_keeping:
             shape.tries_keeping = False
-            self._make_plan(shape, with_cost(profile, *shape.moving), observed)
-        elif self._recording.steps > WARM_UP and now() >= self._rest_until_s:
+            self._recording.learn_cost(shape.moving[0] - profile.step_s, shape.moving[1], profile.step_s)
+            self._make_plan(shape, self._recording.on_links(profile), observed)
+        elif (
+            self._recording.steps > WARM_UP
+            and now() >= self._rest_until_s
+            and self._budgets.all_is_there(shape, self._count)
+        ):
             shape.tries_keeping = self._can_try_keeping(profile)
             shape.moving = observed.step_s - observed.wait_s, moved_bytes
-            if not shape.tries_keeping:
+            if not shape.tries_keeping and not self._chooses_regions(shape, profile):
                 self._make_plan(shape, profile, observed)
+
+    def _can_try_keeping(self, profile: Profile) -> bool:
+        """Whether a step moves nothing first: only that shows what moving costs, and only ``max_slowdown`` asks."""
+        config = self._shared.config
+        if config.max_slowdown is None or config.is_limited or profile.device != "cpu" or profile.regions:
+            return False
+        return available_bytes() >= ROOM_TO_KEEP * profile.baseline_peak_bytes
+
+    def _chooses_regions(self, shape: Shape, profile: Profile) -> bool:
+        """Whether regions should run once that ran again in the step that was recorded; the next one shows it."""
+        if shape.once or not profile.regions:
+            return False
+        shape.base = profile
+        if self._agreed is not None:
+            return False
+        try:
+            found = self._search(self.planner.propose, profile)
+        except BudgetError:
+            return False  # not even as they are: the plan says by how much
+        once = shape.latest(found.once)
+        if once:
+            self._run_once(shape, once)
+        return bool(once)
 
     def _refuse_if_too_low(self, profile: Profile, observed: Observed) -> None:
         """Raise before another step passes a budget in bytes that the first one did not keep and no plan will.
@@ -252,12 +353,12 @@ class Autopilot:
         if profile.host is None and profile.disk is None:
             return
         assert budget is not None, "it was passed"
-        if Bench(profile, self.limits).floor()[0] > budget:
-            raise BudgetError(budget, self._least(profile)[0])
+        least, _ = self._least(profile, budget)
+        if least > budget:
+            raise BudgetError(budget, least)
 
-    def _least(self, profile: Profile) -> tuple[int, Plan | None]:
-        """Return the least budget that the planner keeps, and the plan; None where it keeps none but keep's peak."""
-        budget = Bench(profile, self.limits).floor()[0]
+    def _least(self, profile: Profile, budget: int) -> tuple[int, Plan | None]:
+        """Return the least budget from this one up that a plan keeps, and the plan; None where only keep's does."""
         for _ in range(LEAST_TRIES):
             try:
                 return budget, self.planner.plan(profile, replace(self.limits, device_budget=budget))
@@ -265,194 +366,227 @@ class Autopilot:
                 budget = max(budget, error.floor_bytes)
         return profile.baseline_peak_bytes, None
 
-    def _can_try_keeping(self, profile: Profile) -> bool:
-        """Whether a step moves nothing first: only that shows what moving costs, and only ``max_slowdown`` asks."""
-        config = self._shared.config
-        if config.max_slowdown is None or config.device_budget is not None or profile.device != "cpu":
-            return False
-        return available_bytes() >= ROOM_TO_KEEP * profile.baseline_peak_bytes
-
-    def _review(self, shape: Shape, observed: Observed) -> None:
-        """Compare steps that ran under the plan with it; correct the plan where enough of them say so."""
-        assert shape.plan is not None, "there is a plan to look at"
-        assert shape.model is not None, "a plan was made from a profile"
-        mismatched_bytes = self._following.placement.mismatched_bytes
-        if mismatched_bytes > SHAPES_CHANGED * max(1, shape.model.profile.saved_bytes):
-            if self._agreed:
-                self._stale = True
-                return
-            self._start_over(shape, "the forward saved other sizes than the plan was made for")
-            return
-        self._misled = 0
-        seen = shape.steps.add(observed, self._recording)
-        if seen is None:
-            return
-        self._changes = 0
-        reason = shape.model.learn(shape.plan, seen)
-        self._measured(shape, "times", *(f"{link} {way}" for link, way in seen.rates))
-        if reason and not self._agreed and now() >= self._rest_until_s:
-            self._correct(shape, shape.model, shape.plan, reason)
-
     # -- plans --------------------------------------------------------------------------------------------------------
 
     def _make_plan(self, shape: Shape, profile: Profile, observed: Observed) -> None:
-        """Make the first plan for what was recorded.
+        """Make the first plan for what was recorded, with fewer regions that run once where none keeps the budget.
 
         Raises:
             BudgetError: no plan keeps a budget in bytes, nor did the last step; where it is a share the least is taken.
         """
         budget = self.limits.device_budget
         try:
-            plan = self._search(profile)
+            plan = self._search(self._plan_that_fits, profile)
         except BudgetError as error:
-            if not _passed(observed, budget):
+            if self._runs_fewer(shape):
+                return
+            number = bool(self._budgets.device_bytes)
+            if not number and not _passed(observed, budget):
                 self.history.append(f"no plan: {error}")  # but the last step did keep it: go on as it was
                 shape.hopeless = True
                 return
-            least, found = self._least(profile)
-            if self._shared.config.device_share is None:
-                assert budget is not None, "it was passed"
+            assert budget is not None, "no plan keeps it"
+            least, found = self._least(profile, budget)
+            if self._shared.config.device_budget is not None and self._shared.config.device_share is None:
                 raise BudgetError(budget, least) from error
-            self._take_floor(least)
+            if not number or self._budgets.passed_bytes:
+                self._take_floor(least)
             if found is None:
                 self.history.append(f"no plan: {error}")
                 shape.hopeless = True
                 return
             plan = found
-        shape.model = StepModel(profile, self.limits)
-        shape.measured_at.clear()
-        links = [name for name, link in (("host", profile.host), ("disk", profile.disk)) if link is not None]
-        ways = (f"{name} {way}" for name in links for way in ("write", "read"))
-        self._measured(shape, "saved tensors", "times", *ways)
-        self._follow(shape, plan, "first plan")
+        self._follow(shape, plan, profile, "first plan")
 
     def _take_floor(self, least: int) -> None:
-        """Follow the least budget that a plan keeps in place of a share that is less, and say so once."""
-        shared = self._shared
-        share = format_size(shared.budget.limit_bytes or 0)
+        """Follow the least budget that a plan keeps in place of a share or number that is less, and say so once."""
+        shared, config = self._shared, self._shared.config
+        name, left = ("device_budget", "") if config.device_memory is None else ("device_memory", " for saved tensors")
+        share = format_size(self.limits.device_budget or 0)
         told = (
-            f"device_budget={shared.config.device_budget!r} is {share}, less than a step needs: {format_size(least)} "
+            f"{name}={getattr(config, name)!r} is {share}{left}, less than a step needs: {format_size(least)} "
             f"({least} bytes) holds from now on; to lower it, make the batch or what a block saves smaller"
         )
-        shared.budget.floor_bytes = shared.budget.limit_bytes = least
+        if config.device_memory is None:
+            shared.budget.floor_bytes = shared.budget.limit_bytes = least
         if "budget" in shared.reporter.advice:
             shared.reporter.advice["budget"] = told  # another shape needs more: the report has the figure that holds
         shared.reporter.advise("budget", told)
 
-    def _correct(self, shape: Shape, model: StepModel, old: Plan, reason: str) -> None:
-        """Follow another plan if one is better now; else know the old one better."""
-        try:
-            plan = self._search(model.profile)
-        except BudgetError:
-            plan = old  # that keeps the budget, as far as anything does
-        model.planned()
-        if plan is not old and model.gains(plan, old):
-            self._follow(shape, plan, reason)
-        else:
-            known = model.predict(old)
-            shape.plan = replace(old, predicted_step_s=known.step_s, predicted_peak_bytes=known.peak_bytes)
+    def _runs_fewer(self, shape: Shape) -> bool:
+        """Whether fewer regions run once from the next step on, as no plan for so many keeps the budget."""
+        if not shape.once or self._agreed is not None:
+            return False
+        shape.fewer()
+        self._run_once(shape, shape.latest(shape.once))
+        return True
 
-    def _search(self, profile: Profile) -> Plan:
+    def _search(self, find: Callable[..., T], profile: Profile) -> T:
         began_s = now()
         try:
-            return expected(self._plan_that_fits, profile)
+            return expected(find, profile, self.limits)
         finally:
             self._rest_until_s = now() + (now() - began_s) / PLANNING_SHARE
 
-    def _plan_that_fits(self, profile: Profile) -> Plan:
+    def _plan_that_fits(self, profile: Profile, limits: Limits) -> Plan:
         """Plan; where a plan without a budget exceeds the device's memory, what there is becomes the budget."""
-        budget = self._shared.budget
+        shape = self._recorded_shape
+        room = self._budgets.room_bytes if limits.device_budget is None else None
         try:
-            plan = self.planner.plan(profile, self.limits)
-        except BudgetError:
-            if self._shared.config.device_budget is not None:
+            plan = self.planner.plan(profile, limits)
+            if room is None or (plan.predicted_peak_bytes or 0) <= room:
+                return plan
+            shape.at_most(room)
+            return self.planner.plan(profile, self.limits)
+        except BudgetError as error:
+            if room is None:
                 raise
-            budget.limit_bytes, found = self._least(profile)  # the next step shows whether the device has that
+            least, found = self._least(profile, error.floor_bytes)
+            shape.most_bytes = least  # the next step shows whether the device has that
             return found or self.planner.plan(profile, self.limits)
-        room = self._room_bytes() if budget.limit_bytes is None and self._shared.config.device_budget is None else None
-        if room is None or (plan.predicted_peak_bytes or 0) <= room:
-            return plan
-        budget.limit_bytes = room
-        return self._plan_that_fits(profile)
 
-    def _room_bytes(self) -> int | None:
-        """Saved bytes for which the device has room beside everything else; None where nothing counts its memory.
-
-        Nothing that was saved is alive now. A step needs more than it saves: gradients and temporaries, which are as
-        large as the allocator's peak was beside the saved bytes in the step that was recorded.
-        """
-        usable = self._tiers.usable_bytes()
-        return None if usable is None else max(0, int((1 - MEMORY_MARGIN) * usable) - self._run.other_bytes)
-
-    def _follow(self, shape: Shape, plan: Plan, reason: str) -> None:
-        several = len(self._shapes) > 1 and not self._agreed
-        self.history.append(f"{reason} (inputs {shape})" if several else reason)
-        shape.steps = StepsUnderPlan(REVIEW_STEPS if shape.plan is None else AFTER_A_CHANGE)
-        shape.plan = plan
+    def _run_once(self, shape: Shape, once: frozenset[int], reason: str = "") -> None:
+        """Run these regions once from the next step on, which is recorded. Until there is a plan, all may move."""
+        if reason:
+            self.history.append(reason)
+        if self._agreed is None:  # else all ranks decide that together
+            shape.once = once
+        shape.plan, shape.due = None, ""
+        shape.steps = StepsUnderPlan()
         self._shared.accounts.begin_plan()
+        self._profiler.forget()
+        if shape is self._shape:
+            self._following.follow(None, shape.once)
+
+    def _follow(self, shape: Shape, plan: Plan, profile: Profile, reason: str) -> None:
+        several = len(self._shapes) > 1
+        self.history.append(f"{reason} (inputs {shape})" if several else reason)
+        shape.steps = StepsUnderPlan(REVIEW_STEPS if shape.profile is None else AFTER_A_CHANGE)
+        shape.plan = replace(plan, once=tuple(sorted(shape.once)), regions=shape.regions)
+        shape.profile, shape.due = profile, ""
+        shape.recorded_at = self._count
+        self._shared.accounts.begin_plan()
+        if shape.regions and not self._said:
+            self._unsaid, self._said = f"actoffload: {shape.in_words(self._budgets.device_bytes)}", True
         if shape is self._shape:
             self._profiler.forget()
-            self._following.follow(plan)
+            self._following.follow(shape.plan, shape.once)
+
+    # -- steps under a plan -------------------------------------------------------------------------------------------
+
+    def _review(self, shape: Shape, observed: Observed) -> None:
+        """Compare the last steps with the plan; have another one recorded where they are not as it says."""
+        assert shape.plan is not None, "there is a plan to look at"
+        assert shape.profile is not None, "a plan was made from a profile"
+        seen = shape.steps.add(observed)
+        if seen is None or shape.due:
+            return
+        late_s = seen.step_s - (shape.plan.predicted_step_s or seen.step_s)
+        self._recording.learn_idle(shape.plan, seen)
+        self._recording.look_at_links(waited=min(late_s, seen.wait_s) > WAIT_SHARE * seen.step_s)
+        reason = surprise(shape.plan, seen, shape.profile, self._recording.on_links(shape.profile), self._idle_share)
+        if not reason:
+            self._changes = 0
+        elif now() >= self._rest_until_s and self._count >= self._record_from:
+            shape.due = reason
+            self._rest()
+
+    def _correct(self, shape: Shape, recorded: Profile, observed: Observed, moved_bytes: int) -> None:
+        """Follow another plan if one is better now; else know the old one better."""
+        assert shape.plan is not None, "it is corrected"
+        assert shape.profile is not None, "it was made from a profile"
+        old, before, reason, seen = shape.plan, shape.profile, shape.due, shape.steps.seen or observed
+        shape.due = ""
+        if self.limits.device_budget is None and recorded.step_s > (1 - STEP_CHANGE) * before.step_s:
+            # What moving costs looks like compute, and would make room for more of itself without end.
+            if self._shared.config.max_slowdown is not None and recorded.device == "cpu":
+                self._recording.learn_cost(recorded.step_s - before.step_s, moved_bytes, before.step_s)
+            recorded = before
+        profile = self._recording.on_links(recorded)
+        known = simulate(profile, old, self.limits, detail=False)
+        if shape.base is not None and self._has_better_regions(shape, known.step_s, recorded, before):
+            return
+        try:
+            plan = self._search(self._plan_that_fits, profile)
+        except BudgetError:
+            if self._runs_fewer(shape):
+                return
+            plan = old  # that keeps the budget, as far as anything does
+        if plan is not old and self._gains(profile, plan, old):
+            self._follow(shape, plan, profile, reason)
+            return
+        shape.profile = profile
+        shape.plan = replace(old, predicted_step_s=seen.step_s, predicted_peak_bytes=seen.peak_bytes)
+
+    def _has_better_regions(self, shape: Shape, known_s: float, recorded: Profile, before: Profile) -> bool:
+        """Whether other regions should run once as the machine is now; the next step then shows it."""
+        assert shape.base is not None, "regions were chosen from it"
+        if self._agreed is not None:
+            return False
+        if abs(recorded.step_s - before.step_s) > STEP_CHANGE * before.step_s:
+            self._run_once(shape, frozenset())  # the base is of another machine
+            return True
+        try:
+            found = self._search(self.planner.propose, self._recording.on_links(shape.base))
+        except BudgetError:
+            return False
+        better = shape.latest(found.once) != shape.once and found.step_s < (1 - PLAN_GAIN) * known_s
+        if better:
+            self._run_once(shape, shape.latest(found.once))
+        return better
+
+    def _gains(self, profile: Profile, new: Plan, old: Plan) -> bool:
+        """Whether a plan that was made just now is better than the one that is followed by enough to change."""
+        limits = self.limits
+        before, after = (simulate(profile, plan, limits, detail=False) for plan in (old, new))
+        if before.peak_bytes > (limits.device_budget or float("inf")) or before.step_s > self._longest_s(profile):
+            return True  # the old one breaks a limit
+        if limits.device_budget is not None:
+            return after.step_s < (1 - PLAN_GAIN) * before.step_s
+        return after.peak_bytes < (1 - PLAN_GAIN) * before.peak_bytes
+
+    @property
+    def _idle_share(self) -> float:
+        """How much longer than one that keeps all a step may be, as a share."""
+        limits = self.limits
+        if limits.max_slowdown is not None:
+            return limits.max_slowdown
+        return NO_LOSS if limits.device_budget is None else float("inf")
+
+    def _longest_s(self, profile: Profile) -> float:
+        return (1 + self._idle_share) * profile.step_s
 
     def _rest(self) -> None:
         """Record again: the next step at first, then after more and more steps."""
         self._changes += 1
         self._record_from = self._count + min(MOST_REST, 2**self._changes) - 2
 
-    def _start_over(self, shape: Shape, reason: str) -> None:
-        """Record anew; until there is a plan again, what moves is decided as before the first one."""
-        self.history.append(reason)
-        self._rest()
-        shape.plan = shape.model = None
-        shape.steps = StepsUnderPlan()
-        self._shared.accounts.begin_plan()
-        self._profiler.forget()
-        self._following.follow(None)
-
-    def _measured(self, shape: Shape, *names: str) -> None:
-        """These parts of the profile were measured in the step that has just ended."""
-        shape.measured_at.update(dict.fromkeys(names, self._count))
-
     # -- for all ranks ------------------------------------------------------------------------------------------------
 
-    def compute_s(self) -> float | None:
-        """How long a step of this rank computes, waits for slower ranks included; None without a plan."""
-        shape = self._shapes.latest()
-        if shape is None or shape.profile is None or self._gave_up or self._stale:
-            return None
-        return shape.profile.step_s
-
-    def proposal(self, compute_s: float) -> Proposal:
-        """The plan that this rank would follow if all ranks did, recomputed blocks included.
-
-        ``compute_s``: how long a step computes on the rank that waits the least for others.
-        """
-        shape = self._shapes.latest()
-        if shape is None or shape.profile is None or self.compute_s() is None:
-            return Proposal()
-        profile = rescaled(shape.profile, compute_s / shape.profile.step_s)
+    def brings(self) -> Brought:
+        """What this rank brings to `agree`: the regions that it would run once, and what they were chosen for."""
+        shape = self._shapes.latest() or self._shape
+        base = shape.base
+        if self._gave_up or base is None or shape.plan is None:
+            return Brought()
+        fits = tuple(s.nbytes for s in base.storages), tuple((r.place, r.name) for r in base.regions)
         try:
-            limits = self.limits
-            plan = self.planner.plan(profile, limits)
-            text = plan.to_json()
-        except Exception:  # as without: this rank goes on, and the others must not wait for it
-            return Proposal()
-        sizes = tuple(storage.nbytes for storage in profile.storages)
-        fits = (sizes, limits.device_budget, limits.max_slowdown, limits.tiers, limits.recompute)
-        return Proposal(plan=text, fits=fits, step_s=plan.predicted_step_s or profile.step_s)
+            found = self.planner.propose(self._recording.on_links(base), replace(self.limits, agreed=True))
+        except BudgetError:
+            return Brought(once=(), fits=fits)
+        return Brought(once=tuple(sorted(shape.latest(found.once))), fits=fits)
 
-    def agreed(self, plan: Plan | None, told: str) -> None:
-        """Follow a plan that all ranks follow, and stay with it; None: they do not agree, or not any more."""
+    def agreed(self, once: frozenset[int] | None, told: str) -> None:
+        """Run these regions once, as all ranks do, until the next call; None: they do not agree, or not any more."""
         with self._shared.lock:
-            if plan is not None:
-                shape = self._shapes.latest()
-                assert shape is not None, "only ranks with a plan agree"
-                self._agreed, self._shape = True, shape
-                self._follow(shape, plan, told)
-            elif self._agreed:  # on every rank, as all know what all have proposed
-                self._agreed = self._stale = False
-                self._start_over(self._shape, "the ranks agree no more")
-        if plan is None and told:
+            before, self._agreed = self._agreed, None  # or nothing would change
+            for shape in self._shapes if once != before else ():
+                self._run_once(
+                    shape, once or frozenset(), "the ranks have agreed" if once else "the ranks agree no more"
+                )
+            self._agreed = once
+            self._following.follow(self._shape.plan, self._shape.once)
+        if told:
             self._shared.reporter.advise("agree", told)
             self._shared.reporter.warn()
 
@@ -461,11 +595,9 @@ class Autopilot:
     def explain(self) -> str:
         """The plan that is followed, by block, with what was predicted beside what was seen; and why it was made."""
         lines = [f"plan {number}: {reason}" for number, reason in enumerate(self.history, start=1)]
-        shape = self._shape if self._shape.lender is None else self._shape.lender
+        shape = self._shape
         if len(self._shapes) > 1:
             lines[:0] = [f"inputs {other.summary()}" for other in self._shapes if other is not shape]
-        if shape is not self._shape:
-            lines.insert(0, f"inputs {self._shape} have no plan of their own: they follow this one, for {shape}")
         if shape.plan is None or shape.profile is None:
             first = f"no plan yet: it is made from what the first {WARM_UP + 1} steps show"
             if not self._count and self._shared.accounts.optimizer_steps > WARM_UP + 1:
@@ -473,64 +605,17 @@ class Autopilot:
                 first += "as a loss that somebody keeps: keep loss.detach() or loss.item() instead"
             elif len(self._shapes) > 1:
                 first = f"no plan yet for inputs {shape}: it is made from what a step shows"
-        else:
-            first = f"{render_plan(shape.profile, shape.plan, self.limits, seen=shape.steps.seen)}\n{self._ages(shape)}"
-        return "\n".join([first, *lines])
-
-    def _ages(self, shape: Shape) -> str:
-        """How long ago each part of the profile was measured."""
-        by_age: dict[int, list[str]] = {}
-        for name, step in shape.measured_at.items():
-            by_age.setdefault(self._count - step + 1, []).append(name)
-        parts = (f"{', '.join(names)} {age} step{'s' * (age != 1)} ago" for age, names in sorted(by_age.items()))
-        probe = f"; one storage in {REVIEW_STEPS} steps moves only to be measured" if self._probe is not None else ""
-        return f"measured: {'; '.join(parts)}{probe}"
-
-    # -- options ------------------------------------------------------------------------------------------------------
-
-    @property
-    def limits(self) -> Limits:
-        """What a plan has to respect."""
-        config = self._shared.config
-        tiers = {"host": ("host",), "nvme": ("nvme",)}.get(config.target, ("host", "nvme"))
-        if self._tiers.spool is None:
-            tiers = ("host",)
-        return Limits(
-            device_budget=self._shared.budget.limit_bytes,
-            host_budget=sum(pool.capacity_bytes for pool in self._tiers.pools) or None,
-            nvme_budget=None if config.nvme_budget is None else config.size("nvme_budget", 0),
-            pending_bytes=None if config.pending_bytes is None else config.size("pending_bytes", 0),
-            max_slowdown=config.max_slowdown,
-            tiers=tiers,
+            return "\n".join([first, *lines])
+        ago = self._count - shape.recorded_at + 1
+        age = f"measured: in the step recorded {ago} step{'s' * (ago != 1)} ago"
+        if self._probe is not None:
+            age += f"; one storage in {REVIEW_STEPS} steps moves only to be measured"
+        regions = [shape.in_words(self._budgets.device_bytes)] if shape.regions else []
+        return "\n".join(
+            [render_plan(shape.profile, shape.plan, self.limits, seen=shape.steps.seen), *regions, age, *lines]
         )
 
 
 def _passed(observed: Observed, budget: int | None) -> bool:
     """Whether a step had more on the device than a budget allows."""
     return budget is not None and (observed.peak_bytes or 0) > budget
-
-
-def agree(pilot: Autopilot | None, group: Any, problem: str) -> bool:
-    """`Offloader.agree`: every rank takes part in the collective, also one that can agree on nothing now.
-
-    Args:
-        pilot: this rank's, if it plans.
-        group: the ranks; None for all.
-        problem: why this rank can agree on nothing now, or "".
-
-    Raises:
-        StateError: a rank has a problem, or does not plan; on all of them.
-    """
-    if not several_ranks(group):
-        return pilot is not None and pilot.plan is not None
-    if pilot is None:
-        problem = problem or "its policy is not 'auto'"
-    compute_s = pilot.compute_s() if pilot is not None and not problem else None
-    known = [each for each in exchange(compute_s, group) if each is not None]
-    mine = Proposal(problem=problem)
-    if compute_s is not None and pilot is not None:
-        mine = pilot.proposal(min(known))  # all compute the same, and what is more is waiting for others
-    plan, told = choose(exchange(mine, group))
-    assert pilot is not None, "a rank without a planner has a problem, which raises on all ranks"
-    pilot.agreed(plan, told)
-    return plan is not None

@@ -25,10 +25,10 @@ from ..planning.constants import (
     WORTH_SAYING,
 )
 from ..planning.explain import budget_rows, format_time
+from ..planning.observed import Observed
 from ..planning.plan import Plan
-from ..planning.planners.base import Limits, Planner
-from ..planning.planners.feedback import Observed
 from ..planning.profile import Link, Profile
+from ..planning.search import Limits
 from ..policy import STATIC, KeepReason
 from ..sizes import format_size
 from ..statistics import Statistics
@@ -44,6 +44,10 @@ _WHEN_IT_STAYS = {
     "policy": "have the policy decide Decision.OFFLOAD for larger tensors",
     "fits the budget": "lower device_budget",
 }
+CHECKPOINT = (
+    "checkpoint the model's blocks, as recompute=True with model= does: those run again for which that takes less than "
+    "waiting"
+)
 _AS_ASKED = ("module excluded", "policy", "fits the budget")
 """Reasons that are told only where nothing moves."""
 _WHEN_DEGRADED = {
@@ -54,12 +58,11 @@ _WHEN_DEGRADED = {
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """What ``policy="auto"`` knows: what it planned from and how, the plan, and the steps that were seen under it."""
+    """What ``policy="auto"`` knows: what it planned from, the plan, and the steps that were seen under it."""
 
     profile: Profile
     plan: Plan
     limits: Limits
-    planner: Planner
     seen: Observed | None
     unit: str = "a step"
     """What was planned, as `Profile.unit` names it."""
@@ -157,17 +160,10 @@ def slow_link(f: Facts) -> Cause | None:
     remedies: list[str] = []
     if planned is not None and planned.limits.device_budget is not None:
         remedies += _another_budget(planned)
-        if not planned.profile.blocks or not config.recompute:
-            missing = [
-                text
-                for text, has in (("model=", planned.profile.blocks), ("recompute=True", config.recompute))
-                if not has
-            ]
-            remedies.append(f"pass {' and '.join(missing)}: blocks are recomputed where that is cheaper than waiting")
+        if not planned.profile.regions:
+            remedies.append(CHECKPOINT)
     elif config.policy != "auto" and config.device_budget is not None:
-        remedies.append(
-            "policy='auto' with model= and recompute=True recomputes blocks where that takes less than waiting"
-        )
+        remedies.append(f"policy='auto', and {CHECKPOINT}")
     elif config.policy != "auto":
         remedies.append("policy='auto' keeps what cannot be moved in time")
     elif config.device_budget is not None:
@@ -376,7 +372,7 @@ MEMORY = (
 
 
 def _another_budget(planned: Planned) -> list[str]:
-    """What a budget above the next block, or `MORE_BUDGET` times as large, is predicted to give."""
+    """What a budget `MORE_BUDGET` times as large is predicted to give."""
     budget = planned.limits.device_budget
     if budget is None:
         return []

@@ -11,7 +11,7 @@ from typing import Any
 from ..events import now
 from ..planning.constants import MOST_CAUSES
 from ..planning.explain import format_time
-from ..planning.planners.feedback import Observed
+from ..planning.observed import Observed
 from ..planning.profile import Link
 from ..runtime.store import ActivationStore
 from ..sizes import format_size
@@ -50,7 +50,7 @@ def planned_by(pilot: Autopilot | None, counts: Statistics) -> Planned | None:
         return None
     profile, plan = pilot.profile, pilot.plan
     unit = profile.unit(counts.microbatches, counts.optimizer_steps)
-    return Planned(profile=profile, plan=plan, limits=pilot.limits, planner=pilot.planner, seen=pilot.seen, unit=unit)
+    return Planned(profile=profile, plan=plan, limits=pilot.limits, seen=pilot.seen, unit=unit)
 
 
 def facts_of(store: ActivationStore, pilot: Autopilot | None, held_bytes: Mapping[str, int] | None = None) -> Facts:

@@ -23,14 +23,12 @@ class Following:
         self._largest_bytes = 0
         self._shared, self._tiers, self._prefetch = store.shared, store.tiers, store.prefetch
 
-    def follow(self, plan: Plan | None, *, borrowed: bool = False) -> None:
-        """Do as a plan says; None: as before the first plan.
-
-        Args:
-            plan: the plan.
-            borrowed: it was made for larger inputs, and is followed by place alone.
-        """
+    def follow(self, plan: Plan | None, once: frozenset[int] | None = None) -> None:
+        """Do as a plan says; None: as before the first one. ``once``: the regions that run once, else the plan's."""
         self.plan = plan
+        if once is None:
+            once = frozenset(() if plan is None else plan.once)
+        self._regions.follow(once)
         self._shared.largest_moved_bytes = 0  # what moved before there was this plan says nothing of what it moves
         budget = self._shared.budget
         self._largest_bytes = max(self._largest_bytes, budget.largest_bytes)
@@ -38,7 +36,7 @@ class Following:
             budget.largest_bytes = self._largest_bytes
         else:
             budget.largest_bytes = max((entry.nbytes for entry in plan.entries), default=0)
-        self.placement.follow(plan, borrowed=borrowed)
+        self.placement.follow(plan)
         self._shared.reporter.planned("no plan" if plan is None else plan.summary())
         if plan is None or plan.prefetch_bytes is None:
             self._prefetch.window.start_over()
@@ -46,4 +44,3 @@ class Following:
             self._prefetch.window.follow(plan.prefetch_bytes)
         for tier in self._tiers.by_device.values():
             tier.expect_pending(None if plan is None else plan.pending_bytes)
-        self._regions.follow(frozenset(() if plan is None else plan.once))

@@ -1,26 +1,42 @@
-"""What the steps show: profiles of recorded ones, and medians of those that ran under a plan."""
+"""What the steps show: profiles of recorded ones, how fast the links are, and medians of steps under a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
 from dataclasses import replace
 from statistics import median
 
-from ..errors import ConfigError
-from ..planning.constants import LOOK_AT_STEP, REVIEW_STEPS
-from ..planning.planners.feedback import Observed, Rate
+from ..planning.constants import (
+    LINK_CHANGE,
+    MAX_COST_SHARE,
+    PEAK_CHANGE,
+    REVIEW_STEPS,
+    STEP_CHANGE,
+)
+from ..planning.observed import Observed
+from ..planning.plan import Plan
 from ..planning.profile import Link, Profile
+from ..policy import Decision
 from ..runtime.store import ActivationStore
+from ..sizes import format_size
+
+LINKS = ("host", "disk")
+WAYS = ("write", "read")
 
 
 class Recording:
-    """Profiles of recorded steps, on the links as they are known by then."""
+    """Profiles of recorded steps, on the links as they are known by then.
+
+    Attributes:
+        steps: steps that were recorded.
+    """
 
     def __init__(self, store: ActivationStore) -> None:
         self.steps = 0
-        """Steps that were recorded."""
         self._profiler, self._tiers, self._prefetch = store.profiler, store.tiers, store.prefetch
-        self._known_rates: dict[tuple[str, str], float] = {}
+        self._rates: dict[tuple[str, str], float] = {}
+        self._cost_s_per_byte = self._cost_s_each = 0.0
+        """As `Link` has them: of the nearest link."""
 
     def profile(self) -> Profile | None:
         """The recorded step; None for a forward without a backward, or while the device has not come to its end."""
@@ -30,89 +46,112 @@ class Recording:
         if profile is None:
             return None
         self.steps += 1
-        self.rates()
-        window = self._prefetch.window.nbytes
-        return replace(profile, host=self._link("host"), disk=self._link("disk"), prefetch_bytes=window)
+        self.look_at_links()
+        return self.on_links(replace(profile, prefetch_bytes=self._prefetch.window.nbytes))
 
-    def _link(self, name: str) -> Link | None:
-        """A link as it is known by now; one way is as fast as the other until that is known."""
-        write, read = (self._known_rates.get((name, way)) for way in ("write", "read"))
-        known = write or read
-        return None if known is None else Link(write_bytes_per_s=write or known, read_bytes_per_s=read or known)
+    def look_at_links(self, *, waited: bool = False) -> None:
+        """Know how fast the links were since the last look.
 
-    def rates(self) -> dict[tuple[str, str], Rate]:
-        """How fast the links were that were used since the last call, by link and way."""
-        found = {key: Rate(bytes_per_s=rate, full=full) for key, (rate, full) in self._tiers.rates().items()}
-        self._known_rates.update({key: rate.bytes_per_s for key, rate in found.items()})
-        return found
+        A link that was not full is at least as fast as it was. Only where a step ``waited`` for longer than predicted
+        it is taken to be no faster.
+        """
+        for key, (rate, full) in self._tiers.rates().items():
+            if full or waited or rate > self._rates.get(key, 0.0):
+                self._rates[key] = rate
 
-    def block_times(self) -> dict[str, float] | None:
-        """Forward and backward of each block in seconds; None when another step, or a later call, has to tell."""
-        if not self._profiler.useful:
-            self._profiler.forget()  # a forward without a backward: another step shows it
-            return None
-        times: dict[str, float] = {}
-        try:
-            profile = self._profiler.profile()
-        except ConfigError:  # a step that was interrupted; a plan does not end because its blocks could not be timed
-            self._profiler.forget()
-            return times
-        if profile is None:
-            return None  # the device has not come to the end of that step
-        for block in profile.blocks:
-            times[block.name] = times.get(block.name, 0.0) + block.forward_s + block.backward_s
-        return times
+    def on_links(self, profile: Profile) -> Profile:
+        """A step on the links as they are now; one way is as fast as the other until that is known."""
+        for name in LINKS:
+            write, read = (self._rates.get((name, way)) for way in WAYS)
+            known, old = write or read, getattr(profile, name)
+            if known is not None:
+                link = replace(
+                    old or Link(write_bytes_per_s=1, read_bytes_per_s=1),
+                    write_bytes_per_s=write or known,
+                    read_bytes_per_s=read or known,
+                )
+                profile = profile.with_links(**{name: link})
+        nearest = "host" if profile.host is not None else "disk"
+        link = getattr(profile, nearest)
+        if link is not None:
+            link = replace(link, cost_s_per_byte=self._cost_s_per_byte, cost_s_each=self._cost_s_each)
+            profile = profile.with_links(**{nearest: link})
+        return profile
+
+    def learn_cost(self, late_s: float, moved_bytes: int, step_s: float) -> None:
+        """Know what moving costs a CPU: a step that moved bytes was longer by so much than one that moved none."""
+        if moved_bytes:
+            self._cost_s_per_byte = min(max(0.0, late_s), MAX_COST_SHARE * step_s) / moved_bytes
+
+    def learn_idle(self, plan: Plan, seen: Observed) -> None:
+        """Know what moving costs a device: it idles while hooks, as long for small storages, keep the host busy."""
+        moves = 2 * sum(entry.action == Decision.OFFLOAD.value for entry in plan.entries)
+        if seen.hooks_s and moves:
+            self._cost_s_each = seen.idle_s / moves
 
 
 class StepsUnderPlan:
-    """The steps under one plan: their medians, and once how long each block takes.
+    """The last steps under one plan.
 
     Args:
-        count: how many steps are looked at the first time.
+        count: after so many steps they are looked at for the first time.
 
     Attributes:
-        seen: the median of the last steps that were looked at.
+        seen: their median; None before there are enough.
+        count: how many there were.
     """
 
     def __init__(self, count: int = REVIEW_STEPS) -> None:
         self.seen: Observed | None = None
-        self._count = count
-        self._blocks: tuple[tuple[str, float], ...] = ()
-        self._steps: list[Observed] = []
+        self.count = 0
+        self._least = count
+        self._steps: deque[Observed] = deque(maxlen=REVIEW_STEPS)
 
     @property
-    def blocks_are_due(self) -> bool:
-        """Whether the next step shows how long each block takes under the plan: once for each plan, when it is used."""
-        return not self._blocks and len(self._steps) == LOOK_AT_STEP
+    def measures(self) -> bool:
+        """Whether the next step shows what is not looked at in every step: an unused link, and the hooks' time."""
+        return self.count % REVIEW_STEPS == 0
 
-    @property
-    def review_begins(self) -> bool:
-        """Whether the next step is the first of those that the next review looks at."""
-        return not self._steps
-
-    def look_at_blocks(self, times: dict[str, float]) -> None:
-        """Know how long each block took, in seconds."""
-        self._blocks = tuple(times.items()) or (("", 0.0),)
-        if self.seen is not None:
-            self.seen = replace(self.seen, blocks=self._blocks)
-
-    def add(self, observed: Observed, recording: Recording) -> Observed | None:
-        """Add a step; once there are enough, their median, which is `seen` from then on."""
+    def add(self, observed: Observed) -> Observed | None:
+        """Add a step; once there are enough, return the median of the last ones."""
+        self.count += 1
         self._steps.append(observed)
-        if len(self._steps) < self._count:
+        if self.count < self._least:
             return None
-        self._count = REVIEW_STEPS
-        self.seen = replace(_median(self._steps), blocks=self._blocks, rates=recording.rates())
-        self._steps.clear()
+        steps = self._steps
+        self.seen = Observed(
+            step_s=median(o.step_s for o in steps),
+            forward_wait_s=median(o.forward_wait_s for o in steps),
+            backward_wait_s=median(o.backward_wait_s for o in steps),
+            peak_bytes=int(median(o.peak_bytes or 0 for o in steps)),
+            hooks_s=sum(o.hooks_s for o in steps),  # one of them was watched
+            idle_s=sum(o.idle_s for o in steps),
+        )
         return self.seen
 
 
-def _median(observed: Sequence[Observed]) -> Observed:
-    return Observed(
-        step_s=median(o.step_s for o in observed),
-        forward_wait_s=median(o.forward_wait_s for o in observed),
-        backward_wait_s=median(o.backward_wait_s for o in observed),
-        peak_bytes=max(o.peak_bytes or 0 for o in observed),
-        hooks_s=sum(o.hooks_s for o in observed),  # one of them was watched
-        idle_s=sum(o.idle_s for o in observed),
-    )
+def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, idle_share: float) -> str:
+    """Say what is not as a plan has it, or nothing.
+
+    Args:
+        plan: what the steps ran under.
+        seen: the steps.
+        before: what the plan was made from; ``after``: the same step on the links as they are now.
+        idle_share: how much of a step a device may idle for hooks.
+    """
+    if seen.idle_s > idle_share * seen.step_s:
+        return f"the device idled for {seen.idle_s:.3g} of {seen.step_s:.3g} s while hooks kept the host busy"
+    for name in LINKS:
+        old, new = getattr(before, name), getattr(after, name)
+        if old is None and new is not None:
+            return f"{name} bandwidth was measured for the first time, {new.write_bytes_per_s / 1e9:.3g} GB/s"
+        for way in WAYS if old is not None else ():
+            was, now = (getattr(link, f"{way}_bytes_per_s") for link in (old, new))
+            if abs(now / was - 1) > LINK_CHANGE:
+                return f"{name} {way} bandwidth went from {was / 1e9:.3g} to {now / 1e9:.3g} GB/s"
+    predicted_s, predicted_bytes = plan.predicted_step_s, plan.predicted_peak_bytes
+    if predicted_s and abs(seen.step_s - predicted_s) > STEP_CHANGE * predicted_s:
+        return f"the step takes {seen.step_s:.3g} s, not {predicted_s:.3g} s"
+    if predicted_bytes and abs((seen.peak_bytes or 0) - predicted_bytes) > PEAK_CHANGE * predicted_bytes:
+        return f"the peak is {format_size(seen.peak_bytes or 0)}, not {format_size(predicted_bytes)}"
+    return ""

@@ -1,4 +1,4 @@
-"""Steps of different shapes, as buckets of lengths make them: a plan for each, and the few that are known at a time."""
+"""Steps of different shapes, as buckets of lengths make them: a plan for each of the last few."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from ..planning.constants import MOST_SHAPES, UNUSED_STEPS
+from ..planning.constants import MOST_SHAPES
 from ..planning.explain import format_time
 from ..planning.plan import Plan
-from ..planning.planners.feedback import StepModel
 from ..planning.profile import Profile
 from ..runtime.decision import InputShapes
 from ..sizes import format_size
@@ -21,42 +20,74 @@ class Shape:
 
     Attributes:
         key: the shape.
-        lender: the shape whose plan these steps follow, as there is no room for another one; None: they have their own.
-        plan: that plan; None before there is one.
-        model: the step that the plan was made from, as later steps have corrected it.
+        base: a recorded step in which every checkpointed region ran again; None before there is one.
+        once: the regions that run once, by their places.
+        profile: the recorded step that the plan was made from.
+        plan: what these steps follow; None before there is a plan.
         steps: what the steps under the plan were like.
+        due: the next step is recorded, although there is a plan: why.
         tries_keeping: the next step moves nothing, to show what moving costs.
         moving: seconds that a step which moved all computed, and the bytes that it moved both ways.
         hopeless: no plan was found, and none is looked for.
-        measured_at: in which step each part of the profile was measured last.
-        last: the last of these steps, by its number.
+        most_bytes: what these steps may save at most, beside what the options say; None where nothing bounds it.
+        other_bytes: what else the device had at most in a recorded step; None before there is one.
+        began_bytes: what it had as that step began; ``settled``: optimizer states were there by then.
+        recorded_at: the step that the plan was made from, by its number.
+        most_once: how many regions may run once, after a plan for more of them kept no budget; None for all.
     """
 
-    def __init__(self, key: InputShapes, lender: Shape | None = None) -> None:
+    def __init__(self, key: InputShapes) -> None:
         self.key = key
-        self.lender = lender
+        self.base: Profile | None = None
+        self.once: frozenset[int] = frozenset()
+        self.profile: Profile | None = None
         self.plan: Plan | None = None
-        self.model: StepModel | None = None
         self.steps = StepsUnderPlan()
+        self.due = ""
         self.tries_keeping = self.hopeless = False
         self.moving = 0.0, 0
-        self.measured_at: dict[str, int] = {}
-        self.last = 0
-
-    @property
-    def profile(self) -> Profile | None:
-        """The step that the plan was made from."""
-        return None if self.model is None else self.model.profile
-
-    @property
-    def followed(self) -> Plan | None:
-        """The plan that these steps follow."""
-        return self.plan if self.lender is None else self.lender.plan
+        self.most_bytes: int | None = None
+        self.other_bytes: int | None = None
+        self.began_bytes = 0
+        self.settled = False
+        self.recorded_at = 0
+        self.most_once: int | None = None
 
     @property
     def elements(self) -> int:
         """How many numbers the inputs have."""
         return sum(map(math.prod, self.key))
+
+    @property
+    def regions(self) -> int:
+        """How many checkpointed regions a forward has, as far as a recorded step has shown."""
+        return 0 if self.base is None else len({region.place for region in self.base.regions})
+
+    def at_most(self, nbytes: float) -> None:
+        """Bound what these steps may save."""
+        self.most_bytes = max(0, int(nbytes if self.most_bytes is None else min(nbytes, self.most_bytes)))
+
+    def fewer(self) -> None:
+        """Let half as many regions run once from now on."""
+        self.most_once = len(self.once) // 2
+
+    def latest(self, once: frozenset[int]) -> frozenset[int]:
+        """As many of these regions as may run once: the last of a forward, whose tensors live the shortest."""
+        most = len(once) if self.most_once is None else self.most_once
+        return frozenset(sorted(once)[max(0, len(once) - most) :])
+
+    def in_words(self, device_bytes: int) -> str:
+        """The regions, and what is predicted against the step in which all run again; ``device_bytes``: the number."""
+        assert self.plan is not None, "there is a plan to tell of"
+        assert self.base is not None, "it has regions"
+        told = f"{self.regions} checkpointed regions: {len(self.once)} no longer run again"
+        step_s, peak = self.plan.predicted_step_s, self.plan.predicted_peak_bytes or 0
+        if step_s and self.base.step_s:
+            told += f", predicted {step_s / self.base.step_s:.2f} x the step"
+        if device_bytes:
+            return f"{told}, peak {format_size(peak + (self.other_bytes or 0))} of {format_size(device_bytes)}"
+        own = format_size(self.base.baseline_peak_bytes)
+        return f"{told}, peak of saved tensors {format_size(peak)} of {own} that the program's own checkpoints hold"
 
     def __str__(self) -> str:
         return ", ".join("×".join(map(str, shape)) for shape in self.key)
@@ -66,8 +97,8 @@ class Shape:
         if self.plan is None:
             return f"{self}: no plan yet"
         parts = [f"{self}: {format_size(self.plan.offloaded_bytes)} leave, {format_size(self.plan.kept_bytes)} stay"]
-        if self.plan.recompute:
-            parts.append(f"{len(self.plan.recompute)} recomputed")
+        if self.regions:
+            parts.append(f"{len(self.once)} of {self.regions} checkpointed regions run once")
         if self.plan.predicted_step_s is not None:
             parts.append(f"a step is predicted to take {format_time(self.plan.predicted_step_s)}")
         if self.steps.seen is not None:
@@ -87,20 +118,12 @@ class Shapes:
     def __len__(self) -> int:
         return len(self._known)
 
-    def use(self, key: InputShapes, step: int) -> Shape:
-        """The shape of the step that begins; a new one follows the nearest larger one's plan where there is no room."""
-        shape = self._known.get(key)
-        if shape is None:
-            shape = Shape(key)
-            if len(self._known) >= MOST_SHAPES:
-                oldest = next(iter(self))
-                larger = [other for other in self if other.plan is not None and other.elements >= shape.elements]
-                if larger and step - oldest.last < UNUSED_STEPS:
-                    return Shape(key, lender=min(larger, key=lambda other: other.elements))
-                del self._known[oldest.key]
-            self._known[key] = shape
+    def use(self, key: InputShapes) -> Shape:
+        """The shape of the step that begins; a new one takes the place of the one that was longest unused."""
+        shape = self._known.setdefault(key, Shape(key))
         self._known.move_to_end(key)
-        shape.last = step
+        if len(self._known) > MOST_SHAPES:
+            self._known.popitem(last=False)
         return shape
 
     def latest(self) -> Shape | None:

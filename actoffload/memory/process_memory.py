@@ -54,6 +54,11 @@ def available_bytes() -> int:
     return available
 
 
+def memory_bytes() -> int:
+    """Memory of the machine, or of this process's cgroup where that is less."""
+    return min([int(psutil.virtual_memory().total), *(limit for _, limit in _cgroup_limits())])
+
+
 def _cgroup_limits() -> list[tuple[Path, int]]:
     """The limits of the cgroups that this process is in, each with the file that says it."""
     candidates = [Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]

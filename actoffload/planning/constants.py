@@ -65,23 +65,17 @@ PROBE_SHARE = 0.04
 AFTER_A_CHANGE = 3
 """Steps. So many the first time under a corrected plan, which was made from steps before and after something had
 changed: the loop asks for the best plan ten steps after each change."""
-LOOK_AT_STEP = 3
-"""The step under a new plan, from 0, in which the blocks' times are taken: there it has settled."""
-COMPUTE_CHANGE = 0.1
-"""Share of a step. One that computes for so much longer or less is another, for which another plan may be better ..."""
 STEP_CHANGE = 0.05
-"""... and so is one that takes so much longer or less in all than was predicted. The loop allows 1.05 × the best."""
+"""Share of a step. One that takes so much longer or less than was predicted is recorded and planned again. The loop
+allows 1.05 × the best."""
+PEAK_CHANGE = 0.04
+"""Share of a peak, likewise: ProTrain's error of prediction (arXiv 2406.08334)."""
 LINK_CHANGE = 0.25
 """Share of a bandwidth. A link that is faster or slower by less is as it was: the loop's disk that is at rest varies by
 0.2."""
 WAIT_SHARE = 0.02
-"""Share of a step from which on waits that nothing predicted are believed."""
-LEAST_TRUST, MOST_TRUST, FIT_STEPS = 0.25, 1.2, 6
-"""Then the links are taken to be so many times as fast as measured as explains the waits, found by so many halvings: to
-within 0.015."""
-TRUST_LESS = 0.8
-"""Where no speed explains them, the links are trusted less by this factor; and a link that was not full is believed to
-be slower where it was by this factor."""
+"""Share of a step. Where it waits for so much more than was predicted, a link that was not full is no faster than it
+was."""
 PLAN_GAIN = 0.02
 """Share of the time or of the peak by which a new plan has to be better than the old one to be followed: plans that are
 alike do not take turns (200 steps of the loop)."""
@@ -99,21 +93,24 @@ PLANNING_SHARE = 0.1
 """Share of the time that planning takes at most: a search takes a second, which is much for short steps."""
 SHAPES_CHANGED = 0.1
 """Share of the saved bytes. A forward that saves so much at other places, or in other sizes, is not the planned one."""
-MOST_MISLED = 3
-"""Plans in a row. After so many that recompute and do not fit what is saved, nothing is recomputed any more."""
 MOST_REST = 64
 """Steps. Where shapes change all the time, at most so many pass before another one is recorded; half as many before."""
 MOST_WAITED = 0.9
 """Share of a step that waits are taken to be at most: something was computed."""
 ROOM_TO_KEEP = 1.5
 """A step that keeps all is tried only where so many times its peak is free."""
-MOST_SHAPES = 16
-"""Shapes that have a plan of their own; profiles of a large model take a few MB each."""
-UNUSED_STEPS = 64
-"""Steps. Then a new shape takes the place of one that none had for so long; it makes do with another's plan until then.
-"""
+MOST_SHAPES = 8
+"""Shapes that have a plan of their own, the last that were used; profiles of a large model take a few MB each."""
 MOST_REASONS = 100
 """Reasons for plans that are remembered."""
+
+# -- one number for the whole device ----------------------------------------------------------------------------------
+
+UNSEEN_STEPS = 8
+"""Steps with ``device_memory`` in which no optimizer of PyTorch's has stepped: then none is waited for any more. With
+fewer, gradients that are accumulated over as many micro-batches would leave no room for the states that come after."""
+TIGHTER = 0.9
+"""Share of what a step had saved that ran out of memory, which the next one of its shape may."""
 
 # -- what people are told ---------------------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ class OffloadDecision:
         self.why_planned = KeepReason.POLICY
         """Why a storage stays that the plan keeps."""
         if isinstance(policy, str):
-            self.why_planned = KeepReason.NO_TIME if config.device_budget is None else KeepReason.FITS
+            self.why_planned = KeepReason.FITS if config.is_limited else KeepReason.NO_TIME
         self.uses_names = bool(
             config.include or config.exclude or self._policy is not None or config.boundaries == "only"
         )
@@ -55,7 +55,6 @@ class OffloadDecision:
         self._names: set[str] = set()
         self._late_names: dict[tuple[int, int], str] = {}
         self._plan: Plan | None = None
-        self._borrowed = False
         self._planned_sizes: tuple[int, ...] = ()
         self.forward_begins: ForwardBegins = lambda: None
         """Told of a forward's first storage, by its size."""
@@ -69,10 +68,10 @@ class OffloadDecision:
         self.mismatched_bytes = 0
         """Bytes that a plan knew nothing of at their places; whoever looks at it sets it back."""
 
-    def follow(self, plan: Plan | None, *, borrowed: bool = False) -> None:
-        """Do as a plan says; None: as before there was one. ``borrowed``: it was made for larger inputs."""
-        self._plan, self._borrowed = plan, borrowed
-        entries = () if plan is None or borrowed else plan.entries
+    def follow(self, plan: Plan | None) -> None:
+        """Do as a plan says; None: as before there was one."""
+        self._plan = plan
+        entries = () if plan is None else plan.entries
         self._planned_sizes = tuple(entry.nbytes if entry.action == _KEEP else -1 for entry in entries)
 
     def planned_sizes(self) -> tuple[int, ...]:
@@ -163,13 +162,8 @@ class OffloadDecision:
         return self._plan.entries[following].nbytes if following < len(self._plan.entries) else 0
 
     def _entry(self, record: Record) -> PlanEntry | None:
-        """What the plan says of a record; by place alone if it was made for larger ones."""
-        if self._plan is None:
-            return None
-        if not self._borrowed:
-            return self._plan.entry(record.index, record.nbytes)
-        entry = self._plan.entries[record.index] if record.index < len(self._plan.entries) else None
-        return entry if entry is not None and record.nbytes <= entry.nbytes else None
+        """What the plan says of a record."""
+        return None if self._plan is None else self._plan.entry(record.index, record.nbytes)
 
     def _is_last(self, tape: Tape[Record]) -> bool:
         """Whether the newest record of a tape is among the last, and its backward follows at once."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -19,7 +22,20 @@ def optimizer_steps() -> int:
     return _steps[0]
 
 
+_watchers: weakref.WeakSet[Watcher] = weakref.WeakSet()
+
+
+class Watcher:
+    """Has a function called at each end of an optimizer's step, when gradients and states are all there."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self.function = function
+        _watchers.add(self)
+
+
 @skipped
 def _stepped(*_: object) -> None:
     if not torch.compiler.is_compiling():
         _steps[0] += 1
+        for watcher in tuple(_watchers):
+            watcher.function()

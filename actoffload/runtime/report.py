@@ -42,7 +42,6 @@ KEPT_MEANINGS = {
     "graph capture": "a captured graph replays on fixed memory",
     "degraded": "something below failed; see there",
     "forked process": "a child of the process that owns the spool",
-    "recomputed": "saved by a checkpointed region that ran again in backward",
 }
 """What a reason means; a reason that is not here is shown by its name."""
 TOLD_AS_CAUSES = ("burst", "page-locking")
@@ -108,13 +107,16 @@ def render_report(
 
 def announce(store: ActivationStore) -> None:
     """Say in one line what the first forward saved, to whom the configuration says."""
-    config = store.shared.config
-    if config.announce == "none":
-        return
+    if store.shared.config.announce != "none":
+        say(store.shared.config, _announcement(store))
+
+
+def say(config: OffloadConfig, line: str) -> None:
+    """Say a line to whom the configuration says."""
     rank, world = rank_and_ranks()
-    if config.announce == "first" and rank != 0:
+    if config.announce == "none" or (config.announce == "first" and rank != 0):
         return
-    line = _announcement(store) + (f" [rank {rank} of {world}]" if world > 1 else "")
+    line += f" [rank {rank} of {world}]" if world > 1 else ""
     if callable(config.announce):
         expected(config.announce, line)
     else:

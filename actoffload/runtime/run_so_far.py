@@ -1,14 +1,15 @@
-"""When a run began, what memory it found, and how many optimizer steps it has made."""
+"""When a run began, what memory it found and needs beside saved tensors, and how many optimizer steps it has made."""
 
 from __future__ import annotations
 
 import copy
+import weakref
 
 from ..events import now
 from ..memory.process_memory import rss_bytes
 from ..tiers.accounts import Accounts
 from ..tiers.tiers import Tiers
-from .optimizer_steps import optimizer_steps
+from .optimizer_steps import Watcher, optimizer_steps
 
 
 class RunSoFar:
@@ -18,20 +19,34 @@ class RunSoFar:
         memory_before: as `Tiers.memory` was when the first forward began.
         process_before_bytes: the resident memory of the process then.
         first_step: when the second step began, and what was counted by then: the first one allocates what all use.
-        other_bytes: what the device's allocator had at its peak in the last recorded step beside saved tensors and what
-            is alive between steps: gradients and temporaries.
+        beside_bytes: the most that the device had beside resident saved tensors, in the last recorded step.
+        began_bytes: what it had as that step began.
+        passed_bytes: the most that it had in the forwards and backwards of the step that runs or ran last, where that
+            was more than ever before; else 0, as an allocator says the highest peak alone.
+        states_bytes: the most that it had as an optimizer's step ended: parameters, gradients and states.
     """
 
     def __init__(self, accounts: Accounts) -> None:
         self.memory_before = (0, 0)
         self.process_before_bytes = 0
         self.first_step: tuple[float, Accounts] | None = None
-        self.other_bytes = 0
-        self._beside_bytes = 0
+        self.beside_bytes = self.began_bytes = self.passed_bytes = self.states_bytes = 0
+        self._beside_now = self._began_now = self._resident_bytes = self._most_bytes = 0
         self._accounts = accounts
         self._began_s: float | None = None
-        self._optimizer_steps = optimizer_steps()
+        self._optimizer_steps = self._first_optimizer_steps = optimizer_steps()
         self._microbatches_stepped = 0
+        self._watcher: Watcher | None = None
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the step that begins now has all that any has: optimizer states, and gradients if they accumulate.
+
+        Where several micro-batches go into a step, the first one after the optimizer's step begins without gradients.
+        """
+        steps, accounts = optimizer_steps(), self._accounts
+        accumulates = accounts.microbatches > accounts.optimizer_steps + (steps > self._optimizer_steps)
+        return steps > self._first_optimizer_steps and not (accumulates and steps > self._optimizer_steps)
 
     def forward_begins(self, tiers: Tiers, *, first: bool) -> None:
         """A forward begins; ``first``: nothing is alive, so that a step begins with it."""
@@ -39,8 +54,21 @@ class RunSoFar:
         if self._began_s is None:
             self._began_s, self.process_before_bytes = now(), rss_bytes()
             self.memory_before = tiers.memory()
+            if tiers.shared.config.device_memory is not None:
+                self._watch_states(tiers)
         elif self.first_step is None and accounts.packed_tensors and (first or accounts.optimizer_steps):
             self.first_step = now(), copy.copy(accounts)
+
+    def _watch_states(self, tiers: Tiers) -> None:
+        mine, theirs = weakref.ref(self), weakref.ref(tiers)
+
+        def look() -> None:
+            run, tiers = mine(), theirs()
+            memory = None if run is None or tiers is None else tiers.in_use()
+            if run is not None and memory is not None:
+                run.states_bytes = max(run.states_bytes, memory[0])
+
+        self._watcher = Watcher(look)
 
     def count_optimizer_steps(self) -> None:
         """Count one step where an optimizer has stepped since a forward saved something; several may step in turn."""
@@ -50,21 +78,39 @@ class RunSoFar:
             accounts.optimizer_steps += 1
             self._microbatches_stepped = accounts.microbatches
 
-    def look_at_memory(self, tiers: Tiers) -> None:
-        """Note what the device has beside saved tensors now. A step is recorded, so this happens in few steps."""
-        memory = tiers.allocated_bytes
-        if memory is not None:  # a plan fits itself into the memory of an accelerator alone
-            self._beside_bytes = max(self._beside_bytes, memory[0] - self._accounts.resident_bytes)
+    # -- what the device has beside saved tensors ---------------------------------------------------------------------
 
-    def recorded_backward_ends(self, tiers: Tiers) -> None:
-        """Learn `other_bytes` of the step that is recorded."""
-        if tiers.allocated_bytes is None:
+    def begin_looking(self, tiers: Tiers, *, recorded: bool) -> None:
+        """A step begins in which memory is looked at: highest peaks from before it say nothing of it."""
+        if recorded and tiers.shared.config.device_memory is not None:
+            tiers.reset_peak()
+        memory = tiers.in_use()
+        if memory is not None:
+            self._began_now, self._most_bytes = memory
+            self._resident_bytes = self._accounts.resident_bytes
+            self._beside_now = self.passed_bytes = 0
+
+    def look_at_memory(self, tiers: Tiers) -> None:
+        """Note what the device has beside saved tensors now, and had since the last look. In few steps: it takes time.
+
+        Between two looks the allocator may have passed its highest peak: then at least the lesser of what was resident
+        at both was a part of it.
+        """
+        memory = tiers.in_use()
+        if memory is None:
             return
-        allocated, most = tiers.allocated_bytes
-        # A peak from before the first forward, as of loading the model, says nothing of a step.
-        own_peak = most if most > self.memory_before[1] else 0
-        beside = max(own_peak - self._accounts.step_peak_bytes, self._beside_bytes)
-        self.other_bytes, self._beside_bytes = max(0, beside - allocated), 0
+        (allocated, most), resident = memory, self._accounts.resident_bytes
+        beside = allocated - resident
+        if most > self._most_bytes:
+            beside = max(beside, most - min(resident, self._resident_bytes))
+            self._most_bytes = self.passed_bytes = most
+        self._beside_now, self._resident_bytes = max(self._beside_now, beside), resident
+
+    def backward_ends(self, tiers: Tiers, *, recorded: bool) -> None:
+        """A backward has ended: look once more, and learn `beside_bytes` if the step was recorded."""
+        self.look_at_memory(tiers)
+        if recorded and self._beside_now:
+            self.beside_bytes, self.began_bytes = self._beside_now, self._began_now
 
     @property
     def elapsed_s(self) -> float:

@@ -164,14 +164,35 @@ class Accelerator:
     def usable_bytes(self, index: int) -> int | None:
         """What PyTorch may still allocate on device ``index``: free memory and its allocator's cache; None: unknown."""
         try:
-            free = self._free_bytes(index)
+            free, _ = self._memory_info(index)
             cached = torch.accelerator.memory_reserved(index) - torch.accelerator.memory_allocated(index)
         except (AttributeError, RuntimeError):  # an older PyTorch, or an allocator that counts nothing
             return None
         return int(free + cached)
 
-    def _free_bytes(self, index: int) -> int:
-        return int(torch.accelerator.get_memory_info(index)[0])
+    def total_bytes(self, index: int) -> int | None:
+        """How much memory device ``index`` has; None: unknown."""
+        try:
+            return self._memory_info(index)[1]
+        except (AttributeError, RuntimeError):
+            return None
+
+    def out_of_memory(self, index: int) -> int:
+        """How often PyTorch's allocator has found no memory on device ``index``; 0 where nobody counts that."""
+        try:
+            return int(torch.accelerator.memory_stats(index).get("num_ooms", 0))
+        except (AttributeError, RuntimeError):
+            return 0
+
+    def reset_peak(self, index: int) -> None:
+        """Have PyTorch's allocator begin its highest peak anew on device ``index``, where it can."""
+        with contextlib.suppress(AttributeError, RuntimeError):
+            torch.accelerator.reset_peak_memory_stats(index)
+
+    def _memory_info(self, index: int) -> tuple[int, int]:
+        """Bytes that are free on device ``index``, and all that it has."""
+        free, total = torch.accelerator.get_memory_info(index)
+        return int(free), int(total)
 
     def capturing(self, index: int) -> bool:
         """Whether the current stream of device ``index`` is being captured into a graph; asked once in each `Hook`."""
@@ -253,8 +274,9 @@ class CudaAccelerator(Accelerator):
             blocking.synchronize()
             del blocking  # here: elsewhere its end would make a context on whatever device is current
 
-    def _free_bytes(self, index: int) -> int:
-        return int(torch.cuda.mem_get_info(index)[0])  # `torch.accelerator` has no such call in PyTorch 2.9
+    def _memory_info(self, index: int) -> tuple[int, int]:
+        free, total = torch.cuda.mem_get_info(index)  # `torch.accelerator` has no such call in PyTorch 2.9
+        return int(free), int(total)
 
     def is_capturing(self, index: int) -> bool:
         if self.current_stream(index).stream_id == 0:

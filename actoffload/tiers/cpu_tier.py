@@ -52,7 +52,7 @@ class CpuTier(Tier):
         # With direct I/O the kernel fails a write from memory that is gone; who reads it in this process would crash.
         self._kernel_reads = spool.direct and not config.verify
         self._filling = BatchTransfer()
-        coalesces = spool.vectored and config.device_budget is None and not config.verify
+        coalesces = spool.vectored and not config.is_limited and not config.verify
         # The last record of a batch may make it larger by nearly `SMALL_BYTES`.
         coalesces = coalesces and pool.capacity_bytes >= 2 * BATCH_BYTES
         most = (

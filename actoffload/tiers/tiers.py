@@ -14,7 +14,7 @@ from ..errors import ConfigError, SpoolPathError
 from ..locks import renewed_in_child
 from ..memory import cpu_allocator
 from ..memory.host_pool import HostBudget, HostPool
-from ..memory.process_memory import available_bytes, fix_mmap_threshold, peak_rss_bytes, rss_bytes
+from ..memory.process_memory import available_bytes, fix_mmap_threshold, memory_bytes, peak_rss_bytes, rss_bytes
 from ..storage.engines import BEHIND_A_DEVICE
 from ..storage.spool import Disk, Spool
 from .accelerator import Accelerator, accelerator_for, allocated_bytes, default_device_types
@@ -77,6 +77,8 @@ class Tiers:
         self.by_device: dict[str, Tier] = {}
         self.hook: AbstractContextManager[None] = nullcontext()
         self._memory_remark = ""
+        self._peak_bytes = 0
+        """The highest peak of the device that was begun anew since."""
         self._cpu_memory: cpu_allocator.Use | None = None
         self._open(accelerator)
 
@@ -93,7 +95,7 @@ class Tiers:
             "host_peak_bytes": sum(pool.peak_bytes for pool in self.pools),
             "nvme_peak_bytes": spool.peak_allocated_bytes if spool else 0,
             "process_peak_bytes": peak_rss_bytes(),
-            "device_peak_bytes": (self.allocated_bytes or (0, 0))[1],
+            "device_peak_bytes": max(self._peak_bytes, (self.allocated_bytes or (0, 0))[1]),
         }
 
     def memory(self) -> tuple[int, int]:
@@ -105,6 +107,39 @@ class Tiers:
         for copies in self._copies:
             return copies.usable_bytes()
         return None
+
+    def total_bytes(self) -> int | None:
+        """How much memory there is: on the accelerator whose tensors move, else for this process; None: unknown."""
+        for copies in self._copies:
+            index = copies.current_index()
+            return None if index is None else copies.device.total_bytes(index)
+        return memory_bytes()
+
+    def in_use(self) -> tuple[int, int] | None:
+        """Return bytes in use on the device and the most there were; None where nobody counts them, or has to.
+
+        On the CPU it is the process's memory, which is read from the system: only for ``device_memory``. Without what
+        we hold for tensors to come, as they take just that.
+        """
+        if self._copies or self.shared.config.device_memory is None:
+            return self.allocated_bytes
+        held = self.unneeded_bytes()
+        return rss_bytes() - held, peak_rss_bytes()
+
+    def reset_peak(self) -> None:
+        """Have the device's allocator begin its highest peak anew, so that a lower one of a step is seen."""
+        for copies in self._copies:
+            index, memory = copies.current_index(), self.allocated_bytes
+            if index is not None and memory is not None:
+                self._peak_bytes = max(self._peak_bytes, memory[1])
+                copies.device.reset_peak(index)
+
+    def out_of_memory(self) -> int:
+        """How often the accelerator whose tensors move had no memory; an error in backward is seen by nothing else."""
+        for copies in self._copies:
+            index = copies.current_index()
+            return 0 if index is None or copies.inert else copies.device.out_of_memory(index)
+        return 0
 
     def unneeded_bytes(self) -> int:
         """Resident memory of this process that a run without moving would not have now.

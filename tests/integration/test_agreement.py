@@ -1,4 +1,4 @@
-"""Ranks whose blocks communicate follow one plan after `agree`: if one recomputed and the other did not, this hangs."""
+"""Ranks that communicate in checkpointed blocks run the same ones once after `agree`: if one did not, this hangs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ def test_gradients_are_those_without_offloading_before_and_after(ranks: list[dic
     assert [rank["live"] for rank in ranks] == [0, 0]
 
 
-def test_nothing_is_recomputed_before_the_ranks_agree(ranks: list[dict[str, object]]) -> None:
-    assert [rank["alone"] for rank in ranks] == [(), ()]
+def test_regions_that_communicate_run_again_before_the_ranks_agree(ranks: list[dict[str, object]]) -> None:
+    assert [rank["alone"] for rank in ranks] == [[], []]
 
 
-def test_the_plan_of_the_rank_with_the_slow_disk_is_followed_by_both(ranks: list[dict[str, object]]) -> None:
+def test_the_first_ranks_regions_run_once_on_both(ranks: list[dict[str, object]]) -> None:
     assert [rank["agreed"] for rank in ranks] == [True, True]
-    assert [rank["recompute"] for rank in ranks] == [tuple(f"layers.{n}" for n in range(4))] * 2
-    assert [rank["last"] for rank in ranks] == ["agreed among 2 ranks"] * 2  # and it stays
+    assert [rank["once"] for rank in ranks] == [[0, 2]] * 2
+    for rank in ranks:
+        history = rank["history"]
+        assert isinstance(history, list)
+        assert history[:3] == ["first plan", "the ranks have agreed", "first plan"]
 
 
 def test_they_do_not_agree_before_each_has_a_plan(ranks: list[dict[str, object]]) -> None:
@@ -41,15 +44,14 @@ def test_in_the_middle_of_a_step_of_one_all_are_told(ranks: list[dict[str, objec
 
 
 def test_ranks_that_save_different_tensors_go_on_without(ranks: list[dict[str, object]]) -> None:
-    for rank in ranks:
+    for number, rank in enumerate(ranks):
         assert rank["unequal"] is False
         assert "save different tensors" in str(rank["told"])
-        assert rank["unequal_recompute"] == ()
+        assert rank["unequal_once"] == [[0, 2], [1]][number], "nothing communicates: each has its own"
 
 
-def test_a_plan_that_fits_no_more_ends_on_all_ranks_at_the_next_call(ranks: list[dict[str, object]]) -> None:
-    every = tuple(f"layers.{n}" for n in range(4))
-    assert [rank["later"] for rank in ranks] == [(True, every, False, ())] * 2
+def test_forwards_of_another_shape_run_the_same_regions_once(ranks: list[dict[str, object]]) -> None:
+    assert [rank["later"] for rank in ranks] == [(True, [0, 2])] * 2
 
 
 def test_a_rank_that_cannot_agree_takes_part_and_all_are_told(ranks: list[dict[str, object]]) -> None:
@@ -60,5 +62,5 @@ def test_a_rank_that_cannot_agree_takes_part_and_all_are_told(ranks: list[dict[s
         ]
 
 
-def test_where_one_rank_may_not_recompute_none_does(ranks: list[dict[str, object]]) -> None:
-    assert [rank["unwilling"] for rank in ranks] == [(False, ())] * 2
+def test_where_one_rank_leaves_checkpoints_alone_no_region_runs_once(ranks: list[dict[str, object]]) -> None:
+    assert [rank["unwilling"] for rank in ranks] == [(False, [])] * 2

@@ -5,21 +5,25 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from actoffload import Offloader, Plan
+from actoffload.autograd.offloader import _stores
 from actoffload.errors import BudgetError
 from actoffload.planning.constants import WARM_UP
 from actoffload.planning.plan import PlanEntry
-from actoffload.planning.planners.base import Limits
-from actoffload.planning.profile import Profile
+from actoffload.planning.profile import Profile, Region
+from actoffload.planning.search import Limits, Proposal
+from actoffload.runtime.profiler import Profiler
 from actoffload.testing.gpt import GPT, GPTConfig
 from tests.harness import (
     Chain,
     MakeOffloader,
+    accounts_of,
     assert_empty,
     assert_same_gradients,
     autopilot_of,
@@ -31,24 +35,26 @@ from tests.harness import (
 
 TOKENS = torch.arange(64).reshape(2, 32)
 Choose = Callable[[int, int], bool]
+ALL_AGAIN: frozenset[int] = frozenset()
 
 
 class _Scripted:
     """Plans as a test says: which storages stay (by place and size), and which regions run once."""
 
-    name = "scripted"
-
-    def __init__(self, stays: Choose, once: tuple[int, ...] = ()) -> None:
+    def __init__(self, stays: Choose, *proposals: frozenset[int]) -> None:
         self.stays = stays
-        self.once = once
+        self.proposals = list(proposals)
+        self.bases: list[Profile] = []
         self.profiles: list[Profile] = []
         self.limits: list[Limits] = []
         self.error: BudgetError | None = None
+        self.errors_left = 1000
 
     def plan(self, profile: Profile, limits: Limits) -> Plan:
         self.profiles.append(profile)
         self.limits.append(limits)
-        if self.error is not None:
+        if self.error is not None and self.errors_left:
+            self.errors_left -= 1
             raise self.error
         entries = tuple(
             PlanEntry(
@@ -59,7 +65,13 @@ class _Scripted:
             for s in profile.storages
             if s.index is not None and s.tape == 0
         )
-        return Plan(entries, planner=self.name, once=self.once, predicted_step_s=1.0)
+        return Plan(entries, planner="scripted", predicted_step_s=1.0)
+
+    def propose(self, base: Profile, limits: Limits) -> Proposal:
+        self.bases.append(base)
+        self.limits.append(limits)
+        once = self.proposals.pop(0) if len(self.proposals) > 1 else self.proposals[0]
+        return Proposal(once=once, step_s=0.5, peak_bytes=0)
 
 
 def _step(offloader: Offloader, model: nn.Module, *args: Tensor) -> dict[str, Tensor]:
@@ -235,8 +247,7 @@ def test_gradients_are_the_same_under_any_plan(make_offloader: MakeOffloader) ->
     for _ in range(12):
         offloader = make_offloader(policy="auto", device_budget="1MiB", debug=True, recompute=True).use(model)
         stays = [chance.random() < 0.5 for _ in range(200)]
-        once = tuple(place for place in range(4) if chance.random() < 0.5)
-        plan_with(offloader, _Scripted(_listed(stays), once))
+        plan_with(offloader, _Scripted(_listed(stays)))
         for _ in range(WARM_UP + 3):
             assert_same_gradients(_step(offloader, model, TOKENS), reference)
         offloader.close()
@@ -255,3 +266,123 @@ def test_without_a_plan_room_is_made_for_the_largest_that_any_shape_has_saved(ma
     assert budget.largest_bytes == 10
     following.follow(None)
     assert budget.largest_bytes == 1000
+
+
+# -- checkpointed regions ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every recorded step has four checkpointed regions; those that ran once show no recomputation."""
+    recorded = Profiler.profile
+
+    def profile(recorder: Profiler, device: str = "cpu") -> Profile | None:
+        found = recorded(recorder, device)
+        (store,) = [store for store in _stores if store.profiler is recorder]
+        once = store.regions.once
+        regions = tuple(
+            Region(
+                place=place,
+                name=f"layers.{place}",
+                begin_s=0.0,
+                end_s=0.0,
+                again_s=None if place in once else found.forward_s,
+                backward_end_s=found.forward_s,
+            )
+            for place in range(4)
+            if found is not None
+        )
+        return found and replace(found, regions=regions)
+
+    monkeypatch.setattr(Profiler, "profile", profile)
+
+
+def _once(offloader: Offloader) -> frozenset[int]:
+    return frozenset(offloader.store.regions.once)
+
+
+@pytest.mark.usefixtures("regions")
+def test_a_step_with_all_regions_again_says_which_run_once_and_the_next_one_is_planned_from(
+    make_offloader: MakeOffloader,
+) -> None:
+    told: list[str] = []
+    offloader = make_offloader(policy="auto", announce=told.append)
+    planner = _Scripted(lambda *_: True, frozenset({1, 3}))
+    pilot = plan_with(offloader, planner)
+    _steps(offloader, WARM_UP + 1)
+    assert (_once(offloader), planner.bases) == (ALL_AGAIN, [])
+    _steps(offloader, 1)
+    assert _once(offloader) == {1, 3}
+    assert pilot.plan is None, "what these regions save has not been seen yet"
+    (base,) = planner.bases
+    assert {region.again_s for region in base.regions} == {base.forward_s}
+    _steps(offloader, 1)
+    (profile,) = planner.profiles
+    assert [region.again_s is None for region in profile.regions] == [False, True, False, True]
+    assert planner.limits[-1].device_budget == base.baseline_peak_bytes, "no more than the program's own checkpoints"
+    assert (pilot.plan.once, pilot.plan.regions, _once(offloader)) == ((1, 3), 4, {1, 3})
+    _steps(offloader, 3)
+    (line,) = [line for line in told if "checkpointed regions" in line]
+    assert line.startswith("actoffload: 4 checkpointed regions: 2 no longer run again, predicted ")
+    assert line.removeprefix("actoffload: ") in offloader.explain()
+
+
+@pytest.mark.usefixtures("regions")
+def test_where_no_plan_keeps_the_budget_half_as_many_regions_run_once(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="auto", device_budget="1GiB")
+    planner = _Scripted(lambda *_: True, frozenset({0, 1, 2, 3}))
+    planner.error, planner.errors_left = BudgetError(1 << 30, 1 << 31), 3
+    pilot = plan_with(offloader, planner)
+    _steps(offloader, WARM_UP + 2)
+    seen = []
+    for _ in range(5):
+        seen.append(set(_once(offloader)))
+        _steps(offloader, 1)
+    assert seen == [{0, 1, 2, 3}, {2, 3}, {3}, set(), set()]
+    assert pilot.plan.once == (), "and no proposal runs as many again"
+
+
+@pytest.mark.usefixtures("regions")
+def test_each_shape_has_regions_of_its_own(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("actoffload.autotune.autopilot.PLANNING_SHARE", 1e9)
+    offloader = make_offloader(policy="auto")
+    plan_with(offloader, _Scripted(lambda *_: True, frozenset({0}), frozenset({2})))
+    model = Chain()
+    for step in range(2 * (WARM_UP + 4)):
+        _step(offloader, model, batch(rows=128 if step % 2 else 64))
+        seen = _once(offloader)
+        if step < 2:
+            assert seen == ALL_AGAIN
+    _step(offloader, model, batch(rows=64))
+    assert {seen, _once(offloader)} == {frozenset({0}), frozenset({2})}
+
+
+def _run_out_of_memory(offloader: Offloader, model: nn.Module) -> None:
+    with offloader:
+        _ = model(batch()).sum()
+        raise torch.OutOfMemoryError("no memory")
+
+
+@pytest.mark.usefixtures("regions")
+def test_a_step_that_ran_out_of_memory_is_followed_by_one_with_all_regions_again(
+    make_offloader: MakeOffloader,
+) -> None:
+    offloader, model = make_offloader(policy="auto", device_budget="1GiB"), Chain()
+    planner = _Scripted(lambda *_: False, frozenset({1, 3}))
+    pilot = plan_with(offloader, planner)
+    _steps(offloader, WARM_UP + 4, model)
+    assert pilot.plan.once == (1, 3)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        _run_out_of_memory(offloader, model)
+    (note,) = caught.value.__notes__
+    assert note.startswith("actoffload: ")
+    assert "of saved tensors were on the device; the forward had saved" in note
+    assert note.endswith("else lower device_budget=1073741824, or the batch")
+    peak = accounts_of(offloader).step_peak_bytes
+    del caught
+    with offloader:
+        assert _once(offloader) == ALL_AGAIN
+        loss = model(batch()).sum()
+    loss.backward()
+    _steps(offloader, 1, model)
+    assert planner.limits[-1].device_budget <= 0.9 * peak

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from actoffload.planning.planners.base import Limits
 from torch import Tensor, nn
 
 import actoffload
 from actoffload import Offloader, Plan, Profile
-from actoffload.planning.planners.base import Limits
 from actoffload.testing.faults import SlowEngine
 from actoffload.testing.gpt import GPT, GPTConfig
 from tests.harness import (

@@ -1,47 +1,43 @@
-"""Blocks that communicate, under a budget, on ranks with disks of different speed, before and after they agree."""
+"""Checkpointed blocks that communicate, on ranks that would run others of them once, before and after they agree."""
 
 from __future__ import annotations
 
 import contextlib
 import warnings
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as collectives
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from actoffload import OffloadConfig, Offloader, Plan
 from actoffload.errors import StateError
 from actoffload.planning.constants import REVIEW_STEPS, WARM_UP
 from actoffload.planning.plan import PlanEntry
-from actoffload.planning.planners.base import Limits
 from actoffload.planning.profile import Profile
-from actoffload.testing.faults import SlowEngine
+from actoffload.planning.search import Limits, Proposal
 from tests.harness import gradients, same_bits
 from tests.integration import processes
 
-PLANNED_STEPS = WARM_UP + 2
+PLANNED_STEPS = WARM_UP + 3
 STEPS = REVIEW_STEPS + 2
-SLOW_BYTES_PER_S = 2e7
-"""The disk of the first rank; the other rank's is as fast as it is."""
+WANTED = {0, 2}, {1}
+"""The regions that each rank would run once."""
 
 
 class _Picky:
-    """Recomputes every block where the disk is slow, and none where it is not."""
-
-    name = "picky"
+    """Runs other regions once on each rank, of those that it may."""
 
     def plan(self, profile: Profile, limits: Limits) -> Plan:
-        slow = profile.disk is not None and profile.disk.write_bytes_per_s < 2 * SLOW_BYTES_PER_S
-        names = tuple(block.name for block in profile.blocks) if slow and limits.recompute else ()
-        entries = tuple(
-            PlanEntry(index=s.index, nbytes=s.nbytes, action="offload")
-            for s in profile.storages
-            if s.index is not None and not names
-        )
-        return Plan(entries, planner=self.name, recompute=names, predicted_step_s=2.0 if slow else 1.0)
+        storages = (s for s in profile.storages if s.index is not None and s.tape == 0)
+        return Plan(tuple(PlanEntry(index=s.index or 0, nbytes=s.nbytes, action="offload") for s in storages))
+
+    def propose(self, base: Profile, limits: Limits) -> Proposal:
+        places = {region.place for region in base.regions if limits.agreed or not region.communicates}
+        once = frozenset(places & (WANTED[0] if dist.get_rank() == 0 else WANTED[1]))
+        return Proposal(once=once, step_s=0.0, peak_bytes=0)
 
 
 class _Block(nn.Module):
@@ -63,7 +59,7 @@ class _Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = layer(x)
+            x = checkpoint(layer, x, use_reentrant=False)
         return x.square().mean()
 
 
@@ -79,25 +75,15 @@ def _train(offloader: Offloader | None, model: nn.Module, steps: int) -> list[di
 
 
 def _offloader(model: nn.Module, **options: Any) -> Offloader:
-    slow = partial(SlowEngine, bandwidth_bytes_per_s=SLOW_BYTES_PER_S)
-    config = OffloadConfig(
-        target="nvme",
-        path=processes.scratch(),
-        min_bytes=0,
-        device_budget="1GiB",  # what lets a plan recompute
-        engine=slow if dist.get_rank() == 0 else "auto",
-        **{"recompute": True, **options},
-    )
+    config = OffloadConfig(target="nvme", path=processes.scratch(), min_bytes=0, device_budget="1GiB", **options)
     offloader = Offloader(config).use(model)
     if offloader.autopilot is not None:
         offloader.autopilot.planner = _Picky()
     return offloader
 
 
-def _planned(offloader: Offloader) -> tuple[str, ...]:
-    assert offloader.autopilot is not None
-    plan = offloader.autopilot.plan
-    return ("no plan",) if plan is None else tuple(plan.recompute)
+def _once(offloader: Offloader) -> list[int]:
+    return sorted(offloader.store.regions.once)
 
 
 def _in_a_step(offloader: Offloader) -> str:
@@ -127,35 +113,32 @@ def _step(offloader: Offloader, model: nn.Module, batch: int) -> None:
 
 
 def _later(offloader: Offloader, model: nn.Module) -> dict[str, Any]:
-    """After batches of another size on one rank nobody goes on with the plan; then they can agree anew."""
-    pilot = offloader.autopilot
-    assert pilot is not None
+    """Forwards of any other shape run the same regions once, so that they are the same on all ranks."""
     _step(offloader, model, 256)
     first = offloader.agree()
     wide = _Model(width=64, depth=2)  # another forward, the same on both ranks, as its blocks communicate
     for _ in range(2):
         _step(offloader, wide, 512)
-    still = sorted(pilot.recompute.names)
-    gone = offloader.agree()
-    return {"later": (first, tuple(still), gone, tuple(pilot.recompute.names))}
+    still = _once(offloader)
+    return {"later": (first, still)}
 
 
 def _problems(model: nn.Module) -> dict[str, Any]:
-    """A rank that does not plan, one that was closed, and one that may not recompute."""
+    """A rank that does not plan, one that was closed, and one that leaves checkpoints alone."""
     rank = dist.get_rank()
-    other = _offloader(model, policy="greedy" if rank == 1 else "auto", recompute=rank != 1)
+    other = _offloader(model, policy="greedy" if rank == 1 else "auto")
     told = [_said(other)]
     if rank == 1:
         other.close()
     told.append(_said(other))
     other.close()
-    unwilling = _offloader(model, recompute=rank == 0)
+    unwilling = _offloader(model, checkpoints="plan" if rank == 0 else "leave")
     for _ in range(PLANNED_STEPS):
         _step(unwilling, model, 256)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         agreed = unwilling.agree()
-    found = {"problems": told, "unwilling": (agreed, _planned(unwilling))}
+    found = {"problems": told, "unwilling": (agreed, _once(unwilling))}
     unwilling.close()
     return found
 
@@ -163,7 +146,7 @@ def _problems(model: nn.Module) -> dict[str, Any]:
 def _unequal() -> dict[str, Any]:
     """Ranks whose batches differ; nothing communicates."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
-    offloader = _offloader(model)
+    offloader = _offloader(model, recompute=True)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(PLANNED_STEPS + 1):
@@ -171,7 +154,7 @@ def _unequal() -> dict[str, Any]:
             with offloader:
                 loss = model(torch.randn(256 + 64 * dist.get_rank(), 64)).square().mean()
             loss.backward()
-    found = {"unequal": agreed, "unequal_recompute": _planned(offloader), "told": [str(w.message) for w in told]}
+    found = {"unequal": agreed, "unequal_once": _once(offloader), "told": [str(w.message) for w in told]}
     offloader.close()
     return found
 
@@ -184,7 +167,7 @@ def run() -> dict[str, Any]:
     offloader = _offloader(model)
     result: dict[str, Any] = {"too_early": offloader.agree()}
     before = _train(offloader, model, PLANNED_STEPS)
-    result |= {"alone": _planned(offloader)}
+    result |= {"alone": _once(offloader)}
     result |= {"in_a_step": _in_a_step(offloader)}
     result |= {"agreed": offloader.agree()}
     after = _train(offloader, model, STEPS)
@@ -195,8 +178,8 @@ def run() -> dict[str, Any]:
             for a, b in zip(found, wanted, strict=True)
             for name in b
         ),
-        "recompute": _planned(offloader),
-        "last": offloader.autopilot.history[-1] if offloader.autopilot else "",
+        "once": _once(offloader),
+        "history": list(offloader.autopilot.history) if offloader.autopilot else [],
         "live": offloader.statistics().live_records,
     }
     result |= _later(offloader, model)

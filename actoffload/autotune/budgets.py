@@ -1,0 +1,122 @@
+"""What the steps of a shape may save: ``device_budget``, ``device_memory``, or what is there anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..errors import BudgetError
+from ..planning.constants import MEMORY_MARGIN, UNSEEN_STEPS
+from ..planning.search import Limits
+from ..runtime.store import ActivationStore
+from ..sizes import format_size, parse_share
+from .agreement import several_ranks
+from .shapes import Shape
+
+OTHER_LIBRARIES = (
+    "moving activations cannot help: shard them with FSDP2 (fully_shard) or ZeRO, move them with ZeRO-Offload, or take "
+    "an 8-bit or paged optimizer (bitsandbytes, torchao)"
+)
+
+
+class Budgets:
+    """The bounds of one offloader's steps, in bytes.
+
+    Args:
+        store: has the device, and knows what it has beside saved tensors.
+    """
+
+    def __init__(self, store: ActivationStore) -> None:
+        self._shared, self._tiers, self._run = store.shared, store.tiers, store.run
+        self._config = store.shared.config
+        self._given: int | None = None
+        """The ``device_budget`` of the step that runs; a share of a peak may be unknown yet."""
+        self._known_bytes = 0
+
+    def begin_step(self) -> None:
+        """A step begins, for which ``device_budget`` was just set.
+
+        Raises:
+            BudgetError: parameters, gradients and optimizer states alone pass ``device_memory``.
+        """
+        self._given = self._shared.budget.limit_bytes if self._config.device_budget is not None else None
+        limit, alone = self.device_bytes, self._run.states_bytes
+        if limit and alone > limit:
+            detail = (
+                f"as an optimizer's step ends, parameters, gradients, optimizer states and what else is there take "
+                f"{format_size(alone)}: {format_size(alone - limit)} more"
+            )
+            raise BudgetError(limit, alone, detail, option="device_memory", remedy=OTHER_LIBRARIES)
+
+    def of(self, shape: Shape, known: Iterable[Shape]) -> int | None:
+        """The most that a shape's steps may save; None for no bound.
+
+        Regions that run once may take the place of what the program's own checkpoints would hold, and no more.
+        """
+        bounds = [self._given, shape.most_bytes]
+        if self._config.device_memory is not None:
+            bounds.append(self._left_bytes(shape, known))
+        elif self._config.device_budget is None and shape.once and shape.base is not None:
+            bounds.append(shape.base.baseline_peak_bytes)
+        return min((nbytes for nbytes in bounds if nbytes is not None), default=None)
+
+    def limits(self, device_budget: int | None) -> Limits:
+        """What a plan has to respect."""
+        config = self._config
+        tiers = {"host": ("host",), "nvme": ("nvme",)}.get(config.target, ("host", "nvme"))
+        return Limits(
+            device_budget=device_budget,
+            host_budget=sum(pool.capacity_bytes for pool in self._tiers.pools) or None,
+            nvme_budget=None if config.nvme_budget is None else config.size("nvme_budget", 0),
+            pending_bytes=None if config.pending_bytes is None else config.size("pending_bytes", 0),
+            max_slowdown=config.max_slowdown,
+            tiers=("host",) if self._tiers.spool is None else tiers,
+            agreed=not several_ranks(),
+        )
+
+    @property
+    def room_bytes(self) -> int | None:
+        """Saved bytes for which the device has room beside all else, where nobody bounds them; None: nobody knows."""
+        usable, memory = self._tiers.usable_bytes(), self._tiers.in_use()
+        if usable is None or memory is None or not self._run.beside_bytes:
+            return None
+        return max(0, int((1 - MEMORY_MARGIN) * usable) + memory[0] - self._run.beside_bytes)
+
+    # -- device_memory ------------------------------------------------------------------------------------------------
+
+    @property
+    def device_bytes(self) -> int:
+        """The ``device_memory`` in bytes; 0 without one, and before the device is known of which it is a share."""
+        given = self._config.device_memory
+        if given is None or isinstance(given, int):
+            return given or 0
+        if not self._known_bytes:
+            total, memory = self._tiers.total_bytes(), self._tiers.in_use()
+            if total is None or memory is None:
+                return 0
+            share = parse_share("device_memory", given)
+            if share is None:  # "auto": others may have a part of it
+                usable = self._tiers.usable_bytes()
+                total = total if usable is None else min(total, memory[0] + usable)
+                share = 1 - MEMORY_MARGIN
+            self._known_bytes = int(share * total)
+        return self._known_bytes
+
+    @property
+    def passed_bytes(self) -> int:
+        """By how much the last step has passed ``device_memory`` in forward or backward."""
+        return max(0, self._run.passed_bytes - self.device_bytes) if self.device_bytes else 0
+
+    def all_is_there(self, shape: Shape, steps: int) -> bool:
+        """Whether optimizer states take their part of ``device_memory`` by now, if there ever are any."""
+        return self._config.device_memory is None or shape.settled or steps >= UNSEEN_STEPS
+
+    def _left_bytes(self, shape: Shape, known: Iterable[Shape]) -> int:
+        """What is left of ``device_memory`` for saved tensors; 0 where nothing has shown yet what else a step needs."""
+        if shape.other_bytes is None:  # a smaller one than another needs no more than that
+            larger = [one for one in known if one.other_bytes is not None and one.elements >= shape.elements]
+            if not larger:
+                return 0
+            shape = min(larger, key=lambda one: one.elements)
+        memory = self._tiers.in_use()
+        grown = 0 if memory is None or shape.settled else max(0, memory[0] - shape.began_bytes)  # by optimizer states
+        return max(0, self.device_bytes - (shape.other_bytes or 0) - grown)

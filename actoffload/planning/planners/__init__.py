@@ -1,1 +1,0 @@
-"""Names that `autotune` still imports; `planning.search` is the planner."""

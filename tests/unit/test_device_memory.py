@@ -1,0 +1,230 @@
+"""``device_memory``: one number for everything on the device, kept from the first step on."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from actoffload import OffloadConfig, Offloader
+from actoffload.errors import BudgetError, ConfigError
+from actoffload.testing.simulated_device import NAME, SimulatedDevice
+from tests.harness import (
+    Chain,
+    MakeOffloader,
+    autopilot_of,
+    batch,
+    forget_failed_backward,
+    resident_set_bytes,
+    simulated,
+    train_step,
+)
+
+MIB = 1 << 20
+WIDTH, ROWS = 64, 2048
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.back = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.back(torch.tanh(self.wide(x)))
+
+
+def _model(blocks: int = 8) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(_Block() for _ in range(blocks))).to(NAME)
+
+
+def _batch(rows: int) -> Tensor:
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows)).to(NAME)
+
+
+def _step(model: nn.Module, rows: int, offloader: Offloader | None = None) -> None:
+    x = _batch(rows)
+    if offloader is None:
+        model(x).square().sum().backward()
+        return
+    with offloader:
+        loss = model(x).square().sum()
+    loss.backward()
+
+
+def _train(
+    steps: int, offloader: Offloader | None, *, accumulate: int = 1, rows: Sequence[int] = (ROWS,)
+) -> tuple[list[int], nn.Module]:
+    """Train with Adam; return the allocator's peak of each step, and the model."""
+    model, peaks = _model(), []
+    if offloader is not None:
+        offloader.use(model)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    for step in range(steps):
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        for part in range(accumulate):
+            _step(model, rows[(step + part) % len(rows)], offloader)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.accelerator.synchronize()
+        peaks.append(torch.accelerator.max_memory_allocated())
+    return peaks, model
+
+
+def _offloader(**options: Any) -> AbstractContextManager[Offloader]:
+    return simulated(policy="auto", min_bytes=1, announce="none", **options)
+
+
+def _empty(device: SimulatedDevice) -> None:
+    gc.collect()
+    device.synchronize()
+    torch.accelerator.empty_cache()
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.85])
+@pytest.mark.parametrize("how", [{}, {"accumulate": 4}, {"rows": (ROWS // 2, ROWS)}], ids=["plain", "accum", "shapes"])
+def test_steps_never_pass_the_number_from_the_first_one_on(
+    device: SimulatedDevice, share: float, how: dict[str, Any]
+) -> None:
+    steps = 12 // how.get("accumulate", 1) + 6
+    peaks, _ = _train(2, None, **how)
+    _empty(device)
+    limit = int(share * max(peaks))
+    expected = [parameter.detach().cpu() for parameter in _train(steps, None, **how)[1].parameters()]
+    _empty(device)
+    device.limit(limit)
+    with _offloader(device_memory=limit) as offloader:
+        found, model = _train(steps, offloader, **how)
+        assert max(found) <= limit
+        assert all(map(torch.equal, [mine.detach().cpu() for mine in model.parameters()], expected))
+
+
+@pytest.mark.simulated
+def test_what_the_number_leaves_is_used(device: SimulatedDevice) -> None:
+    peaks, _ = _train(2, None)
+    _empty(device)
+    limit = int(0.7 * max(peaks))
+    with _offloader(device_memory=limit) as offloader:
+        found, _ = _train(14, offloader)
+    assert limit >= max(found[10:]) >= 0.8 * limit
+
+
+@pytest.mark.simulated
+def test_states_that_pass_the_number_alone_are_an_error_before_the_second_forward(device: SimulatedDevice) -> None:
+    peaks, model = _train(1, None, rows=(8,))
+    del model
+    _empty(device)
+    limit = peaks[0] - MIB // 4
+    with _offloader(device_memory=limit) as offloader:
+        model = _model()
+        optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+        _step(model, 8, offloader)
+        optimizer.step()
+        optimizer.zero_grad()
+        with pytest.raises(BudgetError) as caught, offloader:
+            raise AssertionError("not reached")
+    assert caught.value.floor_bytes == pytest.approx(peaks[0], rel=0.1)
+    told = str(caught.value)
+    assert told.startswith(f"device_memory={limit}: the floor is {caught.value.floor_bytes} bytes (as an optimizer's ")
+    assert all(name in told for name in ("gradients, optimizer states", "FSDP2", "ZeRO-Offload", "8-bit or paged"))
+
+
+@pytest.mark.simulated
+def test_a_step_that_runs_out_of_memory_says_what_was_there_and_the_next_ones_take_less(
+    device: SimulatedDevice,
+) -> None:
+    """The number is more than the device has: it is learned from the errors."""
+    peaks, _ = _train(2, None)
+    _empty(device)
+    model = _model()
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+    device.limit(int(0.7 * max(peaks)))
+    notes, went_well = [], []
+    with _offloader(device_memory=4 * max(peaks)) as offloader:
+        offloader.use(model)
+        for _ in range(30):
+            loss = None
+            try:
+                with offloader:
+                    loss = model(_batch(ROWS)).square().sum()
+                loss.backward()
+                optimizer.step()
+                went_well.append(True)
+            except torch.OutOfMemoryError as error:
+                went_well.append(False)
+                if loss is None:
+                    notes.append(error.__notes__[0])
+            del loss
+            forget_failed_backward()
+            optimizer.zero_grad()
+    assert went_well[0]
+    assert not all(went_well)
+    assert all(went_well[-8:]), went_well
+    assert notes
+    assert all("MiB of saved tensors were on the device; the forward had saved" in note for note in notes)
+    assert all(note.endswith(f"else lower device_memory={4 * max(peaks)}, or the batch") for note in notes)
+
+
+def test_on_the_cpu_the_number_is_the_process(make_offloader: MakeOffloader) -> None:
+    model = Chain(width=256, depth=8)
+    optimizer = torch.optim.SGD(model.parameters())
+    offloader = make_offloader(policy="auto", device_memory="1TB")
+    for _ in range(4):
+        train_step(model, batch(rows=4096, width=256), offloader)
+        _with_gradients(model, optimizer)
+    left = offloader.store.shared.budget.limit_bytes
+    assert 10**12 - resident_set_bytes() - (1 << 30) < left < 10**12 - (100 << 20)
+    offloader = make_offloader(policy="auto", device_memory="100MB")
+    train_step(model, batch(rows=64, width=256), offloader)
+    _with_gradients(model, optimizer)
+    with pytest.raises(BudgetError, match=r"device_memory=100000000: the floor is .* FSDP2"):
+        train_step(model, batch(rows=64, width=256), offloader)
+
+
+def _with_gradients(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"device_memory": "24GB", "device_budget": "1GB"}, "device_budget bounds a part of it: give one"),
+        ({"device_memory": "24GB", "policy": "greedy"}, "only a planner can keep it: leave policy at 'auto'"),
+        ({"device_memory": "110%"}, "no device has more than 100%"),
+        ({"device_memory": 0}, "must be above 0"),
+        ({"device_memory": "all"}, "not a size"),
+        ({"device_memory": 24}, 'give "24%"'),
+    ],
+)
+def test_a_number_that_cannot_work_is_refused(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(problem)) as caught:
+        OffloadConfig(**options)
+    assert caught.value.field == "device_memory"
+
+
+def test_the_environment_has_it_too() -> None:
+    options = OffloadConfig.options_from_environment({"ACTOFFLOAD_DEVICE_MEMORY": "95%"})
+    assert OffloadConfig(**options).device_memory == "95%"
+    assert OffloadConfig(device_memory="auto").device_memory == "auto"
+    assert OffloadConfig(device_memory="24GB").device_memory == 24 * 10**9
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize(("given", "share"), [("auto", 0.97), ("50%", 0.5)])
+def test_a_share_is_of_what_the_device_has(device: SimulatedDevice, given: str, share: float) -> None:
+    device.limit(1 << 28)
+    with _offloader(device_memory=given) as offloader:
+        _train(3, offloader)
+        pilot = autopilot_of(offloader)
+        left, other = offloader.store.shared.budget.limit_bytes, pilot._shape.other_bytes
+    assert left + other == pytest.approx(share * (1 << 28), rel=0.02)
