@@ -249,6 +249,8 @@ class Autopilot:
         budget, config = self.limits.device_budget, self._shared.config
         if config.device_budget is None or config.device_share is not None or not _passed(observed, budget):
             return  # a share is known from now on: the next step shows whether it can be kept
+        if _runs_again(profile):
+            return
         if profile.host is None and profile.disk is None:
             return
         assert budget is not None, "it was passed"
@@ -305,7 +307,7 @@ class Autopilot:
         try:
             plan = self._search(profile)
         except BudgetError as error:
-            if not _passed(observed, budget):
+            if not _passed(observed, budget) or _runs_again(profile):
                 self.history.append(f"no plan: {error}")  # but the last step did keep it: go on as it was
                 shape.hopeless = True
                 return
@@ -508,6 +510,11 @@ class Autopilot:
 def _passed(observed: Observed, budget: int | None) -> bool:
     """Whether a step had more on the device than a budget allows."""
     return budget is not None and (observed.peak_bytes or 0) > budget
+
+
+def _runs_again(profile: Profile) -> bool:
+    """Whether regions ran again: what they hold then can leave if they run once, so this is not the least budget."""
+    return any(region.again_s is not None for region in profile.regions)
 
 
 def agree(pilot: Autopilot | None, group: Any, problem: str) -> bool:

@@ -1,296 +1,164 @@
-"""Whatever set of checkpointed regions runs once, and whatever those are like: the bits of PyTorch's checkpoints."""
+"""Other regions run once: what a step would be, against what must hold, and the choice of them against every choice."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any
+from collections import Counter
+from dataclasses import replace
+from itertools import chain, combinations, pairwise
 
 import pytest
-import torch
-from hypothesis import HealthCheck, given, reject, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-import actoffload
-from actoffload import OffloadConfig, Offloader, Plan
-from actoffload.testing.simulated_device import NAME
-from tests.harness import assert_empty, assert_same_bits
+from actoffload.errors import BudgetError, ConfigError
+from actoffload.planning.profile import RECOMPUTED, Profile
+from actoffload.planning.regions import choosable, with_regions
+from actoffload.planning.search import Limits, Search, plan, propose
+from tests.profiles import checkpointed, random_profile, slow_profile, with_blocks_as_regions
 
-WIDTH, ROWS = 32, 16
-MATMULS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-EXAMPLES = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+TAPES = 2
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What one region is like."""
+def twice(base: Profile) -> Profile:
+    """Two micro-batches, one after the other."""
+    later = base.step_s
 
-    dropout: bool = False
-    nested: str = ""  # "", "once" or "twice": checkpoints inside
-    arguments: str = "position"  # or "keyword", "closure"
-    contexts: str = ""  # "", "ours", "PyTorch's" (selective), "own"
-    early_stop: bool = True
-    stashes_random: bool = True
-    tied: bool = False
-    unused: bool = False  # its output has no part in the loss
-    raises: str = ""  # "", "first" (the program tries again without a checkpoint)
-    entry: str = "PyTorch's"  # or "ours"
-    reentrant: bool = False  # a region that is no region of ours
+    def moved(part: object, *names: str) -> dict[str, float | None]:
+        times = {name: getattr(part, name) for name in names}
+        return {name: None if time_s is None else time_s + later for name, time_s in times.items()}
 
-
-@dataclass(frozen=True)
-class Step:
-    """What one step is like."""
-
-    kinds: tuple[Kind, ...]
-    once: frozenset[int]
-    policy: str = "all"
-    forwards: int = 1
-    inside: bool = False
-    backward: str = "plain"  # or "retained", "double"
-    autocast: bool = False
-    recorded: bool = False
-    in_order: bool = False
-    given: bool = False
-    budget: bool = False
-
-
-class Error(Exception):
-    """What a region of the program raises."""
-
-
-class Net(nn.Module):
-    """Blocks, each a checkpointed region of its kind; some share one weight."""
-
-    def __init__(self, kinds: tuple[Kind, ...]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.kinds = kinds
-        self.shared = nn.Linear(WIDTH, WIDTH)
-        self.ups = nn.ModuleList(self.shared if kind.tied else nn.Linear(WIDTH, WIDTH) for kind in kinds)
-        self.downs = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in kinds)
-        self.log: list[str] = []
-
-    def block(self, place: int, x: Tensor, scale: Tensor) -> Tensor:
-        """What a region computes."""
-        kind = self.kinds[place]
-        inner = partial(self.inner, place)
-        if kind.nested and not kind.reentrant:
-            y = checkpoint(inner, x, scale, use_reentrant=False)
-            y = checkpoint(inner, y, scale, use_reentrant=False) if kind.nested == "twice" else y
-        else:
-            y = inner(x, scale)
-        return x + y
-
-    def inner(self, place: int, x: Tensor, scale: Tensor) -> Tensor:
-        """The arithmetic of it."""
-        kind = self.kinds[place]
-        y = torch.tanh(self.ups[place](x)) * torch.sigmoid(x) * scale
-        y = F.dropout(y, 0.3) if kind.dropout else y
-        return F.gelu(self.downs[place](y))
-
-    def region(self, place: int, x: Tensor, scale: Tensor) -> Tensor:
-        """The call of a checkpoint, as its kind says."""
-        kind, block = self.kinds[place], partial(self.block, place)
-        if kind.reentrant:
-            found: Tensor = checkpoint(block, x, scale, use_reentrant=True)
-            return found
-        options: dict[str, Any] = {"early_stop": kind.early_stop, "preserve_rng_state": kind.stashes_random}
-        contexts = {"": None, "own": self.own_contexts}
-        contexts["ours"] = partial(actoffload.create_selective_checkpoint_contexts, MATMULS)
-        contexts["PyTorch's"] = partial(create_selective_checkpoint_contexts, MATMULS)
-        if contexts[kind.contexts] is not None:
-            options["context_fn"] = contexts[kind.contexts]
-        call: Any = actoffload.checkpoint
-        if kind.entry != "ours":
-            call = partial(checkpoint, use_reentrant=False)
-        if kind.raises:
-            with contextlib.suppress(Error):
-                call(partial(self.raising, block), x, scale, **options)
-        if kind.arguments == "keyword":
-            y: Tensor = call(lambda x, scale=None: block(x, scale), x, scale=scale, **options)
-        elif kind.arguments == "closure":
-            y = call(lambda x: block(x, scale), x, **options)
-        else:
-            y = call(block, x, scale, **options)
-        return x if kind.unused else y
-
-    def own_contexts(self) -> tuple[Any, Any]:
-        """Contexts of the program's: what they note is the same in the first run, whether there is a second or not."""
-        return self.noted("first"), contextlib.nullcontext()
-
-    @contextlib.contextmanager
-    def noted(self, word: str) -> Any:
-        """Note that it was entered, and whether it was left by an error."""
-        try:
-            yield
-        except Error:
-            self.log.append(f"{word} raised")
-            raise
-        self.log.append(word)
-
-    @staticmethod
-    def raising(block: Any, *args: Any) -> Tensor:
-        """Compute, and fail at the end."""
-        block(*args)
-        raise Error
-
-    def forward(self, x: Tensor) -> Tensor:
-        """All regions."""
-        x = x.sin().exp()  # needs a gradient, as a reentrant checkpoint asks for one; and saves something that is used
-        scale = torch.sigmoid(x[:1] * self.shared.bias)
-        for place in range(len(self.kinds)):
-            x = self.region(place, x, scale)
-        return x
-
-
-def run(net: Net, step: Step, device: str, offloader: Offloader | None) -> tuple[list[Any], Tensor, list[str]]:
-    """One step: gradients, the state of the random numbers afterwards, and what the program's contexts noted."""
-    torch.manual_seed(5)
-    net.log.clear()
-    inputs = [torch.randn(ROWS, WIDTH).to(device).requires_grad_() for _ in range(step.forwards)]
-    losses: list[Tensor] = []
-    context: Callable[[], Any] = contextlib.nullcontext if offloader is None else lambda: offloader
-    if step.recorded and offloader is not None:
-        offloader.store.profiler.begin()
-    for x in inputs:
-        with context():
-            with torch.autocast(device, torch.bfloat16) if step.autocast else contextlib.nullcontext():
-                losses.append(net(x).float().square().mean())
-            if step.inside:
-                backward(net, losses.pop(), inputs, step)
-    if not step.in_order:
-        losses.reverse()
-    while losses:
-        backward(net, losses.pop(0), inputs, step)
-    found = [parameter.grad for parameter in net.parameters()] + [x.grad for x in inputs]
-    net.zero_grad(set_to_none=True)
-    if step.recorded and offloader is not None:
-        if device != "cpu":
-            torch.accelerator.synchronize()
-        check_profile(offloader, step)
-    return found, torch.get_rng_state(), list(net.log)
-
-
-def backward(net: Net, loss: Tensor, inputs: list[Tensor], step: Step) -> None:
-    """As the step says."""
-    if step.backward == "double":
-        wanted = [*net.parameters(), *inputs]
-        grads = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
-        torch.stack([grad.square().sum() for grad in grads if grad is not None]).sum().backward()
-        return
-    if step.backward == "retained":
-        loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def check_profile(offloader: Offloader, step: Step) -> None:
-    """The recorded step is a profile, in which regions that ran once saved something and others did so again."""
-    profile = offloader.store.profiler.profile()
-    assert profile is not None
-    held = sum(storage.kept == "recomputed" for storage in profile.storages)
-    assert held >= sum(bool(region.saves) for region in profile.regions)
-    for region in profile.regions:
-        assert (region.again_s is None) or region.place not in step.once
-    inside = {storage.region for storage in profile.storages} - {None}
-    assert inside <= step.once
-
-
-def regions_of(kinds: tuple[Kind, ...]) -> int:
-    """How many regions of ours a forward has: one that raised was one as well."""
-    return sum(1 + bool(kind.raises) for kind in kinds if not kind.reentrant)
+    storages = [replace(s, tape=1, **moved(s, "birth_s", "need_s", "last_need_s")) for s in base.storages]  # type: ignore[arg-type]
+    regions = [
+        replace(r, tape=1, **moved(r, "begin_s", "end_s", "again_s", "backward_end_s"))  # type: ignore[arg-type]
+        for r in base.regions
+    ]
+    return replace(
+        base,
+        storages=(*base.storages, *storages),
+        regions=(*base.regions, *regions),
+        forward_s=2 * base.forward_s,
+        backward_s=2 * base.backward_s,
+        other_s=2 * base.other_s,
+    )
 
 
 @st.composite
-def steps(draw: Any) -> Step:
-    """Any step that PyTorch itself can do."""
-    backward = draw(st.sampled_from(["plain", "plain", "retained", "double"]))
-    flags = {name: draw(st.booleans()) for name in ("inside", "autocast", "recorded", "in_order", "given", "budget")}
-    kinds = []
-    for _ in range(draw(st.integers(1, 4))):
-        dropout = draw(st.booleans())
-        selective = ["", "", "own"] if backward != "plain" else ["", "own", "ours", "PyTorch's"]
-        reentrant = backward == "plain" and draw(st.integers(0, 5)) == 0
-        kinds.append(
-            Kind(
-                dropout=dropout,
-                nested=draw(st.sampled_from(["", "", "once", "twice"])),
-                arguments=draw(st.sampled_from(["position", "keyword", "closure"])),
-                contexts=draw(st.sampled_from(selective)),
-                early_stop=draw(st.booleans()),
-                stashes_random=dropout or draw(st.booleans()),
-                tied=draw(st.booleans()),
-                unused=draw(st.integers(0, 5)) == 0,
-                raises=draw(st.sampled_from(["", "", "", "first"])),
-                entry=draw(st.sampled_from(["ours", "PyTorch's"])),
-                reentrant=reentrant,
-            )
-        )
-    once = draw(st.frozensets(st.integers(0, regions_of(tuple(kinds)))))
-    policy = draw(st.sampled_from(["all", "greedy", "keep"]))
-    return Step(tuple(kinds), once, policy, forwards=draw(st.integers(1, 3)), backward=backward, **flags)
+def bases(draw: st.DrawFn) -> Profile:
+    """A step of a checkpointed model, all regions run again, of one micro-batch or two."""
+    seed, storages, blocks = draw(st.integers(0, 1 << 40)), draw(st.integers(2, 40)), draw(st.integers(1, 6))
+    base = checkpointed(random_profile(seed, storages=storages, blocks=blocks))
+    return twice(base) if draw(st.booleans()) else base
 
 
-def check(step: Step, device: str, **options: Any) -> None:
-    """The step with and without an offloader."""
-    count = regions_of(step.kinds)
-    policy: Any = step.policy
-    if step.given:
-        policy = Plan((), once=tuple(sorted(place for place in step.once if place < count)), regions=count)
-    if step.budget:
-        options["device_budget"] = 40 << 10
-    net = Net(step.kinds).to(device)
-    try:
-        expected = run(net, step, device, None)
-    except RuntimeError:  # a selective checkpoint meets autocast's cache of another region, for example
-        reject()
-    fields = {"min_bytes": 0, "keep_last_bytes": 0, "announce": "none"}
-    offloader = Offloader(OffloadConfig(policy=policy, **fields, **options)).use(net)
-    try:
-        if not step.given:
-            offloader.store.regions.follow(step.once)
-        for _ in range(2):
-            found = run(net, step, device, offloader)
-            assert_same_bits(found[0], expected[0], "gradient")
-            assert torch.equal(found[1], expected[1]), "the random numbers that follow"
-            assert found[2] == expected[2], "what the program's own contexts saw"
-            if not (step.inside and step.backward == "double"):  # the penalty is a forward without regions
-                assert offloader.statistics().regions == count
-                assert offloader.statistics().regions_once == len([place for place in step.once if place < count])
-            assert accounts_are_back(offloader)
-        if options["target"] != "host":
-            assert_empty(offloader)
-    finally:
-        offloader.abort()
+def subset(base: Profile, mask: int) -> frozenset[int]:
+    return frozenset(place for place in choosable(base) if mask >> place & 1)
 
 
-def accounts_are_back(offloader: Offloader) -> bool:
-    """Nothing of a step is held, and no recomputation is counted."""
-    offloader.statistics()
-    accounts = offloader.store.shared.accounts
-    return (accounts.recomputed_bytes, accounts.baseline_bytes) == (0, 0)
+@settings(max_examples=150, deadline=None)
+@given(base=bases(), mask=st.integers(0, 63))
+def test_what_holds_for_every_choice_of_regions(base: Profile, mask: int) -> None:
+    once = subset(base, mask)
+    other = with_regions(base, once)
+    chosen = [region for region in base.regions if region.place in once]
+    # Bytes: what was held is saved, nothing else comes or goes.
+    assert other.saved_bytes == base.saved_bytes
+    held = Counter(s.nbytes for s in base.storages if s.kept == RECOMPUTED)
+    held.subtract(s.nbytes for s in other.storages if s.kept == RECOMPUTED)
+    assert held.total() == len(chosen)
+    saved = Counter((s.tape, s.region, s.nbytes, s.kept) for s in other.storages if s.region is not None)
+    assert saved == Counter((r.tape, r.place, save.nbytes, save.kept) for r in chosen for save in r.saves)
+    # Times: a step is shorter by what is not computed again, and everything keeps its order.
+    less_s = sum(region.recompute_s for region in chosen)
+    assert other.step_s == pytest.approx(base.step_s - less_s)
+    outside = [s for s in base.storages if s.kept != RECOMPUTED]
+    same = [s for s in other.storages if s.kept != RECOMPUTED and s.region is None]
+    assert [s.nbytes for s in same] == [s.nbytes for s in outside]
+    assert all(new.last_need_s <= old.last_need_s * (1 + 1e-9) for new, old in zip(same, outside, strict=True))
+    indexed = [s for s in other.storages if s.index is not None]
+    for tape in range(TAPES):  # in the order of saving
+        births = [s.birth_s for s in indexed if s.tape == tape]
+        assert all(after >= before - 1e-9 for before, after in pairwise(births))
+    # What a region saves is there from its forward until backward has left it, the last saved needed first.
+    for region in (r for r in other.regions if r.place in once):
+        own = [s for s in other.storages if (s.tape, s.region) == (region.tape, region.place)]
+        assert region.again_s is None
+        assert region.backward_end_s is not None
+        for s in own:
+            assert region.begin_s * (1 - 1e-9) <= s.birth_s <= region.end_s * (1 + 1e-9)
+            assert s.need_s is not None
+            assert s.last_need_s <= region.backward_end_s * (1 + 1e-9)
+            assert s.movable == (not s.kept and s.nbytes > 0)
+        assert all((b.need_s or 0) <= (a.need_s or 0) * (1 + 1e-9) for a, b in pairwise(own))
+    assert other.once == tuple(sorted(once))
+    assert Profile.from_json(other.to_json()) == other
 
 
-@EXAMPLES
-@given(step=steps(), target=st.sampled_from(["nvme", "host"]))
-def test_any_regions_run_once(step: Step, target: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    check(step, "cpu", target=target, path=folder(tmp_path_factory))
+@settings(max_examples=60, deadline=None)
+@given(base=bases(), mask=st.integers(0, 63))
+def test_none_is_the_step_as_it_was_and_all_takes_the_most(base: Profile, mask: int) -> None:
+    assert with_regions(base, ()) == base
+    some = with_regions(base, subset(base, mask))
+    everything = with_regions(base, choosable(base))
+    assert everything.step_s <= some.step_s * (1 + 1e-9)
+    assert everything.step_s <= base.step_s * (1 + 1e-9)
+    assert all(not region.saves for region in everything.regions)
 
 
-@pytest.mark.simulated
-@EXAMPLES
-@given(step=steps(), target=st.sampled_from(["nvme", "host"]))
-def test_any_regions_run_once_on_a_device(step: Step, target: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    check(step, NAME, target=target, path=folder(tmp_path_factory))
+@pytest.mark.parametrize("seed", range(12))
+def test_all_run_once_is_the_model_without_checkpoints(seed: int) -> None:
+    plain = with_blocks_as_regions(random_profile(seed, storages=30, blocks=4))
+    base = checkpointed(random_profile(seed, storages=30, blocks=4))
+    once = with_regions(base, choosable(base))
+    assert once.step_s == pytest.approx(plain.step_s)
+    reached = {None, *choosable(base)}  # what backward never comes to is not computed again, nor held
+    saved = [s for s in plain.storages if s.region in reached]
+    assert sorted(s.nbytes for s in once.storages) == sorted(s.nbytes for s in saved)
+    assert [s.birth_s for s in once.storages] == pytest.approx([s.birth_s for s in saved])
+    # As tall or taller: what backward uses is taken to be needed from the end of its operator's time on.
+    assert once.baseline_peak_bytes >= 0.99 * plain.baseline_peak_bytes
 
 
-def folder(factory: pytest.TempPathFactory) -> str:
-    """The one folder of this process's tests."""
-    path: Path = factory.getbasetemp()
-    return str(path)
+def test_a_place_without_a_known_recomputation_is_refused() -> None:
+    base = checkpointed(slow_profile())
+    unknown = replace(base, regions=(replace(base.regions[0], again_s=None), *base.regions[1:]))
+    for profile, place in ((base, 99), (unknown, 0)):
+        with pytest.raises(ConfigError) as caught:
+            with_regions(profile, {place})
+        assert (caught.value.field, caught.value.value) == ("once", [place])
+
+
+# -- the choice -------------------------------------------------------------------------------------------------------
+
+
+def best_of_all(base: Profile, limits: Limits) -> float:
+    """The shortest step within the budget over all sets of regions, all cuts and all windows; infinite for none."""
+    places = choosable(base)
+    best = float("inf")
+    for once in chain.from_iterable(combinations(places, count) for count in range(len(places) + 1)):
+        search = Search(with_regions(base, once), limits)
+        order = search.movable()
+        for window in search._windows():
+            search.window = window
+            for count in range(len(order) + 1):
+                over, step_s, _ = search.score(search.offload(order[:count]))
+                if not over:
+                    best = min(best, step_s)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_within_five_percent_of_the_best_mix(seed: int) -> None:
+    base = checkpointed(random_profile(seed, storages=16, blocks=4))
+    speed = (0.1, 0.5, 1.0, 4.0)[seed % 4]
+    links = {name: one.scaled(speed) for name in ("host", "disk") if (one := getattr(base, name)) is not None}
+    base = base.with_links(**links)
+    budget = int((0.7, 1.0, 1.3)[seed % 3] * base.baseline_peak_bytes)
+    limits = Limits(device_budget=budget)
+    best = best_of_all(base, limits)
+    if best == float("inf"):
+        with pytest.raises(BudgetError):
+            propose(base, limits)
+        return
+    found = plan(with_regions(base, propose(base, limits).once), limits)
+    assert (found.predicted_peak_bytes or 0) <= budget
+    assert (found.predicted_step_s or 0.0) <= 1.05 * best
