@@ -172,6 +172,7 @@ def run(net: Net, step: Step, device: str, offloader: Offloader | None) -> tuple
     found = [parameter.grad for parameter in net.parameters()] + [x.grad for x in inputs]
     net.zero_grad(set_to_none=True)
     if step.recorded and offloader is not None:
+        offloader.store.profiler.finish()
         if device != "cpu":
             torch.accelerator.synchronize()
         check_profile(offloader, step)

@@ -287,11 +287,17 @@ def test_left_alone_they_all_run_again_and_nothing_is_counted(make_offloader: Ma
     assert (statistics.regions, statistics.recompute_peak_bytes) == (0, 0)
 
 
-def test_reentrant_checkpoints_stay_as_they_are(make_offloader: MakeOffloader) -> None:
-    model = Blocks(call=lambda function, x: checkpoint(function, x.requires_grad_(), use_reentrant=True))
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_reentrant_checkpoints_stay_as_they_are(make_offloader: MakeOffloader, inside: bool) -> None:
+    """Also what is nested in one, which first saves anything in backward, where our hooks may be the innermost."""
+
+    def nested(function: Any, x: Tensor) -> Any:
+        return checkpoint(function, x, use_reentrant=False)
+
+    model = Blocks(call=lambda function, x: checkpoint(nested, function, x.requires_grad_(), use_reentrant=True))
     expected = model.step()
     offloader = following(make_offloader(), 0, 1, 2)
-    found = model.step(offloader)
+    found = model.step(offloader, inside=inside)
     assert found[1] == expected[1]
     assert_same_gradients(found[0], expected[0])
     assert offloader.statistics().regions == 0
