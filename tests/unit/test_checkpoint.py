@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint_activation as composable
 from torch.utils import checkpoint as plain
@@ -21,7 +22,7 @@ import actoffload
 from actoffload import Offloader, Plan, no_offload
 from actoffload.autograd import checkpoints
 from actoffload.autotune.blocks import find_blocks
-from actoffload.errors import ConfigError
+from actoffload.errors import ConfigError, SavedTensorModifiedError
 from actoffload.testing.gpt import GPT, GPTConfig
 from tests.harness import (
     Chain,
@@ -319,6 +320,63 @@ def test_where_pytorch_has_no_such_function_nothing_is_patched_and_one_line_says
     with pytest.warns(RuntimeWarning, match=rf"this PyTorch \({torch.__version__.replace('+', '.')}\) has no function"):
         train_step(Chain(), batch(), offloader)
     assert "checkpointed regions stay as they are" in offloader.report()
+
+
+def test_an_output_that_is_changed_in_place_is_an_error_that_names_the_option(make_offloader: MakeOffloader) -> None:
+    """A second run would have computed anew what the last operator saved."""
+
+    def loss_of(**options: Any) -> Tensor:
+        x = batch().requires_grad_()
+        with following(make_offloader(**options), 0):
+            y = checkpoint(lambda x: torch.tanh(x * 2), x.exp(), use_reentrant=False)
+            return (y.add_(1) * 2).sum()
+
+    loss_of(checkpoints="leave").backward()
+    with pytest.raises(SavedTensorModifiedError, match=r"modified by an inplace operation.*checkpoints='leave'"):
+        loss_of().backward()
+
+
+class OneProcess:
+    """A group of one process whose size is said to be two."""
+
+    def __enter__(self) -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def __exit__(self, *error: object) -> None:
+        dist.destroy_process_group()
+
+
+def refuse(group: object) -> int:
+    """As a backend that does not count."""
+    raise RuntimeError("ProcessGroup does not support sequence numbers")
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["counted", "not counted"])
+def test_a_region_in_which_ranks_communicate_is_known(
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    def reduces(x: Tensor) -> Tensor:
+        dist.all_reduce(torch.ones(1))
+        return x.tanh()
+
+    def communicate() -> list[bool]:
+        offloader = following(make_offloader(), 1)
+        offloader.store.profiler.begin()
+        with offloader:
+            x = batch().requires_grad_().exp()
+            for function in (torch.tanh, reduces, reduces):
+                x = checkpoint(function, x, use_reentrant=False)
+        x.sum().backward()
+        profile = offloader.store.profiler.profile()
+        assert profile is not None
+        return [region.communicates for region in profile.regions]
+
+    with OneProcess():
+        assert communicate() == [False] * 3, "nobody to communicate with"
+        monkeypatch.setattr(dist.distributed_c10d, "get_world_size", lambda: 2)
+        if not known:
+            monkeypatch.setattr(dist.ProcessGroup, "_get_sequence_number_for_group", refuse)
+        assert communicate() == ([False, True, True] if known else [True] * 3)
 
 
 # -- what a recomputation holds ---------------------------------------------------------------------------------------
