@@ -216,6 +216,6 @@ def collectives() -> int | None:
     if distributed is None or not distributed.is_initialized() or distributed.get_world_size() == 1:
         return 0
     try:
-        return sum(group._get_sequence_number_for_group() for group in distributed._world.pg_map)
+        return sum(int(group._get_sequence_number_for_group()) for group in distributed._world.pg_map)
     except (RuntimeError, AttributeError):
         return None
