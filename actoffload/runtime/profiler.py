@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -166,14 +167,18 @@ class Profiler:
         tape = self._tape_of(record.tape, birth)
         kept = "" if reason is None or reason in FREE_TO_MOVE else reason.value
         self._number_of[record] = len(self._saved)
-        self._saved.append(SavedStorage(record.nbytes, birth, tape, record.index, record.module, self._running(), kept))
+        region = self._running()
+        place = None if region is None else region.place
+        self._saved.append(SavedStorage(record.nbytes, birth, tape, record.index, record.module, place, kept))
 
     def kept(self, nbytes: int, reason: KeepReason) -> SavedStorage | None:
         """An activation stays without a record; returns what `kept_died` takes."""
         if not self.running:
             return None
         stamp = self._shared.birth(nbytes)
-        entry = SavedStorage(nbytes, stamp, 0, None, None, self._running(), reason.value)
+        region = self._running()
+        tape, place = (0, None) if region is None else (region.tape, region.place)
+        entry = SavedStorage(nbytes, stamp, tape, None, None, place, reason.value)
         self._saved.append(entry)
         return entry
 
@@ -279,10 +284,10 @@ class Profiler:
             self._local.stack = self._regions, stack
         return stack
 
-    def _running(self) -> int | None:
+    def _running(self) -> RunRegion | None:
         """The region that runs in this thread, if it runs once: its checkpoint's own hooks take what others save."""
         stack = self._stack()
-        return stack[-1].place if stack and stack[-1].once else None
+        return stack[-1] if stack and stack[-1].once else None
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
@@ -309,11 +314,11 @@ class Profiler:
         self.finish()
         if not self.stopwatch.end():
             return None
-        regions = tuple(map(self._region, self._regions))
         held = (entry for entry in self._recomputations if entry.nbytes)
+        storages = tuple(map(self._storage, [*self._saved, *held]))
         profile = Profile(
-            storages=tuple(map(self._storage, [*self._saved, *held])),
-            regions=regions,
+            storages=storages,
+            regions=tuple(self._region(run, storages) for run in self._regions),
             device=device,
             **self._durations(),
         )
@@ -346,7 +351,7 @@ class Profiler:
             region=entry.region,
         )
 
-    def _region(self, run: RunRegion) -> Region:
+    def _region(self, run: RunRegion, storages: Sequence[Storage]) -> Region:
         seconds = self.stopwatch.seconds
         begin_s = seconds(run.begin)
         end_s = max(begin_s, seconds(self._end if run.end is None else run.end))
@@ -358,6 +363,10 @@ class Profiler:
             end_s=end_s,
             communicates=run.communicates,
         )
+        if run.once and run.tape in self._in_backward:
+            mine = run.place, run.tape
+            own = (storage.last_need_s for storage in storages if (storage.region, storage.tape) == mine)
+            return replace(found, backward_end_s=max(own, default=seconds(self._end)))
         if run.held is None:
             return found
         again_s = max(end_s, seconds(run.held.birth))

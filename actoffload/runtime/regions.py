@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..errors import ConfigError
 from ..interrupts import aborts_when_interrupted
@@ -72,8 +72,11 @@ class Regions:
     Attributes:
         once: the places of the regions that run once. Every other region runs again in backward, as its program says.
         last: of each region of the last forward, whether it ran once.
+        any_once: some region of this process has run once.
         expected: how many regions the first forward has to have, under a plan that the user gave.
     """
+
+    any_once: ClassVar[bool] = False
 
     def __init__(self, store: ActivationStore, backward_end: BackwardEnd) -> None:
         self.once: frozenset[int] = frozenset()
@@ -111,6 +114,7 @@ class Regions:
         region = Region(tape, len(tape.regions) in self.once)
         if self.expected is not None and region.place >= self.expected:
             self._refuse(f"more than {self.expected}")
+        Regions.any_once |= region.once
         with self._shared.lock:
             self.last = tape.regions
             tape.regions.append(region.once)
@@ -212,6 +216,6 @@ def collectives() -> int | None:
     if distributed is None or not distributed.is_initialized() or distributed.get_world_size() == 1:
         return 0
     try:
-        return sum(group._get_sequence_number_for_group() for group in distributed._world.pg_map)
+        return sum(int(group._get_sequence_number_for_group()) for group in distributed._world.pg_map)
     except (RuntimeError, AttributeError):
         return None

@@ -499,7 +499,7 @@ class ActivationStore:
                 self._release(record)
             elif record.waiting <= 0:
                 self.tiers.by_device[record.kind].evict(record)
-        if self.regions.hold and not accounts.baseline_bytes:
+        if self.regions.hold and accounts.baseline_bytes == accounts.recomputed_bytes:
             self.regions.passed()  # backward is over
 
     def _release(self, record: Record) -> None:

@@ -107,8 +107,10 @@ class Accounts:
         self.resident_peak_bytes = max(self.resident_peak_bytes, nbytes)
 
     def recomputed(self, nbytes: int) -> None:
-        """Count what recomputations hold now, in place of what they held before."""
+        """Count what recomputations hold now, in place of what they held before; with nothing moved they would, too."""
         self.remove_resident(self.recomputed_bytes)
+        self.baseline_bytes += nbytes - self.recomputed_bytes
+        self.baseline_peak_bytes = max(self.baseline_peak_bytes, self.baseline_bytes)
         self.recomputed_bytes = nbytes
         self.recompute_peak_bytes = max(self.recompute_peak_bytes, nbytes)
         self.add_resident(nbytes)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint_activation as composable
 from torch.utils import checkpoint as plain
@@ -21,7 +22,7 @@ import actoffload
 from actoffload import Offloader, Plan, no_offload
 from actoffload.autograd import checkpoints
 from actoffload.autotune.blocks import find_blocks
-from actoffload.errors import ConfigError
+from actoffload.errors import ConfigError, SavedTensorModifiedError
 from actoffload.testing.gpt import GPT, GPTConfig
 from tests.harness import (
     Chain,
@@ -287,11 +288,17 @@ def test_left_alone_they_all_run_again_and_nothing_is_counted(make_offloader: Ma
     assert (statistics.regions, statistics.recompute_peak_bytes) == (0, 0)
 
 
-def test_reentrant_checkpoints_stay_as_they_are(make_offloader: MakeOffloader) -> None:
-    model = Blocks(call=lambda function, x: checkpoint(function, x.requires_grad_(), use_reentrant=True))
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_reentrant_checkpoints_stay_as_they_are(make_offloader: MakeOffloader, inside: bool) -> None:
+    """Also what is nested in one, which first saves anything in backward, where our hooks may be the innermost."""
+
+    def nested(function: Any, x: Tensor) -> Any:
+        return checkpoint(function, x, use_reentrant=False)
+
+    model = Blocks(call=lambda function, x: checkpoint(nested, function, x.requires_grad_(), use_reentrant=True))
     expected = model.step()
     offloader = following(make_offloader(), 0, 1, 2)
-    found = model.step(offloader)
+    found = model.step(offloader, inside=inside)
     assert found[1] == expected[1]
     assert_same_gradients(found[0], expected[0])
     assert offloader.statistics().regions == 0
@@ -313,6 +320,63 @@ def test_where_pytorch_has_no_such_function_nothing_is_patched_and_one_line_says
     with pytest.warns(RuntimeWarning, match=rf"this PyTorch \({torch.__version__.replace('+', '.')}\) has no function"):
         train_step(Chain(), batch(), offloader)
     assert "checkpointed regions stay as they are" in offloader.report()
+
+
+def test_an_output_that_is_changed_in_place_is_an_error_that_names_the_option(make_offloader: MakeOffloader) -> None:
+    """A second run would have computed anew what the last operator saved."""
+
+    def loss_of(**options: Any) -> Tensor:
+        x = batch().requires_grad_()
+        with following(make_offloader(**options), 0):
+            y = checkpoint(lambda x: torch.tanh(x * 2), x.exp(), use_reentrant=False)
+            return (y.add_(1) * 2).sum()
+
+    loss_of(checkpoints="leave").backward()
+    with pytest.raises(SavedTensorModifiedError, match=r"modified by an inplace operation.*checkpoints='leave'"):
+        loss_of().backward()
+
+
+class OneProcess:
+    """A group of one process whose size is said to be two."""
+
+    def __enter__(self) -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def __exit__(self, *error: object) -> None:
+        dist.destroy_process_group()
+
+
+def refuse(group: object) -> int:
+    """As a backend that does not count."""
+    raise RuntimeError("ProcessGroup does not support sequence numbers")
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["counted", "not counted"])
+def test_a_region_in_which_ranks_communicate_is_known(
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    def reduces(x: Tensor) -> Tensor:
+        dist.all_reduce(torch.ones(1))
+        return x.tanh()
+
+    def communicate() -> list[bool]:
+        offloader = following(make_offloader(), 1)
+        offloader.store.profiler.begin()
+        with offloader:
+            x = batch().requires_grad_().exp()
+            for function in (torch.tanh, reduces, reduces):
+                x = checkpoint(function, x, use_reentrant=False)
+        x.sum().backward()
+        profile = offloader.store.profiler.profile()
+        assert profile is not None
+        return [region.communicates for region in profile.regions]
+
+    with OneProcess():
+        assert communicate() == [False] * 3, "nobody to communicate with"
+        monkeypatch.setattr(dist.distributed_c10d, "get_world_size", lambda: 2)
+        if not known:
+            monkeypatch.setattr(dist.ProcessGroup, "_get_sequence_number_for_group", refuse)
+        assert communicate() == ([False, True, True] if known else [True] * 3)
 
 
 # -- what a recomputation holds ---------------------------------------------------------------------------------------
