@@ -350,8 +350,8 @@ class Autopilot:
         budget, config = self.limits.device_budget, self._shared.config
         if config.device_budget is None or config.device_share is not None or not _passed(observed, budget):
             return  # a share is known from now on: the next step shows whether it can be kept
-        if _runs_again(profile):
-            return
+        if any(region.again_s is not None for region in profile.regions):
+            return  # what these hold then may leave if they run once: the choice of regions comes first
         if profile.host is None and profile.disk is None:
             return
         assert budget is not None, "it was passed"

@@ -107,14 +107,7 @@ def profile_of(built: models.Workload, batch: int, hardware: Hardware) -> tuple[
         forward = step.now()
         torch.autograd.backward(loss)
     end, rate = step.now(), hardware.peak_flops * hardware.utilisation
-    numbers: dict[int | None, int] = {key: number for number, key in enumerate(step.saved)}
-    saved = list(step.saved.values())
-    sources: dict[int, int] = {}
-    """By block, the storage that a checkpoint of it saves as its input, if a plain run saves that, too."""
-    for place, block in enumerate(step.blocks):
-        source = numbers.get(block.source)
-        if source is not None and (saved[source].shared or saved[source].block in (None, place)):
-            sources[place] = source
+    saved, sources = list(step.saved.values()), _sources(step)
     storages = [
         Storage(
             index=number,
@@ -155,3 +148,15 @@ def profile_of(built: models.Workload, batch: int, hardware: Hardware) -> tuple[
         device=hardware.name,
     )
     return run_again(plain, sources), BACKWARD_FACTOR * forward
+
+
+def _sources(step: WatchedStep) -> dict[int, int]:
+    """By block, the storage that a checkpoint of it saves as its input, if a plain run saves that, too."""
+    numbers: dict[int | None, int] = {key: number for number, key in enumerate(step.saved)}
+    saved = list(step.saved.values())
+    found: dict[int, int] = {}
+    for place, block in enumerate(step.blocks):
+        source = numbers.get(block.source)
+        if source is not None and (saved[source].shared or saved[source].block in (None, place)):
+            found[place] = source
+    return found

@@ -15,8 +15,8 @@ from actoffload.planning.plan import Plan
 from actoffload.planning.profile import Link, Profile
 from actoffload.planning.search import Limits, Search, best, floor, plan
 from actoffload.planning.simulator import Conditions, simulate
-from benchmarks import ssdtrain
 from tests.exhaustive import every_choice, every_mix
+from tests.planner_baselines import predict_cut
 from tests.profiles import checkpointed, random_profile
 
 PROFILES = 160
@@ -49,7 +49,7 @@ def _check_without_budget(profile: Profile) -> None:
     seen = simulate(profile, made, detail=False)
     assert seen.step_s <= 1.01 * profile.step_s
     assert seen.peak_bytes <= profile.baseline_peak_bytes
-    peer = ssdtrain.predict(profile, Limits())
+    peer = predict_cut(profile, Limits())
     if peer.step_s <= 1.009 * profile.step_s:  # within what the planner allows itself
         declined_bytes = 0.01 * profile.baseline_peak_bytes if made.declined else 0
         assert seen.peak_bytes <= 1.02 * peer.peak_bytes + declined_bytes
@@ -63,7 +63,7 @@ def _check_budget(profile: Profile, share: float) -> None:
         profile, plan(profile, Limits(device_budget=budget)), Conditions(device_budget=budget), detail=False
     )
     assert seen.peak_bytes <= budget
-    peer = ssdtrain.predict(profile, Limits(device_budget=budget))
+    peer = predict_cut(profile, Limits(device_budget=budget))
     if peer.peak_bytes <= budget:
         assert seen.step_s <= 1.02 * peer.step_s
 
@@ -125,7 +125,8 @@ def _one_tier(seed: int) -> Profile:
 
 def test_near_the_best_plan_that_there_is() -> None:
     """Of random steps of a few storages, where each one weighs: hardly any is 1.10 × the best of all choices."""
-    times, peaks = [], []
+    times: list[float] = []
+    peaks: list[float] = []
     for seed in range(EXHAUSTIVE):
         profile = _one_tier(seed)
         lowest = floor(profile, Limits())

@@ -173,14 +173,14 @@ def test_a_recomputation_waits_for_its_input() -> None:
 
 
 def test_a_recomputation_waits_for_room_and_reading_ahead_leaves_it() -> None:
-    held = _storage(None, 3.0, None, nbytes=200, last_s=3.5, kept=RECOMPUTED)
+    held = _storage(None, 3.0, None, nbytes=300, last_s=3.5, kept=RECOMPUTED)
     first, kept = _storage(0, 0.0, 5.0), _storage(1, 1.5, 2.0, last_s=2.5)
-    seen = _seen(_profile(first, kept, held), "dk", Conditions(device_budget=250))
-    # Beside what the region will hold there is no room for 100 bytes, so they are read when they are needed.
-    assert (seen.peak_bytes, seen.backward_wait_s) == (200, 1.0)
-    assert _seen(_profile(first, kept, held), "dk", Conditions(device_budget=400)).backward_wait_s == 0.0
+    seen = _seen(_profile(first, kept, held), "dk", Conditions(device_budget=350))
+    # Beside what the region will hold there is no room for 100 bytes at 2, so they are read when they are needed.
+    assert (seen.peak_bytes, seen.backward_wait_s) == (300, 1.0)
+    assert _seen(_profile(first, kept, held), "dk", Conditions(device_budget=500)).backward_wait_s == 0.0
     slow = replace(LINK, write_bytes_per_s=100 / 3.2)
-    waits = _seen(_profile(first, held, disk=slow), "d", Conditions(device_budget=250))
+    waits = _seen(_profile(first, held, disk=slow), "d", Conditions(device_budget=350))
     assert waits.backward_wait_s == pytest.approx(0.2 + 1.0), "until the write has made room, and then for the read"
 
 
