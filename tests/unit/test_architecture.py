@@ -57,7 +57,7 @@ OPTIONAL = {
 """Third parties that need not be there (or are heavy), and the only modules that may import them."""
 
 PUBLIC_MODULES = (
-    "__init__ errors planning.planners planning.planners.* planning.profile planning.simulator testing testing.* "
+    "__init__ errors planning.profile planning.search planning.simulator testing testing.* "
     "analysis analysis.* integrations.* cli.models"
 )
 """What integrations and benchmarks may import; from the package itself only what ``__all__`` names."""

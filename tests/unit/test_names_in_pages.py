@@ -248,7 +248,7 @@ def test_files() -> None:
     ("name", "why"),
     [
         ("actoffload.Plan.load", "Plan has no load"),
-        ("actoffload.planning.planners.best", "actoffload.planning.planners has no best"),
+        ("actoffload.planning.search.most", "actoffload.planning.search has no most"),
         ("Statistics.moved", "Statistics has no moved"),
         ("offloader.statistics.moved_byte", "Statistics has no moved_byte"),
         ("attachment.offloader.closed_at", "Offloader has no closed_at"),
