@@ -1,0 +1,284 @@
+"""Gradient checkpointing as each framework switches it on: whichever regions run once, the training is the same.
+
+The models are never touched: what a framework calls comes to PyTorch's checkpoint, where the plan chooses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import actoffload
+from actoffload import Plan
+from tests.harness import same_bits
+
+for _package in ("accelerate", "diffusers", "lightning", "peft", "transformers"):
+    pytest.importorskip(_package)
+
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # noqa: E402
+    apply_activation_checkpointing,
+)
+
+from tests.integration import hf_models  # noqa: E402
+
+STEPS = 4
+WIDTH = 32
+ROWS = 64
+
+
+@dataclass
+class Case:
+    """A model with checkpoints, how a forward is run, and how many regions it has."""
+
+    model: nn.Module
+    forward: Callable[[], Tensor]
+    regions: int
+
+
+class Block(nn.Module):
+    """A residual MLP with dropout, which a region has to draw again as it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = x + self.mlp(self.norm(x))
+        return found
+
+
+def rows() -> Tensor:
+    return torch.randn(ROWS, WIDTH)
+
+
+def of(model: nn.Module, regions: int) -> Case:
+    """A model of blocks that has its checkpoints."""
+    return Case(model, lambda: model(rows()).square().mean(), regions)
+
+
+def blocks(checkpointed: Callable[[nn.Sequential], object] = lambda model: None, count: int = 4) -> Case:
+    """Blocks one after the other, after a framework's function has put its checkpoints into the model."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(count)))
+    checkpointed(model)
+    return of(model, count)
+
+
+def language(model: Any, regions: int, **options: Any) -> Case:
+    """A model of Transformers, as ``gradient_checkpointing=True`` leaves it."""
+    model.train()
+    model.activation_checkpointing_enable(**options)
+
+    def forward() -> Tensor:
+        ids = torch.randint(4, hf_models.WORDS, (2, hf_models.LENGTH))
+        loss: Tensor = model(input_ids=ids, labels=ids).loss
+        return loss
+
+    return Case(model, forward, regions)
+
+
+def lora() -> Case:
+    """Adapters on frozen weights: a region has inputs that need no gradient."""
+    from peft import LoraConfig, get_peft_model
+
+    adapters = LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.1, init_lora_weights="gaussian")
+    return language(get_peft_model(hf_models.llama(), adapters), 2)
+
+
+def unet() -> Case:
+    """Diffusers: blocks of convolutions with attention, each with two inputs."""
+    from diffusers import UNet2DModel
+
+    model: Any = UNet2DModel(
+        sample_size=8,
+        in_channels=3,
+        out_channels=3,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        norm_num_groups=4,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=4,
+        dropout=0.1,
+    )
+    model.train()
+    model.enable_gradient_checkpointing()
+    return Case(model, lambda: model(torch.randn(2, 3, 8, 8), 1).sample.square().mean(), 7)
+
+
+class InSegments(nn.Module):
+    """PyTorch's ``checkpoint_sequential``, which leaves the last segment out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint_sequential(self.blocks, 4, x, use_reentrant=False)
+        return found
+
+
+class Nested(nn.Module):
+    """Checkpoints inside of two others: the outer ones are the regions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def pair(self, first: int, x: Tensor) -> Tensor:
+        for block in self.blocks[first : first + 2]:
+            x = checkpoint(block, x, use_reentrant=False)  # type: ignore[assignment]
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        for first in (0, 2):
+            x = checkpoint(self.pair, first, x, use_reentrant=False)  # type: ignore[assignment]
+        return x
+
+
+def composable(model: nn.Sequential) -> None:
+    """``torch.distributed._composable.checkpoint``, imported after actoffload: it takes PyTorch's generator by name."""
+    from torch.distributed import _composable
+
+    for block in model[1:]:
+        _composable.checkpoint(block)
+
+
+def wrapped(model: nn.Sequential) -> None:
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, Block))
+
+
+def of_lightning(model: nn.Sequential) -> None:
+    """What ``FSDPStrategy(activation_checkpointing_policy={Block})`` does."""
+    from lightning.fabric.strategies import fsdp
+
+    fsdp._setup_activation_checkpointing(model, {"check_fn": lambda module: isinstance(module, Block)})
+
+
+def of_accelerate(model: nn.Sequential) -> None:
+    """What ``activation_checkpointing=True`` of the FSDP plugin does: no random states are kept."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_apply_ac
+
+    for block in model.modules():
+        if isinstance(block, nn.Dropout):
+            block.p = 0.0
+    plugin: Any = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        activation_checkpointing=True,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+    )
+    plugin.set_auto_wrap_policy(model)
+    fsdp2_apply_ac(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)), model)  # type: ignore[arg-type]
+
+
+def of_torchtitan(kind: str) -> Case:
+    """``activation-checkpoint:full`` and ``selective``: blocks in ``layers``, without early stop."""
+    pytest.importorskip("torchtitan")
+    sys.modules.setdefault("torchtitan.distributed.minimal_async_ep.kernels", MagicMock())  # Triton's
+    from torchtitan.distributed import activation_checkpoint
+
+    model = nn.Module()
+    model.layers = nn.ModuleDict({str(number): Block() for number in range(4)})
+    chosen = getattr(activation_checkpoint, kind)
+    chosen(chosen.Config()).apply(model)
+    return of(nn.Sequential(*model.layers.values()), 4)
+
+
+def of_timm() -> Case:
+    model: Any = pytest.importorskip("timm").create_model("vit_tiny_patch16_224", img_size=32, depth=3)
+    model.train()
+    model.set_grad_checkpointing()
+    return Case(model, lambda: model(torch.randn(2, 3, 32, 32)).square().mean(), 3)
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "Transformers, decoder": lambda: language(hf_models.llama(dropout=0.1), 2),
+    "Transformers, decoder with dropout and a tied head": lambda: language(hf_models.gpt2(), 2),
+    "Transformers, encoder and decoder": lambda: language(hf_models.t5(), 4),
+    "Transformers, every second layer": lambda: language(hf_models.llama(), 1, every_n_layers=2),
+    "PEFT": lora,
+    "diffusers": unet,
+    "timm": of_timm,
+    "CheckpointWrapper": lambda: blocks(wrapped),
+    "composable": lambda: blocks(composable),
+    "checkpoint_sequential": lambda: of(InSegments(), 3),
+    "nested": lambda: of(Nested(), 2),
+    "Lightning": lambda: blocks(of_lightning),
+    "Accelerate": lambda: blocks(of_accelerate),
+    "torchtitan, full": lambda: of_torchtitan("FullAC"),
+    "torchtitan, selective": lambda: of_torchtitan("SelectiveAC"),
+}
+
+
+def choices(regions: int, seed: str) -> Iterator[frozenset[int]]:
+    """Which regions run once: none, all, then any."""
+    yield frozenset()
+    yield frozenset(range(regions))
+    draw = random.Random(seed)
+    while True:
+        yield frozenset(place for place in range(regions) if draw.random() < 0.5)
+
+
+def train(case: Case, attachment: actoffload.Attachment | None = None, seed: str = "") -> dict[str, Tensor]:
+    """Losses and gradients of some steps, and the weights after them."""
+    found: dict[str, Tensor] = {}
+    optimizer = torch.optim.SGD((p for p in case.model.parameters() if p.requires_grad), lr=1e-2)
+    chosen = choices(case.regions, seed)
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        if attachment is not None:
+            attachment.offloader.store.regions.follow(next(chosen))
+        loss = case.forward()
+        loss.backward()  # type: ignore[no-untyped-call]
+        found[f"loss {step}"] = loss.detach()
+        gradients = {name: p.grad for name, p in case.model.named_parameters() if p.grad is not None}
+        found |= {f"gradient {step} of {name}": gradient.clone() for name, gradient in gradients.items()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return found | {name: parameter.detach().clone() for name, parameter in case.model.named_parameters()}
+
+
+def parts(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """What each module consists of, hooks and functions included, as it is at this moment."""
+    found = {}
+    for name, module in model.named_modules():
+        own = dict(vars(module))
+        found[name] = {key: dict(value) if isinstance(value, dict) else value for key, value in own.items()}
+        found[name]["type"] = type(module)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_whichever_regions_run_once_the_training_is_that_of_the_checkpoints(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    alone = train(CASES[name]())
+    torch.manual_seed(0)
+    case = CASES[name]()
+    before = parts(case.model)
+    everything = tuple(range(case.regions))
+    plan = Plan((), once=everything, regions=case.regions)
+    options: dict[str, Any] = {"target": "nvme", "path": tmp_path, "min_bytes": 0, "announce": "none"}
+    attachment = actoffload.attach(case.model, policy=plan, **options)
+    with contextlib.closing(attachment.offloader):
+        # SEAM        assert attachment.offloader.store.regions.once == set(everything), "what the plan says"
+        ours = train(case, attachment, seed=name)
+        assert attachment.offloader.statistics().nvme_written_bytes > 0
+        assert attachment.offloader.statistics().live_records == 0
+        attachment.detach()
+    assert parts(case.model) == before
+    assert ours.keys() == alone.keys()
+    assert [part for part, tensor in alone.items() if not same_bits(tensor, ours[part])] == []
