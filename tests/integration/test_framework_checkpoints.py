@@ -240,9 +240,13 @@ def train(case: Case, attachment: actoffload.Attachment | None = None, seed: str
     chosen = choices(case.regions, seed)
     for step in range(STEPS):
         torch.manual_seed(step)
+        once = next(chosen)
         if attachment is not None:
-            attachment.offloader.store.regions.follow(next(chosen))
+            attachment.offloader.store.regions.follow(once)
         loss = case.forward()
+        if attachment is not None:
+            seen = attachment.offloader.statistics()
+            assert (seen.regions, seen.regions_once) == (case.regions, len(once))
         loss.backward()  # type: ignore[no-untyped-call]
         found[f"loss {step}"] = loss.detach()
         gradients = {name: p.grad for name, p in case.model.named_parameters() if p.grad is not None}
@@ -274,7 +278,7 @@ def test_whichever_regions_run_once_the_training_is_that_of_the_checkpoints(name
     options: dict[str, Any] = {"target": "nvme", "path": tmp_path, "min_bytes": 0, "announce": "none"}
     attachment = actoffload.attach(case.model, policy=plan, **options)
     with contextlib.closing(attachment.offloader):
-        # SEAM        assert attachment.offloader.store.regions.once == set(everything), "what the plan says"
+        assert attachment.offloader.store.regions.once == set(everything), "what the plan says"
         ours = train(case, attachment, seed=name)
         assert attachment.offloader.statistics().nvme_written_bytes > 0
         assert attachment.offloader.statistics().live_records == 0
