@@ -28,6 +28,7 @@ class KeepReason(Enum):
     LAST = "last saved layer"
     PRESSURE = "pressure"
     IN_BACKWARD = "saved during backward"
+    RECOMPUTED = "recomputed"
     SUBCLASS = "unknown tensor subclass"
     LAYOUT = "not strided"
     FILLED_LATER = "filled after it was saved"

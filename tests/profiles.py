@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from actoffload.planning.profile import Block, Link, Profile, Storage
+from actoffload.planning.profile import Block, Link, Profile, Region, Storage
+from actoffload.planning.regions import run_again
 
 SAVED_PER_BLOCK = (
     ("norm1", 1.0, 0.00),
@@ -220,3 +221,25 @@ def _random_link(rng: random.Random, bandwidth: float) -> Link:
         read_bytes_per_s=bandwidth * rng.uniform(0.8, 2.0),
         latency_s=rng.choice((0.0, 20e-6, 100e-6)),
     )
+
+
+def with_blocks_as_regions(profile: Profile) -> Profile:
+    """The step of the same model with each block checkpointed, all of them run once; inputs are outside of regions."""
+    inputs = {block.input for block in profile.blocks}
+    storages = tuple(
+        replace(s, block=None, region=None if number in inputs or not s.movable else s.block)
+        for number, s in enumerate(profile.storages)
+    )
+    regions = []
+    for number, block in enumerate(profile.blocks):
+        births = [s.birth_s for s in profile.storages if s.block == number]
+        begin_s = min(births, default=0.0)
+        end_s = max([min(begin_s + block.forward_s, profile.forward_s), *births])
+        regions.append(Region(place=number, name=block.name, begin_s=begin_s, end_s=end_s))
+    return replace(profile, storages=storages, blocks=(), regions=tuple(regions))
+
+
+def checkpointed(profile: Profile) -> Profile:
+    """The step of the same model with each block checkpointed, all of them run again."""
+    inputs = {number: block.input for number, block in enumerate(profile.blocks) if block.input is not None}
+    return run_again(with_blocks_as_regions(profile), inputs)

@@ -62,6 +62,11 @@ has everything back before the peak. With none of these 8 of 100 plans were wors
 ALIKE = 10
 """Blocks whose recomputation frees a byte for the same time, to within one part of so many, are equally cheap."""
 
+ALIKE_STEPS = 0.005
+"""Share of a step by which steps are taken to be as long as each other, so that the one that moves less is better."""
+SHARES_OF_EXCESS = (1.0, 1.5, float("inf"))
+"""What leaves while regions are chosen: so many times the bytes that are too many, until the step does not wait."""
+
 # -- corrections ------------------------------------------------------------------------------------------------------
 # What follows was chosen on the loop, which fails with much larger values; the medians of five steps differ by less
 # than these on a quiet machine.

@@ -16,9 +16,11 @@ from pathlib import Path
 
 from ..errors import ConfigError
 from ..json_input import parse, read_file
+from ..policy import KeepReason
 from .constants import PREFETCH_BYTES
 
 VERSION = 1
+RECOMPUTED = KeepReason.RECOMPUTED.value
 ROUNDING = 1e-9
 
 
@@ -199,6 +201,18 @@ class Profile:
     def step_s(self) -> float:
         """Compute time of a step in which nothing waits and nothing is recomputed."""
         return self.forward_s + self.backward_s + self.other_s
+
+    @property
+    def once(self) -> tuple[int, ...]:
+        """The places of the regions that ran once; not of those that backward never came to."""
+        ran = {s.region for s in self.storages if s.region is not None}
+        ran |= {r.place for r in self.regions if r.again_s is None and r.backward_end_s is not None}
+        return tuple(sorted(ran))
+
+    @property
+    def recompute_bytes(self) -> int:
+        """The most that the recomputation of one region held."""
+        return max((s.nbytes for s in self.storages if s.kept == RECOMPUTED), default=0)
 
     @property
     def forwards(self) -> int:

@@ -32,6 +32,7 @@ KEPT_MEANINGS = {
     "last saved layer": "its backward follows at once",
     "pressure": "could not have been moved in time",
     "saved during backward": "by a recomputation; it is used at once",
+    "recomputed": "by a checkpointed region that runs again in backward; it is used at once",
     "unknown tensor subclass": "how to take it apart is not known",
     "not strided": "sparse, or another layout without plain memory",
     "filled after it was saved": "its operator (rrelu) saves it before it is computed",

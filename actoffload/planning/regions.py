@@ -1,0 +1,180 @@
+"""The steps in which other checkpointed regions run once than in a known one. Pure.
+
+`with_regions` says what a recorded step would be if some of its regions ran once. `run_again` makes, on paper alone,
+the step of a checkpointed model from that of the same model without checkpoints.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+from ..errors import ConfigError
+from .profile import RECOMPUTED, ROUNDING, Profile, Region, RegionSave, Storage
+
+
+def choosable(base: Profile) -> list[int]:
+    """The places of the regions that can run once: in every forward their recomputation was seen, and its end."""
+    places = {region.place for region in base.regions}
+    unknown = {region.place for region in base.regions if region.again_s is None or region.backward_end_s is None}
+    return sorted(places - unknown)
+
+
+def with_regions(base: Profile, once: Collection[int]) -> Profile:
+    """The step of ``base``, in which all regions ran again, with the regions of these places run once.
+
+    A place is decided alike in every forward of the step. Recomputations are taken out, and all that came after them
+    comes sooner. What a recomputation held is saved in the region's forward, and needed in reverse order in its
+    backward.
+
+    Raises:
+        ConfigError: a place has no region that ran again; names ``once``.
+    """
+    unknown = sorted(set(once).difference(choosable(base)))
+    if unknown:
+        raise ConfigError(
+            "once", unknown, "give places of regions that ran again, of which backward has come to an end"
+        )
+    if not once:
+        return base
+    chosen = [region for region in base.regions if region.place in once]
+    gone = sorted((_again_s(region), region.recompute_s) for region in chosen)
+    sooner = _Shift([begin for begin, _ in gone], [-seconds for _, seconds in gone])
+    stays = [s for s in base.storages if (place := _holder(s, base.regions)) is None or place not in once]
+    kept = [_moved(s, sooner) for s in stays]
+    born = accumulate((s.birth_s for s in kept), max)  # in the order of saving, also where moments are shared
+    placed = list(zip(born, kept, strict=True))
+    placed += [(s.birth_s, s) for region in chosen for s in _saved_once(region, sooner)]
+    end_s = base.forward_s + base.backward_s
+    regions = []
+    for region in base.regions:
+        region = _moved_region(region, sooner)
+        regions.append(replace(region, again_s=None, recompute_s=0.0, saves=()) if region.place in once else region)
+    return replace(
+        base,
+        storages=_numbered([storage for _, storage in sorted(placed, key=lambda pair: pair[0])]),
+        regions=tuple(regions),
+        backward_s=base.backward_s - (end_s - sooner(end_s)),
+    )
+
+
+def run_again(plain: Profile, inputs: Mapping[int, int]) -> Profile:
+    """On paper: the step in which all regions of ``plain``, which ran once, run again.
+
+    Args:
+        plain: its storages say by `Storage.region` which region saves them.
+        inputs: by the number of a region in `Profile.regions`, the storage that its checkpoint saves as its input; it
+            is outside of all regions.
+    """
+    members = {
+        number: [s for s in plain.storages if (s.tape, s.region) == (region.tape, region.place)]
+        for number, region in enumerate(plain.regions)
+    }
+    begins = {n: min((s.need_s for s in own if s.need_s is not None), default=None) for n, own in members.items()}
+    order = sorted((begin_s, n) for n, begin_s in begins.items() if begin_s is not None)
+    times = [plain.regions[n].end_s - plain.regions[n].begin_s for _, n in order]
+    later = _Shift([begin_s for begin_s, _ in order], times)
+    again = {n: begin_s + before for (begin_s, n), before in zip(order, accumulate(times, initial=0.0), strict=False)}
+    first_s: dict[int, float] = {}
+    """By storage, when a recomputation reads it as its input."""
+    for n, source in inputs.items():
+        if n in again:
+            first_s[source] = min(again[n], first_s.get(source, again[n]))
+    listed = []
+    for number, storage in enumerate(plain.storages):
+        if storage.region is None:
+            moved = _moved(storage, later)
+            need_s = first_s.get(number, moved.need_s)
+            listed.append(replace(moved, need_s=need_s, last_need_s=max(moved.last_need_s, need_s or 0.0)))
+    regions = list(plain.regions)
+    for n, again_s in again.items():
+        region, own = plain.regions[n], members[n]
+        recompute_s, end_s = region.end_s - region.begin_s, later(max(s.last_need_s for s in own), early=True)
+        saves = tuple(RegionSave(offset_s=s.birth_s - region.begin_s, nbytes=s.nbytes, kept=s.kept) for s in own)
+        regions[n] = replace(region, again_s=again_s, recompute_s=recompute_s, backward_end_s=end_s, saves=saves)
+        facts: dict[str, Any] = {"module": region.name, "tape": region.tape, "kept": RECOMPUTED}
+        nbytes = sum(s.nbytes for s in own)
+        listed.append(Storage(index=None, nbytes=nbytes, birth_s=again_s, need_s=None, last_need_s=end_s, **facts))
+    listed.sort(key=lambda s: s.birth_s)
+    return replace(plain, storages=_numbered(listed), regions=tuple(regions), backward_s=plain.backward_s + sum(times))
+
+
+def _again_s(region: Region) -> float:
+    assert region.again_s is not None, "it ran again"
+    return region.again_s
+
+
+def _holder(storage: Storage, regions: Sequence[Region]) -> int | None:
+    """The place of the region whose recomputation holds a storage: the last that was run again before; else None."""
+    if storage.kept != RECOMPUTED:
+        return None
+    before = [(r.again_s, r.place) for r in regions if r.tape == storage.tape and r.again_s is not None]
+    return max(((s, place) for s, place in before if s <= storage.birth_s + ROUNDING), default=(0.0, None))[1]
+
+
+class _Shift:
+    """When a moment is, as at each of ``begins`` so many seconds are put in or, below 0, taken out of what follows."""
+
+    def __init__(self, begins: Sequence[float], seconds: Sequence[float]) -> None:
+        self._begins = begins
+        self._total = list(accumulate(seconds, initial=0.0))
+        # Within what is taken out all moments are one.
+        self._least = list(accumulate((b + t for b, t in zip(begins, self._total, strict=False)), max))
+
+    def __call__(self, time_s: float, *, early: bool = False) -> float:
+        """Args: time_s: the moment; early: whether it comes before what is put in just there."""
+        place = (bisect_left if early else bisect_right)(self._begins, time_s)
+        return max(self._least[place - 1], time_s + self._total[place]) if place else time_s
+
+
+def _moved(storage: Storage, shift: _Shift) -> Storage:
+    birth_s, last_s = shift(storage.birth_s), shift(storage.last_need_s, early=True)
+    need_s = None if storage.need_s is None else shift(storage.need_s)
+    return replace(storage, birth_s=birth_s, need_s=need_s, last_need_s=max(last_s, need_s or birth_s, birth_s))
+
+
+def _moved_region(region: Region, shift: _Shift) -> Region:
+    again_s, end_s = (None if t is None else shift(t) for t in (region.again_s, region.backward_end_s))
+    begin_s, forward_end_s = shift(region.begin_s), shift(region.end_s)
+    return replace(region, begin_s=begin_s, end_s=forward_end_s, again_s=again_s, backward_end_s=end_s)
+
+
+def _saved_once(region: Region, shift: _Shift) -> list[Storage]:
+    """What a region saves in its forward if it runs once."""
+    assert region.backward_end_s is not None, "it is choosable"
+    begin_s, forward_s = shift(region.begin_s), shift(region.end_s) - shift(region.begin_s)
+    until_s = shift(region.backward_end_s)
+    backward_s = until_s - shift(_again_s(region))
+    saves = sorted(region.saves, key=lambda save: save.offset_s)
+    whole_s = max([region.recompute_s, *(save.offset_s for save in saves)]) or 1.0
+    shares = [save.offset_s / whole_s for save in saves]
+    return [
+        Storage(
+            index=None if save.kept else 0,
+            nbytes=save.nbytes,
+            birth_s=begin_s + share * forward_s,
+            need_s=until_s - following * backward_s,  # what is computed from it ends as the next one is saved
+            last_need_s=until_s - share * backward_s,
+            module=region.name,
+            tape=region.tape,
+            kept=save.kept,
+            region=region.place,
+        )
+        for save, (share, following) in zip(saves, pairwise([*shares, 1.0]), strict=True)
+    ]
+
+
+def _numbered(storages: Sequence[Storage]) -> tuple[Storage, ...]:
+    """The storages with their places counted anew, by forward; what had none has none."""
+    places: Counter[int] = Counter()
+    numbered = []
+    for storage in storages:
+        if storage.index is not None:
+            storage = replace(storage, index=places[storage.tape])
+            places[storage.tape] += 1
+        numbered.append(storage)
+    return tuple(numbered)

@@ -1,0 +1,164 @@
+"""Other regions run once: what a step would be, against what must hold, and the choice of them against every choice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import chain, combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actoffload.errors import BudgetError, ConfigError
+from actoffload.planning.profile import RECOMPUTED, Profile
+from actoffload.planning.regions import choosable, with_regions
+from actoffload.planning.search import Limits, Search, plan, propose
+from tests.profiles import checkpointed, random_profile, slow_profile, with_blocks_as_regions
+
+TAPES = 2
+
+
+def twice(base: Profile) -> Profile:
+    """Two micro-batches, one after the other."""
+    later = base.step_s
+
+    def moved(part: object, *names: str) -> dict[str, float | None]:
+        times = {name: getattr(part, name) for name in names}
+        return {name: None if time_s is None else time_s + later for name, time_s in times.items()}
+
+    storages = [replace(s, tape=1, **moved(s, "birth_s", "need_s", "last_need_s")) for s in base.storages]  # type: ignore[arg-type]
+    regions = [
+        replace(r, tape=1, **moved(r, "begin_s", "end_s", "again_s", "backward_end_s"))  # type: ignore[arg-type]
+        for r in base.regions
+    ]
+    return replace(
+        base,
+        storages=(*base.storages, *storages),
+        regions=(*base.regions, *regions),
+        forward_s=2 * base.forward_s,
+        backward_s=2 * base.backward_s,
+        other_s=2 * base.other_s,
+    )
+
+
+@st.composite
+def bases(draw: st.DrawFn) -> Profile:
+    """A step of a checkpointed model, all regions run again, of one micro-batch or two."""
+    seed, storages, blocks = draw(st.integers(0, 1 << 40)), draw(st.integers(2, 40)), draw(st.integers(1, 6))
+    base = checkpointed(random_profile(seed, storages=storages, blocks=blocks))
+    return twice(base) if draw(st.booleans()) else base
+
+
+def subset(base: Profile, mask: int) -> frozenset[int]:
+    return frozenset(place for place in choosable(base) if mask >> place & 1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(base=bases(), mask=st.integers(0, 63))
+def test_what_holds_for_every_choice_of_regions(base: Profile, mask: int) -> None:
+    once = subset(base, mask)
+    other = with_regions(base, once)
+    chosen = [region for region in base.regions if region.place in once]
+    # Bytes: what was held is saved, nothing else comes or goes.
+    assert other.saved_bytes == base.saved_bytes
+    held = Counter(s.nbytes for s in base.storages if s.kept == RECOMPUTED)
+    held.subtract(s.nbytes for s in other.storages if s.kept == RECOMPUTED)
+    assert held.total() == len(chosen)
+    saved = Counter((s.tape, s.region, s.nbytes, s.kept) for s in other.storages if s.region is not None)
+    assert saved == Counter((r.tape, r.place, save.nbytes, save.kept) for r in chosen for save in r.saves)
+    # Times: a step is shorter by what is not computed again, and everything keeps its order.
+    less_s = sum(region.recompute_s for region in chosen)
+    assert other.step_s == pytest.approx(base.step_s - less_s)
+    outside = [s for s in base.storages if s.kept != RECOMPUTED]
+    same = [s for s in other.storages if s.kept != RECOMPUTED and s.region is None]
+    assert [s.nbytes for s in same] == [s.nbytes for s in outside]
+    assert all(new.last_need_s <= old.last_need_s * (1 + 1e-9) for new, old in zip(same, outside, strict=True))
+    indexed = [s for s in other.storages if s.index is not None]
+    for tape in range(TAPES):  # in the order of saving
+        births = [s.birth_s for s in indexed if s.tape == tape]
+        assert all(after >= before - 1e-9 for before, after in pairwise(births))
+    # What a region saves is there from its forward until backward has left it, the last saved needed first.
+    for region in (r for r in other.regions if r.place in once):
+        own = [s for s in other.storages if (s.tape, s.region) == (region.tape, region.place)]
+        assert region.again_s is None
+        assert region.backward_end_s is not None
+        for s in own:
+            assert region.begin_s * (1 - 1e-9) <= s.birth_s <= region.end_s * (1 + 1e-9)
+            assert s.need_s is not None
+            assert s.last_need_s <= region.backward_end_s * (1 + 1e-9)
+            assert s.movable == (not s.kept and s.nbytes > 0)
+        assert all((b.need_s or 0) <= (a.need_s or 0) * (1 + 1e-9) for a, b in pairwise(own))
+    assert other.once == tuple(sorted(once))
+    assert Profile.from_json(other.to_json()) == other
+
+
+@settings(max_examples=60, deadline=None)
+@given(base=bases(), mask=st.integers(0, 63))
+def test_none_is_the_step_as_it_was_and_all_takes_the_most(base: Profile, mask: int) -> None:
+    assert with_regions(base, ()) == base
+    some = with_regions(base, subset(base, mask))
+    everything = with_regions(base, choosable(base))
+    assert everything.step_s <= some.step_s * (1 + 1e-9)
+    assert everything.step_s <= base.step_s * (1 + 1e-9)
+    assert all(not region.saves for region in everything.regions)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_all_run_once_is_the_model_without_checkpoints(seed: int) -> None:
+    plain = with_blocks_as_regions(random_profile(seed, storages=30, blocks=4))
+    base = checkpointed(random_profile(seed, storages=30, blocks=4))
+    once = with_regions(base, choosable(base))
+    assert once.step_s == pytest.approx(plain.step_s)
+    reached = {None, *choosable(base)}  # what backward never comes to is not computed again, nor held
+    saved = [s for s in plain.storages if s.region in reached]
+    assert sorted(s.nbytes for s in once.storages) == sorted(s.nbytes for s in saved)
+    assert [s.birth_s for s in once.storages] == pytest.approx([s.birth_s for s in saved])
+    # As tall or taller: what backward uses is taken to be needed from the end of its operator's time on.
+    assert once.baseline_peak_bytes >= 0.99 * plain.baseline_peak_bytes
+
+
+def test_a_place_without_a_known_recomputation_is_refused() -> None:
+    base = checkpointed(slow_profile())
+    unknown = replace(base, regions=(replace(base.regions[0], again_s=None), *base.regions[1:]))
+    for profile, place in ((base, 99), (unknown, 0)):
+        with pytest.raises(ConfigError) as caught:
+            with_regions(profile, {place})
+        assert (caught.value.field, caught.value.value) == ("once", [place])
+
+
+# -- the choice -------------------------------------------------------------------------------------------------------
+
+
+def best_of_all(base: Profile, limits: Limits) -> float:
+    """The shortest step within the budget over all sets of regions, all cuts and all windows; infinite for none."""
+    places = choosable(base)
+    best = float("inf")
+    for once in chain.from_iterable(combinations(places, count) for count in range(len(places) + 1)):
+        search = Search(with_regions(base, once), limits)
+        order = search.movable()
+        for window in search._windows():
+            search.window = window
+            for count in range(len(order) + 1):
+                over, step_s, _ = search.score(search.offload(order[:count]))
+                if not over:
+                    best = min(best, step_s)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_within_five_percent_of_the_best_mix(seed: int) -> None:
+    base = checkpointed(random_profile(seed, storages=16, blocks=4))
+    speed = (0.1, 0.5, 1.0, 4.0)[seed % 4]
+    links = {name: one.scaled(speed) for name in ("host", "disk") if (one := getattr(base, name)) is not None}
+    base = base.with_links(**links)
+    budget = int((0.7, 1.0, 1.3)[seed % 3] * base.baseline_peak_bytes)
+    limits = Limits(device_budget=budget)
+    best = best_of_all(base, limits)
+    if best == float("inf"):
+        with pytest.raises(BudgetError):
+            propose(base, limits)
+        return
+    found = plan(with_regions(base, propose(base, limits).once), limits)
+    assert (found.predicted_peak_bytes or 0) <= budget
+    assert (found.predicted_step_s or 0.0) <= 1.05 * best
