@@ -66,7 +66,7 @@ def pipeline(schedule_class: Any, stages_per_rank: int, *, v_shaped: bool = Fals
 
 
 def checkpointed(setting: Setting) -> Setting:
-    """Both blocks of a stage are checkpointed, and the second runs once: several forwards are on their way at a time."""
+    """Both blocks of a stage are checkpointed, and the second runs once; several forwards wait for backward."""
     for chunk in setting.attached:
         apply_activation_checkpointing(chunk, check_fn=lambda module: isinstance(module, Block))
     setting.options = {"policy": Plan((), once=(1,), regions=2), "device_budget": "256KiB"}
