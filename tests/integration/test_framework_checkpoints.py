@@ -5,6 +5,7 @@ The models are never touched: what a framework calls comes to PyTorch's checkpoi
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import random
 import sys
@@ -21,7 +22,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import actoffload
-from actoffload import Plan
+from actoffload import OffloadConfig, Plan
+from actoffload.errors import ConfigError
+from tests import pages
 from tests.harness import same_bits
 
 for _package in ("accelerate", "diffusers", "lightning", "peft", "transformers"):
@@ -247,6 +250,7 @@ def train(case: Case, attachment: actoffload.Attachment | None = None, seed: str
         if attachment is not None:
             seen = attachment.offloader.statistics()
             assert (seen.regions, seen.regions_once) == (case.regions, len(once))
+            attachment.offloader.synchronize()  # what moves is written, however short the step is
         loss.backward()  # type: ignore[no-untyped-call]
         found[f"loss {step}"] = loss.detach()
         gradients = {name: p.grad for name, p in case.model.named_parameters() if p.grad is not None}
@@ -286,3 +290,76 @@ def test_whichever_regions_run_once_the_training_is_that_of_the_checkpoints(name
     assert parts(case.model) == before
     assert ours.keys() == alone.keys()
     assert [part for part, tensor in alone.items() if not same_bits(tensor, ours[part])] == []
+
+
+def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = (text for name, text in pages.BLOCKS.items() if name.startswith("docs/checkpointing.md"))
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(block, names)
+    names["attachment"].offloader.close()
+    assert capsys.readouterr().out.startswith("8\n")
+
+
+# -- options, as each adapter takes them ------------------------------------------------------------------------------
+
+
+def by_transformers(options: dict[str, str]) -> dict[str, Any]:
+    from actoffload.integrations.hf import OffloadArguments
+    from transformers import HfArgumentParser
+
+    words = [word for name, value in options.items() for word in (f"--actoffload_{name}", value)]
+    (found,) = HfArgumentParser(OffloadArguments).parse_args_into_dataclasses(["--actoffload_target", "nvme", *words])
+    chosen: dict[str, Any] = found.options()
+    return chosen
+
+
+def by_megatron(options: dict[str, str]) -> dict[str, Any] | None:
+    from actoffload.integrations.megatron import arguments
+
+    words = [word for name, value in options.items() for word in (arguments.flag(name), value)]
+    parser = arguments.add_actoffload_args(argparse.ArgumentParser())
+    return arguments.options_of(parser.parse_args(["--actoffload-target", "nvme", *words]))
+
+
+def by_torchtitan(options: dict[str, str]) -> dict[str, Any] | None:
+    pytest.importorskip("torchtitan")
+    sys.modules.setdefault("torchtitan.distributed.minimal_async_ep.kernels", MagicMock())  # Triton's
+    from actoffload.integrations import torchtitan
+
+    return torchtitan._options(torchtitan.OffloadAC.Config(target="nvme", **options))  # type: ignore[arg-type]
+
+
+def by_environment(options: dict[str, str]) -> dict[str, Any]:
+    variables = {f"ACTOFFLOAD_{name.upper()}": value for name, value in options.items()}
+    return OffloadConfig.options_from_environment({"ACTOFFLOAD": "nvme", **variables})
+
+
+WAYS = {"Transformers": by_transformers, "Megatron": by_megatron, "torchtitan": by_torchtitan, "env": by_environment}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("given", "name", "value"),
+    [
+        ("leave", "checkpoints", "leave"),
+        ("24GB", "device_memory", 24 * 10**9),
+        ("auto", "device_memory", "auto"),
+        ("model.layers.*,lm_head", "recompute", ("model.layers.*", "lm_head")),
+        ("1", "recompute", True),
+        ("0", "recompute", False),
+    ],
+)
+def test_every_way_takes_the_options_for_checkpoints(way: str, given: str, name: str, value: object) -> None:
+    options = WAYS[way]({name: given})
+    assert options is not None
+    config = OffloadConfig(**options)
+    assert config.target == "nvme"
+    assert getattr(config, name) == value
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "device_memory"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_value_that_cannot_work_is_refused_by_its_name(way: str, name: str) -> None:
+    with pytest.raises((ConfigError, SystemExit)):
+        WAYS[way]({name: "much"})
