@@ -40,7 +40,8 @@ def attach(module: nn.Module, **options: Any) -> Attachment:
     if Attachment.of(module) is not None:
         raise ConfigError("module", type(module).__name__, "is attached already: first detach()")
     if options.get("recompute"):
-        raise ConfigError("recompute", options["recompute"], "the regions of torch_remat say what runs again: leave it out")
+        remedy = "the regions of torch_remat say what runs again: leave it out"
+        raise ConfigError("recompute", options["recompute"], remedy)
     _watch_hooks()
     return _RematAttachment(module, offload_activations(model=module, **options).offloader)
 

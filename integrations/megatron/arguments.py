@@ -22,7 +22,11 @@ _FLAGS = {
     "include": ("modules", "NAME", "what moves: names as in Megatron's --offload-modules, or globs of module names"),
     "exclude": ("exclude-modules", "GLOB", "names of the modules whose saved tensors stay"),
     "checkpoints": ("checkpoints", "WHO", "plan: a plan lets PyTorch's checkpoints run once; leave: it does not"),
-    "recompute": ("recompute", "GLOBS", "modules to checkpoint beside Megatron's (with commas); 1: the repeated blocks"),
+    "recompute": (
+        "recompute",
+        "GLOBS",
+        "modules to checkpoint beside Megatron's, with commas; 1: the repeated blocks",
+    ),
     "policy": ("policy", "POLICY", "auto, greedy, all, or a file with a plan's JSON"),
     "max_slowdown": ("max-slowdown", "SHARE", "with policy auto: how much slower a step may get, for example 0.02"),
     "engine": ("engine", "ENGINE", "storage engine: auto, uring, posix, aiofiles, gds or memory"),

@@ -33,6 +33,7 @@ for _package in ("accelerate", "diffusers", "lightning", "peft", "transformers")
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (  # noqa: E402
     apply_activation_checkpointing,
 )
+from transformers import TrainerCallback  # noqa: E402
 
 from tests.integration import hf_models  # noqa: E402
 
@@ -290,6 +291,64 @@ def test_whichever_regions_run_once_the_training_is_that_of_the_checkpoints(name
     assert parts(case.model) == before
     assert ours.keys() == alone.keys()
     assert [part for part, tensor in alone.items() if not same_bits(tensor, ours[part])] == []
+
+
+# -- trainers ---------------------------------------------------------------------------------------------------------
+
+
+class Choosing(TrainerCallback):
+    """Has other regions run once in each step."""
+
+    def __init__(self, trainer: Any, regions: int) -> None:
+        self._trainer, self._chosen = trainer, choices(regions, "trainer")
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._trainer.actoffload.offloader.store.regions.follow(next(self._chosen))
+
+
+def trainer_of_transformers(place: Path) -> Any:
+    return hf_models.make_trainer(place, gradient_accumulation_steps=2, **hf_models.checkpointing(reentrant=False))
+
+
+def trainer_of_trl(place: Path) -> Any:
+    """SFT, where checkpointing is on by default."""
+    datasets, trl = pytest.importorskip("datasets"), pytest.importorskip("trl")
+    data = datasets.Dataset.from_dict({"text": [hf_models.sentence(seed) for seed in range(16)]})
+    args = trl.SFTConfig(str(place), max_length=hf_models.LENGTH, **hf_models.QUIET)
+    return trl.SFTTrainer(
+        hf_models.llama(dropout=0.1), args=args, train_dataset=data, processing_class=hf_models.tokenizer()
+    )
+
+
+@pytest.mark.parametrize("make", [trainer_of_transformers, trainer_of_trl])
+def test_whichever_regions_run_once_a_trainer_trains_alike(make: Callable[[Path], Any], tmp_path: Path) -> None:
+    alone = hf_models.train(make(tmp_path))
+    trainer = make(tmp_path)
+    trainer.add_callback(Choosing(trainer, 2))
+    plan = Plan((), once=(0,), regions=2)
+    ours = hf_models.train(trainer, policy=plan, target="nvme", path=tmp_path, min_bytes=0, announce="none")
+    assert ours.statistics is not None
+    assert ours.statistics.regions == 2
+    assert list(map(same_bits, ours.losses, alone.losses)) == [True] * len(alone.losses)
+    assert ours.tensors.keys() == alone.tensors.keys()
+    assert [name for name, tensor in alone.tensors.items() if not same_bits(tensor, ours.tensors[name])] == []
+    functions = {module._gradient_checkpointing_func.func for module in checkpointed(trainer.model)}
+    assert functions == {torch.utils.checkpoint.checkpoint}
+
+
+def checkpointed(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+
+
+def test_reentrant_checkpoints_stay_as_they_are(tmp_path: Path) -> None:
+    def make() -> Any:
+        return hf_models.make_trainer(tmp_path, **hf_models.checkpointing(reentrant=True))
+
+    alone = hf_models.train(make())
+    ours = hf_models.train(make(), target="nvme", path=tmp_path, min_bytes=0, announce="none")
+    assert ours.statistics is not None
+    assert ours.statistics.regions == 0
+    assert [name for name, tensor in alone.tensors.items() if not same_bits(tensor, ours.tensors[name])] == []
 
 
 def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
