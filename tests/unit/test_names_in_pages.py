@@ -27,8 +27,8 @@ RECEIVERS = {"offloader": "Offloader", "attachment": "Attachment", "statistics":
 """What these names stand for in all pages."""
 OPTIONS = {field.name for field in fields(OffloadConfig)}
 THEIRS = {
-    "torch": "allow_cache_entry_mutation allow_mutation_on_saved_tensors create_graph fullgraph fully_shard make_fx "
-    "no_sync respect_saved_tensors_hooks retain_graph saved_tensors_hooks unsafe_chunk",
+    "torch": "allow_cache_entry_mutation allow_mutation_on_saved_tensors context_fn create_graph fullgraph fully_shard "
+    "make_fx no_sync respect_saved_tensors_hooks retain_graph saved_tensors_hooks unsafe_chunk",
     "transformers and accelerate": "Accelerator.prepare activation_checkpointing_kwargs auto_find_batch_size log_level "
     "gradient_checkpointing gradient_checkpointing_kwargs model_init use_reentrant",
     "lightning": "activation_checkpointing_policy",
