@@ -16,6 +16,7 @@ import logging
 
 from . import errors
 from .api import Attachment, attach, offload_activations
+from .autograd.checkpoints import checkpoint
 from .autograd.exclusions import keep, no_offload
 from .autograd.offloader import Offloader
 from .autograd.selective import create_selective_checkpoint_contexts
@@ -43,6 +44,7 @@ __all__ = [
     "TensorFacts",
     "__version__",
     "attach",
+    "checkpoint",
     "create_selective_checkpoint_contexts",
     "errors",
     "keep",

@@ -68,11 +68,14 @@ class OffloadConfig:
     """With ``policy="auto"``: how much slower than keeping everything a step may be, as a share (0.02 is 2 %). Default:
     without ``device_budget`` nothing waits; with it, whatever the budget costs. On the CPU transfers take processor
     time as well, which is only counted where this is given: a step that keeps everything shows it."""
-    recompute: bool = False
-    """With ``policy="auto"``, ``model=`` and ``device_budget`` or ``max_slowdown``: let the plan run blocks of the
-    model under ``torch.utils.checkpoint`` where that is cheaper than moving what they save. As for that function, they
-    must compute the same when they run again: changes that can be seen keep a block out or are an error. With several
-    ranks also `Offloader.agree`: a block that communicates must run again on all of them or on none."""
+    checkpoints: str = "plan"
+    """What becomes of the program's own ``torch.utils.checkpoint(use_reentrant=False)``: ``"plan"`` (``policy="auto"``
+    and a `Plan` choose which of these regions run again in backward, and what they hold there is counted) or
+    ``"leave"`` (all run again, and nothing of that is counted)."""
+    recompute: bool | str | Sequence[str] = False
+    """Glob patterns of module names, or ``True`` for the repeated blocks of the model: these modules run as
+    `actoffload.checkpoint`, without a change of the model's. Needs ``model=``. As for ``torch.utils.checkpoint``, they
+    must compute the same when they run again."""
     include: str | Sequence[str] | None = None
     """Glob patterns of module names; only tensors saved inside a matching module move. Needs ``model=``. A pattern that
     begins with ``tensor:`` matches what `actoffload.name` called a tensor instead, and needs no model."""
@@ -137,6 +140,8 @@ class OffloadConfig:
         for name in ("include", "exclude", "devices"):
             object.__setattr__(self, name, _texts(name, getattr(self, name)))
         object.__setattr__(self, "path", _paths(self.path))
+        if not isinstance(self.recompute, bool):
+            object.__setattr__(self, "recompute", _texts("recompute", self.recompute) or False)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "give True or False")
@@ -153,12 +158,7 @@ class OffloadConfig:
         elif not callable(getattr(self.policy, "decide", None)):
             remedy = f"give {', '.join(map(repr, POLICIES))}, a Plan, or an object with decide(facts)"
             raise ConfigError("policy", self.policy, remedy)
-        if self.recompute and not isinstance(self.policy, Plan):  # which says itself what is recomputed
-            if self.policy != "auto":
-                raise ConfigError("recompute", True, "only a planner chooses what runs again: leave policy at 'auto'")
-            if not self.may_recompute:
-                remedy = "give device_budget or max_slowdown too: it says what running blocks again may cost"
-                raise ConfigError("recompute", True, remedy)
+        _check_choice("checkpoints", self.checkpoints, ("plan", "leave"))
         _check_choice("boundaries", self.boundaries, ("all", "only"))
         if not callable(self.announce):
             _check_choice("announce", self.announce, ("none", "first", "all"))
@@ -177,9 +177,9 @@ class OffloadConfig:
         return self.path or default_paths()  # type: ignore[return-value]
 
     @property
-    def may_recompute(self) -> bool:
-        """Whether a plan may recompute blocks: somebody has said what that is to pay for."""
-        return self.recompute and (self.device_budget is not None or self.max_slowdown is not None)
+    def recomputed(self) -> bool | tuple[str, ...]:
+        """The option ``recompute``, as it is after the checks."""
+        return self.recompute  # type: ignore[return-value]
 
     def size(self, name: str, default: int) -> int:
         """A size option in bytes, or ``default`` where it was left out."""
@@ -231,7 +231,8 @@ class Options(TypedDict, total=False):
     min_bytes: Size | None
     policy: str | Policy | Plan
     max_slowdown: float | None
-    recompute: bool
+    checkpoints: str
+    recompute: bool | str | Sequence[str]
     include: str | Sequence[str] | None
     exclude: str | Sequence[str] | None
     boundaries: str
@@ -295,9 +296,11 @@ def _from_text(name: str, text: str) -> Any:
     if kind in ("int | None", "float | None"):
         with contextlib.suppress(ValueError):
             return int(text) if kind == "int | None" else float(text)
+    if name == "recompute" and text.lower() in _TRUE_OR_FALSE:
+        return _TRUE_OR_FALSE[text.lower()]
     if name == "path":
         return text.split(os.pathsep)
-    return text.split(",") if kind == "str | Sequence[str] | None" else text
+    return text.split(",") if kind is not None and "Sequence[str]" in kind else text
 
 
 def _is_number(value: object, *kinds: type) -> bool:

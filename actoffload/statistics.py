@@ -63,6 +63,12 @@ class Statistics:
     """Steps of a ``torch.optim.Optimizer`` after such forward passes (a count); several at once count once."""
     plan_peak_bytes: int = 0
     """As ``resident_peak_bytes``, since the plan that is followed now was made."""
+    regions: int = 0
+    """Checkpointed regions of the last forward pass that this offloader may let run once (a count)."""
+    regions_once: int = 0
+    """Of ``regions``, those that ran once, so that backward did not run them again (a count)."""
+    recompute_peak_bytes: int = 0
+    """The most that regions which ran again in backward held at once; part of ``resident_peak_bytes``."""
     process_peak_bytes: int = field(default=0, compare=False)
     """The most resident memory of this process, as the system counts it: since the program began, also before there was
     an offloader. On Linux ``VmHWM``, which begins anew when ``5`` is written to ``/proc/self/clear_refs``."""

@@ -202,12 +202,6 @@ def after_fork_in_child(offloader: Offloader) -> None:
     offloader.store.after_fork_in_child()
 
 
-def recompute_in(offloader: Offloader, names: list[str]) -> None:
-    """Run these blocks of the models again in backward, as if a plan said so."""
-    pilot = autopilot_of(offloader)
-    pilot.recompute.follow(pilot._following.blocks, names)
-
-
 def records_of(offloader: Offloader) -> list[Any]:
     """The records that are alive, in the order in which they were saved."""
     records = offloader.store.identities.records.values()

@@ -111,8 +111,8 @@ class Exclusions:
             self.owners.add(live_modules())
         self.owners.note_storages(self.static)
 
-    def why_stays(self, tensor: Tensor, storage: torch.UntypedStorage) -> KeepReason | None:
-        """Return why a tensor that is about to be saved stays, or None."""
+    def why_static(self, tensor: Tensor, storage: torch.UntypedStorage) -> KeepReason | None:
+        """Return why a tensor that is about to be saved is no activation, or None."""
         number = storage._cdata
         if is_parameter(tensor):
             if number not in self.static.by_number:
@@ -121,9 +121,14 @@ class Exclusions:
         known = self.static.by_number.get(number)
         if known is None and self.owners.sharded and self.owners.note_gathered(self.static):
             known = self.static.by_number.get(number)
-        if known is not None:
-            return _REASONS[known[1]]
-        if number in MARKED.by_number:
+        return None if known is None else _REASONS[known[1]]
+
+    def why_stays(self, tensor: Tensor, storage: torch.UntypedStorage) -> KeepReason | None:
+        """Return why a tensor that is about to be saved stays, or None."""
+        reason = self.why_static(tensor, storage)
+        if reason is not None:
+            return reason
+        if storage._cdata in MARKED.by_number:
             return KeepReason.MARKED
         if THREAD.regions:
             return KeepReason.REGION

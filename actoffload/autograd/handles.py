@@ -21,6 +21,7 @@ from torch.autograd.function import BackwardCFunction
 from ..errors import SavedTensorModifiedError
 from ..locks import renewed_in_child
 from ..runtime.identity import Counter, inner_names, same_counter, storages
+from ..runtime.regions import Regions
 from ..runtime.untraced import untraced
 
 if TYPE_CHECKING:
@@ -70,6 +71,12 @@ def empty(dtype: torch.dtype, device: torch.device) -> Tensor:
     return found
 
 
+RAN_ONCE = (
+    " If a checkpointed region saved it: the region ran once, as the plan says, where a second run would have computed "
+    "it anew; checkpoints='leave' lets every region run again."
+)
+
+
 def check_version(now: int, then: int, dtype: torch.dtype, shape: tuple[int, ...], module: str | None) -> None:
     """Raise autograd's error if a saved tensor was changed in place since it was saved.
 
@@ -83,7 +90,7 @@ def check_version(now: int, then: int, dtype: torch.dtype, shape: tuple[int, ...
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{str(dtype).removeprefix('torch.')} tensor {list(shape)}]{where} is at version {now}; expected version "
         f"{then} instead. Hint: enable anomaly detection to find the operation that failed to compute its gradient, "
-        "with torch.autograd.set_detect_anomaly(True)."
+        f"with torch.autograd.set_detect_anomaly(True).{RAN_ONCE if Regions.any_once else ''}"
     )
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Container, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -42,22 +43,32 @@ class ModuleScopes(Hooking):
     def __init__(self) -> None:
         super().__init__()
         self._local = _Running()
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
 
     def innermost(self) -> str | None:
         """The qualified name of the innermost module that is running in this thread."""
         stack = self._local.stack
         return stack[-1] if stack else None
 
-    def watch(self, model: nn.Module) -> None:
+    def name_of(self, module: nn.Module) -> str | None:
+        """The qualified name of a module, where it is known."""
+        return self._names.get(module)
+
+    def watch(self, model: nn.Module, only: Container[nn.Module] | None = None) -> None:
         """Know the modules of a model by their qualified names; called again, also those that were compiled meanwhile.
 
         What lies inside a compiled module gets no hooks: the compiler would make a graph for each block that differs
         in nothing but its hooks, and soon give up.
+
+        Args:
+            model: has the modules.
+            only: modules; the others are left out.
         """
         for shown, module, compiled in eager_modules(model):
             if compiled:
                 super().forget(module)
-            elif shown and module not in self._hooks:
+            elif shown and module not in self._hooks and (only is None or module in only):
+                self._names[module] = shown
                 self._hooks[module] = [
                     module.register_forward_pre_hook(functools.partial(self.enter, shown), prepend=True),
                     module.register_forward_hook(functools.partial(self.leave, shown), always_call=True),

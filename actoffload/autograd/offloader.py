@@ -18,10 +18,9 @@ from torch import nn
 from torch.autograd import graph
 
 from ..autotune.autopilot import Autopilot, agree
-from ..autotune.blocks import BlockWatch, Proof
+from ..autotune.blocks import find_blocks
 from ..autotune.diagnosis import diagnose, explain_causes, facts_of, known_at_the_end
 from ..autotune.following import Following
-from ..autotune.recompute import RecomputeMeter
 from ..config import OffloadConfig
 from ..errors import ConfigError, OffloaderClosedError, StateError
 from ..interrupts import expected
@@ -30,6 +29,7 @@ from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..policy import module_patterns
 from ..runtime.pipeline import Direction, Hint, check_phase
+from ..runtime.regions import Region
 from ..runtime.report import Report, announce, passes, report_of
 from ..runtime.saved_by_node import advice
 from ..runtime.store import ActivationStore
@@ -40,12 +40,14 @@ from ..statistics import Statistics
 from ..tiers.accelerator import Accelerator
 from ..tiers.record import Record
 from ..tiers.tiers import Tiers
+from .checkpoints import Checkpoints, install
 from .exclusions import Exclusions
 from .function_tensors import held_by_functions
 from .hook_stack import Hooks, enabled
 from .inner_hooks import InnerHooks
 from .module_names import ModelInputs, ModuleScopes, check_patterns
 from .packing import Forwards, Packer
+from .recompute import Recompute, check
 
 _offloaders: weakref.WeakSet[Offloader] = weakref.WeakSet()
 _stores: weakref.WeakSet[ActivationStore] = weakref.WeakSet()
@@ -76,6 +78,7 @@ class _Entry:
     Attributes:
         hooks: ours while it is open; None where hooks may not be pushed, so that the forward is left alone.
         tape: the forward that runs.
+        region: the checkpointed region that runs, with all that it calls; None outside of regions.
         moved: what was counted when it began.
     """
 
@@ -86,6 +89,7 @@ class _Entry:
             alone = True
         self.hooks = None if alone else Hooks(*offloader.packer.hooks())
         self.tape: Tape[Record] = Tape()
+        self.region: Region | None = None
         self.moved = MovedSince(offloader.store.shared.accounts)
 
     def remove_hooks(self) -> None:
@@ -129,7 +133,11 @@ class Offloader:
         self._ended = False
         self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._announced = False
+        self._recompute = Recompute(config.recomputed)
+        self._checkpoints: Checkpoints | None = None
         self._open()
+        # Dropped without close(): the models are as they were.
+        weakref.finalize(self, self._recompute.undo).atexit = False
         _offloaders.add(self)
 
     def _open(self) -> None:
@@ -139,16 +147,13 @@ class Offloader:
         self.exclusions = Exclusions()
         self._module_names = ModuleScopes()
         given = self.config.policy if isinstance(self.config.policy, Plan) else None
-        recomputes = self.config.may_recompute if given is None else bool(given.recompute)
-        self._proof = None if given is None else Proof(given.recompute)
-        self._blocks = BlockWatch(self._proof or store.profiler, recomputes=recomputes)
         self.packer = Packer(store, self.exclusions, self._module_names, self._forwards)
-        store.profiler.is_recorded = weakref.WeakMethod(self.packer.is_recorded)
-        meter = RecomputeMeter(store.shared, store.tiers.by_device.values(), self.exclusions.static)
-        following = self._following = Following(store, self._blocks.blocks, meter)
+        self._plan_checkpoints()
+        following = Following(store)
         self.autopilot = None
         if given is not None:
             following.follow(given)
+            store.regions.expected = given.regions or None
         elif self.config.policy == "auto":
             self.autopilot = Autopilot(store, following)
         called = None if self.autopilot is None else weakref.WeakMethod(self.autopilot.forward_begins)
@@ -158,6 +163,16 @@ class Offloader:
             store.trace.ask = weakref.WeakMethod(self._known)
         # Dropped without close(): its threads and files go too. Not at exit, where `_at_exit` does it.
         weakref.finalize(store, _close_later, store.tiers).atexit = False
+
+    def _plan_checkpoints(self) -> None:
+        """Have checkpoints inside of our contexts planned, unless they are to be left alone."""
+        if self._checkpoints is not None:
+            self._checkpoints.retire()  # a graph may hold it
+        if self.config.checkpoints == "plan":
+            parts = (self.store, self.packer, self._forwards, self.exclusions, self._module_names)
+            self._checkpoints = Checkpoints(*parts)
+            if refusal := install():
+                self.store.shared.reporter.advise("checkpoints", refusal)
 
     def _open_anew(self) -> None:
         """Start afresh after an interrupt."""
@@ -179,6 +194,7 @@ class Offloader:
             raise ConfigError("model", model, "give an nn.Module, or leave it out")
         if model not in self._models:
             check_patterns(self.config, [model, *self._models])
+            check(self.config.recomputed, [model, *self._models])
             if isinstance(config := getattr(model, "config", None), dict) and "actoffload" in config:
                 self.store.shared.reporter.advise("deepspeed", SECTION_ADVICE)
             self._watch(model)
@@ -189,21 +205,18 @@ class Offloader:
         if self.store.trace is not None:
             self.store.trace.watch(model)
         self._inputs.watch(model)
-        if self.autopilot is not None or self._following.plan is not None:
-            self._blocks.watch(model)
-            self._following.blocks_changed()
-            if self._proof is not None:
-                self._proof.begin_anew()
+        self._recompute.watch(model)
         if self._needs_names:
             self._module_names.watch(model)
+        elif self.autopilot is not None:  # a plan is told by block
+            self._module_names.watch(model, only=set(find_blocks(model).values()))
 
     def forget(self, model: nn.Module) -> None:
         """Undo `use`: the model is as it was before, without a hook of ours. Idempotent."""
         self._models.discard(model)
         self._inputs.forget(model)
         self._module_names.forget(model)
-        self._blocks.forget(model)
-        self._following.blocks_changed()
+        self._recompute.forget(model)
 
     def note_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Know tensors that are handed to a model: they live anyway, so they never move."""
@@ -230,6 +243,8 @@ class Offloader:
         for field in () if len(self._models) else ("include", "exclude"):
             if module_patterns(getattr(self.config, field)):
                 raise ConfigError(field, getattr(self.config, field), "needs model= to know the modules' names")
+        if self.config.recomputed and not len(self._models):
+            raise ConfigError("recompute", self.config.recompute, "needs model= to know the modules' names")
         store, stack = self.store, self._forwards.stack
         depth = len(stack)
         try:
@@ -259,8 +274,6 @@ class Offloader:
             store.shared.budget.begin_forward(first=first)
         if first and self.autopilot is not None:
             self.autopilot.between_steps()
-        elif first and self._following.plan is not None:
-            self._following.check()
         store.begin_forward(first=first)
         if store.trace is not None:
             store.trace.forward_begins()
@@ -306,6 +319,7 @@ class Offloader:
         store.shared.reporter.warn()
         if failed:
             return
+        store.regions.forward_ended(entry.tape)
         if entry.tape.live and not entry.tape.in_backward:
             with store.shared.lock:
                 store.tiers.count_alive()
@@ -382,8 +396,7 @@ class Offloader:
     @property
     def innermost_hook(self) -> Any:
         """The pack hook of the innermost entry in this thread; None where its context is not open."""
-        stack = self._forwards.stack
-        return stack[-1].hooks.pack_hook if stack and stack[-1].hooks is not None else None
+        return self._forwards.innermost_hook
 
     # -- what was done ------------------------------------------------------------------------------------------------
 
@@ -479,8 +492,7 @@ class Offloader:
 
     def _remove_hooks(self) -> None:
         self._module_names.remove()
-        self._blocks.remove()
-        self._following.recompute.undo()
+        self._recompute.undo()
         self._inputs.remove()
         self._inner_hooks.remove()
 

@@ -49,6 +49,12 @@ class Forwards(threading.local):
         self._without_entry: Tape[Record] = Tape()
 
     @property
+    def innermost_hook(self) -> Any:
+        """The pack hook of the innermost entry in this thread; None where no context is open, or its hooks are off."""
+        stack = self.stack
+        return stack[-1].hooks.pack_hook if stack and stack[-1].hooks is not None else None
+
+    @property
     def tape(self) -> Tape[Record]:
         """The tape of the forward that runs: a new one when backward has reached the last one."""
         if not self.stack:  # hooks that PyTorch carried to one of its own threads
@@ -60,7 +66,7 @@ class Forwards(threading.local):
 
 
 def _open(tape: Tape[Record]) -> Tape[Record]:
-    return Tape() if tape.in_backward or (tape.live == 0 and len(tape)) else tape
+    return Tape() if tape.in_backward or tape.ran_again or (tape.live == 0 and len(tape)) else tape
 
 
 class Packer:
@@ -142,7 +148,7 @@ class Packer:
                     return self._keep(tensor, KeepReason.CAPTURE, nbytes)
                 if is_filled_later(tensor):
                     return self._keep(tensor, KeepReason.FILLED_LATER, nbytes)
-                tape, module = self._tape(), self._module_names.innermost()
+                tape, module = self.tape(), self._module_names.innermost()
                 if new and tape.planned:
                     place = store.keep_planned(nbytes, kind, tape, module)
                     if place is not None:
@@ -181,7 +187,7 @@ class Packer:
             again = self._kept.again(alias, begin, end)
             if again is not None:
                 return again
-        return self._save(alias, storage, (begin, end), self._tape(), self._module_names.innermost(), counters=counters)
+        return self._save(alias, storage, (begin, end), self.tape(), self._module_names.innermost(), counters=counters)
 
     def _with_attributes(self, tensor: Tensor, handle: Any) -> Any:
         """Have a tensor handed out with the attributes of its Python object, as autograd does without hooks."""
@@ -195,15 +201,18 @@ class Packer:
             self._store.shared.reporter.advise("attributes", ATTRIBUTES.format(lost[0]))
         return Attributed(handle, attributes) if attributes else handle
 
-    def is_recorded(self, tensor: Tensor) -> bool:
-        """Return whether a plain tensor would get a record if autograd saved it now."""
+    def why_unrecorded(self, tensor: Tensor) -> KeepReason | None:
+        """Return why an activation would get no record if a forward saved it, or None."""
+        if type(tensor) not in PLAIN_TYPES:
+            return None if is_traceable_wrapper_subclass(tensor) else KeepReason.SUBCLASS
         if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
-            return False
+            return KeepReason.LAYOUT
         storage = tensor.untyped_storage()
-        if self._exclusions.why_stays(tensor, storage) is not None:
-            return False
+        if storage._cdata in MARKED.by_number:
+            return KeepReason.MARKED
         begin, end = byte_span(tensor, storage.nbytes()) if tensor.nbytes else (0, 0)
-        return self._why_unfit(tensor, end - begin) is None
+        reason = self._why_unfit(tensor, end - begin)
+        return KeepReason.FILLED_LATER if reason is None and is_filled_later(tensor) else reason
 
     def _why_unfit(self, tensor: Tensor, nbytes: int) -> KeepReason | None:
         """Return why a tensor of which ``nbytes`` are needed stays, by its device and size, or None."""
@@ -215,7 +224,7 @@ class Packer:
             return KeepReason.SMALL
         return KeepReason.CAPTURE if self._store.tiers.by_device[kind].is_of_a_graph(tensor) else None
 
-    def _tape(self) -> Tape[Record]:
+    def tape(self) -> Tape[Record]:
         """The tape of the forward that runs. Handles that died may have been its last."""
         if self._store.shared.lock.noted:
             self._store.count_deferred()

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 from ..errors import SavedTensorModifiedError
 from ..runtime.identity import same_counter, storages
 from ..tiers.storage_ref import StorageRef
+from .checkpoints import CACHING_MODES, must_be_plain
 from .handles import Handle, Kept, Wrapped, sharing_counters
 from .offloader import Offloader, open_offloaders
 
@@ -84,18 +85,11 @@ def create_selective_checkpoint_contexts(
     contexts: Contexts = plain.create_selective_checkpoint_contexts(  # type: ignore[no-untyped-call]
         policy_fn_or_list, allow_cache_entry_mutation
     )
-    offloader = None if allow_cache_entry_mutation or _must_be_plain() else _open_offloader()
+    offloader = None if allow_cache_entry_mutation or must_be_plain() else _open_offloader()
     if offloader is None:
         return contexts
     region = _Region(offloader)
     return _Caching(policy_fn_or_list, region), _Replaying(region)
-
-
-def _must_be_plain() -> bool:
-    """Whether a graph is being traced, or this is a recomputation, whose own backward follows at once."""
-    kinds = torch._C._TorchDispatchModeKey
-    tracing = any(map(torch._C._get_dispatch_mode, (kinds.PROXY, kinds.FAKE, kinds.FUNCTIONAL)))
-    return tracing or torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1
 
 
 def _open_offloader() -> Offloader | None:
@@ -285,6 +279,9 @@ class _Caching(_Mode):
         if isinstance(policy, bool):
             return policy
         return policy in _SAVING or (policy is not CheckpointPolicy.MUST_RECOMPUTE and _must_not_run_again(func))
+
+
+CACHING_MODES.append(_Caching)
 
 
 class _Replaying(_Mode):

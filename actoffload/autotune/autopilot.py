@@ -16,7 +16,6 @@ from ..planning.constants import (
     AFTER_A_CHANGE,
     LEAST_TRIES,
     MEMORY_MARGIN,
-    MOST_MISLED,
     MOST_REASONS,
     MOST_REST,
     MOST_WAITED,
@@ -40,10 +39,7 @@ from ..tiers.accounts import Accounts
 from .agreement import Proposal, choose, exchange, several_ranks
 from .following import Following
 from .observations import Recording, StepsUnderPlan
-from .recompute import Recompute
 from .shapes import Shape, Shapes
-
-NO_BLOCKS = "recompute=True changes nothing, as no block is known: pass model=, a model that is made of blocks"
 
 
 class Autopilot:
@@ -78,13 +74,7 @@ class Autopilot:
         self._count = self._changes = self._record_from = 0
         """Steps so far; changes of shape since a plan was last reviewed; the step from which on one is recorded."""
         self._gave_up = self._agreed = self._stale = False
-        self._misled = 0
         """Plans in a row that recompute, under which the first forward saved something else."""
-
-    @property
-    def recompute(self) -> Recompute:
-        """The blocks that run under a checkpoint now."""
-        return self._following.recompute
 
     @property
     def plan(self) -> Plan | None:
@@ -131,7 +121,6 @@ class Autopilot:
 
     def _begin_step(self) -> None:
         accounts = self._shared.accounts
-        accounts.recomputed(0)
         self._following.placement.mismatched_bytes = 0
         self._began = now(), copy.copy(accounts), self._moved_bytes
         self._shape_is_known = self._agreed  # on one plan, whatever the shape
@@ -242,8 +231,6 @@ class Autopilot:
             return
         if self._recording.steps <= WARM_UP:
             self._refuse_if_too_low(profile, observed)
-            if self._shared.config.recompute and not profile.blocks:
-                self._shared.reporter.advise("recompute", NO_BLOCKS)
         if shape.tries_keeping:
             shape.tries_keeping = False
             self._make_plan(shape, with_cost(profile, *shape.moving), observed)
@@ -262,6 +249,8 @@ class Autopilot:
         budget, config = self.limits.device_budget, self._shared.config
         if config.device_budget is None or config.device_share is not None or not _passed(observed, budget):
             return  # a share is known from now on: the next step shows whether it can be kept
+        if _runs_again(profile):
+            return
         if profile.host is None and profile.disk is None:
             return
         assert budget is not None, "it was passed"
@@ -294,7 +283,6 @@ class Autopilot:
             if self._agreed:
                 self._stale = True
                 return
-            self._misled += bool(shape.plan.recompute)
             self._start_over(shape, "the forward saved other sizes than the plan was made for")
             return
         self._misled = 0
@@ -319,7 +307,7 @@ class Autopilot:
         try:
             plan = self._search(profile)
         except BudgetError as error:
-            if not _passed(observed, budget):
+            if not _passed(observed, budget) or _runs_again(profile):
                 self.history.append(f"no plan: {error}")  # but the last step did keep it: go on as it was
                 shape.hopeless = True
                 return
@@ -446,14 +434,13 @@ class Autopilot:
             return Proposal()
         profile = rescaled(shape.profile, compute_s / shape.profile.step_s)
         try:
-            limits = replace(self.limits, recompute=self._shared.config.may_recompute)
+            limits = self.limits
             plan = self.planner.plan(profile, limits)
             text = plan.to_json()
         except Exception:  # as without: this rank goes on, and the others must not wait for it
             return Proposal()
         sizes = tuple(storage.nbytes for storage in profile.storages)
-        names = tuple(block.name for block in profile.blocks if block.name in self._following.blocks)
-        fits = (sizes, names, limits.device_budget, limits.max_slowdown, limits.tiers, limits.recompute)
+        fits = (sizes, limits.device_budget, limits.max_slowdown, limits.tiers, limits.recompute)
         return Proposal(plan=text, fits=fits, step_s=plan.predicted_step_s or profile.step_s)
 
     def agreed(self, plan: Plan | None, told: str) -> None:
@@ -517,13 +504,17 @@ class Autopilot:
             pending_bytes=None if config.pending_bytes is None else config.size("pending_bytes", 0),
             max_slowdown=config.max_slowdown,
             tiers=tiers,
-            recompute=config.may_recompute and self._misled < MOST_MISLED and not several_ranks(),
         )
 
 
 def _passed(observed: Observed, budget: int | None) -> bool:
     """Whether a step had more on the device than a budget allows."""
     return budget is not None and (observed.peak_bytes or 0) > budget
+
+
+def _runs_again(profile: Profile) -> bool:
+    """Whether regions ran again: what they hold then can leave if they run once, so this is not the least budget."""
+    return any(region.again_s is not None for region in profile.regions)
 
 
 def agree(pilot: Autopilot | None, group: Any, problem: str) -> bool:

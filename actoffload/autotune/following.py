@@ -1,16 +1,9 @@
-"""Makes an offloader do as a plan says: what moves, how far ahead is read, which blocks are recomputed."""
+"""Makes an offloader do as a plan says: what moves, how far ahead is read, which checkpointed regions run once."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping
-
-from torch import nn
-
-from ..errors import ConfigError
 from ..planning.plan import Plan
 from ..runtime.store import ActivationStore
-from .recompute import Recompute, RecomputeMeter
 
 
 class Following:
@@ -18,22 +11,17 @@ class Following:
 
     Args:
         store: does as the plan says.
-        blocks: the blocks of the models by name, as they are known at any time.
-        meter: counts what recomputed blocks hold.
 
     Attributes:
         placement: says what stays.
     """
 
-    def __init__(self, store: ActivationStore, blocks: Mapping[str, nn.Module], meter: RecomputeMeter) -> None:
+    def __init__(self, store: ActivationStore) -> None:
         self.placement = store.decision
-        self.blocks = blocks
-        self.recompute = Recompute(meter)
+        self._regions = store.regions
         self.plan: Plan | None = None
         self._largest_bytes = 0
         self._shared, self._tiers, self._prefetch = store.shared, store.tiers, store.prefetch
-        # Dropped without close(): the model is as it was.
-        weakref.finalize(self, self.recompute.undo).atexit = False
 
     def follow(self, plan: Plan | None, *, borrowed: bool = False) -> None:
         """Do as a plan says; None: as before the first plan.
@@ -44,7 +32,6 @@ class Following:
         """
         self.plan = plan
         self._shared.largest_moved_bytes = 0  # what moved before there was this plan says nothing of what it moves
-        self._shared.budget.recompute_bytes = 0 if plan is None else plan.recompute_bytes
         budget = self._shared.budget
         self._largest_bytes = max(self._largest_bytes, budget.largest_bytes)
         if plan is None:  # the next forward may save what an earlier one of larger inputs did
@@ -59,23 +46,4 @@ class Following:
             self._prefetch.window.follow(plan.prefetch_bytes)
         for tier in self._tiers.by_device.values():
             tier.expect_pending(None if plan is None else plan.pending_bytes)
-        self.blocks_changed()
-
-    def blocks_changed(self) -> None:
-        """Recompute those of the plan's blocks that are known now, and leave others as they were."""
-        names = () if self.plan is None else self.plan.recompute
-        arguments = {} if self.plan is None else dict(zip(names, self.plan.arguments, strict=False))
-        self.recompute.follow(self.blocks, names, arguments)
-
-    def check(self) -> None:
-        """A step begins under a plan that the user gave.
-
-        Raises:
-            ConfigError: a block that it recomputes is not there.
-        """
-        assert self.plan is not None, "the user gave one"
-        told = f"a plan of {len(self.plan.entries)} storages"
-        missing = sorted(set(self.plan.recompute) - self.recompute.names)
-        if missing:
-            known = f"they have {', '.join(sorted(self.blocks)[:3])}, ..." if self.blocks else "give model="
-            raise ConfigError("policy", told, f"it recomputes {missing[0]!r}, which is no block of the models: {known}")
+        self._regions.follow(frozenset(() if plan is None else plan.once))

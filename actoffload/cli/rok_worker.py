@@ -19,17 +19,18 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from .. import OffloadConfig, Offloader
 from ..analysis.process_usage import peak_rss_bytes
 from ..analysis.rok import BACKWARD_FACTOR, SERIES, SIMULATED, Case, Variant
-from ..autotune.recompute import Recompute, RecomputeMeter
 from ..errors import ActOffloadError, BudgetError
 from ..memory import cpu_allocator
 from ..testing import simulated_device
@@ -130,8 +131,7 @@ class Round:
             if not mode.workload.blocks:
                 mode.failure = {"error": NO_BLOCKS, "oom": False}
                 return
-            blocks = {name: mode.workload.model.get_submodule(name) for name in mode.workload.blocks}
-            Recompute().follow(blocks, blocks)
+            self._checkpoint(mode.workload)
         elif variant.series == "offload":
             mode.offloader = self._offloader(mode, policy="all", prefetch_bytes=OFFLOAD_READS_AHEAD)
         elif variant.series == "hybrid":
@@ -140,10 +140,18 @@ class Round:
                 if mode.device_budget is None:
                     mode.failure = {"error": f"no budget: the peak for {variant.level} is not known", "oom": False}
                     return
-            budget = mode.device_budget  # without one nothing is recomputed
-            mode.offloader = self._offloader(mode, policy="auto", device_budget=budget, recompute=budget is not None)
+            budget = mode.device_budget  # without one nothing is to run again
+            blocks = budget is not None and mode.workload.blocks
+            mode.offloader = self._offloader(mode, policy="auto", device_budget=budget, recompute=blocks)
         for _ in range(self.spec["warm_up"]):
             self._attempt(mode, self._step)
+
+    @staticmethod
+    def _checkpoint(workload: Workload) -> None:
+        """Run every block under PyTorch's checkpoint."""
+        for name in workload.blocks:
+            block = workload.model.get_submodule(name)
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
     def _offloader(self, mode: Mode, **options: Any) -> Offloader:
         config = OffloadConfig(path=self.spec["path"], **options)
@@ -226,9 +234,7 @@ class Round:
         workload = self.workload.twin()
         counter = Offloader(OffloadConfig(path=self.spec["path"], policy="keep")).use(workload.model)
         if mode.variant.series == "recompute":
-            blocks = {name: workload.model.get_submodule(name) for name in workload.blocks}
-            meter = RecomputeMeter(counter.store.shared, (), counter.exclusions.static)
-            Recompute(meter).follow(blocks, blocks)
+            self._checkpoint(workload)
         self._step(Mode(mode.variant, workload), counter)
         mode.counted_peak_bytes = counter.statistics().resident_peak_bytes
         counter.close()

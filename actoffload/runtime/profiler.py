@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
-
-from ..planning.profile import Block, Profile, Storage
+from ..planning.profile import Profile, Region, RegionSave, Storage
 from ..policy import KeepReason
 from ..tiers.record import Record
 from ..tiers.timers import Stamp, Stopwatch
 from .backward_end import BackwardEnd
-from .even import Stretch, evened
-from .identity import inner_tensors, storages
+from .regions import collectives
+from .tape import Tape
 
 FREE_TO_MOVE = (KeepReason.LAST, KeepReason.PRESSURE, KeepReason.PLAN, KeepReason.FITS, KeepReason.NO_TIME)
 """Reasons of one step only: what stayed for one of them may move in the next."""
@@ -37,57 +35,44 @@ class SavedStorage:
     tape: int
     index: int | None
     module: str | None
-    block: int | None
+    region: int | None
     kept: str
     need: Stamp = None
     death: Stamp = None
 
 
 @dataclass(slots=True, eq=False)
-class BlockInput:
-    """One tensor among the arguments of a block.
+class RunRegion:
+    """One run of a checkpointed region while its step runs.
 
     Attributes:
-        number: which argument it is, counted as `tree_flatten` lists them.
-        storage: the number of its storage.
-        nbytes: its size.
-        wanted: it needs a gradient.
-        recorded: a checkpoint's save of it makes a record.
-        saved_before: it had a record when the block began.
-        position: which saved storage it is, if the block saves it in a plain run.
+        place: its number in its forward; ``tape``: the number of that forward.
+        name: of its function.
+        once: it does not run again.
+        begin: when its forward began; ``end``: when that ended.
+        held: what it held when it ran again; None before that.
+        again_end: when that second run had ended.
+        saves: when each storage was saved again, its bytes, and why it would stay.
+        communicates: a collective ran in it, or may have.
     """
 
-    number: int
-    storage: int
-    nbytes: int
-    wanted: bool
-    recorded: bool
-    saved_before: bool
-    position: int | None = None
-
-
-@dataclass(slots=True, eq=False)
-class RunBlock:
-    """One run of a block's forward."""
-
+    place: int
+    tape: int
     name: str
+    once: bool
     begin: Stamp
-    inputs: list[BlockInput] = field(default_factory=list)
     end: Stamp = None
-    tape: int | None = None
-    repeatable: bool = True
+    held: SavedStorage | None = None
+    again_end: Stamp = None
+    saves: list[tuple[Stamp, int, str]] = field(default_factory=list)
+    communicates: bool = False
+    collectives: int | None = 0
+    """That had been enqueued when it began to run, or to run again."""
 
-    @property
-    def main_input(self) -> BlockInput | None:
-        """The input that a checkpoint is taken to save: the first one that needs a gradient, or else the first."""
-        return next((one for one in self.inputs if one.wanted), self.inputs[0] if self.inputs else None)
-
-    @property
-    def complete(self) -> bool:
-        """Whether it could be run again, ended, saved something, and its checkpoint's input is known for certain."""
-        main = self.main_input
-        borrowed = main is not None and main.recorded and main.saved_before and main.position is None
-        return self.repeatable and self.tape is not None and self.end is not None and not borrowed
+    def count_collectives(self) -> None:
+        """It has run: see whether a collective was enqueued meanwhile."""
+        found = collectives()
+        self.communicates |= found is None or found != self.collectives
 
 
 class SharedStamp:
@@ -129,18 +114,14 @@ class SharedStamp:
 
 
 class Profiler:
-    """The notes of one step. The offloader's lock is held, except where a block begins or ends.
+    """The notes of one step. The offloader's lock is held.
 
     Args:
         stopwatch: tells the time.
-
-    Attributes:
-        is_recorded: gives, while there is one, what says whether a tensor that is saved now gets a record.
     """
 
     def __init__(self, stopwatch: Stopwatch) -> None:
         self.stopwatch = stopwatch
-        self.is_recorded: Callable[[], Callable[[Tensor], bool] | None] = lambda: None
         self._local = threading.local()
         self.running: list[None] = []
         """Not empty while a step is recorded: looked at for each tensor, in C as well."""
@@ -152,13 +133,13 @@ class Profiler:
         self.running.clear()
         self._saved: list[SavedStorage] = []
         self._number_of: dict[Record, int] = {}
-        self._blocks: list[RunBlock] = []
+        self._regions: list[RunRegion] = []
+        self._recomputations: list[SavedStorage] = []
         self._phases: list[tuple[str, Stamp]] = []
         self._tapes: dict[int, tuple[int, object]] = {}
         self._in_backward: set[int] = set()
         self._end: Stamp = None
         self._shared = SharedStamp(self.stopwatch)
-        self._even: Callable[[float], float] = float
         self.finished = False
         """The step has ended, and its profile may be asked for."""
 
@@ -183,37 +164,21 @@ class Profiler:
             self.forget()  # something of this step stays alive for ever, so it never ends
             return
         birth = self.stopwatch.stamp()
-        tape = self._tape_of(record, birth)
+        tape = self._tape_of(record.tape, birth)
         kept = "" if reason is None or reason in FREE_TO_MOVE else reason.value
-        number = len(self._saved)
-        block = self._running()
-        module = record.module or self._block_name(block)
-        self._saved.append(SavedStorage(record.nbytes, birth, tape, record.index, module, block, kept))
-        self._number_of[record] = number
-        if block is not None:
-            self._blocks[block].tape = tape
-            self._match_input(record, number, block)
-
-    def saved_again(self, record: Record) -> None:
-        """A record was saved once more."""
-        number = self._number_of.get(record) if self.running else None
-        if number is None:
-            return
-        block = self._running()
-        if block is not None:
-            if self._blocks[block].tape is None:
-                self._blocks[block].tape = self._saved[number].tape
-            self._match_input(record, number, block)
-        if self._saved[number].block != block:
-            self._saved[number].block = None
+        self._number_of[record] = len(self._saved)
+        region = self._running()
+        place = None if region is None else region.place
+        self._saved.append(SavedStorage(record.nbytes, birth, tape, record.index, record.module, place, kept))
 
     def kept(self, nbytes: int, reason: KeepReason) -> SavedStorage | None:
         """An activation stays without a record; returns what `kept_died` takes."""
         if not self.running:
             return None
-        block = self._running()
         stamp = self._shared.birth(nbytes)
-        entry = SavedStorage(nbytes, stamp, 0, None, self._block_name(block), block, reason.value)
+        region = self._running()
+        tape, place = (0, None) if region is None else (region.tape, region.place)
+        entry = SavedStorage(nbytes, stamp, tape, None, None, place, reason.value)
         self._saved.append(entry)
         return entry
 
@@ -231,10 +196,7 @@ class Profiler:
         entry.need = self.stopwatch.stamp()
         if alive and not entry.kept:
             entry.kept = KeepReason.ALIVE.value  # moving it would free nothing
-        if entry.tape not in self._in_backward:
-            self._in_backward.add(entry.tape)
-            self._phases.append(("backward", entry.need))
-            self._backward_end.expect()
+        self._reach(entry.tape, entry.need)
 
     def died(self, record: Record) -> None:
         """The last handle of a record died."""
@@ -243,66 +205,89 @@ class Profiler:
             self._saved[number].death = stamp = self.stopwatch.stamp()
             self._shared.dead_by(stamp)
 
-    def block_began(self, name: str, inputs: Mapping[int, Tensor]) -> None:
-        """A block's forward begins in this thread; ``inputs`` are its arguments, by their numbers."""
-        if not self.running:
-            return
-        self._stack().append(len(self._blocks))
-        block = RunBlock(name, self.stopwatch.stamp())
-        is_recorded = self.is_recorded()
-        identities = [record.identity for record in list(self._number_of)]
-        known = {identity.cdata for identity in identities if identity is not None}
-        for number, tensor in inputs.items():
-            recorded = is_recorded is None or all(map(is_recorded, inner_tensors(tensor)))
-            nbytes = tensor.numel() * tensor.element_size()
-            for storage in storages(tensor):
-                one = BlockInput(
-                    number, storage._cdata, nbytes, tensor.requires_grad, recorded, storage._cdata in known
-                )
-                block.inputs.append(one)
-        self._blocks.append(block)
+    def region_began(self, tape: Tape[Record], place: int, name: str, once: bool) -> RunRegion:
+        """A checkpointed region begins to run in this thread."""
+        begin = self.stopwatch.stamp()
+        region = RunRegion(place, self._tape_of(tape, begin), name, once, begin, collectives=collectives())
+        self._regions.append(region)
+        self._stack().append(region)
+        return region
 
-    def block_ended(self, name: str, *, repeatable: bool) -> None:
-        """It has ended."""
+    def region_ended(self, region: RunRegion) -> None:
+        """Its forward has ended."""
         stack = self._stack()
-        if self.running and stack and self._blocks[stack[-1]].name == name:
-            block = self._blocks[stack.pop()]
-            block.end = self.stopwatch.stamp()
-            block.repeatable = repeatable
+        if region in stack:  # else a thread that only closes its generator
+            stack.remove(region)
+        if region in self._regions:
+            region.end = self.stopwatch.stamp()
+            region.count_collectives()
+
+    def region_saved(self, region: RunRegion, nbytes: int, reason: KeepReason | None) -> None:
+        """A region that runs again saves a storage that did not exist before; ``reason``: why it would stay."""
+        if region in self._regions and region.again_end is None:
+            region.saves.append((self.stopwatch.stamp(), nbytes, "" if reason is None else reason.value))
+
+    def recomputation_begins(self, region: RunRegion, *, nested: bool) -> SavedStorage | None:
+        """Backward begins to run a region again, or a checkpoint that is nested in it."""
+        if region not in self._regions:
+            return None
+        stamp = self.stopwatch.stamp()
+        held = SavedStorage(0, stamp, region.tape, None, region.name, None, KeepReason.RECOMPUTED.value, need=stamp)
+        self._recomputations.append(held)
+        if not nested and region.held is None:
+            region.held, region.collectives = held, collectives()
+        self._reach(region.tape, stamp)
+        return held
+
+    def recomputation_ended(self, held: SavedStorage, nbytes: int) -> None:
+        """What was to run again has done so, and saved so many bytes that are alive."""
+        held.nbytes = nbytes
+        region = next((region for region in self._regions if region.held is held), None)
+        if region is not None:
+            region.again_end = self.stopwatch.stamp()
+            region.count_collectives()
+
+    def recomputation_left(self, held: SavedStorage) -> None:
+        """Backward has used all that was saved."""
+        if held in self._recomputations and held.death is None:
+            held.death = self.stopwatch.stamp()
+
+    def _reach(self, tape: int, stamp: Stamp) -> None:
+        """Backward is in a forward from this moment on."""
+        if tape not in self._in_backward:
+            self._in_backward.add(tape)
+            self._phases.append(("backward", stamp))
+            self._backward_end.expect()
 
     def _backward_ended(self) -> None:
         if self.running:
-            self._phases.append(("other", self.stopwatch.stamp()))
+            stamp = self.stopwatch.stamp()
+            self._phases.append(("other", stamp))
+            for held in self._recomputations:
+                held.death = held.death or stamp
 
-    def _tape_of(self, record: Record, birth: Stamp) -> int:
-        known = self._tapes.get(id(record.tape))
+    def _tape_of(self, tape: Tape[Record] | None, birth: Stamp) -> int:
+        known = self._tapes.get(id(tape))
         if known is not None:
             return known[0]
         number = len(self._tapes)
-        self._tapes[id(record.tape)] = number, record.tape  # held, so that its address is its own
+        self._tapes[id(tape)] = number, tape  # held, so that its address is its own
         if number:  # the first one began with the step
             self._phases.append(("forward", birth))
         return number
 
-    def _match_input(self, record: Record, number: int, block: int) -> None:
-        identity = record.identity
-        for one in self._blocks[block].inputs:
-            if identity is not None and one.storage == identity.cdata and one.position is None:
-                one.position = number
-
-    def _stack(self) -> list[int]:
-        stack: list[int] | None = getattr(self._local, "stack", None)
-        if stack is None or (stack and stack[-1] >= len(self._blocks)):
-            stack = self._local.stack = []  # the old one is of a step that was given up
+    def _stack(self) -> list[RunRegion]:
+        """The regions that run in this thread; of a step that was given up, none."""
+        owner, stack = getattr(self._local, "stack", (None, []))
+        if owner is not self._regions:
+            stack = []
+            self._local.stack = self._regions, stack
         return stack
 
-    def _running(self) -> int | None:
+    def _running(self) -> RunRegion | None:
+        """The region that runs in this thread, if it runs once: its checkpoint's own hooks take what others save."""
         stack = self._stack()
-        return stack[-1] if stack else None
-
-    def _block_name(self, block: int | None) -> str | None:
-        """Return what stands for a module's name where no names are asked for."""
-        return None if block is None else self._blocks[block].name
+        return stack[-1] if stack and stack[-1].once else None
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
@@ -329,56 +314,28 @@ class Profiler:
         self.finish()
         if not self.stopwatch.end():
             return None
-        blocks, renumbered = self._recomputable()
-        self._even = evened(self._stretches(renumbered))
-        saved = tuple(self._storage(entry, renumbered) for entry in self._saved)
+        held = (entry for entry in self._recomputations if entry.nbytes)
+        storages = tuple(map(self._storage, [*self._saved, *held]))
         profile = Profile(
-            storages=saved,
-            blocks=tuple(self._block(block, number, saved) for number, block in enumerate(blocks)),
+            storages=storages,
+            regions=tuple(self._region(run, storages) for run in self._regions),
             device=device,
             **self._durations(),
         )
         self.forget()
         return profile
 
-    def _seconds(self, stamp: Stamp) -> float:
-        return self._even(self.stopwatch.seconds(stamp))
-
-    def _stretches(self, blocks: Iterable[int]) -> list[Stretch]:
-        """The forwards and backwards of blocks, by what they save: those of equal blocks are equal."""
-        seconds = self.stopwatch.seconds
-        own: dict[int, list[SavedStorage]] = {number: [] for number in blocks}
-        for entry in self._saved:
-            if entry.block in own:
-                own[entry.block].append(entry)
-        found = []
-        needs: dict[int, list[float]] = {}
-        """By forward, when backward reached the blocks before."""
-        for number, entries in own.items():
-            block = self._blocks[number]
-            assert block.tape is not None, "a usable block saved something"
-            sizes = tuple(entry.nbytes for entry in entries)
-            found.append(Stretch(seconds(block.begin), seconds(block.end), ("forward", sizes)))
-            first_need_s = min((seconds(entry.need) for entry in entries if entry.need is not None), default=None)
-            earlier = needs.setdefault(block.tape, [])
-            if first_need_s is not None:
-                end_s = min((need_s for need_s in earlier if need_s >= first_need_s), default=None)
-                if end_s is not None:
-                    found.append(Stretch(first_need_s, end_s, ("backward", sizes)))
-                earlier.append(first_need_s)
-        return found
-
     def _durations(self) -> dict[str, Any]:
         found = {"forward": 0.0, "backward": 0.0, "other": 0.0}
         phase, since_s = "forward", 0.0
         for following, stamp in [*self._phases, ("other", self._end)]:
-            time_s = max(since_s, self._seconds(stamp))
+            time_s = max(since_s, self.stopwatch.seconds(stamp))
             found[phase] += time_s - since_s
             phase, since_s = following, time_s
         return {f"{name}_s": seconds for name, seconds in found.items()}
 
-    def _storage(self, entry: SavedStorage, renumbered: dict[int, int]) -> Storage:
-        seconds = self._seconds
+    def _storage(self, entry: SavedStorage) -> Storage:
+        seconds = self.stopwatch.seconds
         birth_s = seconds(entry.birth)
         need_s = None if entry.need is None else max(birth_s, seconds(entry.need))
         death = self._end if entry.death is None else entry.death
@@ -389,47 +346,38 @@ class Profiler:
             need_s=need_s,
             last_need_s=max(birth_s, need_s or 0.0, seconds(death)),
             module=entry.module,
-            block=None if entry.block is None else renumbered.get(entry.block),
             tape=entry.tape,
             kept=entry.kept,
+            region=entry.region,
         )
 
-    def _recomputable(self) -> tuple[list[RunBlock], dict[int, int]]:
-        """The blocks that could be run again, and their numbers by the numbers under which they ran."""
-        runs: dict[tuple[str, int | None], list[int]] = {}
-        for number, block in enumerate(self._blocks):
-            runs.setdefault((block.name, block.tape), []).append(number)
-        single = sorted(numbers[0] for numbers in runs.values() if len(numbers) == 1)
-        usable = [n for n in single if self._blocks[n].complete]
-        return [self._blocks[n] for n in usable], {old: new for new, old in enumerate(usable)}
-
-    def _block(self, run: RunBlock, number: int, storages: tuple[Storage, ...]) -> Block:
-        begin_s, end_s = self._seconds(run.begin), self._seconds(run.end)
-        forward_s = max(0.0, end_s - begin_s)
-        assert run.tape is not None, "a usable block saved something"
-        first_need_s = min((s.need_s for s in storages if s.block == number and s.need_s is not None), default=None)
-        earlier = [s.need_s for s in storages if s.tape == run.tape and s.need_s is not None and s.birth_s < begin_s]
-        backward_s = forward_s * 2
-        if first_need_s is not None and earlier:
-            backward_s = max(0.0, min(n for n in [*earlier, float("inf")] if n >= first_need_s) - first_need_s)
-        main = run.main_input
-        return Block(
+    def _region(self, run: RunRegion, storages: Sequence[Storage]) -> Region:
+        seconds = self.stopwatch.seconds
+        begin_s = seconds(run.begin)
+        end_s = max(begin_s, seconds(self._end if run.end is None else run.end))
+        found = Region(
+            place=run.place,
             name=run.name,
-            forward_s=forward_s,
-            backward_s=backward_s if backward_s != float("inf") else forward_s * 2,
-            recompute_s=forward_s,
-            input_bytes=0 if main is None else main.nbytes,
-            input=None if main is None else main.position,
-            input_recorded=main is None or main.recorded,
-            arguments=_checkpointed(run, storages),
             tape=run.tape,
+            begin_s=begin_s,
+            end_s=end_s,
+            communicates=run.communicates,
         )
-
-
-def _checkpointed(run: RunBlock, storages: Sequence[Storage]) -> tuple[int, ...]:
-    """The arguments that a checkpoint of a block saves: its input, and what other blocks save as well.
-
-    So a step under a plan has the records that the profile knows, and no others.
-    """
-    shared = {one.number for one in run.inputs if one.position is not None and storages[one.position].block is None}
-    return tuple(sorted(shared if run.main_input is None else shared | {run.main_input.number}))
+        if run.once and run.tape in self._in_backward:
+            mine = run.place, run.tape
+            own = (storage.last_need_s for storage in storages if (storage.region, storage.tape) == mine)
+            return replace(found, backward_end_s=max(own, default=seconds(self._end)))
+        if run.held is None:
+            return found
+        again_s = max(end_s, seconds(run.held.birth))
+        ran_s = max(again_s, seconds(self._end if run.again_end is None else run.again_end))
+        return replace(
+            found,
+            again_s=again_s,
+            recompute_s=ran_s - again_s,
+            backward_end_s=max(ran_s, seconds(self._end if run.held.death is None else run.held.death)),
+            saves=tuple(
+                RegionSave(offset_s=min(ran_s - again_s, max(0.0, seconds(stamp) - again_s)), nbytes=nbytes, kept=kept)
+                for stamp, nbytes, kept in run.saves
+            ),
+        )

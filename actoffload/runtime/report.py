@@ -95,6 +95,7 @@ def render_report(
     sections = [
         _headline(config, statistics),
         _peaks(statistics),
+        _regions(statistics),
         _tiers(statistics, spool),
         _kept(statistics),
         _degraded(statistics),
@@ -184,6 +185,16 @@ def _peaks(s: Statistics) -> list[str]:
         peak, before = format_size(s.process_peak_bytes), format_size(s.process_before_bytes)
         lines.append(f"  whole process      peak {peak}; {before} before the first forward")
     return lines
+
+
+def _regions(s: Statistics) -> list[str]:
+    """Which checkpointed regions ran again, and what that took of memory."""
+    if not s.regions:
+        return []
+    again = s.regions - s.regions_once
+    count = _count(s.regions, "checkpointed region", "checkpointed regions")
+    line = f"  {count}: {s.regions_once} ran once, {again} ran again in backward"
+    return [line + (f" and held up to {format_size(s.recompute_peak_bytes)}" if s.recompute_peak_bytes else "")]
 
 
 def _tiers(s: Statistics, spool: Spool | None) -> list[str]:

@@ -6,6 +6,7 @@ import copy
 import threading
 import weakref
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ class ActivationStore:
         shared: the lock, the counts, the budget and the reporter.
         tiers: the spool, the host memory and a tier for each type of device.
         prefetch: brings back what backward needs next.
-        decision: says what stays.
+        decision: says what stays; ``regions``: which checkpointed regions run once.
         profiler: notes a step while one is recorded.
         identities: the live records by storage.
         trace: takes down the steps; None when nobody asks for a file of them.
@@ -94,7 +95,7 @@ class ActivationStore:
         phases = Phases()
         self.prefetch = Prefetch(self.shared, self.tiers.by_device, window, phases)
         self.decision = OffloadDecision(config, window, phases)
-        self.regions = Regions()
+        self.regions = Regions(self, self._backward_end)
         self.trace = None if path is None else Recorder(path, self.shared, self.tiers)
 
     # -- forward ------------------------------------------------------------------------------------------------------
@@ -155,7 +156,6 @@ class ActivationStore:
             if record is not None:
                 accounts.deduplicated_bytes += end - begin
                 tier.saved_again(record, tensor)
-                self.profiler.saved_again(record)
                 record.handles += 1
                 record.waiting += 1
                 if names[1] is not None and record.name is None:
@@ -260,6 +260,8 @@ class ActivationStore:
             tier.release_due()  # last: the storage that was saved existed before this hook could release anything
         tape.decisions.append((record.nbytes, reason, record.module))
         self._decisions = tape.decisions
+        if not tape.built:
+            self.regions.last = tape.regions
 
     def _make_room(self, tier: Tier) -> float:
         """Keep the budget before the next storage comes; return the seconds that this thread waited."""
@@ -359,8 +361,8 @@ class ActivationStore:
         self._count_dropped()
         tier.notice_resized()
         tier.poll()
-        if self.shared.accounts.recomputed_bytes:
-            self.shared.accounts.recomputed(0)  # backward is done with the block that it recomputed last
+        if self.regions.hold:
+            self.regions.passed()
         self.prefetch.reach(record, round_)
         if self.trace is not None and record.tape is not None:
             self.trace.backward(record.tape.number)
@@ -384,6 +386,7 @@ class ActivationStore:
         """Hold no device memory of dead records: the optimizer's step comes next."""
         with self.shared.lock:
             self._count_dropped()
+            self.regions.passed()
             if not self.shared.stopped:
                 for tier in self.tiers.by_device.values():
                     tier.release_dead()
@@ -473,8 +476,8 @@ class ActivationStore:
                 self._release(record)
             elif record.waiting <= 0:
                 self.tiers.by_device[record.kind].evict(record)
-        if accounts.recomputed_bytes and not accounts.baseline_bytes:
-            accounts.recomputed(0)  # backward is over
+        if self.regions.hold and accounts.baseline_bytes == accounts.recomputed_bytes:
+            self.regions.passed()  # backward is over
 
     def _release(self, record: Record) -> None:
         self.tiers.by_device[record.kind].release(record)
@@ -575,6 +578,7 @@ class ActivationStore:
         self.shared.reporter.warn()
         self.tiers.count_waits()
         elsewhere = {**self.tiers.counts(), "process_before_bytes": self.run.process_before_bytes}
+        elsewhere |= {"regions": len(self.regions.last), "regions_once": sum(self.regions.last)}
         with self.shared.lock:
             self._count_dropped()
             self.run.count_optimizer_steps()
@@ -587,4 +591,6 @@ class ActivationStore:
     @property
     def plan(self) -> Plan:
         """What was decided in the last forward, as data; given as ``policy=``, it is followed."""
-        return decided(self._decisions)
+        regions = self.regions.last
+        once = tuple(place for place, runs_once in enumerate(regions) if runs_once)
+        return replace(decided(self._decisions), once=once, regions=len(regions))

@@ -98,6 +98,8 @@ class Tape(Generic[R]):
         number: which micro-batch it is, from 1; 0 before it has saved anything.
         given_bytes: what backward was given of the records that had moved.
         by_node: what each autograd node saved.
+        regions: of each checkpointed region that has begun, in order, whether it runs once; ``ran_again``: backward has
+            run one of them again.
         decisions: what was decided of each record, as the store notes it; outlives the records.
         planned: by index, the bytes of a storage that the plan keeps without a record, or -1.
         order: the indices in the order in which backward is expected to come.
@@ -113,6 +115,8 @@ class Tape(Generic[R]):
         self.number = 0
         self.given_bytes = 0
         self.by_node = SavedByNode()
+        self.regions: list[bool] = []
+        self.ran_again = False
         self.decisions: list[Any] = []
         self.planned: tuple[int, ...] = ()
         self._sizes: list[int] = []

@@ -42,7 +42,8 @@ class Accounts:
     resident_peak_bytes: int = 0
     step_peak_bytes: int = 0  # as `resident_peak_bytes`, in the step that runs
     plan_peak_bytes: int = 0  # in the steps before it that ran under the same plan
-    recomputed_bytes: int = 0  # of the resident bytes, those that a recomputed block holds until its backward is over
+    recomputed_bytes: int = 0  # of the resident bytes, those that recomputations hold until backward has used them
+    recompute_peak_bytes: int = 0
     baseline_bytes: int = 0
     baseline_peak_bytes: int = 0
     pack_wait_s: float = 0.0
@@ -106,9 +107,12 @@ class Accounts:
         self.resident_peak_bytes = max(self.resident_peak_bytes, nbytes)
 
     def recomputed(self, nbytes: int) -> None:
-        """Count what a recomputed block holds; those before it hold nothing any more."""
+        """Count what recomputations hold now, in place of what they held before; with nothing moved they would, too."""
         self.remove_resident(self.recomputed_bytes)
+        self.baseline_bytes += nbytes - self.recomputed_bytes
+        self.baseline_peak_bytes = max(self.baseline_peak_bytes, self.baseline_bytes)
         self.recomputed_bytes = nbytes
+        self.recompute_peak_bytes = max(self.recompute_peak_bytes, nbytes)
         self.add_resident(nbytes)
 
     def stays_after_all(self, nbytes: int, reason: str) -> None:

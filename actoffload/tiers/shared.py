@@ -24,7 +24,7 @@ class DeviceBudget:
         limit_bytes: the limit; None when there is none, or where it is a share of a peak that no step has shown yet.
             Without a limit of the user's it is what the device has room for, where a plan would need more.
         largest_bytes: the largest record so far, which the next one may be like.
-        recompute_bytes: what backward needs at once where it recomputes a block.
+        recompute_bytes: what backward needs at once where it runs a checkpointed region again.
         floor_bytes: the lowest limit that a step keeps, where that is known; a share is never less.
     """
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from actoffload import Offloader, Plan
-from actoffload.autotune.blocks import find_blocks
 from actoffload.errors import BudgetError
-from actoffload.planning.constants import REVIEW_STEPS, WARM_UP
+from actoffload.planning.constants import WARM_UP
 from actoffload.planning.plan import PlanEntry
 from actoffload.planning.planners.base import Limits
 from actoffload.planning.profile import Profile
@@ -35,13 +34,13 @@ Choose = Callable[[int, int], bool]
 
 
 class _Scripted:
-    """Plans as a test says: which storages stay (by place and size), and which blocks are recomputed."""
+    """Plans as a test says: which storages stay (by place and size), and which regions run once."""
 
     name = "scripted"
 
-    def __init__(self, stays: Choose, recompute: tuple[str, ...] = ()) -> None:
+    def __init__(self, stays: Choose, once: tuple[int, ...] = ()) -> None:
         self.stays = stays
-        self.recompute = recompute
+        self.once = once
         self.profiles: list[Profile] = []
         self.limits: list[Limits] = []
         self.error: BudgetError | None = None
@@ -60,7 +59,7 @@ class _Scripted:
             for s in profile.storages
             if s.index is not None and s.tape == 0
         )
-        return Plan(entries, planner=self.name, recompute=self.recompute, predicted_step_s=1.0)
+        return Plan(entries, planner=self.name, once=self.once, predicted_step_s=1.0)
 
 
 def _step(offloader: Offloader, model: nn.Module, *args: Tensor) -> dict[str, Tensor]:
@@ -97,58 +96,16 @@ def test_the_step_after_the_warm_up_is_planned_from_and_the_plan_is_followed(mak
     assert_empty(offloader)
 
 
-def test_blocks_are_timed_once_under_each_plan(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actoffload.planning.planners.feedback.StepModel.learn", lambda *_: "")
-    torch.manual_seed(0)
-    model = GPT(GPTConfig(width=64, layers=3, head_width=32, seq=32))
-
-    def run(count: int) -> None:
-        for _ in range(count):
-            with offloader:
-                loss = model(TOKENS, TOKENS)
-            loss.backward()
-
-    offloader = make_offloader(policy="auto").use(model)
-    pilot = plan_with(offloader, _Scripted(lambda index, nbytes: index % 2 == 0))
-    run(WARM_UP + 1)
-    made = 0
-    begin = offloader.store.profiler.begin
-
-    def counted() -> None:
-        nonlocal made
-        made += 1
-        begin()
-
-    offloader.store.profiler.begin = counted  # type: ignore[method-assign]
-    run(REVIEW_STEPS + 1)
-    assert list(pilot.history) == ["first plan"]
-    assert made == 1, "one step is recorded under the plan, and no other one"
-    times = dict(pilot.seen.blocks)
-    assert [name for name in times if "blocks." in name] == ["stack.blocks.0", "stack.blocks.1", "stack.blocks.2"]
-    assert all(seconds > 0 for seconds in times.values())
-    block = next(line for line in offloader.explain().splitlines() if line.startswith("  stack.blocks.1"))
-    assert block.split()[-3] in ("ms", "s")  # before the bytes at the peak: "seen"
-    assert_empty(offloader)
-
-
 def test_limits_are_those_of_the_options(make_offloader: MakeOffloader) -> None:
     planner = _Scripted(lambda *_: False)
-    offloader = make_offloader(
-        policy="auto", device_budget="128KiB", max_slowdown=0.5, nvme_budget="8MiB", recompute=True
-    )
+    offloader = make_offloader(policy="auto", device_budget="128KiB", max_slowdown=0.5, nvme_budget="8MiB")
     plan_with(offloader, planner)
-    with pytest.warns(RuntimeWarning, match="recompute=True changes nothing, as no block is known: pass model="):
-        _steps(offloader, WARM_UP + 2)
+    _steps(offloader, WARM_UP + 2)
     (limits,) = planner.limits
     assert limits.device_budget == 128 << 10
     assert limits.nvme_budget == 8 << 20
     assert limits.max_slowdown == 0.5
     assert limits.tiers == ("nvme",)
-    assert limits.recompute
-    planner = _Scripted(lambda *_: False)
-    plan_with(offloader := make_offloader(policy="auto"), planner)
-    _steps(offloader, WARM_UP + 2)
-    assert not planner.limits[0].recompute, "nobody asked for anything that recomputing could buy"
 
 
 def test_passes_without_gradients_or_without_backward_are_no_steps(make_offloader: MakeOffloader) -> None:
@@ -205,26 +162,6 @@ def test_an_evaluation_before_a_step_is_not_recorded_with_it(make_offloader: Mak
         _steps(offloader, 1, model)
     (profile,) = planner.profiles
     assert profile.step_s < 0.5
-
-
-def test_recomputed_blocks_are_applied_followed_and_undone(make_offloader: MakeOffloader) -> None:
-    model = GPT(GPTConfig(layers=3, width=32, seq=32, dropout=0.1))
-    reference = _step(make_offloader(policy="all"), model, TOKENS)
-    offloader = make_offloader(policy="auto", device_budget="1MiB").use(model)
-    pilot = plan_with(offloader, _Scripted(lambda *_: False, ("stack.blocks.0", "stack.blocks.2")))
-    for _ in range(WARM_UP + 1):
-        assert_same_gradients(_step(offloader, model, TOKENS), reference)
-    before = len(offloader.plan.entries)
-    assert_same_gradients(_step(offloader, model, TOKENS), reference)
-    assert pilot.recompute.names == {"stack.blocks.0", "stack.blocks.2"}
-    assert len(offloader.plan.entries) < before
-    offloader.forget(model)
-    assert not any("forward" in vars(block) for block in model.stack.blocks)
-    assert not any(block._forward_hooks for block in model.stack.blocks)
-    offloader.use(model)
-    pilot.recompute.follow(find_blocks(model), ["stack.blocks.1"])
-    offloader.close()
-    assert not any("forward" in vars(block) for block in model.stack.blocks)
 
 
 def test_another_shape_has_a_plan_of_its_own(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,14 +230,13 @@ def _listed(stays: list[bool]) -> Choose:
 
 def test_gradients_are_the_same_under_any_plan(make_offloader: MakeOffloader) -> None:
     model = GPT(GPTConfig(layers=4, width=32, seq=32, dropout=0.1))
-    blocks = [f"stack.blocks.{n}" for n in range(4)]
     reference = _step(make_offloader(policy="all"), model, TOKENS)
     chance = random.Random(0)
     for _ in range(12):
-        offloader = make_offloader(policy="auto", device_budget="1MiB", debug=True).use(model)
+        offloader = make_offloader(policy="auto", device_budget="1MiB", debug=True, recompute=True).use(model)
         stays = [chance.random() < 0.5 for _ in range(200)]
-        recompute = tuple(name for name in blocks if chance.random() < 0.5)
-        plan_with(offloader, _Scripted(_listed(stays), recompute))
+        once = tuple(place for place in range(4) if chance.random() < 0.5)
+        plan_with(offloader, _Scripted(_listed(stays), once))
         for _ in range(WARM_UP + 3):
             assert_same_gradients(_step(offloader, model, TOKENS), reference)
         offloader.close()

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from actoffload import OffloadConfig, Offloader, Plan
-from actoffload.autotune.recompute import Recompute, RecomputeMeter
 from actoffload.planning.plan import PlanEntry
 from actoffload.testing.faults import GateEngine, SlowEngine
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
@@ -141,24 +140,21 @@ class _Deep(nn.Module):
         return x
 
 
-def test_what_a_recomputed_block_holds_counts_as_resident(make_offloader: MakeOffloader) -> None:
+def test_what_a_region_that_runs_again_holds_counts_as_resident(make_offloader: MakeOffloader) -> None:
     model = _Deep()
-    blocks = {f"layers.{n}": layer for n, layer in enumerate(model.layers)}
-    peaks: dict[bool, int] = {}
+    peaks: dict[str, int] = {}
     expected = train_step(model, batch(), make_offloader(policy="keep"))
-    for counted in (False, True):
-        offloader = make_offloader(policy="keep")
-        recompute = Recompute(
-            RecomputeMeter(offloader.store.shared, (), offloader.exclusions.static) if counted else None
-        )
-        recompute.follow(blocks, blocks)
+    for checkpoints in ("leave", "plan"):
+        offloader = make_offloader(policy="keep", recompute=True, checkpoints=checkpoints).use(model)
         assert_same_gradients(train_step(model, batch(), offloader), expected)
-        recompute.undo()
-        peaks[counted] = offloader.statistics().resident_peak_bytes
+        offloader.close()
+        statistics = offloader.statistics()
+        peaks[checkpoints] = statistics.resident_peak_bytes
+        assert bool(statistics.recompute_peak_bytes) == (checkpoints == "plan")
     activation = 128 * 64 * 4
-    assert peaks[False] == 5 * activation  # the inputs of four blocks and of the loss
+    assert peaks["leave"] == 4 * activation  # inputs of three blocks and of the loss; the first's is the caller's
     # The last block's three layers: of each tanh and sigmoid, and the inputs of two; the loss has what it needs.
-    assert peaks[True] == (4 + 3 * 2 + 2) * activation
+    assert peaks["plan"] == (3 + 3 * 2 + 2) * activation
 
 
 def test_no_room_is_made_where_nothing_may_be_ordered(

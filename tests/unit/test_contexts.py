@@ -38,7 +38,6 @@ from tests.harness import (
     gradients,
     lock_of,
     no_garbage_collection,
-    recompute_in,
     same_bits,
     train_step,
     wait_until,
@@ -363,8 +362,7 @@ def _net() -> nn.Sequential:
 
 def test_a_dropped_offloader_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     model = _net()
-    offloader = Offloader(OffloadConfig(target="nvme", path=tmp_path, policy="auto")).use(model)
-    recompute_in(offloader, ["0"])
+    offloader = Offloader(OffloadConfig(target="nvme", path=tmp_path, policy="auto", recompute="0")).use(model)
     assert "forward" in vars(model[0])
     del offloader
     gc.collect()

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from actoffload import Offloader, Profile, keep
-from actoffload.autotune.blocks import BlockWatch
-from actoffload.planning.profile import Storage
 from actoffload.testing.faults import GateEngine, SlowEngine
 from actoffload.testing.gpt import GPT, GPTConfig
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
@@ -49,8 +48,6 @@ class _Counter(Stopwatch):
 def _recorded(offloader: Offloader, model: nn.Module, *args: Any, forwards: int = 1) -> Profile:
     """The profile of one step of ``forwards`` micro-batches, whose backwards run in reverse order."""
     recorder_of(offloader).stopwatch = _Counter()
-    watch = BlockWatch(recorder_of(offloader))
-    watch.watch(model)
     recorder_of(offloader).begin()
     losses = []
     for _ in range(forwards):
@@ -58,7 +55,6 @@ def _recorded(offloader: Offloader, model: nn.Module, *args: Any, forwards: int 
             losses.append(model(*args).sum())
     while losses:
         losses.pop().backward()
-    watch.remove()
     profile = recorder_of(offloader).profile()
     assert profile is not None
     return profile
@@ -82,62 +78,67 @@ def test_the_profile_holds_what_the_plan_holds(make_offloader: MakeOffloader) ->
     assert Profile.from_json(profile.to_json()) == profile
 
 
-def _saved_by(profile: Profile, block: int) -> list[Storage]:
-    return [storage for storage in profile.storages if storage.block == block]
+@pytest.mark.parametrize("once", [(), (1,), (0, 1, 2)])
+def test_regions_have_their_times_and_what_they_save(make_offloader: MakeOffloader, once: tuple[int, ...]) -> None:
+    model = GPT(GPTConfig(layers=3, width=32, seq=32, recompute=True))
+    unchecked = GPT(GPTConfig(layers=3, width=32, seq=32))
+    plain = _recorded(make_offloader().use(unchecked), unchecked, TOKENS, TOKENS)
+    offloader = make_offloader(include="*").use(model)
+    offloader.store.regions.follow(frozenset(once))
+    profile = _recorded(offloader, model, TOKENS, TOKENS)
+    assert [region.place for region in profile.regions] == [0, 1, 2]
+    assert [region.name for region in profile.regions] == [f"stack.blocks.{n}" for n in range(3)]
+    held = [storage for storage in profile.storages if storage.kept == "recomputed"]
+    assert len(held) == 3 - len(once)
+    assert {storage.region for storage in profile.storages} - {None} == set(once)
+    again = [region for region in profile.regions if region.place not in once]
+    for region, storage in zip(again, held[::-1], strict=True):  # backward comes to the last one first
+        assert region.begin_s < region.end_s < profile.forward_s
+        assert region.again_s is not None
+        assert region.backward_end_s is not None
+        assert region.again_s < region.again_s + region.recompute_s < region.backward_end_s
+        assert (storage.birth_s, storage.last_need_s) == (region.again_s, region.backward_end_s)
+        assert storage.nbytes == sum(save.nbytes for save in region.saves)
+        assert not storage.movable
+        offsets = [save.offset_s for save in region.saves]
+        assert offsets == sorted(offsets)
+        assert offsets[-1] <= region.recompute_s
+    for region in profile.regions:
+        if region.place in once:
+            assert (region.again_s, region.recompute_s, region.saves) == (None, 0.0, ())
+    sizes = sorted(s.nbytes for s in plain.storages)
+    found = [s.nbytes for s in profile.storages if s.kept != "recomputed"]
+    found += [save.nbytes for region in again for save in region.saves]
+    assert sorted(found) == sizes, "each storage once, and no input"
+    assert Profile.from_json(profile.to_json()) == profile
 
 
-def test_blocks_have_their_storages_their_input_and_their_times(make_offloader: MakeOffloader) -> None:
-    model = GPT(GPTConfig(layers=3, width=32, seq=32))
-    profile = _recorded(make_offloader(), model, TOKENS, TOKENS)
-    assert [block.name for block in profile.blocks] == [f"stack.blocks.{n}" for n in range(3)]
-    sizes = [sorted(storage.nbytes for storage in _saved_by(profile, b)) for b in range(3)]
-    assert sizes[0] == sizes[1] == sizes[2]
-    for number, block in enumerate(profile.blocks):
-        assert block.input is not None
-        entry = profile.storages[block.input]
-        assert entry.nbytes == block.input_bytes == 2 * 32 * 32 * 4
-        assert entry.block == number
-        assert entry.birth_s == min(storage.birth_s for storage in _saved_by(profile, number))
-        assert block.forward_s > 0
-        assert block.backward_s > 0
-        assert block.recompute_s == block.forward_s
-    outside = [s for s in profile.storages if s.block is None]
-    assert outside, "embedding, head and loss save as well"
-    assert sum(b.forward_s for b in profile.blocks) < profile.forward_s
-    assert sum(b.backward_s for b in profile.blocks) < profile.backward_s
-
-
-def _count(module: nn.Module, args: object, output: object) -> None:
-    module.get_buffer("calls").add_(1)
-
-
-class _Shared(nn.Module):
-    """Two blocks that save the same tensor, a block that runs twice, and one that counts."""
+class _Between(nn.Module):
+    """A checkpointed region that saves little and much, and what it is given by a closure."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-        self.layers[3].register_buffer("calls", torch.zeros(()))
-        self.layers[3].register_forward_hook(_count)
+        self.layer = nn.Linear(64, 64)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x * 2
-        y = self.layers[0](x) + self.layers[1](x)
-        for index in (2, 2, 3):
-            y = self.layers[index](torch.tanh(y))
-        assert isinstance(y, Tensor)
+        scale = torch.exp(x)
+
+        def region(x: Tensor) -> Tensor:
+            y = keep(self.layer(x * 3)) * scale
+            return (y.tanh()[:4].exp() * scale[:4]).sum()
+
+        y: Tensor = checkpoint(region, x, use_reentrant=False)
         return y
 
 
-def test_what_two_blocks_share_belongs_to_neither_and_what_cannot_run_again_is_no_block(
+def test_what_a_region_would_keep_if_it_ran_once_is_said_and_its_inputs_are_not_its_own(
     make_offloader: MakeOffloader,
 ) -> None:
-    profile = _recorded(make_offloader(), _Shared(), torch.randn(64, 16, requires_grad=True))
-    assert [block.name for block in profile.blocks] == ["layers.0", "layers.1"]
-    first, second = profile.blocks
-    assert first.input is not None
-    assert first.input == second.input
-    assert profile.storages[first.input].block is None
+    profile = _recorded(make_offloader(min_bytes=8 << 10), _Between(), batch().requires_grad_())
+    (region,) = profile.regions
+    x = batch().nbytes
+    found = [(save.nbytes, save.kept) for save in region.saves]
+    assert found == [(x, ""), (x, "keep()"), (x, ""), (1024, "below min_bytes")]
 
 
 def test_micro_batches_are_tapes_of_one_step(make_offloader: MakeOffloader) -> None:

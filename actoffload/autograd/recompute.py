@@ -1,0 +1,125 @@
+"""The option ``recompute``: blocks that the program does not checkpoint itself run as checkpointed regions."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..autotune.blocks import find_blocks
+from ..errors import ConfigError
+from .checkpoints import checkpoint
+
+Wanted = bool | tuple[str, ...]
+
+
+class Recompute:
+    """Wraps the forwards of the blocks that the option names, and takes that back.
+
+    Args:
+        wanted: globs over the names of modules; True for the repeated blocks of each model.
+    """
+
+    def __init__(self, wanted: Wanted) -> None:
+        self._wanted = wanted
+        self._applied: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Checkpointed]] = weakref.WeakKeyDictionary()
+        """Weakly on both sides: a wrapped forward holds its block."""
+
+    def watch(self, model: nn.Module) -> None:
+        """Wrap the blocks of a model."""
+        for _, block in matching(model, self._wanted):
+            if not isinstance(vars(block).get("forward"), Checkpointed):  # else another offloader's, or ours
+                wrapped = block.forward = Checkpointed(block)
+                self._applied[block] = weakref.ref(wrapped)
+
+    def forget(self, model: nn.Module) -> None:
+        """Leave the blocks of a model as they were."""
+        for block in model.modules():
+            self._undo(block)
+
+    def undo(self) -> None:
+        """Leave every block as it was."""
+        for block in list(self._applied):
+            self._undo(block)
+
+    def _undo(self, block: nn.Module) -> None:
+        reference = self._applied.pop(block, None)
+        wrapped = None if reference is None else reference()
+        if wrapped is None:
+            return
+        if vars(block).get("forward") is not wrapped:
+            wrapped.active = False  # somebody has wrapped ours meanwhile: let it through
+        elif wrapped.was_attribute:
+            block.forward = wrapped.forward
+        else:
+            del block.forward
+
+
+def check(wanted: Wanted, models: Sequence[nn.Module]) -> None:
+    """Look for a block for each pattern.
+
+    Raises:
+        ConfigError: a pattern matches no module; names it.
+    """
+    for pattern in (wanted,) if isinstance(wanted, bool) else wanted:
+        one: Wanted = pattern if isinstance(pattern, bool) else (pattern,)
+        if one and not any(True for model in models for _ in matching(model, one)):
+            if one is True:
+                remedy = "the model has no repeated blocks: give globs over the names of its modules"
+            else:
+                remedy = f"{pattern!r} matches no module of the model: see model.named_modules()"
+            raise ConfigError("recompute", wanted, remedy)
+
+
+def matching(model: nn.Module, wanted: Wanted) -> Iterator[tuple[str, nn.Module]]:
+    """The outermost modules that the option names."""
+    if isinstance(wanted, bool):
+        yield from find_blocks(model).items() if wanted else ()
+        return
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():
+        if name and not name.startswith(inside or ("\n",)) and any(fnmatchcase(name, glob) for glob in wanted):
+            inside += (f"{name}.",)
+            yield name, module
+
+
+class Checkpointed:
+    """A module's forward as a checkpointed region.
+
+    Attributes:
+        forward: the forward as it was; ``was_attribute``: that was an attribute of the instance.
+        active: it is to run as a region.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.forward = module.forward
+        self.was_attribute = "forward" in vars(module)
+        self.active = True
+
+    def __reduce__(self) -> Any:  # a copy of the module, or a pickled one, is as it was before us
+        return _itself, (self.forward,)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.active or not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        values, count, names = [*args, *kwargs.values()], len(args), tuple(kwargs)
+        # A checkpoint saves the tensors that it is given by position, where hooks see them. The block may ask whether
+        # two of its arguments are one tensor, so each is given once.
+        tensors = {id(value): value for value in values if isinstance(value, Tensor)}
+        place = {number: index for index, number in enumerate(tensors)}
+        others = [None if id(value) in place else value for value in values]
+        places = [place.get(id(value)) for value in values]
+
+        def run(*given: Any) -> Any:
+            full = [other if at is None else given[at] for other, at in zip(others, places, strict=True)]
+            return self.forward(*full[:count], **dict(zip(names, full[count:], strict=True)))
+
+        return checkpoint(run, *tensors.values())
+
+
+def _itself(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward

@@ -1,0 +1,643 @@
+"""`actoffload.checkpoint`, the checkpoints that programs have, and the blocks that ``recompute=`` names."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint_activation as composable
+from torch.utils import checkpoint as plain
+from torch.utils.checkpoint import checkpoint
+
+import actoffload
+from actoffload import Offloader, Plan, no_offload
+from actoffload.autograd import checkpoints
+from actoffload.autotune.blocks import find_blocks
+from actoffload.errors import ConfigError, SavedTensorModifiedError
+from actoffload.testing.gpt import GPT, GPTConfig
+from tests.harness import (
+    Chain,
+    MakeOffloader,
+    accounts_of,
+    assert_empty,
+    assert_same_gradients,
+    batch,
+    gradients,
+    run_in_threads,
+    train_step,
+)
+
+ACTIVATION = batch().nbytes
+
+
+class Blocks(nn.Module):
+    """Blocks under a checkpoint each, which count their runs."""
+
+    def __init__(self, depth: int = 3, call: Any = None) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Chain(64, 2) for _ in range(depth))
+        self.runs: list[int] = []
+        self.call = call or (lambda function, x: checkpoint(function, x, use_reentrant=False))
+        for place, layer in enumerate(self.layers):
+            layer.register_forward_pre_hook(lambda _module, _args, place=place: self.runs.append(place))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.call(layer, x)
+        return x
+
+    def step(self, offloader: Offloader | None = None, **options: Any) -> tuple[dict[str, Tensor], list[int]]:
+        """Gradients, and the blocks in the order in which they ran."""
+        self.runs.clear()
+        return train_step(self, batch(), offloader, **options), list(self.runs)
+
+
+def following(offloader: Offloader, *once: int) -> Offloader:
+    """An offloader that lets these regions run once."""
+    offloader.store.regions.follow(frozenset(once))
+    return offloader
+
+
+# -- what runs once ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("call", [None, actoffload.checkpoint], ids=["PyTorch's", "ours"])
+def test_the_regions_that_a_plan_names_run_once_and_the_others_again(
+    make_offloader: MakeOffloader, call: Any, inside: bool
+) -> None:
+    model = Blocks(call=call)
+    expected, runs = model.step()
+    assert runs == [0, 1, 2, 2, 1, 0]
+    offloader = following(make_offloader(), 1)
+    for _ in range(2):
+        found, runs = model.step(offloader, inside=inside)
+        assert runs == [0, 1, 2, 2, 0]
+        assert_same_gradients(found, expected)
+        assert_empty(offloader)
+    statistics = offloader.statistics()
+    assert (statistics.regions, statistics.regions_once) == (3, 1)
+    plan = offloader.plan
+    assert (plan.regions, plan.once) == (3, (1,))
+
+
+def test_outside_of_a_context_and_without_gradients_all_is_pytorchs_own(make_offloader: MakeOffloader) -> None:
+    model = Blocks()
+    offloader = following(make_offloader(), 0, 1, 2)
+    assert model.step()[1] == [0, 1, 2, 2, 1, 0]
+    with offloader, torch.no_grad():
+        model(batch())
+    with offloader, torch.no_grad():
+        model(batch())
+    with offloader, no_offload():
+        loss = model(batch()).sum()
+    model.runs.clear()
+    loss.backward()
+    assert model.runs == [2, 1, 0]
+    assert offloader.statistics().regions == 0
+    model.zero_grad()
+    with offloader, torch.autograd.graph.save_on_cpu():  # the program's own hooks are the innermost
+        loss = model(batch()).sum()
+    model.runs.clear()
+    loss.backward()
+    assert model.runs == [2, 1, 0]
+
+
+def test_the_innermost_offloader_chooses(make_offloader: MakeOffloader) -> None:
+    model, outer, inner = Blocks(), following(make_offloader(), 0), following(make_offloader(), 2)
+    expected = model.step()[0]
+    with outer, inner:
+        loss = model(batch()).square().sum()
+    model.runs.clear()
+    loss.backward()
+    assert model.runs == [1, 0]
+    assert (outer.statistics().regions, inner.statistics().regions) == (0, 3)
+    assert_same_gradients(gradients(model), expected)
+
+
+@pytest.mark.parametrize("once", [(), (0,)])
+def test_what_is_nested_in_a_region_runs_as_pytorch_runs_it(make_offloader: MakeOffloader, once: tuple[int]) -> None:
+    runs: list[str] = []
+
+    def inner(x: Tensor) -> Tensor:
+        runs.append("inner")
+        return torch.tanh(x).exp()
+
+    def outer(x: Tensor) -> Tensor:
+        runs.append("outer")
+        y: Tensor = checkpoint(inner, x.sin(), use_reentrant=False)
+        with nested:  # another context changes nothing of that
+            z: Tensor = checkpoint(inner, y, use_reentrant=False)
+        return z
+
+    found = []
+    for offloader in (None, following(make_offloader(), *once)):
+        nested: Any = following(make_offloader(), 0) if offloader is not None else contextlib.nullcontext()
+        x = batch().requires_grad_()
+        with offloader or contextlib.nullcontext():
+            loss = checkpoint(outer, x.exp(), use_reentrant=False).sum()
+        loss.backward()
+        assert x.grad is not None
+        found.append(x.grad)
+        if offloader is not None:
+            assert offloader.statistics().regions == 1
+            assert nested.statistics().regions == 0
+    assert torch.equal(found[0], found[1])
+    assert runs[-1] == "inner", "which did run again"
+
+
+def test_each_forward_of_a_step_counts_its_own_regions(make_offloader: MakeOffloader) -> None:
+    """Micro-batches: in contexts of their own, and in one that is open all the time."""
+    model, offloader = Blocks(), following(make_offloader(), 0)
+    with offloader:
+        first = model(batch()).sum()
+    with offloader:
+        second = model(batch(seed=2)).sum()
+    model.runs.clear()
+    second.backward()
+    first.backward()
+    assert model.runs == [2, 1, 2, 1]
+    with offloader:
+        for _ in range(2):
+            loss = model(batch()).sum()
+            model.runs.clear()
+            loss.backward()
+            assert model.runs == [2, 1]
+
+
+def test_threads_count_for_themselves(make_offloader: MakeOffloader) -> None:
+    offloader = following(make_offloader(), 1)
+    models = [Blocks() for _ in range(3)]
+    expected = models[0].step()
+
+    def work(model: Blocks) -> Callable[[], None]:
+        def run() -> None:
+            for _ in range(5):
+                found, runs = model.step(offloader)
+                assert runs == [0, 1, 2, 2, 0]
+                assert_same_gradients(found, expected[0])
+
+        return run
+
+    run_in_threads(*map(work, models))
+
+
+def test_a_region_that_raises_or_whose_generator_is_closed_is_left(make_offloader: MakeOffloader) -> None:
+    """Else every later region would be taken for one that is nested in it."""
+
+    def fails(x: Tensor) -> Tensor:
+        raise ArithmeticError(x.exp().sum())
+
+    x = batch().requires_grad_()
+    for once in ((), (0,)):
+        offloader = following(make_offloader(), *once)
+        with offloader:
+            kept = x.exp()  # a forward of which nothing is alive is over
+            with pytest.raises(ArithmeticError):
+                checkpoint(fails, kept, use_reentrant=False)
+            body = getattr(plain, checkpoints.NAME)(fails, True, plain.noop_context_fn, "default", False, True, kept)
+            next(body)
+            del body
+            checkpoint(torch.tanh, kept, use_reentrant=False).sum().backward()
+        assert offloader.statistics().regions == 3
+
+
+class Own(contextlib.AbstractContextManager):  # type: ignore[type-arg]
+    """A context of the program's, which may swallow errors."""
+
+    def __init__(self, entered: list[str], word: str, swallows: bool = False) -> None:
+        self.entered, self.word, self.swallows = entered, word, swallows
+
+    def __enter__(self) -> None:
+        self.entered.append(self.word)
+
+    def __exit__(self, *error: object) -> bool:
+        return self.swallows
+
+
+@pytest.mark.parametrize("once", [(), (0,)])
+def test_the_programs_contexts_are_entered_and_must_not_swallow_errors(
+    make_offloader: MakeOffloader, once: tuple[int, ...]
+) -> None:
+    entered: list[str] = []
+    x = batch().requires_grad_()
+
+    def contexts(swallows: bool = False) -> tuple[Any, Any]:
+        return Own(entered, "first", swallows), Own(entered, "second")
+
+    def fails(x: Tensor) -> Tensor:
+        raise ArithmeticError
+
+    with following(make_offloader(), *once):
+        loss = checkpoint(torch.tanh, x.exp(), use_reentrant=False, context_fn=contexts).sum()
+    loss.backward()
+    assert entered == (["first"] if once else ["first", "second"])
+    with following(make_offloader(), *once), pytest.raises((RuntimeError, ArithmeticError)):
+        checkpoint(fails, x.exp(), use_reentrant=False, context_fn=lambda: contexts(True))
+
+
+def test_what_a_selective_checkpoint_caches_for_a_second_run_is_not_cached_for_nothing(
+    make_offloader: MakeOffloader,
+) -> None:
+    """A region that runs once saves its matrix product's result once, as a saved tensor."""
+    saved = {}
+    for make in (plain.create_selective_checkpoint_contexts, actoffload.create_selective_checkpoint_contexts):
+        offloader = following(make_offloader(policy="keep"), 0)
+        with offloader:
+            x = batch().requires_grad_()
+            loss = checkpoint(
+                lambda x: torch.tanh(x @ x.mT).exp(),
+                x * 2,
+                use_reentrant=False,
+                context_fn=lambda make=make: make([torch.ops.aten.mm.default]),
+            ).sum()
+        saved[make] = [entry.nbytes for entry in offloader.plan.entries]
+        loss.backward()
+        assert offloader.statistics().regions_once == 1
+    assert len({tuple(sizes) for sizes in saved.values()}) == 1
+
+
+def test_pytorchs_composable_checkpoint_is_one_as_well(make_offloader: MakeOffloader) -> None:
+    model, runs = nn.Sequential(Chain(64, 2), Chain(64, 2)), list[int]()
+    for place, layer in enumerate(model):
+        composable.checkpoint(layer)
+        layer.layers[0].register_forward_pre_hook(lambda _module, _args, place=place: runs.append(place))
+    expected = train_step(model, batch())
+    offloader = following(make_offloader(), 1)
+    runs.clear()
+    assert_same_gradients(train_step(model, batch(), offloader), expected)
+    assert runs == [0, 1, 0]
+    assert offloader.statistics().regions_once == 1
+
+
+def test_left_alone_they_all_run_again_and_nothing_is_counted(make_offloader: MakeOffloader) -> None:
+    model = Blocks()
+    offloader = following(make_offloader(checkpoints="leave"), 0, 1, 2)
+    assert model.step(offloader)[1] == [0, 1, 2, 2, 1, 0]
+    statistics = offloader.statistics()
+    assert (statistics.regions, statistics.recompute_peak_bytes) == (0, 0)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_reentrant_checkpoints_stay_as_they_are(make_offloader: MakeOffloader, inside: bool) -> None:
+    """Also what is nested in one, which first saves anything in backward, where our hooks may be the innermost."""
+
+    def nested(function: Any, x: Tensor) -> Any:
+        return checkpoint(function, x, use_reentrant=False)
+
+    model = Blocks(call=lambda function, x: checkpoint(nested, function, x.requires_grad_(), use_reentrant=True))
+    expected = model.step()
+    offloader = following(make_offloader(), 0, 1, 2)
+    found = model.step(offloader, inside=inside)
+    assert found[1] == expected[1]
+    assert_same_gradients(found[0], expected[0])
+    assert offloader.statistics().regions == 0
+
+
+@pytest.mark.parametrize("there", ["nothing", "a function", "other arguments"])
+def test_where_pytorch_has_no_such_function_nothing_is_patched_and_one_line_says_so(
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch, there: str
+) -> None:
+    def other(function: Any, rng: bool) -> Iterator[None]:
+        yield
+
+    found: Any = {"a function": lambda *args: iter(args), "other arguments": other}.get(there)
+    monkeypatch.setattr(plain, checkpoints.NAME, found)
+    if found is None:
+        monkeypatch.delattr(plain, checkpoints.NAME)
+    offloader = make_offloader()
+    assert getattr(plain, checkpoints.NAME, None) is found
+    with pytest.warns(RuntimeWarning, match=rf"this PyTorch \({torch.__version__.replace('+', '.')}\) has no function"):
+        train_step(Chain(), batch(), offloader)
+    assert "checkpointed regions stay as they are" in offloader.report()
+
+
+def test_an_output_that_is_changed_in_place_is_an_error_that_names_the_option(make_offloader: MakeOffloader) -> None:
+    """A second run would have computed anew what the last operator saved."""
+
+    def loss_of(**options: Any) -> Tensor:
+        x = batch().requires_grad_()
+        with following(make_offloader(**options), 0):
+            y = checkpoint(lambda x: torch.tanh(x * 2), x.exp(), use_reentrant=False)
+            return (y.add_(1) * 2).sum()
+
+    loss_of(checkpoints="leave").backward()
+    with pytest.raises(SavedTensorModifiedError, match=r"modified by an inplace operation.*checkpoints='leave'"):
+        loss_of().backward()
+
+
+class OneProcess:
+    """A group of one process whose size is said to be two."""
+
+    def __enter__(self) -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def __exit__(self, *error: object) -> None:
+        dist.destroy_process_group()
+
+
+def refuse(group: object) -> int:
+    """As a backend that does not count."""
+    raise RuntimeError("ProcessGroup does not support sequence numbers")
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["counted", "not counted"])
+def test_a_region_in_which_ranks_communicate_is_known(
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    def reduces(x: Tensor) -> Tensor:
+        dist.all_reduce(torch.ones(1))
+        return x.tanh()
+
+    def communicate() -> list[bool]:
+        offloader = following(make_offloader(), 1)
+        offloader.store.profiler.begin()
+        with offloader:
+            x = batch().requires_grad_().exp()
+            for function in (torch.tanh, reduces, reduces):
+                x = checkpoint(function, x, use_reentrant=False)
+        x.sum().backward()
+        profile = offloader.store.profiler.profile()
+        assert profile is not None
+        return [region.communicates for region in profile.regions]
+
+    with OneProcess():
+        assert communicate() == [False] * 3, "nobody to communicate with"
+        monkeypatch.setattr(dist.distributed_c10d, "get_world_size", lambda: 2)
+        if not known:
+            monkeypatch.setattr(dist.ProcessGroup, "_get_sequence_number_for_group", refuse)
+        assert communicate() == ([False, True, True] if known else [True] * 3)
+
+
+# -- what a recomputation holds ---------------------------------------------------------------------------------------
+
+
+def test_what_a_recomputation_holds_is_resident_until_backward_has_used_it(make_offloader: MakeOffloader) -> None:
+    offloader, held = make_offloader(policy="keep"), []
+
+    def region(x: Tensor) -> Tensor:
+        y = torch.tanh(x.exp())
+        y.register_hook(lambda grad: held.append(accounts_of(offloader).recomputed_bytes))
+        return y.sin() * scale
+
+    x = batch().requires_grad_()
+    with offloader:
+        scale = torch.sigmoid(x)
+        loss = checkpoint(region, x * 2, use_reentrant=False)
+        loss = checkpoint(region, loss, use_reentrant=False).sum()
+    assert accounts_of(offloader).recomputed_bytes == 0
+    loss.backward()
+    assert max(held) == 3 * ACTIVATION, "exp, tanh and sin; the scale was there before"
+    statistics = offloader.statistics()
+    assert statistics.recompute_peak_bytes == 3 * ACTIVATION
+    assert statistics.resident_peak_bytes == (3 + 3) * ACTIVATION
+    assert accounts_of(offloader).resident_bytes == 0
+    assert "2 checkpointed regions: 0 ran once, 2 ran again in backward and held up to 96.0 KiB" in offloader.report()
+
+
+@pytest.mark.parametrize("once", [(), (0,)])
+def test_what_a_nested_recomputation_holds_is_counted_too(make_offloader: MakeOffloader, once: tuple[int]) -> None:
+    def outer(x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(lambda x: torch.tanh(x.exp()).sin(), x, use_reentrant=False)
+        return y
+
+    offloader = following(make_offloader(policy="keep"), *once)
+    offloader.store.profiler.begin()
+    with offloader:
+        loss = checkpoint(outer, batch().requires_grad_() * 2, use_reentrant=False).sum()
+    loss.backward()
+    assert offloader.statistics().recompute_peak_bytes == 2 * ACTIVATION
+    profile = offloader.store.profiler.profile()
+    assert profile is not None
+    assert [s.nbytes for s in profile.storages if s.kept == "recomputed"] == [2 * ACTIVATION]
+
+
+def test_room_is_made_for_what_a_region_holds_before_it_runs_again(make_offloader: MakeOffloader) -> None:
+    model = Blocks()
+    expected = model.step()[0]
+    offloader = make_offloader(policy="all", device_budget=8 * ACTIVATION)
+    asked: list[int] = []
+    (tier,) = offloader.store.tiers.by_device.values()
+    make_room = tier.make_room
+    tier.make_room = lambda nbytes: (asked.append(nbytes), make_room(nbytes))[1]  # type: ignore[func-returns-value,method-assign]
+    for _ in range(2):
+        asked.clear()
+        assert_same_gradients(model.step(offloader)[0], expected)
+    held = offloader.statistics().recompute_peak_bytes
+    assert asked.count(held) == 3, "each region holds as much"
+    assert offloader.store.shared.budget.recompute_bytes == held
+    assert offloader.statistics().resident_peak_bytes <= 8 * ACTIVATION
+    following(offloader, 0, 1, 2)
+    assert offloader.store.shared.budget.recompute_bytes == 0, "nothing is to run again"
+
+
+# -- a plan that was given --------------------------------------------------------------------------------------------
+
+
+def test_a_given_plan_is_followed_and_has_to_fit(make_offloader: MakeOffloader) -> None:
+    model = Blocks()
+    expected = model.step()[0]
+    for once in ((), (0, 2)):
+        recorder = following(make_offloader(policy="all"), *once)
+        model.step(recorder)
+        offloader = make_offloader(policy=Plan.from_json(recorder.plan.to_json()))
+        for _ in range(2):
+            found, runs = model.step(offloader)
+            assert runs == [0, 1, 2, *(place for place in (2, 1, 0) if place not in once)]
+            assert_same_gradients(found, expected)
+        for depth, told in ((2, "the forward has 2;"), (4, "the forward has more than 3;")):
+            other = make_offloader(policy=Plan((), once=once, regions=3))
+            with pytest.raises(ConfigError, match=f"a plan of 3 checkpointed regions.*{told}"):
+                Blocks(depth).step(other)
+
+
+def test_an_evaluation_before_the_first_step_proves_nothing(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy=Plan((), once=(0,), regions=3))
+    with torch.no_grad(), offloader:
+        Chain()(batch())
+    assert Blocks().step(offloader)[1] == [0, 1, 2, 2, 1]
+
+
+# -- recompute= -------------------------------------------------------------------------------------------------------
+
+
+class Keyword(nn.Module):
+    """A block that takes tensors by keyword and in a tuple, drops out, asks what is one tensor, and returns a tuple."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(
+        self, x: Tensor, other: Tensor, *, scale: Tensor, debug: str, pair: tuple[Tensor, str]
+    ) -> tuple[Tensor, str]:
+        y = self.linear(x) if x is other else x - other
+        y = nn.functional.dropout(torch.tanh(y) * scale, 0.5, self.training)
+        return y * torch.sigmoid(pair[0]), pair[1] + debug
+
+
+class Unchecked(nn.Module):
+    """A model without checkpoints of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(64, 64)
+        self.layers = nn.ModuleDict({name: Keyword() for name in "abc"})
+        self.head = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        x = self.stem(x)
+        scale = torch.exp(x)
+        for layer in self.layers.values():
+            x, _ = layer(x, x, scale=scale, debug="!", pair=(x, "text"))
+        head: Tensor = self.head(x)
+        return head
+
+
+def wrapped(model: nn.Module) -> list[str]:
+    """The modules whose forward is not their class's."""
+    return [name for name, module in model.named_modules() if "forward" in vars(module)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        (True, ["layers.a", "layers.b", "layers.c"]),
+        ("layers.*", ["layers.a", "layers.b", "layers.c"]),
+        (["layers.a", "layers.b.linear", "head"], ["layers.a", "layers.b.linear", "head"]),
+        (["layers", "layers.a"], ["layers"]),
+        (False, []),
+    ],
+)
+def test_the_blocks_that_are_named_run_as_regions(make_offloader: MakeOffloader, wanted: Any, found: list[str]) -> None:
+    model = Unchecked()
+    expected = train_step(model, batch())
+    offloader = make_offloader(recompute=wanted).use(model).use(model)
+    assert wrapped(model) == found
+    ran = [] if "layers" in found else found  # a container has no forward that runs
+    for once in (False, True):
+        following(offloader, *(range(len(ran)) if once else ()))
+        assert_same_gradients(train_step(model, batch(), offloader), expected)
+        assert offloader.statistics().regions == len(ran)
+        assert offloader.statistics().regions_once == len(ran) * once
+        assert_empty(offloader)
+    offloader.forget(model)
+    assert wrapped(model) == []
+    offloader.use(model)
+    assert wrapped(model) == found
+    offloader.close()
+    assert wrapped(model) == []
+    assert_same_gradients(train_step(model, batch()), expected)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "told"), [("layers.d", "'layers.d' matches no module"), (["head", "x*"], "'x*' matches no module")]
+)
+def test_a_pattern_that_matches_nothing_is_an_error(make_offloader: MakeOffloader, wanted: Any, told: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        make_offloader(recompute=wanted).use(Unchecked())
+    assert told in str(raised.value)
+    with pytest.raises(ConfigError, match="needs model="):
+        make_offloader(recompute=wanted).__enter__()
+    with pytest.raises(ConfigError, match="no repeated blocks"):
+        make_offloader(recompute=True).use(nn.Linear(2, 2))
+
+
+def test_the_arguments_of_a_wrapped_block_are_seen_and_moved(make_offloader: MakeOffloader) -> None:
+    block = nn.Sequential(Keyword())
+    offloader = make_offloader(recompute="0", policy="all").use(block)
+    x, scale, other = (torch.randn(128, 64, requires_grad=True) * 1.5 for _ in range(3))
+    with offloader:
+        loss = block[0](x, x, scale=scale, debug="", pair=(other, "text"))[0].sum()
+        saved = offloader.statistics()
+    assert saved.live_records == 2, "what is given twice counts once; what lies in a tuple is held by the checkpoint"
+    dead = weakref.ref(scale)
+    del scale
+    offloader.synchronize()
+    assert dead() is None
+    loss.backward()
+
+
+def test_without_gradients_a_wrapped_block_is_as_it_was(make_offloader: MakeOffloader) -> None:
+    model = Unchecked()
+    with make_offloader(recompute=True).use(model) as offloader, torch.no_grad():
+        assert not model(batch()).requires_grad
+        assert offloader.statistics().regions == 0
+
+
+def test_a_forward_that_was_replaced_before_or_after_is_respected(make_offloader: MakeOffloader) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    original, calls = model[0].forward, list[str]()
+
+    def patched(x: Tensor) -> Tensor:
+        calls.append("patched")
+        y: Tensor = original(x)
+        return y
+
+    model[0].forward = patched
+    offloader = make_offloader(recompute=True).use(model)
+    ours = model[1].forward
+
+    def later(x: Tensor) -> Tensor:
+        calls.append("later")
+        y: Tensor = ours(x)
+        return y
+
+    model[1].forward = later
+    offloader.close()
+    assert model[0].forward is patched
+    assert model[1].forward is later
+    model(torch.randn(2, 4)).sum().backward()
+    assert calls == ["patched", "later"], "nothing was computed twice"
+
+
+def test_a_wrapped_model_can_be_copied_and_pickled_and_dies_with_its_offloader(make_offloader: MakeOffloader) -> None:
+    model = Unchecked()
+    expected = train_step(model, batch())
+    offloader = make_offloader(recompute=True).use(model)
+    twin, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    offloader.forget(model)
+    nn.init.zeros_(model.get_parameter("layers.a.linear.weight"))
+    assert_same_gradients(train_step(twin, batch()), expected)
+    assert_same_gradients(train_step(loaded, batch()), expected)
+    offloader.use(model)
+    dead = weakref.ref(model.layers["a"])
+    del model
+    gc.collect()
+    assert dead() is None, "an offloader holds no model"
+
+
+def test_two_offloaders_wrap_a_block_once(make_offloader: MakeOffloader) -> None:
+    model = Unchecked()
+    first, second = (make_offloader(recompute=True).use(model) for _ in range(2))
+    with first, second:
+        model(batch()).sum().backward()
+    assert second.statistics().regions == 3
+    second.close()
+    assert wrapped(model), "the first one's"
+    first.close()
+    assert wrapped(model) == []
+
+
+# -- blocks -----------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_the_members_of_outermost_containers_of_equals() -> None:
+    assert list(find_blocks(GPT(GPTConfig(layers=3, width=32)))) == [f"stack.blocks.{n}" for n in range(3)]
+    assert list(find_blocks(Unchecked())) == ["layers.a", "layers.b", "layers.c"]
+    assert find_blocks(nn.Linear(2, 2)) == {}
+    assert find_blocks(nn.Sequential(nn.ReLU(), nn.ReLU())) == {}, "nothing to recompute for"
+    nested = nn.ModuleDict({"one": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "two": nn.ReLU()})
+    assert list(find_blocks(nested)) == ["one.0", "one.1"]
