@@ -212,7 +212,7 @@ class OffloadConfig:
                 name = variable.removeprefix(f"{SWITCH}_").lower()
                 if name == "target":
                     raise ConfigError(variable, environment[variable], f"the target is the value of {SWITCH}")
-                options[name] = _from_text(name, environment[variable])
+                options[name] = from_text(name, environment[variable])
         try:
             make_config(options)
         except ConfigError as error:
@@ -288,7 +288,7 @@ _OTHER_VARIABLES = {"ACTOFFLOAD_NATIVE"}
 _TRUE_OR_FALSE = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
-def _from_text(name: str, text: str) -> Any:
+def from_text(name: str, text: str) -> Any:
     """The value of an option from its text; as it is where it cannot be read, for the check of the option to refuse."""
     kind = {field.name: field.type for field in fields(OffloadConfig)}.get(name)
     if kind == "bool":

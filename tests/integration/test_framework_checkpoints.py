@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import random
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -291,6 +292,55 @@ def test_whichever_regions_run_once_the_training_is_that_of_the_checkpoints(name
     assert parts(case.model) == before
     assert ours.keys() == alone.keys()
     assert [part for part, tensor in alone.items() if not same_bits(tensor, ours[part])] == []
+
+
+NEWER = """
+import torch.utils.checkpoint as plain
+
+older = plain._checkpoint_without_reentrant_generator
+
+def impl(fn, args, kwargs, *, preserve_rng_state=True, context_fn=plain.noop_context_fn):
+    yield from older(fn, preserve_rng_state, context_fn, "default", False, True, *args, **kwargs)
+
+def shim(fn, preserve_rng_state=True, context_fn=plain.noop_context_fn, *rest, **kwargs):
+    return plain._checkpoint_without_reentrant_generator_impl(fn, rest[3:], kwargs, context_fn=context_fn)
+
+def checkpoint(function, *args, use_reentrant):
+    body = plain._checkpoint_without_reentrant_generator_impl(function, args, {}, preserve_rng_state=True)
+    next(body)
+    result = function(*args)
+    next(body, None)
+    return result
+
+plain._checkpoint_without_reentrant_generator_impl, plain.checkpoint = impl, checkpoint
+plain._checkpoint_without_reentrant_generator = shim
+"""
+"""How PyTorch 2.14 and later are made: `checkpoint` calls another generator function, with other arguments."""
+PROGRAM = """
+import sys
+import torch
+import actoffload
+from actoffload import Plan
+
+layers = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.5)) for _ in range(3)]
+found = []
+for context in (None, actoffload.offload_activations(path=sys.argv[1], policy=Plan((), once=(1,), regions=3))):
+    torch.manual_seed(0)
+    x = y = torch.ones(64, 64, requires_grad=True)
+    with context or torch.enable_grad():
+        for layer in layers:
+            y = actoffload.checkpoint(layer, y)
+    y.sum().backward()
+    found.append(x.grad)
+seen = context.offloader.statistics()
+print(torch.equal(*found), seen.regions, seen.regions_once)
+"""
+
+
+def test_the_form_that_newer_releases_of_pytorch_have(tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "error", "-c", NEWER + PROGRAM, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
+    assert (done.stdout, done.returncode) == ("True 3 1\n", 0), done.stderr
 
 
 # -- trainers ---------------------------------------------------------------------------------------------------------
