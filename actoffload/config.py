@@ -176,6 +176,11 @@ class OffloadConfig:
         """The directories of the spool, with the default filled in."""
         return self.path or default_paths()  # type: ignore[return-value]
 
+    @staticmethod
+    def value_of(name: str, text: str) -> Any:
+        """The value of an option from text in the form of its environment variable."""
+        return _from_text(name, text)
+
     @property
     def recomputed(self) -> bool | tuple[str, ...]:
         """The option ``recompute``, as it is after the checks."""
@@ -212,7 +217,7 @@ class OffloadConfig:
                 name = variable.removeprefix(f"{SWITCH}_").lower()
                 if name == "target":
                     raise ConfigError(variable, environment[variable], f"the target is the value of {SWITCH}")
-                options[name] = from_text(name, environment[variable])
+                options[name] = _from_text(name, environment[variable])
         try:
             make_config(options)
         except ConfigError as error:
@@ -288,7 +293,7 @@ _OTHER_VARIABLES = {"ACTOFFLOAD_NATIVE"}
 _TRUE_OR_FALSE = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
 
 
-def from_text(name: str, text: str) -> Any:
+def _from_text(name: str, text: str) -> Any:
     """The value of an option from its text; as it is where it cannot be read, for the check of the option to refuse."""
     kind = {field.name: field.type for field in fields(OffloadConfig)}.get(name)
     if kind == "bool":

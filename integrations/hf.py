@@ -24,7 +24,6 @@ from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback
 
 from actoffload import OffloadConfig, Offloader, offload_activations
-from actoffload.config import from_text
 from actoffload.errors import ConfigError
 
 __all__ = ["OffloadArguments", "TrainerAttachment", "attach"]
@@ -277,7 +276,9 @@ class OffloadArguments:
     def options(self) -> dict[str, Any]:
         """The options that were given, as `attach` takes them."""
         given = {name.removeprefix(_PREFIX): value for name, value in vars(self).items() if value is not None}
-        return {name: from_text(name, value) if name == "recompute" else value for name, value in given.items()}
+        return {
+            name: OffloadConfig.value_of(name, value) if name == "recompute" else value for name, value in given.items()
+        }
 
     def attach(self, trainer: Trainer, **options: Any) -> TrainerAttachment | None:
         """`attach` with these options, and further ones; None where the target is ``"none"``."""

@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal
 from torch import nn
 
 from actoffload import OffloadConfig, Offloader, attach, create_selective_checkpoint_contexts
-from actoffload.config import from_text
 from actoffload.errors import ConfigError
 
 try:
@@ -123,7 +122,7 @@ def _options(chosen: object) -> dict[str, Any] | None:
     flags = {field.name: getattr(chosen, field.name) for field in fields(chosen) if field.name not in others}
     flags = {name: value for name, value in flags.items() if value is not None}
     if "recompute" in flags:
-        flags["recompute"] = from_text("recompute", flags["recompute"])
+        flags["recompute"] = OffloadConfig.value_of("recompute", flags["recompute"])
     try:
         OffloadConfig(**flags)
     except ConfigError as error:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from actoffload import OffloadConfig, Plan
-from actoffload.config import from_text
 from actoffload.errors import ConfigError
 
 _FLAGS = {
@@ -152,7 +151,7 @@ def _read(field: str, value: Any) -> Any:
     if field == "policy" and not named and Path(value).is_file():
         return Plan.from_json(Path(value).read_text(encoding="utf-8"))
     if field == "recompute":
-        return from_text(field, value)
+        return OffloadConfig.value_of(field, value)
     if field == "max_slowdown":
         with contextlib.suppress(ValueError):
             return float(value)

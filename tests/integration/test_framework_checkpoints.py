@@ -144,12 +144,12 @@ class Nested(nn.Module):
 
     def pair(self, first: int, x: Tensor) -> Tensor:
         for block in self.blocks[first : first + 2]:
-            x = checkpoint(block, x, use_reentrant=False)  # type: ignore[assignment]
+            x = checkpoint(block, x, use_reentrant=False)
         return x
 
     def forward(self, x: Tensor) -> Tensor:
         for first in (0, 2):
-            x = checkpoint(self.pair, first, x, use_reentrant=False)  # type: ignore[assignment]
+            x = checkpoint(self.pair, first, x, use_reentrant=False)
         return x
 
 
@@ -157,8 +157,9 @@ def composable(model: nn.Sequential) -> None:
     """``torch.distributed._composable.checkpoint``, imported after actoffload: it takes PyTorch's generator by name."""
     from torch.distributed import _composable
 
-    for block in model[1:]:
-        _composable.checkpoint(block)
+    put: Any = vars(_composable)["checkpoint"]
+    for block in list(model.children())[1:]:
+        put(block)
 
 
 def wrapped(model: nn.Sequential) -> None:
@@ -187,7 +188,7 @@ def of_accelerate(model: nn.Sequential) -> None:
         transformer_cls_names_to_wrap=["Block"],
     )
     plugin.set_auto_wrap_policy(model)
-    fsdp2_apply_ac(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)), model)  # type: ignore[arg-type]
+    fsdp2_apply_ac(SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin)), model)
 
 
 def of_torchtitan(kind: str) -> Case:
@@ -253,7 +254,7 @@ def train(case: Case, attachment: actoffload.Attachment | None = None, seed: str
             seen = attachment.offloader.statistics()
             assert (seen.regions, seen.regions_once) == (case.regions, len(once))
             attachment.offloader.synchronize()  # what moves is written, however short the step is
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         found[f"loss {step}"] = loss.detach()
         gradients = {name: p.grad for name, p in case.model.named_parameters() if p.grad is not None}
         found |= {f"gradient {step} of {name}": gradient.clone() for name, gradient in gradients.items()}
@@ -428,7 +429,8 @@ def by_megatron(options: dict[str, str]) -> dict[str, Any] | None:
 
     words = [word for name, value in options.items() for word in (arguments.flag(name), value)]
     parser = arguments.add_actoffload_args(argparse.ArgumentParser())
-    return arguments.options_of(parser.parse_args(["--actoffload-target", "nvme", *words]))
+    found: dict[str, Any] | None = arguments.options_of(parser.parse_args(["--actoffload-target", "nvme", *words]))
+    return found
 
 
 def by_torchtitan(options: dict[str, str]) -> dict[str, Any] | None:
@@ -436,7 +438,8 @@ def by_torchtitan(options: dict[str, str]) -> dict[str, Any] | None:
     sys.modules.setdefault("torchtitan.distributed.minimal_async_ep.kernels", MagicMock())  # Triton's
     from actoffload.integrations import torchtitan
 
-    return torchtitan._options(torchtitan.OffloadAC.Config(target="nvme", **options))  # type: ignore[arg-type]
+    found: dict[str, Any] | None = torchtitan._options(torchtitan.OffloadAC.Config(target="nvme", **options))
+    return found
 
 
 def by_environment(options: dict[str, str]) -> dict[str, Any]:

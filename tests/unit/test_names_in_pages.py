@@ -28,7 +28,7 @@ RECEIVERS = {"offloader": "Offloader", "attachment": "Attachment", "statistics":
 OPTIONS = {field.name for field in fields(OffloadConfig)}
 THEIRS = {
     "torch": "allow_cache_entry_mutation allow_mutation_on_saved_tensors context_fn create_graph fullgraph fully_shard "
-    "make_fx no_sync respect_saved_tensors_hooks retain_graph saved_tensors_hooks unsafe_chunk",
+    "make_fx no_sync preserve_rng_state respect_saved_tensors_hooks retain_graph saved_tensors_hooks unsafe_chunk",
     "transformers and accelerate": "Accelerator.prepare activation_checkpointing_kwargs auto_find_batch_size log_level "
     "gradient_checkpointing gradient_checkpointing_kwargs model_init use_reentrant",
     "lightning": "activation_checkpointing_policy",
