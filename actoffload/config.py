@@ -191,6 +191,11 @@ class OffloadConfig:
         """The directories of the spool, with the default filled in."""
         return self.path or default_paths()  # type: ignore[return-value]
 
+    @staticmethod
+    def value_of(name: str, text: str) -> Any:
+        """The value of an option from text in the form of its environment variable."""
+        return _from_text(name, text)
+
     @property
     def recomputed(self) -> bool | tuple[str, ...]:
         """The option ``recompute``, as it is after the checks."""

@@ -249,13 +249,15 @@ class OffloadArguments:
 
     actoffload_target: Literal["none", "host", "nvme", "tiered", "auto"] = _flag("none", "the tier, or none: off")
     actoffload_path: list[str] | None = field(default=None, metadata=_several("directories of the spool"))
+    actoffload_device_memory: str | None = _flag(None, "most bytes of everything on the device: 24GB, 95%%, auto")
     actoffload_device_budget: str | None = _flag(None, "most bytes of saved activations on the device: 8GiB, 40%%")
     actoffload_host_budget: str | None = _flag(None, "most bytes of host memory")
     actoffload_nvme_budget: str | None = _flag(None, "most bytes on disk")
     actoffload_min_bytes: str | None = _flag(None, "smaller tensors stay")
     actoffload_policy: Literal["auto", "greedy", "all"] = _flag("auto", "what moves")
     actoffload_max_slowdown: float | None = _flag(None, "how much slower a planned step may get, such as 0.02")
-    actoffload_recompute: bool = _flag(False, "let a plan run blocks again where that is cheaper than moving")
+    actoffload_checkpoints: Literal["plan", "leave"] = _flag("plan", "whether a plan lets checkpointed blocks run once")
+    actoffload_recompute: str | None = _flag(None, "modules (globs, with commas) to checkpoint; 1: the repeated blocks")
     actoffload_include: list[str] | None = field(default=None, metadata=_several("modules (glob) whose tensors move"))
     actoffload_exclude: list[str] | None = field(default=None, metadata=_several("modules (glob) whose tensors stay"))
     actoffload_engine: Literal["auto", "uring", "posix", "aiofiles", "gds", "memory"] = _flag("auto", "storage engine")
@@ -273,7 +275,10 @@ class OffloadArguments:
 
     def options(self) -> dict[str, Any]:
         """The options that were given, as `attach` takes them."""
-        return {name.removeprefix(_PREFIX): value for name, value in vars(self).items() if value is not None}
+        given = {name.removeprefix(_PREFIX): value for name, value in vars(self).items() if value is not None}
+        return {
+            name: OffloadConfig.value_of(name, value) if name == "recompute" else value for name, value in given.items()
+        }
 
     def attach(self, trainer: Trainer, **options: Any) -> TrainerAttachment | None:
         """`attach` with these options, and further ones; None where the target is ``"none"``."""

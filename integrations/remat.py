@@ -35,14 +35,13 @@ def attach(module: nn.Module, **options: Any) -> Attachment:
     A forward raises a `ConfigError` where torch_remat is given other hooks, and if it runs in a ``remat.checkpoint``.
 
     Raises:
-        ConfigError: ``module`` is attached already, ``recompute=`` is given, or an option cannot work.
+        ConfigError: ``module`` is attached already, ``recompute`` is given, or an option cannot work.
     """
     if Attachment.of(module) is not None:
         raise ConfigError("module", type(module).__name__, "is attached already: first detach()")
     if options.get("recompute"):
-        raise ConfigError(
-            "recompute", options["recompute"], "the regions of torch_remat say what runs again: leave it out"
-        )
+        remedy = "the regions of torch_remat say what runs again: leave it out"
+        raise ConfigError("recompute", options["recompute"], remedy)
     _watch_hooks()
     return _RematAttachment(module, offload_activations(model=module, **options).offloader)
 

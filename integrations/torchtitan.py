@@ -47,6 +47,8 @@ class OffloadAC(ActivationCheckpointing):  # type: ignore[misc]
         """The tier that saved tensors go to."""
         path: str | None = None
         """Directory of the spool."""
+        device_memory: str | None = None
+        """Most bytes of everything on the device: 24GB, 95%, or auto."""
         device_budget: str | None = None
         """Most bytes of saved activations on the device: 8GiB, or 40% of what keeping everything takes."""
         host_budget: str | None = None
@@ -55,6 +57,10 @@ class OffloadAC(ActivationCheckpointing):  # type: ignore[misc]
         """Most bytes on disk, of each rank."""
         min_bytes: str | None = None
         """Smaller tensors stay."""
+        checkpoints: Literal["plan", "leave"] | None = None
+        """Whether a plan lets checkpointed blocks run once."""
+        recompute: str | None = None
+        """Modules (globs, with commas) to checkpoint, beside those of ``checkpointing``; 1: the repeated blocks."""
         policy: Literal["auto", "greedy", "all"] | None = None
         """What moves."""
         include: list[str] | None = None
@@ -115,6 +121,8 @@ def _options(chosen: object) -> dict[str, Any] | None:
     others = {"checkpointing", *(field.name for field in fields(ActivationCheckpointing.Config))}  # has a "debug" too
     flags = {field.name: getattr(chosen, field.name) for field in fields(chosen) if field.name not in others}
     flags = {name: value for name, value in flags.items() if value is not None}
+    if "recompute" in flags:
+        flags["recompute"] = OffloadConfig.value_of("recompute", flags["recompute"])
     try:
         OffloadConfig(**flags)
     except ConfigError as error:

@@ -29,7 +29,7 @@ SUITES = {
         *("-m", "not slow"),
         *(f"tests/unit/test_{name}.py" for name in ("cpu_allocator", "cpu_allocator_build", "native_hooks")),
     ],
-    "checkpoints": ["tests/unit/test_selective.py", "tests/unit/test_checkpoints.py"],
+    "checkpoints": [f"tests/unit/test_{name}.py" for name in ("selective", "checkpoints", "checkpoint")],
     "simulated device": [
         "--simulated",
         *(f"tests/unit/test_{name}.py" for name in ("ordering", "stream_waits", "device_budget")),

@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -32,7 +32,9 @@ from .module_names import ModuleScopes
 from .packing import Forwards, Packer
 
 NAME = "_checkpoint_without_reentrant_generator"
-_LEADING = ("fn", "preserve_rng_state", "context_fn")
+_FORMS = {f"{NAME}_impl": ("fn", "args", "kwargs"), NAME: ("fn", "preserve_rng_state", "context_fn")}
+"""Names of PyTorch's generator function, and how its arguments begin. From 2.14 on it is the first, and the second is a
+plain function that calls it."""
 CACHING_MODES: list[type] = [kind for kind in (getattr(plain, "_CachingTorchDispatchMode", None),) if kind is not None]
 """Contexts of a region's first run that keep what its second run needs: for a region that runs once, for nothing."""
 REFUSED = (
@@ -117,8 +119,7 @@ class Checkpoints:
         entry.region = region
         try:
             if region.once:
-                with _first_context(options.get("context_fn", given[2] if len(given) > 2 else None)):
-                    yield
+                yield
             else:
                 yield from self.counted(region, False, given, options)
         finally:  # also where the region raises, or where the collector closes this generator, in any thread
@@ -230,12 +231,23 @@ def _bound(function: Any) -> Iterator[Any]:
             continue
 
 
-def _first_context(context_fn: Callable[[], Any] | None) -> AbstractContextManager[Any]:
-    """The context in which the program wants a region's first run."""
-    if context_fn is None or context_fn is plain.noop_context_fn:
-        return nullcontext()
-    first, _ = context_fn()
-    return nullcontext() if isinstance(first, tuple(CACHING_MODES)) else first
+def _with_contexts(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+    """The arguments of PyTorch's generator function with their contexts made, and whether the region may run once.
+
+    A first context of the program's own (torch_remat's, TransformerEngine's) notes what the second run needs, or that
+    there is one. Only PyTorch's selective ones are known to do no more than to keep tensors for it.
+    """
+    named = "context_fn" in options
+    context_fn = options["context_fn"] if named else given[2] if len(given) > 2 else None
+    if not callable(context_fn) or context_fn is plain.noop_context_fn:  # `given[2]` may be the function's `kwargs`
+        return given, options, True
+    contexts = context_fn()
+
+    def made() -> Any:
+        return contexts
+
+    given, options = (given, {**options, "context_fn": made}) if named else ((*given[:2], made, *given[3:]), options)
+    return given, options, isinstance(contexts[0], (nullcontext, *CACHING_MODES))
 
 
 # -- in PyTorch's place -----------------------------------------------------------------------------------------------
@@ -262,21 +274,28 @@ def _in_its_place(*given: Any, **options: Any) -> Body:
             # It runs as its program says: a region's second run must meet what its first one met.
             return checkpoints.counted(region, True, given, options)
     found = next((one for one in all_of_them if one.forwards.innermost_hook is above[0]), None)
-    return _Original.function(*given, **options) if found is None else found.run(given, options)
+    if found is not None:
+        given, options, is_free = _with_contexts(given, options)
+        if is_free:
+            return found.run(given, options)
+    return _Original.function(*given, **options)
 
 
 def install() -> str:
     """Put our generator function in the place of PyTorch's, for the rest of the process; return why not, or ""."""
     with _Original.lock:
-        found: Any = getattr(plain, NAME, None)
-        if found is _in_its_place:
-            return ""
-        parameters = tuple(inspect.signature(found).parameters) if inspect.isgeneratorfunction(found) else ()
-        if parameters[: len(_LEADING)] != _LEADING:
+        for name, leading in _FORMS.items():
+            found: Any = getattr(plain, name, None)
+            if found is _in_its_place:
+                return ""
+            parameters = tuple(inspect.signature(found).parameters) if inspect.isgeneratorfunction(found) else ()
+            if parameters[: len(leading)] == leading:
+                break
+        else:
             return REFUSED.format(torch.__version__, NAME)
         _Original.function = found
-        setattr(plain, NAME, _in_its_place)
+        setattr(plain, name, _in_its_place)
         composable: Any = sys.modules.get("torch.distributed._composable.checkpoint_activation")
-        if getattr(composable, NAME, None) is found:  # it has imported the name
-            setattr(composable, NAME, _in_its_place)
+        if getattr(composable, name, None) is found:  # it has imported the name
+            setattr(composable, name, _in_its_place)
     return ""

@@ -13,12 +13,19 @@ from actoffload.errors import ConfigError
 
 _FLAGS = {
     "path": ("path", "DIR", "directory of the spool, or several (striped)"),
+    "device_memory": ("device-memory", "SIZE", "most bytes of everything on the device: 24GB, 95%%, or auto"),
     "device_budget": ("device-budget", "SIZE", "most bytes of saved activations on the device: 8GiB, or 40%%"),
     "host_budget": ("host-budget", "SIZE", "most bytes of host memory"),
     "nvme_budget": ("nvme-budget", "SIZE", "most bytes on disk"),
     "min_bytes": ("min-bytes", "SIZE", "smaller tensors stay"),
     "include": ("modules", "NAME", "what moves: names as in Megatron's --offload-modules, or globs of module names"),
     "exclude": ("exclude-modules", "GLOB", "names of the modules whose saved tensors stay"),
+    "checkpoints": ("checkpoints", "WHO", "plan: a plan lets PyTorch's checkpoints run once; leave: it does not"),
+    "recompute": (
+        "recompute",
+        "GLOBS",
+        "modules to checkpoint beside Megatron's, with commas; 1: the repeated blocks",
+    ),
     "policy": ("policy", "POLICY", "auto, greedy, all, or a file with a plan's JSON"),
     "max_slowdown": ("max-slowdown", "SHARE", "with policy auto: how much slower a step may get, for example 0.02"),
     "engine": ("engine", "ENGINE", "storage engine: auto, uring, posix, aiofiles, gds or memory"),
@@ -143,6 +150,8 @@ def _read(field: str, value: Any) -> Any:
     named = value in ("auto", "greedy", "all") or not isinstance(value, str)
     if field == "policy" and not named and Path(value).is_file():
         return Plan.from_json(Path(value).read_text(encoding="utf-8"))
+    if field == "recompute":
+        return OffloadConfig.value_of(field, value)
     if field == "max_slowdown":
         with contextlib.suppress(ValueError):
             return float(value)

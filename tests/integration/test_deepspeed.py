@@ -32,6 +32,7 @@ WORKER = "tests.integration.workers.deepspeed_rows"
 ZERO = ["zero0", "zero1", "zero2", "zero3", "zero3_frozen", "zero3_bf16", "accumulate3", "accumulate3_zero3"]
 OFFLOADED = ["optimizer_cpu", "param_cpu"]
 CHECKPOINT = ["checkpoint", "checkpoint_zero3", "checkpoint_non_reentrant", "checkpoint_partitioned"]
+ONCE = ["once_zero1", "once_zero2", "once_zero3"]
 PIPELINE = ["pipeline", "pipeline_checkpoint", "pipeline_dual"]
 
 Found = list[dict[str, Any]]
@@ -44,7 +45,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(directory: Path) -> Found:
-    rows = ["announced", "forms", *ZERO, *OFFLOADED, *CHECKPOINT, *PIPELINE]
+    rows = ["announced", "forms", *ZERO, *OFFLOADED, *CHECKPOINT, *ONCE, *PIPELINE]
     return launch(WORKER, 2, directory, *rows)
 
 
@@ -60,7 +61,7 @@ def test_zero(two: Found, row: str) -> None:
     assert_row(two, row)
 
 
-@pytest.mark.parametrize("row", [*CHECKPOINT, *PIPELINE])
+@pytest.mark.parametrize("row", [*CHECKPOINT, *ONCE, *PIPELINE])
 def test_checkpoints_and_pipelines(two: Found, row: str) -> None:
     assert_row(two, row)
 

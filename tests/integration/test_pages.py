@@ -37,6 +37,7 @@ ELSEWHERE = {
     r"CONTRIBUTING\.md, Add an? (engine|policy|integration|planner)": "unit/test_contributing.py::example",
     r"docs/tuning\.md, Tuning: .*": "unit/test_causes.py::test_the_tuning_page_shows_what_its_program_prints",
     r"docs/streams\.md, .*": "unit/test_reading_streams.py::test_what_the_page_says_helps",
+    r"docs/checkpointing\.md, Switch .*": "integration/test_framework_checkpoints.py::test_the_page_runs",
     r"docs/hooks\.md, .*": "unit/test_hook_stack.py::test_the_page_runs",
     r"docs/commands\.md, A model of .*": "unit/test_cli_estimate.py::test_the_documented_model_of_ones_own_is_counted",
     r"docs/integrations\.md, Megatron-core": "integration/test_megatron_arguments.py::documented_lines",

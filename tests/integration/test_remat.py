@@ -143,7 +143,16 @@ def test_a_budget_holds_and_nothing_is_run_again_by_the_planner(attached: Callab
         model.zero_grad()
         assert all(map(torch.equal, gradients(model), expected))
     assert offloader.statistics().resident_peak_bytes <= 1 << 20
-    assert not offloader.plan.recompute
+    assert not offloader.plan.once
+
+
+def test_a_plan_leaves_its_checkpoints_to_it(attached: Callable[..., Any]) -> None:
+    """They are PyTorch's too, but their first run notes what the second one reads: there must be a second one."""
+    model = Model((True, False))
+    offloader = attached(model)
+    offloader.store.regions.follow(frozenset(range(4)))
+    assert all(map(torch.equal, gradients(model), gradients(Model((True, False)))))
+    assert offloader.statistics().regions == 0
 
 
 def test_a_kept_output_that_was_changed_in_place_is_an_error(attached: Callable[..., Any]) -> None:

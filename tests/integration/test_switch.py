@@ -81,6 +81,13 @@ def test_losses_and_weights_are_those_of_the_program_alone(
     assert (alone["moved"], alone["said"]) == ([], [])
 
 
+def test_the_checkpoints_of_a_program_are_seen(runs: Found) -> None:
+    """Two layers; a DeepSpeed engine has DeepSpeed's own checkpoints here."""
+    for (name, checkpointed, way), found in runs.items():
+        if way != "none":
+            assert found["regions"] == [2 if checkpointed and name != "engine" else 0], (name, checkpointed, way)
+
+
 def test_trainers_log_what_was_done_and_are_left_as_they_were(runs: Found) -> None:
     for (name, checkpointed, way), found in runs.items():
         if name in ("trainer", "sft") and way != "none":

@@ -27,10 +27,13 @@ RECEIVERS = {"offloader": "Offloader", "attachment": "Attachment", "statistics":
 """What these names stand for in all pages."""
 OPTIONS = {field.name for field in fields(OffloadConfig)}
 THEIRS = {
-    "torch": "allow_cache_entry_mutation allow_mutation_on_saved_tensors create_graph fullgraph fully_shard make_fx "
-    "no_sync respect_saved_tensors_hooks retain_graph saved_tensors_hooks unsafe_chunk",
+    "torch": "allow_cache_entry_mutation allow_mutation_on_saved_tensors context_fn create_graph fullgraph fully_shard "
+    "make_fx no_sync preserve_rng_state respect_saved_tensors_hooks retain_graph saved_tensors_hooks unsafe_chunk",
     "transformers and accelerate": "Accelerator.prepare activation_checkpointing_kwargs auto_find_batch_size log_level "
-    "gradient_checkpointing_kwargs model_init use_cache",
+    "gradient_checkpointing gradient_checkpointing_kwargs model_init use_reentrant",
+    "lightning": "activation_checkpointing_policy",
+    "diffusers and timm": "enable_gradient_checkpointing set_grad_checkpointing",
+    "LLaMA-Factory": "use_unsloth_gc",
     "trl": "SFTTrainer activation_offloading",
     "deepspeed": "aio_handle non_reentrant_checkpoint partition_activations",
     "megatron": "extra_args_provider gpt_config_from_args parse_and_validate_args pretrain "
@@ -45,7 +48,8 @@ FOREIGN = {name for names in (*THEIRS.values(), YOURS) for name in names.split()
 THEIR_FLAGS = (
     "--compile.enable --compile.memory_policy --compile.mode --config --cpu-offloading --cpu-offloading-num-layers "
     "--fine-grained-activation-offloading --help --its-own --module --nproc-per-node --offload-modules "
-    "--overlap-moe-expert-parallel-comm --pp --training.disable_cuda_graphs"
+    "--gradient_checkpointing_kwargs --overlap-moe-expert-parallel-comm --pp --recompute-granularity "
+    "--training.disable_cuda_graphs"
 )
 YOUR_FILES = re.compile(
     r"(?:train|run|run\.rank0|before|plan|profile|config|page|FILE|mine)\.(?:py|json|html)|.*_DATE\.json"

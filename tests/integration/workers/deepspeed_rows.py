@@ -15,10 +15,11 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.utils.checkpoint
 from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
 from torch import Tensor, nn
 
-from actoffload import Offloader
+from actoffload import Offloader, Plan
 from actoffload.integrations import deepspeed as adapter
 from tests.integration.evidence import Run, counting_owners
 from tests.integration.processes import main, scratch
@@ -117,6 +118,7 @@ class Row:
         frozen: whether every second block is frozen.
         budget: ``device_budget``; below what the row's forward saves.
         traced: whether a trace is written, for the test to read.
+        options: options beside the usual ones.
         more: other sections of DeepSpeed's configuration.
     """
 
@@ -128,7 +130,14 @@ class Row:
     budget: str = "1MiB"
     more: dict[str, Any] = field(default_factory=dict)
     traced: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
 
+
+ONCE: dict[str, Any] = {
+    "checkpoint": functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False),
+    "options": {"policy": Plan((), once=(0, 2), regions=4)},
+}
+"""PyTorch's checkpoints; two of the four blocks run once."""
 
 ROWS = {
     "zero0": Row(),
@@ -150,6 +159,9 @@ ROWS = {
         checkpointing={"partition_activations": True},
         budget="96KiB",
     ),
+    "once_zero1": Row(zero={"stage": 1}, **ONCE),
+    "once_zero2": Row(zero={"stage": 2}, **ONCE),
+    "once_zero3": Row(zero=ZERO3, **ONCE),
     "optimizer_cpu": Row(zero={"stage": 2, "offload_optimizer": {"device": "cpu"}}, traced=True),
     "param_cpu": Row(zero={**ZERO3, "offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}),
 }
@@ -172,7 +184,7 @@ def config_of(row: Row, offloaded: bool) -> dict[str, Any]:
         **row.more,
     }
     trace = {"trace": str(scratch() / "run.json")} if row.traced else {}
-    return {**config, "actoffload": section(row.budget) | trace} if offloaded else config
+    return {**config, "actoffload": section(row.budget) | trace | row.options} if offloaded else config
 
 
 def recorded(optimizer: torch.optim.Optimizer, run: Run) -> None:

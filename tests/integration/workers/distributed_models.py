@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import (
@@ -94,9 +95,10 @@ def data_parallel_step(model: nn.Module) -> Callable[[int], list[Tensor]]:
 # -- DDP --------------------------------------------------------------------------------------------------------------
 
 
-def ddp(**options: Any) -> Setting:
+def ddp(*, recompute: bool = False, **options: Any) -> Setting:
     """Plain data parallel."""
-    model = DistributedDataParallel(Net(unused="find_unused_parameters" in options), **options)
+    net = Net(recompute=recompute, unused="find_unused_parameters" in options)
+    model = DistributedDataParallel(net, **options)
     return Setting(model, data_parallel_step(model))
 
 
@@ -234,13 +236,16 @@ def fsdp_one(**options: Any) -> Setting:
     return Setting(model, data_parallel_step(model))
 
 
-def recomputed(setting: Setting) -> Setting:
-    """A plan that recomputes every block."""
-    names = [
-        name for name, module in setting.model.named_modules() if name.endswith(tuple("0123")) and "blocks." in name
-    ]
-    assert len(names) == DEPTH, names
-    setting.options = {"policy": Plan((), recompute=tuple(names))}
+def once(setting: Setting) -> Setting:
+    """Two of the checkpointed blocks run once, the other two again."""
+    setting.options = {"policy": Plan((), once=(0, 2), regions=DEPTH)}
+    return setting
+
+
+def fsdp_one_checkpointed() -> Setting:
+    """Checkpoints inside of FSDP's units, as Accelerate and Lightning put them."""
+    setting = fsdp_one(use_orig_params=True)
+    apply_activation_checkpointing(setting.model, check_fn=lambda module: isinstance(module, Block))
     return setting
 
 
@@ -350,8 +355,9 @@ ROWS: dict[str, Callable[[], Setting]] = {
     "fsdp_compiled": fsdp_compiled,
     "fsdp1": fsdp_one,
     "fsdp1_original": lambda: fsdp_one(use_orig_params=True),
-    "fsdp_plan": lambda: recomputed(fsdp(reshard_after_forward=True)),
-    "fsdp1_plan": lambda: recomputed(fsdp_one(use_orig_params=True)),
+    "ddp_once": lambda: once(ddp(recompute=True)),
+    "fsdp_once": lambda: once(fsdp(recompute=True, reshard_after_forward=True)),
+    "fsdp1_once": lambda: once(fsdp_one_checkpointed()),
     "tensor": tensor_parallel,
     "sequence": sequence_parallel,
     "context_parallel": sequence_cut,

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -20,6 +21,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
+from actoffload import Plan
 from tests.integration.workers.distributed_models import WIDTH, Block
 from tests.integration.workers.distributed_runs import Setting
 
@@ -63,9 +65,18 @@ def pipeline(schedule_class: Any, stages_per_rank: int, *, v_shaped: bool = Fals
     )
 
 
+def checkpointed(setting: Setting) -> Setting:
+    """Both blocks of a stage are checkpointed, and the second runs once; several forwards wait for backward."""
+    for chunk in setting.attached:
+        apply_activation_checkpointing(chunk, check_fn=lambda module: isinstance(module, Block))
+    setting.options = {"policy": Plan((), once=(1,), regions=2), "device_budget": "256KiB"}
+    return setting
+
+
 ROWS: dict[str, Callable[[], Setting]] = {
     "pp_gpipe": lambda: pipeline(ScheduleGPipe, 1),
     "pp_1f1b": lambda: pipeline(Schedule1F1B, 1),
+    "pp_1f1b_once": lambda: checkpointed(pipeline(Schedule1F1B, 1)),
     "pp_interleaved": lambda: pipeline(ScheduleInterleaved1F1B, 2),
     "pp_looped_bfs": lambda: pipeline(ScheduleLoopedBFS, 2),
     "pp_zero_bubble": lambda: pipeline(ScheduleInterleavedZeroBubble, 2),

@@ -218,10 +218,11 @@ def run(program: Callable[[bool, str], Found], checkpointed: bool, way: str) -> 
         finally:
             kind.__init__ = build
     said = [line for line in (out.getvalue() + err.getvalue()).splitlines() if "actoffload: target" in line]
-    moved = [offloader.statistics().moved_bytes for offloader in made]
+    statistics = [offloader.statistics() for offloader in made]
     for offloader in made:
         offloader.close()
-    return {**found, "said": said, "moved": moved}
+    moved, regions = [each.moved_bytes for each in statistics], [each.regions for each in statistics]
+    return {**found, "said": said, "moved": moved, "regions": regions}
 
 
 def work() -> dict[tuple[str, bool, str], Found]:
