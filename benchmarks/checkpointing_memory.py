@@ -41,6 +41,7 @@ def memory(options: argparse.Namespace, results: harness.Results) -> tuple[str, 
     """Train in limited memory and try all mixes; return the table and the bounds."""
     pairs = [(model, link) for model in options.models for link in options.rates]
     mixes: list[dict[str, Any]] = [{"what": "mixes", "name": model, "link": LINKS[link]} for model, link in pairs]
+    alone: list[dict[str, Any]] = [spec | {"what": "alone", "steps": STEPS} for spec in mixes]
     wanted = [
         (model, link, target, share)
         for model, link in pairs
@@ -61,6 +62,7 @@ def memory(options: argparse.Namespace, results: harness.Results) -> tuple[str, 
 
     with ThreadPoolExecutor(options.jobs) as pool:
         by_hand = dict(zip(pairs, pool.map(sample, mixes), strict=True))
+        checkpointed = dict(zip(pairs, pool.map(sample, alone), strict=True))
         found = dict(zip(wanted, pool.map(sample, limited), strict=True))
     results.write(
         memory={str(key): row for key, row in found.items()}, mixes={str(key): r for key, r in by_hand.items()}
@@ -69,12 +71,14 @@ def memory(options: argparse.Namespace, results: harness.Results) -> tuple[str, 
     bounds: list[Bound] = []
     for (model, link, target, share), row in found.items():
         name = f"{model}, {target}, {link}, {share:.0%}"
-        rows[name] = judged = _judge(row, by_hand[model, link])
+        rows[name] = judged = _judge(row, by_hand[model, link], checkpointed[model, link])
         bounds.append(Bound(what=f"{name}: ends with an error", measured=float("why" in judged), bound=0.0))
         if "high" in judged:
             bounds.append(Bound(what=f"{name}: highest peak × its limit", measured=judged["high"], bound=1.0))
         if target != "NVMe" and "late" in judged:
             bounds.append(Bound(what=f"{name}: step × the best mix's", measured=judged["late"], bound=NEAR))
+        if "differs" in judged:
+            bounds.append(Bound(what=f"{name}: trained weights differ", measured=judged["differs"], bound=0.0))
         if "predicted" in judged:
             bounds.append(
                 Bound(what=f"{name}: peak is not as predicted", measured=judged["predicted"], bound=PREDICTED)
@@ -83,10 +87,11 @@ def memory(options: argparse.Namespace, results: harness.Results) -> tuple[str, 
     return harness.table_of(f"{ACCUMULATION} micro-batches, shapes in turns", rows, COLUMNS), bounds
 
 
-def _judge(row: Row, by_hand: Row) -> Row:
+def _judge(row: Row, by_hand: Row, alone: Row) -> Row:
     """The numbers of one run."""
-    if "error" in row or "error" in by_hand:
-        return {"why": row.get("error") or by_hand["error"]}
+    errors = [one["error"] for one in (row, by_hand, alone) if "error" in one]
+    if errors:
+        return {"why": errors[0]}
     judged: Row = {"once": row.get("once")}
     if row["peaks"]:
         judged["high"] = max(row["peaks"]) / row["limit_bytes"]
@@ -100,8 +105,9 @@ def _judge(row: Row, by_hand: Row) -> Row:
     judged["late"] = max(
         seconds / best[number % len(SHAPES)] for number, seconds in enumerate(row["seconds"]) if number >= SETTLED
     )
-    total = sum(best)
-    judged["keep"] = sum(by_hand["keep"]["seconds"]) / total
+    judged["differs"] = float(row["bits"] != alone["bits"])
+    judged["keep"] = sum(by_hand["keep"]["seconds"]) / sum(best)
+    judged["checkpointing"] = sum(alone["seconds"][-len(SHAPES) :]) / sum(best)
     judged["mix"] = min(fitting, key=lambda mix: mix["seconds"][0])["plain"]
     off = [abs(share - 1) for share in row["predicted"][SETTLED:] if share is not None]
     if off:
@@ -116,6 +122,7 @@ def _share(key: str) -> Callable[[Row], object]:
 COLUMNS: dict[str, Callable[[Row], object]] = {
     "worst step × best mix": _share("late"),
     "keep's × best mix": _share("keep"),
+    "checkpointing's × best mix": _share("checkpointing"),
     "highest peak × limit": _share("high"),
     "peak off by": _share("predicted"),
     "run once": lambda row: row.get("once"),

@@ -12,9 +12,11 @@ prints one JSON object for `benchmarks.checkpointing_memory`; bytes and virtual 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -159,8 +161,26 @@ class Training:
         self.seconds.append(self._device.clock_s - began_s)
         self.peaks.append(int(torch.accelerator.max_memory_allocated()))
 
+    def bits(self) -> str:
+        """A checksum of the parameters: those that were trained with equal gradients have equal ones."""
+        found = hashlib.sha256()
+        for parameter in self.model.parameters():
+            found.update(parameter.detach().cpu().numpy().tobytes())
+        return found.hexdigest()
 
-def _run(name: str, link: tuple[float, float], steps: int, plain: Iterable[int] = (), **options: Any) -> dict[str, Any]:
+
+@contextmanager
+def virtual_time() -> Iterator[None]:
+    """Have the library's clock, its hooks' time and its sizes be those of the simulated device, and of small models."""
+    with pytest.MonkeyPatch.context() as patch:
+        device = install()
+        use_virtual_time(device, patch)
+        scale(patch)
+        charge(device, patch)
+        yield
+
+
+def run(name: str, link: tuple[float, float], steps: int, plain: Iterable[int] = (), **options: Any) -> dict[str, Any]:
     """Train with ``options`` for `attach`, or without the library if there are none; a failure is a result."""
     device = install()
     limit = options.pop("limit", None)
@@ -181,12 +201,13 @@ def _run(name: str, link: tuple[float, float], steps: int, plain: Iterable[int] 
     finally:
         if attachment is not None:
             plan = attachment.offloader.plan
-            found["once"] = None if plan is None else list(plan.once)
+            found["once"] = [] if plan is None else list(plan.once)
             found["baseline_bytes"] = attachment.offloader.statistics().baseline_peak_bytes
             attachment.detach()
             attachment.offloader.abort()
         device.limit(None)
         device.synchronize()
+    found["bits"] = training.bits()
     return found | {"seconds": training.seconds, "peaks": training.peaks, "predicted": predicted}
 
 
@@ -202,16 +223,21 @@ def _predicted(attachment: Any, peak_bytes: int) -> float | None:
 
 def limited(name: str, link: tuple[float, float], share: float, steps: int, **options: Any) -> dict[str, Any]:
     """Train in ``share`` of the memory that keeping all takes; with ``recompute`` the program has no checkpoints."""
-    keep = _run(name, link, 2 * len(SHAPES), range(BLOCKS))
+    keep = run(name, link, 2 * len(SHAPES), range(BLOCKS))
     limit = int(share * max(keep["peaks"]))
     plain = range(BLOCKS) if options.get("recompute") else ()
-    return _run(name, link, steps, plain, limit=limit, device_memory=limit, **options) | {"limit_bytes": limit}
+    return run(name, link, steps, plain, limit=limit, device_memory=limit, **options) | {"limit_bytes": limit}
+
+
+def alone(name: str, link: tuple[float, float], steps: int) -> dict[str, Any]:
+    """Checkpoint every block, without the library and without a limit."""
+    return run(name, link, steps)
 
 
 def mixes(name: str, link: tuple[float, float]) -> dict[str, Any]:
     """Time and peak of each mix, for each shape, and of all kept."""
-    keep = _run(name, link, MIX_STEPS * len(SHAPES), range(BLOCKS))
-    saved = _run(name, link, 2, range(BLOCKS), policy="greedy", target="host")["baseline_bytes"]
+    keep = run(name, link, MIX_STEPS * len(SHAPES), range(BLOCKS))
+    saved = run(name, link, 2, range(BLOCKS), policy="greedy", target="host")["baseline_bytes"]
     found = []
     # The last ones need no room in forward's end that their recomputation would not take; spread ones share the link.
     choices = {tuple(range(BLOCKS - count, BLOCKS)) for count in range(BLOCKS + 1)}
@@ -219,7 +245,7 @@ def mixes(name: str, link: tuple[float, float]) -> dict[str, Any]:
     for plain in sorted(choices):
         for budget in BUDGETS:
             options = {"target": "host", "device_budget": max(1, int(budget * saved))} if budget < 1 else {}
-            mix = _run(name, link, MIX_STEPS * len(SHAPES), plain, **options)
+            mix = run(name, link, MIX_STEPS * len(SHAPES), plain, **options)
             if "failed" not in mix:
                 found.append(
                     {"plain": plain, "budget": budget, "seconds": _last(mix["seconds"]), "peak": max(mix["peaks"])}
@@ -233,15 +259,11 @@ def _last(seconds: list[float]) -> list[float]:
 
 
 def main(argument: str) -> int:
-    """Print what the JSON object ``argument`` asks for: ``what`` (``"limited"`` or ``"mixes"``) and its arguments."""
+    """Print what the JSON object ``argument`` asks for: ``what`` (`limited`, `mixes` or `alone`) and its arguments."""
     torch.set_num_threads(1)
     spec = json.loads(argument)
-    what = {"limited": limited, "mixes": mixes}[spec.pop("what")]
-    with pytest.MonkeyPatch.context() as patch:
-        device = install()
-        use_virtual_time(device, patch)
-        scale(patch)
-        charge(device, patch)
+    what = {"limited": limited, "mixes": mixes, "alone": alone}[spec.pop("what")]
+    with virtual_time():
         print(json.dumps(what(**spec)))
     return 0
 
