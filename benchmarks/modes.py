@@ -33,7 +33,7 @@ class Mode:
         recompute: every block under ``torch.utils.checkpoint``.
         saved: then what a selective checkpoint saves of it.
         options: for `offload_activations`. A ``device_budget`` from 0 to 1 is a share of what saved tensors take when
-            all are kept; the name of a mode stands for that mode's peak.
+            all are kept; the name of a mode stands for that mode's peak. So it does as ``device_memory``.
     """
 
     peer: str = ""
@@ -73,6 +73,9 @@ MODES = {
     "nvme, all": _ours(target="nvme", policy="all"),
     "budget 35 %": Mode(peer="actoffload", options={"device_budget": 0.35, "recompute": True}),
     "recompute's peak": Mode(peer="actoffload", options={"device_budget": "recompute", "recompute": True}),
+    "checkpointed, ours at equal memory": Mode(
+        peer="actoffload", recompute=True, options={"device_memory": "recompute"}
+    ),
     "recompute + host": _ours(recompute=True, target="host"),
     "recompute + nvme": _ours(recompute=True, target="nvme"),
     "attached": Mode(peer="attached", options={"target": "nvme"}),
