@@ -34,6 +34,8 @@ BLOCKS, WIDTH, HEADS, CHANNELS, PIXELS = 8, 64, 2, 16, 32
 SHAPES = (8, 6)
 """Sequences, or images, of a micro-batch: one step has the first, the next one the second."""
 LENGTH = 128
+SLOWER = 4
+"""Times fewer operations a second: so narrow a model would have hardly any for each byte that it saves."""
 ACCUMULATION = 4
 BUDGETS = (0.0, 0.1, 0.25, 0.5, 1.0)
 """Shares of what is saved if all is kept, for `mixes`: the last one moves nothing."""
@@ -134,7 +136,7 @@ class Training:
 
     def __init__(self, device: SimulatedDevice, name: str, plain: Iterable[int], link: tuple[float, float]) -> None:
         rates = {"to_host_bytes_per_s": link[0] / BYTES, "to_device_bytes_per_s": link[1] / BYTES}
-        device.model(launch_s=LAUNCHES["host ahead"], **GPU | rates)
+        device.model(launch_s=LAUNCHES["host ahead"], **GPU | rates | {"flops": GPU["flops"] / SLOWER})
         self._device = device
         self.model = _Net(name, plain).to(NAME)
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=False)
@@ -200,7 +202,7 @@ def run(name: str, link: tuple[float, float], steps: int, plain: Iterable[int] =
         found["failed"] = f"step {len(training.peaks)}: {type(error).__name__}: {str(error).splitlines()[0]}"
     finally:
         if attachment is not None:
-            plan = attachment.offloader.plan
+            plan = _plan(attachment)
             found["once"] = [] if plan is None else list(plan.once)
             found["baseline_bytes"] = attachment.offloader.statistics().baseline_peak_bytes
             attachment.detach()
@@ -211,14 +213,19 @@ def run(name: str, link: tuple[float, float], steps: int, plain: Iterable[int] =
     return found | {"seconds": training.seconds, "peaks": training.peaks, "predicted": predicted}
 
 
+def _plan(attachment: Any) -> Any:
+    """The plan that is followed; None without one."""
+    pilot = None if attachment is None else attachment.offloader.autopilot
+    return None if pilot is None else pilot.plan
+
+
 def _predicted(attachment: Any, peak_bytes: int) -> float | None:
-    """The plan's peak of saved bytes, times what was measured of these; None without a plan."""
-    if attachment is None or attachment.offloader.plan is None:
+    """The peak by the plan, times the allocator's: with what else there was at the peak, by what was measured."""
+    plan = _plan(attachment)
+    if plan is None or not plan.predicted_peak_bytes:
         return None
-    plan, counted = attachment.offloader.plan, attachment.offloader.statistics()
-    if not plan.predicted_peak_bytes or not counted.plan_peak_bytes:
-        return None
-    return float(plan.predicted_peak_bytes / counted.plan_peak_bytes)
+    saved_bytes = attachment.offloader.statistics().plan_peak_bytes
+    return float((peak_bytes - saved_bytes + plan.predicted_peak_bytes) / peak_bytes)
 
 
 def limited(name: str, link: tuple[float, float], share: float, steps: int, **options: Any) -> dict[str, Any]:
