@@ -192,6 +192,7 @@ def run(name: str, link: tuple[float, float], steps: int, plain: Iterable[int] =
         attachment = actoffload.attach(training.model, host_budget=1 << 30, announce="none", **options)
     found: dict[str, Any] = {}
     if limit is not None:
+        torch.accelerator.empty_cache()  # else what an earlier run has left is used, whatever the limit
         device.limit(limit)
     predicted: list[float | None] = []
     try:
