@@ -109,7 +109,8 @@ def _judge(row: Row, by_hand: Row, alone: Row) -> Row:
     judged["keep"] = sum(by_hand["keep"]["seconds"]) / sum(best)
     judged["checkpointing"] = sum(alone["seconds"][-len(SHAPES) :]) / sum(best)
     judged["mix"] = min(fitting, key=lambda mix: mix["seconds"][0])["plain"]
-    off = [abs(share - 1) for share in row["predicted"][SETTLED:] if share is not None]
+    # The statistics have the peak of both shapes' steps: that of the first one, which is the larger.
+    off = [abs(share - 1) for share in row["predicted"][SETTLED :: len(SHAPES)] if share is not None]
     if off:
         judged["predicted"] = max(off)
     return judged

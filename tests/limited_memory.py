@@ -30,7 +30,8 @@ from actoffload.testing.simulated_device import NAME, SimulatedDevice, install
 from tests.host_bound import charge, use_virtual_time
 from tests.scaled_llama import BYTES, GPU, LAUNCHES, scale
 
-BLOCKS, WIDTH, HEADS, CHANNELS, PIXELS = 8, 64, 2, 16, 32
+BLOCKS = {"gpt": 8, "bert": 8, "llama": 8, "conv": 16}
+WIDTH, HEADS, CHANNELS, PIXELS = 64, 2, 16, 32
 SHAPES = (8, 6)
 """Sequences, or images, of a micro-batch: one step has the first, the next one the second."""
 LENGTH = 128
@@ -105,7 +106,7 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {
     "gpt": lambda number: _Transformer(after=False),
     "bert": lambda number: _Transformer(after=True),
     "llama": lambda number: _Llama(),
-    "conv": lambda number: _Convolution(smaller=number in (5, 7)),
+    "conv": lambda number: _Convolution(smaller=number in (9, 13)),
 }
 
 
@@ -115,7 +116,7 @@ class _Net(nn.Module):
     def __init__(self, name: str, plain: Iterable[int]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(MODELS[name](number) for number in range(BLOCKS))
+        self.blocks = nn.ModuleList(MODELS[name](number) for number in range(BLOCKS[name]))
         self.plain = frozenset(plain)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -231,9 +232,9 @@ def _predicted(attachment: Any, peak_bytes: int) -> float | None:
 
 def limited(name: str, link: tuple[float, float], share: float, steps: int, **options: Any) -> dict[str, Any]:
     """Train in ``share`` of the memory that keeping all takes; with ``recompute`` the program has no checkpoints."""
-    keep = run(name, link, 2 * len(SHAPES), range(BLOCKS))
+    keep = run(name, link, 2 * len(SHAPES), range(BLOCKS[name]))
     limit = int(share * max(keep["peaks"]))
-    plain = range(BLOCKS) if options.get("recompute") else ()
+    plain = range(BLOCKS[name]) if options.get("recompute") else ()
     return run(name, link, steps, plain, limit=limit, device_memory=limit, **options) | {"limit_bytes": limit}
 
 
@@ -244,12 +245,14 @@ def alone(name: str, link: tuple[float, float], steps: int) -> dict[str, Any]:
 
 def mixes(name: str, link: tuple[float, float]) -> dict[str, Any]:
     """Time and peak of each mix, for each shape, and of all kept."""
-    keep = run(name, link, MIX_STEPS * len(SHAPES), range(BLOCKS))
-    saved = run(name, link, 2, range(BLOCKS), policy="greedy", target="host")["baseline_bytes"]
+    keep = run(name, link, MIX_STEPS * len(SHAPES), range(BLOCKS[name]))
+    saved = run(name, link, 2, range(BLOCKS[name]), policy="greedy", target="host")["baseline_bytes"]
     found = []
     # The last ones need no room in forward's end that their recomputation would not take; spread ones share the link.
-    choices = {tuple(range(BLOCKS - count, BLOCKS)) for count in range(BLOCKS + 1)}
-    choices |= {tuple(BLOCKS * number // count for number in range(count)) for count in range(1, BLOCKS + 1)}
+    blocks = BLOCKS[name]
+    counts = range(0, blocks + 1, blocks // 8)
+    choices = {tuple(range(blocks - count, blocks)) for count in counts}
+    choices |= {tuple(blocks * number // count for number in range(count)) for count in counts if count}
     for plain in sorted(choices):
         for budget in BUDGETS:
             options = {"target": "host", "device_budget": max(1, int(budget * saved))} if budget < 1 else {}
