@@ -13,6 +13,8 @@ STEPS = 8 * len(SHAPES)
 SLACK = 1.05
 """Times the peak of checkpointing alone. The allocator rounds sizes, and a batch of copies holds what one of them is
 of: a few tensors of the hundred or so that are alive at the peak."""
+NOISE = 1.005
+"""Times a step of checkpointing alone: events and hooks take microseconds of the host."""
 
 
 @pytest.mark.xfail(strict=True, reason="issue 40: no plan runs a checkpointed region once yet")
@@ -25,5 +27,6 @@ def test_the_default_runs_regions_once_in_no_more_memory_than_checkpointing_take
     for number, (peak, of_alone) in enumerate(zip(ours["peaks"], alone["peaks"], strict=True)):
         assert peak <= SLACK * of_alone, f"step {number}"
     assert ours["once"]
-    for one, other in zip(ours["seconds"][-2:], alone["seconds"][-2:], strict=True):
-        assert one < other, "a region that runs once takes less time"
+    last = list(zip(ours["seconds"][-2:], alone["seconds"][-2:], strict=True))
+    assert all(one <= NOISE * other for one, other in last), "no shape's step is longer"
+    assert sum(one for one, _ in last) < sum(other for _, other in last), "a region that runs once takes less time"
