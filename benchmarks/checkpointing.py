@@ -79,7 +79,7 @@ def cpu(options: argparse.Namespace, results: harness.Results) -> tuple[str, lis
             continue
         saved = middle(counted[case], "statistics", "resident_peak_bytes")
         for mode, of_mode in taken.items():
-            rows[f"{case}, {mode}"] = row = {
+            row: Row = {
                 "step_s": middle(of_mode, "median_step_s"),
                 "ratio": middle([{"r": ratio} for ratio in turns.ratios(of_mode, taken[ALONE])], "r"),
                 "ratios": turns.spread(turns.ratios(of_mode, taken[ALONE])),
@@ -87,6 +87,7 @@ def cpu(options: argparse.Namespace, results: harness.Results) -> tuple[str, lis
                 "process_bytes": middle(of_mode, "peak_rss_bytes"),
                 "identical": identical(of_mode, taken[ALONE]),
             }
+            rows[f"{case}, {mode}"] = row
             if mode == ALONE:
                 continue
             process = row["process_bytes"] / middle(taken[ALONE], "peak_rss_bytes")

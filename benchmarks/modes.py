@@ -123,10 +123,12 @@ class Attached(Library):
     """
 
     def __init__(self, model: nn.Module, path: str | None, options: Mapping[str, Any]) -> None:
-        more = {name: option for name, option in options.items() if name != "disk_bytes_per_s"}
+        more: dict[str, Any] = {name: option for name, option in options.items() if name != "disk_bytes_per_s"}
         if "disk_bytes_per_s" in options:
             more["engine"] = partial(SlowEngine, bandwidth_bytes_per_s=options["disk_bytes_per_s"])
-        self._attachment = actoffload.attach(model, **more, **({} if path is None else {"path": path}))
+        if path is not None:
+            more["path"] = path
+        self._attachment = actoffload.attach(model, **more)
         self.offloader = self._attachment.offloader
 
     def context(self) -> AbstractContextManager[Any]:
