@@ -11,13 +11,14 @@ from typing import Any
 VOCAB = {"gpt2": 50304, "bert": 30592, "t5": 32128}
 GOALS = (
     *("recompute", "selective", "default", "recompute's peak", "TRL", "save_on_cpu"),  # what a README shows
+    "checkpointed, ours at equal memory",
     *("host", "budget 35 %", "nvme"),
 )
 """The modes that a goal or a verdict is about: those of every case are run before any other mode."""
 PEERS = ("transformers offload", "torchtune", "Megatron")
 EVERYTHING = (*GOALS, *PEERS, "host, all", "tiered")
 PAPER = ("recompute", "host", "default", "selective", "TRL")
-CHECKPOINTED = ("recompute + host", "transformers offload", "recompute + nvme")
+CHECKPOINTED = ("checkpointed, ours at equal memory", "recompute + host", "transformers offload", "recompute + nvme")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,8 @@ COLUMNS = (
     "bit-identical",
 )
 PEAK_GOAL, TIME_GOAL, TRL_GOAL, IDEAL_GOAL = 0.40, 1.02, 1.5, 0.95
+CHECKPOINTED, CHECKPOINTED_GOAL = "checkpointed, ours at equal memory", 0.94
+"""Times the step of the same checkpoints alone; the peak must not be above theirs."""
 RECOMPUTING = ("recompute", "selective", "transformers offload")
 SAME_PEAK = 1.02
 """Peaks that differ by less are one peak."""
@@ -90,6 +92,13 @@ def goals(points: Sequence[PointRow]) -> list[Bound]:
         if "peak_device_bytes" in results.get("keep", {}):
             paper = any(point["case"]["ssdtrain"] for point in points if point["case"]["name"] == name)
             found += _case_goals(name, results, paper=paper)
+        alone, ours = results.get("recompute"), results.get(CHECKPOINTED)
+        if alone is not None and ours is not None:
+            times, peak = ours["median_step_s"] / alone["median_step_s"], _peak(ours) / _peak(alone)
+            found.append(
+                Bound(what=f"{name}, checkpointed: step time / alone", measured=times, bound=CHECKPOINTED_GOAL)
+            )
+            found.append(Bound(what=f"{name}, checkpointed: activation peak / alone", measured=peak, bound=SAME_PEAK))
     return found
 
 

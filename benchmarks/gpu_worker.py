@@ -182,7 +182,11 @@ class Series:
         return 0 if pilot is None else len(pilot.history)
 
     def _budget(self, name: str) -> dict[str, Any]:
-        share = MODES[name].options.get("device_budget")
+        memory, share = (MODES[name].options.get(option) for option in ("device_memory", "device_budget"))
+        if memory is not None:
+            if memory not in self.peaks:
+                raise Unavailable(f"the peak of {memory} is not known: it was not measured before")
+            return {"device_memory": self.run.static_bytes + self.peaks[memory]}
         if share is None:
             return {}
         if not self.baseline_bytes:

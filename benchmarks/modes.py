@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 import actoffload
+from actoffload.testing.faults import SlowEngine
 from benchmarks.peers import Megatron, Peer, SaveOnCpu, TorchSave, Torchtune, Transformers, Trl
 from benchmarks.workloads import Workload
 
@@ -27,11 +29,11 @@ class Mode:
     """How a forward is run.
 
     Attributes:
-        peer: whose hooks; "" for none, ``"actoffload"`` for the library.
+        peer: whose hooks; "" for none, ``"actoffload"`` for the library, ``"attached"`` for its `attach`.
         recompute: every block under ``torch.utils.checkpoint``.
         saved: then what a selective checkpoint saves of it.
         options: for `offload_activations`. A ``device_budget`` from 0 to 1 is a share of what saved tensors take when
-            all are kept; the name of a mode stands for that mode's peak.
+            all are kept; the name of a mode stands for that mode's peak. So it does as ``device_memory``.
     """
 
     peer: str = ""
@@ -42,7 +44,7 @@ class Mode:
     @property
     def ours(self) -> bool:
         """Whether it is the library."""
-        return self.peer == "actoffload"
+        return self.peer in ("actoffload", "attached")
 
 
 def _ours(recompute: bool = False, **options: Any) -> Mode:
@@ -71,8 +73,13 @@ MODES = {
     "nvme, all": _ours(target="nvme", policy="all"),
     "budget 35 %": Mode(peer="actoffload", options={"device_budget": 0.35, "recompute": True}),
     "recompute's peak": Mode(peer="actoffload", options={"device_budget": "recompute", "recompute": True}),
+    "checkpointed, ours at equal memory": Mode(
+        peer="actoffload", recompute=True, options={"device_memory": "recompute"}
+    ),
     "recompute + host": _ours(recompute=True, target="host"),
     "recompute + nvme": _ours(recompute=True, target="nvme"),
+    "attached": Mode(peer="attached", options={"target": "nvme"}),
+    "attached, kept": Mode(peer="attached", options={"target": "nvme", "policy": KeepAll()}),  # counts, moves nothing
     "save_on_cpu": Mode(peer="save_on_cpu"),
     "transformers offload": Mode(peer="transformers"),
     "torch.save": Mode(peer="torch.save"),
@@ -106,6 +113,32 @@ class Library(Peer):
             self.offloader.close()
 
 
+class Attached(Library):
+    """The library by its one line for any training loop: ``attach(model, target="nvme")`` and nothing else.
+
+    Args:
+        model: what is attached.
+        path: directory of the spool; None for the default.
+        options: for `attach`, and ``disk_bytes_per_s``: the disk is slowed down to that.
+    """
+
+    def __init__(self, model: nn.Module, path: str | None, options: Mapping[str, Any]) -> None:
+        more: dict[str, Any] = {name: option for name, option in options.items() if name != "disk_bytes_per_s"}
+        if "disk_bytes_per_s" in options:
+            more["engine"] = partial(SlowEngine, bandwidth_bytes_per_s=options["disk_bytes_per_s"])
+        if path is not None:
+            more["path"] = path
+        self._attachment = actoffload.attach(model, **more)
+        self.offloader = self._attachment.offloader
+
+    def context(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def close(self) -> None:
+        self._attachment.detach()
+        super().close()
+
+
 def open_peer(mode: Mode, work: Workload, device: torch.device, path: str | None, options: Mapping[str, Any]) -> Peer:
     """Whoever runs the forward of a mode; ``options`` go to the library, beside the mode's own.
 
@@ -115,6 +148,7 @@ def open_peer(mode: Mode, work: Workload, device: torch.device, path: str | None
     makers: dict[str, Callable[[], Peer]] = {
         "": Peer,
         "actoffload": lambda: Library(work.model, path, {**mode.options, **options}),
+        "attached": lambda: Attached(work.model, path, {**mode.options, **options}),
         "save_on_cpu": lambda: SaveOnCpu(device),
         "torch.save": lambda: TorchSave(path),
         "transformers": lambda: Transformers(work.model),

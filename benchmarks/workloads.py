@@ -39,16 +39,31 @@ def build(spec: dict[str, Any]) -> Workload:
     """The workload that ``spec`` names, on torch's default device; weights and inputs by torch's seed.
 
     Args:
-        spec: ``model`` ("gpt", "gpt2", "bert", "t5", "vit", "llama" or "qwen2"), ``dtype``, ``batch`` (sequences or
-            images) and the sizes: ``gpt`` (fields of `GPTConfig`) for the first, else ``sizes``.
+        spec: ``model`` ("gpt", "gpt2", "bert", "t5", "vit", "unet", "llama" or "qwen2"), ``dtype``, ``batch``
+            (sequences or images) and the sizes: ``gpt`` (fields of `GPTConfig`) for the first, else ``sizes``.
+            ``checkpointing``: the model's own gradient checkpointing is on, as its framework switches it on.
 
     Raises:
         ValueError: there is no such model.
     """
+    work = _build(spec)
+    if spec.get("checkpointing"):
+        _switch_checkpointing_on(work.model)
+    return work
+
+
+def _switch_checkpointing_on(model: Any) -> None:
+    if hasattr(model, "gradient_checkpointing_enable"):  # Transformers
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    else:  # diffusers
+        model.enable_gradient_checkpointing()
+
+
+def _build(spec: dict[str, Any]) -> Workload:
     name = spec["model"]
     if name in LANGUAGE_MODELS:
         return _language(spec)
-    makers = {"gpt": _gpt, "vit": _vit, **dict.fromkeys(CAUSAL_MODELS, _causal)}
+    makers = {"gpt": _gpt, "vit": _vit, "unet": _unet, **dict.fromkeys(CAUSAL_MODELS, _causal)}
     if name not in makers:
         raise ValueError(f"model={name!r}: choose one of {[*LANGUAGE_MODELS, *makers]}")
     before = torch.get_default_dtype()
@@ -100,6 +115,30 @@ def _vit(spec: dict[str, Any]) -> Workload:
         model=model,
         forward=lambda: (model(pixel_values=images, labels=labels).loss, None),
         blocks=_modules_of(model, "ViTLayer"),
+    )
+
+
+def _unet(spec: dict[str, Any]) -> Workload:
+    """Sizes: ``channels`` (of the first level; twice as many in the second), ``image`` (pixels), ``text`` (tokens)."""
+    from diffusers import UNet2DConditionModel
+
+    sizes = spec["sizes"]
+    channels, width = sizes["channels"], 2 * sizes["channels"]
+    model: Any = UNet2DConditionModel(
+        sample_size=sizes["image"],
+        block_out_channels=(channels, 2 * channels),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=width,
+        attention_head_dim=max(1, channels // 64),
+    ).train()
+    noisy, noise = torch.randn(2, spec["batch"], 4, sizes["image"], sizes["image"]).unbind()
+    text = torch.randn(spec["batch"], sizes["text"], width)
+    times = torch.randint(0, 1000, (spec["batch"],))
+    return Workload(
+        model=model,
+        forward=lambda: (nn.functional.mse_loss(model(noisy, times, text).sample, noise), None),
+        blocks=_modules_of(model, "ResnetBlock2D") + _modules_of(model, "Transformer2DModel"),
     )
 
 

@@ -16,7 +16,7 @@ import json
 import pkgutil
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from actoffload import OffloadConfig, Offloader
 from actoffload.memory.host_pool import HostPool
@@ -106,6 +107,17 @@ class _Layer(nn.Module):
         return out
 
 
+class _Checkpointed(nn.Module):
+    """As a program does it that has the flag of its framework on."""
+
+    def __init__(self, layer: _Layer) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, hidden: Tensor) -> Any:
+        return checkpoint(self.layer, hidden, use_reentrant=False)
+
+
 class Step:
     """The model, its input, and what a step of it took.
 
@@ -113,19 +125,35 @@ class Step:
         device: the simulated device.
         launch_s: see `LAUNCHES`.
         layers: of the model.
+        checkpointed: layers run under ``torch.utils.checkpoint``,
+        plain: except these.
+        link: bytes per second to the host and to the device; None for those of `GPU`.
     """
 
-    def __init__(self, device: SimulatedDevice, launch_s: float, layers: int = LAYERS) -> None:
+    def __init__(
+        self,
+        device: SimulatedDevice,
+        launch_s: float,
+        layers: int = LAYERS,
+        *,
+        checkpointed: bool = False,
+        plain: Sequence[int] = (),
+        link: tuple[float, float] | None = None,
+    ) -> None:
         self.device = device
-        device.model(launch_s=launch_s, **GPU)
+        to_host, to_device = link or (LINK_BYTES_PER_S, LINK_BYTES_PER_S)
+        rates = {"to_host_bytes_per_s": to_host / BYTES, "to_device_bytes_per_s": to_device / BYTES}
+        device.model(launch_s=launch_s, **GPU | rates)
         torch.manual_seed(0)
-        self.model = nn.Sequential(*[_Layer() for _ in range(layers)]).to(NAME)
+        made = [_Checkpointed(_Layer()) if checkpointed and i not in plain else _Layer() for i in range(layers)]
+        self.model = nn.Sequential(*made).to(NAME)
         for parameter in self.model.parameters():
             parameter.data.mul_(0.1)
         self._x = torch.randn(TOKENS, WIDTH).to(NAME)
         self.take(nullcontext())  # makes the gradients, which stay
         device.synchronize()
-        self._base_bytes = torch.accelerator.memory_allocated()
+        self.base_bytes = torch.accelerator.memory_allocated()
+        """What is there between steps: parameters, gradients and the input."""
 
     def take(self, context: Context, *, backward_inside: bool = False, apart: bool = False) -> dict[str, float]:
         """Take one step; bytes and seconds of the full model.
@@ -138,7 +166,7 @@ class Step:
         device = self.device
         device.synchronize()
         torch.accelerator.reset_peak_memory_stats()
-        base_bytes = getattr(self, "_base_bytes", 0)
+        base_bytes = getattr(self, "base_bytes", 0)
         began_s = device.clock_s
         with context:
             loss = self.model(self._x).square().mean()
@@ -208,20 +236,30 @@ def count_calls(patch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def run(
-    options: dict[str, Any] | None, launch_s: float, *, steps: int = STEPS, layers: int = LAYERS, seam: str = ""
+    options: dict[str, Any] | None,
+    launch_s: float,
+    *,
+    steps: int = STEPS,
+    layers: int = LAYERS,
+    seam: str = "",
+    checkpointed: bool = False,
+    plain: Sequence[int] = (),
+    link: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
     """Train in one mode and return its last step, as `Step.take` does, with ``saved_bytes`` and what was counted.
 
+    ``highest_bytes`` is the highest peak of any step, ``steps_s`` how long each took.
+
     Args:
         options: of the offloader; None to keep everything. A ``device_budget`` of at most 1 is a share of what is
-            saved.
+            saved. ``device_memory`` is without what is there between steps, and without the division by `BYTES`.
         launch_s: see `LAUNCHES`.
         steps: how many are taken.
-        layers: of the model.
+        layers, checkpointed, plain, link: see `Step`.
         seam: ``"trl"`` for TRL's context, with the ``options`` None.
     """
     with pytest.MonkeyPatch.context() as patch:
-        step = Step(install(), launch_s, layers)
+        step = Step(install(), launch_s, layers, checkpointed=checkpointed, plain=plain, link=link)
         use_virtual_time(step.device, patch)
         scale(patch)
         if seam:
@@ -234,23 +272,32 @@ def run(
         budget = options.get("device_budget")
         if budget is not None:
             options = options | {"device_budget": int(budget * saved_bytes if budget <= 1 else budget / BYTES)}
+        memory = options.get("device_memory")
+        if memory is not None:
+            options = options | {"device_memory": step.base_bytes + memory // BYTES}
         calls = count_calls(patch)
         offloader = _offloader(options)
+        taken: list[dict[str, float]] = []
         try:
             for _ in range(steps):
                 calls.clear()
                 before = offloader.statistics()  # reads the times of the step before
                 found = step.take(offloader)
+                taken.append(found)
                 found_calls = dict(calls)
             after = offloader.statistics()  # counts what the last step waited for as well
             plan = offloader.autopilot.plan if offloader.autopilot is not None else None
             predicted = None if plan is None else plan.predicted_peak_bytes
+            once = 0 if plan is None or plan.once is None else len(plan.once)
         finally:
             offloader.abort()
         return found | {
             "saved_bytes": BYTES * saved_bytes,
             "moved_bytes": BYTES * (after.moved_bytes - before.moved_bytes),
             "waited_s": after.wait_s - before.wait_s,
+            "once": once,
+            "highest_bytes": max(one["peak_bytes"] for one in taken),
+            "steps_s": [one["step_s"] for one in taken],
             "predicted_peak_bytes": None if predicted is None else BYTES * predicted,
             "calls": found_calls,
             "driver_calls": sum(found_calls.values()),

@@ -241,7 +241,11 @@ def test_the_goals_of_the_gpu_suite() -> None:
     assert gpu_report.verdicts(points(results)) == [f"s: at this peak (5.00 GiB), {verdict}."]
     results["selective"]["activation_peak_bytes"] = 5 * GIB
     assert "(selective) by 1.188 ×" in gpu_report.verdicts(points(results))[0]
-    del results["host"]
+    results[gpu_report.CHECKPOINTED] = _result(1.2, 5.2 * GIB)
+    goals = {goal.what: goal for goal in gpu_report.goals(points(results))}
+    assert goals["s, checkpointed: step time / alone"].holds is True
+    assert goals["s, checkpointed: activation peak / alone"].holds is False
+    del results["host"], results[gpu_report.CHECKPOINTED]
     assert "the lowest of its peaks is 8.00 GiB" in gpu_report.verdicts(points(results))[0]
     del results["nvme"]
     (left,) = gpu_report.goals(points(results))
@@ -265,7 +269,7 @@ def test_results_name_no_host_and_no_path(tmp_path: Path, monkeypatch: pytest.Mo
 # -- the suite for a machine with an accelerator ----------------------------------------------------------------------
 
 
-def _result(step_s: float, peak: int, **more: Any) -> dict[str, Any]:
+def _result(step_s: float, peak: float, **more: Any) -> dict[str, Any]:
     measured = {"median_step_s": step_s, "activation_peak_bytes": peak, "peak_device_bytes": 2 * peak, "ratio": step_s}
     return measured | {"identical": True} | more
 
@@ -290,6 +294,8 @@ def test_a_budget_may_be_the_peak_of_another_mode() -> None:
     series.peaks["recompute"] = 10
     with pytest.raises(Unavailable, match="no room"):
         series._budget("recompute's peak")
+    series.run = SimpleNamespace(static_bytes=500)  # type: ignore[assignment]
+    assert series._budget(gpu_report.CHECKPOINTED) == {"device_memory": 510}, "everything is counted"
 
 
 @pytest.mark.parametrize("tiny", [True, False])

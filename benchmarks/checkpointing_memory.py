@@ -1,0 +1,135 @@
+"""The part ``memory`` of `benchmarks.checkpointing`: a device with a part of the memory that keeping all takes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from benchmarks import harness
+from benchmarks.harness import Bound, Row
+from tests.limited_memory import ACCUMULATION, MODELS, SHAPES
+
+LIMIT_S = 1500.0
+SHARES = (0.30, 0.50, 0.70, 0.85)
+LINKS = {"52 GB/s": (52e9, 52e9), "12/24 GB/s": (12e9, 24e9)}
+"""Bytes per second to the host and to the device: a link, and page-locked memory with a disk's speed behind it."""
+STEPS = 60
+SETTLED = 10 * len(SHAPES)
+"""Steps after which each shape has had ten."""
+NEAR, PREDICTED = 1.05, 0.04
+"""Times the best mix's step; how far the plan's peak may be from what is measured."""
+TARGETS: dict[str, dict[str, Any]] = {
+    "host": {"target": "host"},
+    "NVMe": {"target": "nvme", "engine": "memory"},
+    "host, recompute": {"target": "host", "recompute": True},
+}
+"""On a target that is a disk only memory counts: its time is real, all other times are virtual."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add this part's arguments."""
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="memory: only these")
+    parser.add_argument("--shares", nargs="+", type=float, default=list(SHARES), help="memory: of keep's peak")
+    parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS), help="memory: only these")
+    parser.add_argument("--rates", nargs="+", choices=list(LINKS), default=list(LINKS), help="memory: only these links")
+    parser.add_argument("--jobs", type=int, default=2, help="memory: processes at a time; times are virtual")
+
+
+def memory(options: argparse.Namespace, results: harness.Results) -> tuple[str, list[Bound]]:
+    """Train in limited memory and try all mixes; return the table and the bounds."""
+    pairs = [(model, link) for model in options.models for link in options.rates]
+    mixes: list[dict[str, Any]] = [{"what": "mixes", "name": model, "link": LINKS[link]} for model, link in pairs]
+    alone: list[dict[str, Any]] = [spec | {"what": "alone", "steps": STEPS} for spec in mixes]
+    wanted = [
+        (model, link, target, share)
+        for model, link in pairs
+        for target in options.targets
+        for share in options.shares
+        if target != "NVMe" or link == options.rates[0]
+    ]
+    limited = [
+        {"what": "limited", "name": model, "link": LINKS[link], "share": share, "steps": STEPS} | TARGETS[target]
+        for model, link, target, share in wanted
+    ]
+
+    def sample(spec: dict[str, Any]) -> Row:
+        found: Row = harness.run_sample("tests.limited_memory", spec, timeout_s=LIMIT_S)
+        said = found.get("error") or found.get("failed") or "done"
+        print({name: value for name, value in spec.items() if name not in ("what", "steps")}, said, flush=True)
+        return found
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        by_hand = dict(zip(pairs, pool.map(sample, mixes), strict=True))
+        checkpointed = dict(zip(pairs, pool.map(sample, alone), strict=True))
+        found = dict(zip(wanted, pool.map(sample, limited), strict=True))
+    results.write(
+        memory={str(key): row for key, row in found.items()}, mixes={str(key): r for key, r in by_hand.items()}
+    )
+    rows = {}
+    bounds: list[Bound] = []
+    for (model, link, target, share), row in found.items():
+        name = f"{model}, {target}, {link}, {share:.0%}"
+        rows[name] = judged = _judge(row, by_hand[model, link], checkpointed[model, link])
+        bounds.append(Bound(what=f"{name}: ends with an error", measured=float("why" in judged), bound=0.0))
+        if "high" in judged:
+            bounds.append(Bound(what=f"{name}: highest peak × its limit", measured=judged["high"], bound=1.0))
+        if target != "NVMe" and "late" in judged:
+            bounds.append(Bound(what=f"{name}: step × the best mix's", measured=judged["late"], bound=NEAR))
+        if "differs" in judged:
+            bounds.append(Bound(what=f"{name}: trained weights differ", measured=judged["differs"], bound=0.0))
+        if "predicted" in judged:
+            bounds.append(
+                Bound(what=f"{name}: peak is not as predicted", measured=judged["predicted"], bound=PREDICTED)
+            )
+    results.write(memory_rows=rows)
+    return harness.table_of(f"{ACCUMULATION} micro-batches, shapes in turns", rows, COLUMNS), bounds
+
+
+def _judge(row: Row, by_hand: Row, alone: Row) -> Row:
+    """The numbers of one run."""
+    errors = [one["error"] for one in (row, by_hand, alone) if "error" in one]
+    if errors:
+        return {"why": errors[0]}
+    judged: Row = {"once": row.get("once")}
+    if row["peaks"]:
+        judged["high"] = max(row["peaks"]) / row["limit_bytes"]
+    if "failed" in row:
+        judged["why"] = row["failed"]
+    fitting = [mix for mix in by_hand["mixes"] if mix["peak"] <= row["limit_bytes"]]
+    if not fitting or len(row["seconds"]) <= SETTLED:
+        return judged
+    # Each shape has its own best mix; a plan is for one shape.
+    best = [min(mix["seconds"][shape] for mix in fitting) for shape in range(len(SHAPES))]
+    judged["late"] = max(
+        seconds / best[number % len(SHAPES)] for number, seconds in enumerate(row["seconds"]) if number >= SETTLED
+    )
+    judged["differs"] = float(row["bits"] != alone["bits"])
+    judged["keep"] = sum(by_hand["keep"]["seconds"]) / sum(best)
+    judged["checkpointing"] = sum(alone["seconds"][-len(SHAPES) :]) / sum(best)
+    judged["mix"] = min(fitting, key=lambda mix: mix["seconds"][0])["plain"]
+    # The statistics have one peak, that of the shape whose steps need more.
+    late = range(SETTLED, len(row["peaks"]))
+    larger = max(late, key=lambda number: row["peaks"][number]) % len(SHAPES)
+    shares = [row["predicted"][number] for number in late if number % len(SHAPES) == larger]
+    off = [abs(share - 1) for share in shares if share is not None]
+    if off:
+        judged["predicted"] = max(off)
+    return judged
+
+
+def _share(key: str) -> Callable[[Row], object]:
+    return lambda row: None if row.get(key) is None else f"{row[key]:.3f}"
+
+
+COLUMNS: dict[str, Callable[[Row], object]] = {
+    "worst step × best mix": _share("late"),
+    "keep's × best mix": _share("keep"),
+    "checkpointing's × best mix": _share("checkpointing"),
+    "highest peak × limit": _share("high"),
+    "peak off by": _share("predicted"),
+    "run once": lambda row: row.get("once"),
+    "best mix keeps": lambda row: row.get("mix"),
+    "failed": lambda row: row.get("why"),
+}

@@ -1,0 +1,283 @@
+"""Small models on the simulated device with less memory than keeping everything takes, in virtual time.
+
+Blocks like those of GPT, BERT, Llama and a convolutional network, each under ``torch.utils.checkpoint``, are trained
+with AdamW, four micro-batches a step and two shapes in turns. `limited` gives the device a part of the memory that
+keeping everything takes, and the library that number. `mixes` tries what a person could set by hand: which blocks the
+program checkpoints, and ``device_budget``. Sizes are divided as in `tests.scaled_llama`.
+
+    python -m tests.limited_memory SPEC
+
+prints one JSON object for `benchmarks.checkpointing_memory`; bytes and virtual seconds of the small models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import actoffload
+from actoffload.errors import BudgetError
+from actoffload.testing.simulated_device import NAME, SimulatedDevice, install
+from tests.host_bound import charge, use_virtual_time
+from tests.scaled_llama import BYTES, GPU, LAUNCHES, scale
+
+BLOCKS = {"gpt": 8, "bert": 8, "llama": 8, "conv": 16}
+WIDTH, HEADS, CHANNELS, PIXELS = 64, 2, 16, 32
+SHAPES = (8, 6)
+"""Sequences, or images, of a micro-batch: one step has the first, the next one the second."""
+LENGTH = 128
+SLOWER = 4
+"""Times fewer operations a second: so narrow a model would have hardly any for each byte that it saves."""
+ACCUMULATION = 4
+BUDGETS = (0.0, 0.1, 0.25, 0.5, 1.0)
+"""Shares of what is saved if all is kept, for `mixes`: the last one moves nothing."""
+MIX_STEPS = 5
+"""Of each shape; the last one counts."""
+
+
+class _Attention(nn.Module):
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+        self.inner, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.inner(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        scores = parts[0] @ parts[1].transpose(-1, -2)
+        if self.causal:
+            scores = scores + torch.full((LENGTH, LENGTH), -1e4, device=x.device).triu(1)
+        mixed: Tensor = self.out((scores.softmax(-1) @ parts[2]).transpose(1, 2).flatten(2))
+        return mixed
+
+
+class _Transformer(nn.Module):
+    """A block of GPT; with ``after`` BERT's, whose norms stand behind and which drops."""
+
+    def __init__(self, *, after: bool) -> None:
+        super().__init__()
+        self.after = after
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.attention = _Attention(causal=not after)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.drop = nn.Dropout(0.1 if after else 0.0)
+
+    def forward(self, x: Tensor) -> Any:
+        for norm, part in zip(self.norms, (self.attention, self.mlp), strict=True):
+            x = norm(x + self.drop(part(x))) if self.after else x + part(norm(x))
+        return x
+
+
+class _Llama(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(WIDTH) for _ in range(2))
+        self.attention = _Attention(causal=True)
+        self.gate, self.up, self.down = nn.Linear(WIDTH, 192), nn.Linear(WIDTH, 192), nn.Linear(192, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        x = x + self.attention(self.norms[0](x))
+        y = self.norms[1](x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+class _Convolution(nn.Module):
+    """Two convolutions with a shortcut; ``smaller`` halves the image."""
+
+    def __init__(self, smaller: bool) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(CHANNELS, CHANNELS, 3, stride=2 if smaller else 1, padding=1)
+        self.second = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x).relu()
+        return x + self.second(x).relu()
+
+
+MODELS: dict[str, Callable[[int], nn.Module]] = {
+    "gpt": lambda number: _Transformer(after=False),
+    "bert": lambda number: _Transformer(after=True),
+    "llama": lambda number: _Llama(),
+    "conv": lambda number: _Convolution(smaller=number in (9, 13)),
+}
+
+
+class _Net(nn.Module):
+    """The blocks, under checkpoints but for those in ``plain``."""
+
+    def __init__(self, name: str, plain: Iterable[int]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(MODELS[name](number) for number in range(BLOCKS[name]))
+        self.plain = frozenset(plain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x) if number in self.plain else checkpoint(block, x, use_reentrant=False)
+        return x.square().mean()
+
+
+class Training:
+    """A model on the simulated device, and what each of its steps took.
+
+    Args:
+        device: the simulated device.
+        name: of `MODELS`.
+        plain: the blocks without a checkpoint.
+        link: bytes per second to the host and to the device, of the full sizes.
+    """
+
+    def __init__(self, device: SimulatedDevice, name: str, plain: Iterable[int], link: tuple[float, float]) -> None:
+        rates = {"to_host_bytes_per_s": link[0] / BYTES, "to_device_bytes_per_s": link[1] / BYTES}
+        device.model(launch_s=LAUNCHES["host ahead"], **GPU | rates | {"flops": GPU["flops"] / SLOWER})
+        self._device = device
+        self.model = _Net(name, plain).to(NAME)
+        self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, foreach=False)
+        shape = (CHANNELS, PIXELS, PIXELS) if name == "conv" else (LENGTH, WIDTH)
+        self._inputs = [torch.randn(count, *shape).to(NAME) for count in SHAPES]
+        self.seconds: list[float] = []
+        self.peaks: list[int] = []
+        """The allocator's, with all that is on the device."""
+
+    def step(self, number: int) -> None:
+        """Take one step; the number chooses the shape.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room.
+        """
+        self._device.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        began_s = self._device.clock_s
+        for _ in range(ACCUMULATION):
+            self.model(self._inputs[number % len(SHAPES)]).backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self._device.synchronize()
+        self.seconds.append(self._device.clock_s - began_s)
+        self.peaks.append(int(torch.accelerator.max_memory_allocated()))
+
+    def bits(self) -> str:
+        """A checksum of the parameters: those that were trained with equal gradients have equal ones."""
+        found = hashlib.sha256()
+        for parameter in self.model.parameters():
+            found.update(parameter.detach().cpu().numpy().tobytes())
+        return found.hexdigest()
+
+
+@contextmanager
+def virtual_time() -> Iterator[None]:
+    """Have the library's clock, its hooks' time and its sizes be those of the simulated device, and of small models."""
+    with pytest.MonkeyPatch.context() as patch:
+        device = install()
+        use_virtual_time(device, patch)
+        scale(patch)
+        charge(device, patch)
+        yield
+
+
+def run(name: str, link: tuple[float, float], steps: int, plain: Iterable[int] = (), **options: Any) -> dict[str, Any]:
+    """Train with ``options`` for `attach`, or without the library if there are none; a failure is a result."""
+    device = install()
+    limit = options.pop("limit", None)
+    training = Training(device, name, plain, link)
+    attachment = None
+    if options:
+        attachment = actoffload.attach(training.model, host_budget=1 << 30, announce="none", **options)
+    found: dict[str, Any] = {}
+    if limit is not None:
+        torch.accelerator.empty_cache()  # else what an earlier run has left is used, whatever the limit
+        device.limit(limit)
+    predicted: list[float | None] = []
+    try:
+        for number in range(steps):
+            training.step(number)
+            predicted.append(_predicted(attachment, training.peaks[-1]))
+    except (torch.OutOfMemoryError, BudgetError) as error:
+        found["failed"] = f"step {len(training.peaks)}: {type(error).__name__}: {str(error).splitlines()[0]}"
+    finally:
+        if attachment is not None:
+            plan = _plan(attachment)
+            found["once"] = [] if plan is None else list(plan.once)
+            found["baseline_bytes"] = attachment.offloader.statistics().baseline_peak_bytes
+            attachment.detach()
+            attachment.offloader.abort()
+        device.limit(None)
+        device.synchronize()
+    found["bits"] = training.bits()
+    return found | {"seconds": training.seconds, "peaks": training.peaks, "predicted": predicted}
+
+
+def _plan(attachment: Any) -> Any:
+    """The plan that is followed; None without one."""
+    pilot = None if attachment is None else attachment.offloader.autopilot
+    return None if pilot is None else pilot.plan
+
+
+def _predicted(attachment: Any, peak_bytes: int) -> float | None:
+    """The peak by the plan, times the allocator's: with what else there was at the peak, by what was measured."""
+    plan = _plan(attachment)
+    if plan is None or not plan.predicted_peak_bytes:
+        return None
+    saved_bytes = attachment.offloader.statistics().plan_peak_bytes
+    return float((peak_bytes - saved_bytes + plan.predicted_peak_bytes) / peak_bytes)
+
+
+def limited(name: str, link: tuple[float, float], share: float, steps: int, **options: Any) -> dict[str, Any]:
+    """Train in ``share`` of the memory that keeping all takes; with ``recompute`` the program has no checkpoints."""
+    keep = run(name, link, 2 * len(SHAPES), range(BLOCKS[name]))
+    limit = int(share * max(keep["peaks"]))
+    plain = range(BLOCKS[name]) if options.get("recompute") else ()
+    return run(name, link, steps, plain, limit=limit, device_memory=limit, **options) | {"limit_bytes": limit}
+
+
+def alone(name: str, link: tuple[float, float], steps: int) -> dict[str, Any]:
+    """Checkpoint every block, without the library and without a limit."""
+    return run(name, link, steps)
+
+
+def mixes(name: str, link: tuple[float, float]) -> dict[str, Any]:
+    """Time and peak of each mix, for each shape, and of all kept."""
+    keep = run(name, link, MIX_STEPS * len(SHAPES), range(BLOCKS[name]))
+    saved = run(name, link, 2, range(BLOCKS[name]), policy="greedy", target="host")["baseline_bytes"]
+    found = []
+    # The last ones need no room in forward's end that their recomputation would not take; spread ones share the link.
+    blocks = BLOCKS[name]
+    counts = range(0, blocks + 1, blocks // 8)
+    choices = {tuple(range(blocks - count, blocks)) for count in counts}
+    choices |= {tuple(blocks * number // count for number in range(count)) for count in counts if count}
+    for plain in sorted(choices):
+        for budget in BUDGETS:
+            options = {"target": "host", "device_budget": max(1, int(budget * saved))} if budget < 1 else {}
+            mix = run(name, link, MIX_STEPS * len(SHAPES), plain, **options)
+            if "failed" not in mix:
+                found.append(
+                    {"plain": plain, "budget": budget, "seconds": _last(mix["seconds"]), "peak": max(mix["peaks"])}
+                )
+    return {"mixes": found, "keep": {"seconds": _last(keep["seconds"]), "peak": max(keep["peaks"])}, "saved": saved}
+
+
+def _last(seconds: list[float]) -> list[float]:
+    """The last step of each shape."""
+    return seconds[-len(SHAPES) :]
+
+
+def main(argument: str) -> int:
+    """Print what the JSON object ``argument`` asks for: ``what`` (`limited`, `mixes` or `alone`) and its arguments."""
+    torch.set_num_threads(1)
+    spec = json.loads(argument)
+    what: Callable[..., dict[str, Any]] = {"limited": limited, "mixes": mixes, "alone": alone}[spec.pop("what")]
+    with virtual_time():
+        print(json.dumps(what(**spec)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1]))
