@@ -34,7 +34,7 @@ from actoffload.tiers.accounts import Accounts
 from tests import host_bound
 from tests.harness import Chain, MakeOffloader, batch, simulated, train_step
 from tests.planner_rig import MIB, MakeRig, rigs
-from tests.unit.test_explain import one_large_block, transformer
+from tests.unit.test_explain import transformer
 
 WRONG = "nothing slows the step, and nothing keeps memory from falling: "
 SLOWER, MEMORY = "why is a step slower:", "why did memory not fall:"
@@ -532,7 +532,7 @@ def test_a_larger_budget_is_named_with_what_it_gives() -> None:
 
 
 def test_no_budget_is_named_that_buys_no_time() -> None:
-    profile = one_large_block()
+    profile = transformer()
     lines = diagnose(facts(step={"backward_wait_s": 5.0}, planned=planned(profile, profile.baseline_peak_bytes)))
     assert "of a step waits" in lines[0]
     assert not any("predicted" in line for line in lines)
