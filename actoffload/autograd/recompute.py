@@ -48,7 +48,7 @@ class Recompute:
 
     def _undo(self, block: nn.Module) -> None:
         reference = self._applied.pop(block, None)
-        wrapped = None if reference is None else reference()
+        wrapped: Checkpointed | None = None if reference is None else reference()
         if wrapped is None:
             return
         if vars(block).get("forward") is not wrapped:

@@ -435,11 +435,12 @@ class Autopilot:
         shape = self._recorded_shape
         room = self._budgets.room_bytes if limits.device_budget is None else None
         try:
-            plan = self.planner.plan(profile, limits)
+            plan: Plan = self.planner.plan(profile, limits)
             if room is None or (plan.predicted_peak_bytes or 0) <= room:
                 return plan
             shape.at_most(room)
-            return self.planner.plan(profile, self.limits)
+            plan = self.planner.plan(profile, self.limits)
+            return plan
         except BudgetError as error:
             if room is None:
                 raise

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import KW_ONLY, asdict, dataclass, fields
-from typing import ClassVar
 
 from ..errors import ConfigError
 from ..json_input import parse
@@ -49,7 +48,6 @@ class Plan:
     Attributes:
         entries: the storages.
         planner: who made the plan.
-        recompute_bytes: the most that the recomputation of one region holds.
         once: the checkpointed regions, by their places in the forward, that run once; all others run again in backward.
         regions: how many checkpointed regions a forward had when the plan was made.
         declined: why the planner moves nothing although it was asked; empty when it moves something.
@@ -60,13 +58,9 @@ class Plan:
         baseline_peak_bytes: the peak with nothing moved.
     """
 
-    recompute: ClassVar[tuple[str, ...]] = ()
-    """Nothing; until nobody asks any more, as for ``arguments``."""
-    arguments: ClassVar[tuple[tuple[int, ...] | None, ...]] = ()
     entries: tuple[PlanEntry, ...]
     _: KW_ONLY
     planner: str = ""
-    recompute_bytes: int = 0
     once: tuple[int, ...] = ()
     regions: int = 0
     declined: str = ""

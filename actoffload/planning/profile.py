@@ -13,7 +13,6 @@ from collections import Counter
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import ClassVar
 
 from ..errors import ConfigError
 from ..json_input import parse, read_file
@@ -137,8 +136,6 @@ class Profile:
         prefetch_bytes: how far ahead of backward the offloader reads unless a plan says otherwise.
     """
 
-    blocks: ClassVar[tuple[str, ...]] = ()
-    """Nothing; until nobody asks any more."""
     storages: tuple[Storage, ...]
     regions: tuple[Region, ...] = ()
     host: Link | None = None

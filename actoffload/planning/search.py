@@ -320,7 +320,6 @@ class Search:
         return Plan(
             self.workload.to_entries(choice, reasons, seen.releases),
             planner="auto",
-            recompute_bytes=profile.recompute_bytes,
             once=profile.once,
             regions=1 + max((region.place for region in profile.regions), default=-1),
             declined=declined,

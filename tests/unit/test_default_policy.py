@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import actoffload
 from actoffload import Offloader, Plan, Profile
 from actoffload.planning.search import Limits
 from actoffload.testing.faults import SlowEngine
