@@ -86,7 +86,8 @@ class Net(nn.Module):
             y = checkpoint(inner, y, scale, use_reentrant=False) if kind.nested == "twice" else y
         else:
             y = inner(x, scale)
-        return x + y
+        found: Tensor = x + y
+        return found
 
     def inner(self, place: int, x: Tensor, scale: Tensor) -> Tensor:
         """The arithmetic of it."""
@@ -251,7 +252,7 @@ def check(step: Step, device: str, **options: Any) -> None:
         expected = run(net, step, device, None)
     except RuntimeError:  # a selective checkpoint meets autocast's cache of another region, for example
         reject()
-    fields = {"min_bytes": 0, "keep_last_bytes": 0, "announce": "none"}
+    fields: dict[str, Any] = {"min_bytes": 0, "keep_last_bytes": 0, "announce": "none"}
     offloader = Offloader(OffloadConfig(policy=policy, **fields, **options)).use(net)
     try:
         if not step.given:

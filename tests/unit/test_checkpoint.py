@@ -8,6 +8,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -259,7 +260,7 @@ def test_what_a_selective_checkpoint_caches_for_a_second_run_is_not_cached_for_n
                 lambda x: torch.tanh(x @ x.mT).exp(),
                 x * 2,
                 use_reentrant=False,
-                context_fn=lambda make=make: make([torch.ops.aten.mm.default]),
+                context_fn=partial(make, [torch.ops.aten.mm.default]),
             ).sum()
         saved[make] = [entry.nbytes for entry in offloader.plan.entries]
         loss.backward()
@@ -271,7 +272,9 @@ def test_pytorchs_composable_checkpoint_is_one_as_well(make_offloader: MakeOfflo
     model, runs = nn.Sequential(Chain(64, 2), Chain(64, 2)), list[int]()
     for place, layer in enumerate(model):
         composable.checkpoint(layer)
-        layer.layers[0].register_forward_pre_hook(lambda _module, _args, place=place: runs.append(place))
+        layer.get_submodule("layers.0").register_forward_pre_hook(
+            lambda _module, _args, place=place: runs.append(place)
+        )
     expected = train_step(model, batch())
     offloader = following(make_offloader(), 1)
     runs.clear()
@@ -329,7 +332,8 @@ def test_an_output_that_is_changed_in_place_is_an_error_that_names_the_option(ma
         x = batch().requires_grad_()
         with following(make_offloader(**options), 0):
             y = checkpoint(lambda x: torch.tanh(x * 2), x.exp(), use_reentrant=False)
-            return (y.add_(1) * 2).sum()
+            loss: Tensor = (y.add_(1) * 2).sum()
+        return loss
 
     loss_of(checkpoints="leave").backward()
     with pytest.raises(SavedTensorModifiedError, match=r"modified by an inplace operation.*checkpoints='leave'"):
@@ -340,7 +344,7 @@ class OneProcess:
     """A group of one process whose size is said to be two."""
 
     def __enter__(self) -> None:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
 
     def __exit__(self, *error: object) -> None:
         dist.destroy_process_group()
