@@ -97,11 +97,13 @@ class Checkpoints:
         self.forwards = forwards
         self._regions, self._profiler = store.regions, store.profiler
         self._packer, self._exclusions, self._names = packer, exclusions, names
-        _everywhere.add(self)
+        with _Original.lock:  # another thread may look for the innermost
+            _everywhere.add(self)
 
     def retire(self) -> None:
         """Choose no more."""
-        _everywhere.discard(self)
+        with _Original.lock:
+            _everywhere.discard(self)
 
     @property
     def region(self) -> Region | None:
@@ -267,7 +269,8 @@ def _in_its_place(*given: Any, **options: Any) -> Body:
     above = top()
     if above is None or not torch.is_grad_enabled() or must_be_plain():
         return _Original.function(*given, **options)
-    all_of_them = list(_everywhere)
+    with _Original.lock:
+        all_of_them = list(_everywhere)
     for checkpoints in all_of_them:
         region = checkpoints.region
         if region is not None:

@@ -51,7 +51,8 @@ class Recompute:
         wrapped: Checkpointed | None = None if reference is None else reference()
         if wrapped is None:
             return
-        if vars(block).get("forward") is not wrapped:
+        there: object = vars(block).get("forward")
+        if there is not wrapped:
             wrapped.active = False  # somebody has wrapped ours meanwhile: let it through
         elif wrapped.was_attribute:
             block.forward = wrapped.forward

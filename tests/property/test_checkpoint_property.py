@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -86,7 +86,8 @@ class Net(nn.Module):
             y = checkpoint(inner, y, scale, use_reentrant=False) if kind.nested == "twice" else y
         else:
             y = inner(x, scale)
-        return cast(Tensor, x + y)
+        found: Tensor = x + y
+        return found
 
     def inner(self, place: int, x: Tensor, scale: Tensor) -> Tensor:
         """The arithmetic of it."""

@@ -9,7 +9,7 @@ import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -227,10 +227,9 @@ class Own(contextlib.AbstractContextManager):  # type: ignore[type-arg]
 
 
 @pytest.mark.parametrize("once", [(), (0,)])
-def test_a_region_with_contexts_of_its_programs_runs_again(
+def test_the_programs_contexts_are_entered_and_must_not_swallow_errors(
     make_offloader: MakeOffloader, once: tuple[int, ...]
 ) -> None:
-    """The first one may note what the second run reads: torch_remat's and TransformerEngine's do."""
     entered: list[str] = []
     x = batch().requires_grad_()
 
@@ -240,11 +239,10 @@ def test_a_region_with_contexts_of_its_programs_runs_again(
     def fails(x: Tensor) -> Tensor:
         raise ArithmeticError
 
-    with following(make_offloader(), *once) as offloader:
+    with following(make_offloader(), *once):
         loss = checkpoint(torch.tanh, x.exp(), use_reentrant=False, context_fn=contexts).sum()
     loss.backward()
-    assert entered == ["first", "second"]
-    assert offloader.statistics().regions == 0
+    assert entered == (["first"] if once else ["first", "second"])
     with following(make_offloader(), *once), pytest.raises((RuntimeError, ArithmeticError)):
         checkpoint(fails, x.exp(), use_reentrant=False, context_fn=lambda: contexts(True))
 
@@ -274,7 +272,9 @@ def test_pytorchs_composable_checkpoint_is_one_as_well(make_offloader: MakeOfflo
     model, runs = nn.Sequential(Chain(64, 2), Chain(64, 2)), list[int]()
     for place, layer in enumerate(model):
         composable.checkpoint(layer)
-        cast(Chain, layer).layers[0].register_forward_pre_hook(lambda _module, _args, place=place: runs.append(place))
+        layer.get_submodule("layers.0").register_forward_pre_hook(
+            lambda _module, _args, place=place: runs.append(place)
+        )
     expected = train_step(model, batch())
     offloader = following(make_offloader(), 1)
     runs.clear()
@@ -332,7 +332,8 @@ def test_an_output_that_is_changed_in_place_is_an_error_that_names_the_option(ma
         x = batch().requires_grad_()
         with following(make_offloader(**options), 0):
             y = checkpoint(lambda x: torch.tanh(x * 2), x.exp(), use_reentrant=False)
-            return cast(Tensor, (y.add_(1) * 2).sum())
+            loss: Tensor = (y.add_(1) * 2).sum()
+        return loss
 
     loss_of(checkpoints="leave").backward()
     with pytest.raises(SavedTensorModifiedError, match=r"modified by an inplace operation.*checkpoints='leave'"):
