@@ -21,9 +21,9 @@ from actoffload.autotune.causes import CHECKPOINT, Facts, Planned
 from actoffload.autotune.diagnosis import diagnose, facts_of
 from actoffload.config import make_config
 from actoffload.events import EventKind
+from actoffload.planning import search
 from actoffload.planning.constants import MOST_CAUSES, MUCH_LATE
 from actoffload.planning.observed import Observed
-from actoffload.planning import search
 from actoffload.planning.profile import Profile
 from actoffload.planning.search import Limits
 from actoffload.sizes import format_size

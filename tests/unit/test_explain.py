@@ -18,8 +18,8 @@ from actoffload.planning.explain import (
     render_budgets,
     render_plan,
 )
-from actoffload.planning.plan import Plan, PlanEntry
 from actoffload.planning.observed import Observed
+from actoffload.planning.plan import Plan, PlanEntry
 from actoffload.planning.planners import Limits, make_planner
 from actoffload.planning.profile import Block, Link, Profile, Storage
 from actoffload.planning.simulator import simulate
