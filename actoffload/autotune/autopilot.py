@@ -409,17 +409,19 @@ class Autopilot:
         shape = self._recorded_shape
         room = self._budgets.room_bytes if limits.device_budget is None else None
         try:
-            plan = self.planner.plan(profile, limits)
+            plan: Plan = self.planner.plan(profile, limits)
             if room is None or (plan.predicted_peak_bytes or 0) <= room:
                 return plan
             shape.at_most(room)
-            return self.planner.plan(profile, self.limits)
+            plan = self.planner.plan(profile, self.limits)
+            return plan
         except BudgetError as error:
             if room is None:
                 raise
             least, found = self._least(profile, error.floor_bytes)
             shape.most_bytes = least  # the next step shows whether the device has that
-            return found or self.planner.plan(profile, self.limits)
+            plan = found or self.planner.plan(profile, self.limits)
+            return plan
 
     def _run_once(self, shape: Shape, once: frozenset[int], reason: str = "") -> None:
         """Run these regions once from the next step on, which is recorded. Until there is a plan, all may move."""
