@@ -292,7 +292,7 @@ class Offloader:
             if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
                 error.add_note(FUNC_ADVICE)
             if isinstance(error, torch.OutOfMemoryError):
-                self.store.out_of_memory(error)
+                self.store.out_of_memory.note(error, entry.tape.decisions)
             if self.store.interrupted:
                 self.store.speak()
             else:

@@ -28,7 +28,6 @@ from ..planning.constants import (
     NO_LOSS,
     PLAN_GAIN,
     PLANNING_SHARE,
-    PROBE_SHARE,
     REVIEW_STEPS,
     ROOM_TO_KEEP,
     SHAPES_CHANGED,
@@ -74,9 +73,8 @@ class Autopilot:
     def __init__(self, store: ActivationStore, following: Following) -> None:
         self.history: deque[str] = deque(maxlen=MOST_REASONS)
         self.planner: Any = search
-        self._store, self._shared, self._tiers, self._profiler, self._run = (
-            store, store.shared, store.tiers, store.profiler, store.run,
-        )  # fmt: skip
+        self._store, self._shared, self._tiers = store, store.shared, store.tiers
+        self._profiler, self._run = store.profiler, store.run
         self._following = following
         following.placement.forward_begins = weakref.WeakMethod(self.forward_begins)
         self._recording = Recording(store)
@@ -157,9 +155,8 @@ class Autopilot:
         )
 
     def _begin_step(self) -> None:
-        accounts = self._shared.accounts
         self._following.placement.mismatched_bytes = 0
-        self._began = now(), copy.copy(accounts), self._moved_bytes
+        self._began = now(), copy.copy(self._shared.accounts), self._moved_bytes
         self._shape_is_known = False
         self._begin_shape()
 
@@ -184,7 +181,7 @@ class Autopilot:
         """A step of this shape begins: record it or not, and move something to measure a link or not."""
         shape, placement = self._shape, self._following.placement
         placement.keep_all = shape.tries_keeping
-        placement.probe = self._probe if shape.steps.measures else None
+        placement.probe = shape.probe if shape.steps.measures else None
         self._shared.watches_host = (
             shape.plan is not None and placement.probe is None and shape.steps.measures and not shape.due
         )
@@ -201,24 +198,6 @@ class Autopilot:
                 self._profiler.begin()
         else:
             self._profiler.forget()
-
-    @property
-    def _probe(self) -> int | None:
-        """The place of the storage that moves now and then where the plan moves none: what is not used is not measured.
-
-        It is the first that a link brings back in `PROBE_SHARE` of a step, else the smallest.
-        """
-        plan, profile = self._shape.plan, self._shape.profile
-        if plan is None or profile is None or plan.offloaded_bytes:
-            return None
-        if profile.disk is not None and profile.disk.cost_s_per_byte > 0:
-            return None  # moving costs time, which somebody bounds
-        links = [link for link in (profile.disk, profile.host) if link is not None]
-        most = PROBE_SHARE * profile.step_s * min((link.read_bytes_per_s for link in links), default=float("inf"))
-        kept = [entry for entry in plan.entries if not entry.reason]
-        found = next((entry for entry in kept if entry.nbytes <= most), None)
-        smallest = min(kept, key=lambda entry: entry.nbytes, default=None) if found is None else found
-        return None if smallest is None else smallest.index
 
     @property
     def _moved_bytes(self) -> int:
@@ -261,7 +240,7 @@ class Autopilot:
     def _is_too_much(self, shape: Shape, observed: Observed) -> bool:
         """Whether the step ran out of memory, or passed ``device_memory``: the next one of its shape takes less."""
         limit, passed = self._budgets.of(shape, self._shapes), self._budgets.passed_bytes
-        ran_out, peak = self._store.ran_out_of_memory(), observed.peak_bytes or 0
+        ran_out, peak = self._store.out_of_memory.happened(), observed.peak_bytes or 0
         if not ran_out and not (passed and limit):
             return False
         most = peak if limit is None else min(peak, limit)
@@ -308,15 +287,15 @@ class Autopilot:
             shape.tries_keeping = False
             self._recording.learn_cost(shape.moving[0] - profile.step_s, shape.moving[1], profile.step_s)
             self._make_plan(shape, self._recording.on_links(profile), observed)
-        elif (
-            self._recording.steps > WARM_UP
-            and now() >= self._rest_until_s
-            and self._budgets.all_is_there(shape, self._count)
-        ):
+        elif self._may_plan(shape):
             shape.tries_keeping = self._can_try_keeping(profile)
             shape.moving = observed.step_s - observed.wait_s, moved_bytes
             if not shape.tries_keeping and not self._chooses_regions(shape, profile):
                 self._make_plan(shape, profile, observed)
+
+    def _may_plan(self, shape: Shape) -> bool:
+        late_enough = self._recording.steps > WARM_UP and now() >= self._rest_until_s
+        return late_enough and self._budgets.all_is_there(shape, self._count)
 
     def _can_try_keeping(self, profile: Profile) -> bool:
         """Whether a step moves nothing first: only that shows what moving costs, and only ``max_slowdown`` asks."""
@@ -329,7 +308,7 @@ class Autopilot:
         """Whether regions should run once that ran again in the step that was recorded; the next one shows it."""
         if shape.once or not profile.regions:
             return False
-        shape.base = profile
+        shape.base, shape.own_bytes = profile, shape.own_bytes or self._budgets.peak_bytes
         if self._agreed is not None:
             return False
         try:
@@ -382,17 +361,14 @@ class Autopilot:
         except BudgetError as error:
             if self._runs_fewer(shape):
                 return
-            number = bool(self._budgets.device_bytes)
-            if not number and not _passed(observed, budget):
-                self.history.append(f"no plan: {error}")  # but the last step did keep it: go on as it was
-                shape.hopeless = True
-                return
-            assert budget is not None, "no plan keeps it"
-            least, found = self._least(profile, budget)
-            if self._shared.config.device_budget is not None and self._shared.config.device_share is None:
-                raise BudgetError(budget, least) from error
-            if not number or self._budgets.passed_bytes:
-                self._take_floor(least)
+            found, number = None, bool(self._budgets.device_bytes)
+            if number or _passed(observed, budget):  # else the last step did keep it: go on as it was
+                assert budget is not None, "no plan keeps it"
+                least, found = self._least(profile, budget)
+                if self._shared.config.device_budget is not None and self._shared.config.device_share is None:
+                    raise BudgetError(budget, least) from error
+                if not number or self._budgets.passed_bytes:
+                    self._take_floor(least)
             if found is None:
                 self.history.append(f"no plan: {error}")
                 shape.hopeless = True
@@ -446,7 +422,8 @@ class Autopilot:
                 raise
             least, found = self._least(profile, error.floor_bytes)
             shape.most_bytes = least  # the next step shows whether the device has that
-            return found or self.planner.plan(profile, self.limits)
+            plan = found or self.planner.plan(profile, self.limits)
+            return plan
 
     def _run_once(self, shape: Shape, once: frozenset[int], reason: str = "") -> None:
         """Run these regions once from the next step on, which is recorded. Until there is a plan, all may move."""
@@ -462,8 +439,7 @@ class Autopilot:
             self._following.follow(None, shape.once)
 
     def _follow(self, shape: Shape, plan: Plan, profile: Profile, reason: str) -> None:
-        several = len(self._shapes) > 1
-        self.history.append(f"{reason} (inputs {shape})" if several else reason)
+        self.history.append(f"{reason} (inputs {shape})" if len(self._shapes) > 1 else reason)
         shape.steps = StepsUnderPlan(REVIEW_STEPS if shape.profile is None else AFTER_A_CHANGE)
         shape.plan = replace(plan, once=tuple(sorted(shape.once)), regions=shape.regions)
         shape.profile, shape.due = profile, ""
@@ -487,7 +463,7 @@ class Autopilot:
         late_s = seen.step_s - (shape.plan.predicted_step_s or seen.step_s)
         self._recording.learn_idle(shape.plan, seen)
         self._recording.look_at_links(waited=min(late_s, seen.wait_s) > WAIT_SHARE * seen.step_s)
-        reason = surprise(shape.plan, seen, shape.profile, self._recording.on_links(shape.profile), self._idle_share)
+        reason = surprise(shape.plan, seen, shape.profile, self._recording.on_links(shape.profile), self._loss)
         if not reason:
             self._changes = 0
         elif now() >= self._rest_until_s and self._count >= self._record_from:
@@ -542,22 +518,22 @@ class Autopilot:
         """Whether a plan that was made just now is better than the one that is followed by enough to change."""
         limits = self.limits
         before, after = (simulate(profile, plan, limits, detail=False) for plan in (old, new))
-        if before.peak_bytes > (limits.device_budget or float("inf")) or before.step_s > self._longest_s(profile):
+        if (
+            before.peak_bytes > (limits.device_budget or float("inf"))
+            or before.step_s > (1 + self._loss) * profile.step_s
+        ):
             return True  # the old one breaks a limit
         if limits.device_budget is not None:
             return after.step_s < (1 - PLAN_GAIN) * before.step_s
         return after.peak_bytes < (1 - PLAN_GAIN) * before.peak_bytes
 
     @property
-    def _idle_share(self) -> float:
+    def _loss(self) -> float:
         """How much longer than one that keeps all a step may be, as a share."""
         limits = self.limits
         if limits.max_slowdown is not None:
             return limits.max_slowdown
         return NO_LOSS if limits.device_budget is None else float("inf")
-
-    def _longest_s(self, profile: Profile) -> float:
-        return (1 + self._idle_share) * profile.step_s
 
     def _rest(self) -> None:
         """Record again: the next step at first, then after more and more steps."""
@@ -611,7 +587,7 @@ class Autopilot:
             return "\n".join([first, *lines])
         ago = self._count - shape.recorded_at + 1
         age = f"measured: in the step recorded {ago} step{'s' * (ago != 1)} ago"
-        if self._probe is not None:
+        if shape.probe is not None:
             age += f"; one storage in {REVIEW_STEPS} steps moves only to be measured"
         regions = [shape.in_words(self._budgets.device_bytes)] if shape.regions else []
         return "\n".join(

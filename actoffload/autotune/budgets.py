@@ -57,6 +57,8 @@ class Budgets:
             bounds.append(self._left_bytes(shape, known))
         elif self._config.device_budget is None and shape.once and shape.base is not None:
             bounds.append(shape.base.baseline_peak_bytes)
+            if shape.own_bytes and shape.other_bytes is not None:
+                bounds.append(max(0, shape.own_bytes - shape.other_bytes))
         return min((nbytes for nbytes in bounds if nbytes is not None), default=None)
 
     def limits(self, device_budget: int | None) -> Limits:
@@ -72,6 +74,11 @@ class Budgets:
             tiers=("host",) if self._tiers.spool is None else tiers,
             agreed=not several_ranks(),
         )
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that a device has had so far; 0 where nothing counts it."""
+        return (self._tiers.in_use() or (0, 0))[1]
 
     @property
     def room_bytes(self) -> int | None:

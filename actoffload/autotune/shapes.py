@@ -6,7 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from ..planning.constants import MOST_SHAPES
+from ..planning.constants import MOST_SHAPES, PROBE_SHARE
 from ..planning.explain import format_time
 from ..planning.plan import Plan
 from ..planning.profile import Profile
@@ -18,9 +18,12 @@ from .observations import StepsUnderPlan
 class Shape:
     """Steps whose inputs have one shape.
 
+    It has more than fifteen attributes: all that is known of these steps, which the autopilot changes.
+
     Attributes:
         key: the shape.
         base: a recorded step in which every checkpointed region ran again; None before there is one.
+        own_bytes: the most that the device had had by then, with the program's own checkpoints.
         once: the regions that run once, by their places.
         profile: the recorded step that the plan was made from.
         plan: what these steps follow; None before there is a plan.
@@ -39,6 +42,7 @@ class Shape:
     def __init__(self, key: InputShapes) -> None:
         self.key = key
         self.base: Profile | None = None
+        self.own_bytes = 0
         self.once: frozenset[int] = frozenset()
         self.profile: Profile | None = None
         self.plan: Plan | None = None
@@ -66,6 +70,24 @@ class Shape:
     def at_most(self, nbytes: float) -> None:
         """Bound what these steps may save."""
         self.most_bytes = max(0, int(nbytes if self.most_bytes is None else min(nbytes, self.most_bytes)))
+
+    @property
+    def probe(self) -> int | None:
+        """The place of the storage that moves now and then where the plan moves none: what is not used is not measured.
+
+        It is the first that a link brings back in `PROBE_SHARE` of a step, else the smallest.
+        """
+        plan, profile = self.plan, self.profile
+        if plan is None or profile is None or plan.offloaded_bytes:
+            return None
+        if profile.disk is not None and profile.disk.cost_s_per_byte > 0:
+            return None  # moving costs time, which somebody bounds
+        links = [link for link in (profile.disk, profile.host) if link is not None]
+        most = PROBE_SHARE * profile.step_s * min((link.read_bytes_per_s for link in links), default=float("inf"))
+        kept = [entry for entry in plan.entries if not entry.reason]
+        found = next((entry for entry in kept if entry.nbytes <= most), None)
+        smallest = min(kept, key=lambda entry: entry.nbytes, default=None) if found is None else found
+        return None if smallest is None else smallest.index
 
     def fewer(self) -> None:
         """Let half as many regions run once from now on."""

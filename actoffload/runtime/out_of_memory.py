@@ -1,4 +1,4 @@
-"""What is added to an error of PyTorch's allocator that a step raises: what was resident of ours, and what to do."""
+"""Errors of the device's allocator: a note in those that a step raises, and whether there were any."""
 
 from __future__ import annotations
 
@@ -8,35 +8,54 @@ from collections.abc import Iterable
 from ..config import OffloadConfig
 from ..sizes import format_size
 from ..tiers.accounts import Accounts
+from ..tiers.tiers import Tiers
 
 MOST_MODULES = 3
 
 
-def note(config: OffloadConfig, accounts: Accounts, saves: Iterable[tuple[int, object, str | None]]) -> str:
-    """Return the note: saved tensors on the device, the modules that save the most, the option that takes less.
+class OutOfMemory:
+    """What a store knows of such errors. We see those that leave a forward, and those of our own requests in backward.
 
     Args:
         config: the options.
         accounts: what is resident.
-        saves: bytes, reason and module of each storage that the forward has saved.
+        tiers: have the device, whose allocator counts the errors that nobody shows us.
     """
-    by_module: Counter[str] = Counter()
-    for nbytes, _, module in saves:
-        by_module[module or "modules without a name (pass model=)"] += nbytes
-    largest = ", ".join(f"{format_size(nbytes)} in {name}" for name, nbytes in by_module.most_common(MOST_MODULES))
-    told = f"actoffload: {format_size(accounts.resident_bytes)} of saved tensors were on the device"
-    return f"{told}{f'; the forward had saved {largest}' if largest else ''}. Next: {_next(config)}"
 
+    def __init__(self, config: OffloadConfig, accounts: Accounts, tiers: Tiers) -> None:
+        self._config, self._accounts, self._tiers = config, accounts, tiers
+        self._seen = False
+        self._counted = tiers.out_of_memory()
 
-def _next(config: OffloadConfig) -> str:
-    if config.policy != "auto":
-        return "policy='all' moves the most; a smaller batch, or gradient checkpointing, saves less"
-    if config.device_memory is not None:
-        return (
-            f"the next step of this shape takes less; else lower device_memory={config.device_memory!r}, or the batch"
-        )
-    if config.device_budget is not None:
-        return (
-            f"the next step of this shape takes less; else lower device_budget={config.device_budget!r}, or the batch"
-        )
-    return "device_memory='auto' begins each shape with the least memory; or make the batch smaller"
+    def note(self, error: BaseException, saves: Iterable[tuple[int, object, str | None]]) -> None:
+        """Note in an error what was resident, the modules that save the most, and the option that takes less.
+
+        Args:
+            error: is raised.
+            saves: bytes, reason and module of each storage that the forward has saved.
+        """
+        self._seen = True
+        by_module: Counter[str] = Counter()
+        for nbytes, _, module in saves:
+            by_module[module or "modules without a name (pass model=)"] += nbytes
+        largest = ", ".join(f"{format_size(nbytes)} in {name}" for name, nbytes in by_module.most_common(MOST_MODULES))
+        told = f"actoffload: {format_size(self._accounts.resident_bytes)} of saved tensors were on the device"
+        told += f"; the forward had saved {largest}" if largest else ""
+        if not any(note.startswith("actoffload: ") for note in getattr(error, "__notes__", ())):  # or it has one
+            error.add_note(f"{told}. Next: {self._next}")
+
+    def happened(self) -> bool:
+        """Whether there was an error since the last call."""
+        before, self._counted = self._counted, self._tiers.out_of_memory()
+        seen, self._seen = self._seen or self._counted > before, False
+        return seen
+
+    @property
+    def _next(self) -> str:
+        config = self._config
+        if config.policy != "auto":
+            return "policy='all' moves the most; a smaller batch, or gradient checkpointing, saves less"
+        if not config.is_limited:
+            return "device_memory='auto' begins each shape with the least memory; or make the batch smaller"
+        name = "device_memory" if config.device_memory is not None else "device_budget"
+        return f"the next step of this shape takes less; else lower {name}={getattr(config, name)!r}, or the batch"

@@ -15,6 +15,8 @@ from .optimizer_steps import Watcher, optimizer_steps
 class RunSoFar:
     """A store's run. The caller holds the store's lock.
 
+    It has more than fifteen attributes: what the run found at first, and what looks at memory have shown.
+
     Attributes:
         memory_before: as `Tiers.memory` was when the first forward began.
         process_before_bytes: the resident memory of the process then.

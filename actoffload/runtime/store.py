@@ -30,7 +30,7 @@ from .backward_end import BackwardEnd
 from .decision import OffloadDecision
 from .identity import Counter, IdentityMap
 from .kept_place import KeptPlace
-from .out_of_memory import note
+from .out_of_memory import OutOfMemory
 from .pipeline import Hint, Phases
 from .prefetch import Prefetch
 from .profiler import Profiler, SavedStorage
@@ -74,6 +74,7 @@ class ActivationStore:
         closed: nothing more is taken; ``forked``: this process is a fork and has none of the threads.
         interrupted: it was aborted by an interrupt.
         run: when it began, and what it found.
+        out_of_memory: the errors of the device's allocator.
     """
 
     def __init__(self, config: OffloadConfig, accelerator: Accelerator | None = None) -> None:
@@ -86,11 +87,10 @@ class ActivationStore:
         self._following_bytes: int | None = None
         self._backward_end = BackwardEnd(self._backward_ended)
         self._swallowed: BaseException | None = None
-        self._out_of_memory = False
         path = trace_path(config)  # before anything is opened
         self.shared.lock.after_release = weakref.WeakMethod(self._count_dropped_if_free)
         self.tiers = Tiers(self.shared, accelerator)
-        self._allocator_errors = self.tiers.out_of_memory()
+        self.out_of_memory = OutOfMemory(config, self.shared.accounts, self.tiers)
         self.profiler = Profiler(self.tiers.stopwatch())
         on_cpu = isinstance(self.tiers.by_device.get("cpu"), CpuTier)
         first = CPU_PREFETCH_BYTES if on_cpu else DEVICE_PREFETCH_BYTES
@@ -341,7 +341,7 @@ class ActivationStore:
                 try:
                     storage = self._fetch_now(record, tier)
                 except torch.OutOfMemoryError as error:
-                    self.out_of_memory(error)
+                    self.out_of_memory.note(error, () if record.tape is None else record.tape.decisions)
                     raise
                 begin = record.data_begin
                 if not on_device and first in (State.FETCHING, State.SPILLED):
@@ -401,20 +401,6 @@ class ActivationStore:
                     tier.release_dead()
                 if self.profiler.running or self.shared.config.device_memory is not None:
                     self.run.backward_ends(self.tiers, recorded=bool(self.profiler.running))
-
-    def out_of_memory(self, error: BaseException) -> None:
-        """Note in an error of the device's allocator what was resident. In backward we only see our own requests."""
-        notes = getattr(error, "__notes__", [])
-        told = note(self.shared.config, self.shared.accounts, self._decisions)
-        self._out_of_memory = True
-        if told not in notes:
-            error.add_note(told)
-
-    def ran_out_of_memory(self) -> bool:
-        """Whether the device has had no memory since the last call, also where nobody told us."""
-        before, self._allocator_errors = self._allocator_errors, self.tiers.out_of_memory()
-        found, self._out_of_memory = self._out_of_memory or self._allocator_errors > before, False
-        return found
 
     def _fetch_now(self, record: Record, tier: Tier) -> torch.UntypedStorage:
         record.error = None  # a prefetch that failed is tried once more

@@ -31,7 +31,8 @@ def test_the_first_ranks_regions_run_once_on_both(ranks: list[dict[str, object]]
     for rank in ranks:
         history = rank["history"]
         assert isinstance(history, list)
-        assert history[:3] == ["first plan", "the ranks have agreed", "first plan"]
+        assert "the ranks have agreed" in history
+        assert history[-1].startswith("first plan"), "what leaves is each rank's own choice"
 
 
 def test_they_do_not_agree_before_each_has_a_plan(ranks: list[dict[str, object]]) -> None:
