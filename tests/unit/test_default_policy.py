@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import actoffload
 from actoffload import Offloader, Plan, Profile
-from actoffload.planning.planners.base import Limits
+from actoffload.planning.search import Limits
 from actoffload.testing.faults import SlowEngine
 from actoffload.testing.gpt import GPT, GPTConfig
 from tests.harness import (

@@ -15,8 +15,9 @@ from actoffload import Plan
 from actoffload.autotune.agreement import Proposal
 from actoffload.errors import BudgetError, ConfigError
 from actoffload.planning.constants import WARM_UP
-from actoffload.planning.planners import Limits, make_planner
 from actoffload.planning.profile import Profile
+from actoffload.planning.search import Limits
+from actoffload.planning.search import plan as make_plan
 from tests import planner_cases
 from tests.harness import autopilot_of
 from tests.planner_rig import MIB, MakeRig, Rig, rigs
@@ -130,7 +131,7 @@ def test_a_plan_from_a_file_gives_what_it_predicts(make_rig: MakeRig) -> None:
     rig.steps(WARM_UP + 2)
     pilot = autopilot_of(rig.offloader)
     profile = Profile.from_json(pilot.profile.to_json())
-    plan = Plan.from_json(make_planner().plan(profile, Limits(device_budget=BUDGET)).to_json())
+    plan = Plan.from_json(make_plan(profile, Limits(device_budget=BUDGET)).to_json())
     assert plan.recompute
     assert plan.offloaded_bytes
     given = make_rig(bytes_per_s=SLOW, device_budget=BUDGET, policy=plan)
