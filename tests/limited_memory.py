@@ -273,8 +273,8 @@ def main(argument: str) -> int:
     """Print what the JSON object ``argument`` asks for: ``what`` (`limited`, `mixes` or `alone`) and its arguments."""
     torch.set_num_threads(1)
     spec = json.loads(argument)
-    parts: dict[str, Callable[..., dict[str, Any]]] = {"limited": limited, "mixes": mixes, "alone": alone}
-    what = parts[spec.pop("what")]
+    kinds: dict[str, Callable[..., dict[str, Any]]] = {"limited": limited, "mixes": mixes, "alone": alone}
+    what = kinds[spec.pop("what")]
     with virtual_time():
         print(json.dumps(what(**spec)))
     return 0
