@@ -117,6 +117,7 @@ class Tier(ABC):
         """Bring the resident bytes to at most ``limit_bytes - nbytes``, as far as what is on its way out allows."""
         shared = self.shared
         while shared.pending_bytes > 0 and shared.accounts.resident_bytes + nbytes > limit_bytes and not shared.stopped:
+            self.flush()  # a batch that waits for more records would stay pending for ever, as this thread adds none
             shared.changed.wait()
 
     def expect_pending(self, nbytes: int | None) -> None:

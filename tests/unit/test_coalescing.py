@@ -67,6 +67,14 @@ def test_a_batch_is_one_request_each_way(make_offloader: MakeOffloader) -> None:
     assert 2 * FULL * (NBYTES - edges) <= sum(engine.written) <= 2 * BATCH
 
 
+def test_a_plan_that_bounds_the_memory_waits_for_no_batch_that_is_never_full(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(engine="memory")  # without a budget of the user's small tensors wait for each other
+    offloader.store.shared.budget.limit_bytes = 2 * NBYTES
+    saved = Saved(offloader, activations(3))
+    assert states_of(offloader).count("spilled") >= 1
+    saved.check_rest()
+
+
 @settings(max_examples=20)
 @given(seed=st.integers(0, 1 << 20), engine=st.sampled_from(["memory", "posix"]))
 def test_any_sizes_in_any_order(seed: int, engine: Any) -> None:

@@ -36,7 +36,7 @@ def test_json_there_and_back() -> None:
     assert Plan.from_json(text) == PLAN
     assert json.loads(text)["version"] == 2
     assert Plan.from_json(Plan(()).to_json()) == Plan(())
-    regions = Plan(PLAN.entries, once=(0, 3), regions=4, recompute_bytes=7)
+    regions = Plan(PLAN.entries, once=(0, 3), regions=4)
     assert Plan.from_json(regions.to_json()) == regions
 
 
