@@ -53,9 +53,7 @@ class ActivationStore:
 
     An interrupt (Ctrl-C, or whatever a signal's handler raises) inside of it may leave records and counts half changed.
     So whoever catches an exception calls `abort_if_interrupted`: the store ends, what its handles still need is lost,
-    and the offloader makes another store.
-
-    It has more than fifteen attributes, as the parts of a step meet here.
+    and the offloader makes another store. It has more than fifteen attributes, as the parts of a step meet here.
 
     Args:
         config: the options.
