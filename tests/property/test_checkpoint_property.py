@@ -206,7 +206,7 @@ def check_profile(offloader: Offloader, step: Step) -> None:
 
 def regions_of(kinds: tuple[Kind, ...]) -> int:
     """How many regions of ours a forward has: one that raised was one as well."""
-    return sum(1 + bool(kind.raises) for kind in kinds if not kind.reentrant)
+    return sum(1 + bool(kind.raises) for kind in kinds if not kind.reentrant and kind.contexts != "own")
 
 
 @st.composite
