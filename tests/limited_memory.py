@@ -40,6 +40,8 @@ SLOWER = 4
 ACCUMULATION = 4
 BUDGETS = (0.0, 0.1, 0.25, 0.5, 1.0)
 """Shares of what is saved if all is kept, for `mixes`: the last one moves nothing."""
+NOTHING = 1024
+"""Bytes that hold no storage: a budget of fewer would be refused, as it may be meant as a percentage."""
 MIX_STEPS = 5
 """Of each shape; the last one counts."""
 
@@ -255,7 +257,8 @@ def mixes(name: str, link: tuple[float, float]) -> dict[str, Any]:
     choices |= {tuple(blocks * number // count for number in range(count)) for count in counts if count}
     for plain in sorted(choices):
         for budget in BUDGETS:
-            options = {"target": "host", "device_budget": max(1, int(budget * saved))} if budget < 1 else {}
+            moves = {"target": "host", "device_budget": max(NOTHING, int(budget * saved)), "checkpoints": "leave"}
+            options = moves if budget < 1 else {}
             mix = run(name, link, MIX_STEPS * len(SHAPES), plain, **options)
             if "failed" not in mix:
                 found.append(
