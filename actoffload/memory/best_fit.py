@@ -45,6 +45,11 @@ class ExtentAllocator:
         """The largest request that would succeed now."""
         return max([size for _, size in self._free], default=0)
 
+    @property
+    def free_at_end_bytes(self) -> int:
+        """The free bytes at the end of the arena, which are joined with those that it grows by."""
+        return self._free[-1][1] if self._free and sum(self._free[-1]) == self.capacity_bytes else 0
+
     def round_up(self, nbytes: int) -> int:
         """Return ``nbytes`` rounded up to the alignment."""
         return -(-nbytes // self._alignment) * self._alignment

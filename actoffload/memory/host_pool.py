@@ -12,7 +12,6 @@ import os
 import threading
 import weakref
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..locks import renewed_in_child
+from ..locks import Mailbox, renewed_in_child
 from .slab import ALIGNMENT, OwnedMemory, Slab
 
 TRIM_STEPS = 32
@@ -49,7 +48,7 @@ class Slot:
 
     __slots__ = ("_dropped", "_piece", "address", "events", "nbytes", "offset", "slab", "views")
 
-    def __init__(self, piece: _Piece, dropped: deque[_Piece]) -> None:
+    def __init__(self, piece: _Piece, dropped: Mailbox[_Piece]) -> None:
         self.address, self.nbytes, self.slab, self.offset, self.events, self.views = self._piece = piece
         self._dropped = dropped
 
@@ -170,9 +169,9 @@ class HostPool:
         self._by_room: list[tuple[int, int, Slab]] = []
         self._idle: dict[Slab, None] = {}  # of which nothing is handed out
         self._kept: dict[int, list[_Piece]] = {}  # given back, but not to their slabs, by size
-        self._dropped: deque[_Piece] = deque()  # filled by finalizers, which take no lock
-        self._grown: deque[Slab | None] = deque()  # filled by the thread that page-locks, which takes none either
-        self._gone: deque[Slab] = deque()  # filled by the thread that gives memory back
+        self._dropped: Mailbox[_Piece] = Mailbox()  # filled by finalizers
+        self._grown: Mailbox[Slab | None] = Mailbox()  # filled by the thread that page-locks
+        self._gone: Mailbox[Slab] = Mailbox()  # filled by the thread that gives memory back
         self._thread: threading.Thread | None = None
         self._trimmer: threading.Thread | None = None
         self._steps = 0
@@ -431,14 +430,12 @@ class HostPool:
             self._gone.append(slab)
 
     def _reclaim(self) -> None:
-        while self._gone:
-            slab = self._gone.popleft()
+        for slab in self._gone.drain():
             if slab.locked:  # the device has not let go of it
                 self._list(slab)
             else:
                 self._forget(slab)
-        while self._grown:
-            grown = self._grown.popleft()
+        for grown in self._grown.drain():
             self.growing = False
             if grown is None:
                 self.capacity_bytes = self.mapped_bytes  # the system has no more
@@ -457,8 +454,7 @@ class HostPool:
                         self._unmap(slab)
 
     def _take_dropped(self) -> None:
-        while self._dropped:
-            piece = self._dropped.popleft()
+        for piece in self._dropped.drain():
             if self._poison:
                 self._overwrite(piece)
             self.allocated_bytes -= piece.nbytes

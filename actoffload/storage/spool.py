@@ -1,50 +1,67 @@
 """The spool: room on disk for saved activations, and transfers to and from it.
 
-An extent is striped over the paths. Freed room is only handed out again when nothing reads or writes it any more: reuse
-before completion would be silent corruption.
+An extent lies whole on one path, the one with the shortest queue. Freed room is only handed out again when nothing
+reads or writes it any more: reuse before completion would be silent corruption.
 
 Several spools may share the files and engines of one `Disk`: each has its own counts, and ends alone. The disk's lock
-guards the allocators and the counts. ``free``, ``Transfer.cancel`` and the end of a transfer never wait for
-it, as a finalizer may run while its own thread holds the lock: they put the extent or the transfer into a queue, which
-whoever gets the lock works off.
+guards the allocators and the counts. ``free``, ``Transfer.cancel`` and the end of a transfer never wait for it, as a
+finalizer may run while its own thread holds the lock: they put the extent or the transfer into a mailbox, and the
+thread that gets or releases the lock empties it.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..errors import StateError
 from ..events import now
-from ..locks import DrainingLock
-from .arena import ArenaSet, SpoolStatistics
+from ..locks import DrainingLock, Mailbox
+from .arena import ArenaSet, Extent, SpoolStatistics
 from .engines import EngineFactory
 from .engines.base import IoKind, Range, SpoolFile, StorageEngine
 from .meters import LinkShare, RateMeter
-from .transfers import Extent, Transfer, closed_error
+from .transfers import Transfer, closed_error
 
 
 class Disk:
-    """What the spools that were made for one configuration share: files, engines, allocators, and what guards them.
+    """The files, engines and allocators that the spools of one configuration share, and the lock that guards them.
 
     Attributes:
         lock: guards the allocators, and the counts of every spool.
-        ended: what is freed or over, and not yet worked off, each with its spool.
-        users: the spools, those that are closed as well.
-        closed: the files are gone; for another spool another disk has to be opened.
+        users: the spools, also the closed ones.
+        closed: the files are gone; another spool has to open another disk.
     """
 
     def __init__(self, arenas: ArenaSet) -> None:
         self.arenas = arenas
-        self.lock = DrainingLock()
-        self.ended: deque[tuple[Spool, Extent | Transfer]] = deque()
         self.users: weakref.WeakSet[Spool] = weakref.WeakSet()
         self.closed = False
+        self._renew_lock()
+
+    def _renew_lock(self) -> None:
+        self._ended: Mailbox[tuple[Spool, Extent | Transfer]] = Mailbox()
+        self.lock = DrainingLock(self._ended)
+        self.lock.after_release = weakref.WeakMethod(self._deliver)
+
+    def post(self, spool: Spool, item: Extent | Transfer) -> None:
+        """Have an extent that is freed, or a transfer that is over, worked off soon. Never blocks."""
+        self._ended.append((spool, item))
+        self._deliver()
+
+    def work_off(self) -> bool:
+        """Work off what was posted, of all spools on the disk; True. The lock is held."""
+        for spool, item in self._ended.drain():
+            spool.work_off(item)
+        return True
+
+    def _deliver(self) -> None:
+        self.lock.deliver(self.work_off)
 
     def close(self, *, wait: bool) -> None:
-        """End the engines, without ``wait`` what is queued too, and give the disk space back."""
+        """End the engines, without ``wait`` cancel queued requests, and give the disk space back."""
         self.closed = True
         for arena in self.arenas.arenas:
             if wait:
@@ -57,8 +74,7 @@ class Disk:
         """Close our descriptors; the files and threads are the parent's."""
         if not self.closed:
             self.closed = True
-            self.lock = DrainingLock()  # the other one may be held by a thread that this process does not have
-            self.ended.clear()
+            self._renew_lock()  # the old one may be held by a thread that this process does not have
             for arena in self.arenas.arenas:
                 arena.engine.after_fork_in_child()
             self.arenas.close_files()
@@ -67,23 +83,24 @@ class Disk:
 class Spool:
     """Room on disk for extents, and transfers between them and memory. Thread-safe.
 
-    It has more than fifteen attributes, as it says what its engines can do.
+    It has more than fifteen attributes, as it repeats the capabilities of its engines.
 
     Args:
-        paths: Directories; extents are striped over them.
+        paths: Directories; each extent lies on one of them.
         engine: Name of an engine, ``"auto"``, names of which the first that works is taken, or a factory that makes one
             for a file.
-        capacity_bytes: Most bytes on disk, all paths together; None: what the file systems have free, less a reserve.
+        capacity_bytes: Most bytes on disk, all paths together; None: the free space of the file systems, less a
+            reserve.
         processes: How many processes open a spool like this one on the machine: without ``capacity_bytes`` each takes
-            at most its share of what is free when it begins, so that none fills the disk of the others.
-        stripe_bytes: Largest segment of an extent, thus of a request.
+            at most its share of the free space as it begins, so that none fills the disk of the others.
+        request_bytes: Largest request; a longer transfer is several, which run at the same time.
         grow_bytes: How much an arena is grown at a time; the first step is taken at once.
         threads: Threads per engine; None: the engine's own choice.
         verify: Keep a checksum of every write and check it after every read.
         poison: For debugging: overwrite freed extents before they are used again.
         allow_any_filesystem: Also take memory, network and FUSE file systems.
-        disk: Another spool's, whose files and engines it shares: all arguments but ``verify`` and ``poison`` are that
-            one's.
+        disk: Of another spool, whose files and engines it shares: then all arguments but ``verify`` and ``poison`` are
+            ignored.
 
     Raises:
         ConfigError: There is no such engine.
@@ -99,7 +116,7 @@ class Spool:
         engine: str | tuple[str, ...] | EngineFactory = "auto",
         capacity_bytes: int | None = None,
         processes: int = 1,
-        stripe_bytes: int = 8 << 20,
+        request_bytes: int = 8 << 20,
         grow_bytes: int = 256 << 20,
         threads: int | None = None,
         verify: bool = False,
@@ -112,7 +129,7 @@ class Spool:
         self._live: dict[Transfer, LinkShare | None] = {}  # None: nothing of it has begun
         self.meters = {IoKind.WRITE: RateMeter(), IoKind.READ: RateMeter()}
         self.on_moved: Callable[[Transfer], None] | None = None
-        """Called with each transfer that has moved bytes and is over, with our lock held: it must not call us."""
+        """Called with each transfer that has moved bytes and is over. The disk's lock is held: it must not call us."""
         self._extents: set[Extent] = set()
         self._moved_bytes = {IoKind.WRITE: 0, IoKind.READ: 0}  # by transfers that are over
         self.allocated_bytes = 0
@@ -125,7 +142,7 @@ class Spool:
                 engine=engine,
                 threads=threads,
                 allow_any_filesystem=allow_any_filesystem,
-                stripe_bytes=stripe_bytes,
+                request_bytes=request_bytes,
                 grow_bytes=grow_bytes,
                 capacity_bytes=capacity_bytes,
                 processes=processes,
@@ -164,8 +181,8 @@ class Spool:
         with self.disk.lock:
             if self._closed or self.disk.closed:
                 raise closed_error()
-            self._work_off()
-            extent = Extent(self._arenas.take(nbytes))
+            self.disk.work_off()  # first: room that was freed counts at once
+            extent = self._arenas.take(nbytes)
             self._extents.add(extent)
             self.allocated_bytes += extent.nbytes
             self._peak_allocated_bytes = max(self._peak_allocated_bytes, self.allocated_bytes)
@@ -182,27 +199,28 @@ class Spool:
         on_done: Callable[[Transfer], None] | None = None,
         keepalive: object = None,
         held: bool = False,
-        about: object = None,
+        records: Sequence[Any] = (),
     ) -> Transfer:
         """Start to write ``length`` bytes of memory to an extent that nothing else reads or writes.
 
         Args:
-            extent: Where to.
-            address: Where from, a multiple of ``alignment``; must stay valid until the transfer is done (see
+            extent: Destination.
+            address: Source, a multiple of ``alignment``; must stay valid until the transfer is done (see
                 ``keepalive``).
             length: Bytes, a multiple of ``alignment``.
-            ranges: Several ranges of memory instead, as in ``IoRequest``: to one segment; only where ``vectored``.
-            before: Runs in an engine's thread, before the memory of each segment is touched.
+            ranges: Several ranges of memory instead, as in ``IoRequest``; only where ``vectored``.
+            before: Runs in an engine's thread, before each request touches its memory.
             on_done: Called at most once with the transfer, in an engine's thread, with no lock held.
             keepalive: Kept alive until nothing touches the memory any more.
-            held: Begin nothing: the caller says by ``go_on`` how many bytes may be written, as they are ready.
-            about: What it is known by: ``Transfer.about``.
+            held: Submit nothing: the caller calls ``go_on`` as bytes become ready.
+            records: The owners of the bytes: ``Transfer.records``.
 
         Raises:
             OffloaderClosedError: The spool is closed.
             StateError: The extent is freed, too small or in use, or something is not aligned.
         """
-        transfer = Transfer(IoKind.WRITE, extent, length, self._post, 0, before, on_done, keepalive, about=about)
+        owners = tuple(records)
+        transfer = Transfer(IoKind.WRITE, extent, length, self._post, 0, before, on_done, keepalive, None, owners)
         return self._start(transfer, ranges or ((address, length),), held)
 
     def read(
@@ -217,22 +235,23 @@ class Spool:
         keepalive: object = None,
         on_part: Callable[[], None] | None = None,
         held: bool = False,
-        about: object = None,
+        records: Sequence[Any] = (),
     ) -> Transfer:
-        """Start to read ``length`` bytes, behind ``skip``, of what the last successful write left in an extent.
+        """Start to read ``length`` bytes, behind ``skip``, that the last successful write left in an extent.
 
         Arguments and errors as in ``write``; also a StateError when that write has not finished, has failed or was
         shorter. With ``verify`` the length must be the one that was written. ``on_part`` is called as ``on_done`` is,
-        after each part but the last: see ``Transfer.arrived_bytes``.
+        after each request but the last: see ``Transfer.arrived_bytes``.
         """
-        transfer = Transfer(IoKind.READ, extent, length, self._post, skip, None, on_done, keepalive, on_part, about)
+        owners = tuple(records)
+        transfer = Transfer(IoKind.READ, extent, length, self._post, skip, None, on_done, keepalive, on_part, owners)
         return self._start(transfer, ranges or ((address, length),), held)
 
     def go_on(self, transfer: Transfer, nbytes: int | None = None) -> None:
-        """Begin what of a held transfer lies within its first ``nbytes`` bytes (None: all). For one thread at a time.
+        """Submit the requests of a held transfer within its first ``nbytes`` bytes (None: all). One thread at a time.
 
         Raises:
-            OffloaderClosedError: An engine is closed; the caller is to ``Transfer.fail`` the transfer.
+            OffloaderClosedError: The engine is closed; the caller is to ``Transfer.fail`` the transfer.
         """
         with self.disk.lock:
             if transfer in self._live and self._live[transfer] is None:
@@ -269,10 +288,10 @@ class Spool:
         self._free_all()
 
     def abort(self, *, all_users: bool = False) -> None:
-        """Cancel what has not started, then give the disk space back once what runs has ended. Idempotent.
+        """Cancel queued requests, then give the disk space back once the running ones have ended. Idempotent.
 
-        It works from any state in which an interrupt may have left this thread. A cancelled transfer wakes whoever
-        waits for it, with an ``OffloaderClosedError`` in its ``error`` and no ``on_done``.
+        It works from any state in which an interrupt may have left this thread. A cancelled transfer wakes the threads
+        that wait for it, with an ``OffloaderClosedError`` in its ``error`` and no ``on_done``.
 
         Args:
             all_users: End the disk for the other spools on it as well: an interrupt may have left the allocators or an
@@ -315,9 +334,9 @@ class Spool:
             transfer.abandon(closed_error())
 
     def statistics(self) -> SpoolStatistics:
-        """Return what the disk is, and what this spool has done so far."""
+        """Return the room of the disk, and the traffic of this spool so far."""
         with self.disk.lock:
-            self._work_off()
+            self.disk.work_off()
             moved = dict(self._moved_bytes)
             for transfer in self._live:
                 moved[transfer.kind] += transfer.moved_bytes
@@ -332,18 +351,19 @@ class Spool:
             )
 
     def _start(self, transfer: Transfer, memory: Sequence[Range], held: bool = False) -> Transfer:
-        transfer.prepare(self._arenas.arenas, memory, alignment=self.alignment, verify=self._verify)
-        extent = transfer.extent
+        request_bytes, extent = self._arenas.request_bytes, transfer.extent
+        transfer.prepare(memory, request_bytes=request_bytes, alignment=self.alignment, verify=self._verify)
         try:
             with self.disk.lock:
                 if self._closed or self.disk.closed:
                     raise closed_error()
-                self._work_off()
+                self.disk.work_off()  # first: a transfer of this extent may be over, and not counted as over yet
                 if extent.freed:
                     raise StateError(f"{transfer.kind.value}: {extent!r} is freed")
                 transfer.check_order(self._verify)
                 self._live[transfer] = None if held else self._begins(transfer)
                 extent.transfers += 1
+                extent.arena.queued_bytes += transfer.length
                 if transfer.kind is IoKind.WRITE:
                     extent.writer, extent.valid_bytes = transfer, 0
             if not held:
@@ -359,25 +379,14 @@ class Spool:
         return self.meters[transfer.kind].began(transfer.began_s)
 
     def _post(self, item: Extent | Transfer) -> None:
-        """Queue an extent that is freed or a transfer that is over, and work the queue off if nobody else does.
+        if not self._inert:  # the fork may have caught the allocators in the middle of a change
+            self.disk.post(self, item)
 
-        Never blocks. The end of a transfer may be posted twice; it counts once.
+    def work_off(self, item: Extent | Transfer) -> None:
+        """For the disk: count an extent that is freed or a transfer that is over. The lock is held.
+
+        The end of a transfer may be posted twice; it counts once.
         """
-        if self._inert:  # the fork may have caught the allocators in the middle of a change
-            return
-        disk = self.disk
-        disk.ended.append((self, item))
-        while disk.ended and disk.lock.run_if_free(self._work_off) is not None:
-            pass
-
-    def _work_off(self) -> bool:
-        """Work off what is freed or over, of all spools on the disk; True. The lock is held."""
-        while self.disk.ended:
-            spool, item = self.disk.ended.popleft()
-            spool._end(item)
-        return True
-
-    def _end(self, item: Extent | Transfer) -> None:
         extent = item.extent if isinstance(item, Transfer) else item
         if isinstance(item, Extent):
             extent.release_due = True
@@ -389,6 +398,7 @@ class Spool:
                 if self.on_moved is not None and item.moved_bytes:
                     self.on_moved(item)
             extent.transfers -= 1
+            extent.arena.queued_bytes -= item.length
         if extent.release_due and not extent.transfers:
             self._release(extent)
 
@@ -397,8 +407,8 @@ class Spool:
         self._extents.discard(extent)
         self.allocated_bytes -= extent.nbytes
         if self._poison and not self.disk.closed:
-            self._arenas.poison(extent.segments)
-        self._arenas.give_back(extent.segments)
+            self._arenas.poison(extent)
+        self._arenas.give_back(extent)
 
 
 __all__ = ["Extent", "Spool", "SpoolStatistics", "Transfer"]

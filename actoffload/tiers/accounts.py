@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..locks import Mailbox
 from ..statistics import Statistics
 
 MANY_DEFERRED = 4096
@@ -25,7 +26,7 @@ class Accounts:
     which needs no lock, also in a finalizer. They are counted, in order, before any peak can be passed.
     """
 
-    deferred: deque[Deferred] = field(default_factory=deque)
+    deferred: Mailbox[Deferred] = field(default_factory=Mailbox)
     steps: int = 0
     microbatches: int = 0
     optimizer_steps: int = 0
@@ -121,8 +122,7 @@ class Accounts:
         deferred, by_reason = self.deferred, self.kept_bytes
         saved = saved_peak = self.baseline_bytes
         held = held_peak = self.resident_bytes
-        while deferred:
-            entry = deferred.popleft()
+        for entry in deferred.drain():
             if isinstance(entry, int):
                 saved -= entry
                 held -= entry

@@ -186,7 +186,6 @@ class DeviceTier(Tier):
         if record.state is not State.STAGING:  # backward has taken the original
             return
         if self.resized(record):
-            self._give_up_write(record)
             self.stay(record)
             return
         record.to(State.HOSTED)
@@ -251,11 +250,11 @@ class DeviceTier(Tier):
         extent = record.extent = self.allocate(record, slot.nbytes)
         if extent is None:
             return
-        on_done = partial(self._written, record, now())
+        on_done = partial(self._written, now())
         transfer = self.spool.write(
-            extent, slot.address, slot.nbytes, on_done=on_done, keepalive=slot, held=True, about=(record,)
+            extent, slot.address, slot.nbytes, on_done=on_done, keepalive=slot, held=True, records=(record,)
         )
-        record.transfer = transfer
+        self.begun(transfer)
         if record.state is State.HOSTED:
             record.to(State.SPILLING)
         self.shared.pending_bytes += record.nbytes
@@ -278,27 +277,16 @@ class DeviceTier(Tier):
         for batch in batches:
             self.copies.synchronize(batch)
 
-    def _give_up_write(self, record: Record) -> None:
-        """The bytes on disk are not wanted any more, or may not be the right ones."""
-        transfer, record.transfer = record.transfer, None
-        if isinstance(transfer, Transfer):
-            transfer.cancel()
-            self.write_cancelled(record)
-        self.free_extent(record)
-
-    def _written(self, record: Record, since_s: float, transfer: Transfer) -> None:
+    def _written(self, since_s: float, transfer: Transfer) -> None:
         with self.shared.lock:
-            if self.shared.interrupted or record.transfer is not transfer:
-                return
-            if self.write_ended(record, transfer):
-                self.shared.reporter.event(EventKind.WRITE, record, "to disk", since_s)
-                if record.state is not State.HOSTED:  # hosted again: unpacked and evicted while the write ended
-                    record.slot = None  # a copy to the device that reads it has its event on it
-                if record.state is State.SPILLING:
-                    record.to(State.SPILLED)
-            elif record.state is State.SPILLING:
-                record.to(State.HOSTED)
-            self.shared.changed.notify_all()
+            for record in self.ended(transfer):
+                if self.is_written(record, transfer):
+                    self.shared.reporter.event(EventKind.WRITE, record, "to disk", since_s)
+                    record.slot = None
+                    if record.state is State.SPILLING:  # else it is still STAGING: its device memory is not released
+                        record.to(State.SPILLED)
+                elif record.state is State.SPILLING:
+                    record.to(State.HOSTED)
 
     # -- disk → host → device -----------------------------------------------------------------------------------------
 
@@ -319,7 +307,7 @@ class DeviceTier(Tier):
         assert out is not None, "a record on its way out is among others"
         if self.window.withdraw(record, out, slot.events if slot is not None else None):
             record.outgoing = None
-        self._give_up_write(record)
+        self.give_up_write(record)
         self.forwarded(record)
         record.slot = None
         record.to(State.RESIDENT)
@@ -337,13 +325,13 @@ class DeviceTier(Tier):
             record.extent,
             slot.address,
             slot.nbytes,
-            on_done=partial(self._arrived_on_host, record, now()),
+            on_done=partial(self._arrived_on_host, now()),
             keepalive=slot,
             on_part=self._part_arrived if record.nbytes > CHUNK_BYTES else None,
             held=bool(events),
-            about=(record,),
+            records=(record,),
         )
-        record.transfer = transfer
+        self.begun(transfer)
         if events:
             self._waiter.submit(self.begin_after, partial(self._wait_for, events), transfer)
         record.slot = slot
@@ -367,26 +355,21 @@ class DeviceTier(Tier):
         with self.shared.lock:
             self.shared.changed.notify_all()
 
-    def _arrived_on_host(self, record: Record, since_s: float, transfer: Transfer) -> None:
+    def _arrived_on_host(self, since_s: float, transfer: Transfer) -> None:
         with self.shared.lock:
-            self._reading.discard(record)
-            if self.shared.interrupted or record.transfer is not transfer:
-                return
-            record.transfer = None
-            if record.state is State.RELEASED:  # its last handle died as the read ended
-                return
-            assert record.slot is not None, "what is read has a slot"
-            if not record.filled_bytes:  # no copy of it has begun, and the read has waited for those before
-                record.slot.events.clear()
-            if transfer.error is not None:
-                record.error = transfer.error
-                record.slot = None
-                record.to(State.SPILLED)
-            else:
-                record.to(State.HOSTED)
-                self._arrived.append(record)
-                self.shared.reporter.event(EventKind.READ, record, "from disk", since_s)
-            self.shared.changed.notify_all()
+            self._reading.difference_update(transfer.records)
+            for record in self.ended(transfer):
+                assert record.slot is not None, "a record that is read has a slot"
+                if not record.filled_bytes:  # no copy of it has begun, and the read has waited for those before
+                    record.slot.events.clear()
+                if transfer.error is not None:
+                    record.error = transfer.error
+                    record.slot = None
+                    record.to(State.SPILLED)
+                else:
+                    record.to(State.HOSTED)
+                    self._arrived.append(record)
+                    self.shared.reporter.event(EventKind.READ, record, "from disk", since_s)
 
     def poll(self) -> None:
         """Begin the copies to the device of what was read from disk and is wanted."""
@@ -423,7 +406,7 @@ class DeviceTier(Tier):
 
     def _reload_arrived(self, record: Record) -> None:
         """Begin the copies of those parts of a record that have come from disk; backward waits for it."""
-        end = record.transfer.arrived_bytes // CHUNK_BYTES * CHUNK_BYTES if isinstance(record.transfer, Transfer) else 0
+        end = record.transfer.arrived_bytes // CHUNK_BYTES * CHUNK_BYTES if record.transfer is not None else 0
         if end > record.filled_bytes:
             with contextlib.suppress(torch.OutOfMemoryError):  # all of it makes room when it is there
                 self._fill(record, end)
@@ -450,9 +433,8 @@ class DeviceTier(Tier):
             return
         if record.state is State.SPILLING:
             self.forwarded(record)
-            if self.cancel(record):
-                self.free_extent(record)
-                record.to(State.HOSTED)
+            self.give_up_write(record)
+            record.to(State.HOSTED)
         slot = record.slot
         assert slot is not None, "a hosted record has a slot"
         if record.filling is not None:

@@ -57,12 +57,12 @@ class DirectTier(Tier):
         record.extent = extent
         event = self._so_far(record)
         self._used_here(record, record.flat())
-        on_done = partial(self._written, record, now())
+        on_done = partial(self._written, now())
         address = record.address + record.begin
         transfer = self._disk.write(
-            extent, address, record.nbytes, on_done=on_done, keepalive=record.data, held=True, about=(record,)
+            extent, address, record.nbytes, on_done=on_done, keepalive=record.data, held=True, records=(record,)
         )
-        record.transfer = transfer
+        self.begun(transfer)
         record.to(State.SPILLING)
         self.shared.pending_bytes += record.nbytes
         self._copied_in_place.append(record)
@@ -81,15 +81,13 @@ class DirectTier(Tier):
     def _wait_for(self, event: Event) -> None:
         self.copies.device.synchronize(event)
 
-    def _written(self, record: Record, since_s: float, transfer: Transfer) -> None:
+    def _written(self, since_s: float, transfer: Transfer) -> None:
         with self.shared.lock:
-            if self.shared.interrupted or record.transfer is not transfer:
-                return
-            if self.resized(record):
-                self.stay(record)
-            else:
-                self.leaves_memory(record, since_s, transfer)
-            self.shared.changed.notify_all()
+            for record in self.ended(transfer):
+                if self.resized(record):
+                    self.stay(record)
+                else:
+                    self.leaves_memory(record, since_s, transfer)
 
     # -- back ---------------------------------------------------------------------------------------------------------
 
@@ -116,33 +114,28 @@ class DirectTier(Tier):
         device, index = self.copies.device, record.device.index or 0
         tensor = device.empty(record.nbytes, index, device.current_stream(index))
         event = self._so_far(record)
-        on_done = partial(self._arrived, record, tensor, now())
+        on_done = partial(self._arrived, tensor, now())
         extent, address = record.extent, tensor.data_ptr()
         transfer = self._disk.read(
-            extent, address, record.nbytes, on_done=on_done, keepalive=tensor, held=True, about=(record,)
+            extent, address, record.nbytes, on_done=on_done, keepalive=tensor, held=True, records=(record,)
         )
-        record.transfer = transfer
+        self.begun(transfer)
         record.to(State.FETCHING)
         self._ahead[record] = None
         self.count_resident(record)
         self._waiter.submit(self.begin_after, partial(self._wait_for, event), transfer)
 
-    def _arrived(self, record: Record, tensor: Tensor, since_s: float, transfer: Transfer) -> None:
+    def _arrived(self, tensor: Tensor, since_s: float, transfer: Transfer) -> None:
         with self.shared.lock:
-            if self.shared.interrupted or record.transfer is not transfer:
-                return
-            record.transfer = None
-            if record.state is State.RELEASED:
-                return
-            if transfer.error is not None:
-                record.error = transfer.error
-                self.remove_resident(record)
-                record.to(State.SPILLED)
-            else:
-                self.add_resident(record, tensor.untyped_storage(), record.begin)
-                record.to(State.RESIDENT)
-                self.shared.reporter.event(EventKind.READ, record, since_s=since_s)
-            self.shared.changed.notify_all()
+            for record in self.ended(transfer):
+                if transfer.error is not None:
+                    record.error = transfer.error
+                    self.remove_resident(record)
+                    record.to(State.SPILLED)
+                else:
+                    self.add_resident(record, tensor.untyped_storage(), record.begin)
+                    record.to(State.RESIDENT)
+                    self.shared.reporter.event(EventKind.READ, record, since_s=since_s)
 
     def ready(self, record: Record) -> torch.UntypedStorage | None:
         if record.data is None and self.capturing():

@@ -15,7 +15,6 @@ from ..errors import StateError
 if TYPE_CHECKING:
     from ..memory.host_pool import Slot
     from ..storage.transfers import Transfer
-    from .coalescing import BatchTransfer
     from .copy_streams import Batch
     from .storage_ref import StorageRef
 
@@ -39,7 +38,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.RESIDENT: frozenset({State.STAGING, State.SPILLING, State.HOSTED, State.SPILLED}),
     State.STAGING: frozenset({State.HOSTED, State.RESIDENT}),
     State.HOSTED: frozenset({State.SPILLING, State.SPILLED, State.RELOADING, State.RESIDENT}),
-    State.SPILLING: frozenset({State.SPILLED, State.HOSTED, State.RESIDENT, State.RELOADING}),
+    State.SPILLING: frozenset({State.SPILLED, State.HOSTED, State.RESIDENT}),
     State.SPILLED: frozenset({State.FETCHING, State.RESIDENT}),
     State.FETCHING: frozenset({State.HOSTED, State.RESIDENT, State.SPILLED}),
     State.RELOADING: frozenset({State.RESIDENT}),
@@ -95,8 +94,8 @@ class Record:
     alive: bool = False  # backward was given the original although it had moved: somebody else held that
     on_disk: bool = False  # a complete copy is in `extent`
     was_resized: bool = False  # its owner was seen to have freed or resized it while it was moved
-    extent: Any = None  # its room on disk, which it may share
-    transfer: Transfer | BatchTransfer | None = None  # the write or read that it is in
+    extent: Any = None  # its room on disk: an `Extent`, or the `SharedExtent` of a CPU tensor
+    transfer: Transfer | None = None  # the write or read that it needs
     layout: Any = None  # how a CPU tensor's bytes lie around its direct I/O
     slot: Slot | None = None  # its host memory
     saved_on: Any = None  # the stream whose use of its device memory is reported as that is let go

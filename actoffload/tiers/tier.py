@@ -16,8 +16,10 @@ import torch
 from ..errors import StateError, StorageError
 from ..events import EventKind, now
 from ..policy import KeepReason
+from ..storage.arena import Extent
+from ..storage.engines.base import IoKind
 from ..storage.spool import Spool
-from ..storage.transfers import Extent, Transfer
+from ..storage.transfers import Transfer
 from .copy_streams import CopyStreams
 from .record import MOVING, Record, State
 from .shared import Shared
@@ -67,9 +69,8 @@ class Tier(ABC):
             if not record.wanted:
                 self.forwarded(record)
             record.wanted = True
-            if self.cancel(record):
-                self.free_extent(record)
-                record.to(State.RESIDENT)
+            self.give_up_write(record)
+            record.to(State.RESIDENT)
         elif record.state is State.RESIDENT:
             pass
         elif self.capturing():
@@ -93,15 +94,40 @@ class Tier(ABC):
         if self.copies is not None and not record.stays:
             self.copies.saved_again(tensor, record.saved_on)
 
-    def cancel(self, record: Record) -> bool:
-        """Take the record out of its transfer; return False when that is ending just now."""
-        transfer = record.transfer
-        if not isinstance(transfer, Transfer) or not transfer.cancel():
-            return False
-        record.transfer = None
-        if record.state in MOVING:
-            self.write_cancelled(record)
-        return True
+    def begun(self, transfer: Transfer) -> None:
+        """Note the transfer of its records. The lock is held since before it was enqueued, so it has not ended yet."""
+        for record in transfer.records:
+            record.transfer = transfer
+
+    def cancel(self, record: Record) -> None:
+        """Take the record out of its transfer, which is cancelled if no other record needs it.
+
+        Else the write goes on. It holds the memory of the record until it ends, so until then that counts as pending.
+        """
+        transfer, record.transfer = record.transfer, None
+        if transfer is not None and transfer.leave(record) and transfer.kind is IoKind.WRITE:
+            for left in transfer.records:
+                self.write_cancelled(left)
+
+    def ended(self, transfer: Transfer) -> list[Record]:
+        """Return the records that still need a transfer which has ended; none after an interrupt. The lock is held."""
+        if self.shared.interrupted:
+            return []
+        records: list[Record] = list(transfer.needed_by)
+        for record in records:
+            record.transfer = None
+        if transfer.kind is IoKind.WRITE:
+            self.shared.pending_bytes -= sum(record.nbytes for record in transfer.records)
+        self.shared.changed.notify_all()  # now is as good as later: no thread wakes before the lock is free
+        return records
+
+    def give_up_write(self, record: Record) -> None:
+        """Cancel the record's write and free its extent: the bytes there are not wanted, or may not be the right ones.
+
+        In this order: the spool hands the room out again only after the transfer is over, cancelled or not.
+        """
+        self.cancel(record)
+        self.free_extent(record)
 
     def free_extent(self, record: Record) -> None:
         """Give the record's room on disk back; the spool waits for what is in flight on it."""
@@ -204,8 +230,7 @@ class Tier(ABC):
         """Give back everything, as the last handle died. I/O in flight keeps what it needs until it ends."""
         if record.data is not None or record.incoming is not None:
             self.order_reuse(record)
-        if record.transfer is not None:
-            self.cancel(record)
+        self.cancel(record)
         self.free_extent(record)
         record.slot = None
         record.weak_data = None
@@ -284,12 +309,8 @@ class Tier(ABC):
         self.shared.reporter.event(EventKind.CANCEL, record)
         self.shared.changed.notify_all()
 
-    def write_ended(self, record: Record, transfer: Transfer) -> bool:
-        """Count the end of a write, on an engine thread; return whether the record is on disk now."""
-        self.shared.pending_bytes -= record.nbytes
-        record.transfer = None
-        if record.state is State.RELEASED:
-            return False
+    def is_written(self, record: Record, transfer: Transfer) -> bool:
+        """Return whether the record is on disk, now that a write of it has ended; count a failure."""
         if transfer.error is not None:
             self.free_extent(record)
             self.shared.reporter.degrade("write failed", record, transfer.error)
@@ -297,20 +318,14 @@ class Tier(ABC):
         record.on_disk = True
         return True
 
-    def leaves_memory(self, record: Record, since_s: float, transfer: Transfer) -> torch.UntypedStorage | None:
-        """End the write of a record from where its owner holds it; return the memory that it leaves."""
-        left = None
-        if self.write_ended(record, transfer):
+    def leaves_memory(self, record: Record, since_s: float, transfer: Transfer) -> None:
+        """End the write of a record from where its owner holds it; the transfer holds the memory a little longer."""
+        if self.is_written(record, transfer):
             self.shared.reporter.event(EventKind.WRITE, record, since_s=since_s)
-            if record.wanted and record.waiting:
-                record.to(State.RESIDENT)
-            else:
-                left = record.data
-                self.let_go(record)
-                record.to(State.SPILLED)
-        elif record.state is State.SPILLING:
+            self.let_go(record)
+            record.to(State.SPILLED)
+        else:
             record.to(State.RESIDENT)
-        return left
 
     def begin_after(self, wait: Callable[[], None], transfer: Transfer) -> None:
         """Begin a transfer that was held once ``wait`` has returned, on the thread that waits for the device."""
@@ -354,10 +369,7 @@ class Tier(ABC):
 
     def stay(self, record: Record) -> None:
         """End the move of a storage that was `resized`: it is what backward will be given, as without offloading."""
-        if record.state is State.SPILLING:
-            self.shared.pending_bytes -= record.nbytes
-        record.transfer = None
         record.slot = None
-        self.free_extent(record)
+        self.give_up_write(record)
         record.to(State.RESIDENT)
         self.shared.accounts.stays_after_all(record.nbytes, KeepReason.RESIZED.value)
