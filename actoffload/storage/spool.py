@@ -1,7 +1,7 @@
 """The spool: room on disk for saved activations, and transfers to and from it.
 
-An extent lies whole on one path, the one with the shortest queue. Freed room is only handed out again when nothing
-reads or writes it any more: reuse before completion would be silent corruption.
+An extent lies whole on one path, the one with the shortest queue. Freed room is reused only when nothing reads or
+writes it any more: reuse before completion would be silent corruption.
 
 Several spools may share the files and engines of one `Disk`: each has its own counts, and ends alone. The disk's lock
 guards the allocators and the counts. ``free``, ``Transfer.cancel`` and the end of a transfer never wait for it, as a
@@ -47,12 +47,12 @@ class Disk:
         self.lock.after_release = weakref.WeakMethod(self._deliver)
 
     def post(self, spool: Spool, item: Extent | Transfer) -> None:
-        """Have an extent that is freed, or a transfer that is over, worked off soon. Never blocks."""
+        """Enqueue an extent that is freed, or a transfer that is over, for `work_off`. Never blocks."""
         self._ended.append((spool, item))
         self._deliver()
 
     def work_off(self) -> bool:
-        """Work off what was posted, of all spools on the disk; True. The lock is held."""
+        """Work off all posts, of all spools on the disk; True. The lock is held."""
         for spool, item in self._ended.drain():
             spool.work_off(item)
         return True
@@ -92,7 +92,7 @@ class Spool:
         capacity_bytes: Most bytes on disk, all paths together; None: the free space of the file systems, less a
             reserve.
         processes: How many processes open a spool like this one on the machine: without ``capacity_bytes`` each takes
-            at most its share of the free space as it begins, so that none fills the disk of the others.
+            at most its share of the free space as it begins, so that none fills the disk alone.
         request_bytes: Largest request; a longer transfer is several, which run at the same time.
         grow_bytes: How much an arena is grown at a time; the first step is taken at once.
         threads: Threads per engine; None: the engine's own choice.
@@ -259,7 +259,7 @@ class Spool:
         transfer.start(nbytes)
 
     def free(self, extent: Extent) -> None:
-        """Give an extent up; its room is used again once nothing is in flight on it.
+        """Free an extent; its room is reused once nothing is in flight on it.
 
         Never blocks; does nothing after ``close``.
 
@@ -317,7 +317,7 @@ class Spool:
         return not any(not other._closed for other in list(self.disk.users))
 
     def _free_all(self) -> None:
-        """Give up every extent: others use the room once nothing is in flight on it."""
+        """Free every extent: other spools use the room once nothing is in flight on it."""
         with self.disk.lock:
             held = [extent for extent in self._extents if not extent.freed]
         for extent in held:

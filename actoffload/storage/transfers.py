@@ -38,12 +38,12 @@ class Transfer:
     extent: Extent
     length: int
     on_end: Callable[[Transfer], None]  # of the spool, before `on_done`
-    skip: int = 0  # bytes of the extent before the ones that are moved
+    skip: int = 0  # bytes at the beginning of the extent that are not moved
     before: Callable[[], None] | None = None  # this and the next three: see `Spool.write`
     on_done: Callable[[Transfer], None] | None = None
     keepalive: object = None
     on_part: Callable[[], None] | None = None
-    records: tuple[Any, ...] = ()  # the caller's, whose bytes are moved
+    records: tuple[Any, ...] = ()  # the owners of the bytes
     needed_by: dict[Any, None] = field(init=False)  # the records that have not left; the caller's lock guards it
     began_s: float = 0.0  # when it was enqueued
     error: BaseException | None = None  # why it failed; after `Spool.abort` an `OffloaderClosedError`

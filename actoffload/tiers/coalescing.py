@@ -19,7 +19,7 @@ class SharedExtent:
     """An extent and the records in it; the body of each lies behind that of the one before.
 
     Args:
-        records: in the order of their bytes; emptied when the last of them has given up its room.
+        records: in the order of their bytes; emptied when the last record has freed its room.
         step: addresses are kept modulo this many bytes.
 
     Attributes:
@@ -56,7 +56,7 @@ class SharedExtent:
             record.extent = self
 
     def wanted_with(self, record: Record) -> list[int]:
-        """Return the places of a record and of the others to read with it: on disk, and backward waits for them."""
+        """Return the places of a record and of all to read with it: on disk, and backward waits for them."""
         return [
             place
             for place, one in enumerate(self.records)

@@ -1,7 +1,7 @@
 """Records of CPU tensors: written to disk straight from the tensor's memory, read back into reusable aligned memory.
 
-Small records are coalesced: they wait until a batch is full, and go to disk by one write. What a batch lacks then waits
-in memory, which is less than `BATCH_BYTES`; a record that backward wants meanwhile is taken out again.
+Small records are coalesced: they wait until a batch is full, and go to disk by one write. A batch that is not full
+waits in memory; it is less than `LARGE_BATCH_BYTES`. A record that backward wants meanwhile is taken out again.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .tier import Tier
 BOUNCE_BYTES = 64 << 10
 """A span smaller than this is copied into aligned memory and written from there: its body would be mostly edges."""
 SMALL_BYTES = 512 << 10
-"""Records of so many bytes go alone: they cost no more for each byte than larger ones."""
+"""Records of this size or more go alone: they cost no more for each byte than larger ones."""
 BATCH_BYTES = 1 << 20
-"""A batch of so many bytes is full; or of half of ``prefetch_bytes`` or ``pending_bytes``, where the user set one."""
+"""A batch of this size is full; or of half of ``prefetch_bytes`` or ``pending_bytes``, if the user set one."""
 LARGE_BATCH_BYTES = 4 << 20
 SHARE_OF_SAVED = 32
 """Where much is saved at once, a batch is full with this part of it, up to `LARGE_BATCH_BYTES`."""
@@ -42,8 +42,8 @@ class CpuTier(Tier):
     """CPU memory ↔ NVMe.
 
     Nothing is coalesced under a ``device_budget``, where each record is waited for alone; with ``verify``, as the
-    checksum would be that of the batch; or with an engine that takes one range of memory at a time. The pool is memory
-    for what is read back.
+    checksum would be for the whole batch; or with an engine that takes one range of memory at a time. Records are read
+    back into memory of the pool.
     """
 
     def __init__(self, shared: Shared, spool: Spool, pool: HostPool) -> None:
@@ -51,9 +51,9 @@ class CpuTier(Tier):
         config = shared.config
         self._disk = spool
         self._pool = pool
-        # With direct I/O the kernel fails a write from memory that is gone; who reads it in this process would crash.
+        # With direct I/O the kernel fails a write from unmapped memory; a load in this process would crash instead.
         self._kernel_reads = spool.direct and not config.verify
-        self._filling: dict[Record, HeldBlock] = {}  # the next batch: records that wait for others to go with them
+        self._filling: dict[Record, HeldBlock] = {}  # the batch that is being filled
         coalesces = spool.vectored and config.device_budget is None and not config.verify
         # The last record of a batch may make it larger by nearly `SMALL_BYTES`.
         coalesces = coalesces and pool.capacity_bytes >= 2 * BATCH_BYTES
@@ -70,9 +70,9 @@ class CpuTier(Tier):
 
     def offload(self, record: Record) -> KeepReason | None:
         if self._is_crowded(record.nbytes):
-            self.flush()  # else what waits for its batch would be on its way for ever
+            self.flush()  # else a batch that is not full would stay on its way for ever
             return KeepReason.PRESSURE
-        # A checksum is of bytes that nobody changes: `unsafe_chunk` lets what lies between those of a view be changed.
+        # A checksum needs bytes that do not change, but `unsafe_chunk` allows changes between the bytes of a view.
         if record.nbytes < BOUNCE_BYTES or (self.shared.config.verify and record.has_gaps):
             return self._offload_copy(record)
         record.layout = Layout.around(record.address + record.begin, record.nbytes, self._disk.alignment)
@@ -115,7 +115,7 @@ class CpuTier(Tier):
         """Whether too much is on its way out for ``nbytes`` more; with a budget the store waits instead."""
         unlimited = self.shared.budget.limit_bytes is not None
         limit = self._pending_limit_bytes
-        # One that is larger than the limit by itself may go while at most half of the limit is on its way.
+        # A record larger than the limit may go while at most half of the limit is on its way.
         counted = nbytes if nbytes <= limit else (limit + 1) // 2
         return not unlimited and self.shared.pending_bytes + counted > limit
 
@@ -239,7 +239,7 @@ class CpuTier(Tier):
         return None if record.state is State.FETCHING else record.data
 
     def _read(self, record: Record, urgent: bool) -> bool:
-        """Begin to read a record, and the others of its extent that are wanted, into one piece of memory."""
+        """Begin to read a record, and all of its extent that are wanted too, into one piece of memory."""
         shared: SharedExtent = record.extent
         wanted = shared.wanted_with(record)
         first, last = wanted[0], wanted[-1]
@@ -250,7 +250,7 @@ class CpuTier(Tier):
             return False
         memory: list[Range] = []
         arriving: dict[Record, tuple[torch.UntypedStorage, int]] = {}
-        for place in range(first, last + 1):  # also those in between, as one request is one range of the file
+        for place in range(first, last + 1):  # also the ones in between, as one request is one range of the file
             one = shared.records[place]
             address = slot.address + shared.starts[place] - origin
             memory.append((address + one.layout.io_begin, one.layout.io_bytes))
@@ -295,7 +295,7 @@ class CpuTier(Tier):
             for record in records:
                 if transfer.error is not None:
                     self._not_read(record)
-                    record.error = transfer.error if failed_alone else None  # perhaps another's: each is tried
+                    record.error = transfer.error if failed_alone else None  # else try each alone
                     continue
                 storage, address = arriving[record]
                 record.layout.restore_edges(address, record.nbytes)

@@ -1,7 +1,7 @@
 """Records of an accelerator's tensors that an engine moves between device memory and disk by itself.
 
-Such an engine knows no streams: what makes a tensor has run before it is written, and what used memory before has run
-before it is filled. One thread waits for that; the host sees when a transfer has ended.
+Such an engine knows no streams. So the kernels that produce a tensor must have run before it is written, and the
+kernels that used memory before must have run before it is filled. One thread waits for that.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DirectTier(Tier):
 
     Args:
         shared: see `Tier`.
-        spool: the disk, whose engines take device memory.
+        spool: the disk; its engines take device memory.
         copies: the device.
     """
 
@@ -43,7 +43,7 @@ class DirectTier(Tier):
         self._waiter = ThreadPoolExecutor(1, "actoffload-direct")
         self._waiter.submit(int)  # as in `DeviceTier`
         self._ahead: dict[Record, None] = {}
-        """Records that are read, or were, and that backward has not come to."""
+        """Records whose read has begun or ended, and that backward has not used yet."""
 
     # -- out ----------------------------------------------------------------------------------------------------------
 
@@ -70,12 +70,12 @@ class DirectTier(Tier):
         return None
 
     def _so_far(self, record: Record) -> Event:
-        """Return an event after all that the current stream was given: it has made the bytes, or frees the memory."""
+        """Return an event after all work of the current stream, which has made the bytes, or has used the memory."""
         device = self.copies.device
         return device.record(device.current_stream(record.device.index or 0))
 
     def _used_here(self, record: Record, tensor: Tensor) -> None:
-        """Tell the allocator that the current stream uses memory, which may be another stream's."""
+        """Report to the allocator that the current stream uses memory, which may belong to another stream."""
         self.copies.device.used_on(tensor, self.copies.device.current_stream(record.device.index or 0))
 
     def _wait_for(self, event: Event) -> None:
@@ -92,7 +92,7 @@ class DirectTier(Tier):
     # -- back ---------------------------------------------------------------------------------------------------------
 
     def _read(self, record: Record, urgent: bool) -> bool:
-        """See `Tier`. If it is urgent, what was read ahead, and what leaves, makes room on the device."""
+        """See `Tier`. If it is urgent, records that were read ahead, or are leaving, make room on the device."""
         while record.state is State.SPILLED:
             try:
                 self._begin_read(record)

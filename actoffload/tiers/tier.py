@@ -1,4 +1,4 @@
-"""A tier takes the records of one type of device away and brings them back: `cpu_tier`, `device_tier`, `direct_tier`.
+"""A tier moves the records of one type of device out and back: `cpu_tier`, `device_tier`, `direct_tier`.
 
 Every method of a `Tier` is called with the store's lock held, and none blocks except `wait_for_room`. Completions
 arrive on engine threads and take the lock themselves.
@@ -26,20 +26,20 @@ from .shared import Shared
 from .storage_ref import StorageRef
 
 PENDING_BYTES = 256 << 20
-"""So much may be on its way out, unless the user or a plan says otherwise."""
+"""Most bytes on their way out, unless the user or a plan sets another limit."""
 PENDING_MARGIN = 1.25
-"""What a plan expects to be on its way out at once may be exceeded by this factor: steps differ a little."""
+"""The bytes on their way out may exceed the plan's expectation by this factor, as steps differ a little."""
 LOOK_AT = 4
-"""How many of the copies under way are looked at on each occasion, as that is on the training thread's way."""
+"""How many of the copies under way are looked at on each occasion: the training thread pays for it."""
 
 UNWATCHED = nullcontext()
 
 
 class Tier(ABC):
-    """What all kinds of tier are, and the steps that they share. Without a spool there is host memory alone."""
+    """The interface of all tiers, and the steps that they share. Without a spool there is host memory alone."""
 
     gathers = False
-    """Whether what is brought back by one look ahead is copied together."""
+    """Whether the records that one look ahead brings back are copied together."""
 
     copies: CopyStreams | None = None
     """The device's side streams, where there is one."""
@@ -51,9 +51,9 @@ class Tier(ABC):
         self._copied_in_place: deque[Record] = deque()
         """Records that are being copied from where their owner holds them, and some that were; looked at in turn."""
         self._left_behind: deque[Record] = deque()
-        """Records that have moved away while somebody else held the original."""
+        """Records that have moved out although the program still held the original."""
 
-    # -- what a tier does ---------------------------------------------------------------------------------------------
+    # -- the interface ------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def offload(self, record: Record) -> KeepReason | None:
@@ -63,7 +63,7 @@ class Tier(ABC):
         """Begin to bring a record back, if it is neither here nor on its way; return False when there is no room now.
 
         Args:
-            urgent: backward waits for it: make room whatever it takes.
+            urgent: backward waits for it, so make room at any cost.
         """
         if record.state is State.SPILLING:
             if not record.wanted:
@@ -124,13 +124,13 @@ class Tier(ABC):
     def give_up_write(self, record: Record) -> None:
         """Cancel the record's write and free its extent: the bytes there are not wanted, or may not be the right ones.
 
-        In this order: the spool hands the room out again only after the transfer is over, cancelled or not.
+        The spool reuses the room only after the transfer is over, cancelled or not.
         """
         self.cancel(record)
         self.free_extent(record)
 
     def free_extent(self, record: Record) -> None:
-        """Give the record's room on disk back; the spool waits for what is in flight on it."""
+        """Free the record's room on disk; the spool reuses it once nothing is in flight on it."""
         extent, record.extent = record.extent, None
         record.on_disk = False
         if extent is not None and self.spool is not None:
@@ -140,13 +140,13 @@ class Tier(ABC):
         """Order the reuse of a record's device memory after every copy that touches it, and forget the copies."""
 
     def wait_for_room(self, nbytes: int, limit_bytes: int) -> None:
-        """Bring the resident bytes to at most ``limit_bytes - nbytes``, as far as what is on its way out allows."""
+        """Wait until the resident bytes are at most ``limit_bytes - nbytes``, or nothing is on its way out any more."""
         shared = self.shared
         while shared.pending_bytes > 0 and shared.accounts.resident_bytes + nbytes > limit_bytes and not shared.stopped:
             shared.changed.wait()
 
     def expect_pending(self, nbytes: int | None) -> None:
-        """A plan expects so many bytes on their way out at once; None: no plan says. The user's own limit stays."""
+        """Adapt to the bytes that a plan expects on their way out at once; None: no plan. The user's limit stays."""
         if self.shared.config.pending_bytes is None:
             self._pending_limit_bytes = max(PENDING_BYTES, int((nbytes or 0) * PENDING_MARGIN))
 
@@ -164,13 +164,13 @@ class Tier(ABC):
         self.release_dead()
 
     def begin_copies(self) -> None:  # noqa: B027
-        """Begin the copies that wait for others to go with them."""
+        """Begin the copies that wait for their batch to fill."""
 
     def flush(self) -> None:  # noqa: B027
         """Begin everything that waits for a later moment."""
 
     def abandon(self) -> None:
-        """Forget every record after an interrupt; what their copies touch is used again only after these."""
+        """Forget every record after an interrupt. Memory that their copies touch is reused only after the copies."""
         self._copied_in_place.clear()
         self._left_behind.clear()
 
@@ -178,14 +178,14 @@ class Tier(ABC):
         """End the threads, if there are any. Idempotent."""
 
     def watched(self) -> AbstractContextManager[None]:
-        """Return a context for what a hook does so that records move.
+        """Return a context for the work of a hook that moves records.
 
-        Where ``Shared.watches_host`` asks for it, its time is counted, and whether the device had to wait for the host.
+        With ``Shared.watches_host`` it counts the time, and whether the device had to wait for the host.
         """
         return UNWATCHED
 
     def count_waits(self) -> None:  # noqa: B027
-        """Count what streams have waited for since the last time; the host does not see that."""
+        """Count the waits of streams since the last call; the host does not see them as they happen."""
 
     def capturing(self, index: int | None = None) -> bool:
         """Whether a stream is being captured into a graph, so that nothing may move; see `CopyStreams.capturing`."""
@@ -217,7 +217,7 @@ class Tier(ABC):
         self.remove_resident(record)
 
     def recover(self, record: Record) -> bool:
-        """Take the device copy that somebody still holds, if there is one."""
+        """Take the device copy again if the program still holds it."""
         storage = record.weak_data.lock() if record.weak_data is not None else None
         record.weak_data = None
         if storage is None:
@@ -227,7 +227,7 @@ class Tier(ABC):
         return True
 
     def release(self, record: Record) -> None:
-        """Give back everything, as the last handle died. I/O in flight keeps what it needs until it ends."""
+        """Release everything, as the last handle died. I/O in flight keeps its memory and extent until it ends."""
         if record.data is not None or record.incoming is not None:
             self.order_reuse(record)
         self.cancel(record)
@@ -241,13 +241,13 @@ class Tier(ABC):
 
     def let_go(self, record: Record) -> None:
         """Drop our reference to the original, as it has moved away."""
-        # Python's objects for a storage count as one, which is ours: more is somebody's tensor.
+        # All Python objects for a storage count as one holder, which is us: more means that a tensor holds it.
         if record.identity is not None and record.identity.held_by() > 1:
             self._left_behind.append(record)
         self.remove_resident(record)
 
     def original_taken(self, record: Record) -> None:
-        """Backward is given the original of a record that has moved, or is being written from a copy in memory."""
+        """Note that backward takes the original of a record that has moved, or is being written."""
         if record.on_device and record.state in MOVING:
             self.fetch(record, urgent=True)
         elif not record.alive and record.held_elsewhere():
@@ -255,14 +255,14 @@ class Tier(ABC):
             self.shared.accounts.stays_after_all(record.nbytes, KeepReason.ALIVE.value)
 
     def count_alive(self) -> None:
-        """Count the originals that live on elsewhere as on the device, and those that have died since as gone.
+        """Count originals that the program still holds as resident, and originals that have died since as gone.
 
-        A forward's own variables hold what it works on; so this is for when it has ended.
+        Call it when a forward has ended: before, its local variables hold its tensors.
         """
         for _ in range(len(self._left_behind)):
             record = self._left_behind.popleft()
             if record.data is not None or record.state not in (State.HOSTED, State.SPILLING, State.SPILLED):
-                continue  # it is released, or comes back: others count it
+                continue  # it is released, or comes back, and is counted there
             if record.original() is None:
                 self.remove_resident(record)
             else:
@@ -298,7 +298,7 @@ class Tier(ABC):
         """Count that backward takes the record from a copy nearer than the tier it was heading for."""
         accounts = self.shared.accounts
         accounts.forwarded_bytes += record.nbytes
-        if record.counted:  # what is forwarded from host memory has left the device
+        if record.counted:  # a record that is forwarded from host memory has left the device
             accounts.late_bytes += record.nbytes
         self.shared.reporter.event(EventKind.FORWARD, record)
 
@@ -351,13 +351,13 @@ class Tier(ABC):
     def resized(self, record: Record) -> bool:
         """Whether the owner of the storage that is being moved has freed or resized it meanwhile (``resize_(0)``).
 
-        What was copied of it may be another's bytes then. Whoever does so fills it again before backward comes.
+        The copy may then hold bytes of another tensor. The owner fills the storage again before backward needs it.
         """
         moving = record.state in MOVING and record.data is not None
         return moving and (record.was_resized or record.lies_elsewhere)
 
     def notice_resized(self) -> None:
-        """Look for such storages on every occasion: one that is filled again at its old address shows nothing later."""
+        """Look for such storages often: one that is filled again at its old address shows no trace later."""
         turn = self._copied_in_place  # with many under way each is seen every few saves
         for _ in range(min(LOOK_AT, len(turn))):
             record = turn.popleft()
@@ -368,7 +368,7 @@ class Tier(ABC):
                     record.was_resized = True
 
     def stay(self, record: Record) -> None:
-        """End the move of a storage that was `resized`: it is what backward will be given, as without offloading."""
+        """End the move of a storage that was `resized`: backward gets the storage itself, as without offloading."""
         record.slot = None
         self.give_up_write(record)
         record.to(State.RESIDENT)

@@ -90,7 +90,7 @@ class IoRequest:
         length: Bytes to move.
         offset: Position in the file.
         ranges: All pieces of the memory, if there are several; their bytes lie one behind the other in the file, in
-            this order. ``address`` is then that of the first, and ``length`` the sum. Only for ``vectored`` engines.
+            this order. ``address`` is then of the first, and ``length`` the sum. Only for ``vectored`` engines.
         before: Runs in the engine's thread just before the transfer; when it raises, the request FAILED with that
             error.
         on_done: Called exactly once with the request, in the engine's thread, after DONE or FAILED; never after
