@@ -1,4 +1,8 @@
-"""The arenas of a spool: a file, an engine and an allocator for each path, and extents in them."""
+"""The disk under spools: a file, an engine and an allocator for each path, extents in them, and the lock of it all.
+
+The lock guards the allocators and the counts of every spool. A finalizer may run while its own thread holds the lock,
+so freed extents and ended transfers go into a mailbox, which the thread that gets or releases the lock empties.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,20 @@ import contextlib
 import errno
 import mmap
 import os
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from ..errors import ConfigError, SpoolFullError, StorageError
+from ..locks import DrainingLock, Mailbox
 from ..memory.best_fit import ExtentAllocator
 from .engines import EngineFactory, choose_engine, create_engine
 from .engines.base import SpoolFile, StorageEngine
 from .spool_files import MAX_BLOCK_BYTES, check_directory, free_bytes, grow_arena, open_arena
 
 _UNLIMITED_BYTES = 1 << 62
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,36 +117,56 @@ class Extent:
         return f"<Extent {self.nbytes} bytes at {self.offset} in {self.arena.file.path}>"
 
 
-class ArenaSet:
-    """The arenas of all paths of a spool. Not thread-safe, but for the engines.
+class Disk:
+    """A file, an engine and an allocator for each path, and the lock that guards them. Several spools may share it.
 
-    Its arguments are those of ``Spool``; sizes in bytes.
+    All methods but `post`, `close` and `after_fork_in_child` are called with the lock held. Sizes are in bytes.
+
+    Args:
+        paths: Directories; each extent lies on one of them.
+        engine: Name of an engine, ``"auto"``, names of which the first that works is taken, or a factory that makes one
+            for a file.
+        capacity_bytes: Most bytes, all paths together; None: the free space of the file systems, less a reserve.
+        processes: How many processes open a disk like this one on the machine: without ``capacity_bytes`` each takes
+            at most its share of the free space as it begins, so that none fills the disk alone.
+        request_bytes: Largest request; a longer transfer is several, which run at the same time.
+        grow_bytes: How much an arena is grown at a time; the first step is taken at once.
+        threads: Threads per engine; None: the engine's own choice.
+        allow_any_filesystem: Also take memory, network and FUSE file systems.
 
     Attributes:
-        capacity_bytes: Limit for all arenas together; None: the free space.
+        lock: guards the allocators, and the counts of every spool.
+        users: the spools, also the closed ones.
+        closed: the files are gone; another spool has to open another disk.
         granularity: Extents are multiples of this many bytes.
 
     Raises:
-        StorageError: One of the arenas cannot be made, or there is no room for its first step.
+        ConfigError: There is no such engine.
+        SpoolPathError: A directory cannot hold a spool.
+        SpoolFullError: There is no room for the first step.
+        EngineUnavailableError: The engine cannot run here.
     """
 
     def __init__(
         self,
         paths: Sequence[str | os.PathLike[str]],
         *,
-        engine: str | tuple[str, ...] | EngineFactory,
-        threads: int | None,
-        allow_any_filesystem: bool,
-        request_bytes: int,
-        grow_bytes: int,
-        capacity_bytes: int | None,
-        processes: int,
+        engine: str | tuple[str, ...] | EngineFactory = "auto",
+        capacity_bytes: int | None = None,
+        processes: int = 1,
+        request_bytes: int = 8 << 20,
+        grow_bytes: int = 256 << 20,
+        threads: int | None = None,
+        allow_any_filesystem: bool = False,
     ) -> None:
         self.arenas: list[PathArena] = []
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.closed = False
         self.allocated_bytes = 0
         self.capacity_bytes = capacity_bytes
         self._grow_bytes = grow_bytes
         self._next = 0  # index of the arena that the next extent comes from if all queues are equal
+        self._renew_lock()
         reasons = []
         try:
             for path in paths:
@@ -158,9 +186,7 @@ class ArenaSet:
                 self._share(processes)
             self._grow_first()
         except BaseException:
-            for arena in self.arenas:
-                arena.engine.abort()
-            self.close_files()
+            self.close(wait=False)
             raise
 
     @property
@@ -203,8 +229,45 @@ class ArenaSet:
                 block[:] = b"\xff" * extent.nbytes
                 os.pwrite(fd, block, extent.offset)
 
-    def close_files(self) -> None:
-        """Close every descriptor, once."""
+    def post(self, work: Callable[[T], None], item: T) -> None:
+        """Have ``work(item)`` done with the lock held, soon. Never blocks."""
+        self._posted.append((work, item))
+        self._deliver()
+
+    def work_off(self) -> bool:
+        """Do all work that was posted, by any spool; True."""
+        for work, item in self._posted.drain():
+            work(item)
+        return True
+
+    def close(self, *, wait: bool) -> None:
+        """End the engines, without ``wait`` cancel queued requests, and give the disk space back."""
+        self.closed = True
+        for arena in self.arenas:
+            if wait:
+                arena.engine.close()
+            else:
+                arena.engine.abort()
+        self._close_files()
+
+    def after_fork_in_child(self) -> None:
+        """Close our descriptors; the files and threads are the parent's."""
+        if not self.closed:
+            self.closed = True
+            self._renew_lock()  # the old one may be held by a thread that this process does not have
+            for arena in self.arenas:
+                arena.engine.after_fork_in_child()
+            self._close_files()
+
+    def _renew_lock(self) -> None:
+        self._posted: Mailbox[tuple[Callable[[Any], None], Any]] = Mailbox()
+        self.lock = DrainingLock(self._posted)
+        self.lock.after_release = weakref.WeakMethod(self._deliver)
+
+    def _deliver(self) -> None:
+        self.lock.deliver(self.work_off)
+
+    def _close_files(self) -> None:
         for arena in self.arenas:
             arena.close_file()
 

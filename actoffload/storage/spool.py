@@ -3,81 +3,22 @@
 An extent lies whole on one path, the one with the shortest queue. Freed room is reused only when nothing reads or
 writes it any more: reuse before completion would be silent corruption.
 
-Several spools may share the files and engines of one `Disk`: each has its own counts, and ends alone. The disk's lock
-guards the allocators and the counts. ``free``, ``Transfer.cancel`` and the end of a transfer never wait for it, as a
-finalizer may run while its own thread holds the lock: they put the extent or the transfer into a mailbox, and the
-thread that gets or releases the lock empties it.
+Several spools may share one `Disk`: each has its own counts, and ends alone. ``free``, ``Transfer.cancel`` and the end
+of a transfer never wait for the disk's lock, as a finalizer may run while its own thread holds it.
 """
 
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import StateError
 from ..events import now
-from ..locks import DrainingLock, Mailbox
-from .arena import ArenaSet, Extent, SpoolStatistics
-from .engines import EngineFactory
+from .arena import Disk, Extent, SpoolStatistics
 from .engines.base import IoKind, Range, SpoolFile, StorageEngine
 from .meters import LinkShare, RateMeter
 from .transfers import Transfer, closed_error
-
-
-class Disk:
-    """The files, engines and allocators that the spools of one configuration share, and the lock that guards them.
-
-    Attributes:
-        lock: guards the allocators, and the counts of every spool.
-        users: the spools, also the closed ones.
-        closed: the files are gone; another spool has to open another disk.
-    """
-
-    def __init__(self, arenas: ArenaSet) -> None:
-        self.arenas = arenas
-        self.users: weakref.WeakSet[Spool] = weakref.WeakSet()
-        self.closed = False
-        self._renew_lock()
-
-    def _renew_lock(self) -> None:
-        self._ended: Mailbox[tuple[Spool, Extent | Transfer]] = Mailbox()
-        self.lock = DrainingLock(self._ended)
-        self.lock.after_release = weakref.WeakMethod(self._deliver)
-
-    def post(self, spool: Spool, item: Extent | Transfer) -> None:
-        """Enqueue an extent that is freed, or a transfer that is over, for `work_off`. Never blocks."""
-        self._ended.append((spool, item))
-        self._deliver()
-
-    def work_off(self) -> bool:
-        """Work off all posts, of all spools on the disk; True. The lock is held."""
-        for spool, item in self._ended.drain():
-            spool.work_off(item)
-        return True
-
-    def _deliver(self) -> None:
-        self.lock.deliver(self.work_off)
-
-    def close(self, *, wait: bool) -> None:
-        """End the engines, without ``wait`` cancel queued requests, and give the disk space back."""
-        self.closed = True
-        for arena in self.arenas.arenas:
-            if wait:
-                arena.engine.close()
-            else:
-                arena.engine.abort()
-        self.arenas.close_files()
-
-    def after_fork_in_child(self) -> None:
-        """Close our descriptors; the files and threads are the parent's."""
-        if not self.closed:
-            self.closed = True
-            self._renew_lock()  # the old one may be held by a thread that this process does not have
-            for arena in self.arenas.arenas:
-                arena.engine.after_fork_in_child()
-            self.arenas.close_files()
 
 
 class Spool:
@@ -87,42 +28,20 @@ class Spool:
 
     Args:
         paths: Directories; each extent lies on one of them.
-        engine: Name of an engine, ``"auto"``, names of which the first that works is taken, or a factory that makes one
-            for a file.
-        capacity_bytes: Most bytes on disk, all paths together; None: the free space of the file systems, less a
-            reserve.
-        processes: How many processes open a spool like this one on the machine: without ``capacity_bytes`` each takes
-            at most its share of the free space as it begins, so that none fills the disk alone.
-        request_bytes: Largest request; a longer transfer is several, which run at the same time.
-        grow_bytes: How much an arena is grown at a time; the first step is taken at once.
-        threads: Threads per engine; None: the engine's own choice.
         verify: Keep a checksum of every write and check it after every read.
         poison: For debugging: overwrite freed extents before they are used again.
-        allow_any_filesystem: Also take memory, network and FUSE file systems.
-        disk: Of another spool, whose files and engines it shares: then all arguments but ``verify`` and ``poison`` are
-            ignored.
-
-    Raises:
-        ConfigError: There is no such engine.
-        SpoolPathError: A directory cannot hold a spool.
-        SpoolFullError: There is no room for the first step.
-        EngineUnavailableError: The engine cannot run here.
+        disk: Of another spool, to share: then ``paths`` and ``options`` are ignored.
+        options: As for `Disk`, which may raise an error.
     """
 
     def __init__(
         self,
         paths: Sequence[str | os.PathLike[str]],
         *,
-        engine: str | tuple[str, ...] | EngineFactory = "auto",
-        capacity_bytes: int | None = None,
-        processes: int = 1,
-        request_bytes: int = 8 << 20,
-        grow_bytes: int = 256 << 20,
-        threads: int | None = None,
         verify: bool = False,
         poison: bool = False,
-        allow_any_filesystem: bool = False,
         disk: Disk | None = None,
+        **options: Any,
     ) -> None:
         self._closed = False
         self._inert = False  # in a forked child, to which nothing here belongs
@@ -136,38 +55,25 @@ class Spool:
         """Room that is taken now."""
         self._peak_allocated_bytes = 0
         self._verify = verify
-        if disk is None:
-            arenas = ArenaSet(
-                paths,
-                engine=engine,
-                threads=threads,
-                allow_any_filesystem=allow_any_filesystem,
-                request_bytes=request_bytes,
-                grow_bytes=grow_bytes,
-                capacity_bytes=capacity_bytes,
-                processes=processes,
-            )
-            disk = Disk(arenas)
-        self.disk = disk
-        disk.users.add(self)
-        self._arenas = disk.arenas
         self._poison = poison
-        self.alignment = self._arenas.alignment
-        self.direct = self._arenas.direct
-        self.vectored = self._arenas.vectored
-        self.device_memory = self._arenas.device_memory
-        self.engine_name = self._arenas.engine_name
-        self.engine_reason = self._arenas.engine_reason
+        self.disk = disk = Disk(paths, **options) if disk is None else disk
+        disk.users.add(self)
+        self.alignment = disk.alignment
+        self.direct = disk.direct
+        self.vectored = disk.vectored
+        self.device_memory = disk.device_memory
+        self.engine_name = disk.engine_name
+        self.engine_reason = disk.engine_reason
 
     @property
     def files(self) -> tuple[SpoolFile, ...]:
         """The arena of each path: for diagnosis and tests."""
-        return tuple(arena.file for arena in self._arenas.arenas)
+        return tuple(arena.file for arena in self.disk.arenas)
 
     @property
     def engines(self) -> tuple[StorageEngine, ...]:
         """The engine of each path: for diagnosis and tests."""
-        return tuple(arena.engine for arena in self._arenas.arenas)
+        return tuple(arena.engine for arena in self.disk.arenas)
 
     def allocate(self, nbytes: int) -> Extent:
         """Return room for ``nbytes`` bytes; nothing may be read from it before something has been written.
@@ -182,7 +88,7 @@ class Spool:
             if self._closed or self.disk.closed:
                 raise closed_error()
             self.disk.work_off()  # first: room that was freed counts at once
-            extent = self._arenas.take(nbytes)
+            extent = self.disk.take(nbytes)
             self._extents.add(extent)
             self.allocated_bytes += extent.nbytes
             self._peak_allocated_bytes = max(self._peak_allocated_bytes, self.allocated_bytes)
@@ -341,8 +247,8 @@ class Spool:
             for transfer in self._live:
                 moved[transfer.kind] += transfer.moved_bytes
             return SpoolStatistics(
-                capacity_bytes=self._arenas.capacity_bytes,
-                arena_bytes=self._arenas.arena_bytes,
+                capacity_bytes=self.disk.capacity_bytes,
+                arena_bytes=self.disk.arena_bytes,
                 allocated_bytes=self.allocated_bytes,
                 peak_allocated_bytes=self._peak_allocated_bytes,
                 written_bytes=moved[IoKind.WRITE],
@@ -351,7 +257,7 @@ class Spool:
             )
 
     def _start(self, transfer: Transfer, memory: Sequence[Range], held: bool = False) -> Transfer:
-        request_bytes, extent = self._arenas.request_bytes, transfer.extent
+        request_bytes, extent = self.disk.request_bytes, transfer.extent
         transfer.prepare(memory, request_bytes=request_bytes, alignment=self.alignment, verify=self._verify)
         try:
             with self.disk.lock:
@@ -380,10 +286,10 @@ class Spool:
 
     def _post(self, item: Extent | Transfer) -> None:
         if not self._inert:  # the fork may have caught the allocators in the middle of a change
-            self.disk.post(self, item)
+            self.disk.post(self._work_off, item)
 
-    def work_off(self, item: Extent | Transfer) -> None:
-        """For the disk: count an extent that is freed or a transfer that is over. The lock is held.
+    def _work_off(self, item: Extent | Transfer) -> None:
+        """Count an extent that is freed or a transfer that is over. The lock is held.
 
         The end of a transfer may be posted twice; it counts once.
         """
@@ -407,8 +313,8 @@ class Spool:
         self._extents.discard(extent)
         self.allocated_bytes -= extent.nbytes
         if self._poison and not self.disk.closed:
-            self._arenas.poison(extent)
-        self._arenas.give_back(extent)
+            self.disk.poison(extent)
+        self.disk.give_back(extent)
 
 
-__all__ = ["Extent", "Spool", "SpoolStatistics", "Transfer"]
+__all__ = ["Disk", "Extent", "Spool", "SpoolStatistics", "Transfer"]
