@@ -175,9 +175,6 @@ class Disk:
                 reasons.append(reason)
             capabilities = [arena.engine.capabilities for arena in self.arenas]
             self.alignment = max(each.alignment for each in capabilities)
-            self.direct = all(each.direct for each in capabilities)
-            self.vectored = all(each.vectored for each in capabilities)
-            self.device_memory = all(each.device_memory for each in capabilities)
             self.engine_name = "+".join(dict.fromkeys(each.name for each in capabilities))
             self.engine_reason = "; ".join(dict.fromkeys(reasons))
             self.granularity = max(self.alignment, MAX_BLOCK_BYTES)

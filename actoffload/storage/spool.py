@@ -59,9 +59,10 @@ class Spool:
         self.disk = disk = Disk(paths, **options) if disk is None else disk
         disk.users.add(self)
         self.alignment = disk.alignment
-        self.direct = disk.direct
-        self.vectored = disk.vectored
-        self.device_memory = disk.device_memory
+        capabilities = [arena.engine.capabilities for arena in disk.arenas]
+        self.direct = all(each.direct for each in capabilities)
+        self.vectored = all(each.vectored for each in capabilities)
+        self.device_memory = all(each.device_memory for each in capabilities)
         self.engine_name = disk.engine_name
         self.engine_reason = disk.engine_reason
 
