@@ -1,4 +1,8 @@
-"""The offloader's mutex."""
+"""The offloader's mutex, and the two tools for code that a finalizer may run: a mailbox and a claim.
+
+A finalizer may interrupt any thread at any point, even a thread that holds the lock which the finalizer would need. So
+a finalizer never takes a lock. It uses one operation that the interpreter makes atomic: an append.
+"""
 
 from __future__ import annotations
 
@@ -6,42 +10,73 @@ import _thread
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 L = TypeVar("L")
+T = TypeVar("T")
 
 
 def renewed_in_child(lock: L) -> L:
-    """Have a lock be free in a forked child, where the thread that held it does not exist; return it."""
+    """Make a lock free in a forked child, where the thread that held it does not exist; return the lock."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=lock._at_fork_reinit)  # type: ignore[attr-defined]  # as `threading` does
     return lock
 
 
+class Mailbox(deque[T]):
+    """A queue that finalizers and other threads fill with `append`, and that the holder of a lock empties."""
+
+    __slots__ = ()
+
+    def drain(self) -> Iterator[T]:
+        """Remove and yield each item, also those that arrive meanwhile. The lock makes the caller the one consumer."""
+        while self:
+            yield self.popleft()
+
+
+class Claim:
+    """Which of several threads and finalizers comes first."""
+
+    __slots__ = ("_claimants",)
+
+    def __init__(self) -> None:
+        self._claimants: list[object] = []
+
+    def take(self, claimant: object) -> bool:
+        """Return whether ``claimant`` is the first that was ever passed."""
+        self._claimants.append(claimant)  # atomic, so every thread sees the same first entry
+        return self._claimants[0] is claimant
+
+    def is_by(self, claimant: object) -> bool:
+        """Return whether ``claimant`` has come first; takes nothing."""
+        return bool(self._claimants) and self._claimants[0] is claimant
+
+
 class DrainingLock(_thread.RLock):  # type: ignore[misc]  # it may be subclassed, whatever its stub says
     """Mutex that runs deferred finalizer work on release.
 
-    A finalizer may run anywhere, also in a thread that holds the lock. It must not wait, so it notes its work and calls
-    `run_if_free`. If somebody holds the lock, the release that follows calls ``after_release``, and nothing is left.
+    A finalizer appends its work to ``noted`` and calls `deliver`. If any thread holds the lock, the release that
+    follows calls ``after_release``, so no work is left behind.
 
     The base is written in C, so ``with`` acquires the lock without a Python frame in which an interrupt could leave it
-    held. An interrupt at the start of `__exit__` or `release` can; `abandon` gives the lock back then.
+    held. An interrupt at the start of `__exit__` or `release` can; `abandon` releases the lock then.
 
     Args:
         noted: the deferred work. The owner appends to it and empties it.
 
     Attributes:
-        after_release: called after a release that leaves something noted.
+        after_release: called after a release that leaves deferred work.
     """
 
     def __init__(self, noted: deque[Any] | None = None) -> None:
-        self.noted: deque[Any] = deque() if noted is None else noted
+        self.noted: deque[Any] = Mailbox() if noted is None else noted
         self.after_release: weakref.WeakMethod[Callable[[], None]] | None = None
 
     def __exit__(self, *exc: object) -> None:
-        """Give the lock back, and have the owner do what was noted meanwhile."""
+        """Release the lock, and have the owner do the work that was deferred meanwhile."""
         super().release()
+        # After the release, not before: a finalizer that comes in between finds the lock held and relies on this look.
         if self.noted and not self.owned():
             after = self.after_release() if self.after_release is not None else None
             if after is not None:
@@ -51,6 +86,7 @@ class DrainingLock(_thread.RLock):  # type: ignore[misc]  # it may be subclassed
 
     def run_if_free(self, work: Callable[[], bool]) -> bool | None:
         """Return what ``work`` returns with the lock held, or None where any thread holds it, even this one."""
+        # Not even for the owner, though the lock is reentrant: a finalizer interrupts it amid a change.
         if self.owned() or not self.acquire(blocking=False):
             return None
         try:
@@ -58,8 +94,13 @@ class DrainingLock(_thread.RLock):  # type: ignore[misc]  # it may be subclassed
         finally:
             super().release()
 
+    def deliver(self, work: Callable[[], bool]) -> None:
+        """Have ``work`` empty ``noted`` with the lock held, now or, where any thread holds it, after its release."""
+        while self.noted and self.run_if_free(work) is not None:  # again: `noted` may have filled before the release
+            pass
+
     def abandon(self) -> None:
-        """Give the lock back if this thread holds it, however often: after an interrupt. Deferred work is not done."""
+        """Release the lock if this thread holds it, however often: after an interrupt. Deferred work is not done."""
         while self.owned():
             super().release()
 

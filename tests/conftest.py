@@ -112,11 +112,11 @@ def make_offloader(tmp_path: Path) -> Iterator[Callable[..., Offloader]]:
 
 @pytest.fixture
 def make_spool(tmp_path: Path) -> Iterator[MakeSpool]:
-    """Make spools that grow in small steps, with small stripes; they end with the test."""
+    """Make spools that grow in small steps, with small requests; they end with the test."""
     made: list[Spool] = []
 
     def make(*directories: Path, **options: Any) -> Spool:
-        made.append(Spool(directories or [tmp_path], **{"grow_bytes": 4 * MIB, "stripe_bytes": MIB, **options}))
+        made.append(Spool(directories or [tmp_path], **{"grow_bytes": 4 * MIB, "request_bytes": MIB, **options}))
         return made[-1]
 
     yield make

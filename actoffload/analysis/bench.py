@@ -210,7 +210,7 @@ class Rig:
             threads=depth,
             capacity_bytes=region_bytes,
             grow_bytes=region_bytes,
-            stripe_bytes=largest_block_bytes,
+            request_bytes=largest_block_bytes,
         )
         try:
             # Twice as many slots as transfers that run, so that an engine always finds the next one waiting.

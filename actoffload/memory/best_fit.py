@@ -11,10 +11,10 @@ from ..errors import StateError
 
 
 class ExtentAllocator:
-    """Hands out ranges ``[offset, offset + size)`` of ``[0, capacity)``.
+    """Allocates ranges ``[offset, offset + size)`` of ``[0, capacity)``.
 
     Best fit with immediate coalescing: activations come in few sizes, so an exact hole usually exists and little is
-    left over. What is free changes at once, so that no interrupt leaves it half changed.
+    left over. The list of free ranges changes by one operation, so that no interrupt leaves it half changed.
 
     Args:
         capacity_bytes: Size of the arena, rounded down to ``alignment``.
@@ -22,7 +22,7 @@ class ExtentAllocator:
 
     Attributes:
         capacity_bytes: Size of the arena.
-        allocated_bytes: Bytes handed out, alignment included.
+        allocated_bytes: Bytes in use, alignment included.
 
     Example:
         >>> extents = ExtentAllocator(1 << 20, 4096)
@@ -44,6 +44,11 @@ class ExtentAllocator:
     def largest_free_bytes(self) -> int:
         """The largest request that would succeed now."""
         return max([size for _, size in self._free], default=0)
+
+    @property
+    def free_at_end_bytes(self) -> int:
+        """The free bytes at the end of the arena; growth is joined with them."""
+        return self._free[-1][1] if self._free and sum(self._free[-1]) == self.capacity_bytes else 0
 
     def round_up(self, nbytes: int) -> int:
         """Return ``nbytes`` rounded up to the alignment."""
@@ -70,8 +75,8 @@ class ExtentAllocator:
         """Give a range back.
 
         Args:
-            offset: What ``allocate`` returned.
-            nbytes: What ``allocate`` was asked for, or that rounded up.
+            offset: The result of ``allocate``.
+            nbytes: The argument of ``allocate``, or that rounded up.
 
         Raises:
             StateError: The range is not allocated (a double free), or was allocated with another size.
@@ -86,7 +91,7 @@ class ExtentAllocator:
         self._add_free(offset, size)
 
     def grow(self, new_capacity_bytes: int) -> None:
-        """Make the arena larger; what is allocated stays where it is."""
+        """Make the arena larger; allocated ranges stay where they are."""
         start, capacity = self.capacity_bytes, self.round_down(new_capacity_bytes)
         if capacity > start:
             self.capacity_bytes = capacity

@@ -23,7 +23,7 @@ SOURCE = native_build.PACKAGE / "memory" / "cpu_allocator.cpp"
 SMALLEST_BYTES = 256 << 10
 """Smaller tensors stay with PyTorch's allocator."""
 IDLE_EPOCHS = 16
-"""Memory that no tensor was in for so many forwards goes back to the system; a step may have several forwards."""
+"""Memory without tensors for this many forwards goes back to the system; a step may have several forwards."""
 _PRELOADED = ("jemalloc", "tcmalloc", "mimalloc")
 _INSTALL_ERRORS = {1: "another allocator than PyTorch's own is in use", 2: "no addresses could be reserved"}
 
@@ -82,11 +82,11 @@ class Use:
 class HeldBlock:
     """Keeps a tensor's memory from being used again while this object lives, though its owner frees it meanwhile.
 
-    What is read there stays what it was. It does nothing for memory of another allocator.
+    Reads there see the old bytes. It does nothing for memory of another allocator.
 
     Args:
         address: where the memory of the tensor's storage begins.
-        dense: all of it is in use; else the kernel is not asked for huge pages, which would make the rest resident.
+        dense: all of it is in use; else huge pages are off, which would make the rest resident.
     """
 
     __slots__ = ("_address",)
@@ -105,7 +105,7 @@ class HeldBlock:
 
 
 def next_epoch() -> None:
-    """Count a forward; what was idle for `IDLE_EPOCHS` of them goes back to the system."""
+    """Count a forward; memory that was idle for `IDLE_EPOCHS` of them goes back to the system."""
     if _Process.library is not None:
         _Process.library.actoffload_next_epoch(ctypes.c_uint32(IDLE_EPOCHS))
 

@@ -1,6 +1,6 @@
 """Host memory in exact sizes: page-locked slabs for an accelerator's copies, aligned reusable memory for reads on CPU.
 
-PyTorch's own pinned allocator rounds up to powers of two and allocates when asked; here a slab is mapped once,
+PyTorch's own pinned allocator rounds up to powers of two and allocates on demand; here a slab is mapped once,
 page-locked once, ahead of its use, and cut into slots.
 """
 
@@ -12,7 +12,6 @@ import os
 import threading
 import weakref
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,36 +19,36 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..locks import renewed_in_child
+from ..locks import Mailbox, renewed_in_child
 from .slab import ALIGNMENT, OwnedMemory, Slab
 
 TRIM_STEPS = 32
-"""Steps. Page-locked memory that none of so many has used is given back. It takes half a second for each GiB to have it
-again, so an input that is longer than the others once in a while should find it there."""
+"""Page-locked memory that was not used for this many steps is given back. To page-lock it again takes half a second for
+each GiB, so an occasional long input should still find it."""
 
 
 class _Piece(NamedTuple):
-    """A range of a slab that was handed out as a slot, and the events of the copies that use it or did."""
+    """A range of a slab that became a slot, and the events of the copies that use it or did."""
 
     address: int
     nbytes: int
     slab: Slab
     offset: int
     events: list[object]
-    views: list[Tensor]  # the last tensor from its first byte on, which is mostly asked for again
+    views: list[Tensor]  # the last tensor from its first byte on, which is mostly needed again
 
 
 class Slot:
-    """A piece of host memory: ``nbytes`` bytes at ``address``, 4096-aligned. It goes back when nobody holds it.
+    """A piece of host memory: ``nbytes`` bytes at ``address``, 4096-aligned. It goes back to the pool when it dies.
 
-    A copy may still use the memory when it is handed out again: whoever writes to it, or has a stream do so, waits for
-    ``events`` first. Whoever copies into or out of it on a stream that has waited for them puts the copy's event in
-    their place. Whoever reads or writes it from an I/O thread holds it meanwhile.
+    A copy may still use the memory when the slot is new: a write to it, on the host or on a stream, must wait for
+    ``events`` first. A copy on a stream that has waited for them replaces them by its own event. An I/O thread that
+    reads or writes the memory holds the slot meanwhile.
     """
 
     __slots__ = ("_dropped", "_piece", "address", "events", "nbytes", "offset", "slab", "views")
 
-    def __init__(self, piece: _Piece, dropped: deque[_Piece]) -> None:
+    def __init__(self, piece: _Piece, dropped: Mailbox[_Piece]) -> None:
         self.address, self.nbytes, self.slab, self.offset, self.events, self.views = self._piece = piece
         self._dropped = dropped
 
@@ -63,7 +62,7 @@ class Slot:
 
 
 class HostBudget:
-    """Most bytes that the pools of one configuration map, all together. Each pool alone hands out what it has mapped.
+    """Most bytes that the pools of one configuration map, all together. A pool shares its mapped memory with no other.
 
     Args:
         capacity_bytes: the bytes.
@@ -98,7 +97,7 @@ class HostBudget:
             return self.capacity_bytes - sum(self._mapped.values())
 
     def make_room(self, nbytes: int, asker: HostPool) -> None:
-        """Have other pools unmap what nobody uses, unless there is room. The asker holds no lock of its own."""
+        """Have other pools unmap idle memory, unless there is room. The caller holds no lock: the pools take theirs."""
         with self._lock:
             others = [pool for pool in self._mapped if pool is not asker]
         if others and self.room() < nbytes:
@@ -113,10 +112,10 @@ _CLOSED: set[HostPool] = set()
 class HostPool:
     """Slots of host memory, at most ``capacity_bytes`` of them at once. Thread-safe.
 
-    Page-locking takes long, so a thread does it, one slab at a time and one ahead of what is asked for. Memory that is
-    mapped beyond the capacity is never page-locked, and goes as soon as nobody uses it.
+    Page-locking takes long, so a thread does it, one slab at a time and one slab ahead of demand. Memory that is
+    mapped beyond the capacity is never page-locked, and is unmapped as soon as it is idle.
 
-    It has more than fifteen attributes: nine are what it was given, six are what others read.
+    It has more than fifteen attributes: nine come from the caller, six are read by other classes.
 
     Args:
         budget: Most bytes mapped, by it and by the pools that share the budget; or a number, for it alone.
@@ -134,7 +133,7 @@ class HostPool:
         allocated_bytes: Bytes in slots.
         peak_bytes: The most there were.
         mapped_bytes: Bytes of all slabs.
-        growing: More memory is on its way: what was refused may be had after ``on_growth``.
+        growing: More memory is on its way: a refused request may succeed after ``on_growth``.
         pin_failed: Some memory could not be page-locked.
     """
 
@@ -168,11 +167,11 @@ class HostPool:
         self._slabs: list[Slab] = []
         self._slabs_made = 0
         self._by_room: list[tuple[int, int, Slab]] = []
-        self._idle: dict[Slab, None] = {}  # of which nothing is handed out
-        self._kept: dict[int, list[_Piece]] = {}  # given back, but not to their slabs, by size
-        self._dropped: deque[_Piece] = deque()  # filled by finalizers, which take no lock
-        self._grown: deque[Slab | None] = deque()  # filled by the thread that page-locks, which takes none either
-        self._gone: deque[Slab] = deque()  # filled by the thread that gives memory back
+        self._idle: dict[Slab, None] = {}  # without slots
+        self._kept: dict[int, list[_Piece]] = {}  # free, but not returned to their slabs, by size
+        self._dropped: Mailbox[_Piece] = Mailbox()  # filled by finalizers
+        self._grown: Mailbox[Slab | None] = Mailbox()  # filled by the thread that page-locks
+        self._gone: Mailbox[Slab] = Mailbox()  # filled by the thread that gives memory back
         self._thread: threading.Thread | None = None
         self._trimmer: threading.Thread | None = None
         self._steps = 0
@@ -221,20 +220,20 @@ class HostPool:
         return torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
 
     def idle_bytes(self) -> int:
-        """Return how many bytes are in no slot and have pages: of what is mapped, no more than was in slots at once."""
+        """Return how many mapped bytes have pages and are in no slot; the peak of slots bounds the pages."""
         with self._lock:
             self._take_dropped()
             return max(0, min(self.mapped_bytes, self.peak_bytes) - self.allocated_bytes)
 
     def reclaim(self) -> None:
-        """Take back the slots that nobody holds."""
+        """Take back the slots that have died."""
         with self._lock:
             self._reclaim()
 
     def trim(self) -> None:
         """A step begins: give page-locked memory back that none of the last `TRIM_STEPS` has used, but for one slab.
 
-        Another thread does it. What is free is joined at first, so that steps use as few slabs as they need.
+        Another thread does it. Free pieces are joined first, so that steps use as few slabs as they need.
         """
         with self._lock:
             self._steps += 1
@@ -251,7 +250,7 @@ class HostPool:
                     else:
                         unused.append(slab)
             for slab in unused:
-                self._unlist(slab)  # nobody is given any of it from now on
+                self._unlist(slab)  # no slot comes from it from now on
                 slab.room = -1
             for slab in self._slabs:
                 slab.used = slab not in self._idle
@@ -264,7 +263,7 @@ class HostPool:
                     self._gone.extend(unused)
 
     def unmap_idle(self) -> None:
-        """Unmap the slabs of which nothing is handed out, for another pool; does nothing while the pool is at work."""
+        """Unmap the slabs without slots, for another pool; does nothing while the pool is at work."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -275,12 +274,12 @@ class HostPool:
             self._lock.release()
 
     def close(self, *, wait: bool = False) -> None:
-        """Give back what is free, and the rest with its slots. Idempotent.
+        """Unmap free memory, and the rest with its slots. Idempotent.
 
         Page-locked memory that a copy may still use goes when another pool needs memory.
 
         Args:
-            wait: First wait until the copies into and out of what nobody holds any more are done.
+            wait: First wait until the copies into and out of free memory are done.
         """
         _CLOSED.add(self)  # first, so that page-locked memory is not forgotten after an error
         for thread in (self._thread, self._trimmer):
@@ -288,7 +287,7 @@ class HostPool:
                 thread.join()
         with self._lock:
             self._budget.leave(self)
-            self._budget = HostBudget(self.capacity_bytes)  # what the device has not let go of is no other pool's want
+            self._budget = HostBudget(self.capacity_bytes)  # from now on other pools do not count ours
             self._reclaim()
             for slab in tuple(self._slabs):
                 if wait and self._wait_for is not None:
@@ -302,7 +301,7 @@ class HostPool:
     def after_fork_in_child(self) -> None:
         """Make a new lock, as the old one may have been held when the process forked; leave the parent's device.
 
-        The child has no page-locked memory: who is given some there reads and writes nothing.
+        The child has no page-locked memory: a slot there is never read or written.
         """
         self._lock = threading.RLock()
         self._thread, self._trimmer, self.growing = None, None, False
@@ -318,7 +317,7 @@ class HostPool:
             self._is_done = _never
 
     def _find_again(self, nbytes: int) -> Slot | None:
-        """Hand out a piece of just this size that was given back: a step asks for what the one before has asked for."""
+        """Return a free piece of exactly this size: a step needs the sizes of the step before."""
         self._take_dropped()
         kept = self._kept.get(-(-nbytes // ALIGNMENT) * ALIGNMENT)
         return self._hand_out(kept.pop()) if kept and self.mapped_bytes <= self.capacity_bytes else None
@@ -408,12 +407,12 @@ class HostPool:
             self._unmap(slab)
 
     def _unmap(self, slab: Slab) -> None:
-        """Let a slab go that nobody uses, if the device does; its mapping goes with its last view."""
+        """Forget an idle slab, if the device does not use it any more; its mapping goes with its last view."""
         if self._let_go(slab) and slab.unlock(self._unpin):
             self._forget(slab)
 
     def _let_go(self, slab: Slab) -> bool:
-        """Whether no copy uses what is free of a slab."""
+        """Whether no copy uses the free part of a slab."""
         return not slab.locked or self._is_done is None or all(map(self._is_done, slab.events()))
 
     def _forget(self, slab: Slab) -> None:
@@ -431,14 +430,12 @@ class HostPool:
             self._gone.append(slab)
 
     def _reclaim(self) -> None:
-        while self._gone:
-            slab = self._gone.popleft()
+        for slab in self._gone.drain():
             if slab.locked:  # the device has not let go of it
                 self._list(slab)
             else:
                 self._forget(slab)
-        while self._grown:
-            grown = self._grown.popleft()
+        for grown in self._grown.drain():
             self.growing = False
             if grown is None:
                 self.capacity_bytes = self.mapped_bytes  # the system has no more
@@ -457,15 +454,14 @@ class HostPool:
                         self._unmap(slab)
 
     def _take_dropped(self) -> None:
-        while self._dropped:
-            piece = self._dropped.popleft()
+        for piece in self._dropped.drain():
             if self._poison:
                 self._overwrite(piece)
             self.allocated_bytes -= piece.nbytes
             self._kept.setdefault(piece.nbytes, []).append(piece)
 
     def _overwrite(self, piece: _Piece) -> None:
-        """For debugging: overwrite what is given back, once no copy uses it any more."""
+        """For debugging: overwrite a free piece, once no copy uses it any more."""
         if self._wait_for is not None:
             for event in piece.events:
                 self._wait_for(event)
@@ -479,7 +475,7 @@ def _never(event: object) -> bool:
 
 
 def _close_closed() -> None:
-    """Close the closed pools again: what a copy used then may be free by now."""
+    """Close the closed pools again: a copy that used their memory then may have ended."""
     for pool in tuple(_CLOSED):
         with contextlib.suppress(Exception):  # its device is broken: nothing that this pool's caller did
             pool.close()

@@ -28,7 +28,7 @@ SWITCH = "ACTOFFLOAD_NATIVE"
 COMPILE_S = 300
 SEAL_BYTES = hashlib.sha256().digest_size
 MOST_BYTES = 256 << 20
-"""No library of ours has so many."""
+"""More than any library of ours has."""
 
 
 class Refused(Exception):
@@ -54,7 +54,7 @@ def build(source: Path, options: Sequence[str], key: Sequence[str]) -> Path:
 
     Args:
         options: of the compiler: where headers and libraries are.
-        key: what else the library depends on, such as PyTorch's version.
+        key: further dependencies of the library, such as PyTorch's version.
 
     Raises:
         Refused: there is no compiler, it failed, or `SWITCH` forbids it.
@@ -80,7 +80,7 @@ def build(source: Path, options: Sequence[str], key: Sequence[str]) -> Path:
 
 
 def load(build: Callable[[], Path], loader: Callable[[Path], T]) -> T:
-    """What a loader makes of a library, which is built anew, once, where it is damaged or cannot be loaded.
+    """Return the loader's result for a library, which is built anew, once, if it is damaged or cannot be loaded.
 
     Raises:
         Refused: it cannot be built or loaded.
@@ -100,7 +100,7 @@ def load(build: Callable[[], Path], loader: Callable[[Path], T]) -> T:
 def _checked_copy(library: Path) -> Path:
     """Return the path of a copy in memory of a library that is whole.
 
-    Nobody changes the copy once it was checked: a library that loses bytes while it is mapped ends the process. It can
+    Nothing changes the copy once it was checked: a library that loses bytes while it is mapped ends the process. It can
     be loaded where the cache is mounted ``noexec``, too.
 
     Raises:
@@ -120,7 +120,7 @@ def _checked_copy(library: Path) -> Path:
 
 
 def _seal(content: bytes) -> bytes:
-    """What stands behind a library in its file, where the loader does not look: its checksum."""
+    """The checksum of a library; it stands behind it in its file, and the loader ignores it."""
     return hashlib.sha256(content).digest()
 
 
@@ -133,7 +133,7 @@ def _compile(compiler: str, source: Path, options: Sequence[str], library: Path)
     unfinished = library.with_name(f"{library.name}.{os.getpid()}.{threading.get_ident()}")
     said = ""
     try:
-        for standard in ("c++20", "c++17"):  # what PyTorch's headers need depends on its release
+        for standard in ("c++20", "c++17"):  # the standard of PyTorch's headers depends on its release
             command = [compiler, f"-std={standard}", "-O2", "-fPIC", "-shared", str(source), "-o", str(unfinished)]
             done = subprocess.run(
                 [*command, *options],
@@ -160,7 +160,7 @@ def _compile(compiler: str, source: Path, options: Sequence[str], library: Path)
 
 
 def _cache_folder() -> Path:
-    """Return a directory that only this user can write to or exchange: what lies in it is loaded into the process.
+    """Return a directory that only this user can write to or exchange: its libraries are loaded into the process.
 
     Raises:
         Refused: there is none.
@@ -182,7 +182,7 @@ def _cache_folder() -> Path:
 
 
 def _make_private(folder: Path) -> None:
-    """Make a directory, and those above it that are missing, for this user alone, whatever the umask."""
+    """Make a directory, and its missing parents, for this user alone, under any umask."""
     if not folder.is_dir():
         _make_private(folder.parent)
         with suppress(FileExistsError):  # another process was faster
@@ -191,8 +191,8 @@ def _make_private(folder: Path) -> None:
 
 
 def _is_shared(folder: Path) -> bool:
-    """Return whether others may exchange what lies in a directory. Where it is sticky they cannot."""
+    """Return whether other users may exchange the files in a directory. If it is sticky they cannot."""
     found = folder.stat()
-    trusted = found.st_uid in (0, os.geteuid(), Path("/").stat().st_uid)  # who owns the root may do anything
+    trusted = found.st_uid in (0, os.geteuid(), Path("/").stat().st_uid)  # the owner of the root may do anything
     others_write = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
     return not trusted or bool(others_write)

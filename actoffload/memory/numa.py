@@ -1,7 +1,7 @@
 """Where host memory lies: on the node of the CPU that first writes it, so that thread stays near the device.
 
 A copy between a device and the memory of another socket is slower. On NVIDIA's Grace the device's own memory is a node
-of the host as well, one without CPUs: page-locked memory there would take what it is to save.
+of the host as well, one without CPUs: page-locked memory there would use up the memory that it should save.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def stay_near(pci_address: str) -> None:
 
 
 def keep_off_devices(address: int, nbytes: int) -> bool:
-    """Have a mapping take memory only of nodes with CPUs, where there are others; return whether that was asked."""
+    """Have a mapping take memory only of nodes with CPUs, where there are others; return whether the call was made."""
     number = _MBIND.get(platform.machine())
     nodes = nodes_with_cpus()
     if number is None or not nodes:
@@ -42,7 +42,7 @@ def keep_off_devices(address: int, nbytes: int) -> bool:
     mask = (ctypes.c_uint64 * words)()
     for node in nodes:
         mask[node // 64] |= 1 << node % 64
-    limits = ctypes.c_ulong(64 * words + 1), ctypes.c_uint(0)  # the kernel takes one bit less than it is told of
+    limits = ctypes.c_ulong(64 * words + 1), ctypes.c_uint(0)  # the kernel uses one bit less than this
     call = ctypes.CDLL(None, use_errno=True).syscall
     arguments = ctypes.c_void_p(address), ctypes.c_ulong(nbytes), ctypes.c_int(_BIND), mask, *limits
     return int(call(ctypes.c_long(number), *arguments)) == 0

@@ -1,4 +1,4 @@
-"""The process and its memory: limits, what is free, and how glibc gives memory back. No torch."""
+"""The process and its memory: limits, free memory, and how glibc gives memory back. No torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def cgroup_limit_bytes() -> int | None:
 
 
 def available_bytes() -> int:
-    """Memory this process may still take: what the machine has available, within the cgroup's limit."""
+    """Memory this process may still take: the available memory of the machine, within the cgroup's limit."""
     available = int(psutil.virtual_memory().available)
     limit = cgroup_limit_bytes()
     if limit is not None:
@@ -60,7 +60,7 @@ def memory_bytes() -> int:
 
 
 def _cgroup_limits() -> list[tuple[Path, int]]:
-    """The limits of the cgroups that this process is in, each with the file that says it."""
+    """The limits of the cgroups that this process is in, each with its file."""
     candidates = [Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")]
     try:
         for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -82,7 +82,7 @@ def _cgroup_limits() -> list[tuple[Path, int]]:
 
 
 def _cgroup_used_bytes(limit_file: Path) -> int:
-    """What all processes of a cgroup use, less the file cache that the kernel gives back first; 0 if it is not said."""
+    """The bytes that all processes of a cgroup use, less the file cache that the kernel frees first; 0: unknown."""
     used_name, cache_name = (
         ("memory.current", "inactive_file")
         if limit_file.name == "memory.max"

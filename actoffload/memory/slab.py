@@ -1,4 +1,4 @@
-"""Memory that is mapped at once and handed out in pieces: page-locked for a device where that can be had."""
+"""Memory that is mapped at once and used in pieces: page-locked for a device if possible."""
 
 from __future__ import annotations
 
@@ -24,31 +24,30 @@ _POPULATE_THREADS = 4
 _LOCKED: dict[int, mmap.mmap] = {}
 """Every mapping that may be page-locked, by its address, so that it stays mapped.
 
-The device goes on using the pages that it was told of: memory that is mapped later at the same address would be copied
-from and to where it does not lie. In a forked child the mapping is not there, and what the child has mapped at its
-address instead must not go with it.
+The device goes on using the registered pages: copies of memory that is mapped later at the same address would go to the
+old pages. In a forked child the mapping is not there, and a mapping of the child at its address must not go with it.
 """
 
 
 class OwnedMemory(ctypes.c_char * (1 << 46)):  # type: ignore[misc]
-    """Memory at an address that holds its ``owner``. It says nothing of the size: ctypes makes a class for each."""
+    """Memory at an address that holds its ``owner``. One size for all: ctypes would make a class for each."""
 
     owner: object
 
 
 class Slab:
-    """Host memory in one piece, and what of it is in use.
+    """Host memory in one piece, and which parts of it are in use.
 
     Args:
         nbytes: Its size, a multiple of `ALIGNMENT`.
         page_locked: Memory of PyTorch that is page-locked and belongs to the slab from now on; None to map some.
 
     Attributes:
-        buffer: What begins where it does and keeps it alive.
+        buffer: An object at its address that keeps it alive.
         number: Tells slabs of the same room apart; the pool's, as is the next.
         room: The largest slot that it has room for, as it is listed; -1 when it is not.
-        locked: Whether it may be page-locked: from before that is asked for until the device has let go of it.
-        used: Whether something of it was handed out since `HostPool.trim` has looked.
+        locked: Whether it may be page-locked: from before the request until the device has let go of it.
+        used: Whether a slot came from it since the last look of `HostPool.trim`.
     """
 
     def __init__(self, nbytes: int, page_locked: Tensor | None = None) -> None:
@@ -72,7 +71,7 @@ class Slab:
     def page_locked(nbytes: int, pin: Callable[[int, int], bool], most_bytes: int) -> Slab:
         """Return page-locked memory: mapped here and registered by ``pin``, else of PyTorch, which rounds sizes up.
 
-        Where neither can be had the memory is pageable. It takes long: it is called where nobody waits for it.
+        If neither is possible the memory is pageable. It takes long: call it on a thread of its own.
         """
         slab = Slab(nbytes)
         keep_off_devices(slab.address, nbytes)
@@ -134,13 +133,13 @@ class Slab:
         return offset, self._take_events(offset, offset + self.extents.round_up(nbytes))
 
     def give_back(self, offset: int, nbytes: int, events: list[object]) -> None:
-        """Make a piece free; who gets its memory next gets the events of the copies that may still use it."""
+        """Make a piece free; the next slot in its memory gets the events of the copies that may still use it."""
         if events:
             insort(self._used, (offset, offset + nbytes, events))
         self.extents.free(offset, nbytes)
 
     def events(self) -> list[object]:
-        """Return the events of the copies that may still use what is free."""
+        """Return the events of the copies that may still use the free part."""
         return [event for _, _, events in self._used for event in events]
 
     def _take_events(self, begin: int, end: int) -> list[object]:

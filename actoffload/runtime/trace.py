@@ -138,7 +138,7 @@ class Recorder:
 
     def moved(self, transfer: Transfer) -> None:
         """Take down a transfer of the spool that has moved bytes."""
-        tensors = [(record.module, record.nbytes) for record in transfer.about or ()]  # type: ignore[attr-defined]
+        tensors = [(record.module, record.nbytes) for record in transfer.records]
         self._transfer(f"disk {transfer.kind.value}", transfer.began_s, now(), tensors, transfer.moved_bytes)
 
     def _transfer(self, link: str, begin_s: float, end_s: float, tensors: list[Any], nbytes: int) -> None:

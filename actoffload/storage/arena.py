@@ -1,4 +1,8 @@
-"""The arenas of a spool: a file, an engine and an allocator for each path, and extents striped over them."""
+"""The disk under spools: a file, an engine and an allocator for each path, extents in them, and the lock of it all.
+
+The lock guards the allocators and the counts of every spool. A finalizer may run while its own thread holds the lock,
+so freed extents and ended transfers go into a mailbox, which the thread that gets or releases the lock empties.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +10,25 @@ import contextlib
 import errno
 import mmap
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from ..errors import ConfigError, SpoolFullError, StorageError
+from ..locks import DrainingLock, Mailbox
 from ..memory.best_fit import ExtentAllocator
 from .engines import EngineFactory, choose_engine, create_engine
 from .engines.base import SpoolFile, StorageEngine
 from .spool_files import MAX_BLOCK_BYTES, check_directory, free_bytes, grow_arena, open_arena
 
-_MIN_PIECE_BYTES = 1 << 20  # below this a piece is not worth its request, as long as there is room for larger ones
 _UNLIMITED_BYTES = 1 << 62
-
-
-class Segment(NamedTuple):
-    """A range of the file of one path."""
-
-    arena: int  # index of the path
-    offset: int  # where it starts in the file, in bytes
-    nbytes: int
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpoolStatistics:
-    """What a spool is and has done so far; all sizes in bytes."""
+    """The room and the traffic of a spool so far; all sizes in bytes."""
 
     capacity_bytes: int | None
     """Limit for all arenas together; None: the free space of the file systems."""
@@ -49,7 +47,8 @@ class PathArena:
 
     Attributes:
         extents: Which bytes are in use; offsets and sizes are multiples of the block size.
-        grow_error: Why it could not grow last, if the file system said no.
+        queued_bytes: Bytes of the transfers that were enqueued on this path and have not ended.
+        grow_error: Why the last attempt to grow failed, if the file system refused it.
         share_bytes: Most bytes of the arena, where several processes share the disk.
     """
 
@@ -57,13 +56,21 @@ class PathArena:
         self.file = file
         self.engine = engine
         self.extents = ExtentAllocator(0, max(engine.capabilities.alignment, MAX_BLOCK_BYTES))
+        self.queued_bytes = 0
         self.grow_error: StorageError | None = None
         self.share_bytes = _UNLIMITED_BYTES
         self._refused_free_bytes: int | None = None
         self._closed = False
 
+    def allocate(self, nbytes: int, step: int, limit: int) -> int | None:
+        """Return the offset of ``nbytes`` free bytes in one piece, or None when there are none; arguments as `grow`."""
+        offset = self.extents.allocate(nbytes)
+        if offset is None and self.grow(nbytes - self.extents.free_at_end_bytes, step, limit):
+            offset = self.extents.allocate(nbytes)
+        return offset
+
     def grow(self, wanted: int, step: int, limit: int) -> bool:
-        """Make the arena larger by ``step`` bytes or what there is up to ``limit``, never by less than ``wanted``."""
+        """Make the arena larger by ``step`` bytes, by less if ``limit`` demands it, never by less than ``wanted``."""
         on_disk = self.engine.capabilities.needs_file
         limit = min(limit, self.share_bytes - self.extents.capacity_bytes)
         if on_disk:
@@ -92,37 +99,74 @@ class PathArena:
             os.close(self.file.fd)
 
 
-class ArenaSet:
-    """The arenas of all paths of a spool. Not thread-safe, but for the engines.
+@dataclass(slots=True, eq=False)
+class Extent:
+    """A contiguous range of the file of one path; the spool makes, changes and frees it."""
 
-    Its arguments are those of ``Spool``; sizes in bytes.
+    arena: PathArena
+    offset: int  # where it starts in the file
+    nbytes: int  # a multiple of the spool's granularity
+    checksums: dict[int, int] = field(default_factory=dict)  # by offset of each request, where the spool verifies
+    valid_bytes: int = 0  # how much the last write left here; 0: nothing that may be read
+    transfers: int = 0  # how many are in flight
+    writer: object = None  # the write that is in flight
+    freed: bool = False  # the caller has freed it
+    release_due: bool = False  # the spool is to release it when the last transfer has ended
+
+    def __repr__(self) -> str:
+        return f"<Extent {self.nbytes} bytes at {self.offset} in {self.arena.file.path}>"
+
+
+class Disk:
+    """A file, an engine and an allocator for each path, and the lock that guards them. Several spools may share it.
+
+    All methods but `post`, `close` and `after_fork_in_child` are called with the lock held. Sizes are in bytes.
+
+    Args:
+        paths: Directories; each extent lies on one of them.
+        engine: Name of an engine, ``"auto"``, names of which the first that works is taken, or a factory that makes one
+            for a file.
+        capacity_bytes: Most bytes, all paths together; None: the free space of the file systems, less a reserve.
+        processes: How many processes open a disk like this one on the machine: without ``capacity_bytes`` each takes
+            at most its share of the free space as it begins, so that none fills the disk alone.
+        request_bytes: Largest request; a longer transfer is several, which run at the same time.
+        grow_bytes: How much an arena is grown at a time; the first step is taken at once.
+        threads: Threads per engine; None: the engine's own choice.
+        allow_any_filesystem: Also take memory, network and FUSE file systems.
 
     Attributes:
-        capacity_bytes: Limit for all arenas together; None: what is free.
+        lock: guards the allocators, and the counts of every spool.
+        users: the spools, also the closed ones.
+        closed: the files are gone; another spool has to open another disk.
         granularity: Extents are multiples of this many bytes.
 
     Raises:
-        StorageError: One of the arenas cannot be made, or there is no room for its first step.
+        ConfigError: There is no such engine.
+        SpoolPathError: A directory cannot hold a spool.
+        SpoolFullError: There is no room for the first step.
+        EngineUnavailableError: The engine cannot run here.
     """
 
     def __init__(
         self,
         paths: Sequence[str | os.PathLike[str]],
         *,
-        engine: str | tuple[str, ...] | EngineFactory,
-        threads: int | None,
-        allow_any_filesystem: bool,
-        stripe_bytes: int,
-        grow_bytes: int,
-        capacity_bytes: int | None,
-        processes: int,
+        engine: str | tuple[str, ...] | EngineFactory = "auto",
+        capacity_bytes: int | None = None,
+        processes: int = 1,
+        request_bytes: int = 8 << 20,
+        grow_bytes: int = 256 << 20,
+        threads: int | None = None,
+        allow_any_filesystem: bool = False,
     ) -> None:
         self.arenas: list[PathArena] = []
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.closed = False
         self.allocated_bytes = 0
-        self.peak_allocated_bytes = 0
         self.capacity_bytes = capacity_bytes
         self._grow_bytes = grow_bytes
-        self._next = 0  # index of the arena that the next segment is taken from
+        self._next = 0  # index of the arena that the next extent comes from if all queues are equal
+        self._renew_lock()
         reasons = []
         try:
             for path in paths:
@@ -131,20 +175,15 @@ class ArenaSet:
                 reasons.append(reason)
             capabilities = [arena.engine.capabilities for arena in self.arenas]
             self.alignment = max(each.alignment for each in capabilities)
-            self.direct = all(each.direct for each in capabilities)
-            self.vectored = all(each.vectored for each in capabilities)
-            self.device_memory = all(each.device_memory for each in capabilities)
             self.engine_name = "+".join(dict.fromkeys(each.name for each in capabilities))
             self.engine_reason = "; ".join(dict.fromkeys(reasons))
             self.granularity = max(self.alignment, MAX_BLOCK_BYTES)
-            self.stripe_bytes = self.round_up(stripe_bytes)
+            self.request_bytes = self.round_up(request_bytes)
             if capacity_bytes is None and processes > 1:
                 self._share(processes)
             self._grow_first()
         except BaseException:
-            for arena in self.arenas:
-                arena.engine.abort()
-            self.close_files()
+            self.close(wait=False)
             raise
 
     @property
@@ -156,50 +195,76 @@ class ArenaSet:
         """Return ``nbytes`` rounded up to the granularity."""
         return -(-nbytes // self.granularity) * self.granularity
 
-    def take(self, nbytes: int) -> tuple[Segment, ...]:
-        """Take room in pieces of about the same size, none larger than a stripe, round robin over the paths.
+    def take(self, nbytes: int) -> Extent:
+        """Take room in one piece, on the path with the shortest queue if it has that much, else on another one.
 
         Raises:
             SpoolFullError: There is no room; nothing is taken.
         """
-        remaining = self.round_up(nbytes)
-        pieces = -(-remaining // self.stripe_bytes)
-        wanted = self.round_up(-(-remaining // pieces))
-        segments: list[Segment] = []
-        try:
-            while remaining:
-                wanted = min(wanted, remaining)
-                segment = self._take_piece(wanted)
-                if segment is not None:
-                    segments.append(segment)
-                    remaining -= wanted
-                elif wanted > _MIN_PIECE_BYTES:
-                    wanted = self.round_up(wanted // 2)  # no hole is large enough, but smaller ones may be
-                else:
-                    raise self._full_error(nbytes)
-        except BaseException:
-            self.give_back(segments)
-            raise
-        self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
-        return tuple(segments)
+        size, count = self.round_up(nbytes), len(self.arenas)
+        # Equal queues take turns: extents that are written one after the other are read together, from all disks.
+        turns = [(self._next + turn) % count for turn in range(count)]
+        for index in sorted(turns, key=lambda index: self.arenas[index].queued_bytes):
+            arena = self.arenas[index]
+            offset = arena.allocate(size, self._grow_bytes, self._limit_bytes - self.arena_bytes)
+            if offset is not None:
+                self._next = (index + 1) % count
+                self.allocated_bytes += size
+                return Extent(arena, offset, size)
+        raise self._full_error(nbytes)
 
-    def give_back(self, segments: Sequence[Segment]) -> None:
-        """Make the room of these segments free for others."""
-        for segment in segments:
-            self.arenas[segment.arena].extents.free(segment.offset, segment.nbytes)
-            self.allocated_bytes -= segment.nbytes
+    def give_back(self, extent: Extent) -> None:
+        """Make the room of an extent free for others."""
+        extent.arena.extents.free(extent.offset, extent.nbytes)
+        self.allocated_bytes -= extent.nbytes
 
-    def poison(self, segments: Sequence[Segment]) -> None:
-        """Overwrite what lies in these segments, past the engines: for debugging."""
-        for segment in segments:
-            file = self.arenas[segment.arena].file
-            if file.fd >= 0:
-                with contextlib.suppress(OSError), mmap.mmap(-1, segment.nbytes) as block:
-                    block[:] = b"\xff" * segment.nbytes
-                    os.pwrite(file.fd, block, segment.offset)
+    def poison(self, extent: Extent) -> None:
+        """Overwrite the bytes of an extent, past the engines: for debugging."""
+        fd = extent.arena.file.fd
+        if fd >= 0:
+            with contextlib.suppress(OSError), mmap.mmap(-1, extent.nbytes) as block:
+                block[:] = b"\xff" * extent.nbytes
+                os.pwrite(fd, block, extent.offset)
 
-    def close_files(self) -> None:
-        """Close every descriptor, once."""
+    def post(self, work: Callable[[T], None], item: T) -> None:
+        """Have ``work(item)`` done with the lock held, soon. Never blocks."""
+        self._posted.append((work, item))
+        self._deliver()
+
+    def work_off(self) -> bool:
+        """Do all work that was posted, by any spool; True."""
+        for work, item in self._posted.drain():
+            work(item)
+        return True
+
+    def close(self, *, wait: bool) -> None:
+        """End the engines, without ``wait`` cancel queued requests, and give the disk space back."""
+        self.closed = True
+        for arena in self.arenas:
+            if wait:
+                arena.engine.close()
+            else:
+                arena.engine.abort()
+        self._close_files()
+
+    def after_fork_in_child(self) -> None:
+        """Close our descriptors; the files and threads are the parent's."""
+        if not self.closed:
+            self.closed = True
+            self._renew_lock()  # the old one may be held by a thread that this process does not have
+            for arena in self.arenas:
+                arena.engine.after_fork_in_child()
+            self._close_files()
+
+    def _renew_lock(self) -> None:
+        self._posted: Mailbox[tuple[Callable[[Any], None], Any]] = Mailbox()
+        self.lock = DrainingLock(self._posted)
+        self.lock.after_release = weakref.WeakMethod(self._deliver)
+
+    def _deliver(self) -> None:
+        self.lock.deliver(self.work_off)
+
+    def _close_files(self) -> None:
         for arena in self.arenas:
             arena.close_file()
 
@@ -208,27 +273,13 @@ class ArenaSet:
         return _UNLIMITED_BYTES if self.capacity_bytes is None else self.capacity_bytes
 
     def _share(self, processes: int) -> None:
-        """Leave the other processes as much of each disk as this one may take; paths on one disk share that."""
+        """Limit each path to this process's share of the free space of its disk; paths on one disk divide the share."""
         on_disk = [arena for arena in self.arenas if arena.engine.capabilities.needs_file]
         disks = [os.fstat(arena.file.fd).st_dev for arena in on_disk]
         for arena, disk in zip(on_disk, disks, strict=True):
             arena.share_bytes = free_bytes(arena.file) // (processes * disks.count(disk))
         if on_disk:
             self.capacity_bytes = sum(arena.share_bytes for arena in on_disk)
-
-    def _take_piece(self, nbytes: int) -> Segment | None:
-        count = len(self.arenas)
-        for turn in range(self._next, self._next + count):
-            index = turn % count
-            arena = self.arenas[index]
-            offset = arena.extents.allocate(nbytes)
-            if offset is None and arena.grow(nbytes, self._grow_bytes, self._limit_bytes - self.arena_bytes):
-                offset = arena.extents.allocate(nbytes)
-            if offset is not None:
-                self._next = (index + 1) % count
-                self.allocated_bytes += nbytes
-                return Segment(index, offset, nbytes)
-        return None
 
     def _grow_first(self) -> None:
         """Reserve a first step on every path, so that a full disk is found now and not in the middle of a step."""
@@ -241,11 +292,12 @@ class ArenaSet:
     def _full_error(self, nbytes: int) -> SpoolFullError:
         cause = next((arena.grow_error for arena in self.arenas if arena.grow_error is not None), None)
         where = ", ".join(arena.file.path for arena in self.arenas)
+        reason = cause or "nvme_budget or the share of the free disk space is reached"
         error = SpoolFullError(
             (cause.errno if cause else None) or errno.ENOSPC,
-            f"no room for {nbytes} bytes: {self.allocated_bytes} of {self.arena_bytes} bytes of the arenas are in use,"
-            f" and they cannot grow ({cause or 'nvme_budget or the share of the free disk space is reached'}); "
-            f"free space in {where}, raise nvme_budget, or give another path",
+            f"no room for {nbytes} bytes in one piece: {self.allocated_bytes} of {self.arena_bytes} bytes of the arenas"
+            f" are in use, and they cannot grow ({reason}); free space in {where}, raise nvme_budget, or give another"
+            " path",
         )
         error.__cause__ = cause
         return error

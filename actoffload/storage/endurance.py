@@ -1,6 +1,6 @@
-"""What writing does to an SSD: a drive's rating, and the days until it is used up.
+"""The wear of an SSD by writing: a drive's rating, and the days until it is used up.
 
-Everything here counts against the *rated* terabytes written (TBW), which is what a warranty follows. SSDTrain's
+Everything here counts against the *rated* terabytes written (TBW), as a warranty does. SSDTrain's
 lifetimes (arXiv 2408.10013) are 215 times as long: 2.5 for sequential writes (JESD219), 86 for data that is kept for a
 day instead of three years, which no commodity drive offers.
 """
@@ -46,7 +46,7 @@ def bytes_of_dwpd(capacity_bytes: int, drive_writes_per_day: float, years: float
 
 @dataclass(frozen=True, kw_only=True)
 class Rating:
-    """What one SSD is rated to take."""
+    """The rated endurance of one SSD."""
 
     name: str
     rated_written_bytes: int

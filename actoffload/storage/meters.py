@@ -1,9 +1,9 @@
-"""How fast a link is while it is kept busy. Pure: times are given."""
+"""The rate of a link while it is kept busy. Pure: times are arguments."""
 
 from __future__ import annotations
 
 ENOUGH_BYTES = 32 << 20
-"""A rate is believed once so many bytes went through a full link."""
+"""A rate counts once this many bytes went through a full link."""
 
 LinkShare = tuple[float, float]
 """Seconds of an even share of the link: while it was not full, and while it was."""
@@ -12,8 +12,8 @@ LinkShare = tuple[float, float]
 class RateMeter:
     """Bytes per second of one direction of a link, seen from the transfers that begin and end on it.
 
-    What matters is the rate with the link full: ``depth`` transfers or more under way. A transfer that was under way
-    both with a full link and without counts for each in proportion, as if those under way at a time shared the link
+    The rate is that of a full link: ``depth`` transfers or more under way. A transfer that was under way both with a
+    full link and without counts for each in proportion, as if concurrent transfers shared the link
     evenly; where the link serves them one after the other, the rate of bursts of two or three is up to a third too
     high. Until enough was seen of a full link, the rate while anything was under way stands for it, which can only be
     too low.
@@ -31,13 +31,13 @@ class RateMeter:
         self._seconds = [0.0, 0.0]
 
     def began(self, time_s: float) -> LinkShare:
-        """Count a transfer that begins; return what `ended` is to be given."""
+        """Count a transfer that begins; return an argument for `ended`."""
         self._pass(time_s)
         self._count += 1
         return self._share[0], self._share[1]
 
     def ended(self, nbytes: int, time_s: float, before: LinkShare) -> None:
-        """Count the end of a transfer: what it moved, also if nobody wants it any more; ``before`` is from `began`."""
+        """Count the end of a transfer, also of a cancelled one: the bytes it moved; ``before`` is from `began`."""
         self._pass(time_s)
         alone, full = self._share[0] - before[0], self._share[1] - before[1]
         part = full / (alone + full) if alone + full > 0 else float(self._full)
@@ -53,7 +53,7 @@ class RateMeter:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """The best that is known of the rate, or None before anything has ended."""
+        """The best estimate of the rate, or None before any transfer has ended."""
         full = self.full_bytes_per_s
         if full is not None:
             return full
@@ -61,7 +61,7 @@ class RateMeter:
         return nbytes / seconds if nbytes and seconds > 0 else None
 
     def restart(self) -> None:
-        """Forget what was seen; what is under way stays under way."""
+        """Forget the transfers that have ended; running ones stay counted."""
         self._bytes, self._seconds = [0.0, 0.0], [0.0, 0.0]
 
     @property

@@ -1,156 +1,80 @@
 """The spool: room on disk for saved activations, and transfers to and from it.
 
-An extent is striped over the paths. Freed room is only handed out again when nothing reads or writes it any more: reuse
-before completion would be silent corruption.
+An extent lies whole on one path, the one with the shortest queue. Freed room is reused only when nothing reads or
+writes it any more: reuse before completion would be silent corruption.
 
-Several spools may share the files and engines of one `Disk`: each has its own counts, and ends alone. The disk's lock
-guards the allocators and the counts. ``free``, ``Transfer.cancel`` and the end of a transfer never wait for
-it, as a finalizer may run while its own thread holds the lock: they put the extent or the transfer into a queue, which
-whoever gets the lock works off.
+Several spools may share one `Disk`: each has its own counts, and ends alone. ``free``, ``Transfer.cancel`` and the end
+of a transfer never wait for the disk's lock, as a finalizer may run while its own thread holds it.
 """
 
 from __future__ import annotations
 
 import os
-import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..errors import StateError
 from ..events import now
-from ..locks import DrainingLock
-from .arena import ArenaSet, SpoolStatistics
-from .engines import EngineFactory
+from .arena import Disk, Extent, SpoolStatistics
 from .engines.base import IoKind, Range, SpoolFile, StorageEngine
 from .meters import LinkShare, RateMeter
-from .transfers import Extent, Transfer, closed_error
-
-
-class Disk:
-    """What the spools that were made for one configuration share: files, engines, allocators, and what guards them.
-
-    Attributes:
-        lock: guards the allocators, and the counts of every spool.
-        ended: what is freed or over, and not yet worked off, each with its spool.
-        users: the spools, those that are closed as well.
-        closed: the files are gone; for another spool another disk has to be opened.
-    """
-
-    def __init__(self, arenas: ArenaSet) -> None:
-        self.arenas = arenas
-        self.lock = DrainingLock()
-        self.ended: deque[tuple[Spool, Extent | Transfer]] = deque()
-        self.users: weakref.WeakSet[Spool] = weakref.WeakSet()
-        self.closed = False
-
-    def close(self, *, wait: bool) -> None:
-        """End the engines, without ``wait`` what is queued too, and give the disk space back."""
-        self.closed = True
-        for arena in self.arenas.arenas:
-            if wait:
-                arena.engine.close()
-            else:
-                arena.engine.abort()
-        self.arenas.close_files()
-
-    def after_fork_in_child(self) -> None:
-        """Close our descriptors; the files and threads are the parent's."""
-        if not self.closed:
-            self.closed = True
-            self.lock = DrainingLock()  # the other one may be held by a thread that this process does not have
-            self.ended.clear()
-            for arena in self.arenas.arenas:
-                arena.engine.after_fork_in_child()
-            self.arenas.close_files()
+from .transfers import Transfer, closed_error
 
 
 class Spool:
     """Room on disk for extents, and transfers between them and memory. Thread-safe.
 
-    It has more than fifteen attributes, as it says what its engines can do.
+    It has more than fifteen attributes, as it repeats the capabilities of its engines.
 
     Args:
-        paths: Directories; extents are striped over them.
-        engine: Name of an engine, ``"auto"``, names of which the first that works is taken, or a factory that makes one
-            for a file.
-        capacity_bytes: Most bytes on disk, all paths together; None: what the file systems have free, less a reserve.
-        processes: How many processes open a spool like this one on the machine: without ``capacity_bytes`` each takes
-            at most its share of what is free when it begins, so that none fills the disk of the others.
-        stripe_bytes: Largest segment of an extent, thus of a request.
-        grow_bytes: How much an arena is grown at a time; the first step is taken at once.
-        threads: Threads per engine; None: the engine's own choice.
+        paths: Directories; each extent lies on one of them.
         verify: Keep a checksum of every write and check it after every read.
         poison: For debugging: overwrite freed extents before they are used again.
-        allow_any_filesystem: Also take memory, network and FUSE file systems.
-        disk: Another spool's, whose files and engines it shares: all arguments but ``verify`` and ``poison`` are that
-            one's.
-
-    Raises:
-        ConfigError: There is no such engine.
-        SpoolPathError: A directory cannot hold a spool.
-        SpoolFullError: There is no room for the first step.
-        EngineUnavailableError: The engine cannot run here.
+        disk: Of another spool, to share: then ``paths`` and ``options`` are ignored.
+        options: As for `Disk`, which may raise an error.
     """
 
     def __init__(
         self,
         paths: Sequence[str | os.PathLike[str]],
         *,
-        engine: str | tuple[str, ...] | EngineFactory = "auto",
-        capacity_bytes: int | None = None,
-        processes: int = 1,
-        stripe_bytes: int = 8 << 20,
-        grow_bytes: int = 256 << 20,
-        threads: int | None = None,
         verify: bool = False,
         poison: bool = False,
-        allow_any_filesystem: bool = False,
         disk: Disk | None = None,
+        **options: Any,
     ) -> None:
         self._closed = False
         self._inert = False  # in a forked child, to which nothing here belongs
         self._live: dict[Transfer, LinkShare | None] = {}  # None: nothing of it has begun
         self.meters = {IoKind.WRITE: RateMeter(), IoKind.READ: RateMeter()}
         self.on_moved: Callable[[Transfer], None] | None = None
-        """Called with each transfer that has moved bytes and is over, with our lock held: it must not call us."""
+        """Called with each transfer that has moved bytes and is over. The disk's lock is held: it must not call us."""
         self._extents: set[Extent] = set()
         self._moved_bytes = {IoKind.WRITE: 0, IoKind.READ: 0}  # by transfers that are over
         self.allocated_bytes = 0
         """Room that is taken now."""
         self._peak_allocated_bytes = 0
         self._verify = verify
-        if disk is None:
-            arenas = ArenaSet(
-                paths,
-                engine=engine,
-                threads=threads,
-                allow_any_filesystem=allow_any_filesystem,
-                stripe_bytes=stripe_bytes,
-                grow_bytes=grow_bytes,
-                capacity_bytes=capacity_bytes,
-                processes=processes,
-            )
-            disk = Disk(arenas)
-        self.disk = disk
-        disk.users.add(self)
-        self._arenas = disk.arenas
         self._poison = poison
-        self.alignment = self._arenas.alignment
-        self.direct = self._arenas.direct
-        self.vectored = self._arenas.vectored
-        self.device_memory = self._arenas.device_memory
-        self.engine_name = self._arenas.engine_name
-        self.engine_reason = self._arenas.engine_reason
+        self.disk = disk = Disk(paths, **options) if disk is None else disk
+        disk.users.add(self)
+        self.alignment = disk.alignment
+        capabilities = [arena.engine.capabilities for arena in disk.arenas]
+        self.direct = all(each.direct for each in capabilities)
+        self.vectored = all(each.vectored for each in capabilities)
+        self.device_memory = all(each.device_memory for each in capabilities)
+        self.engine_name = disk.engine_name
+        self.engine_reason = disk.engine_reason
 
     @property
     def files(self) -> tuple[SpoolFile, ...]:
         """The arena of each path: for diagnosis and tests."""
-        return tuple(arena.file for arena in self._arenas.arenas)
+        return tuple(arena.file for arena in self.disk.arenas)
 
     @property
     def engines(self) -> tuple[StorageEngine, ...]:
         """The engine of each path: for diagnosis and tests."""
-        return tuple(arena.engine for arena in self._arenas.arenas)
+        return tuple(arena.engine for arena in self.disk.arenas)
 
     def allocate(self, nbytes: int) -> Extent:
         """Return room for ``nbytes`` bytes; nothing may be read from it before something has been written.
@@ -164,8 +88,8 @@ class Spool:
         with self.disk.lock:
             if self._closed or self.disk.closed:
                 raise closed_error()
-            self._work_off()
-            extent = Extent(self._arenas.take(nbytes))
+            self.disk.work_off()  # first: room that was freed counts at once
+            extent = self.disk.take(nbytes)
             self._extents.add(extent)
             self.allocated_bytes += extent.nbytes
             self._peak_allocated_bytes = max(self._peak_allocated_bytes, self.allocated_bytes)
@@ -182,27 +106,28 @@ class Spool:
         on_done: Callable[[Transfer], None] | None = None,
         keepalive: object = None,
         held: bool = False,
-        about: object = None,
+        records: Sequence[Any] = (),
     ) -> Transfer:
         """Start to write ``length`` bytes of memory to an extent that nothing else reads or writes.
 
         Args:
-            extent: Where to.
-            address: Where from, a multiple of ``alignment``; must stay valid until the transfer is done (see
+            extent: Destination.
+            address: Source, a multiple of ``alignment``; must stay valid until the transfer is done (see
                 ``keepalive``).
             length: Bytes, a multiple of ``alignment``.
-            ranges: Several ranges of memory instead, as in ``IoRequest``: to one segment; only where ``vectored``.
-            before: Runs in an engine's thread, before the memory of each segment is touched.
+            ranges: Several ranges of memory instead, as in ``IoRequest``; only where ``vectored``.
+            before: Runs in an engine's thread, before each request touches its memory.
             on_done: Called at most once with the transfer, in an engine's thread, with no lock held.
             keepalive: Kept alive until nothing touches the memory any more.
-            held: Begin nothing: the caller says by ``go_on`` how many bytes may be written, as they are ready.
-            about: What it is known by: ``Transfer.about``.
+            held: Submit nothing: the caller calls ``go_on`` as bytes become ready.
+            records: The owners of the bytes: ``Transfer.records``.
 
         Raises:
             OffloaderClosedError: The spool is closed.
             StateError: The extent is freed, too small or in use, or something is not aligned.
         """
-        transfer = Transfer(IoKind.WRITE, extent, length, self._post, 0, before, on_done, keepalive, about=about)
+        owners = tuple(records)
+        transfer = Transfer(IoKind.WRITE, extent, length, self._post, 0, before, on_done, keepalive, None, owners)
         return self._start(transfer, ranges or ((address, length),), held)
 
     def read(
@@ -217,22 +142,23 @@ class Spool:
         keepalive: object = None,
         on_part: Callable[[], None] | None = None,
         held: bool = False,
-        about: object = None,
+        records: Sequence[Any] = (),
     ) -> Transfer:
-        """Start to read ``length`` bytes, behind ``skip``, of what the last successful write left in an extent.
+        """Start to read ``length`` bytes, behind ``skip``, that the last successful write left in an extent.
 
         Arguments and errors as in ``write``; also a StateError when that write has not finished, has failed or was
         shorter. With ``verify`` the length must be the one that was written. ``on_part`` is called as ``on_done`` is,
-        after each part but the last: see ``Transfer.arrived_bytes``.
+        after each request but the last: see ``Transfer.arrived_bytes``.
         """
-        transfer = Transfer(IoKind.READ, extent, length, self._post, skip, None, on_done, keepalive, on_part, about)
+        owners = tuple(records)
+        transfer = Transfer(IoKind.READ, extent, length, self._post, skip, None, on_done, keepalive, on_part, owners)
         return self._start(transfer, ranges or ((address, length),), held)
 
     def go_on(self, transfer: Transfer, nbytes: int | None = None) -> None:
-        """Begin what of a held transfer lies within its first ``nbytes`` bytes (None: all). For one thread at a time.
+        """Submit the requests of a held transfer within its first ``nbytes`` bytes (None: all). One thread at a time.
 
         Raises:
-            OffloaderClosedError: An engine is closed; the caller is to ``Transfer.fail`` the transfer.
+            OffloaderClosedError: The engine is closed; the caller is to ``Transfer.fail`` the transfer.
         """
         with self.disk.lock:
             if transfer in self._live and self._live[transfer] is None:
@@ -240,7 +166,7 @@ class Spool:
         transfer.start(nbytes)
 
     def free(self, extent: Extent) -> None:
-        """Give an extent up; its room is used again once nothing is in flight on it.
+        """Free an extent; its room is reused once nothing is in flight on it.
 
         Never blocks; does nothing after ``close``.
 
@@ -269,10 +195,10 @@ class Spool:
         self._free_all()
 
     def abort(self, *, all_users: bool = False) -> None:
-        """Cancel what has not started, then give the disk space back once what runs has ended. Idempotent.
+        """Cancel queued requests, then give the disk space back once the running ones have ended. Idempotent.
 
-        It works from any state in which an interrupt may have left this thread. A cancelled transfer wakes whoever
-        waits for it, with an ``OffloaderClosedError`` in its ``error`` and no ``on_done``.
+        It works from any state in which an interrupt may have left this thread. A cancelled transfer wakes the threads
+        that wait for it, with an ``OffloaderClosedError`` in its ``error`` and no ``on_done``.
 
         Args:
             all_users: End the disk for the other spools on it as well: an interrupt may have left the allocators or an
@@ -298,7 +224,7 @@ class Spool:
         return not any(not other._closed for other in list(self.disk.users))
 
     def _free_all(self) -> None:
-        """Give up every extent: others use the room once nothing is in flight on it."""
+        """Free every extent: other spools use the room once nothing is in flight on it."""
         with self.disk.lock:
             held = [extent for extent in self._extents if not extent.freed]
         for extent in held:
@@ -315,15 +241,15 @@ class Spool:
             transfer.abandon(closed_error())
 
     def statistics(self) -> SpoolStatistics:
-        """Return what the disk is, and what this spool has done so far."""
+        """Return the room of the disk, and the traffic of this spool so far."""
         with self.disk.lock:
-            self._work_off()
+            self.disk.work_off()
             moved = dict(self._moved_bytes)
             for transfer in self._live:
                 moved[transfer.kind] += transfer.moved_bytes
             return SpoolStatistics(
-                capacity_bytes=self._arenas.capacity_bytes,
-                arena_bytes=self._arenas.arena_bytes,
+                capacity_bytes=self.disk.capacity_bytes,
+                arena_bytes=self.disk.arena_bytes,
                 allocated_bytes=self.allocated_bytes,
                 peak_allocated_bytes=self._peak_allocated_bytes,
                 written_bytes=moved[IoKind.WRITE],
@@ -332,18 +258,19 @@ class Spool:
             )
 
     def _start(self, transfer: Transfer, memory: Sequence[Range], held: bool = False) -> Transfer:
-        transfer.prepare(self._arenas.arenas, memory, alignment=self.alignment, verify=self._verify)
-        extent = transfer.extent
+        request_bytes, extent = self.disk.request_bytes, transfer.extent
+        transfer.prepare(memory, request_bytes=request_bytes, alignment=self.alignment, verify=self._verify)
         try:
             with self.disk.lock:
                 if self._closed or self.disk.closed:
                     raise closed_error()
-                self._work_off()
+                self.disk.work_off()  # first: a transfer of this extent may be over, and not counted as over yet
                 if extent.freed:
                     raise StateError(f"{transfer.kind.value}: {extent!r} is freed")
                 transfer.check_order(self._verify)
                 self._live[transfer] = None if held else self._begins(transfer)
                 extent.transfers += 1
+                extent.arena.queued_bytes += transfer.length
                 if transfer.kind is IoKind.WRITE:
                     extent.writer, extent.valid_bytes = transfer, 0
             if not held:
@@ -359,25 +286,14 @@ class Spool:
         return self.meters[transfer.kind].began(transfer.began_s)
 
     def _post(self, item: Extent | Transfer) -> None:
-        """Queue an extent that is freed or a transfer that is over, and work the queue off if nobody else does.
+        if not self._inert:  # the fork may have caught the allocators in the middle of a change
+            self.disk.post(self._work_off, item)
 
-        Never blocks. The end of a transfer may be posted twice; it counts once.
+    def _work_off(self, item: Extent | Transfer) -> None:
+        """Count an extent that is freed or a transfer that is over. The lock is held.
+
+        The end of a transfer may be posted twice; it counts once.
         """
-        if self._inert:  # the fork may have caught the allocators in the middle of a change
-            return
-        disk = self.disk
-        disk.ended.append((self, item))
-        while disk.ended and disk.lock.run_if_free(self._work_off) is not None:
-            pass
-
-    def _work_off(self) -> bool:
-        """Work off what is freed or over, of all spools on the disk; True. The lock is held."""
-        while self.disk.ended:
-            spool, item = self.disk.ended.popleft()
-            spool._end(item)
-        return True
-
-    def _end(self, item: Extent | Transfer) -> None:
         extent = item.extent if isinstance(item, Transfer) else item
         if isinstance(item, Extent):
             extent.release_due = True
@@ -389,6 +305,7 @@ class Spool:
                 if self.on_moved is not None and item.moved_bytes:
                     self.on_moved(item)
             extent.transfers -= 1
+            extent.arena.queued_bytes -= item.length
         if extent.release_due and not extent.transfers:
             self._release(extent)
 
@@ -397,8 +314,8 @@ class Spool:
         self._extents.discard(extent)
         self.allocated_bytes -= extent.nbytes
         if self._poison and not self.disk.closed:
-            self._arenas.poison(extent.segments)
-        self._arenas.give_back(extent.segments)
+            self.disk.poison(extent)
+        self.disk.give_back(extent)
 
 
-__all__ = ["Extent", "Spool", "SpoolStatistics", "Transfer"]
+__all__ = ["Disk", "Extent", "Spool", "SpoolStatistics", "Transfer"]

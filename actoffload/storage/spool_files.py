@@ -1,7 +1,6 @@
 """Directories and arena files: is this a place for a spool, and how is its file opened, aligned and grown.
 
-What only Linux has (``O_TMPFILE``, ``O_DIRECT``, ``/proc``) is used where it exists; elsewhere the file is
-buffered.
+Features of Linux (``O_TMPFILE``, ``O_DIRECT``, ``/proc``) are used if they exist; elsewhere the file is buffered.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ..errors import SpoolFullError, SpoolPathError, StorageError
 from .engines.base import SpoolFile
 
 MAX_BLOCK_BYTES = 4096
-RESERVE_BYTES = 256 << 20  # left free on the file system for everybody else
+RESERVE_BYTES = 256 << 20  # left free on the file system for other programs
 
 _REFUSED = re.compile(
     r"(dev)?tmpfs|ramfs|nfs\d*|cifs|smb.*|9p|fuse\..*|lustre|gpfs|beegfs.*|ceph|virtiofs|afs|coda|glusterfs|pvfs2|panfs"
@@ -107,7 +106,7 @@ def open_arena(directory: str) -> SpoolFile:
 
 def _open_unlinked(directory: str) -> int:
     if hasattr(os, "O_TMPFILE"):
-        try:  # it never has a name (O_EXCL: nor can it get one), so nothing is left whatever kills us
+        try:  # it never has a name (O_EXCL: nor can it get one), so nothing is left even after SIGKILL
             return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_EXCL | os.O_CLOEXEC, 0o600)
         except OSError as exc:
             if exc.errno not in {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}:
@@ -152,7 +151,7 @@ def _direct_works(fd: int, size: int) -> bool:
 
 
 def free_bytes(file: SpoolFile) -> int:
-    """Return how many bytes the arena may still grow: what is free on the file system, less a reserve for others."""
+    """Return how many bytes the arena may still grow: the free space of the file system, less `RESERVE_BYTES`."""
     info = os.fstatvfs(file.fd)
     return max(0, info.f_bavail * info.f_frsize - RESERVE_BYTES)
 

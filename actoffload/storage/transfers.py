@@ -1,7 +1,7 @@
-"""Extents of the spool, and the transfers of one extent: several requests seen as one.
+"""The transfer of one extent: a write or a read for one or several records, made of one or several requests.
 
 Nothing in a ``Transfer`` takes a lock that a caller could hold: ``cancel`` may run in a finalizer, which may interrupt
-any thread anywhere. The first entry of a list, whose ``append`` is atomic, decides between "finished" and "cancelled".
+any thread anywhere. A `Claim` decides between "finished" and "cancelled".
 """
 
 from __future__ import annotations
@@ -12,39 +12,17 @@ import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from ..errors import ChecksumError, OffloaderClosedError, StateError
-from .arena import PathArena, Segment
-from .engines.base import Completion, IoKind, IoRequest, Range, RequestState, StorageEngine, report_uncaught
+from ..locks import Claim
+from .arena import Extent
+from .engines.base import Completion, IoKind, IoRequest, Range, RequestState, report_uncaught
 from .engines.queued import memory_view
 
 _CHUNK_BYTES = 1 << 20
 _MEMORY = "/proc/self/mem"
-
-
-@dataclass(slots=True, eq=False)
-class Extent:
-    """Room on the spool for one storage, striped over segments; the spool makes, changes and frees it."""
-
-    segments: tuple[Segment, ...]  # where it lies, in the order of its bytes
-    nbytes: int = field(init=False)  # rounded up to the spool's granularity
-    checksums: list[int | None] = field(init=False)  # of each segment, where the spool verifies
-    valid_bytes: int = 0  # how much the last write left here; 0: nothing that may be read
-    transfers: int = 0  # how many are in flight
-    writer: Transfer | None = None  # the write that is in flight
-    freed: bool = False  # the caller has given it up
-    release_due: bool = False  # the spool is to release it when the last transfer has ended
-
-    def __post_init__(self) -> None:
-        self.nbytes = sum(segment.nbytes for segment in self.segments)
-        self.checksums = [None] * len(self.segments)
-
-    def __repr__(self) -> str:
-        return f"<Extent {self.nbytes} bytes in {len(self.segments)} segments>"
-
-
-class _Cancelled:
-    """The outcome of a transfer that was cancelled; each attempt is its own."""
+_CANCELLED = object()
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -52,103 +30,108 @@ class Transfer:
     """A write or a read of one extent.
 
     ``wait`` returns once nothing of it touches memory or disk any more, finished or cancelled; ``on_done`` may run just
-    after. It has more attributes than usual: the facts of the transfer, and the callbacks that it lets go of when it
-    ends.
+    after. It has more than fifteen attributes: the facts of the transfer, and the callbacks, which it drops when it
+    ends so that it keeps nothing alive.
     """
 
     kind: IoKind
     extent: Extent
     length: int
     on_end: Callable[[Transfer], None]  # of the spool, before `on_done`
-    skip: int = 0  # bytes of the extent before what is moved
-    before: Callable[[], None] | None = None  # as `Spool.write` says, and so on
+    skip: int = 0  # bytes at the beginning of the extent that are not moved
+    before: Callable[[], None] | None = None  # this and the next three: see `Spool.write`
     on_done: Callable[[Transfer], None] | None = None
     keepalive: object = None
     on_part: Callable[[], None] | None = None
-    about: object = None  # what the caller wants to know it by
-    began_s: float = 0.0  # when it was given to an engine
-    error: BaseException | None = None  # what went wrong; after `Spool.abort` an `OffloaderClosedError`
-    done: bool = False  # every segment has finished, or has been cancelled in time
+    records: tuple[Any, ...] = ()  # the owners of the bytes
+    needed_by: dict[Any, None] = field(init=False)  # the records that have not left; the caller's lock guards it
+    began_s: float = 0.0  # when it was enqueued
+    error: BaseException | None = None  # why it failed; after `Spool.abort` an `OffloaderClosedError`
+    done: bool = False  # every request has finished, or has been cancelled in time
+    _claim: Claim = field(default_factory=Claim)  # of `_CANCELLED`, or of the thread that finishes it
     _ended: Completion = field(default_factory=Completion)
-    _requests: list[tuple[StorageEngine, IoRequest]] = field(default_factory=list)
-    _ends: list[int] = field(default_factory=list)  # of the requests, in bytes of what is moved
+    _requests: list[IoRequest] = field(default_factory=list)
+    _request_bytes: int = 0  # of each request but the last
     _submitted: int = 0
-    _left: set[int] = field(default_factory=set)  # indices of the requests that have not ended
-    _outcomes: list[object] = field(default_factory=list)  # the first one stands: cancelled or finished
+    _left: set[int] = field(default_factory=set)  # the first byte of each request that has not ended
+
+    def __post_init__(self) -> None:
+        self.needed_by = dict.fromkeys(self.records)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait at most ``timeout`` seconds until nothing of it runs any more, and return whether that is so."""
         return self._ended.wait(timeout)
 
     def cancel(self, error: BaseException | None = None) -> bool:
-        """Take back what has not started. Never blocks; may be called again.
+        """Take back the requests that have not started. Never blocks; may be called again.
 
         Args:
-            error: What whoever waits is to find.
+            error: Becomes ``error``, which a thread that waits looks at.
 
         Returns:
-            True: ``on_done`` will not be called; what had started finishes by itself, and until then the extent stays
-            busy and ``keepalive`` alive. False: it has finished, ``on_done`` has been or will be called.
+            True: ``on_done`` will not be called; requests that had started finish by themselves, and until then the
+            extent stays busy and ``keepalive`` alive. False: it has finished, ``on_done`` has been or will be called.
         """
-        attempt = _Cancelled()
-        self._outcomes.append(attempt)
-        if error is not None and self._outcomes[0] is attempt:
-            self.error = error
-        if self.cancelled:
-            for index, (_, request) in enumerate(self._requests):
-                if request.cancel():
-                    self._left.discard(index)
-            self._end_if_last()
-        return self.cancelled
+        self._claim.take(_CANCELLED)
+        if not self.cancelled:
+            return False
+        self.error = self.error or error
+        for index, request in enumerate(self._requests):
+            if request.cancel():
+                self._left.discard(index * self._request_bytes)
+        self._end_if_last()
+        return True
+
+    def leave(self, record: object) -> bool:
+        """Note that a record no longer needs the transfer; return whether it is cancelled, as no other one does."""
+        del self.needed_by[record]
+        return not self.needed_by and self.cancel()
 
     @property
     def cancelled(self) -> bool:
         """``cancel`` came in time, so ``on_done`` is not called."""
-        return bool(self._outcomes) and isinstance(self._outcomes[0], _Cancelled)
+        return self._claim.is_by(_CANCELLED)
 
     @property
     def moved_bytes(self) -> int:
-        """What has gone over the link, also of a transfer that was cancelled when part of it had started."""
-        return sum(request.length for _, request in self._requests if request.state is RequestState.DONE)
+        """The bytes that went over the link, also of a transfer that was cancelled when part of it had started."""
+        return sum(request.length for request in self._requests if request.state is RequestState.DONE)
 
     def promote(self) -> None:
-        """Move what is still queued to the front of the queues."""
-        for engine, request in reversed(self._requests):
-            engine.promote(request)
+        """Move its queued requests to the front of the queue."""
+        for request in reversed(self._requests):
+            self.extent.arena.engine.promote(request)
 
-    def prepare(self, arenas: Sequence[PathArena], memory: Sequence[Range], *, alignment: int, verify: bool) -> None:
-        """For the spool: make the requests, one for each segment that is touched.
+    def prepare(self, memory: Sequence[Range], *, request_bytes: int, alignment: int, verify: bool) -> None:
+        """For the spool: make the requests.
 
         Args:
-            memory: One range of memory; or several, where the extent has one segment.
-            verify: Keep a checksum of what is written, and check what is read.
+            memory: One range of memory; or several, which go by one request.
+            request_bytes: Most bytes of a request for one range.
+            verify: Keep a checksum of every request that writes, and check it after the read.
 
         Raises:
-            StateError: The extent is too small, or has too many segments, or something is not aligned.
+            StateError: The extent is too small, or something is not aligned.
         """
-        extent, kind, left = self.extent, self.kind, self.length
         self._check_place(memory, alignment)
-        address = memory[0][0]
-        for index, segment in enumerate(extent.segments):
-            arena, length = arenas[segment.arena], min(segment.nbytes, left)
-            ranges = memory if len(memory) > 1 else ()
-            before = self._before_request(index, ranges or ((address, length),), verify)
-            on_done = partial(self._request_done, index, arena.file.path, verify)
-            offset = segment.offset + self.skip
-            request = IoRequest(kind, address, length, offset, ranges=ranges, before=before, on_done=on_done)
-            self._requests.append((arena.engine, request))
-            address += length
-            left -= length
-            self._ends.append(self.length - left)
-            if not left:
-                break
-        self._left = set(range(len(self._requests)))
+        address, several = memory[0][0], len(memory) > 1
+        self._request_bytes = self.length if several else request_bytes
+        for begin in range(0, self.length, self._request_bytes):
+            length = min(self._request_bytes, self.length - begin)
+            offset = self.extent.offset + self.skip + begin
+            request = IoRequest(self.kind, address + begin, length, offset, ranges=memory if several else ())
+            request.before = self.before
+            if verify and self.kind is IoKind.WRITE:
+                request.before = partial(self._before_verified, offset, request.memory)
+            request.on_done = partial(self._request_done, begin, verify)
+            self._requests.append(request)
+            self._left.add(begin)
 
     def check_order(self, verify: bool) -> None:
-        """For the spool: refuses what would be silent corruption, as engines serve reads before writes.
+        """For the spool: refuse silent corruption, as engines serve reads before writes.
 
         Raises:
-            StateError: What it reads is not written yet, or what it overwrites is in use.
+            StateError: A read of bytes that are not written yet, or a write over bytes that are in use.
         """
         extent = self.extent
         if self.kind is IoKind.WRITE:
@@ -161,32 +144,33 @@ class Transfer:
             raise StateError(f"read of {self.length} bytes: {extent!r} {state}")
 
     def start(self, nbytes: int | None = None) -> None:
-        """For the spool: submit the requests within the first ``nbytes`` bytes (None: all) that were not.
+        """For the spool: submit the requests within the first ``nbytes`` bytes (None: all) that were not submitted.
 
         Raises:
-            OffloaderClosedError: An engine is closed; the caller is to `fail` or to cancel the transfer.
+            OffloaderClosedError: The engine is closed; the caller is to `fail` or to cancel the transfer.
         """
         until = self.length if nbytes is None else nbytes
-        while self._submitted < len(self._requests) and self._ends[self._submitted] <= until:
-            engine, request = self._requests[self._submitted]
-            engine.submit(request)
+        while self._submitted < len(self._requests):
+            request = self._requests[self._submitted]
+            if self._submitted * self._request_bytes + request.length > until:
+                return
+            self.extent.arena.engine.submit(request)
             self._submitted += 1
 
     def fail(self, error: BaseException) -> None:
-        """End what has not begun of a held transfer with an error; instead of ``Spool.go_on``, on its thread."""
-        for _, request in self._requests[self._submitted :]:
+        """End the rest of a held transfer with an error; instead of ``Spool.go_on``, on its thread."""
+        for request in self._requests[self._submitted :]:
             if request.try_start():
                 request.finish(error)
 
     @property
     def arrived_bytes(self) -> int:
         """How many of the first bytes have been moved, without a gap, so far."""
-        left = tuple(self._left)
-        return self.length if not left else self._ends[min(left) - 1] if min(left) else 0
+        return min(tuple(self._left), default=self.length)
 
     def abandon(self, error: BaseException) -> None:
-        """For a forked child, which has no engine threads: nothing will ever run, so wake whoever looks at it."""
-        self._outcomes.append(_Cancelled())
+        """For a forked child, which has no engine threads: nothing will ever run, so wake every thread that waits."""
+        self._claim.take(_CANCELLED)
         self.error = self.error or error
         self.extent.writer = None
         self.done = True
@@ -199,49 +183,39 @@ class Transfer:
         for address, length in memory:
             if address % alignment or length % alignment:
                 raise StateError(f"address {address:#x}, length {length}: not multiples of {alignment} bytes")
-        if (len(memory) > 1 or skip) and len(extent.segments) > 1:
-            raise StateError(f"{kind} of ranges of memory or of a part: {extent!r} has more than one segment")
         if skip % alignment:
             raise StateError(f"{kind} from byte {skip} of {extent!r}: not a multiple of {alignment} bytes")
 
-    def _before_request(self, index: int, memory: Sequence[Range], verify: bool) -> Callable[[], None] | None:
-        check = self.before
-        if not verify or self.kind is IoKind.READ:
-            return check
+    def _before_verified(self, offset: int, memory: Sequence[Range]) -> None:
+        if self.before is not None:
+            self.before()
+        self.extent.checksums[offset] = crc32(memory)
 
-        def before() -> None:
-            if check is not None:
-                check()
-            self.extent.checksums[index] = crc32(memory)
-
-        return before
-
-    def _request_done(self, index: int, path: str, verify: bool, request: IoRequest) -> None:
+    def _request_done(self, begin: int, verify: bool, request: IoRequest) -> None:
         error = request.error
         if error is None and verify and self.kind is IoKind.READ:
-            error = self._check(request, index, path)
+            error = self._check(request)
         if error is not None and self.error is None:
             self.error = error
-        self._left.discard(index)
+        self._left.discard(begin)
         if self.on_part is not None and self._left:
             self.on_part()
         self._end_if_last()
 
-    def _check(self, request: IoRequest, index: int, path: str) -> ChecksumError | None:
-        expected = self.extent.checksums[index]
+    def _check(self, request: IoRequest) -> ChecksumError | None:
+        expected = self.extent.checksums.get(request.offset)
         found = crc32(request.memory)
         if expected is None or found == expected:
             return None
         where = f"{request.length} bytes at offset {request.offset}"
-        return ChecksumError(errno.EBADMSG, f"{where} read back with crc32 {found:08x}, written {expected:08x}", path)
+        text = f"{where} read back with crc32 {found:08x}, written {expected:08x}"
+        return ChecksumError(errno.EBADMSG, text, self.extent.arena.file.path)
 
     def _end_if_last(self) -> None:
         """End it when no request is left: once if finished; cancelled perhaps in two threads, which does no harm."""
         if self._left:
             return
-        finish = object()
-        self._outcomes.append(finish)
-        finished = self._outcomes[0] is finish
+        finished = self._claim.take(object())
         if finished or self.cancelled:  # else another thread finishes it
             self._end(finished)
 
@@ -259,14 +233,14 @@ class Transfer:
                 on_done(self)
             except BaseException as exc:  # it must not end the engine's thread, and must not be lost
                 report_uncaught(exc)
-        del keepalive  # alive until here
+        del keepalive  # alive until here, so that memory is freed with no lock held
 
 
 def crc32(ranges: Sequence[Range]) -> int:
     """Return the CRC-32 of some ranges of this process's memory, one behind the other.
 
-    It reads through the kernel, which says so where the memory is gone; a load would end the process. Where there is no
-    ``/proc`` that may happen.
+    It reads through the kernel, which reports an error if the memory was unmapped; a load would end the process. On a
+    system without ``/proc`` that may happen.
 
     Raises:
         OSError: The memory is not there (any more).

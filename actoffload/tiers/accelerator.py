@@ -1,4 +1,4 @@
-"""Devices with streams, behind one small interface; what is CUDA-only is isolated here.
+"""Devices with streams, behind one small interface; CUDA-only calls are isolated here.
 
 `copy_streams` orders every copy with nothing but the operations of `Accelerator`. On the simulated device of
 ``actoffload.testing.simulated_device`` each missing edge shows.
@@ -31,15 +31,15 @@ T = TypeVar("T")
 _SIDES: dict[str, dict[tuple[int, str], torch.Stream]] = {}
 """The side streams of this process, by the device's type, index and role: PyTorch has few streams to give out."""
 _UNHELD: dict[tuple[str, int, bool], deque[torch.Event]] = {}
-"""The events of this process that nobody holds, by the device's type and index, and whether they tell the time."""
+"""The unused events of this process, by the device's type and index, and whether they have a time."""
 _HERE = contextlib.nullcontext()
 
 
 class PooledEvent:
-    """A moment in what a stream was given. Once nobody holds it, PyTorch's event is recorded again for another one.
+    """A position in the work of a stream. When it dies, PyTorch's event is recorded again for another position.
 
-    A wait that a stream was given is for what was recorded then, so that it holds nothing. PyTorch's events are never
-    destroyed: on CUDA that would make a context on the device of whichever thread does so.
+    An enqueued wait refers to the position of that time, so it need not hold the event. PyTorch's events are never
+    destroyed: on CUDA that would make a context on the device of the thread that does so.
     """
 
     __slots__ = ("_unheld", "index", "recorded")
@@ -60,9 +60,9 @@ class Hook(threading.local):
     def __init__(self) -> None:
         self.depth = 0
         self.capturing: dict[int, bool] = {}
-        """By device, whether the thread's current stream is being captured, where this call has asked."""
+        """By device, whether the thread's current stream is being captured, if this call has queried it."""
         self.recorded: tuple[Stream, Any] | None = None
-        """The last moment of a compute stream, and that stream, while this call has given it nothing since."""
+        """The last moment of a compute stream, and that stream, while this call has enqueued nothing on it since."""
         self.at_end: Callable[[], object] | None = None
 
     def __enter__(self) -> None:
@@ -87,7 +87,7 @@ class Accelerator:
     def __init__(self, device_type: str) -> None:
         self.type = device_type
         self.hook = Hook()
-        """Entered by whatever autograd or the user calls, so that a capture is asked for once in it."""
+        """Entered by every entry point of autograd or the user, so that each queries the capture once."""
         self._sides = _SIDES.setdefault(device_type, {})
 
     def current_index(self) -> int:
@@ -99,7 +99,7 @@ class Accelerator:
         return torch.accelerator.current_stream(torch.device(self.type, index))
 
     def side_stream(self, index: int, role: str) -> Stream:
-        """The one side stream of device ``index`` for ``role`` (``"out"`` or ``"in"``)."""
+        """The only side stream of device ``index`` for ``role`` (``"out"`` or ``"in"``)."""
         stream = self._sides.get((index, role))
         if stream is None:
             with self.on_device(index):
@@ -108,7 +108,7 @@ class Accelerator:
         return stream
 
     def record(self, stream: Stream, *, timed: bool = False) -> Event:
-        """An event after all that ``stream`` has been given so far; ``timed``: for `seconds_between`."""
+        """An event after all work of ``stream`` so far; ``timed``: for `seconds_between`."""
         index = stream.device_index
         unheld = _UNHELD.setdefault((self.type, index, timed), deque())
         try:
@@ -129,7 +129,7 @@ class Accelerator:
             return float(begin.recorded.elapsed_time(end.recorded)) / 1e3
 
     def wait(self, stream: Stream, event: Event) -> None:
-        """What ``stream`` is given from now on runs after ``event``. Does not block the host."""
+        """Make later work of ``stream`` run after ``event``. Does not block the host."""
         with self.on_device(stream.device_index):
             stream.wait_event(event.recorded)
 
@@ -159,7 +159,7 @@ class Accelerator:
         return torch.empty(nbytes, dtype=torch.uint8, device=torch.device(self.type, index))
 
     def used_on(self, tensor: Tensor, stream: Stream) -> None:
-        """Tell the allocator that ``stream`` too uses this memory (``record_stream``)."""
+        """Report to the allocator that ``stream`` too uses this memory (``record_stream``)."""
         if not torch._C._len_torch_dispatch_stack():
             tensor.record_stream(stream)
             return
@@ -168,7 +168,7 @@ class Accelerator:
             tensor.record_stream(stream)
 
     def usable_bytes(self, index: int) -> int | None:
-        """What PyTorch may still allocate on device ``index``: free memory and its allocator's cache; None: unknown."""
+        """The bytes that PyTorch may still allocate on a device: free memory and the cache; None: unknown."""
         try:
             free, _ = self._memory_info(index)
             cached = torch.accelerator.memory_reserved(index) - torch.accelerator.memory_allocated(index)
@@ -201,7 +201,7 @@ class Accelerator:
         return int(free), int(total)
 
     def capturing(self, index: int) -> bool:
-        """Whether the current stream of device ``index`` is being captured into a graph; asked once in each `Hook`."""
+        """Whether the current stream of device ``index`` is being captured; queried once in each `Hook`."""
         known = self.hook.capturing
         if index in known:
             return known[index]
@@ -211,7 +211,7 @@ class Accelerator:
         return capturing
 
     def is_capturing(self, index: int) -> bool:
-        """As `capturing`, asked now."""
+        """As `capturing`, queried now."""
         return False
 
     def is_of_a_graph(self, tensor: Tensor) -> bool:
@@ -223,7 +223,7 @@ class Accelerator:
         return False
 
     def unpin(self, address: int) -> bool:
-        """Undo `pin`; False when the device may still use the pages that it was told of."""
+        """Undo `pin`; False when the device may still use the registered pages."""
         raise NotImplementedError(f"{self.type} pins nothing")
 
     def stay_near(self) -> None:
@@ -239,9 +239,9 @@ class Accelerator:
         return run
 
     def on_device(self, index: int) -> contextlib.AbstractContextManager[None]:
-        """Make a device current, and then the one that was.
+        """Make a device current, and afterwards the previous one.
 
-        On CUDA most calls make a context on the current device, or on the one that PyTorch makes current again after
+        On CUDA most calls make a context on the current device, or on the device that PyTorch makes current again after
         the call; not so this guard's end (`maybeExchangeDevice`), while no other call comes before it.
         """
         here = torch.accelerator.current_device_index() == index
@@ -249,7 +249,7 @@ class Accelerator:
 
 
 class CudaAccelerator(Accelerator):
-    """CUDA and ROCm: as any other device, but for what PyTorch has no general name for: page-locking and capture."""
+    """CUDA and ROCm: as any other device, but for page-locking and capture, which PyTorch has no general name for."""
 
     def __init__(self) -> None:
         super().__init__("cuda")
@@ -278,7 +278,7 @@ class CudaAccelerator(Accelerator):
             blocking = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             blocking.record(stream)
             blocking.synchronize()
-            del blocking  # here: elsewhere its end would make a context on whatever device is current
+            del blocking  # here: elsewhere its end would make a context on the device that is current there
 
     def _memory_info(self, index: int) -> tuple[int, int]:
         free, total = torch.cuda.mem_get_info(index)  # `torch.accelerator` has no such call in PyTorch 2.9
@@ -338,7 +338,7 @@ class CudaAccelerator(Accelerator):
         with self.hook:
             if self.hook.at_end is None:
                 exchange = capture_mode_exchange()
-                mode = ctypes.c_int(2)  # cudaStreamCaptureModeRelaxed; afterwards what it was
+                mode = ctypes.c_int(2)  # cudaStreamCaptureModeRelaxed; the call stores the old mode here
                 if exchange is not None and exchange(ctypes.byref(mode)) == 0:
                     self.hook.at_end = partial(exchange, ctypes.byref(mode))
             yield
@@ -373,7 +373,7 @@ def _clear_cuda_error() -> None:
 
 
 ACCELERATORS: dict[str, Callable[[], Accelerator]] = {"cuda": CudaAccelerator}
-"""What drives devices that page-lock memory of ours, by their type; `Accelerator` drives the others."""
+"""Classes for devices that page-lock our memory, by their type; `Accelerator` drives all other types."""
 
 
 def accelerator_for(device_type: str) -> Accelerator | None:
@@ -390,7 +390,7 @@ def default_device_types() -> tuple[str, ...]:
 
 
 def allocated_bytes(device_types: Iterable[str], index: int | None = None) -> tuple[int, int] | None:
-    """What PyTorch has on an accelerator now, and the most it had; None where nobody counts that here.
+    """The bytes that PyTorch has allocated on an accelerator, now and at most; None if it does not count them.
 
     ``index``: of the device; None for the current one.
     """

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..locks import Mailbox
 from ..statistics import Statistics
 
 MANY_DEFERRED = 4096
-"""So many deferred entries are counted at once, so that they do not pile up where nothing else takes the lock."""
+"""This many deferred entries are counted at once: nothing else may take the lock for long, and they would pile up."""
 
 Deferred = int | tuple[str, int, bool]
 """A tensor that stays without a record: the reason, its bytes, and whether it is an activation; or the bytes of such an
@@ -20,12 +21,12 @@ activation that died. Without a reason its storage was counted before."""
 class Accounts:
     """Counts in bytes unless named otherwise. The caller holds the store's lock.
 
-    It has more than fifteen fields, as `Statistics` has; what is there by the same name is said there. Tensors that
-    stay without a record are only appended to ``deferred`` by those who save or drop them: one atomic list operation,
-    which needs no lock, also in a finalizer. They are counted, in order, before any peak can be passed.
+    It has more than fifteen fields, as `Statistics` has; fields with the same name are documented there. Tensors that
+    stay without a record are only appended to ``deferred``, which needs no lock, also in a finalizer. They are counted,
+    in order, before any peak can be passed.
     """
 
-    deferred: deque[Deferred] = field(default_factory=deque)
+    deferred: Mailbox[Deferred] = field(default_factory=Mailbox)
     steps: int = 0
     microbatches: int = 0
     optimizer_steps: int = 0
@@ -36,27 +37,27 @@ class Accounts:
     kept_bytes: Counter[str] = field(default_factory=Counter)
     forwarded_bytes: int = 0
     cancelled_bytes: int = 0
-    late_bytes: int = 0  # of the forwarded bytes, those that were still on the device: their write had not ended
+    late_bytes: int = 0  # the part of the forwarded bytes that was still on the device: its write had not ended
     resident_bytes: int = 0
-    resident_by_module: Counter[str | None] | None = None  # of records, while somebody traces
+    resident_by_module: Counter[str | None] | None = None  # of records, while tracing is on
     resident_peak_bytes: int = 0
     step_peak_bytes: int = 0  # as `resident_peak_bytes`, in the step that runs
     plan_peak_bytes: int = 0  # in the steps before it that ran under the same plan
-    recomputed_bytes: int = 0  # of the resident bytes, those that recomputations hold until backward has used them
+    recomputed_bytes: int = 0  # resident bytes that recomputations hold until backward has used them
     recompute_peak_bytes: int = 0
     baseline_bytes: int = 0
     baseline_peak_bytes: int = 0
     pack_wait_s: float = 0.0
     unpack_wait_s: float = 0.0
-    first_wait_s: float = 0.0  # of `unpack_wait_s`, for what backward asks for first
-    first_bytes: int = 0  # what that is
+    first_wait_s: float = 0.0  # the part of `unpack_wait_s` for the record that backward needs first
+    first_bytes: int = 0  # of that record
     at_once_bytes: int = 0  # the most that one autograd node saved, where that was most of a forward
-    refused_bytes: int = 0  # stayed for want of host memory
-    degraded_bytes: int = 0  # stayed as something below failed
+    refused_bytes: int = 0  # stayed because host memory was short
+    degraded_bytes: int = 0  # stayed because a write or an allocation failed
     hooks_s: float = 0.0
-    """What hooks took of the host to move records, in the steps that were watched; without waits."""
+    """Host time of hooks that moved records, in the steps that were watched; without waits."""
     idle_s: float = 0.0
-    """How much of that came before a moment at which an accelerator had caught up with the host."""
+    """The part of it before a moment at which an accelerator had caught up with the host."""
     live_records: int = 0
     degraded: Counter[str] = field(default_factory=Counter)
 
@@ -103,11 +104,11 @@ class Accounts:
         self.resident_bytes -= nbytes
 
     def resident_at_once(self, nbytes: int) -> None:
-        """Count bytes that are on the device at once, also those that this library has let go of."""
+        """Count bytes that are on the device at once, also bytes that this library has released."""
         self.resident_peak_bytes = max(self.resident_peak_bytes, nbytes)
 
     def recomputed(self, nbytes: int) -> None:
-        """Count what recomputations hold now, in place of what they held before; with nothing moved they would, too."""
+        """Count the bytes that recomputations hold now. With nothing moved they would hold as many."""
         self.remove_resident(self.recomputed_bytes)
         self.baseline_bytes += nbytes - self.recomputed_bytes
         self.baseline_peak_bytes = max(self.baseline_peak_bytes, self.baseline_bytes)
@@ -121,12 +122,11 @@ class Accounts:
         self.kept_bytes[reason] += nbytes
 
     def count_deferred(self) -> None:
-        """Count the tensors that stay without a record, and those of them that died."""
+        """Count the tensors that stay without a record, and their deaths."""
         deferred, by_reason = self.deferred, self.kept_bytes
         saved = saved_peak = self.baseline_bytes
         held = held_peak = self.resident_bytes
-        while deferred:
-            entry = deferred.popleft()
+        for entry in deferred.drain():
             if isinstance(entry, int):
                 saved -= entry
                 held -= entry
@@ -149,7 +149,7 @@ class Accounts:
         self.step_peak_bytes = max(self.step_peak_bytes, held_peak)
 
     def freeze(self, **elsewhere: int) -> Statistics:
-        """Return the counts as `Statistics`; ``elsewhere``: those that pools, copies and engines count themselves."""
+        """Return the counts as `Statistics`; ``elsewhere``: counts of pools, copies and engines."""
         ours = {name: getattr(self, name) for name in self.__slots__ if name in Statistics.__dataclass_fields__}
         counts: dict[str, Any] = {
             "kept_bytes": dict(self.kept_bytes),

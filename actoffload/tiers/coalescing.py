@@ -1,57 +1,51 @@
-"""Several small records in one transfer: a batch shares one extent, one write, and reads of what is wanted together.
+"""Several small records in one transfer: they share one extent, one write, and reads of all that are wanted together.
 
 A transfer costs as much for 128 KiB as for some MiB (room on the disk, a request, a turn at the interpreter's lock in
 an I/O thread), and a disk is fastest with large ones. Records that are saved one after the other are needed one after
-the other, so backward gets none of them much too early. A large record is a batch of one.
+the other, so backward gets none of them much too early. A large record has an extent of its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-import torch
+from collections.abc import Iterable
 
 from ..errors import StateError
 from ..memory.cpu_allocator import HeldBlock
-from ..storage.transfers import Extent, Transfer
-from .direct_io import Layout
+from ..storage.arena import Extent
 from .record import Record, State
 
-Ranges = list[tuple[int, int]]
-"""Memory: address and bytes of each range."""
 
-
-class Batch:
-    """Records that share one extent; the body of each lies behind that of the one before.
+class SharedExtent:
+    """An extent and the records in it; the body of each lies behind that of the one before.
 
     Args:
-        records: in the order of their bytes; emptied when the last of them has given up its room.
+        records: in the order of their bytes; emptied when the last record has freed its room.
         step: addresses are kept modulo this many bytes.
 
     Attributes:
-        starts: where each begins in memory that holds all of them and keeps their addresses.
+        extent: the room on disk; the caller allocates ``io_bytes`` and calls `assign`.
+        starts: where each record begins in memory that holds all of them and keeps their addresses.
         offsets: where the body of each begins in the extent.
         io_bytes: the bytes of all bodies.
-        extent: the room on disk.
         users: how many of the records still need it.
         read_apart: a read of several has failed, so each is read alone and an error belongs to its record.
     """
 
     __slots__ = ("extent", "io_bytes", "offsets", "read_apart", "records", "starts", "users")
 
+    extent: Extent
+
     def __init__(self, records: list[Record], step: int) -> None:
         self.records = records
         self.starts: list[int] = []
         self.offsets: list[int] = []
         self.io_bytes = self.users = end = 0
-        self.extent: Extent | None = None
         self.read_apart = False
         for record in records:
-            layout: Layout = record.layout
-            start = -(-end // step) * step + layout.pad
+            start = -(-end // step) * step + record.layout.pad
             self.starts.append(start)
             self.offsets.append(self.io_bytes)
-            self.io_bytes += layout.io_bytes
+            self.io_bytes += record.layout.io_bytes
             end = start + record.nbytes
 
     def assign(self, extent: Extent) -> None:
@@ -62,7 +56,7 @@ class Batch:
             record.extent = self
 
     def wanted_with(self, record: Record) -> list[int]:
-        """Return the places of a record and of those that are read with it: they are on disk, and somebody waits."""
+        """Return the places of a record and of all to read with it: on disk, and backward waits for them."""
         return [
             place
             for place, one in enumerate(self.records)
@@ -71,58 +65,30 @@ class Batch:
         ]
 
 
-@dataclass(slots=True, eq=False)
-class BatchTransfer:
-    """One write or read of several records. Guarded by the store's lock."""
+class Sources:
+    """The storages that one write reads where their owners hold them; alive until the write has ended.
 
-    records: dict[Record, None] = field(default_factory=dict)  # those that it is for; who needs it no more leaves
-    nbytes: int = 0  # of those
-    transfer: Transfer | None = None  # once it was begun
-    places: list[tuple[torch.UntypedStorage, int]] = field(default_factory=list)
-    """Of a write, each storage that is read where its owner holds it, with its address."""
-    held: dict[Record, HeldBlock] = field(default_factory=dict)
-    """Of a write, what keeps the memory of each record from being used again, though its owner frees it."""
-    resized: bool = False  # an owner had freed or resized a storage before it was read
-    left_bytes: int = 0  # of records that left a write which was begun: it still holds their memory
+    Args:
+        records: the owners may free their storages meanwhile, so the address of each is remembered.
+        held: keep the memory from being used again, though an owner frees it.
+    """
 
-    def add(self, record: Record) -> None:
-        """Transfer a record as well."""
-        self.records[record] = None
-        self.nbytes += record.nbytes
-        record.transfer = self
+    def __init__(self, records: Iterable[Record], held: Iterable[HeldBlock]) -> None:
+        self._places = [(record.data, record.address) for record in records]
+        self._held = tuple(held)
+        self._moved = False
 
-    def add_in_place(self, record: Record) -> None:
-        """Write a record as well, from where its owner holds it."""
-        self.add(record)
-        self.held[record] = HeldBlock(record.address, dense=not record.has_gaps)
-
-    def leave(self, record: Record) -> None:
-        """Transfer a record no more."""
-        del self.records[record]
-        self.nbytes -= record.nbytes
-        record.transfer = None
-        if self.transfer is None:
-            self.held.pop(record, None)
-
-    def promote(self) -> None:
-        """Have it done before what was queued earlier."""
-        if self.transfer is not None:
-            self.transfer.promote()
-
-    def check_places(self) -> None:
+    def check(self) -> None:
         """Look at the storages just before they are read, on an engine thread.
 
         Raises:
             StateError: an owner has freed or resized one.
         """
-        if any(storage.data_ptr() != address for storage, address in self.places):
-            self.resized = True
+        if self.moved():
             raise StateError("a storage was freed or resized by its owner while it was to be written")
 
-    def found_resized(self) -> bool:
-        """Whether the owner of a storage that was written has freed or resized it meanwhile."""
-        return (
-            self.resized
-            or any(storage.data_ptr() != address for storage, address in self.places)
-            or any(record.was_resized for record in self.records)
-        )
+    def moved(self) -> bool:
+        """Whether an owner has freed or resized a storage since."""
+        # Seen once it stays so: the owner may have filled the storage again at its old address.
+        self._moved = self._moved or any(data is not None and data.data_ptr() != at for data, at in self._places)
+        return self._moved

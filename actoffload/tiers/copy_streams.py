@@ -20,42 +20,42 @@ from .timers import DeviceStopwatch, StreamWaits, Timeline, WaitFor
 
 WINDOW_FLOOR_BYTES = 64 << 20
 BATCH_BYTES = 16 << 20
-"""Copies of so many bytes begin together at most, which take under a millisecond; one that is larger goes alone."""
+"""Most bytes of the copies of a batch, which take under a millisecond; a larger copy goes alone."""
 BATCH_COPIES = 16
 BATCH_SHARE = 1 / 16
-"""A batch is full at this share of the bytes that a plan expects to wait for their copies: what waits to begin with
-others is late by no more than that."""
+"""A batch is full at this share of the bytes that a plan expects to wait for their copies: a copy that waits for its
+batch is late by no more than that."""
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Copies of one direction that begin together, and the one event after them."""
+    """Copies of one direction that begin together, and the event after them."""
 
     way: str  # "out" or "in"
     index: int  # of the device
-    stream: Stream  # that computes: it has made what leaves, or it owns the memory that is filled
+    stream: Stream  # that computes: it has produced the bytes that leave, or it owns the memory that is filled
     copies: dict[object, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    """Destination and source, flat bytes both, by owner. Those on the way out are held until they are released."""
+    """Destination and source, flat bytes both, by owner. Copies out are held until they are released."""
     nbytes: int = 0
     event: Event | None = None  # none: the copies have not begun
-    due: int = 0  # on the way out: the event at which its memory is released, the last one's; 0: no plan says
+    due: int = 0  # on the way out: the last event at which a plan releases its memory; 0: no plan
     number: int = 0  # among the batches of this way and device, as they began, from 1
     after: dict[tuple[str, int], Batch] = field(default_factory=dict)
     """The last batch of each way and device that used the host memory before."""
     replaced: dict[object, tuple[Batch, ...]] = field(default_factory=dict)
-    """The batches whose place this one has taken, by owner, until it begins."""
+    """The batches that this one has replaced in ``used_by``, by owner, until it begins."""
     timed: bool = False  # the event tells the time
     happened: bool = False  # the event is known to have happened
     settled: bool = False  # on the way in: the stream that owns the memory has waited for the copies
-    needed_first: bool = False  # on the way in: most of it is what backward asks for as it begins
+    needed_first: bool = False  # on the way in: most of it is for the first unpack of a backward
     awaited_by: list[Stream] = field(default_factory=list)  # other streams that have
-    about: tuple[tuple[str | None, int], ...] = ()  # while somebody traces: the module and bytes of each copy
+    about: tuple[tuple[str | None, int], ...] = ()  # while tracing is on: the module and bytes of each copy
 
     def add(self, owner: object, destination: Tensor, source: Tensor, nbytes: int, used_by: list[Any]) -> None:
-        """Have one more copy of ``nbytes`` begin with the others.
+        """Add one more copy of ``nbytes``.
 
         Args:
-            owner: whose copy it is.
+            owner: a key for the copy.
             destination: flat bytes.
             source: flat bytes.
             nbytes: how many.
@@ -80,14 +80,14 @@ class CopyStreams:
         self.written_bytes = 0
         self.read_bytes = 0
         self.stopwatch: DeviceStopwatch | None = None
-        """Told of every copy and of every wait of a compute stream, while a step is timed."""
+        """Notified of every copy and of every wait of a compute stream, while a step is timed."""
         self.waits = StreamWaits(device)
         self.timeline: Timeline | None = None
-        """Notes every copy, and every wait of a compute stream, while somebody traces."""
+        """Notes every copy, and every wait of a compute stream, while tracing is on."""
         self.inert = False
-        """In a forked child: the device is the parent's, and is asked nothing."""
+        """In a forked child: the device is the parent's, and gets no calls."""
         self._seen: tuple[int, ...] = ()
-        """The devices whose tensors were seen."""
+        """The devices of the tensors seen so far."""
         self._numbers: dict[tuple[str, int], int] = {}
         self._awaited: dict[tuple[str, int, str, int], int] = {}
         """The number of the last batch that a side stream has waited for, by both ways and devices."""
@@ -111,7 +111,7 @@ class CopyStreams:
     # -- device to host -----------------------------------------------------------------------------------------------
 
     def begin_out(self, out: Batch) -> None:
-        """Copy to the host, once what the batch's stream was given so far is done."""
+        """Copy to the host, after all work of the batch's stream so far."""
         side = self.device.side_stream(out.index, "out")
         self._order_after_producer(side, out)
         self._order_after_host_copies(side, out)
@@ -119,10 +119,10 @@ class CopyStreams:
         self.written_bytes += out.nbytes
 
     def release_sources(self, *outs: Batch) -> None:
-        """Let the device memory of batches go, in stream order: what reuses it on their streams runs after the copies.
+        """Release the device memory of batches in stream order: kernels on their streams reuse it after the copies.
 
         The caller drops its other references to the memory after this call. The batches have begun in this order, so
-        that a stream which waits for one has waited for those before it.
+        a stream that waits for one has waited for all before it.
         """
         for number, out in enumerate(outs):
             if not self.inert:
@@ -133,14 +133,14 @@ class CopyStreams:
             out.copies.clear()
 
     def saved_again(self, tensor: Tensor, reported: Stream = None) -> None:
-        """What moves was saved once more, perhaps on another stream: its memory is used again after that one too.
+        """Order the reuse of memory that was saved once more after the current stream, perhaps another one.
 
         The graph would hold the memory until that stream's backward. It may be released already, and still its owner's.
 
         Args:
             tensor: the memory.
             reported: a stream of which the allocator knows, or will as the memory is released, that it uses this
-                memory: that holds for whatever the stream is given until its owner frees it.
+                memory: that holds for all work that is enqueued on it until its owner frees the memory.
         """
         if self.inert:
             return
@@ -164,7 +164,7 @@ class CopyStreams:
         self.read_bytes += incoming.nbytes
 
     def before_use(self, incoming: Batch, filled: Callable[[], Tensor]) -> None:
-        """What the calling thread gives its current stream from now on runs after the copies.
+        """Make later work of the calling thread's current stream run after the copies.
 
         Args:
             incoming: has begun.
@@ -217,9 +217,9 @@ class CopyStreams:
                         self.device.wait(stream, event)
 
     def capturing(self, index: int | None = None) -> bool:
-        """Whether the calling thread's current stream, of any device whose tensors were seen, is being captured.
+        """Whether the calling thread's current stream is being captured, on any device that tensors were seen on.
 
-        To move a tensor of one device may have streams of others wait, as one window holds what leaves all of them.
+        To move a tensor of one device may make streams of other devices wait, as one window holds all copies out.
 
         Args:
             index: of the device of a tensor that the caller has, which is seen from now on.
@@ -237,7 +237,7 @@ class CopyStreams:
     def current_index(self) -> int | None:
         """The device on which the calling thread computes; None while no tensor was seen on any.
 
-        A program may use device 1 while device 0 is current, where it must not be given a context.
+        A program may use device 1 while device 0 is current, and must get no context on device 0.
         """
         current, seen = self.device.current_index(), self._seen
         if current in seen or (not seen and any(allocated_bytes((self.device.type,), current) or ())):
@@ -250,7 +250,7 @@ class CopyStreams:
         return None if index is None else self.device.usable_bytes(index)
 
     def after_fork_in_child(self) -> None:
-        """The device is the parent's: it is asked nothing any more, and orders nothing."""
+        """Make no calls to the device any more, as it is the parent's."""
         self.inert = True
         self.waits.stop()
 
@@ -266,7 +266,7 @@ class CopyStreams:
         self._compute_waits(WaitFor.ROOM, out.stream, out)
 
     def _order_release_after_compute(self, out: Batch) -> None:
-        # The memory may belong to another stream than the one that has used it: so the allocator is told of that one.
+        # The memory may belong to another stream than the one that has used it, so the allocator must know both.
         for _, source in out.copies.values():
             self.device.used_on(source, out.stream)
 
@@ -278,7 +278,7 @@ class CopyStreams:
 
     def _order_after_host_copies(self, side: Stream, batch: Batch) -> None:
         for (way, index), before in batch.after.items():
-            # One stream makes all copies of a way, in order: who has waited for one has waited for those before it.
+            # One stream makes all copies of a way in order: to have waited for one is to have waited for all before it.
             key = (batch.way, batch.index, way, index)
             ordered = (way, index) == (batch.way, batch.index) or before.number <= self._awaited.get(key, 0)
             if not ordered and not before.happened:
@@ -310,14 +310,14 @@ class CopyStreams:
         batch.number = self._numbers[place] = self._numbers.get(place, 0) + 1
 
     def _compute_waits(self, why: WaitFor, stream: Stream, batch: Batch) -> None:
-        """Have a compute stream wait; to ask first whether it has to would cost as much."""
+        """Make a compute stream wait; to query first whether it has to would cost as much."""
         if batch.happened:
             return
         timeline, stopwatch = self.timeline, self.stopwatch
         looked_at = timeline is not None or (stopwatch is not None and stopwatch.running)
         stands_for = 1 if looked_at else self.waits.stands_for()
         recorded, self.device.hook.recorded = self.device.hook.recorded, None
-        here = recorded is not None and recorded[0] == stream  # it has been given nothing since
+        here = recorded is not None and recorded[0] == stream  # nothing was enqueued on it since
         begin = recorded[1] if here and recorded is not None else None
         if begin is None and stands_for:
             begin = self.waits.moment(stream)
@@ -337,12 +337,12 @@ class CopyStreams:
 
 
 class ReleaseWindow:
-    """The copies out whose device memory is still held, oldest first, bounded in bytes.
+    """The copies out with device memory that is still held, oldest first, bounded in bytes.
 
     Args:
         copies: makes the copies.
         limit_bytes: the bound; None for twice the largest copy seen (one under way, one behind it), at least 64 MiB.
-        on_release: called with the owner of each copy whose device memory was let go.
+        on_release: called with the owner of each copy as its device memory is released.
         may_begin: called with the owner of each copy that is about to begin: False once it has withdrawn it.
 
     Attributes:
@@ -350,7 +350,7 @@ class ReleaseWindow:
         limit_bytes: the bound.
         expected_bytes: how much a plan expects to be held at once; 0 without a plan.
         held_bytes: the device memory that is held.
-        due: the event at which a plan releases the oldest batch of which it says so; 0: it says so of none.
+        due: the first event at which a plan releases a batch; 0: there is none.
     """
 
     def __init__(
@@ -383,7 +383,7 @@ class ReleaseWindow:
         """Have bytes of device ``index`` copied to the host, soon, and hold them until the window is past them.
 
         Args:
-            owner: whose bytes they are.
+            owner: a key for the bytes.
             destination: host memory, flat bytes.
             source: device memory, likewise.
             index: the device's.
@@ -414,12 +414,12 @@ class ReleaseWindow:
 
     @property
     def gathering(self) -> Batch | None:
-        """The copies that wait for others to go with them."""
+        """The batch that is being filled."""
         last = self._batches[-1] if self._batches else None
         return last if last is not None and last.event is None else None
 
     def begin(self) -> None:
-        """Begin the copies that wait for others to go with them."""
+        """Begin the batch that is being filled."""
         out = self.gathering
         if out is not None and any([self._may_begin(owner) for owner in tuple(out.copies)]):
             self._copies.begin_out(out)
@@ -428,9 +428,9 @@ class ReleaseWindow:
         """Take a copy out of its batch; return False when it has begun: its memory is held until it is complete.
 
         Args:
-            owner: whose copy it is.
+            owner: the key of the copy.
             batch: its batch.
-            used_by: the batches that use its host memory, as before `hold`; None: nobody has that any more.
+            used_by: the batches that use its host memory, as before `hold`; None: that memory is free.
         """
         if batch.event is not None:
             return False
@@ -451,7 +451,7 @@ class ReleaseWindow:
         self.held_bytes = self.due = 0
 
     # None of these looks whether a copy has ended: the host may be far ahead of the device, and would release nothing.
-    # The compute stream waits for the copies, and the allocator may use their memory for what is enqueued afterwards.
+    # The compute stream waits for the copies, and the allocator may use their memory for work that is enqueued later.
 
     def advance(self, limit_bytes: int) -> None:
         """Release the oldest copies' memory, in stream order, until at most ``limit_bytes`` are held."""
@@ -462,14 +462,14 @@ class ReleaseWindow:
         self.due = next((batch.due for batch in self._batches if batch.due), 0)
 
     def release_due(self, event: int) -> None:
-        """Release, in stream order, the memory that a plan has released by ``event``, and what began to leave before.
+        """Release, in stream order, the memory that a plan releases by ``event``, and all that began to leave before.
 
-        One stream makes the copies in order, so that whoever waits for one has waited for those before it.
+        One stream makes the copies in order, so a stream that waits for one has waited for all before it.
         """
         self._release_oldest(lambda: 0 < self.due <= event)
 
     def release_if(self, condition: Callable[[Any], bool]) -> None:
-        """Release, in stream order, the memory of the batches whose owners all meet a condition."""
+        """Release, in stream order, the memory of each batch if all its owners meet a condition."""
         begun = [batch for batch in self._batches if batch.event is not None]
         self._release([batch for batch in begun if all(map(condition, batch.copies))])
 

@@ -1,7 +1,7 @@
 """Records of CPU tensors: written to disk straight from the tensor's memory, read back into reusable aligned memory.
 
-Small records are coalesced: they wait until a batch is full, and go to disk by one write. What a batch lacks then waits
-in memory, which is less than `BATCH_BYTES`; a record that backward wants meanwhile is taken out again.
+Small records are coalesced: they wait until a batch is full, and go to disk by one write. A batch that is not full
+waits in memory; it is less than `LARGE_BATCH_BYTES`. A record that backward wants meanwhile is taken out again.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import torch
 
 from ..errors import StorageError
 from ..events import EventKind, now
+from ..memory.cpu_allocator import HeldBlock
 from ..memory.host_pool import HostPool, Slot
 from ..policy import KeepReason
+from ..storage.engines.base import Range
 from ..storage.spool import Spool
-from ..storage.transfers import Extent, Transfer
-from .coalescing import Batch, BatchTransfer, Ranges
+from ..storage.transfers import Transfer
+from .coalescing import SharedExtent, Sources
 from .direct_io import MIN_ALIGNMENT, Layout
 from .record import Record, State
 from .shared import Shared
@@ -26,9 +28,9 @@ from .tier import Tier
 BOUNCE_BYTES = 64 << 10
 """A span smaller than this is copied into aligned memory and written from there: its body would be mostly edges."""
 SMALL_BYTES = 512 << 10
-"""Records of so many bytes go alone: they cost no more for each byte than larger ones."""
+"""Records of this size or more go alone: they cost no more for each byte than larger ones."""
 BATCH_BYTES = 1 << 20
-"""A batch of so many bytes is full; or of half of ``prefetch_bytes`` or ``pending_bytes``, where the user set one."""
+"""A batch of this size is full; or of half of ``prefetch_bytes`` or ``pending_bytes``, if the user set one."""
 LARGE_BATCH_BYTES = 4 << 20
 SHARE_OF_SAVED = 32
 """Where much is saved at once, a batch is full with this part of it, up to `LARGE_BATCH_BYTES`."""
@@ -40,8 +42,8 @@ class CpuTier(Tier):
     """CPU memory ↔ NVMe.
 
     Nothing is coalesced under a ``device_budget``, where each record is waited for alone; with ``verify``, as the
-    checksum would be that of the batch; or with an engine that takes one range of memory at a time. The pool is memory
-    for what is read back.
+    checksum would be for the whole batch; or with an engine that takes one range of memory at a time. Records are read
+    back into memory of the pool.
     """
 
     def __init__(self, shared: Shared, spool: Spool, pool: HostPool) -> None:
@@ -49,9 +51,9 @@ class CpuTier(Tier):
         config = shared.config
         self._disk = spool
         self._pool = pool
-        # With direct I/O the kernel fails a write from memory that is gone; who reads it in this process would crash.
+        # With direct I/O the kernel fails a write from unmapped memory; a load in this process would crash instead.
         self._kernel_reads = spool.direct and not config.verify
-        self._filling = BatchTransfer()
+        self._filling: dict[Record, HeldBlock] = {}  # the batch that is being filled
         coalesces = spool.vectored and not config.is_limited and not config.verify
         # The last record of a batch may make it larger by nearly `SMALL_BYTES`.
         coalesces = coalesces and pool.capacity_bytes >= 2 * BATCH_BYTES
@@ -68,28 +70,29 @@ class CpuTier(Tier):
 
     def offload(self, record: Record) -> KeepReason | None:
         if self._is_crowded(record.nbytes):
-            self.flush()  # else what waits for its batch would be on its way for ever
+            self.flush()  # else a batch that is not full would stay on its way for ever
             return KeepReason.PRESSURE
-        # A checksum is of bytes that nobody changes: `unsafe_chunk` lets what lies between those of a view be changed.
+        # A checksum needs bytes that do not change, but `unsafe_chunk` allows changes between the bytes of a view.
         if record.nbytes < BOUNCE_BYTES or (self.shared.config.verify and record.has_gaps):
             return self._offload_copy(record)
         record.layout = Layout.around(record.address + record.begin, record.nbytes, self._disk.alignment)
         if record.nbytes < SMALL_BYTES and self._batch_bytes:
-            self._filling.add_in_place(record)
             self._leave(record)
+            self._filling[record] = self._held(record)
             self._copied_in_place.append(record)
-            if self._filling.nbytes >= self._batch_bytes:
+            if sum(one.nbytes for one in self._filling) >= self._batch_bytes:
                 self.flush()
             return None
-        batch = self._alone(record)
-        if batch is None:
+        extent = self._alone(record)
+        if extent is None:
             return KeepReason.DEGRADED
-        write = BatchTransfer()
-        write.add_in_place(record)
         self._leave(record)
         self._copied_in_place.append(record)
-        self._write(write, batch)
+        self._write(extent, {record: self._held(record)})
         return None
+
+    def _held(self, record: Record) -> HeldBlock:
+        return HeldBlock(record.address, dense=not record.has_gaps)
 
     def _offload_copy(self, record: Record) -> KeepReason | None:
         """Copy a span into aligned memory, which is the record's storage from then on, and write that."""
@@ -98,23 +101,21 @@ class CpuTier(Tier):
         slot = self._pool.acquire(layout.pad + record.nbytes + self._disk.alignment)
         if slot is None:
             return KeepReason.PRESSURE
-        batch = self._alone(record)
-        if batch is None:
+        extent = self._alone(record)
+        if extent is None:
             return KeepReason.DEGRADED
         address = slot.address + layout.pad
         ctypes.memmove(address, source, record.nbytes)
         record.data, record.data_begin = self._storage(slot, layout.pad, record.nbytes), record.begin
-        write = BatchTransfer()
-        write.add(record)
         self._leave(record)
-        self._begin_write(write, batch, [(address + layout.io_begin, layout.io_bytes)], in_place=False)
+        self._begin_write(extent, [(address + layout.io_begin, layout.io_bytes)], None)
         return None
 
     def _is_crowded(self, nbytes: int) -> bool:
         """Whether too much is on its way out for ``nbytes`` more; with a budget the store waits instead."""
         unlimited = self.shared.budget.limit_bytes is not None
         limit = self._pending_limit_bytes
-        # One that is larger than the limit by itself may go while at most half of the limit is on its way.
+        # A record larger than the limit may go while at most half of the limit is on its way.
         counted = nbytes if nbytes <= limit else (limit + 1) // 2
         return not unlimited and self.shared.pending_bytes + counted > limit
 
@@ -124,59 +125,49 @@ class CpuTier(Tier):
 
     def flush(self) -> None:
         """Write the batch that is being filled."""
-        if not self._filling.records:
+        filling, self._filling = self._filling, {}
+        if not filling:
             return
-        write, self._filling = self._filling, BatchTransfer()
         share = self.shared.accounts.baseline_peak_bytes // SHARE_OF_SAVED
         self._batch_bytes = min(max(BATCH_BYTES, share), self._most_batch_bytes)
-        for record in [record for record in write.records if self.resized(record)]:
-            write.leave(record)
+        for record in [record for record in filling if self.resized(record)]:
+            del filling[record]
+            self.shared.pending_bytes -= record.nbytes
             self.stay(record)
-        records = list(write.records)
-        batch = self._together(records) if len(records) > 1 else None
-        if batch is not None:
-            self._write(write, batch)
-            return
-        for record in records:
-            self._write_alone(record)
-
-    def _alone(self, record: Record) -> Batch | None:
-        """Return a batch of one record with room on disk; None, and degraded, when there is none."""
-        batch = Batch([record], self._step)
-        extent = self.allocate(record, batch.io_bytes)
+        extent = self._together(list(filling)) if len(filling) > 1 else None
         if extent is not None:
-            batch.assign(extent)
-        return None if extent is None else batch
+            self._write(extent, filling)
+            return
+        for record, held in filling.items():  # each finds room alone, or stays
+            extent = self._alone(record)
+            if extent is not None:
+                self._write(extent, {record: held})
+            else:
+                self._return(record)
+                self.shared.accounts.stays_after_all(record.nbytes, KeepReason.DEGRADED.value)
 
-    def _together(self, records: list[Record]) -> Batch | None:
-        """Return a batch of several records with room in one piece; None when each has to find room alone."""
-        batch = Batch(records, self._step)
+    def _alone(self, record: Record) -> SharedExtent | None:
+        """Return room on disk for one record; None, and degraded, when there is none."""
+        shared = SharedExtent([record], self._step)
+        extent = self.allocate(record, shared.io_bytes)
+        if extent is None:
+            return None
+        shared.assign(extent)
+        return shared
+
+    def _together(self, records: list[Record]) -> SharedExtent | None:
+        """Return room on disk for several records; None when there is none in one piece."""
+        shared = SharedExtent(records, self._step)
         try:
-            extent = self._disk.allocate(batch.io_bytes)
+            shared.assign(self._disk.allocate(shared.io_bytes))
         except StorageError:
             return None
-        if len(extent.segments) > 1:
-            self._disk.free(extent)
-            return None
-        batch.assign(extent)
-        return batch
+        return shared
 
     @property
     def _step(self) -> int:
-        """Addresses are kept modulo so many bytes."""
+        """Addresses are kept modulo this many bytes."""
         return max(self._disk.alignment, MIN_ALIGNMENT)
-
-    def _write_alone(self, record: Record) -> None:
-        """Write a record whose batch found no room in one piece, or let it stay."""
-        batch = self._alone(record)
-        write = BatchTransfer()
-        write.add_in_place(record)
-        if batch is not None:
-            self._write(write, batch)
-            return
-        write.leave(record)
-        self._return(record)
-        self.shared.accounts.stays_after_all(record.nbytes, KeepReason.DEGRADED.value)
 
     def _return(self, record: Record) -> None:
         """Undo `_leave`."""
@@ -184,85 +175,63 @@ class CpuTier(Tier):
         self.free_extent(record)
         record.to(State.RESIDENT)
 
-    def _write(self, write: BatchTransfer, batch: Batch) -> None:
-        """Begin to write records from where their owner holds them."""
-        memory: Ranges = []
-        for record in batch.records:
-            assert record.data is not None, "what is to be written is in memory"
-            write.places.append((record.data, record.address))
-            memory.append((record.address + record.begin + record.layout.io_begin, record.layout.io_bytes))
-        self._begin_write(write, batch, memory, in_place=True)
+    def _write(self, extent: SharedExtent, held: dict[Record, HeldBlock]) -> None:
+        """Begin to write the records of an extent from where their owners hold them."""
+        memory = [
+            (record.address + record.begin + record.layout.io_begin, record.layout.io_bytes)
+            for record in extent.records
+        ]
+        self._begin_write(extent, memory, Sources(extent.records, held.values()))
 
-    def _begin_write(self, write: BatchTransfer, batch: Batch, memory: Ranges, *, in_place: bool) -> None:
-        assert batch.extent is not None, "the batch has room"
+    def _begin_write(self, extent: SharedExtent, memory: list[Range], sources: Sources | None) -> None:
+        """Begin a write; without ``sources`` the memory is a copy of ours."""
+        records = tuple(extent.records)  # the extent's own list changes as it loses its last record
         try:
-            write.transfer = self._disk.write(
-                batch.extent,
+            transfer = self._disk.write(
+                extent.extent,
                 memory[0][0],
-                batch.io_bytes,
+                extent.io_bytes,
                 ranges=memory,
-                before=write.check_places if in_place and not self._kernel_reads else None,
-                on_done=partial(self._written, write, in_place, now()),
-                keepalive=[write.held, *(record.data for record in write.records)],
-                about=tuple(write.records),
+                before=sources.check if sources is not None and not self._kernel_reads else None,
+                on_done=partial(self._written, sources, now()),
+                keepalive=sources if sources is not None else [record.data for record in records],
+                records=records,
             )
         except Exception:
-            for record in list(write.records):
-                write.leave(record)
+            for record in records:
                 self._return(record)
             raise
+        self.begun(transfer)
 
-    def _written(self, write: BatchTransfer, in_place: bool, since_s: float, transfer: Transfer) -> None:
-        dropped: list[object] = []  # freed after the lock is given back, as unmapping takes time
+    def _written(self, sources: Sources | None, since_s: float, transfer: Transfer) -> None:
         with self.shared.lock:
-            if not self.shared.interrupted:
-                self._forget_left(write)
-                all_resized = transfer.error is not None and write.found_resized()
-                for record in list(write.records):
-                    write.leave(record)
-                    if all_resized or (in_place and self.resized(record)):
-                        self.stay(record)
-                    else:
-                        dropped.append(self.leaves_memory(record, since_s, transfer))
-                self.shared.changed.notify_all()
-        write.places = []
-        dropped.clear()
+            records = self.ended(transfer)
+            # A write fails as a whole if the memory of one record was gone: none of its records has degraded.
+            all_resized = transfer.error is not None and sources is not None and sources.moved()
+            all_resized = all_resized or (transfer.error is not None and any(record.was_resized for record in records))
+            for record in records:
+                if all_resized or (sources is not None and self.resized(record)):
+                    self.stay(record)
+                else:
+                    self.leaves_memory(record, since_s, transfer)
 
-    def cancel(self, record: Record) -> bool:
-        """See `Tier`. What leaves a write that others need, or that runs, counts as pending until the write ends."""
-        transfer = record.transfer
-        if not isinstance(transfer, BatchTransfer):
-            return False
-        begun = transfer.transfer
-        last = len(transfer.records) == 1
-        transfer.leave(record)
-        taken_back = begun is None or (last and begun.cancel())
-        if record.state is State.SPILLING:
-            if taken_back:
-                self.shared.accounts.cancelled_bytes += transfer.left_bytes
-                self._forget_left(transfer)
-                self.write_cancelled(record)
-            else:
-                transfer.left_bytes += record.nbytes
-        return True
-
-    def _forget_left(self, write: BatchTransfer) -> None:
-        self.shared.pending_bytes -= write.left_bytes
-        write.left_bytes = 0
-        self.shared.changed.notify_all()
+    def cancel(self, record: Record) -> None:
+        if self._filling.pop(record, None) is not None:
+            self.write_cancelled(record)
+        super().cancel(record)
 
     def free_extent(self, record: Record) -> None:
-        batch, record.extent = record.extent, None
+        shared, record.extent = record.extent, None
         record.on_disk = False
-        if isinstance(batch, Batch):
-            batch.users -= 1
-            if batch.users == 0 and batch.extent is not None:
-                batch.records.clear()
-                self._disk.free(batch.extent)
+        if shared is not None:
+            shared.users -= 1
+            if shared.users == 0:
+                shared.records.clear()  # they refer to it
+                self._disk.free(shared.extent)
 
     def abandon(self) -> None:
         super().abandon()
-        self._filling = BatchTransfer()
+        self._filling = {}
 
     # -- back ---------------------------------------------------------------------------------------------------------
 
@@ -270,74 +239,69 @@ class CpuTier(Tier):
         return None if record.state is State.FETCHING else record.data
 
     def _read(self, record: Record, urgent: bool) -> bool:
-        """Begin to read a record, and those of its batch that are wanted as well, into one piece of memory."""
-        batch: Batch = record.extent
-        wanted = batch.wanted_with(record)
+        """Begin to read a record, and all of its extent that are wanted too, into one piece of memory."""
+        shared: SharedExtent = record.extent
+        wanted = shared.wanted_with(record)
         first, last = wanted[0], wanted[-1]
-        origin = batch.starts[first] - batch.records[first].layout.pad
-        end = batch.starts[last] + batch.records[last].nbytes
+        origin = shared.starts[first] - shared.records[first].layout.pad
+        end = shared.starts[last] + shared.records[last].nbytes
         slot = self._pool.acquire(end - origin + self._disk.alignment, force=urgent)
         if slot is None:
             return False
-        assert isinstance(batch.extent, Extent), "a batch that was written has an extent"
-        read, memory = BatchTransfer(), []
+        memory: list[Range] = []
         arriving: dict[Record, tuple[torch.UntypedStorage, int]] = {}
-        for place in range(first, last + 1):
-            one = batch.records[place]
-            address = slot.address + batch.starts[place] - origin
+        for place in range(first, last + 1):  # also the ones in between, as one request is one range of the file
+            one = shared.records[place]
+            address = slot.address + shared.starts[place] - origin
             memory.append((address + one.layout.io_begin, one.layout.io_bytes))
             if place in wanted:
                 arriving[one] = self._storage(slot, address - slot.address, one.nbytes), address
         for one in arriving:
-            read.add(one)
             one.to(State.FETCHING)
             self.count_resident(one)
         try:
-            read.transfer = self._disk.read(
-                batch.extent,
+            transfer = self._disk.read(
+                shared.extent,
                 memory[0][0],
                 sum(nbytes for _, nbytes in memory),
                 ranges=memory,
-                skip=batch.offsets[first],
-                on_done=partial(self._arrived, batch, read, arriving, now()),
+                skip=shared.offsets[first],
+                on_done=partial(self._arrived, shared, arriving, now()),
                 keepalive=(slot, *(storage for storage, _ in arriving.values())),
-                about=tuple(arriving),
+                records=tuple(arriving),
             )
         except Exception:
-            for one in list(read.records):
-                self._not_read(read, one)
+            for one in arriving:
+                self._not_read(one)
             raise
+        self.begun(transfer)
         return True
 
-    def _not_read(self, read: BatchTransfer, record: Record) -> None:
-        read.leave(record)
+    def _not_read(self, record: Record) -> None:
         self.remove_resident(record)
         record.to(State.SPILLED)
 
     def _arrived(
         self,
-        batch: Batch,
-        read: BatchTransfer,
+        shared: SharedExtent,
         arriving: dict[Record, tuple[torch.UntypedStorage, int]],
         since_s: float,
         transfer: Transfer,
     ) -> None:
         with self.shared.lock:
-            if not self.shared.interrupted:
-                failed_alone = batch.read_apart or len(arriving) == 1
-                batch.read_apart = batch.read_apart or transfer.error is not None
-                for record in list(read.records):
-                    if transfer.error is not None:
-                        self._not_read(read, record)
-                        record.error = transfer.error if failed_alone else None  # perhaps another's: each is tried
-                        continue
-                    read.leave(record)
-                    storage, address = arriving[record]
-                    record.layout.restore_edges(address, record.nbytes)
-                    self.add_resident(record, storage, record.begin)
-                    record.to(State.RESIDENT)
-                    self.shared.reporter.event(EventKind.READ, record, since_s=since_s)
-                self.shared.changed.notify_all()
+            records = self.ended(transfer)
+            failed_alone = shared.read_apart or len(arriving) == 1
+            shared.read_apart = shared.read_apart or transfer.error is not None
+            for record in records:
+                if transfer.error is not None:
+                    self._not_read(record)
+                    record.error = transfer.error if failed_alone else None  # else try each alone
+                    continue
+                storage, address = arriving[record]
+                record.layout.restore_edges(address, record.nbytes)
+                self.add_resident(record, storage, record.begin)
+                record.to(State.RESIDENT)
+                self.shared.reporter.event(EventKind.READ, record, since_s=since_s)
         arriving.clear()
 
     def _storage(self, slot: Slot, begin: int, nbytes: int) -> torch.UntypedStorage:

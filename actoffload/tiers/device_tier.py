@@ -1,7 +1,7 @@
 """Records of an accelerator's tensors: to page-locked host memory on a side stream, and from there to disk.
 
-All ordering is in `copy_streams`. Only the training thread and backward's threads give streams work; an engine thread
-that has read a record back marks it hosted, and whoever comes next begins its copy to the device.
+All ordering is in `copy_streams`. Only the training thread and the threads of backward enqueue work on streams. An
+engine thread that has read a record back marks it hosted, and the next hook begins its copy to the device.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ CAPTURED = (
     "capture, where nothing moves, or run it in no_offload()"
 )
 CHUNK_BYTES = 64 << 20
-"""A larger record that goes to disk, or comes from there, is copied in parts of so many bytes while it is written."""
+"""A larger record that goes to disk, or comes from there, is copied in parts of this size while the disk works."""
 SPILL_ABOVE = 0.75
 """Tiered: the oldest records go to disk while more than this share of the host budget is taken."""
 BACKLOG_SHARE = 1 / 4
 """Without a plan, this share of the most that a step has saved may wait for its copy ..."""
 USABLE_SHARE = 1 / 4
-"""... and no more than this share of what the device has free as a forward begins."""
+"""... and no more than this share of the device memory that is free as a forward begins."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,13 +101,13 @@ class DeviceTier(Tier):
             since_s, growing = now(), self._pool.growing
             if not self._wait_for_host_memory():
                 break
-            if not growing:  # which happens once, and in no step that is like the others
+            if not growing:  # the pool grows once, in a step that is unlike the others
                 self.shared.accounts.pack_wait_s += now() - since_s
             slot = self._pool.acquire(nbytes)
         if slot is None:
             self.shared.accounts.refused_bytes += nbytes
             self.window.begin()
-            self.window.release_complete()  # so that what they hold of host memory goes on to disk
+            self.window.release_complete()  # so that their host memory goes on to disk
             return KeepReason.PRESSURE
         outs = self._copy_out(record, slot)
         out, _ = outs[-1]
@@ -118,18 +118,18 @@ class DeviceTier(Tier):
         if len(outs) > 1 and self._goes_to_disk(record):
             self._spill(record, outs)
         if limited:
-            self.window.begin()  # what waits for others would take room meanwhile
+            self.window.begin()  # copies that wait for their batch would take room meanwhile
         if out.event is not None:
             self.window.advance(max(self.window.limit_bytes, self._backlog_bytes))
         return None
 
     @property
     def _backlog_bytes(self) -> int:
-        """How many bytes may wait for their copies, where that is more than the window's own limit.
+        """How many bytes may wait for their copies, if that is more than the window's own limit.
 
-        A plan says how many it expects. Before there is one, and with ``"greedy"``, it is a part of what a step saves,
-        so that compute waits less, but no more than a part of what the device has free: the first step may not run out
-        of memory.
+        A plan has an expectation. Before there is a plan, and with ``"greedy"``, it is a share of the bytes that a step
+        saves, so that compute waits less, but no more than a share of the free device memory: the first step must not
+        run out of memory.
         """
         if self.window.is_fixed:
             return 0
@@ -148,7 +148,7 @@ class DeviceTier(Tier):
         self.shared.spare_bytes = None if usable is None else int(USABLE_SHARE * usable)
 
     def _has_its_source(self, owner: object) -> bool:
-        """Whether a copy out may begin: its source was not freed or resized while it waited for others."""
+        """Whether a copy out may begin: its source was not freed or resized while the batch was filled."""
         if not isinstance(owner, Record) or not self.resized(owner):
             return True
         record = owner
@@ -176,7 +176,7 @@ class DeviceTier(Tier):
         return outs
 
     def _source_released(self, owner: object) -> None:
-        """Go on with a record whose device memory the window has let go of."""
+        """Go on with a record after the window has released its device memory."""
         if not isinstance(owner, Record):
             return
         record = owner
@@ -186,7 +186,6 @@ class DeviceTier(Tier):
         if record.state is not State.STAGING:  # backward has taken the original
             return
         if self.resized(record):
-            self._give_up_write(record)
             self.stay(record)
             return
         record.to(State.HOSTED)
@@ -242,7 +241,7 @@ class DeviceTier(Tier):
         """Have a record written to disk as its bytes come to host memory.
 
         Args:
-            record: what to write.
+            record: its bytes are written.
             outs: its parts, as `_copy_out` returns them, while they are copied; None where the record is hosted.
         """
         slot = record.slot
@@ -251,11 +250,11 @@ class DeviceTier(Tier):
         extent = record.extent = self.allocate(record, slot.nbytes)
         if extent is None:
             return
-        on_done = partial(self._written, record, now())
+        on_done = partial(self._written, now())
         transfer = self.spool.write(
-            extent, slot.address, slot.nbytes, on_done=on_done, keepalive=slot, held=True, about=(record,)
+            extent, slot.address, slot.nbytes, on_done=on_done, keepalive=slot, held=True, records=(record,)
         )
-        record.transfer = transfer
+        self.begun(transfer)
         if record.state is State.HOSTED:
             record.to(State.SPILLING)
         self.shared.pending_bytes += record.nbytes
@@ -263,7 +262,7 @@ class DeviceTier(Tier):
         self._waiter.submit(self._write_when_copied, self.spool, transfer, parts)
 
     def _write_when_copied(self, spool: Spool, transfer: Transfer, parts: list[tuple[Any, int]]) -> None:
-        """On the one thread that waits for copies, in the order in which they were begun: write what is there."""
+        """Write each part once it is copied. It runs on the one thread that waits for copies, in their order."""
         try:
             for batch, nbytes in parts:
                 assert batch.event is not None, "the copies have begun"
@@ -278,27 +277,16 @@ class DeviceTier(Tier):
         for batch in batches:
             self.copies.synchronize(batch)
 
-    def _give_up_write(self, record: Record) -> None:
-        """The bytes on disk are not wanted any more, or may not be the right ones."""
-        transfer, record.transfer = record.transfer, None
-        if isinstance(transfer, Transfer):
-            transfer.cancel()
-            self.write_cancelled(record)
-        self.free_extent(record)
-
-    def _written(self, record: Record, since_s: float, transfer: Transfer) -> None:
+    def _written(self, since_s: float, transfer: Transfer) -> None:
         with self.shared.lock:
-            if self.shared.interrupted or record.transfer is not transfer:
-                return
-            if self.write_ended(record, transfer):
-                self.shared.reporter.event(EventKind.WRITE, record, "to disk", since_s)
-                if record.state is not State.HOSTED:  # hosted again: unpacked and evicted while the write ended
-                    record.slot = None  # a copy to the device that reads it has its event on it
-                if record.state is State.SPILLING:
-                    record.to(State.SPILLED)
-            elif record.state is State.SPILLING:
-                record.to(State.HOSTED)
-            self.shared.changed.notify_all()
+            for record in self.ended(transfer):
+                if self.is_written(record, transfer):
+                    self.shared.reporter.event(EventKind.WRITE, record, "to disk", since_s)
+                    record.slot = None
+                    if record.state is State.SPILLING:  # else it is still STAGING: its device memory is not released
+                        record.to(State.SPILLED)
+                elif record.state is State.SPILLING:
+                    record.to(State.HOSTED)
 
     # -- disk → host → device -----------------------------------------------------------------------------------------
 
@@ -314,12 +302,12 @@ class DeviceTier(Tier):
         return True
 
     def _take_original(self, record: Record) -> None:
-        """Give the host's copy up: nobody watches any more whether the owner resizes what it is made from."""
+        """Discard the copy on the host: from now on we no longer watch whether the owner resizes the original."""
         out, slot = record.outgoing, record.slot
         assert out is not None, "a record on its way out is among others"
         if self.window.withdraw(record, out, slot.events if slot is not None else None):
             record.outgoing = None
-        self._give_up_write(record)
+        self.give_up_write(record)
         self.forwarded(record)
         record.slot = None
         record.to(State.RESIDENT)
@@ -337,13 +325,13 @@ class DeviceTier(Tier):
             record.extent,
             slot.address,
             slot.nbytes,
-            on_done=partial(self._arrived_on_host, record, now()),
+            on_done=partial(self._arrived_on_host, now()),
             keepalive=slot,
             on_part=self._part_arrived if record.nbytes > CHUNK_BYTES else None,
             held=bool(events),
-            about=(record,),
+            records=(record,),
         )
-        record.transfer = transfer
+        self.begun(transfer)
         if events:
             self._waiter.submit(self.begin_after, partial(self._wait_for, events), transfer)
         record.slot = slot
@@ -367,29 +355,24 @@ class DeviceTier(Tier):
         with self.shared.lock:
             self.shared.changed.notify_all()
 
-    def _arrived_on_host(self, record: Record, since_s: float, transfer: Transfer) -> None:
+    def _arrived_on_host(self, since_s: float, transfer: Transfer) -> None:
         with self.shared.lock:
-            self._reading.discard(record)
-            if self.shared.interrupted or record.transfer is not transfer:
-                return
-            record.transfer = None
-            if record.state is State.RELEASED:  # its last handle died as the read ended
-                return
-            assert record.slot is not None, "what is read has a slot"
-            if not record.filled_bytes:  # no copy of it has begun, and the read has waited for those before
-                record.slot.events.clear()
-            if transfer.error is not None:
-                record.error = transfer.error
-                record.slot = None
-                record.to(State.SPILLED)
-            else:
-                record.to(State.HOSTED)
-                self._arrived.append(record)
-                self.shared.reporter.event(EventKind.READ, record, "from disk", since_s)
-            self.shared.changed.notify_all()
+            self._reading.difference_update(transfer.records)
+            for record in self.ended(transfer):
+                assert record.slot is not None, "a record that is read has a slot"
+                if not record.filled_bytes:  # no copy of it has begun, and the read has waited for the earlier ones
+                    record.slot.events.clear()
+                if transfer.error is not None:
+                    record.error = transfer.error
+                    record.slot = None
+                    record.to(State.SPILLED)
+                else:
+                    record.to(State.HOSTED)
+                    self._arrived.append(record)
+                    self.shared.reporter.event(EventKind.READ, record, "from disk", since_s)
 
     def poll(self) -> None:
-        """Begin the copies to the device of what was read from disk and is wanted."""
+        """Begin the copies to the device of records that were read from disk and are wanted."""
         if not (self._arrived or self._unused) or self.capturing():
             return
         self._drop_unused()
@@ -402,12 +385,12 @@ class DeviceTier(Tier):
             try:
                 if early:
                     self._reload(record)
-            except torch.OutOfMemoryError:  # backward asks again
+            except torch.OutOfMemoryError:  # backward fetches it again
                 self.shared.no_memory_ahead = True
         self._begin_reloads()
 
     def _reload_now(self, record: Record) -> None:
-        """As `_reload`; where the device has no memory what was fetched ahead, and what leaves, makes room."""
+        """As `_reload`; if the device has no memory, records that were fetched ahead, or are leaving, make room."""
         try:
             self._reload(record)
         except torch.OutOfMemoryError:
@@ -422,10 +405,10 @@ class DeviceTier(Tier):
             self._reload(record)
 
     def _reload_arrived(self, record: Record) -> None:
-        """Begin the copies of those parts of a record that have come from disk; backward waits for it."""
-        end = record.transfer.arrived_bytes // CHUNK_BYTES * CHUNK_BYTES if isinstance(record.transfer, Transfer) else 0
+        """Begin the copies of the parts of a record that have come from disk; backward waits for it."""
+        end = record.transfer.arrived_bytes // CHUNK_BYTES * CHUNK_BYTES if record.transfer is not None else 0
         if end > record.filled_bytes:
-            with contextlib.suppress(torch.OutOfMemoryError):  # all of it makes room when it is there
+            with contextlib.suppress(torch.OutOfMemoryError):  # then the whole record makes room once it has arrived
                 self._fill(record, end)
 
     def _fill(self, record: Record, end: int) -> None:
@@ -445,14 +428,13 @@ class DeviceTier(Tier):
         record.incoming, record.filled_bytes = incoming, end
 
     def _reload(self, record: Record) -> None:
-        """Have a hosted record copied to the device, with those that are brought back by the same call."""
+        """Enqueue the copy of a hosted record to the device, in a batch with the records that the same call reloads."""
         if record.state is State.HOSTED and self.recover(record):
             return
         if record.state is State.SPILLING:
             self.forwarded(record)
-            if self.cancel(record):
-                self.free_extent(record)
-                record.to(State.HOSTED)
+            self.give_up_write(record)
+            record.to(State.HOSTED)
         slot = record.slot
         assert slot is not None, "a hosted record has a slot"
         if record.filling is not None:
@@ -532,9 +514,9 @@ class DeviceTier(Tier):
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def order_reuse(self, record: Record) -> None:
-        """See `Tier`. This may run on any thread, so the device is asked nothing: what needs that waits for `poll`.
+        """See `Tier`. This may run on any thread, so it makes no call to the device: `poll` does that later.
 
-        What is held weakly keeps the copies that fill it: another stream than those that have awaited them may ask for
+        A record that is held weakly keeps the copies that fill it, as a stream that has not waited for them may need
         it yet.
         """
         out, incoming = record.outgoing, record.incoming
@@ -553,7 +535,7 @@ class DeviceTier(Tier):
             record.data = None
 
     def _drop_unused(self) -> None:
-        """Let go of memory that was filled and not used, in stream order."""
+        """Release memory that was filled and not used, in stream order."""
         self._begin_reloads()
         for _, incoming in self._unused:
             self.copies.drop_unused(incoming)

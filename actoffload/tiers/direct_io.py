@@ -1,6 +1,6 @@
-"""How the bytes of a CPU tensor lie around what direct I/O can transfer.
+"""How the bytes of a CPU tensor lie around the body that direct I/O can transfer.
 
-Direct I/O wants aligned addresses and lengths, and tensors have neither: the aligned body is written where it lies, and
+Direct I/O needs aligned addresses and lengths, and tensors have neither: the aligned body is written where it lies, and
 the few bytes before and after it are kept in memory. A restored storage has the old address modulo the alignment, so
 that kernels see the same alignment and round in the same way.
 """

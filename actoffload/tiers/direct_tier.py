@@ -1,7 +1,7 @@
 """Records of an accelerator's tensors that an engine moves between device memory and disk by itself.
 
-Such an engine knows no streams: what makes a tensor has run before it is written, and what used memory before has run
-before it is filled. One thread waits for that; the host sees when a transfer has ended.
+Such an engine knows no streams. So the kernels that produce a tensor must have run before it is written, and the
+kernels that used memory before must have run before it is filled. One thread waits for that.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DirectTier(Tier):
 
     Args:
         shared: see `Tier`.
-        spool: the disk, whose engines take device memory.
+        spool: the disk; its engines take device memory.
         copies: the device.
     """
 
@@ -43,7 +43,7 @@ class DirectTier(Tier):
         self._waiter = ThreadPoolExecutor(1, "actoffload-direct")
         self._waiter.submit(int)  # as in `DeviceTier`
         self._ahead: dict[Record, None] = {}
-        """Records that are read, or were, and that backward has not come to."""
+        """Records whose read has begun or ended, and that backward has not used yet."""
 
     # -- out ----------------------------------------------------------------------------------------------------------
 
@@ -57,12 +57,12 @@ class DirectTier(Tier):
         record.extent = extent
         event = self._so_far(record)
         self._used_here(record, record.flat())
-        on_done = partial(self._written, record, now())
+        on_done = partial(self._written, now())
         address = record.address + record.begin
         transfer = self._disk.write(
-            extent, address, record.nbytes, on_done=on_done, keepalive=record.data, held=True, about=(record,)
+            extent, address, record.nbytes, on_done=on_done, keepalive=record.data, held=True, records=(record,)
         )
-        record.transfer = transfer
+        self.begun(transfer)
         record.to(State.SPILLING)
         self.shared.pending_bytes += record.nbytes
         self._copied_in_place.append(record)
@@ -70,31 +70,29 @@ class DirectTier(Tier):
         return None
 
     def _so_far(self, record: Record) -> Event:
-        """Return an event after all that the current stream was given: it has made the bytes, or frees the memory."""
+        """Return an event after all work of the current stream, which has made the bytes, or has used the memory."""
         device = self.copies.device
         return device.record(device.current_stream(record.device.index or 0))
 
     def _used_here(self, record: Record, tensor: Tensor) -> None:
-        """Tell the allocator that the current stream uses memory, which may be another stream's."""
+        """Report to the allocator that the current stream uses memory, which may belong to another stream."""
         self.copies.device.used_on(tensor, self.copies.device.current_stream(record.device.index or 0))
 
     def _wait_for(self, event: Event) -> None:
         self.copies.device.synchronize(event)
 
-    def _written(self, record: Record, since_s: float, transfer: Transfer) -> None:
+    def _written(self, since_s: float, transfer: Transfer) -> None:
         with self.shared.lock:
-            if self.shared.interrupted or record.transfer is not transfer:
-                return
-            if self.resized(record):
-                self.stay(record)
-            else:
-                self.leaves_memory(record, since_s, transfer)
-            self.shared.changed.notify_all()
+            for record in self.ended(transfer):
+                if self.resized(record):
+                    self.stay(record)
+                else:
+                    self.leaves_memory(record, since_s, transfer)
 
     # -- back ---------------------------------------------------------------------------------------------------------
 
     def _read(self, record: Record, urgent: bool) -> bool:
-        """See `Tier`. If it is urgent, what was read ahead, and what leaves, makes room on the device."""
+        """See `Tier`. If it is urgent, records that were read ahead, or are leaving, make room on the device."""
         while record.state is State.SPILLED:
             try:
                 self._begin_read(record)
@@ -116,33 +114,28 @@ class DirectTier(Tier):
         device, index = self.copies.device, record.device.index or 0
         tensor = device.empty(record.nbytes, index, device.current_stream(index))
         event = self._so_far(record)
-        on_done = partial(self._arrived, record, tensor, now())
+        on_done = partial(self._arrived, tensor, now())
         extent, address = record.extent, tensor.data_ptr()
         transfer = self._disk.read(
-            extent, address, record.nbytes, on_done=on_done, keepalive=tensor, held=True, about=(record,)
+            extent, address, record.nbytes, on_done=on_done, keepalive=tensor, held=True, records=(record,)
         )
-        record.transfer = transfer
+        self.begun(transfer)
         record.to(State.FETCHING)
         self._ahead[record] = None
         self.count_resident(record)
         self._waiter.submit(self.begin_after, partial(self._wait_for, event), transfer)
 
-    def _arrived(self, record: Record, tensor: Tensor, since_s: float, transfer: Transfer) -> None:
+    def _arrived(self, tensor: Tensor, since_s: float, transfer: Transfer) -> None:
         with self.shared.lock:
-            if self.shared.interrupted or record.transfer is not transfer:
-                return
-            record.transfer = None
-            if record.state is State.RELEASED:
-                return
-            if transfer.error is not None:
-                record.error = transfer.error
-                self.remove_resident(record)
-                record.to(State.SPILLED)
-            else:
-                self.add_resident(record, tensor.untyped_storage(), record.begin)
-                record.to(State.RESIDENT)
-                self.shared.reporter.event(EventKind.READ, record, since_s=since_s)
-            self.shared.changed.notify_all()
+            for record in self.ended(transfer):
+                if transfer.error is not None:
+                    record.error = transfer.error
+                    self.remove_resident(record)
+                    record.to(State.SPILLED)
+                else:
+                    self.add_resident(record, tensor.untyped_storage(), record.begin)
+                    record.to(State.RESIDENT)
+                    self.shared.reporter.event(EventKind.READ, record, since_s=since_s)
 
     def ready(self, record: Record) -> torch.UntypedStorage | None:
         if record.data is None and self.capturing():

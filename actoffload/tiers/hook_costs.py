@@ -1,4 +1,4 @@
-"""For how long a device idles because hooks of ours keep its host busy, in the steps in which somebody looks."""
+"""The time that a device idles because our hooks keep its host busy, in the steps that are watched."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class HookCosts:
         self._shared = shared
         self._copies = copies
         self._last_hook: Event | None = None
-        """After what the compute stream had been given by the end of the last hook, if that was watched."""
+        """After all work of the compute stream by the end of the last hook, if that was watched."""
         self._behind_s = 0.0
         """By how much the hooks that were watched have put the host back since the device had caught up with it."""
 
     @contextlib.contextmanager
     def watched(self, index: int) -> Iterator[None]:
-        """Return a context for a hook on device ``index``, whose time is counted, and the device's idle time."""
+        """Return a context for a hook on device ``index`` that counts its time, and the device's idle time."""
         accounts, device = self._shared.accounts, self._copies.device
         # A hook that the device did not notice, as it had work left, has put the host back all the same: where the
         # device has caught up by the time of a later hook, it has waited for that one as well.

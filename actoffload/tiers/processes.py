@@ -1,4 +1,4 @@
-"""How many processes share this machine: what the launcher says, else the size of the process group."""
+"""How many processes share this machine: by the launcher's variables, else by the size of the process group."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _LOCAL_SIZES = (
     "PALS_LOCAL_SIZE",
     "SLURM_STEP_TASKS_PER_NODE",
 )
-"""What launchers set. Slurm writes ``4(x2),3`` for two machines with four tasks and one with three."""
+"""Variables of launchers. Slurm writes ``4(x2),3`` for two machines with four tasks and one with three."""
 
 
 def processes_here() -> int:
     """Return the number of processes of this job on this machine, at least 1; default budgets are divided by it.
 
-    torchrun's ``LOCAL_WORLD_SIZE`` is the last word, and so is any other launcher that says two or more. Where a
-    launcher says one or nothing, processes may have been started by hand: then every member of the default process
+    torchrun's ``LOCAL_WORLD_SIZE`` is the last word, and so is any other variable of two or more. If all are
+    one or unset, processes may have been started by hand: then every member of the default process
     group counts as here. That may be too many, which costs some of the budget and is safe.
     """
     said = 1

@@ -15,13 +15,12 @@ from ..errors import StateError
 if TYPE_CHECKING:
     from ..memory.host_pool import Slot
     from ..storage.transfers import Transfer
-    from .coalescing import BatchTransfer
     from .copy_streams import Batch
     from .storage_ref import StorageRef
 
 
 class State(Enum):
-    """Where the nearest complete copy of a storage is, and what is under way."""
+    """Where the nearest complete copy of a storage is, and which move is under way."""
 
     __hash__ = object.__hash__  # members are singletons, and Enum's own hash is a Python function
 
@@ -32,14 +31,14 @@ class State(Enum):
     SPILLED = "spilled"  # on disk
     FETCHING = "fetching"  # disk -> memory begun
     RELOADING = "reloading"  # host -> device begun
-    RELEASED = "released"  # nobody can ask for it any more
+    RELEASED = "released"  # no handle refers to it any more
 
 
 TRANSITIONS: dict[State, frozenset[State]] = {
     State.RESIDENT: frozenset({State.STAGING, State.SPILLING, State.HOSTED, State.SPILLED}),
     State.STAGING: frozenset({State.HOSTED, State.RESIDENT}),
     State.HOSTED: frozenset({State.SPILLING, State.SPILLED, State.RELOADING, State.RESIDENT}),
-    State.SPILLING: frozenset({State.SPILLED, State.HOSTED, State.RESIDENT, State.RELOADING}),
+    State.SPILLING: frozenset({State.SPILLED, State.HOSTED, State.RESIDENT}),
     State.SPILLED: frozenset({State.FETCHING, State.RESIDENT}),
     State.FETCHING: frozenset({State.HOSTED, State.RESIDENT, State.SPILLED}),
     State.RELOADING: frozenset({State.RESIDENT}),
@@ -59,11 +58,11 @@ _EMPTY: dict[torch.device, Tensor] = {}
 class Record:
     """One version of one saved storage (or of a span of it), shared by every handle on it.
 
-    All fields are guarded by the store's lock. It has more than fifteen, as it is what the store, the tape and one tier
-    know of a storage, and each of them looks at it for each tensor.
+    All fields are guarded by the store's lock. It has more than fifteen, as the store, the tape and one tier keep their
+    facts about a storage here, and each of them reads it for each tensor.
     """
 
-    data: torch.UntypedStorage | None  # what views are made of while the bytes are on the device
+    data: torch.UntypedStorage | None  # views are made of it while the bytes are on the device
     address: int  # where the storage lay when it was saved
     begin: int  # its first byte that a view needs
     end: int  # one past the last byte that a view needs
@@ -72,12 +71,12 @@ class Record:
     nbytes: int = field(init=False)  # of the span
     number: int = field(default_factory=_numbers.__next__)  # of the record in this process, for traces
     state: State = State.RESIDENT
-    has_gaps: bool = False  # the first view does not need all bytes of the span, so that others may change them
+    has_gaps: bool = False  # the first view does not need all bytes of the span, so that some may change
     data_begin: int = 0  # the byte of the original storage that is the first of `data`
-    weak_data: StorageRef | None = None  # the device copy that somebody else may still hold, after we let go of it
+    weak_data: StorageRef | None = None  # the device copy, which the program may still hold after we let go of it
     identity: StorageRef | None = None  # pins the storage's identity for as long as the record lives
-    probe: Any = None  # an alias that shares the version counter of what was saved
-    version: int = 0  # of what was saved
+    probe: Any = None  # an alias that shares the version counter of the saved tensor
+    version: int = 0  # of the saved tensor
     thread: int = 0  # that saved it
     counters: tuple[Any, ...] = ()  # of the wrapper subclasses around it, see `IdentityMap`
     handles: int = 0
@@ -86,25 +85,25 @@ class Record:
     tape: Any = None  # the forward that it was saved in
     index: int = -1  # its place on the tape
     module: str | None = None  # that saved it, if names are known
-    name: str | None = None  # that it was given
+    name: str | None = None  # from the user
     stays: bool = False  # it was decided that it never leaves
     planned_tier: str = ""  # where a plan sends it: "host", "nvme", or "" for the tier's own choice
-    release_after: int | None = None  # as a plan says, see `PlanEntry`
+    release_after: int | None = None  # of a plan, see `PlanEntry`
     counted: bool = False  # among the resident bytes
     wanted: bool = False  # backward is about to need it
-    alive: bool = False  # backward was given the original although it had moved: somebody else held that
+    alive: bool = False  # backward took the original although it had moved, as the program held it
     on_disk: bool = False  # a complete copy is in `extent`
     was_resized: bool = False  # its owner was seen to have freed or resized it while it was moved
-    extent: Any = None  # its room on disk, which it may share
-    transfer: Transfer | BatchTransfer | None = None  # the write or read that it is in
+    extent: Any = None  # its room on disk: an `Extent`, or the `SharedExtent` of a CPU tensor
+    transfer: Transfer | None = None  # the write or read that it needs
     layout: Any = None  # how a CPU tensor's bytes lie around its direct I/O
     slot: Slot | None = None  # its host memory
-    saved_on: Any = None  # the stream whose use of its device memory is reported as that is let go
+    saved_on: Any = None  # a stream; its use of the device memory is reported as that is released
     outgoing: Batch | None = None  # the copies to the host that it is among, until its device memory is let go
     incoming: Batch | None = None  # the copies to the device that it is among
     filling: Tensor | None = None  # device memory that is filled as the bytes come from disk
-    filled_bytes: int = 0  # of them, those whose copies have begun
-    error: BaseException | None = None  # why it could not be read; whoever asks next tries again
+    filled_bytes: int = 0  # its first bytes; their copies have begun
+    error: BaseException | None = None  # why it could not be read; the next unpack tries again
 
     def __post_init__(self) -> None:
         self.nbytes = self.end - self.begin
@@ -126,10 +125,10 @@ class Record:
         return self.data is not None
 
     def original(self) -> torch.UntypedStorage | None:
-        """The storage that was saved, if somebody else than us has it, and its bytes are there.
+        """The storage that was saved, if the program still holds it, and its bytes are there.
 
-        Plain PyTorch holds a reference, and reads it as it is by then. So a copy stands for a storage that has died
-        alone, as nobody can fill that again.
+        Plain PyTorch holds a reference, and backward reads the contents of that moment. So a copy may replace a storage
+        only after it has died and nothing can fill it again.
         """
         identity = self.identity
         if identity is None or identity.gone():
@@ -140,12 +139,12 @@ class Record:
         return storage if storage is not None and storage.nbytes() >= self.end else None
 
     def held_elsewhere(self) -> bool:
-        """Whether others than we hold the original, so that moving it frees nothing. A handle is being unpacked."""
+        """Whether the program holds the original, so that moving it frees nothing. A handle is being unpacked."""
         if self.identity is None or self.identity.gone() or self.outgoing is not None:
-            return False  # copies out hold it in parts
+            return False  # copies out hold it in parts, so the count proves nothing
         ours = 1  # Python's objects for a storage count as one
         if self.stays:
-            ours += self.handles + 1  # the alias of each handle, and the one that backward is about to get
+            ours += self.handles + 1  # the alias of each handle, and the alias that backward is about to get
         return self.identity.held_by() > ours
 
     @property

@@ -1,4 +1,4 @@
-"""What an activation store and its tiers share: one lock, the counts, the memory budget, and a voice."""
+"""The state that an activation store and its tiers share: one lock, the counts, the memory budget, the reporter."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _logger = logging.getLogger("actoffload")
 
 
 class DeviceBudget:
-    """The user's limit of saved bytes on the device, and what must fit beside what is fetched early.
+    """The user's limit of saved bytes on the device, and the bytes that must fit beside early fetches.
 
     Attributes:
         limit_bytes: the limit; None when there is none, or where it is a share of a peak that no step has shown yet.
-            Without a limit of the user's it is what the device has room for, where a plan would need more.
-        largest_bytes: the largest record so far, which the next one may be like.
-        recompute_bytes: what backward needs at once where it runs a checkpointed region again.
+            Without a limit of the user's it is the room of the device, if a plan would need more.
+        largest_bytes: the largest record so far; the next one may be as large.
+        recompute_bytes: the bytes that backward needs at once if it runs a checkpointed region again.
         floor_bytes: the lowest limit that a step keeps, where that is known; a share is never less.
     """
 
@@ -50,7 +50,7 @@ class DeviceBudget:
         return self.limit_bytes is not None and self._accounts.resident_bytes + nbytes > self.limit_bytes
 
     def has_room_early(self, nbytes: int) -> bool:
-        """Whether ``nbytes`` that backward does not need yet fit, beside what it may need at once."""
+        """Whether ``nbytes`` that backward does not need yet fit, beside the bytes that it may need at once."""
         if self.limit_bytes is None:
             return True
         at_once = max(self.largest_bytes, self.recompute_bytes - self._accounts.recomputed_bytes)
@@ -58,12 +58,12 @@ class DeviceBudget:
 
 
 class Reporter:
-    """Traces events, counts what degraded, and keeps what is to be said until a thread of the user's comes by.
+    """Traces events, counts degraded tensors, and keeps messages until a thread of the user's can log them.
 
     Attributes:
-        sink: takes the events; None when nobody traces.
+        sink: takes the events; None when tracing is off.
         unwanted: kinds of events that it does not need.
-        advice: what was said once about how the library is used, by its key.
+        advice: messages about how the library is used, each logged once, by key.
     """
 
     def __init__(self, sink: EventSink | None, accounts: Accounts) -> None:
@@ -71,7 +71,7 @@ class Reporter:
         self.unwanted: tuple[EventKind, ...] = ()
         self.advice: dict[str, str] = {}
         self.unsaid: deque[tuple[int, str]] = deque()
-        """What is to be said, with its level of `logging`."""
+        """Messages to log, each with its level of `logging`."""
         self._accounts = accounts
         self._warned: set[str] = set()
 
@@ -100,7 +100,7 @@ class Reporter:
             self.advise("trace", f"the trace= callable raised {error!r}; training goes on, later events are told")
 
     def degrade(self, reason: str, record: Record, error: BaseException) -> None:
-        """Count that something below failed and the step goes on; `warn` says so once for each reason."""
+        """Count a tensor that stays after an error while the step goes on; `warn` logs each reason once."""
         self._accounts.degraded[reason] += 1
         self._accounts.degraded_bytes += record.nbytes
         self.event(EventKind.DEGRADED, record, reason)
@@ -110,13 +110,13 @@ class Reporter:
             self.unsaid.append((logging.WARNING, f"{told}Statistics.degraded counts such tensors"))
 
     def advise(self, key: str, text: str) -> None:
-        """Have `warn` say something once for each ``key``; the report repeats it."""
+        """Have `warn` log a text once for each ``key``; the report repeats it."""
         if key not in self.advice:
             self.advice[key] = text
             self.unsaid.append((logging.WARNING, text))
 
     def warn(self) -> None:
-        """Say what is to be said, on a thread of the user's and without the lock: a filter may raise it as an error."""
+        """Log the messages, on a user's thread and without the lock: a filter may turn a warning into an error."""
         while self.unsaid:
             level, text = self.unsaid.popleft()
             _logger.log(level, text)
@@ -125,7 +125,7 @@ class Reporter:
 
 
 class Shared:
-    """What an activation store and its tiers share. The lock guards all of it.
+    """The state that an activation store and its tiers share. The lock guards all of it.
 
     Attributes:
         config: the options.
@@ -138,12 +138,12 @@ class Shared:
         events: how many storages with a place on a tape were saved, or used in backward for the first time. A plan
             counts in events when device memory is released, not in seconds: the host may be far ahead of the device.
         spare_bytes: without a plan, how much device memory copies out may hold, and fetches ahead as much again: a part
-            of what the device had free as the forward began; None: no limit is known.
+            of the device memory that was free as the forward began; None: no limit is known.
         largest_moved_bytes: the largest record that moved; prefetch looks at least twice as far.
-        no_memory_ahead: the device had no memory for what was fetched ahead. The allocator has given back what it kept,
+        no_memory_ahead: the device had no memory for a fetch ahead. The allocator has given its cache back,
             to no avail, so that nothing more is fetched ahead before the next forward.
-        late_s: seconds that compute streams waited for what was fetched ahead, of those counted since a forward began.
-        watches_host: it is looked at in this step whether an accelerator idles while hooks move records.
+        late_s: seconds that compute streams waited for records that were fetched ahead, since a forward began.
+        watches_host: this step measures whether an accelerator idles while hooks move records.
         stopped: nothing may be started any more: the store was aborted or shut, or this is a forked child.
         interrupted: an interrupt has left records half changed, so that completions do nothing.
     """

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-# What `torch.multiprocessing.reductions.StorageWeakRef` calls, past a method in Python each time.
+# `torch.multiprocessing.reductions.StorageWeakRef` calls the same functions, but through methods in Python.
 _BASE: Any = torch._C.StorageBase
 _free_weak_ref, _expired = _BASE._free_weak_ref, _BASE._expired
 

@@ -1,4 +1,4 @@
-"""A tier takes the records of one type of device away and brings them back: `cpu_tier`, `device_tier`, `direct_tier`.
+"""A tier moves the records of one type of device out and back: `cpu_tier`, `device_tier`, `direct_tier`.
 
 Every method of a `Tier` is called with the store's lock held, and none blocks except `wait_for_room`. Completions
 arrive on engine threads and take the lock themselves.
@@ -16,28 +16,30 @@ import torch
 from ..errors import StateError, StorageError
 from ..events import EventKind, now
 from ..policy import KeepReason
+from ..storage.arena import Extent
+from ..storage.engines.base import IoKind
 from ..storage.spool import Spool
-from ..storage.transfers import Extent, Transfer
+from ..storage.transfers import Transfer
 from .copy_streams import CopyStreams
 from .record import MOVING, Record, State
 from .shared import Shared
 from .storage_ref import StorageRef
 
 PENDING_BYTES = 256 << 20
-"""So much may be on its way out, unless the user or a plan says otherwise."""
+"""Most bytes on their way out, unless the user or a plan sets another limit."""
 PENDING_MARGIN = 1.25
-"""What a plan expects to be on its way out at once may be exceeded by this factor: steps differ a little."""
+"""The bytes on their way out may exceed the plan's expectation by this factor, as steps differ a little."""
 LOOK_AT = 4
-"""How many of the copies under way are looked at on each occasion, as that is on the training thread's way."""
+"""How many of the copies under way are looked at on each occasion: the training thread pays for it."""
 
 UNWATCHED = nullcontext()
 
 
 class Tier(ABC):
-    """What all kinds of tier are, and the steps that they share. Without a spool there is host memory alone."""
+    """The interface of all tiers, and the steps that they share. Without a spool there is host memory alone."""
 
     gathers = False
-    """Whether what is brought back by one look ahead is copied together."""
+    """Whether the records that one look ahead brings back are copied together."""
 
     copies: CopyStreams | None = None
     """The device's side streams, where there is one."""
@@ -49,9 +51,9 @@ class Tier(ABC):
         self._copied_in_place: deque[Record] = deque()
         """Records that are being copied from where their owner holds them, and some that were; looked at in turn."""
         self._left_behind: deque[Record] = deque()
-        """Records that have moved away while somebody else held the original."""
+        """Records that have moved out although the program still held the original."""
 
-    # -- what a tier does ---------------------------------------------------------------------------------------------
+    # -- the interface ------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def offload(self, record: Record) -> KeepReason | None:
@@ -61,15 +63,14 @@ class Tier(ABC):
         """Begin to bring a record back, if it is neither here nor on its way; return False when there is no room now.
 
         Args:
-            urgent: backward waits for it: make room whatever it takes.
+            urgent: backward waits for it, so make room at any cost.
         """
         if record.state is State.SPILLING:
             if not record.wanted:
                 self.forwarded(record)
             record.wanted = True
-            if self.cancel(record):
-                self.free_extent(record)
-                record.to(State.RESIDENT)
+            self.give_up_write(record)
+            record.to(State.RESIDENT)
         elif record.state is State.RESIDENT:
             pass
         elif self.capturing():
@@ -93,18 +94,43 @@ class Tier(ABC):
         if self.copies is not None and not record.stays:
             self.copies.saved_again(tensor, record.saved_on)
 
-    def cancel(self, record: Record) -> bool:
-        """Take the record out of its transfer; return False when that is ending just now."""
-        transfer = record.transfer
-        if not isinstance(transfer, Transfer) or not transfer.cancel():
-            return False
-        record.transfer = None
-        if record.state in MOVING:
-            self.write_cancelled(record)
-        return True
+    def begun(self, transfer: Transfer) -> None:
+        """Note the transfer of its records. The lock is held since before it was enqueued, so it has not ended yet."""
+        for record in transfer.records:
+            record.transfer = transfer
+
+    def cancel(self, record: Record) -> None:
+        """Take the record out of its transfer, which is cancelled if no other record needs it.
+
+        Else the write goes on. It holds the memory of the record until it ends, so until then that counts as pending.
+        """
+        transfer, record.transfer = record.transfer, None
+        if transfer is not None and transfer.leave(record) and transfer.kind is IoKind.WRITE:
+            for left in transfer.records:
+                self.write_cancelled(left)
+
+    def ended(self, transfer: Transfer) -> list[Record]:
+        """Return the records that still need a transfer which has ended; none after an interrupt. The lock is held."""
+        if self.shared.interrupted:
+            return []
+        records: list[Record] = list(transfer.needed_by)
+        for record in records:
+            record.transfer = None
+        if transfer.kind is IoKind.WRITE:
+            self.shared.pending_bytes -= sum(record.nbytes for record in transfer.records)
+        self.shared.changed.notify_all()  # now is as good as later: no thread wakes before the lock is free
+        return records
+
+    def give_up_write(self, record: Record) -> None:
+        """Cancel the record's write and free its extent: the bytes there are not wanted, or may not be the right ones.
+
+        The spool reuses the room only after the transfer is over, cancelled or not.
+        """
+        self.cancel(record)
+        self.free_extent(record)
 
     def free_extent(self, record: Record) -> None:
-        """Give the record's room on disk back; the spool waits for what is in flight on it."""
+        """Free the record's room on disk; the spool reuses it once nothing is in flight on it."""
         extent, record.extent = record.extent, None
         record.on_disk = False
         if extent is not None and self.spool is not None:
@@ -114,14 +140,14 @@ class Tier(ABC):
         """Order the reuse of a record's device memory after every copy that touches it, and forget the copies."""
 
     def wait_for_room(self, nbytes: int, limit_bytes: int) -> None:
-        """Bring the resident bytes to at most ``limit_bytes - nbytes``, as far as what is on its way out allows."""
+        """Wait until the resident bytes are at most ``limit_bytes - nbytes``, or nothing is on its way out any more."""
         shared = self.shared
         while shared.pending_bytes > 0 and shared.accounts.resident_bytes + nbytes > limit_bytes and not shared.stopped:
             self.flush()  # a batch that waits for more records would stay pending for ever, as this thread adds none
             shared.changed.wait()
 
     def expect_pending(self, nbytes: int | None) -> None:
-        """A plan expects so many bytes on their way out at once; None: no plan says. The user's own limit stays."""
+        """Adapt to the bytes that a plan expects on their way out at once; None: no plan. The user's limit stays."""
         if self.shared.config.pending_bytes is None:
             self._pending_limit_bytes = max(PENDING_BYTES, int((nbytes or 0) * PENDING_MARGIN))
 
@@ -139,13 +165,13 @@ class Tier(ABC):
         self.release_dead()
 
     def begin_copies(self) -> None:  # noqa: B027
-        """Begin the copies that wait for others to go with them."""
+        """Begin the copies that wait for their batch to fill."""
 
     def flush(self) -> None:  # noqa: B027
         """Begin everything that waits for a later moment."""
 
     def abandon(self) -> None:
-        """Forget every record after an interrupt; what their copies touch is used again only after these."""
+        """Forget every record after an interrupt. Memory that their copies touch is reused only after the copies."""
         self._copied_in_place.clear()
         self._left_behind.clear()
 
@@ -153,14 +179,14 @@ class Tier(ABC):
         """End the threads, if there are any. Idempotent."""
 
     def watched(self) -> AbstractContextManager[None]:
-        """Return a context for what a hook does so that records move.
+        """Return a context for the work of a hook that moves records.
 
-        Where ``Shared.watches_host`` asks for it, its time is counted, and whether the device had to wait for the host.
+        With ``Shared.watches_host`` it counts the time, and whether the device had to wait for the host.
         """
         return UNWATCHED
 
     def count_waits(self) -> None:  # noqa: B027
-        """Count what streams have waited for since the last time; the host does not see that."""
+        """Count the waits of streams since the last call; the host does not see them as they happen."""
 
     def capturing(self, index: int | None = None) -> bool:
         """Whether a stream is being captured into a graph, so that nothing may move; see `CopyStreams.capturing`."""
@@ -192,7 +218,7 @@ class Tier(ABC):
         self.remove_resident(record)
 
     def recover(self, record: Record) -> bool:
-        """Take the device copy that somebody still holds, if there is one."""
+        """Take the device copy again if the program still holds it."""
         storage = record.weak_data.lock() if record.weak_data is not None else None
         record.weak_data = None
         if storage is None:
@@ -202,11 +228,10 @@ class Tier(ABC):
         return True
 
     def release(self, record: Record) -> None:
-        """Give back everything, as the last handle died. I/O in flight keeps what it needs until it ends."""
+        """Release everything, as the last handle died. I/O in flight keeps its memory and extent until it ends."""
         if record.data is not None or record.incoming is not None:
             self.order_reuse(record)
-        if record.transfer is not None:
-            self.cancel(record)
+        self.cancel(record)
         self.free_extent(record)
         record.slot = None
         record.weak_data = None
@@ -217,13 +242,13 @@ class Tier(ABC):
 
     def let_go(self, record: Record) -> None:
         """Drop our reference to the original, as it has moved away."""
-        # Python's objects for a storage count as one, which is ours: more is somebody's tensor.
+        # All Python objects for a storage count as one holder, which is us: more means that a tensor holds it.
         if record.identity is not None and record.identity.held_by() > 1:
             self._left_behind.append(record)
         self.remove_resident(record)
 
     def original_taken(self, record: Record) -> None:
-        """Backward is given the original of a record that has moved, or is being written from a copy in memory."""
+        """Note that backward takes the original of a record that has moved, or is being written."""
         if record.on_device and record.state in MOVING:
             self.fetch(record, urgent=True)
         elif not record.alive and record.held_elsewhere():
@@ -231,14 +256,14 @@ class Tier(ABC):
             self.shared.accounts.stays_after_all(record.nbytes, KeepReason.ALIVE.value)
 
     def count_alive(self) -> None:
-        """Count the originals that live on elsewhere as on the device, and those that have died since as gone.
+        """Count originals that the program still holds as resident, and originals that have died since as gone.
 
-        A forward's own variables hold what it works on; so this is for when it has ended.
+        Call it when a forward has ended: before, its local variables hold its tensors.
         """
         for _ in range(len(self._left_behind)):
             record = self._left_behind.popleft()
             if record.data is not None or record.state not in (State.HOSTED, State.SPILLING, State.SPILLED):
-                continue  # it is released, or comes back: others count it
+                continue  # it is released, or comes back, and is counted there
             if record.original() is None:
                 self.remove_resident(record)
             else:
@@ -274,7 +299,7 @@ class Tier(ABC):
         """Count that backward takes the record from a copy nearer than the tier it was heading for."""
         accounts = self.shared.accounts
         accounts.forwarded_bytes += record.nbytes
-        if record.counted:  # what is forwarded from host memory has left the device
+        if record.counted:  # a record that is forwarded from host memory has left the device
             accounts.late_bytes += record.nbytes
         self.shared.reporter.event(EventKind.FORWARD, record)
 
@@ -285,12 +310,8 @@ class Tier(ABC):
         self.shared.reporter.event(EventKind.CANCEL, record)
         self.shared.changed.notify_all()
 
-    def write_ended(self, record: Record, transfer: Transfer) -> bool:
-        """Count the end of a write, on an engine thread; return whether the record is on disk now."""
-        self.shared.pending_bytes -= record.nbytes
-        record.transfer = None
-        if record.state is State.RELEASED:
-            return False
+    def is_written(self, record: Record, transfer: Transfer) -> bool:
+        """Return whether the record is on disk, now that a write of it has ended; count a failure."""
         if transfer.error is not None:
             self.free_extent(record)
             self.shared.reporter.degrade("write failed", record, transfer.error)
@@ -298,20 +319,14 @@ class Tier(ABC):
         record.on_disk = True
         return True
 
-    def leaves_memory(self, record: Record, since_s: float, transfer: Transfer) -> torch.UntypedStorage | None:
-        """End the write of a record from where its owner holds it; return the memory that it leaves."""
-        left = None
-        if self.write_ended(record, transfer):
+    def leaves_memory(self, record: Record, since_s: float, transfer: Transfer) -> None:
+        """End the write of a record from where its owner holds it; the transfer holds the memory a little longer."""
+        if self.is_written(record, transfer):
             self.shared.reporter.event(EventKind.WRITE, record, since_s=since_s)
-            if record.wanted and record.waiting:
-                record.to(State.RESIDENT)
-            else:
-                left = record.data
-                self.let_go(record)
-                record.to(State.SPILLED)
-        elif record.state is State.SPILLING:
+            self.let_go(record)
+            record.to(State.SPILLED)
+        else:
             record.to(State.RESIDENT)
-        return left
 
     def begin_after(self, wait: Callable[[], None], transfer: Transfer) -> None:
         """Begin a transfer that was held once ``wait`` has returned, on the thread that waits for the device."""
@@ -337,13 +352,13 @@ class Tier(ABC):
     def resized(self, record: Record) -> bool:
         """Whether the owner of the storage that is being moved has freed or resized it meanwhile (``resize_(0)``).
 
-        What was copied of it may be another's bytes then. Whoever does so fills it again before backward comes.
+        The copy may then hold bytes of another tensor. The owner fills the storage again before backward needs it.
         """
         moving = record.state in MOVING and record.data is not None
         return moving and (record.was_resized or record.lies_elsewhere)
 
     def notice_resized(self) -> None:
-        """Look for such storages on every occasion: one that is filled again at its old address shows nothing later."""
+        """Look for such storages often: one that is filled again at its old address shows no trace later."""
         turn = self._copied_in_place  # with many under way each is seen every few saves
         for _ in range(min(LOOK_AT, len(turn))):
             record = turn.popleft()
@@ -354,11 +369,8 @@ class Tier(ABC):
                     record.was_resized = True
 
     def stay(self, record: Record) -> None:
-        """End the move of a storage that was `resized`: it is what backward will be given, as without offloading."""
-        if record.state is State.SPILLING:
-            self.shared.pending_bytes -= record.nbytes
-        record.transfer = None
+        """End the move of a storage that was `resized`: backward gets the storage itself, as without offloading."""
         record.slot = None
-        self.free_extent(record)
+        self.give_up_write(record)
         record.to(State.RESIDENT)
         self.shared.accounts.stays_after_all(record.nbytes, KeepReason.RESIZED.value)

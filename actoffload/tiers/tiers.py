@@ -1,4 +1,4 @@
-"""The tiers that a configuration asks for: spool, host pools, and a tier for each type of device."""
+"""The tiers of a configuration: spool, host pools, and a tier for each type of device."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NOT_PAGE_LOCKED = (
     "NVIDIA's driver does not look at `ulimit -l`; under WSL 2 it locks a small part of memory alone"
 )
 NO_THREAD = "can't start new thread"
-"""What Python says where the system starts no more threads."""
+"""Python's message when the system starts no more threads."""
 NOTHING_WITHOUT_THREADS = "nothing moves: the system starts no more threads for this user or container (`ulimit -u`)"
 NO_DEFAULT_PATH = (
     f"nothing moves, as the system's temporary directory cannot hold a spool: pass path=, or set {PATH_VARIABLE}, to a "
@@ -44,7 +44,7 @@ NO_DEFAULT_PATH = (
 _lock = renewed_in_child(threading.Lock())
 _disks: weakref.WeakValueDictionary[Any, Disk] = weakref.WeakValueDictionary()
 _budgets: weakref.WeakValueDictionary[Any, HostBudget] = weakref.WeakValueDictionary()
-"""What stores of this process share, by the options that it depends on, while one of them uses it."""
+"""Disks and budgets that stores of this process share while one uses them, by the options that they depend on."""
 if hasattr(os, "register_at_fork"):  # a child has its own
     os.register_at_fork(after_in_child=_disks.clear)
     os.register_at_fork(after_in_child=_budgets.clear)
@@ -57,17 +57,17 @@ def _key(config: OffloadConfig, names: tuple[str, ...], *more: object) -> Any:
 
 
 class Tiers:
-    """What a store opens when it is made and closes when it ends.
+    """The resources of a store: it opens them when it is made and closes them when it ends.
 
     Args:
         shared: see `Shared`.
-        accelerator: a device to drive instead of those the configuration names.
+        accelerator: a device to drive instead of the configured ones.
 
     Attributes:
         by_device: the tier of each type of device; tensors of other types stay.
         spool: the disk, where one is used.
         pools: the host memory.
-        hook: entered by whatever autograd or the user calls; see `accelerator.Hook`.
+        hook: entered by every entry point of autograd or the user; see `accelerator.Hook`.
     """
 
     def __init__(self, shared: Shared, accelerator: Accelerator | None = None) -> None:
@@ -83,7 +83,7 @@ class Tiers:
         self._open(accelerator)
 
     def counts(self) -> dict[str, int]:
-        """Return what pools, copies and engines count themselves, by the names of `Statistics`."""
+        """Return the counts of pools, copies and engines, by the names of `Statistics`."""
         for pool in () if self.capturing else self.pools:
             pool.reclaim()
         spool = self.spool.statistics() if self.spool is not None else None
@@ -99,11 +99,11 @@ class Tiers:
         }
 
     def memory(self) -> tuple[int, int]:
-        """Bytes in use now and the most there were: of the accelerator whose tensors move, else of this process."""
+        """Bytes in use, now and at most: of the accelerator, if its tensors move, else of this process."""
         return self.allocated_bytes or (rss_bytes(), peak_rss_bytes())
 
     def usable_bytes(self) -> int | None:
-        """What the accelerator whose tensors move may still allocate, see `Accelerator.usable_bytes`."""
+        """The bytes that the accelerator may still allocate, see `Accelerator.usable_bytes`; None without one."""
         for copies in self._copies:
             return copies.usable_bytes()
         return None
@@ -144,7 +144,7 @@ class Tiers:
     def unneeded_bytes(self) -> int:
         """Resident memory of this process that a run without moving would not have now.
 
-        It is what we hold for tensors to come, less what temporaries took for a moment since the last call: a look at
+        It is the memory that we keep for later tensors, less the peak of temporaries since the last call: a look at
         the process sees neither.
         """
         facts = cpu_allocator.facts()
@@ -153,7 +153,7 @@ class Tiers:
 
     @property
     def remarks(self) -> list[str]:
-        """What a person may want to know of how this was opened."""
+        """Remarks for the report on how the resources were opened."""
         found = []
         if self.spool is not None:
             refused = self.spool.engine_reason.partition("; not ")[2]
@@ -181,21 +181,21 @@ class Tiers:
         return found
 
     def stopwatch(self) -> Stopwatch:
-        """Return what tells the compute time of a step here."""
+        """Return a clock for the compute time of a step here."""
         for copies in self._copies:
             copies.stopwatch = DeviceStopwatch(copies.device, copies.current_index)
             return copies.stopwatch
         return Stopwatch(self.shared.accounts)
 
     def start_timeline(self) -> Timeline | None:
-        """Note from now on what the device does and when; None where there is none."""
+        """Note the work of the device and its times from now on; None without a device."""
         for copies in self._copies:
             copies.timeline = Timeline(copies.device, copies.current_index)
             return copies.timeline
         return None
 
     def begin_step(self) -> None:
-        """Give memory that was idle for long back to the system, and count what streams waited for."""
+        """Give memory that was idle for long back to the system, and count the waits of streams."""
         cpu_allocator.next_epoch()
         for pool in () if self.capturing else self.pools:
             pool.trim()
@@ -203,16 +203,16 @@ class Tiers:
 
     @property
     def capturing(self) -> bool:
-        """Whether a stream is being captured into a graph: no device may be asked anything then."""
+        """Whether a stream is being captured into a graph: then no device may be queried."""
         return any(tier.capturing() for tier in self.by_device.values())
 
     def count_alive(self) -> None:
-        """Count what has moved and lives on elsewhere. The lock is held."""
+        """Count originals that have moved and that the program still holds. The lock is held."""
         for tier in self.by_device.values():
             tier.count_alive()
 
     def count_waits(self) -> None:
-        """Count what compute streams have waited for."""
+        """Count the waits of compute streams."""
         for tier in self.by_device.values():
             tier.count_waits()
 
@@ -227,12 +227,12 @@ class Tiers:
             tier.flush()
 
     def abandon(self) -> None:
-        """Forget every record after an interrupt, so that what nobody else holds goes."""
+        """Forget every record after an interrupt, so that memory which only we hold is freed."""
         for tier in self.by_device.values():
             tier.abandon()
 
     def close(self, *, wait: bool) -> None:
-        """Close the spool, unpin host memory, give idle memory back; without ``wait`` what is queued is cancelled."""
+        """Close the spool, unpin host memory, give idle memory back; without ``wait`` cancel queued transfers."""
         with ExitStack() as last_first:  # each of them, even if another raises
             if self._cpu_memory is not None:
                 last_first.callback(self._cpu_memory.end)
@@ -245,7 +245,7 @@ class Tiers:
                 last_first.callback(tier.close)
 
     def after_fork_in_child(self) -> None:
-        """Give up what belongs to the parent."""
+        """Drop all resources of the parent."""
         for pool in self.pools:
             pool.after_fork_in_child()
         for copies in self._copies:
@@ -255,7 +255,7 @@ class Tiers:
 
     @property
     def allocated_bytes(self) -> tuple[int, int] | None:
-        """What the allocator of the accelerator has in use now, and the most it had; None where there is none."""
+        """The bytes that the allocator of the accelerator has in use, now and at most; None without one."""
         copies = next((copies for copies in self._copies if not copies.inert), None)
         return allocated_bytes(self.by_device, None if copies is None else copies.current_index())
 
@@ -286,7 +286,7 @@ class Tiers:
                     raise
                 self.shared.reporter.advise("threads", NOTHING_WITHOUT_THREADS)
         if config.tune_malloc and config.policy != "keep" and isinstance(self.by_device.get("cpu"), CpuTier):
-            self._tune_malloc()  # last: nobody would end its use if something above failed
+            self._tune_malloc()  # last: its use would not end if something above failed
 
     def _open_spool(self, auto: str | tuple[str, ...] = "auto") -> Spool:
         if self.spool is None:
@@ -318,7 +318,7 @@ class Tiers:
         refused = cpu_allocator.install()
         self._cpu_memory = cpu_allocator.Use()
         if refused:
-            fix_mmap_threshold()  # for want of better: what is freed goes back at once, and is paid for page by page
+            fix_mmap_threshold()  # second best: freed memory goes back at once, and new memory costs page faults
             self._memory_remark = (
                 f"freed CPU memory goes back to the system block by block, which costs time: {refused}"
             )
@@ -371,4 +371,4 @@ class Tiers:
 
     @cached_property
     def _processes(self) -> int:
-        return processes_here()  # asked only where a budget was left out: it may wait for the others
+        return processes_here()  # only if a budget was left out: it may wait for other processes

@@ -1,4 +1,4 @@
-"""Time on a step's compute timeline, and what compute streams wait for our copies. Nothing here blocks the host."""
+"""Time on a step's compute timeline, and the waits of compute streams for our copies. Nothing here blocks the host."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Stamp = Any
 """A moment, taken by `Stopwatch.stamp`; opaque until `Stopwatch.seconds` can tell."""
 
 MOST_OPEN = 4096
-"""What nobody has taken yet of a timeline; what comes then is not noted."""
+"""Most entries of a timeline that were not taken yet; later ones are dropped."""
 
 
 TIMED_WAITS = 32
-"""So many waits are timed before the times are taken, between steps; then, where nobody plans from them ..."""
+"""This many waits of a step are timed; after that, unless a planner needs the times, ..."""
 SAMPLE = 7
-"""... one of so many, which stands for them all."""
+"""... one of this many, which stands for all of them."""
 GOLDEN = 0.6180339887498949
 """Its multiples are spread evenly, so that a sample by them follows no period of the step's, as every seventh may."""
 
@@ -31,7 +31,7 @@ GOLDEN = 0.6180339887498949
 class Stopwatch:
     """Stamps moments of one step, for CPU tensors: the host's clock, less the waits that were counted.
 
-    What the stamps mean in seconds is asked later.
+    `seconds` converts the stamps later.
     """
 
     def __init__(self, accounts: Accounts) -> None:
@@ -43,15 +43,15 @@ class Stopwatch:
         self._origin_s = self._compute_s()
 
     def stamp(self) -> Stamp:
-        """This moment, as the work given to the device so far defines it."""
+        """This moment, as a position in the work enqueued so far."""
         return self._compute_s() - self._origin_s
 
     def end(self) -> bool:
-        """Whether every stamp so far can be told in seconds; if not, ask again later."""
+        """Whether `seconds` can convert every stamp so far; if not, call again later."""
         return True
 
     def seconds(self, stamp: Stamp) -> float:
-        """Seconds from the beginning until a stamp, without what was spent waiting for us."""
+        """Seconds from the beginning until a stamp, without the waits that we caused."""
         return float(stamp)
 
     def _compute_s(self) -> float:
@@ -61,12 +61,12 @@ class Stopwatch:
 class DeviceStopwatch(Stopwatch):
     """For an accelerator: timed events on the compute stream, less the waits of that stream that we caused.
 
-    A step is timed on the device on which it began; what other devices wait for does not count.
+    A step is timed on the device on which it began; waits of other devices do not count.
 
     Args:
         device: drives all of them.
-        index: returns the index of that on which the calling thread computes; None before a tensor was seen. What is
-            stamped until then is the beginning.
+        index: returns the index of the device on which the calling thread computes; None before a tensor was seen.
+            Stamps until then are the beginning.
     """
 
     def __init__(self, device: Accelerator, index: Callable[[], int | None]) -> None:
@@ -106,7 +106,7 @@ class DeviceStopwatch(Stopwatch):
             self._waits.append((begin, end))
 
     def copied(self, way: str, nbytes: int, stream: Stream, before: Stamp) -> None:
-        """A side stream was given a copy, ``"write"`` or ``"read"``, since ``before``."""
+        """Note a copy, ``"write"`` or ``"read"``, that was enqueued on a side stream since ``before``."""
         self._copies[way].append((nbytes, before, self._device.timestamp(stream)))
 
     def rate(self, way: str) -> float | None:
@@ -138,14 +138,14 @@ class WaitFor(Enum):
     """Why a compute stream waits."""
 
     ROOM = "room"  # memory that is being copied out is to be used again
-    DATA = "data"  # what is being copied in is needed
+    DATA = "data"  # memory that is being copied in is needed
     FIRST = "first"  # as DATA, by a backward that has just begun
 
 
 class Timeline:
-    """What a device does and when, on the host's clock, while somebody traces. Nothing here blocks the host or fails.
+    """The work of a device with its times, on the host's clock, while tracing is on. It never blocks the host or fails.
 
-    On the simulated device times are virtual: they begin at a moment of the host's clock and go on as the model says.
+    On the simulated device times are virtual: they begin at a moment of the host's clock and go on by the model.
     The arguments are as for `DeviceStopwatch`.
     """
 
@@ -173,12 +173,12 @@ class Timeline:
             return None
 
     def add(self, what: str, index: int, begin: Event | None, end: Event | None, about: Any) -> None:
-        """Note what went on between two moments, and what it was about. It took no time if ``end`` came first."""
+        """Note work between two moments, by its kind and subject. It took no time if ``end`` came first."""
         if begin is not None and end is not None and index in self._origins and len(self._open) < MOST_OPEN:
             self._open.append((what, index, begin, end, about))
 
     def take(self, *, wait: bool = False) -> list[tuple[str, float, float, Any]]:
-        """What is over and was not taken yet: what it was, from when to when, and about what.
+        """Remove and return the work that is over: for each its kind, begin, end and subject.
 
         ``wait``: block this thread until all is over.
         """
@@ -203,7 +203,7 @@ class Timeline:
         return found
 
     def under_way(self) -> list[tuple[str, float, float, Any]]:
-        """What is not over, as if it took no time."""
+        """The work that is not over, as if it took no time."""
         return [(what, now(), now(), about) for what, _, _, _, about in self._open]
 
 
@@ -226,7 +226,7 @@ class StreamWaits:
         """By compute stream, in its order."""
 
     def stands_for(self) -> int:
-        """For how many waits the one that comes now stands: 0 where it is not timed."""
+        """For how many waits the next one stands: 0 if it is not timed."""
         self._count += 1
         if not self.samples or self._count <= TIMED_WAITS:
             return 1
@@ -256,7 +256,7 @@ class StreamWaits:
         waits.append((why, index, begin, end, stands_for))
 
     def take(self) -> dict[WaitFor, float]:
-        """Seconds of the waits that are over and were not taken yet: those of the device that waited most.
+        """Remove the waits that are over; return the seconds of the device that waited most.
 
         Not for several threads at once.
         """
@@ -264,7 +264,7 @@ class StreamWaits:
         self._count = 0
         try:
             for _, waits in () if self._refused else tuple(self._open):
-                if waits and self._device.capturing(waits[0][1]):  # nor may an event be asked then
+                if waits and self._device.capturing(waits[0][1]):  # nor may an event be queried then
                     continue
                 for _ in range(self._over(waits)):
                     why, index, begin, end, stands_for = waits.popleft()
@@ -275,7 +275,7 @@ class StreamWaits:
         return max(found.values(), key=lambda waits: sum(waits.values()), default=dict.fromkeys(WaitFor, 0.0))
 
     def _over(self, waits: deque[tuple[WaitFor, int, Event, Event, int]]) -> int:
-        """How many of a stream's waits are over: where one is, those before it are. Asks for few events."""
+        """How many of a stream's waits are over: if one is, all before it are. Queries few events."""
         fewest, most = 0, len(waits)
         look_at = most - 1  # mostly all are
         while fewest < most:
@@ -287,7 +287,7 @@ class StreamWaits:
         return fewest
 
     def stop(self) -> None:
-        """Time nothing any more, and ask the device nothing: not even to destroy the events that are there."""
+        """Stop timing, and make no calls to the device, not even to destroy the events that are there."""
         self._refused = True
 
     def _refuse(self) -> None:

@@ -152,7 +152,7 @@ def test_several_paths(make_offloader: Maker, tmp_path: Path) -> None:
     assert_parity(make_offloader, lambda: (x * 1).sin().exp().tanh().cos().sum(), [x], offloader)
     if offloader.store.tiers.spool is None:
         return  # the host only
-    for arena in offloader.store.tiers.spool._arenas.arenas:
+    for arena in offloader.store.tiers.spool.disk.arenas:
         assert arena.engine.written_bytes > x.nbytes // 2
         assert arena.engine.read_bytes > x.nbytes // 2
 

@@ -77,6 +77,8 @@ class AllocatorMachine(RuleBasedStateMachine):
     def books_agree(self) -> None:
         assert self.extents.capacity_bytes == len(self.used) * UNIT
         assert self.extents.allocated_bytes == sum(self.used) * UNIT
+        at_end = [size for start, size in self.holes() if start + size == len(self.used)]
+        assert self.extents.free_at_end_bytes == sum(at_end) * UNIT
         assert self.extents.largest_free_bytes == max((size for _, size in self.holes()), default=0) * UNIT
 
 

@@ -178,7 +178,7 @@ def test_an_interrupt_in_one_begins_the_others_afresh(options: dict[str, Any], m
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(spool_of(one.offloader)._arenas, "take", interrupted)
+    monkeypatch.setattr(spool_of(one.offloader).disk, "take", interrupted)
     with pytest.raises(KeyboardInterrupt):
         models[0](batch())
     with pytest.raises(OffloaderClosedError):

@@ -12,6 +12,7 @@ import warnings
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,10 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actoffload import OffloadConfig, Offloader
-from actoffload.errors import OffloaderClosedError, StorageReadError
+from actoffload.errors import OffloaderClosedError, StateError, StorageReadError
 from actoffload.storage.engines.base import IoKind
 from actoffload.storage.engines.posix import PosixEngine
 from actoffload.testing.faults import FailingEngine, FullEngine, GateEngine
+from actoffload.tiers.coalescing import Sources
+from actoffload.tiers.record import Record
 from tests.harness import (
     WAIT_S,
     MakeOffloader,
@@ -32,6 +35,7 @@ from tests.harness import (
     only_engine,
     pending_bytes,
     same_bits,
+    spool_of,
     spool_statistics,
     states_of,
     wait_until,
@@ -257,6 +261,18 @@ def test_memory_that_a_batch_still_holds_counts_as_pending(make_offloader: MakeO
     assert only_engine(offloader).started == [], "what nobody wants written is taken back"
 
 
+def test_a_write_that_ends_after_an_interrupt_changes_no_record(make_offloader: MakeOffloader) -> None:
+    """The interrupt may have left them half changed."""
+    offloader = make_offloader(engine=GateEngine)
+    saved = Saved(offloader, activations(FULL))
+    offloader.store.shared.interrupted = True
+    only_engine(offloader).open()
+    spool_of(offloader).close()
+    assert states_of(offloader) == ["spilling"] * FULL
+    assert pending_bytes(offloader) == BATCH
+    saved.graphs.clear()
+
+
 def test_room_on_disk_goes_with_the_last_of_a_batch(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(engine="memory")
     saved = Saved(offloader, activations(FULL))
@@ -370,6 +386,20 @@ def test_what_its_owner_frees_while_it_is_written_stays(
     assert statistics.degraded == {}
     saved.check_rest()
     assert_empty(offloader)
+
+
+def test_a_storage_that_was_freed_once_counts_so_though_it_is_filled_again_at_its_old_address() -> None:
+    storage, moved = torch.arange(16).untyped_storage(), Mock()
+    record = Record(storage, storage.data_ptr(), 0, 16, torch.device("cpu"))
+    untouched = Sources([record], [])
+    record.data = moved
+    sources = Sources([record], [])
+    moved.data_ptr.return_value = 0
+    with pytest.raises(StateError, match="freed or resized"):
+        sources.check()
+    moved.data_ptr.return_value = record.address
+    assert sources.moved()
+    assert not untouched.moved()
 
 
 def test_of_many_that_move_each_is_looked_at_in_turn(make_offloader: MakeOffloader) -> None:

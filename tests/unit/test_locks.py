@@ -6,7 +6,6 @@ import signal
 import sys
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
@@ -14,7 +13,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from actoffload.locks import DrainingLock
+from actoffload.locks import Claim, DrainingLock, Mailbox
 from tests.harness import WAIT_S
 
 
@@ -128,6 +127,45 @@ def test_what_was_noted_is_worked_off_as_it_is_given_back() -> None:
     assert list(lock.noted) == ["left"]
 
 
+def test_a_mailbox_also_yields_what_comes_while_it_is_emptied() -> None:
+    mailbox = Mailbox([3])
+    found = []
+    for item in mailbox.drain():
+        found.append(item)
+        if item:
+            mailbox.append(item - 1)
+    assert found == [3, 2, 1, 0]
+    assert not mailbox
+
+
+def test_deferred_work_waits_for_whoever_holds_the_lock() -> None:
+    owner = _Owner()
+    lock = DrainingLock(owner.noted)
+
+    def work() -> bool:
+        assert lock.owned()
+        owner.after()
+        return True
+
+    owner.noted.append(1)
+    lock.deliver(work)
+    assert owner.told == [1]
+    with lock:
+        owner.noted.append(2)
+        lock.deliver(work)
+        in_another_thread(lambda: lock.deliver(work))
+        assert owner.told == [1], "a finalizer interrupts a thread amid a change"
+    lock.deliver(work)
+    assert owner.told == [1, 2]
+
+
+def test_a_claim_is_of_the_first_alone() -> None:
+    claim, first, second = Claim(), object(), object()
+    assert not claim.is_by(first)
+    assert [claim.take(first), claim.take(second), claim.take(first)] == [True, False, True]
+    assert (claim.is_by(first), claim.is_by(second)) == (True, False)
+
+
 T = TypeVar("T")
 
 
@@ -138,9 +176,8 @@ def in_another_thread(work: Callable[[], T]) -> T:
 
 class _Owner:
     def __init__(self) -> None:
-        self.noted: deque[Any] = deque()
+        self.noted: Mailbox[Any] = Mailbox()
         self.told: list[Any] = []
 
     def after(self) -> None:
-        while self.noted:
-            self.told.append(self.noted.popleft())
+        self.told += self.noted.drain()

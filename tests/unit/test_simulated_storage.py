@@ -228,7 +228,7 @@ def chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A record is copied and written in four parts."""
     assert RECORD_BYTES == 4 * CHUNK
     monkeypatch.setattr(device_tier, "CHUNK_BYTES", CHUNK)
-    monkeypatch.setattr(tiers, "Spool", partial(Spool, stripe_bytes=CHUNK))
+    monkeypatch.setattr(tiers, "Spool", partial(Spool, request_bytes=CHUNK))
 
 
 @pytest.mark.usefixtures("chunks")
@@ -303,10 +303,11 @@ def test_all_parts_of_a_tensor_may_come_to_the_device_before_its_read_is_seen_to
 ) -> None:
     arrived = DeviceTier._arrived_on_host
 
-    def late(tier: DeviceTier, record: Any, *rest: Any) -> None:
+    def late(tier: DeviceTier, since_s: float, transfer: Any) -> None:
+        (record,) = transfer.records
         tier._part_arrived()
         wait_until(lambda: record.filled_bytes == RECORD_BYTES, "all parts are on their way to the device")
-        arrived(tier, record, *rest)
+        arrived(tier, since_s, transfer)
 
     monkeypatch.setattr(DeviceTier, "_arrived_on_host", late)
     w = _one_record()

@@ -1,4 +1,4 @@
-"""The spool: extents and stripes, transfers, ordering, books."""
+"""The spool: extents, transfers, ordering, books."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from actoffload.errors import (
 )
 from actoffload.storage import spool_files as paths
 from actoffload.storage.engines.posix import PosixEngine
-from actoffload.storage.spool import Spool, Transfer
+from actoffload.storage.spool import Extent, Spool, Transfer
 from actoffload.testing.engine_suite import WAIT_S, Memory, peek_file, random_bytes
 from actoffload.testing.faults import GateEngine
 from tests.spools import BLOCK, MIB, MakeSpool, get, put
@@ -51,17 +51,47 @@ def test_what_is_written_comes_back(make_spool: MakeSpool, engine: str, verify: 
     assert found.peak_allocated_bytes == sum(extent.nbytes for extent in extents)
 
 
-def test_the_bytes_are_in_the_files_striped_over_the_paths(make_spool: MakeSpool, tmp_path: Path) -> None:
-    directories = [tmp_path / name for name in "abc"]
-    for directory in directories:
+def place(extent: Extent) -> tuple[str, int]:
+    """The directory and the offset of an extent."""
+    return extent.arena.file.path, extent.offset
+
+
+@pytest.fixture
+def directories(tmp_path: Path) -> list[Path]:
+    found = [tmp_path / name for name in "abc"]
+    for directory in found:
         directory.mkdir()
+    return found
+
+
+def test_each_extent_lies_whole_in_one_file_and_the_paths_take_turns(
+    make_spool: MakeSpool, directories: list[Path]
+) -> None:
     spool = make_spool(*directories)
-    data = random_bytes(6 * MIB, 1)
-    extent = put(spool, data)
-    assert [segment.arena for segment in extent.segments] == [0, 1, 2, 0, 1, 2]
-    found = b"".join(peek_file(spool.files[part.arena], part.offset, part.nbytes) for part in extent.segments)
-    assert found == data
-    assert [file.path for file in spool.files] == [str(directory) for directory in directories]
+    blobs = [random_bytes(3 * MIB, seed) for seed in range(6)]
+    extents = [put(spool, blob) for blob in blobs]
+    assert [extent.arena.file.path for extent in extents] == [str(directory) for directory in directories] * 2
+    assert [peek_file(extent.arena.file, extent.offset, 3 * MIB) for extent in extents] == blobs
+
+
+def test_an_extent_lies_on_the_path_with_the_shortest_queue(make_spool: MakeSpool, directories: list[Path]) -> None:
+    spool = make_spool(*directories, engine=GateEngine)
+    memory = Memory(4 * MIB)
+    lengths = [4 * MIB, 2 * MIB, MIB, MIB, MIB, MIB]  # the third path has had less than the others all the time
+    paths_taken, transfers = [], []
+    for length in lengths:
+        extent = spool.allocate(length)
+        paths_taken.append(Path(extent.arena.file.path).name)
+        transfers.append(spool.write(extent, memory.address, length))
+    assert paths_taken == ["a", "b", "c", "c", "b", "c"]
+    assert transfers[0].cancel()
+    assert Path(spool.allocate(MIB).arena.file.path).name == "a", "an ended transfer is in no queue"
+
+
+def test_the_end_of_the_arena_grows_into_an_extent(make_spool: MakeSpool) -> None:
+    spool = make_spool(capacity_bytes=10 * MIB)
+    extents = [spool.allocate(MIB), spool.allocate(9 * MIB)]
+    assert [extent.offset for extent in extents] == [0, MIB]
 
 
 def test_nothing_is_left_in_the_directory(make_spool: MakeSpool, tmp_path: Path) -> None:
@@ -106,15 +136,17 @@ def test_the_arena_grows_up_to_its_capacity(make_spool: MakeSpool) -> None:
     with pytest.raises(SpoolFullError, match="nvme_budget"):
         spool.allocate(BLOCK)
     spool.free(extents[3])
-    assert spool.allocate(MIB).segments == extents[3].segments
+    assert place(spool.allocate(MIB)) == place(extents[3])
 
 
-def test_scattered_room_is_used_in_smaller_pieces(make_spool: MakeSpool) -> None:
-    spool = make_spool(capacity_bytes=8 * MIB, stripe_bytes=4 * MIB)
+def test_scattered_room_is_no_room_for_a_larger_extent(make_spool: MakeSpool) -> None:
+    spool = make_spool(capacity_bytes=8 * MIB)
     extents = [spool.allocate(MIB) for _ in range(8)]
     for extent in extents[::2]:
         spool.free(extent)
-    assert len(spool.allocate(4 * MIB).segments) == 4
+    with pytest.raises(SpoolFullError, match=f"no room for {4 * MIB} bytes in one piece"):
+        spool.allocate(4 * MIB)
+    assert spool.statistics().allocated_bytes == 4 * MIB
 
 
 def test_a_full_path_leaves_the_work_to_the_others(
@@ -126,8 +158,8 @@ def test_a_full_path_leaves_the_work_to_the_others(
     real = paths.free_bytes
     room = lambda file: 0 if file.path.endswith("small") else real(file)  # noqa: E731
     monkeypatch.setattr("actoffload.storage.arena.free_bytes", room)
-    arenas = [spool.allocate(MIB).segments[0].arena for _ in range(12)]
-    assert (arenas.count(0), arenas.count(1)) == (4, 8)
+    names = [Path(spool.allocate(MIB).arena.file.path).name for _ in range(12)]
+    assert (names.count("small"), names.count("large")) == (4, 8)
 
 
 def test_a_read_must_wait_for_its_write(make_spool: MakeSpool) -> None:
@@ -164,7 +196,7 @@ def test_freed_room_is_not_reused_while_a_write_is_in_flight(make_spool: MakeSpo
         spool.allocate(BLOCK)
     gate_of(spool).open()
     assert transfer.wait(WAIT_S)
-    assert spool.allocate(MIB).segments == extent.segments
+    assert place(spool.allocate(MIB)) == place(extent)
 
 
 def test_freed_room_is_not_reused_while_a_cancelled_transfer_still_runs(make_spool: MakeSpool) -> None:
@@ -195,7 +227,7 @@ def test_freed_room_is_not_reused_while_a_cancelled_transfer_still_runs(make_spo
     spool.close()
     assert dead() is None
     assert not called.is_set()
-    assert spool.statistics().written_bytes == MIB  # the segment that had started, not the other one
+    assert spool.statistics().written_bytes == MIB  # the request that had started, not the other one
 
 
 def test_a_cancelled_queued_transfer_is_over_at_once(make_spool: MakeSpool) -> None:
@@ -217,7 +249,7 @@ def test_a_cancelled_queued_transfer_is_over_at_once(make_spool: MakeSpool) -> N
     assert spool.statistics().written_bytes == 0
 
 
-def test_on_done_comes_once_for_all_segments_with_no_lock_held(make_spool: MakeSpool) -> None:
+def test_on_done_comes_once_for_all_requests_with_no_lock_held(make_spool: MakeSpool) -> None:
     spool = make_spool()
     memory, seen, finished = Memory(3 * MIB), [], threading.Event()
     extent = spool.allocate(3 * MIB)
@@ -235,7 +267,7 @@ def test_on_done_comes_once_for_all_segments_with_no_lock_held(make_spool: MakeS
     assert seen[0][2] is not threading.current_thread()
 
 
-def test_before_runs_before_every_segment(make_spool: MakeSpool) -> None:
+def test_before_runs_before_every_request(make_spool: MakeSpool) -> None:
     spool = make_spool(threads=3)
     memory, calls = Memory(3 * MIB), list[int]()
 
@@ -278,7 +310,7 @@ def test_promote_moves_a_whole_transfer_forward(make_spool: MakeSpool) -> None:
     transfers[1].promote()
     gate.open()
     assert all(transfer.wait(WAIT_S) for transfer in transfers)
-    expected = [part.offset for extent in (extents[1], extents[0]) for part in extent.segments]
+    expected = [extent.offset + begin for extent in (extents[1], extents[0]) for begin in (0, MIB)]
     assert [request.offset for request in gate.started] == expected
 
 
@@ -301,7 +333,8 @@ def test_free_does_not_wait_for_the_lock(make_spool: MakeSpool) -> None:
     with spool.disk.lock:
         spool.free(extents[0])
         assert transfer.cancel()
-        assert spool._arenas.allocated_bytes == 2 * BLOCK
+        assert spool.disk.allocated_bytes == 2 * BLOCK
+    assert spool.disk.allocated_bytes == BLOCK, "the release of the lock does the work"
     found = spool.statistics()
     assert (found.allocated_bytes, found.busy_extents) == (BLOCK, 0)
 
@@ -311,8 +344,8 @@ def test_freed_room_is_poisoned(make_spool: MakeSpool) -> None:
     extent = put(spool, b"\x01" * (4 * MIB))
     spool.free(extent)
     again = spool.allocate(4 * MIB)
-    assert again.segments == extent.segments
-    assert b"".join(peek_file(spool.files[0], offset, n) for _, offset, n in again.segments) == b"\xff" * (4 * MIB)
+    assert place(again) == place(extent)
+    assert peek_file(spool.files[0], again.offset, 4 * MIB) == b"\xff" * (4 * MIB)
 
 
 def test_an_end_that_comes_twice_gives_the_room_back_once(make_spool: MakeSpool) -> None:
@@ -331,7 +364,7 @@ def test_an_end_that_comes_twice_gives_the_room_back_once(make_spool: MakeSpool)
     again = spool.allocate(MIB)
     assert first.cancel()
     assert (spool.statistics().allocated_bytes, spool.statistics().busy_extents) == (MIB, 0)
-    assert again.segments == extent.segments
+    assert place(again) == place(extent)
 
 
 def test_close_finishes_and_refuses_more(make_spool: MakeSpool) -> None:

@@ -22,7 +22,7 @@ ENGINES: Final[tuple[str, ...]] = tuple(_CLASSES)
 """Names that ``create_engine`` knows."""
 
 AUTO_ORDER: Final[tuple[str, ...]] = ("posix", "uring", "aiofiles")
-"""What ``auto`` tries, best first."""
+"""The engines that ``auto`` tries, best first."""
 BEHIND_A_DEVICE: Final[tuple[str, ...]] = ("uring", "posix", "aiofiles")
 """Likewise for large transfers beside a training thread that runs Python: one thread keeps all of them under way."""
 
@@ -78,7 +78,7 @@ def choose_engine(
 
 
 def probe_engine(engine: StorageEngine) -> str | None:
-    """Write bytes at offset 0 and read them back; return what went wrong, or None."""
+    """Write bytes at offset 0 and read them back; return a description of the failure, or None."""
     pattern = bytes(range(256)) * (_PROBE_BYTES // 256)
     with mmap.mmap(-1, 2 * _PROBE_BYTES) as memory:  # page-aligned, as a direct transfer needs it
         memory[:_PROBE_BYTES] = pattern

@@ -1,4 +1,4 @@
-"""What a storage engine is: it moves bytes between an address and an offset of one file, and says how that went.
+"""The interface of a storage engine, which moves bytes between an address and an offset of one file.
 
 An engine sees addresses, lengths and offsets, never a tensor; it knows neither extents nor devices.
 """
@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, unique
 from typing import ClassVar
+
+from ...locks import Claim
 
 
 @unique
@@ -38,8 +40,8 @@ class RequestState(Enum):
 class Completion:
     """A one-way event that may be set anywhere, also in a finalizer.
 
-    ``threading.Event.set`` takes a lock, which the very thread that a finalizer interrupts may hold. Here every waiter
-    brings a lock of its own, which ``set`` only releases.
+    ``threading.Event.set`` takes a lock, which the thread that a finalizer interrupts may hold. Here every waiter
+    brings a lock of its own, and ``set`` only releases those.
     """
 
     __slots__ = ("_waiters", "is_set")
@@ -49,8 +51,8 @@ class Completion:
         self._waiters: list[threading.Lock] = []
 
     def set(self) -> None:
-        """Wake everybody who waits, now and later; may be called again."""
-        self.is_set = True  # before the waiters are looked at: each of them looks at it again once it is listed
+        """Wake every thread that waits, now and later; may be called again."""
+        self.is_set = True  # before the loop over the waiters: each waiter looks at it again once it is listed
         for waiter in tuple(self._waiters):
             with contextlib.suppress(RuntimeError):  # it was released before
                 waiter.release()
@@ -79,21 +81,20 @@ class IoRequest:
     """One positional transfer between memory and the engine's file, and its own ticket.
 
     The memory must stay valid until the request is final. ``cancel`` may run in a finalizer, inside any other method of
-    the same request, so no lock is used here, only atomic operations of one list. Address, length and offset are
-    multiples of the engine's alignment.
+    the same request, so it takes no lock: a `Claim` decides between started and cancelled. Address, length and offset
+    are multiples of the engine's alignment.
 
     Args:
         kind: READ (file to memory) or WRITE (memory to file).
         address: Address of the memory.
         length: Bytes to move.
         offset: Position in the file.
-        ranges: Where the memory is in several pieces, whose bytes lie one behind the other in the file: all of them,
-            in that order; ``address`` is then the first one's, and ``length`` that of all. Only for engines whose
-            capabilities say ``vectored``.
+        ranges: All pieces of the memory, if there are several; their bytes lie one behind the other in the file, in
+            this order. ``address`` is then of the first, and ``length`` the sum. Only for ``vectored`` engines.
         before: Runs in the engine's thread just before the transfer; when it raises, the request FAILED with that
             error.
         on_done: Called exactly once with the request, in the engine's thread, after DONE or FAILED; never after
-            CANCELLED. Whoever waits may be woken before it has run.
+            CANCELLED. A thread in `wait` may wake before it has run.
     """
 
     kind: IoKind
@@ -105,7 +106,7 @@ class IoRequest:
     on_done: Callable[[IoRequest], None] | None = None
     state: RequestState = RequestState.QUEUED
     error: BaseException | None = None
-    _claims: list[object] = field(default_factory=list)  # the first one decides: it was started, or it was cancelled
+    _claim: Claim = field(default_factory=Claim)  # of `_CANCELLED`, or of the thread that starts it
     _final: Completion = field(default_factory=Completion)
 
     @property
@@ -120,8 +121,8 @@ class IoRequest:
             True when it was still queued, or was cancelled before: it will never touch memory or file. False when it
             has started.
         """
-        self._claims.append(_CANCELLED)
-        if self._claims[0] is not _CANCELLED:
+        self._claim.take(_CANCELLED)
+        if not self._claim.is_by(_CANCELLED):  # not the result of `take`: it may have been cancelled before
             return False
         self.before = self.on_done = None  # the queue still holds the request, which must not hold the memory
         self.state = RequestState.CANCELLED
@@ -134,15 +135,13 @@ class IoRequest:
 
     def try_start(self) -> bool:
         """For engines: QUEUED to RUNNING. False when it was cancelled, or started before: then leave it alone."""
-        attempt = object()
-        self._claims.append(attempt)
-        if self._claims[0] is not attempt:
+        if not self._claim.take(object()):
             return False
         self.state = RequestState.RUNNING
         return True
 
     def finish(self, error: BaseException | None) -> None:
-        """For engines: RUNNING to DONE, or to FAILED with ``error``; wakes the waiters and calls ``on_done``."""
+        """For engines: RUNNING to DONE, or to FAILED with ``error``; wake the waiters and call ``on_done``."""
         on_done, self.before, self.on_done = self.on_done, None, None
         self.error = error
         self.state = RequestState.DONE if error is None else RequestState.FAILED
@@ -158,7 +157,7 @@ class IoRequest:
 
 
 def report_uncaught(error: BaseException) -> None:
-    """Report an exception that a callback let out of an engine's thread, as the interpreter would for that thread."""
+    """Report an exception that a callback raised on an engine's thread, as the interpreter would for that thread."""
     thread = threading.current_thread()
     with contextlib.suppress(Exception):  # a hook that fails must not end the thread either
         threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, thread)))
@@ -166,7 +165,7 @@ def report_uncaught(error: BaseException) -> None:
 
 @dataclass(frozen=True)
 class EngineCapabilities:
-    """What an engine does and needs."""
+    """The properties of an engine, and its demands."""
 
     name: str
     """Name of the engine, as in the configuration."""
@@ -203,7 +202,7 @@ class SpoolFile:
 class StorageEngine(ABC):
     """Moves bytes between memory and one file. Thread-safe.
 
-    Reads are served before writes, and first in, first out inside each: a read is what the training thread waits for.
+    Reads are served before writes, because the training thread waits for reads; each kind is first in, first out.
 
     Args:
         file: The file; its descriptor must stay open until ``close`` or ``abort`` has returned.
@@ -216,7 +215,7 @@ class StorageEngine(ABC):
     read_bytes: int
     """Bytes that really came from the file."""
     remark: str = ""
-    """How it works on this machine, for reports; empty: there is nothing to say."""
+    """A remark on how it works on this machine, for reports; may be empty."""
 
     @abstractmethod
     def __init__(self, file: SpoolFile, *, threads: int | None = None) -> None: ...
@@ -224,11 +223,11 @@ class StorageEngine(ABC):
     @property
     @abstractmethod
     def capabilities(self) -> EngineCapabilities:
-        """What this engine does and needs."""
+        """The properties of this engine."""
 
     @abstractmethod
     def submit(self, request: IoRequest) -> None:
-        """Queue a request and return at once.
+        """Enqueue a request and return at once.
 
         Raises:
             OffloaderClosedError: After ``close`` or ``abort``.
@@ -240,11 +239,11 @@ class StorageEngine(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for everything that is queued, then end the threads. Idempotent; not from an engine's thread."""
+        """Wait for all requests in the queues, then end the threads. Idempotent; not from an engine's thread."""
 
     @abstractmethod
     def abort(self) -> None:
-        """Cancel what is queued, wait for what runs, end the threads. Idempotent; not from an engine's thread."""
+        """Cancel queued requests, wait for running ones, end the threads. Idempotent; not from an engine's thread."""
 
     def after_fork_in_child(self) -> None:  # noqa: B027 - most engines own nothing that a child must close
         """In a forked child: closes the engine's own descriptors. Takes no lock, touches no thread."""

@@ -1,7 +1,7 @@
 """GPUDirect Storage: ``kvikio`` (cuFile) moves bytes between device memory and the file, past host memory.
 
-Addresses of host memory work as well; then ``kvikio`` reads and writes as everybody does. It takes any address and
-length; what is not in whole pages of the device goes through a little host memory of its own.
+Addresses of host memory work as well; then ``kvikio`` reads and writes by system calls. It takes any address and
+length; parts of device pages go through a little host memory of its own.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from .base import EngineCapabilities, IoKind, IoRequest, SpoolFile
 from .queued import QueuedEngine, default_threads
 
 PAGE_BYTES: Final = 4096
-"""A device's page: what is not a multiple of it goes through host memory."""
+"""A page of a device: parts of a page go through host memory."""
 _KERNEL_MODULE = Path("/proc/driver/nvidia-fs/stats")
 _PROBE_BYTES = 64 << 10
 _kept_after_fork: list[object] = []
 
 
 class GdsEngine(QueuedEngine):
-    """Transfers by ``kvikio``, in worker threads. Tried with device memory before it is handed out.
+    """Transfers by ``kvikio``, in worker threads. The constructor tries device memory.
 
     Args:
         file: The file to work on; ``kvikio`` opens it again by its ``reopen_path``.
@@ -60,7 +60,7 @@ class GdsEngine(QueuedEngine):
             if defaults.get("num_threads") < count:
                 defaults.set("num_threads", count)
             self._kvikio_file = kvikio.CuFile(file.reopen_path, "r+")
-        except Exception as exc:  # a broken driver stack raises whatever it likes
+        except Exception as exc:  # a broken driver stack raises any class
             raise _unavailable(f"kvikio does not open a file: {_first_line(exc)}") from exc
         self.start_threads(count)
         try:
@@ -79,9 +79,9 @@ class GdsEngine(QueuedEngine):
 
     def after_fork_in_child(self) -> None:
         """See ``StorageEngine``."""
-        _kept_after_fork.append(self._kvikio_file)  # its destructor would speak to a driver that a child cannot use
+        _kept_after_fork.append(self._kvikio_file)  # its destructor would call a driver that a child cannot use
         ours = os.fstat(self._kvikio_file.fileno())
-        for name in os.listdir("/proc/self/fd"):  # kvikio has a second descriptor that it does not tell
+        for name in os.listdir("/proc/self/fd"):  # kvikio has a second descriptor that it does not expose
             with contextlib.suppress(OSError):
                 found = os.fstat(int(name))
                 if int(name) != self._file.fd and (found.st_dev, found.st_ino) == (ours.st_dev, ours.st_ino):
@@ -99,7 +99,7 @@ class GdsEngine(QueuedEngine):
             raise OSError(errno.EIO, _first_line(exc)) from exc
 
     def _try_device_memory(self) -> str | None:
-        """Write device memory behind the end of the file and read it back; return what went wrong, or None."""
+        """Write device memory behind the end of the file and read it back; return the failure, or None."""
         cuda = _import("cupy").cuda
         size = os.fstat(self._file.fd).st_size
         offset = -(-size // PAGE_BYTES) * PAGE_BYTES
@@ -121,7 +121,7 @@ class GdsEngine(QueuedEngine):
 
 
 class _Memory:
-    """An address as the users of device memory tell each other of it; ``kvikio`` looks itself where it really lies."""
+    """An address by the protocol for device memory; ``kvikio`` finds out itself where it really lies."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {
@@ -139,7 +139,7 @@ def why_compat() -> str:
     Raises:
         EngineUnavailableError: There is no ``kvikio``.
     """
-    if not _KERNEL_MODULE.exists():  # cuFile then goes through host memory by itself, whatever kvikio says
+    if not _KERNEL_MODULE.exists():  # cuFile then goes through host memory by itself, and kvikio does not know
         return "the kernel module nvidia-fs is not loaded"
     if _import("kvikio.defaults").is_compat_mode_preferred():
         return "kvikio prefers it here (KVIKIO_COMPAT_MODE, or no cuFile)"

@@ -1,4 +1,4 @@
-"""An engine whose file is memory: for tests, and for trying things without a disk."""
+"""An engine with memory in place of a file: for tests, and for experiments without a disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all engines with a queue in Python share: the two queues, the worker threads, care about every result."""
+"""The base of all engines with queues in Python: two queues, worker threads, a check of every result."""
 
 from __future__ import annotations
 
@@ -116,13 +116,13 @@ class Cursor:
 
 
 class QueuedEngine(StorageEngine):
-    """An engine whose requests wait in two queues for worker threads. Subclasses say how one transfer is tried.
+    """An engine whose requests wait in two queues for worker threads. Subclasses try one transfer.
 
     The threads are daemons: an interpreter that exits with work in the queue neither hangs nor crashes.
 
     Args:
         file: The file to work on.
-        capabilities: What the subclass can do.
+        capabilities: Of the subclass.
     """
 
     def __init__(self, file: SpoolFile, capabilities: EngineCapabilities) -> None:
@@ -130,10 +130,10 @@ class QueuedEngine(StorageEngine):
         self._capabilities = capabilities
         self._reads: deque[IoRequest] = deque()
         self._writes: deque[IoRequest] = deque()
-        self._mutex = threading.RLock()  # guards the queues and what follows; reentrant: see `abort`
+        self._mutex = threading.RLock()  # guards the queues and the next three; reentrant: see `abort`
         self._wake = threading.Condition(self._mutex)
         self._closing = False
-        self._idle_workers = 0  # workers that wait, or are about to take what they were woken for
+        self._idle_workers = 0  # workers that wait, or were woken and have not taken a request yet
         self._counter_lock = threading.Lock()
         self.written_bytes = 0
         self.read_bytes = 0
@@ -238,7 +238,7 @@ class QueuedEngine(StorageEngine):
         return None
 
     def _carry_out(self, request: IoRequest) -> BaseException | None:
-        """Move the bytes of a request; return what went wrong."""
+        """Move the bytes of a request; return the error, if there is one."""
         try:
             cursor = Cursor(request, self._file, self._capabilities.alignment)
             if request.before is not None:
@@ -251,7 +251,7 @@ class QueuedEngine(StorageEngine):
                     continue
                 cursor.advance(moved)
                 self._count(request.kind, moved)
-        except BaseException as exc:  # whatever it was, it belongs to the request and not to this thread
+        except BaseException as exc:  # any error belongs to the request and must not end this thread
             return exc
         return None
 
@@ -266,12 +266,12 @@ class QueuedEngine(StorageEngine):
         return self._reads if request.kind is IoKind.READ else self._writes
 
     def _notify(self) -> None:
-        """Tell one worker that there is work, unless all are at work and look for more. The lock is held."""
+        """Notify one worker, unless all are at work: they look for more by themselves. The lock is held."""
         if self._idle_workers:
             self._wake.notify()
 
     def _notify_all(self) -> None:
-        """Tell every worker that the engine closes. The lock is held."""
+        """Notify every worker that the engine closes. The lock is held."""
         self._wake.notify_all()
 
 

@@ -51,7 +51,7 @@ _HINTS = {
 }
 
 
-# struct io_uring_params is 30 words: what is at which index of it.
+# struct io_uring_params is 30 words; the index of each field.
 _Parameters = ctypes.c_uint32 * 30
 _SQ_ENTRIES, _CQ_ENTRIES, _FLAGS, _FEATURES = 0, 1, 2, 5
 _SQ_HEAD, _SQ_TAIL, _SQ_MASK, _SQ_ARRAY = 10, 11, 12, 16
@@ -87,7 +87,7 @@ class Ring:
             raise
 
     def enable(self) -> None:
-        """Start the ring; the calling thread is the one that uses it from now on."""
+        """Start the ring; only the calling thread uses it from now on."""
         self._register("enable the ring", _REGISTER_ENABLE_RINGS, 0, 0)
 
     @staticmethod
@@ -108,7 +108,7 @@ class Ring:
         self._add(_OP_READ, 0, fd, tag, address, length, (1 << 64) - 1)
 
     def enter(self) -> None:
-        """Submit what was added and wait for at least one result, without the interpreter's lock.
+        """Submit the added entries and wait for at least one result, without the interpreter's lock.
 
         Returns early when a signal comes.
 
@@ -123,7 +123,7 @@ class Ring:
                 raise OSError(number, f"io_uring_enter: {os.strerror(number)}")
 
     def results(self) -> list[tuple[int, int]]:
-        """Take the results that are there: each the tag and a byte count or a negative ``errno``."""
+        """Take the results so far: for each the tag, and a byte count or a negative ``errno``."""
         words, cqes, mask = self._words, self._cqes, self._cq_mask
         head, tail = words[self._cq_head], words[self._cq_tail]
         count = (tail - head) & 0xFFFFFFFF

@@ -1,8 +1,8 @@
 """io_uring: one thread keeps many transfers under way, and takes and gives as many as there are at each turn.
 
-What counts is how seldom that thread needs the interpreter's lock: while the training thread runs pure Python, each
-time costs it a switch interval (5 ms). Threads that call ``pwritev`` pay that once per transfer, this engine once for
-all transfers that ended meanwhile, and the kernel works on the others.
+That thread should need the interpreter's lock as seldom as possible: while the training thread runs pure Python, each
+acquisition costs it a switch interval (5 ms). Threads that call ``pwritev`` pay once per transfer, this engine once
+for all transfers that ended meanwhile, and the kernel works on the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .ring import Ring
 DEPTH = 256
 """Transfers under way at once, at most."""
 WINDOW_BYTES = 64 << 20
-"""Bytes of them in one direction, where there is more than one: what is started cannot be taken back."""
+"""Bytes of them in one direction, unless a single one is larger: a started transfer cannot be cancelled."""
 _BROKEN = frozenset({errno.EBADF, errno.EBADFD, errno.ENXIO, errno.EOPNOTSUPP})
 """Errors of a ring that takes nothing any more."""
 _BROKEN_PAUSE_S = 0.001
@@ -56,11 +56,11 @@ class UringEngine(QueuedEngine):
         # Keeps the interpreter's lock for less than a microsecond; `os.eventfd_write` would let another thread have it.
         self._write_eventfd = ctypes.PyDLL(None).eventfd_write
         self._write_eventfd.argtypes = (ctypes.c_int, ctypes.c_uint64)
-        # Only for the ring's thread: what the kernel has, with the memory that it reads vectors from.
+        # Only for the ring's thread: the transfers in the kernel, with the memory that it reads their vectors from.
         self._in_kernel: dict[int, tuple[IoRequest, Cursor, object]] = {}
         self._last_tag = _WAKE
         # Under the lock:
-        self._asleep = False  # the ring's thread waits in the kernel: who has work for it writes the eventfd
+        self._asleep = False  # the ring's thread waits in the kernel: `_notify` has to write the eventfd
         self._started = 0  # requests that are started and not finished, and their bytes
         self._started_bytes = {IoKind.READ: 0, IoKind.WRITE: 0}
         self._ring = Ring(file.fd, self._depth + 1)
@@ -124,7 +124,7 @@ class UringEngine(QueuedEngine):
         )
 
     def _start_some(self) -> bool:
-        """Give the kernel what there is room for; False: closed and nothing is left."""
+        """Submit requests to the kernel until it is full; False: closed and nothing is left."""
         ready = []
         with self._mutex:
             while (request := self._pop()) is not None:
@@ -136,7 +136,7 @@ class UringEngine(QueuedEngine):
                 if request.before is not None:
                     request.before()
                 self._submit_to_kernel(request, Cursor(request, self._file, self._capabilities.alignment))
-            except BaseException as exc:  # whatever it was, it belongs to the request and not to this thread
+            except BaseException as exc:  # any error belongs to the request and must not end this thread
                 self._finish(request, exc)
         return not finished
 
@@ -186,9 +186,9 @@ class UringEngine(QueuedEngine):
         self._finish(request, error)
 
     def _enter_failed(self, error: OSError) -> None:
-        """Fail every request if the ring itself is broken (somebody closed its descriptor), so that nothing hangs.
+        """Fail every request if the ring itself is broken (its descriptor was closed), so that nothing hangs.
 
-        Any other error is one of the moment: what the kernel has may still touch the memory, so it is asked again.
+        Any other error is temporary: transfers in the kernel may still touch the memory, so `enter` is tried again.
         """
         if error.errno in _BROKEN:
             for tag in tuple(self._in_kernel):
