@@ -116,9 +116,15 @@ class Tier(ABC):
     def wait_for_room(self, nbytes: int, limit_bytes: int) -> None:
         """Bring the resident bytes to at most ``limit_bytes - nbytes``, as far as what is on its way out allows."""
         shared = self.shared
-        while shared.pending_bytes > 0 and shared.accounts.resident_bytes + nbytes > limit_bytes and not shared.stopped:
-            self.flush()  # a batch that waits for more records would stay pending for ever, as this thread adds none
-            shared.changed.wait()
+
+        def waits() -> bool:
+            over = shared.accounts.resident_bytes + nbytes > limit_bytes
+            return over and shared.pending_bytes > 0 and not shared.stopped
+
+        while waits():
+            shared.begin_all()
+            if waits():  # not only for what has just been given up
+                shared.changed.wait()
 
     def expect_pending(self, nbytes: int | None) -> None:
         """A plan expects so many bytes on their way out at once; None: no plan says. The user's own limit stays."""

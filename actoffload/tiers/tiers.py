@@ -81,6 +81,7 @@ class Tiers:
         """The highest peak of the device that was begun anew since."""
         self._cpu_memory: cpu_allocator.Use | None = None
         self._open(accelerator)
+        shared.flush_tiers = weakref.WeakMethod(self.flush)
 
     def counts(self) -> dict[str, int]:
         """Return what pools, copies and engines count themselves, by the names of `Statistics`."""
