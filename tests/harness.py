@@ -193,7 +193,7 @@ def autopilot_of(offloader: Offloader) -> Any:
 def plan_with(offloader: Offloader, planner: Any) -> Any:
     """Have another planner make the plans of ``policy="auto"``; returns what asks it."""
     pilot = autopilot_of(offloader)
-    pilot.planner = planner
+    pilot.making.planner = planner
     return pilot
 
 

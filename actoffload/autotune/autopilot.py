@@ -1,33 +1,27 @@
 """Plans from what the steps show, follows the plan, and corrects it: what ``policy="auto"`` does from step to step.
 
-For each shape of inputs: a step is recorded in which every checkpointed region runs again; `propose` says which regions
-should run once, and the next step, in which they do, is recorded; `plan` says what leaves. Where the last steps are not
-as the plan has it, another step is recorded and planned from.
+For each shape of inputs: a step is recorded in which every checkpointed region runs again, the base; `propose` says
+which regions should run once. The next step follows a plan for them that was made on paper, and is recorded; `plan`
+says what leaves. Regions run once only while the step is shorter than the base's, first as predicted, then as measured.
+Where the last steps are not as the plan has it, another step is recorded and planned from.
 """
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
 
 from ..errors import BudgetError
 from ..events import now
-from ..interrupts import expected, is_interrupt
+from ..interrupts import is_interrupt
 from ..memory.process_memory import available_bytes
-from ..planning import search
 from ..planning.constants import (
     AFTER_A_CHANGE,
-    LEAST_TRIES,
     MOST_REASONS,
     MOST_REST,
-    MOST_WAITED,
-    NO_LOSS,
+    PEAK_CHANGE,
     PLAN_GAIN,
-    PLANNING_SHARE,
     REVIEW_STEPS,
     ROOM_TO_KEEP,
     SHAPES_CHANGED,
@@ -40,20 +34,22 @@ from ..planning.explain import render_plan
 from ..planning.observed import Observed
 from ..planning.plan import Plan
 from ..planning.profile import Profile
+from ..planning.regions import with_regions
 from ..planning.search import Limits
 from ..planning.simulator import simulate
 from ..runtime.decision import InputShapes
 from ..runtime.report import say
 from ..runtime.store import ActivationStore
 from ..sizes import format_size
-from ..tiers.accounts import Accounts
 from .agreement import Brought
 from .budgets import Budgets
 from .following import Following
-from .observations import Recording, StepsUnderPlan, surprise
-from .shapes import Shape, Shapes
+from .making import Making, loss
+from .observations import Recording, StepsUnderPlan, Watch, surprise
+from .shapes import Shape, Shapes, Tried
 
-T = TypeVar("T")
+AGAIN: frozenset[int] = frozenset()
+"""No region runs once: all run again, as the program says."""
 
 
 class Autopilot:
@@ -67,12 +63,11 @@ class Autopilot:
 
     Attributes:
         history: why each of the last plans was made, oldest first.
-        planner: how to plan: has `search.plan` and `search.propose`.
+        making: makes the plans.
     """
 
     def __init__(self, store: ActivationStore, following: Following) -> None:
         self.history: deque[str] = deque(maxlen=MOST_REASONS)
-        self.planner: Any = search
         self._store, self._shared, self._tiers = store, store.shared, store.tiers
         self._profiler, self._run = store.profiler, store.run
         self._following = following
@@ -84,23 +79,19 @@ class Autopilot:
         self._settled = False
         """The step that is or was recorded began with all that any step has beside saved tensors."""
         self._shapes = Shapes()
+        self.making = Making(store, self._budgets, self._shapes)
         self._shape_is_known = False
-        self._began: tuple[float, Accounts, int] | None = None
-        """When the step began, and what was counted and moved by then."""
-        self._rest_until_s = 0.0
-        """No plan is looked for before."""
+        self._watch: Watch[Shape] = Watch(store)
         self._count = self._changes = self._record_from = 0
         """Steps so far; changes since all was as planned; the step from which on one is recorded."""
         self._agreed: frozenset[int] | None = None
         """The regions that run once on all ranks; None while each rank is on its own."""
         self._gave_up = self._said = False
-        self._unsaid = ""
-        """What is to be said of the first plan with regions, once."""
 
     @property
     def limits(self) -> Limits:
         """What a plan for the step that was recorded has to respect."""
-        return self._budgets.limits(self._budgets.of(self._recorded_shape, self._shapes))
+        return self.making.limits(self._recorded_shape)
 
     @property
     def plan(self) -> Plan | None:
@@ -140,9 +131,10 @@ class Autopilot:
             if is_interrupt(error):
                 raise
             self._give_up(error)
-        if self._unsaid:
-            line, self._unsaid = self._unsaid, ""
-            say(self._shared.config, line)  # without the lock, on a thread of the user's
+        shape = self._shape
+        if shape.regions and shape.plan is not None and not shape.on_paper and not self._said:
+            self._said = True  # and said without the lock, on a thread of the user's
+            say(self._shared.config, f"actoffload: {shape.in_words(self._budgets.device_bytes)}")
 
     def _give_up(self, error: Exception) -> None:
         self._gave_up = True
@@ -156,7 +148,7 @@ class Autopilot:
 
     def _begin_step(self) -> None:
         self._following.placement.mismatched_bytes = 0
-        self._began = now(), copy.copy(self._shared.accounts), self._moved_bytes
+        self._watch.begin()
         self._shape_is_known = False
         self._begin_shape()
 
@@ -199,43 +191,28 @@ class Autopilot:
         else:
             self._profiler.forget()
 
-    @property
-    def _moved_bytes(self) -> int:
-        """What has gone to the disk and back so far, where somebody bounds what that costs."""
-        if self._tiers.spool is None or self._shared.config.max_slowdown is None:
-            return 0
-        counts = self._tiers.spool.statistics()
-        return counts.written_bytes + counts.read_bytes
-
     def _finish_step(self) -> None:
-        if self._began is None:
+        watch = self._watch
+        for shape, plan, ended in watch.ended():
+            if shape.plan is plan:
+                self._review(shape, ended)
+        if not watch.began:
             return
-        accounts = self._shared.accounts
-        began_s, before, moved_bytes = self._began
         shape, recorded = self._shape, self._profiler.active or self._profiler.finished
-        if accounts.packed_tensors == before.packed_tensors and (shape.plan is not None or not self._profiler.finished):
+        if not watch.saved and (shape.plan is not None or not self._profiler.finished):
             if not self._profiler.finished:
                 self._profiler.forget()  # what is recorded begins with the step that follows
             return  # a pass without gradients
         self._count += 1
-        step_s = max(1e-9, now() - began_s)
-        waited_s = accounts.pack_wait_s - before.pack_wait_s, accounts.unpack_wait_s - before.unpack_wait_s
-        # The host and a stream may have waited at the same time, and what a stream did is told a step later.
-        share = min(1.0, MOST_WAITED * step_s / max(1e-9, sum(waited_s)))
-        observed = Observed(
-            step_s=step_s,
-            forward_wait_s=share * waited_s[0],
-            backward_wait_s=share * waited_s[1],
-            peak_bytes=accounts.step_peak_bytes,
-            hooks_s=accounts.hooks_s - before.hooks_s,
-            idle_s=accounts.idle_s - before.idle_s,
-        )
+        observed = watch.end()
         if self._is_too_much(shape, observed) or self._is_another(shape):
             return
         if recorded:
-            self._look_at_recording(self._recorded_shape, observed, self._moved_bytes - moved_bytes)
+            self._look_at_recording(self._recorded_shape, observed, watch.moved_bytes)
         elif shape.plan is not None:
-            self._review(shape, observed)
+            shape.steps.count += 1
+            if not watch.later(shape, shape.plan, observed):
+                self._review(shape, observed)
 
     def _is_too_much(self, shape: Shape, observed: Observed) -> bool:
         """Whether the step ran out of memory, or passed ``device_memory``: the next one of its shape takes less."""
@@ -246,23 +223,26 @@ class Autopilot:
         most = peak if limit is None else min(peak, limit)
         if ran_out:
             shape.at_most(TIGHTER * most)
-            self._run_once(shape, frozenset(), "the step ran out of memory")
+            shape.tried.clear()
+            self._run_once(shape, AGAIN, "the step ran out of memory")
         else:
             shape.at_most(most - passed)
-            shape.fewer()
+            shape.tried.pop(shape.once, None)
             told = f"the step passed device_memory by {format_size(passed)}"
-            self._run_once(shape, shape.latest(shape.once), told)
+            if not self._runs_fewer(shape, told):
+                self._run_once(shape, AGAIN, told)
         return True
 
     def _is_another(self, shape: Shape) -> bool:
         """Whether the forward saved something else than the plan was made for: then it begins anew."""
-        if shape.plan is None or shape.profile is None:
+        if shape.plan is None or shape.profile is None or shape.on_paper:  # on paper places are guessed
             return False
         if self._following.placement.mismatched_bytes <= SHAPES_CHANGED * max(1, shape.profile.saved_bytes):
             return False
         self._rest()
         shape.base = None
-        self._run_once(shape, frozenset(), "the forward saved other sizes than the plan was made for")
+        shape.tried.clear()
+        self._run_once(shape, AGAIN, "the forward saved other sizes than the plan was made for")
         return True
 
     # -- recorded steps -----------------------------------------------------------------------------------------------
@@ -294,7 +274,7 @@ class Autopilot:
                 self._make_plan(shape, profile, observed)
 
     def _may_plan(self, shape: Shape) -> bool:
-        late_enough = self._recording.steps > WARM_UP and now() >= self._rest_until_s
+        late_enough = self._recording.steps > WARM_UP and now() >= self.making.rest_until_s
         return late_enough and self._budgets.all_is_there(shape, self._count)
 
     def _can_try_keeping(self, profile: Profile) -> bool:
@@ -312,13 +292,52 @@ class Autopilot:
         if self._agreed is not None:
             return False
         try:
-            found = self._search(self.planner.propose, profile)
+            plan: Plan | None = self.making.plan(shape, profile)
+        except BudgetError as error:
+            plan = None
+            if self._shared.config.device_memory is not None and self._shared.config.device_budget is None:
+                # The step as it was recorded kept the number: a simulation that says otherwise is too careful.
+                _, plan = self.making.least(shape, profile, error.floor_bytes)
+        if plan is not None:
+            self._try(shape, plan, profile)
+        return self._follows_other_regions(shape, float("inf") if plan is None else plan.predicted_step_s or 0.0)
+
+    def _try(self, shape: Shape, plan: Plan, profile: Profile, measured_s: float | None = None) -> None:
+        """Know how long a step with these regions is."""
+        budget = self._budgets.of(shape, self._shapes)
+        shape.tried[shape.once] = Tried(plan, profile, budget, shape.other_bytes, shape.began_bytes, measured_s)
+
+    def _follows_other_regions(self, shape: Shape, than_s: float) -> bool:
+        """Whether a step with other regions run once is shorter than this, on paper; the next step then shows it."""
+        if shape.base is None or self._agreed is not None:
+            return False
+        base = self._recording.on_links(shape.base)
+        try:
+            once = shape.latest(self.making.propose(shape, base).once)
         except BudgetError:
             return False  # not even as they are: the plan says by how much
-        once = shape.latest(found.once)
-        if once:
-            self._run_once(shape, once)
-        return bool(once)
+        known, budget = shape.tried.get(once), self._budgets.of(shape, self._shapes)
+        if once in (shape.once, AGAIN):
+            return False
+        if known is not None and (budget is None or budget <= (1 + PEAK_CHANGE) * (known.budget or 0)):
+            return False  # it was no better
+        return self._follows_on_paper(shape, once, than_s, "other regions run once")
+
+    def _follows_on_paper(self, shape: Shape, once: frozenset[int], than_s: float, reason: str) -> bool:
+        """Whether there is a plan, for a step that nobody has seen, that is shorter than this."""
+        assert shape.base is not None, "the step is made from it"
+        profile, before = with_regions(self._recording.on_links(shape.base), once), shape.once
+        shape.once = once  # for the budget
+        try:
+            plan = self.making.plan(shape, profile)
+            good = (plan.predicted_step_s or 0.0) < (1 - PLAN_GAIN) * than_s
+        except BudgetError:
+            good = False
+        shape.once = before
+        if good:
+            self._follow(shape, plan, profile, reason, once)
+            shape.due, shape.on_paper = reason, True
+        return good
 
     def _refuse_if_too_low(self, profile: Profile, observed: Observed) -> None:
         """Raise before another step passes a budget in bytes that the first one did not keep and no plan will.
@@ -334,18 +353,9 @@ class Autopilot:
         if profile.host is None and profile.disk is None:
             return
         assert budget is not None, "it was passed"
-        least, _ = self._least(profile, budget)
+        least, _ = self.making.least(self._recorded_shape, profile, budget)
         if least > budget:
             raise BudgetError(budget, least)
-
-    def _least(self, profile: Profile, budget: int) -> tuple[int, Plan | None]:
-        """Return the least budget from this one up that a plan keeps, and the plan; None where only keep's does."""
-        for _ in range(LEAST_TRIES):
-            try:
-                return budget, self.planner.plan(profile, replace(self.limits, device_budget=budget))
-            except BudgetError as error:
-                budget = max(budget, error.floor_bytes)
-        return profile.baseline_peak_bytes, None
 
     # -- plans --------------------------------------------------------------------------------------------------------
 
@@ -357,18 +367,18 @@ class Autopilot:
         """
         budget = self.limits.device_budget
         try:
-            plan = self._search(self._plan_that_fits, profile)
+            plan = self.making.plan(shape, profile)
         except BudgetError as error:
-            if self._runs_fewer(shape):
+            if self._runs_fewer(shape, "no plan keeps the budget"):
                 return
             found, number = None, bool(self._budgets.device_bytes)
             if number or _passed(observed, budget):  # else the last step did keep it: go on as it was
                 assert budget is not None, "no plan keeps it"
-                least, found = self._least(profile, budget)
+                least, found = self.making.least(self._recorded_shape, profile, budget)
                 if self._shared.config.device_budget is not None and self._shared.config.device_share is None:
                     raise BudgetError(budget, least) from error
                 if not number or self._budgets.passed_bytes:
-                    self._take_floor(least)
+                    self.making.take_floor(least, budget)
             if found is None:
                 self.history.append(f"no plan: {error}")
                 shape.hopeless = True
@@ -376,54 +386,36 @@ class Autopilot:
             plan = found
         self._follow(shape, plan, profile, "first plan")
 
-    def _take_floor(self, least: int) -> None:
-        """Follow the least budget that a plan keeps in place of a share or number that is less, and say so once."""
-        shared, config = self._shared, self._shared.config
-        name, left = ("device_budget", "") if config.device_memory is None else ("device_memory", " for saved tensors")
-        share = format_size(self.limits.device_budget or 0)
-        told = (
-            f"{name}={getattr(config, name)!r} is {share}{left}, less than a step needs: {format_size(least)} "
-            f"({least} bytes) holds from now on; to lower it, make the batch or what a block saves smaller"
-        )
-        if config.device_memory is None:
-            shared.budget.floor_bytes = shared.budget.limit_bytes = least
-        if "budget" in shared.reporter.advice:
-            shared.reporter.advice["budget"] = told  # another shape needs more: the report has the figure that holds
-        shared.reporter.advise("budget", told)
-
-    def _runs_fewer(self, shape: Shape) -> bool:
-        """Whether fewer regions run once from the next step on, as no plan for so many keeps the budget."""
+    def _runs_fewer(self, shape: Shape, reason: str) -> bool:
+        """Whether fewer regions run once from the next step on, as so many take too much."""
         if not shape.once or self._agreed is not None:
             return False
-        shape.fewer()
-        self._run_once(shape, shape.latest(shape.once))
+        shape.tried.pop(shape.once, None)
+        while shape.most_once != 0:
+            shape.fewer()
+            once = shape.latest(shape.once)
+            if once and shape.base is not None and self._follows_on_paper(shape, once, float("inf"), reason):
+                return True
+        self._follow_base(shape, reason)
         return True
 
-    def _search(self, find: Callable[..., T], profile: Profile) -> T:
-        began_s = now()
-        try:
-            return expected(find, profile, self.limits)
-        finally:
-            self._rest_until_s = now() + (now() - began_s) / PLANNING_SHARE
+    def _base_s(self, shape: Shape) -> float:
+        """The step in which all regions run again, within the budget; infinite if none is."""
+        known = shape.tried.get(AGAIN)
+        return float("inf") if known is None else known.step_s
 
-    def _plan_that_fits(self, profile: Profile, limits: Limits) -> Plan:
-        """Plan; where a plan without a budget exceeds the device's memory, what there is becomes the budget."""
-        shape = self._recorded_shape
-        room = self._budgets.room_bytes if limits.device_budget is None else None
-        try:
-            plan: Plan = self.planner.plan(profile, limits)
-            if room is None or (plan.predicted_peak_bytes or 0) <= room:
-                return plan
-            shape.at_most(room)
-            plan = self.planner.plan(profile, self.limits)
-            return plan
-        except BudgetError as error:
-            if room is None:
-                raise
-            least, found = self._least(profile, error.floor_bytes)
-            shape.most_bytes = least  # the next step shows whether the device has that
-            plan = found or self.planner.plan(profile, self.limits)
-            return plan
+    def _follow_base(self, shape: Shape, reason: str, due: str = "") -> None:
+        """Let all regions run again; ``due``: why the next step is recorded."""
+        known = shape.tried.get(AGAIN)
+        if known is None:
+            self._run_once(shape, AGAIN, reason)
+        else:
+            self._follow_known(shape, AGAIN, known, reason)
+            shape.due = due
+
+    def _follow_known(self, shape: Shape, once: frozenset[int], known: Tried, reason: str) -> None:
+        shape.other_bytes, shape.began_bytes = known.other_bytes, known.began_bytes
+        self._follow(shape, known.plan, known.profile, reason, once)
 
     def _run_once(self, shape: Shape, once: frozenset[int], reason: str = "") -> None:
         """Run these regions once from the next step on, which is recorded. Until there is a plan, all may move."""
@@ -431,22 +423,25 @@ class Autopilot:
             self.history.append(reason)
         if self._agreed is None:  # else all ranks decide that together
             shape.once = once
-        shape.plan, shape.due = None, ""
+        shape.plan, shape.due, shape.on_paper = None, "", False
         shape.steps = StepsUnderPlan()
         self._shared.accounts.begin_plan()
         self._profiler.forget()
         if shape is self._shape:
             self._following.follow(None, shape.once)
 
-    def _follow(self, shape: Shape, plan: Plan, profile: Profile, reason: str) -> None:
+    def _follow(
+        self, shape: Shape, plan: Plan, profile: Profile, reason: str, once: frozenset[int] | None = None
+    ) -> None:
+        """Follow a plan; ``once``: with these regions run once, else with those that do."""
+        shape.once = shape.once if once is None else once
         self.history.append(f"{reason} (inputs {shape})" if len(self._shapes) > 1 else reason)
         shape.steps = StepsUnderPlan(REVIEW_STEPS if shape.profile is None else AFTER_A_CHANGE)
         shape.plan = replace(plan, once=tuple(sorted(shape.once)), regions=shape.regions)
-        shape.profile, shape.due = profile, ""
+        shape.profile, shape.due, shape.on_paper = profile, "", False
         shape.recorded_at = self._count
         self._shared.accounts.begin_plan()
-        if shape.regions and not self._said:
-            self._unsaid, self._said = f"actoffload: {shape.in_words(self._budgets.device_bytes)}", True
+        shape.predicted_s = plan.predicted_step_s
         if shape is self._shape:
             self._profiler.forget()
             self._following.follow(shape.plan, shape.once)
@@ -463,77 +458,72 @@ class Autopilot:
         late_s = seen.step_s - (shape.plan.predicted_step_s or seen.step_s)
         self._recording.learn_idle(shape.plan, seen)
         self._recording.look_at_links(waited=min(late_s, seen.wait_s) > WAIT_SHARE * seen.step_s)
-        reason = surprise(shape.plan, seen, shape.profile, self._recording.on_links(shape.profile), self._loss)
+        reason = surprise(shape.plan, seen, shape.profile, self._recording.on_links(shape.profile), loss(self.limits))
         if not reason:
             self._changes = 0
-        elif now() >= self._rest_until_s and self._count >= self._record_from:
+        elif self._may_change:
             shape.due = reason
             self._rest()
+            return
+        self._compare(shape, seen)
+
+    @property
+    def _may_change(self) -> bool:
+        return now() >= self.making.rest_until_s and self._count >= self._record_from
+
+    def _compare(self, shape: Shape, seen: Observed) -> None:
+        """Follow the plan with other regions run once that was tried before, if that step was shorter."""
+        if self._agreed is not None or not shape.regions:
+            return
+        assert shape.plan is not None, "these steps followed it"
+        assert shape.profile is not None, "it was made from it"
+        self._try(shape, shape.plan, shape.profile, seen.step_s)
+        once, best = min(shape.tried.items(), key=lambda entry: entry[1].step_s)
+        if once != shape.once and best.step_s < (1 - PLAN_GAIN) * seen.step_s and self._may_change:
+            told = f"a step with {len(shape.once)} regions run once takes {seen.step_s:.3g} s"
+            self._rest()
+            self._follow_known(shape, once, best, f"{told}, with {len(once)} {best.step_s:.3g} s")
 
     def _correct(self, shape: Shape, recorded: Profile, observed: Observed, moved_bytes: int) -> None:
         """Follow another plan if one is better now; else know the old one better."""
         assert shape.plan is not None, "it is corrected"
         assert shape.profile is not None, "it was made from a profile"
         old, before, reason, seen = shape.plan, shape.profile, shape.due, shape.steps.seen or observed
-        shape.due = ""
-        if self.limits.device_budget is None and recorded.step_s > (1 - STEP_CHANGE) * before.step_s:
+        on_paper, shape.on_paper, shape.due = shape.on_paper, False, ""
+        if not on_paper and self.limits.device_budget is None and recorded.step_s > (1 - STEP_CHANGE) * before.step_s:
             # What moving costs looks like compute, and would make room for more of itself without end.
             if self._shared.config.max_slowdown is not None and recorded.device == "cpu":
                 self._recording.learn_cost(recorded.step_s - before.step_s, moved_bytes, before.step_s)
             recorded = before
         profile = self._recording.on_links(recorded)
-        known = simulate(profile, old, self.limits, detail=False)
-        if shape.base is not None and self._has_better_regions(shape, known.step_s, recorded, before):
+        if shape.regions and not shape.once:
+            shape.base = recorded
+        elif shape.regions and not on_paper and self._agreed is None and _differ(recorded, before):
+            base = shape.tried.get(AGAIN)
+            shape.tried = {} if base is None else {AGAIN: base}
+            self._follow_base(shape, reason, due="what is known of other regions is of another machine")
             return
         try:
-            plan = self._search(self._plan_that_fits, profile)
+            plan = self.making.plan(shape, profile)
         except BudgetError:
-            if self._runs_fewer(shape):
+            if self._runs_fewer(shape, "no plan keeps the budget"):
                 return
             plan = old  # that keeps the budget, as far as anything does
-        if plan is not old and self._gains(profile, plan, old):
+        better = on_paper or (plan is not old and self.making.gains(shape, profile, plan, old))
+        if shape.regions and self._agreed is None:
+            known = plan if better else replace(old, predicted_step_s=simulate(profile, old, self.limits).step_s)
+            self._try(shape, known, profile)
+            least_s = min(tried.step_s for once, tried in shape.tried.items() if once in (shape.once, AGAIN))
+            if self._follows_other_regions(shape, least_s):
+                return
+            if shape.once and (known.predicted_step_s or 0.0) > (1 - PLAN_GAIN) * self._base_s(shape):
+                self._follow_base(shape, f"a step with {len(shape.once)} regions run once is no shorter")
+                return
+        if better:
             self._follow(shape, plan, profile, reason)
             return
         shape.profile = profile
         shape.plan = replace(old, predicted_step_s=seen.step_s, predicted_peak_bytes=seen.peak_bytes)
-
-    def _has_better_regions(self, shape: Shape, known_s: float, recorded: Profile, before: Profile) -> bool:
-        """Whether other regions should run once as the machine is now; the next step then shows it."""
-        assert shape.base is not None, "regions were chosen from it"
-        if self._agreed is not None:
-            return False
-        if abs(recorded.step_s - before.step_s) > STEP_CHANGE * before.step_s:
-            self._run_once(shape, frozenset())  # the base is of another machine
-            return True
-        try:
-            found = self._search(self.planner.propose, self._recording.on_links(shape.base))
-        except BudgetError:
-            return False
-        better = shape.latest(found.once) != shape.once and found.step_s < (1 - PLAN_GAIN) * known_s
-        if better:
-            self._run_once(shape, shape.latest(found.once))
-        return better
-
-    def _gains(self, profile: Profile, new: Plan, old: Plan) -> bool:
-        """Whether a plan that was made just now is better than the one that is followed by enough to change."""
-        limits = self.limits
-        before, after = (simulate(profile, plan, limits, detail=False) for plan in (old, new))
-        if (
-            before.peak_bytes > (limits.device_budget or float("inf"))
-            or before.step_s > (1 + self._loss) * profile.step_s
-        ):
-            return True  # the old one breaks a limit
-        if limits.device_budget is not None:
-            return after.step_s < (1 - PLAN_GAIN) * before.step_s
-        return after.peak_bytes < (1 - PLAN_GAIN) * before.peak_bytes
-
-    @property
-    def _loss(self) -> float:
-        """How much longer than one that keeps all a step may be, as a share."""
-        limits = self.limits
-        if limits.max_slowdown is not None:
-            return limits.max_slowdown
-        return NO_LOSS if limits.device_budget is None else float("inf")
 
     def _rest(self) -> None:
         """Record again: the next step at first, then after more and more steps."""
@@ -550,7 +540,7 @@ class Autopilot:
             return Brought()
         fits = tuple(s.nbytes for s in base.storages), tuple((r.place, r.name) for r in base.regions)
         try:
-            found = self.planner.propose(self._recording.on_links(base), replace(self.limits, agreed=True))
+            found = self.making.planner.propose(self._recording.on_links(base), replace(self.limits, agreed=True))
         except BudgetError:
             return Brought(once=(), fits=fits)
         return Brought(once=tuple(sorted(shape.latest(found.once))), fits=fits)
@@ -598,3 +588,9 @@ class Autopilot:
 def _passed(observed: Observed, budget: int | None) -> bool:
     """Whether a step had more on the device than a budget allows."""
     return budget is not None and (observed.peak_bytes or 0) > budget
+
+
+def _differ(one: Profile, other: Profile) -> bool:
+    """Whether steps compute for another time. What comes after backward is left out: not all micro-batches have it."""
+    seconds = [profile.forward_s + profile.backward_s for profile in (one, other)]
+    return abs(seconds[0] - seconds[1]) > STEP_CHANGE * seconds[1]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import replace
 from statistics import median
+from typing import Generic, TypeVar
 
+from ..events import now
 from ..planning.constants import (
     LINK_CHANGE,
     MAX_COST_SHARE,
+    MOST_WAITED,
     PEAK_CHANGE,
     REVIEW_STEPS,
     STEP_CHANGE,
@@ -19,9 +24,92 @@ from ..planning.profile import Link, Profile
 from ..policy import Decision
 from ..runtime.store import ActivationStore
 from ..sizes import format_size
+from ..tiers.accelerator import Event
+from ..tiers.accounts import Accounts
 
 LINKS = ("host", "disk")
 WAYS = ("write", "read")
+
+
+S = TypeVar("S")
+
+
+class Watch(Generic[S]):
+    """The step that runs, and those that a device has not ended yet: its host may be steps ahead.
+
+    Args:
+        store: is watched.
+    """
+
+    def __init__(self, store: ActivationStore) -> None:
+        self._shared, self._tiers = store.shared, store.tiers
+        self._before: tuple[float, Accounts, int, Event | None] | None = None
+        self._now: Event | None = None
+        self._open: deque[tuple[S, Plan, Observed, Event, Event]] = deque(maxlen=2 * REVIEW_STEPS)
+
+    @property
+    def began(self) -> bool:
+        """Whether a step runs."""
+        return self._before is not None
+
+    def begin(self) -> None:
+        """A step begins, where the last one may just have ended."""
+        moment, self._now = self._now or self._tiers.moment(), None
+        self._before = now(), copy.copy(self._shared.accounts), self._moved_so_far, moment
+
+    @property
+    def saved(self) -> bool:
+        """Whether the step that runs has saved anything."""
+        assert self._before is not None, "it has begun"
+        return self._shared.accounts.packed_tensors != self._before[1].packed_tensors
+
+    @property
+    def moved_bytes(self) -> int:
+        """What has gone to the disk and back in this step, where somebody bounds what that costs."""
+        assert self._before is not None, "it has begun"
+        return self._moved_so_far - self._before[2]
+
+    def end(self) -> Observed:
+        """The step has ended: return what it was like, by the host's clock."""
+        assert self._before is not None, "it has begun"
+        accounts, (began_s, before, _, _) = self._shared.accounts, self._before
+        self._now, step_s = self._tiers.moment(), max(1e-9, now() - began_s)
+        observed = Observed(
+            step_s=step_s,
+            forward_wait_s=accounts.pack_wait_s - before.pack_wait_s,
+            backward_wait_s=accounts.unpack_wait_s - before.unpack_wait_s,
+            peak_bytes=accounts.step_peak_bytes,
+            hooks_s=accounts.hooks_s - before.hooks_s,
+            idle_s=accounts.idle_s - before.idle_s,
+        )
+        return observed if self._now is not None else observed.lasting(step_s, MOST_WAITED)
+
+    def later(self, steps_of: S, plan: Plan, observed: Observed) -> bool:
+        """Have `ended` return the step that has just ended, if a device ran it. Its host's time would say little."""
+        assert self._before is not None, "it has begun"
+        began = self._before[3]
+        if began is None or self._now is None:
+            return False
+        self._open.append((steps_of, plan, observed, began, self._now))
+        return True
+
+    def ended(self) -> Iterator[tuple[S, Plan, Observed]]:
+        """The steps that the device has ended by now, in order, as long as they were on it."""
+        while self._open:
+            steps_of, plan, observed, began, ended = self._open[0]
+            step_s = self._tiers.seconds_between(began, ended)
+            if step_s is None:
+                return
+            self._open.popleft()
+            if step_s > 0:
+                yield steps_of, plan, observed.lasting(step_s, MOST_WAITED)
+
+    @property
+    def _moved_so_far(self) -> int:
+        if self._tiers.spool is None or self._shared.config.max_slowdown is None:
+            return 0
+        counts = self._tiers.spool.statistics()
+        return counts.written_bytes + counts.read_bytes
 
 
 class Recording:
@@ -98,13 +186,13 @@ class StepsUnderPlan:
 
     Attributes:
         seen: their median; None before there are enough.
-        count: how many there were.
+        count: how many there were, also of those that a device has not ended yet.
     """
 
     def __init__(self, count: int = REVIEW_STEPS) -> None:
         self.seen: Observed | None = None
         self.count = 0
-        self._least = count
+        self._left = count
         self._steps: deque[Observed] = deque(maxlen=REVIEW_STEPS)
 
     @property
@@ -114,9 +202,9 @@ class StepsUnderPlan:
 
     def add(self, observed: Observed) -> Observed | None:
         """Add a step; once there are enough, return the median of the last ones."""
-        self.count += 1
         self._steps.append(observed)
-        if self.count < self._least:
+        self._left = max(0, self._left - 1)
+        if self._left:
             return None
         steps = self._steps
         self.seen = Observed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from ..planning.constants import MOST_SHAPES, PROBE_SHARE
 from ..planning.explain import format_time
@@ -13,6 +14,30 @@ from ..planning.profile import Profile
 from ..runtime.decision import InputShapes
 from ..sizes import format_size
 from .observations import StepsUnderPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What is known of the steps of a shape under one choice of regions.
+
+    Attributes:
+        plan: what these steps followed, or would; ``profile``: what it was made from.
+        budget: what they might save at most.
+        other_bytes: as of `Shape`; ``began_bytes``: likewise.
+        measured_s: how long a step was; None where that is only predicted.
+    """
+
+    plan: Plan
+    profile: Profile
+    budget: int | None
+    other_bytes: int | None
+    began_bytes: int
+    measured_s: float | None = None
+
+    @property
+    def step_s(self) -> float:
+        """How long a step is, as far as anybody knows."""
+        return self.plan.predicted_step_s or 0.0 if self.measured_s is None else self.measured_s
 
 
 class Shape:
@@ -36,6 +61,9 @@ class Shape:
         other_bytes: what else the device had at most in a recorded step; None before there is one.
         began_bytes: what it had as that step began; ``settled``: optimizer states were there by then.
         recorded_at: the step that the plan was made from, by its number.
+        predicted_s: the step as it was predicted when the plan was made.
+        tried: by the regions that run once, what is known of such steps.
+        on_paper: the plan was made for a step that nobody has seen yet.
         most_once: how many regions may run once, after a plan for more of them kept no budget; None for all.
     """
 
@@ -56,6 +84,9 @@ class Shape:
         self.settled = False
         self.recorded_at = 0
         self.most_once: int | None = None
+        self.predicted_s: float | None = None
+        self.tried: dict[frozenset[int], Tried] = {}
+        self.on_paper = False
 
     @property
     def elements(self) -> int:
@@ -91,7 +122,7 @@ class Shape:
 
     def fewer(self) -> None:
         """Let half as many regions run once from now on."""
-        self.most_once = len(self.once) // 2
+        self.most_once = (len(self.once) if self.most_once is None else min(self.most_once, len(self.once))) // 2
 
     def latest(self, once: frozenset[int]) -> frozenset[int]:
         """As many of these regions as may run once: the last of a forward, whose tensors live the shortest."""
@@ -103,9 +134,10 @@ class Shape:
         assert self.plan is not None, "there is a plan to tell of"
         assert self.base is not None, "it has regions"
         told = f"{self.regions} checkpointed regions: {len(self.once)} no longer run again"
-        step_s, peak = self.plan.predicted_step_s, self.plan.predicted_peak_bytes or 0
-        if step_s and self.base.step_s:
-            told += f", predicted {step_s / self.base.step_s:.2f} x the step"
+        peak, again = self.plan.predicted_peak_bytes or 0, self.tried.get(frozenset())
+        base_s = (again.plan.predicted_step_s if again is not None else None) or self.base.step_s
+        if self.predicted_s and base_s:
+            told += f", predicted {self.predicted_s / base_s:.2f} x the step"
         if device_bytes:
             return f"{told}, peak {format_size(peak + (self.other_bytes or 0))} of {format_size(device_bytes)}"
         own = format_size(self.base.baseline_peak_bytes)

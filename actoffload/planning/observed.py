@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import ConfigError
 
@@ -32,6 +32,15 @@ class Observed:
     def __post_init__(self) -> None:
         if not 0 < self.step_s < float("inf"):
             raise ConfigError("step_s", self.step_s, "give the seconds that the step took")
+
+    def lasting(self, step_s: float, most_waited: float) -> Observed:
+        """The step as long as this, of which it waited for no more than a share.
+
+        The host and a stream may have waited at the same time, and what a stream did is told a step later.
+        """
+        share = min(1.0, most_waited * step_s / max(1e-9, self.wait_s))
+        waits = share * self.forward_wait_s, share * self.backward_wait_s
+        return replace(self, step_s=step_s, forward_wait_s=waits[0], backward_wait_s=waits[1])
 
     @property
     def wait_s(self) -> float:

@@ -46,10 +46,13 @@ class RunSoFar:
         """Whether the step that begins now has all that any has: optimizer states, and gradients if they accumulate.
 
         Where several micro-batches go into a step, the first one after the optimizer's step begins without gradients.
+        That step may have been counted already: whoever asks for statistics has it counted.
         """
         steps, accounts = optimizer_steps(), self._accounts
-        accumulates = accounts.microbatches > accounts.optimizer_steps + (steps > self._optimizer_steps)
-        return steps > self._first_optimizer_steps and not (accumulates and steps > self._optimizer_steps)
+        uncounted = steps > self._optimizer_steps
+        begins = uncounted or accounts.microbatches == self._microbatches_stepped
+        accumulates = accounts.microbatches > accounts.optimizer_steps + uncounted
+        return steps > self._first_optimizer_steps and not (accumulates and begins)
 
     def forward_begins(self, tiers: Tiers, *, first: bool) -> None:
         """A forward begins; ``first``: nothing is alive, so that a step begins with it."""

@@ -113,11 +113,11 @@ class CpuTier(Tier):
 
     def _is_crowded(self, nbytes: int) -> bool:
         """Whether too much is on its way out for ``nbytes`` more; with a budget the store waits instead."""
-        unlimited = self.shared.budget.limit_bytes is not None
+        limited = self.shared.budget.limit_bytes is not None
         limit = self._pending_limit_bytes
         # A record larger than the limit may go while at most half of the limit is on its way.
         counted = nbytes if nbytes <= limit else (limit + 1) // 2
-        return not unlimited and self.shared.pending_bytes + counted > limit
+        return not limited and self.shared.pending_bytes + counted > limit
 
     def _leave(self, record: Record) -> None:
         record.to(State.SPILLING)

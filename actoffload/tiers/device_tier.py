@@ -208,7 +208,7 @@ class DeviceTier(Tier):
         """Wait until there may be more of it; return False when none is on its way."""
         shared = self.shared
         if not self._pool.growing:
-            self.window.advance(0)
+            shared.begin_all()
         if shared.stopped or not (self._pool.growing or shared.pending_bytes or self._reading):
             return False
         shared.changed.wait()

@@ -101,6 +101,8 @@ class DirectTier(Tier):
                     raise
                 self.shared.no_memory_ahead = True
                 ahead = [one for one in self._ahead if one.state is State.RESIDENT]
+                if not ahead:
+                    self.shared.begin_all()
                 if not ahead and (self.shared.pending_bytes == 0 or self.shared.stopped):
                     raise
                 for one in ahead:

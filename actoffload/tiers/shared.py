@@ -6,6 +6,7 @@ import logging
 import threading
 import warnings
 from collections import deque
+from collections.abc import Callable
 
 from ..config import OffloadConfig
 from ..events import EventKind, EventSink, TraceEvent, now
@@ -164,6 +165,18 @@ class Shared:
         self.watches_host = False
         self.stopped = False
         self.interrupted = False
+        self.flush_tiers: Callable[[], Callable[[], None] | None] = lambda: None
+        """Returns what begins everything that waits for a later moment."""
+
+    def begin_all(self) -> None:
+        """Begin everything that waits for a later moment, in every tier, before this thread waits for what is pending.
+
+        A batch that waits for more records would stay pending for ever: this thread adds none. Call it before the
+        condition is looked at, as what begins may also be given up at once, and nobody notifies this thread of that.
+        """
+        flush = self.flush_tiers()
+        if flush is not None:
+            flush()
 
     def after_fork_in_child(self) -> None:
         """Take a new lock, as the old one may have been held when the process forked, and start nothing any more."""

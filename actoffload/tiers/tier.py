@@ -142,9 +142,15 @@ class Tier(ABC):
     def wait_for_room(self, nbytes: int, limit_bytes: int) -> None:
         """Wait until the resident bytes are at most ``limit_bytes - nbytes``, or nothing is on its way out any more."""
         shared = self.shared
-        while shared.pending_bytes > 0 and shared.accounts.resident_bytes + nbytes > limit_bytes and not shared.stopped:
-            self.flush()  # a batch that waits for more records would stay pending for ever, as this thread adds none
-            shared.changed.wait()
+
+        def waits() -> bool:
+            over = shared.accounts.resident_bytes + nbytes > limit_bytes
+            return over and shared.pending_bytes > 0 and not shared.stopped
+
+        while waits():
+            shared.begin_all()
+            if waits():  # not only for what has just been given up
+                shared.changed.wait()
 
     def expect_pending(self, nbytes: int | None) -> None:
         """Adapt to the bytes that a plan expects on their way out at once; None: no plan. The user's limit stays."""

@@ -17,7 +17,7 @@ from ..memory.host_pool import HostBudget, HostPool
 from ..memory.process_memory import available_bytes, fix_mmap_threshold, memory_bytes, peak_rss_bytes, rss_bytes
 from ..storage.engines import BEHIND_A_DEVICE
 from ..storage.spool import Disk, Spool
-from .accelerator import Accelerator, accelerator_for, allocated_bytes, default_device_types
+from .accelerator import Accelerator, Event, accelerator_for, allocated_bytes, default_device_types
 from .copy_streams import CopyStreams
 from .cpu_tier import CpuTier
 from .device_tier import DeviceTier
@@ -81,6 +81,7 @@ class Tiers:
         """The highest peak of the device that was begun anew since."""
         self._cpu_memory: cpu_allocator.Use | None = None
         self._open(accelerator)
+        shared.flush_tiers = weakref.WeakMethod(self.flush)
 
     def counts(self) -> dict[str, int]:
         """Return the counts of pools, copies and engines, by the names of `Statistics`."""
@@ -186,6 +187,21 @@ class Tiers:
             copies.stopwatch = DeviceStopwatch(copies.device, copies.current_index)
             return copies.stopwatch
         return Stopwatch(self.shared.accounts)
+
+    def moment(self) -> Event | None:
+        """A moment of the stream on which the calling thread computes; None on the CPU, or before a device is known."""
+        for copies in self._copies:
+            index = copies.current_index()
+            if index is not None and not copies.device.capturing(index):
+                return copies.device.timestamp(copies.device.current_stream(index))
+        return None
+
+    def seconds_between(self, begin: Event, end: Event) -> float | None:
+        """Time from one `moment` to a later one of the same device; None while the device has not come to it."""
+        device = next(copies.device for copies in self._copies)
+        if begin.index != end.index:
+            return 0.0
+        return device.seconds_between(begin, end) if device.done(end) else None
 
     def start_timeline(self) -> Timeline | None:
         """Note the work of the device and its times from now on; None without a device."""

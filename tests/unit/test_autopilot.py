@@ -50,6 +50,9 @@ class _Scripted:
         self.limits: list[Limits] = []
         self.error: BudgetError | None = None
         self.errors_left = 1000
+        self.scale = 1.0
+        self.most_gain = 1000
+        """More regions that run once make a step longer."""
 
     def plan(self, profile: Profile, limits: Limits) -> Plan:
         self.profiles.append(profile)
@@ -66,7 +69,8 @@ class _Scripted:
             for s in profile.storages
             if s.index is not None and s.tape == 0
         )
-        return Plan(entries, planner="scripted", predicted_step_s=1.0)
+        seconds = (1.0 if len(profile.once) <= self.most_gain else 2.0) - 0.1 * len(profile.once)
+        return Plan(entries, planner="scripted", predicted_step_s=self.scale * seconds)
 
     def propose(self, base: Profile, limits: Limits) -> Proposal:
         self.bases.append(base)
@@ -179,7 +183,7 @@ def test_an_evaluation_before_a_step_is_not_recorded_with_it(make_offloader: Mak
 
 def test_another_shape_has_a_plan_of_its_own(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where no model is known: the first storage tells the shapes apart."""
-    monkeypatch.setattr("actoffload.autotune.autopilot.PLANNING_SHARE", 1e9)
+    monkeypatch.setattr("actoffload.autotune.making.PLANNING_SHARE", 1e9)
     offloader = make_offloader(policy="auto")
     planner = _Scripted(lambda *_: True)
     pilot = plan_with(offloader, planner)
@@ -203,7 +207,7 @@ def test_a_forward_that_saves_something_else_starts_over(
     make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first storage is the same, so it is the same shape as far as anybody knows."""
-    monkeypatch.setattr("actoffload.autotune.autopilot.PLANNING_SHARE", 1e9)
+    monkeypatch.setattr("actoffload.autotune.making.PLANNING_SHARE", 1e9)
     offloader = make_offloader(policy="auto")
     planner = _Scripted(lambda *_: True)
     pilot = plan_with(offloader, planner)
@@ -314,12 +318,17 @@ def test_a_step_with_all_regions_again_says_which_run_once_and_the_next_one_is_p
     assert (_once(offloader), planner.bases) == (ALL_AGAIN, [])
     _steps(offloader, 1)
     assert _once(offloader) == {1, 3}
-    assert pilot.plan is None, "what these regions save has not been seen yet"
     (base,) = planner.bases
     assert {region.again_s for region in base.regions} == {base.forward_s}
+    planned_from, on_paper = planner.profiles
+    assert planned_from == base
+    assert on_paper.once == (1, 3), "what these regions save has not been seen yet"
+    assert pilot.plan is not None
+    assert not any("checkpointed regions" in line for line in told), "no plan is announced that was only made on paper"
     _steps(offloader, 1)
-    (profile,) = planner.profiles
+    profile = planner.profiles[-1]
     assert [region.again_s is None for region in profile.regions] == [False, True, False, True]
+    assert profile is not on_paper
     assert planner.limits[-1].device_budget == base.baseline_peak_bytes, "no more than the program's own checkpoints"
     plan: Any = pilot.plan
     assert (plan.once, plan.regions, _once(offloader)) == ((1, 3), 4, frozenset({1, 3}))
@@ -333,20 +342,65 @@ def test_a_step_with_all_regions_again_says_which_run_once_and_the_next_one_is_p
 def test_where_no_plan_keeps_the_budget_half_as_many_regions_run_once(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(policy="auto", device_budget="1GiB")
     planner = _Scripted(lambda *_: True, frozenset({0, 1, 2, 3}))
-    planner.error, planner.errors_left = BudgetError(1 << 30, 1 << 31), 3
     pilot = plan_with(offloader, planner)
     _steps(offloader, WARM_UP + 2)
-    seen = []
-    for _ in range(5):
-        seen.append(set(_once(offloader)))
-        _steps(offloader, 1)
-    assert seen == [{0, 1, 2, 3}, {2, 3}, {3}, set(), set()]
+    assert set(_once(offloader)) == {0, 1, 2, 3}
+    planner.error, planner.errors_left = BudgetError(1 << 30, 1 << 31), 2
+    _steps(offloader, 1)
+    assert set(_once(offloader)) == {3}, "there was none for the step as recorded, nor for two on paper"
+    planner.errors_left = 1
+    _steps(offloader, 1)
+    assert set(_once(offloader)) == set()
+    _steps(offloader, 6)
     assert pilot.plan.once == (), "and no proposal runs as many again"
 
 
 @pytest.mark.usefixtures("regions")
+def test_regions_run_once_only_where_that_makes_the_step_shorter(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="auto", device_budget="1GiB")
+    planner = _Scripted(lambda *_: True, frozenset({0, 1, 2, 3}))
+    planner.most_gain = 2
+    pilot = plan_with(offloader, planner)
+    _steps(offloader, WARM_UP + 2)
+    assert (_once(offloader), pilot.plan.once) == (ALL_AGAIN, ()), "by its plan the step is longer than the base's"
+    assert list(pilot.history) == ["first plan"]
+
+
+@pytest.mark.usefixtures("regions")
+def test_a_recorded_step_that_is_no_shorter_than_the_bases_is_not_followed(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="auto", device_budget="1GiB")
+    planner = _Scripted(lambda *_: True, frozenset({0, 1, 2, 3}))
+    pilot = plan_with(offloader, planner)
+    _steps(offloader, WARM_UP + 2)
+    assert len(_once(offloader)) == 4
+    planner.most_gain = 2
+    _steps(offloader, 1)
+    assert (_once(offloader), pilot.plan.once) == (ALL_AGAIN, ())
+    _steps(offloader, 12)
+    assert _once(offloader) == ALL_AGAIN, "and is not tried again within the same budget"
+
+
+@pytest.mark.usefixtures("regions")
+def test_measured_steps_decide_at_last(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the plans the mix is shorter; measured, it is longer than the base's plan says, and than the base's steps."""
+    monkeypatch.setattr("actoffload.autotune.making.PLANNING_SHARE", 1e9)
+    offloader = make_offloader(policy="auto", device_budget="1GiB")
+    planner = _Scripted(lambda *_: True, frozenset({0, 1, 2, 3}))
+    planner.scale = 1e-9  # any step that is measured is longer, by so little that nobody looks again
+    monkeypatch.setattr("actoffload.autotune.autopilot.surprise", lambda *_: "")
+    pilot = plan_with(offloader, planner)
+    seen = []
+    for _ in range(40):
+        _steps(offloader, 1)
+        seen.append(len(_once(offloader)))
+    assert 4 in seen
+    assert 0 in seen[seen.index(4) :]
+    assert any("4 regions run once takes" in reason for reason in pilot.history)
+
+
+@pytest.mark.usefixtures("regions")
 def test_each_shape_has_regions_of_its_own(make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actoffload.autotune.autopilot.PLANNING_SHARE", 1e9)
+    monkeypatch.setattr("actoffload.autotune.making.PLANNING_SHARE", 1e9)
     offloader = make_offloader(policy="auto")
     plan_with(offloader, _Scripted(lambda *_: True, frozenset({0}), frozenset({2})))
     model = Chain()

@@ -24,6 +24,7 @@ from actoffload.errors import OffloaderClosedError, StateError, StorageReadError
 from actoffload.storage.engines.base import IoKind
 from actoffload.storage.engines.posix import PosixEngine
 from actoffload.testing.faults import FailingEngine, FullEngine, GateEngine
+from actoffload.testing.simulated_device import NAME
 from actoffload.tiers.coalescing import Sources
 from actoffload.tiers.record import Record
 from tests.harness import (
@@ -42,6 +43,7 @@ from tests.harness import (
 )
 from tests.unit.saving import FULL, KIB, NBYTES, BufferedGateEngine, CountingEngine, Saved, activations, freed
 
+MIB = 1024 * KIB
 ALONE = 512 * KIB
 """A tensor of so many bytes goes alone."""
 BATCH = FULL * NBYTES
@@ -77,6 +79,37 @@ def test_a_plan_that_bounds_the_memory_waits_for_no_batch_that_is_never_full(mak
     saved = Saved(offloader, activations(3))
     assert states_of(offloader).count("spilled") >= 1
     saved.check_rest()
+
+
+def test_a_wait_for_room_ends_where_what_it_begins_is_given_up(make_offloader: MakeOffloader) -> None:
+    """Freed before its batch began: then nothing is on its way, and nobody says so."""
+    offloader = make_offloader(engine="memory", min_bytes=64 * KIB)
+    (tensor,) = activations(1)
+    saved = Saved(offloader, [tensor])
+    assert pending_bytes(offloader) == NBYTES
+    tensor.untyped_storage().resize_(0)
+    offloader.store.shared.budget.limit_bytes = 1
+    with offloader:
+        x = torch.ones(1024, requires_grad=True)
+        _ = x.exp()
+    assert pending_bytes(offloader) == 0
+    forget_failed_backward()
+    del saved
+
+
+@pytest.mark.simulated
+def test_a_wait_for_host_memory_begins_the_batch_of_another_devices_tensors() -> None:
+    """It waits for what is on its way out: for ever, if a batch of CPU tensors waited for more of them meanwhile."""
+    options = {"target": "nvme", "engine": "memory", "host_budget": "8MiB", "min_bytes": 1, "policy": "all"}
+    with Offloader(OffloadConfig(devices=("cpu", NAME), keep_last_bytes=0, announce="none", **options)) as offloader:
+        pass
+    offloader.store.shared.budget.limit_bytes = 1 << 30
+    try:
+        saved = Saved(offloader, [*activations(1), torch.ones(16 * MIB // 4).to(NAME)])
+        assert pending_bytes(offloader) == 0
+        saved.check_rest()
+    finally:
+        offloader.abort()
 
 
 @settings(max_examples=20)

@@ -229,3 +229,36 @@ def test_a_share_is_of_what_the_device_has(device: SimulatedDevice, given: str, 
         pilot = autopilot_of(offloader)
         left, other = offloader.store.shared.budget.limit_bytes, pilot._shape.other_bytes
     assert left + other == pytest.approx(share * (1 << 28), rel=0.02)
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["", "statistics between"])
+def test_a_micro_batch_that_begins_without_gradients_shows_not_what_others_need(
+    make_offloader: MakeOffloader, asks: bool
+) -> None:
+    offloader, model = make_offloader(policy="auto"), Chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    settled = []
+    for _ in range(3):
+        for _ in range(4):
+            settled.append(offloader.store.run.is_settled)
+            with offloader:
+                loss = model(batch()).square().sum()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if asks:  # which counts the optimizer's step before the micro-batch that follows
+            offloader.statistics()
+    assert settled == 4 * [False] + 2 * [False, True, True, True]
+
+
+def test_without_accumulation_every_step_after_the_first_shows_it(make_offloader: MakeOffloader) -> None:
+    offloader, model = make_offloader(policy="auto"), Chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    settled = []
+    for _ in range(3):
+        settled.append(offloader.store.run.is_settled)
+        train_step(model, batch(), offloader)
+        optimizer.step()
+        optimizer.zero_grad()
+        offloader.statistics()
+    assert settled == [False, True, True]

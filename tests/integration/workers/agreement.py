@@ -78,7 +78,7 @@ def _offloader(model: nn.Module, **options: Any) -> Offloader:
     config = OffloadConfig(target="nvme", path=processes.scratch(), min_bytes=0, device_budget="1GiB", **options)
     offloader = Offloader(config).use(model)
     if offloader.autopilot is not None:
-        offloader.autopilot.planner = _Picky()
+        offloader.autopilot.making.planner = _Picky()
     return offloader
 
 

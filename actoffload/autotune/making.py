@@ -1,0 +1,129 @@
+"""Makes plans for recorded steps, within the budgets of their shape, in a small share of the run's time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from ..errors import BudgetError
+from ..events import now
+from ..interrupts import expected
+from ..planning import search
+from ..planning.constants import LEAST_TRIES, NO_LOSS, PLAN_GAIN, PLANNING_SHARE
+from ..planning.plan import Plan
+from ..planning.profile import Profile
+from ..planning.search import Limits, Proposal
+from ..planning.simulator import simulate
+from ..runtime.store import ActivationStore
+from ..sizes import format_size
+from .budgets import Budgets
+from .shapes import Shape, Shapes
+
+T = TypeVar("T")
+
+
+class Making:
+    """Plans of one offloader.
+
+    Args:
+        store: has the options, and says what people have to know.
+        budgets: bound the steps; ``shapes``: all that are known.
+
+    Attributes:
+        planner: how to plan: has `search.plan` and `search.propose`.
+        rest_until_s: no plan is looked for before.
+    """
+
+    def __init__(self, store: ActivationStore, budgets: Budgets, shapes: Shapes) -> None:
+        self.planner: Any = search
+        self.rest_until_s = 0.0
+        self._shared, self._budgets, self._shapes = store.shared, budgets, shapes
+
+    def limits(self, shape: Shape) -> Limits:
+        """What a plan for a shape's steps has to respect."""
+        return self._budgets.limits(self._budgets.of(shape, self._shapes))
+
+    def plan(self, shape: Shape, profile: Profile) -> Plan:
+        """Plan; where a plan without a budget exceeds the device's memory, what there is becomes the budget.
+
+        Raises:
+            BudgetError: no plan keeps the budget.
+        """
+        return self._timed(self._plan, shape, profile)
+
+    def propose(self, shape: Shape, base: Profile) -> Proposal:
+        """Choose the regions that should run once.
+
+        Raises:
+            BudgetError: no choice keeps the budget.
+        """
+        found: Proposal = self._timed(self.planner.propose, base, self.limits(shape))
+        return found
+
+    def least(self, shape: Shape, profile: Profile, budget: int) -> tuple[int, Plan | None]:
+        """Return the least budget from this one up that a plan keeps, and the plan; None where only keep's does."""
+        for _ in range(LEAST_TRIES):
+            try:
+                return budget, self.planner.plan(profile, replace(self.limits(shape), device_budget=budget))
+            except BudgetError as error:
+                budget = max(budget, error.floor_bytes)
+        return profile.baseline_peak_bytes, None
+
+    def gains(self, shape: Shape, profile: Profile, new: Plan, old: Plan) -> bool:
+        """Whether a plan that was made just now is better than the one that is followed by enough to change."""
+        limits = self.limits(shape)
+        before, after = (simulate(profile, plan, limits, detail=False) for plan in (old, new))
+        over = before.peak_bytes > (limits.device_budget or float("inf"))
+        if over or before.step_s > (1 + loss(limits)) * profile.step_s:
+            return True  # the old one breaks a limit
+        if limits.device_budget is not None:
+            return after.step_s < (1 - PLAN_GAIN) * before.step_s
+        return after.peak_bytes < (1 - PLAN_GAIN) * before.peak_bytes
+
+    def take_floor(self, least: int, budget: int) -> None:
+        """Follow the least budget that a plan keeps in place of a share or number that is less, and say so once."""
+        shared, config = self._shared, self._shared.config
+        name, left = ("device_budget", "") if config.device_memory is None else ("device_memory", " for saved tensors")
+        told = (
+            f"{name}={getattr(config, name)!r} is {format_size(budget)}{left}, less than a step needs: "
+            f"{format_size(least)} ({least} bytes) holds from now on; to lower it, make the batch or what a block "
+            "saves smaller"
+        )
+        if config.device_memory is None:
+            shared.budget.floor_bytes = shared.budget.limit_bytes = least
+        if "budget" in shared.reporter.advice:
+            shared.reporter.advice["budget"] = told  # another shape needs more: the report has the figure that holds
+        shared.reporter.advise("budget", told)
+
+    def _timed(self, find: Callable[..., T], *args: Any) -> T:
+        began_s = now()
+        try:
+            return expected(find, *args)
+        finally:
+            self.rest_until_s = now() + (now() - began_s) / PLANNING_SHARE
+
+    def _plan(self, shape: Shape, profile: Profile) -> Plan:
+        limits = self.limits(shape)
+        room = self._budgets.room_bytes if limits.device_budget is None else None
+        try:
+            plan: Plan = self.planner.plan(profile, limits)
+            if room is None or (plan.predicted_peak_bytes or 0) <= room:
+                return plan
+            shape.at_most(room)
+            plan = self.planner.plan(profile, self.limits(shape))
+            return plan
+        except BudgetError as error:
+            if room is None:
+                raise
+            least, found = self.least(shape, profile, error.floor_bytes)
+            shape.most_bytes = least  # the next step shows whether the device has that
+            plan = found or self.planner.plan(profile, self.limits(shape))
+            return plan
+
+
+def loss(limits: Limits) -> float:
+    """How much longer than one that keeps all a step may be, as a share."""
+    if limits.max_slowdown is not None:
+        return limits.max_slowdown
+    return NO_LOSS if limits.device_budget is None else float("inf")
