@@ -139,7 +139,8 @@ class OffloadConfig:
         _check_takes_one("engine", self.engine, "a SpoolFile")
         for name in _SIZES:
             value = getattr(self, name)
-            if value is not None and (name, value) != ("device_memory", "auto"):
+            automatic = name == "device_memory" and isinstance(value, str) and value == "auto"
+            if value is not None and not automatic:
                 share = parse_share(name, value) if name in ("device_budget", "device_memory") else None
                 if name == "device_memory" and share is not None and share > 1:
                     raise ConfigError(name, value, "no device has more than 100% of its memory")

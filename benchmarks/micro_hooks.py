@@ -117,6 +117,15 @@ class NullDevice:
     def usable_bytes(self, index: int) -> None:
         return None
 
+    def total_bytes(self, index: int) -> None:
+        return None
+
+    def out_of_memory(self, index: int) -> int:
+        return 0
+
+    def reset_peak(self, index: int) -> None:
+        pass
+
     def stay_near(self) -> None:
         pass
 

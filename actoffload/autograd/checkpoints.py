@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as plain
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from ..locks import renewed_in_child
@@ -144,7 +145,8 @@ class Checkpoints:
         self, region: Region, nested: bool, function: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         inputs = tree_leaves((args, kwargs, list(_bound(function))))
-        recomputation = self._regions.again(region, nested=nested)
+        with _disable_current_modes():  # what is released to make room is no operation of the region's
+            recomputation = self._regions.again(region, nested=nested)
         note = self._note if region.recorded is not None and not nested else None
         with _Counted(recomputation, inputs, self._is_static, note):
             try:

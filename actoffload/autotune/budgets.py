@@ -57,8 +57,6 @@ class Budgets:
             bounds.append(self._left_bytes(shape, known))
         elif self._config.device_budget is None and shape.once and shape.base is not None:
             bounds.append(shape.base.baseline_peak_bytes)
-            if shape.own_bytes and shape.other_bytes is not None:
-                bounds.append(max(0, shape.own_bytes - shape.other_bytes))
         return min((nbytes for nbytes in bounds if nbytes is not None), default=None)
 
     def limits(self, device_budget: int | None) -> Limits:

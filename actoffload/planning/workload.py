@@ -14,9 +14,10 @@ KEEP, HOST, NVME = 0, 1, 2
 
 TIER_NAMES = {KEEP: "", HOST: "host", NVME: "nvme"}
 
-BIRTH, NEED, DEATH, HOLD, DROP = range(5)
+BIRTH, NEED, DEATH, DROP, HOLD, DROP_AT_ONCE = range(6)
 """Events, in the order in which those of one moment happen. A recomputation holds its storages when backward has let go
-of the region before and has what it computes from; `HOLD` and `DROP` are their births and deaths."""
+of the region before and has what it computes from; `HOLD` and `DROP` are their births and deaths, and `DROP_AT_ONCE`
+is the death of what lives for no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +164,8 @@ class Workload:
         events = []
         for p, storage in enumerate(self.profile.storages):
             birth, death = (HOLD, DROP) if self.held[p] else (BIRTH, DEATH)
+            if self.held[p] and storage.birth_s == storage.last_need_s:
+                death = DROP_AT_ONCE  # a death before its own birth would never end
             events += [(storage.birth_s, birth, p), (storage.last_need_s, death, p)]
             need_s = self.need[p]
             if need_s is not None:

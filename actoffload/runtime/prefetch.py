@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from ..config import OffloadConfig
 from ..tiers.record import Record, State
 from ..tiers.shared import Shared
 from ..tiers.tier import Tier
@@ -13,6 +14,8 @@ from .kept_place import KeptPlace
 from .pipeline import Hint, Phases
 from .tape import FOR_EVER, LearnedOrders, Tape, Window
 
+CPU_PREFETCH_BYTES = 64 << 20
+DEVICE_PREFETCH_BYTES = 128 << 20
 REFILL_BELOW = 3 / 4
 """Where copies go together, the window is filled up as soon as less than this share of it is on its way."""
 
@@ -20,6 +23,12 @@ LATE_S = 1e-4
 """A step whose compute streams waited no longer had what it wanted in time."""
 SHORTER = 0.95
 """The window is widened again where the waits were shorter by this factor since the last time."""
+
+
+def first_window(config: OffloadConfig, *, on_cpu: bool) -> Window:
+    """How far ahead of backward to fetch at first, of CPU tensors or an accelerator's."""
+    first = CPU_PREFETCH_BYTES if on_cpu else DEVICE_PREFETCH_BYTES
+    return Window(config.size("prefetch_bytes", first), fixed=config.prefetch_bytes is not None)
 
 
 class Prefetch:

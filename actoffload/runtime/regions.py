@@ -167,6 +167,7 @@ class Regions:
             expected = self._bytes.get(recomputation.key, 0)
             for tier in self.tiers.by_device.values():
                 shared.accounts.unpack_wait_s += tier.make_room(expected)
+            self._look_at_memory()
             if region.recorded is not None:
                 recomputation.held = self._profiler.recomputation_begins(region.recorded, nested=nested)
         self._backward_end.expect()
@@ -184,6 +185,13 @@ class Regions:
             self._bytes[key] = max(nbytes, self._bytes.get(key, 0))
             self._reserve()
             self.passed()
+            self._look_at_memory()
+
+    def _look_at_memory(self) -> None:
+        """While a step is recorded: a recomputation is between two looks, and backward through its region as well."""
+        store = self._store()
+        if store is not None and self._profiler.running:
+            store.run.look_at_memory(self.tiers)
 
     def passed(self) -> None:
         """Something else happens: count what recomputations hold still. The lock is held."""

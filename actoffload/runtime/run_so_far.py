@@ -33,7 +33,8 @@ class RunSoFar:
         self.process_before_bytes = 0
         self.first_step: tuple[float, Accounts] | None = None
         self.beside_bytes = self.began_bytes = self.passed_bytes = self.states_bytes = 0
-        self._beside_now = self._began_now = self._resident_bytes = self._most_bytes = 0
+        self._beside_now = self._began_now = self._resident_bytes = self._held_bytes = 0
+        self._most_bytes = 0
         self._accounts = accounts
         self._began_s: float | None = None
         self._optimizer_steps = self._first_optimizer_steps = optimizer_steps()
@@ -92,24 +93,28 @@ class RunSoFar:
         memory = tiers.in_use()
         if memory is not None:
             self._began_now, self._most_bytes = memory
-            self._resident_bytes = self._accounts.resident_bytes
+            self._held_bytes = self._accounts.recomputed_bytes
+            self._resident_bytes = self._accounts.resident_bytes - self._held_bytes
             self._beside_now = self.passed_bytes = 0
 
     def look_at_memory(self, tiers: Tiers) -> None:
         """Note what the device has beside saved tensors now, and had since the last look. In few steps: it takes time.
 
         Between two looks the allocator may have passed its highest peak: then at least the lesser of what was resident
-        at both was a part of it.
+        at both was a part of it. But of what a recomputation holds the greater, as a plan counts all of it until
+        backward has left the region.
         """
         memory = tiers.in_use()
         if memory is None:
             return
-        (allocated, most), resident = memory, self._accounts.resident_bytes
-        beside = allocated - resident
+        (allocated, most), accounts = memory, self._accounts
+        held, resident = accounts.recomputed_bytes, accounts.resident_bytes - accounts.recomputed_bytes
+        beside = allocated - resident - held
         if most > self._most_bytes:
-            beside = max(beside, most - min(resident, self._resident_bytes))
+            beside = max(beside, most - min(resident, self._resident_bytes) - max(held, self._held_bytes))
             self._most_bytes = self.passed_bytes = most
-        self._beside_now, self._resident_bytes = max(self._beside_now, beside), resident
+        self._beside_now = max(self._beside_now, beside)
+        self._resident_bytes, self._held_bytes = resident, held
 
     def backward_ends(self, tiers: Tiers, *, recorded: bool) -> None:
         """A backward has ended: look once more, and learn `beside_bytes` if the step was recorded."""

@@ -32,19 +32,17 @@ from .identity import Counter, IdentityMap
 from .kept_place import KeptPlace
 from .out_of_memory import OutOfMemory
 from .pipeline import Hint, Phases
-from .prefetch import Prefetch
+from .prefetch import Prefetch, first_window
 from .profiler import Profiler, SavedStorage
 from .regions import Regions
 from .run_so_far import RunSoFar
-from .tape import Tape, Window
+from .tape import Tape
 from .trace import Recorder, trace_path
 
 CPU_MIN_BYTES = 128 << 10
 DEVICE_MIN_BYTES = 1 << 20
 SHORT_WAIT_S = 1e-4
 """A wait for room is an event of its own only above this."""
-CPU_PREFETCH_BYTES = 64 << 20
-DEVICE_PREFETCH_BYTES = 128 << 20
 
 
 class ActivationStore:
@@ -55,9 +53,7 @@ class ActivationStore:
 
     An interrupt (Ctrl-C, or whatever a signal's handler raises) inside of it may leave records and counts half changed.
     So whoever catches an exception calls `abort_if_interrupted`: the store ends, what its handles still need is lost,
-    and the offloader makes another store.
-
-    It has more than fifteen attributes, as the parts of a step meet here.
+    and the offloader makes another store. It has more than fifteen attributes, as the parts of a step meet here.
 
     Args:
         config: the options.
@@ -92,9 +88,7 @@ class ActivationStore:
         self.tiers = Tiers(self.shared, accelerator)
         self.out_of_memory = OutOfMemory(config, self.shared.accounts, self.tiers)
         self.profiler = Profiler(self.tiers.stopwatch())
-        on_cpu = isinstance(self.tiers.by_device.get("cpu"), CpuTier)
-        first = CPU_PREFETCH_BYTES if on_cpu else DEVICE_PREFETCH_BYTES
-        window = Window(config.size("prefetch_bytes", first), fixed=config.prefetch_bytes is not None)
+        window = first_window(config, on_cpu=isinstance(self.tiers.by_device.get("cpu"), CpuTier))
         phases = Phases()
         self.prefetch = Prefetch(self.shared, self.tiers.by_device, window, phases)
         self.decision = OffloadDecision(config, window, phases)

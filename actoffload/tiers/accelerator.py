@@ -18,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..memory import numa
 
@@ -159,7 +160,12 @@ class Accelerator:
 
     def used_on(self, tensor: Tensor, stream: Stream) -> None:
         """Tell the allocator that ``stream`` too uses this memory (``record_stream``)."""
-        tensor.record_stream(stream)
+        if not torch._C._len_torch_dispatch_stack():
+            tensor.record_stream(stream)
+            return
+        # A selective checkpoint's mode would count the call among the region's own, which its second run lacks.
+        with _disable_current_modes():
+            tensor.record_stream(stream)
 
     def usable_bytes(self, index: int) -> int | None:
         """What PyTorch may still allocate on device ``index``: free memory and its allocator's cache; None: unknown."""

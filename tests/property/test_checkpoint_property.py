@@ -206,7 +206,7 @@ def check_profile(offloader: Offloader, step: Step) -> None:
 
 def regions_of(kinds: tuple[Kind, ...]) -> int:
     """How many regions of ours a forward has: one that raised was one as well."""
-    return sum(1 + bool(kind.raises) for kind in kinds if not kind.reentrant)
+    return sum(1 + bool(kind.raises) for kind in kinds if not kind.reentrant and kind.contexts != "own")
 
 
 @st.composite
@@ -249,7 +249,8 @@ def check(step: Step, device: str, **options: Any) -> None:
         options["device_budget"] = 40 << 10
     net = Net(step.kinds).to(device)
     try:
-        expected = run(net, step, device, None)
+        for _ in range(2):  # a process's first backward on the simulated device rounds otherwise, without us
+            expected = run(net, step, device, None)
     except RuntimeError:  # a selective checkpoint meets autocast's cache of another region, for example
         reject()
     fields: dict[str, Any] = {"min_bytes": 0, "keep_last_bytes": 0, "announce": "none"}

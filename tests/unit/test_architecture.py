@@ -40,7 +40,7 @@ OPTIONAL = {
     "aiofiles": "storage.engines.aiofiles",
     "cupy": "storage.engines.gds",
     "deepspeed": "integrations.deepspeed benchmarks.frameworks_cpu",
-    "diffusers": "integrations.examples.diffusers_loop",
+    "diffusers": "integrations.examples.diffusers_loop benchmarks.workloads",
     "jinja2": "analysis.report_page",
     "kvikio": "storage.engines.gds cli.doctor",
     "matplotlib": "analysis.plots",

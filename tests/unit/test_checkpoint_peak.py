@@ -17,7 +17,6 @@ NOISE = 1.005
 """Times a step of checkpointing alone: events and hooks take microseconds of the host."""
 
 
-@pytest.mark.xfail(strict=True, reason="issue 40: no plan runs a checkpointed region once yet")
 @pytest.mark.parametrize("name", ["gpt", "llama"])
 def test_the_default_runs_regions_once_in_no_more_memory_than_checkpointing_takes(name: str) -> None:
     with virtual_time():

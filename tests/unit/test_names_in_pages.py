@@ -252,7 +252,7 @@ def test_files() -> None:
     ("name", "why"),
     [
         ("actoffload.Plan.load", "Plan has no load"),
-        ("actoffload.planning.search.most", "actoffload.planning.search has no most"),
+        ("actoffload.planning.search.unheard", "actoffload.planning.search has no unheard"),
         ("Statistics.moved", "Statistics has no moved"),
         ("offloader.statistics.moved_byte", "Statistics has no moved_byte"),
         ("attachment.offloader.closed_at", "Offloader has no closed_at"),

@@ -163,6 +163,17 @@ def test_what_a_recomputation_holds_is_at_the_peak() -> None:
     assert (seen.peak.phase, seen.peak.bytes_by_kind["recomputed"]) == ("recompute", 200)
 
 
+def test_a_recomputation_holds_its_storages_when_the_region_before_has_let_go_of_its_own() -> None:
+    """A device has nothing to do between the two: both happen at one moment."""
+    held = [_storage(None, 3.0 + n, None, nbytes=200, last_s=4.0 + n, kept=RECOMPUTED) for n in range(2)]
+    at_once = _storage(None, 4.0, None, nbytes=300, last_s=4.0, kept=RECOMPUTED)
+    for storages, peak in ((held, 200), ([*held, at_once], 500)):
+        profile = _profile(*storages)
+        seen = simulate(profile, conditions=Conditions(device_budget=peak))
+        assert (profile.baseline_peak_bytes, seen.peak_bytes, seen.wait_s) == (peak, peak, 0.0)
+        assert seen.timeline[-1][1] == 0
+
+
 def test_a_recomputation_waits_for_its_input() -> None:
     away = _seen(_again_profile(), "dk")
     # The input is written until 0.3, and read from 2 on, as backward comes to what is before it.
