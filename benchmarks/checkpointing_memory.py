@@ -109,11 +109,7 @@ def _judge(row: Row, by_hand: Row, alone: Row) -> Row:
     judged["keep"] = sum(by_hand["keep"]["seconds"]) / sum(best)
     judged["checkpointing"] = sum(alone["seconds"][-len(SHAPES) :]) / sum(best)
     judged["mix"] = min(fitting, key=lambda mix: mix["seconds"][0])["plain"]
-    # The statistics have one peak, that of the shape whose steps need more.
-    late = range(SETTLED, len(row["peaks"]))
-    larger = max(late, key=lambda number: row["peaks"][number]) % len(SHAPES)
-    shares = [row["predicted"][number] for number in late if number % len(SHAPES) == larger]
-    off = [abs(share - 1) for share in shares if share is not None]
+    off = [abs(share - 1) for share in row["predicted"][SETTLED:] if share is not None]
     if off:
         judged["predicted"] = max(off)
     return judged

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.limited_memory import SHAPES, run, virtual_time
+import actoffload
+from actoffload.testing.simulated_device import install
+from tests.limited_memory import ACCUMULATION, SHAPES, Training, limited, run, virtual_time
 
 pytestmark = pytest.mark.simulated
 
@@ -29,3 +31,33 @@ def test_the_default_runs_regions_once_in_no_more_memory_than_checkpointing_take
     last = list(zip(ours["seconds"][-2:], alone["seconds"][-2:], strict=True))
     assert all(one <= NOISE * other for one, other in last), "no shape's step is longer"
     assert sum(one for one, _ in last) < sum(other for _, other in last), "a region that runs once takes less time"
+
+
+@pytest.mark.parametrize(("name", "share"), [("conv", 0.5), ("gpt", 0.3)])
+def test_in_little_memory_no_plan_is_longer_than_the_programs_own_checkpoints(name: str, share: float) -> None:
+    """They fit, or nearly: whatever runs once or moves has to make a step shorter, and to stay so."""
+    with virtual_time():
+        alone = run(name, LINK, 4)
+        ours = limited(name, LINK, share, 14 * len(SHAPES), target="host")
+    assert "failed" not in ours
+    assert max(ours["peaks"]) <= ours["limit_bytes"]
+    settled = range(10 * len(SHAPES), len(ours["seconds"]))
+    assert all(ours["seconds"][number] <= 1.05 * alone["seconds"][2 + number % len(SHAPES)] for number in settled)
+    assert None not in ours["predicted"][len(SHAPES) * 2 :], "a plan is followed all the time"
+
+
+def test_steps_of_a_device_are_as_long_as_they_are_on_it() -> None:
+    """Its host enqueues several micro-batches in the time of one, and waits in the last."""
+    with virtual_time():
+        device = install()
+        training = Training(device, "conv", (), LINK)
+        attachment = actoffload.attach(training.model, target="host", host_budget=1 << 30, announce="none")
+        for _ in range(8):
+            training.step(0)
+        pilot = attachment.offloader.autopilot
+        assert pilot is not None
+        seen = pilot.seen
+        attachment.detach()
+        attachment.offloader.abort()
+    assert seen is not None
+    assert seen.step_s == pytest.approx(training.seconds[-1] / ACCUMULATION, rel=0.1)

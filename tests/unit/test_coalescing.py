@@ -100,8 +100,8 @@ def test_a_wait_for_room_ends_where_what_it_begins_is_given_up(make_offloader: M
 @pytest.mark.simulated
 def test_a_wait_for_host_memory_begins_the_batch_of_another_devices_tensors() -> None:
     """It waits for what is on its way out: for ever, if a batch of CPU tensors waited for more of them meanwhile."""
-    options = {"target": "nvme", "engine": "memory", "host_budget": "8MiB", "min_bytes": 1, "policy": "all"}
-    with Offloader(OffloadConfig(devices=("cpu", NAME), keep_last_bytes=0, announce="none", **options)) as offloader:
+    options: dict[str, Any] = {"target": "nvme", "engine": "memory", "host_budget": "8MiB", "policy": "all"}
+    with Offloader(OffloadConfig(devices=("cpu", NAME), min_bytes=1, announce="none", **options)) as offloader:
         pass
     offloader.store.shared.budget.limit_bytes = 1 << 30
     try:
