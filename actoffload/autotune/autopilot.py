@@ -256,8 +256,7 @@ class Autopilot:
         profile = self._recording.profile()
         if profile is None:
             return
-        shape.other_bytes, shape.began_bytes = self._run.beside_bytes, self._run.began_bytes
-        shape.settled = self._settled
+        shape.needs_beside(profile, self._run.beside_bytes, self._run.began_bytes, settled=self._settled)
         if shape.plan is not None:
             self._correct(shape, profile, observed, moved_bytes)
             return

@@ -102,6 +102,16 @@ class Shape:
         """Bound what these steps may save."""
         self.most_bytes = max(0, int(nbytes if self.most_bytes is None else min(nbytes, self.most_bytes)))
 
+    def needs_beside(self, profile: Profile, other_bytes: int, began_bytes: int, *, settled: bool) -> None:
+        """A step was recorded: know what it needs beside saved tensors; see the attributes.
+
+        A region that runs once has the more beside its saved tensors, the more of these it has used: both together are
+        no more than where it runs again. While any does, reading ahead leaves the room of a whole recomputation free,
+        so that what was seen where all ran again is right.
+        """
+        if not self.once or self.other_bytes is None or not profile.recompute_bytes:
+            self.other_bytes, self.began_bytes, self.settled = other_bytes, began_bytes, settled
+
     @property
     def probe(self) -> int | None:
         """The place of the storage that moves now and then where the plan moves none: what is not used is not measured.

@@ -210,12 +210,13 @@ class Profile:
     @property
     def baseline_peak_bytes(self) -> int:
         """The most that is resident at once with nothing moved."""
-        # What a recomputation holds comes after the region before has gone, also in the same moment. Of such a one
-        # alone that lives for no time, the death comes last.
-        changes = [(s.birth_s, 3 * (s.kept == RECOMPUTED), s.nbytes) for s in self.storages]
+        # In one moment: the region before has gone, then all else, then a recomputation holds what it saves. The death
+        # of what it holds for no time comes last.
+        changes = []
         for s in self.storages:
-            at_once = s.kept == RECOMPUTED and s.birth_s == s.last_need_s
-            changes.append((s.last_need_s, 4 if at_once else 1 + (s.kept == RECOMPUTED), -s.nbytes))
+            held, at_once = s.kept == RECOMPUTED, s.birth_s == s.last_need_s
+            changes.append((s.birth_s, 3 if held else 1, s.nbytes))
+            changes.append((s.last_need_s, 2 if not held else 4 if at_once else 0, -s.nbytes))
         return max(accumulate((nbytes for _, _, nbytes in sorted(changes)), initial=0))
 
     def with_links(self, *, host: Link | None = None, disk: Link | None = None) -> Profile:

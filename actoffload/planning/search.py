@@ -423,7 +423,8 @@ class _Regions:
         most = max(rates.values()) or 1.0
         cheap = sorted(early, key=lambda place: -round(10 * rates[place] / most))  # equals in the order of `early`
         patterns = [partial(_first_of, order) for order in (early, cheap, late)]
-        return [*patterns, lambda k: frozenset(late[i * count // k] for i in range(k))]
+        # From the first to the last: so the link has something to move all the time.
+        return [*patterns, lambda k: frozenset(places[-1 - i * (count - 1) // max(1, k - 1)] for i in range(k))]
 
     def _close_in(self, pattern: Callable[[int], frozenset[int]], low: int, high: int) -> tuple[int, int]:
         """Try a few numbers from ``low`` to ``high``; the neighbours of the best of them."""

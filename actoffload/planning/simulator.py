@@ -35,7 +35,7 @@ from .transfers import (
     Clock,
     Transfers,
 )
-from .workload import BIRTH, DEATH, HOLD, KEEP, NEED, NVME, Choice, Workload
+from .workload import BIRTH, DEATH, DROP, DROP_AT_ONCE, HOLD, KEEP, NEED, NVME, Choice, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -275,7 +275,7 @@ class _Step:
             now = base + clock.delay
             if links.next_end <= now:
                 self.transfers.advance(now)
-            if kind <= NEED:
+            if kind in (BIRTH, NEED):
                 if kind == BIRTH:
                     self._save(p, mode, now)
                 else:
@@ -291,7 +291,7 @@ class _Step:
             else:  # it was never anywhere else
                 device.remove(p, now)
                 state[p] = FREED
-                if kind != DEATH:
+                if kind in (DROP, DROP_AT_ONCE):
                     self.ahead.held_bytes -= self.workload.nbytes[p]
         while device.log is not None and links.next_end < NEVER:
             self.transfers.complete_next()

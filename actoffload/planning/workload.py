@@ -14,10 +14,10 @@ KEEP, HOST, NVME = 0, 1, 2
 
 TIER_NAMES = {KEEP: "", HOST: "host", NVME: "nvme"}
 
-BIRTH, NEED, DEATH, DROP, HOLD, DROP_AT_ONCE = range(6)
-"""Events, in the order in which those of one moment happen. A recomputation holds its storages when backward has let go
-of the region before and has what it computes from; `HOLD` and `DROP` are their births and deaths, and `DROP_AT_ONCE`
-is the death of what lives for no time."""
+DROP, BIRTH, NEED, DEATH, HOLD, DROP_AT_ONCE = range(6)
+"""Events, in the order in which those of one moment happen. `HOLD` and `DROP` are the birth and the death of what a
+recomputation holds: backward has let go of the region before when it asks for what the next one computes from, and has
+that when the recomputation begins. `DROP_AT_ONCE` is the death of what lives for no time."""
 
 
 @dataclass(frozen=True, slots=True)

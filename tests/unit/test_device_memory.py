@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from actoffload import OffloadConfig, Offloader
+from actoffload.autotune.shapes import Shape
 from actoffload.errors import BudgetError, ConfigError
+from actoffload.planning.profile import RECOMPUTED, Profile, Storage
 from actoffload.testing.simulated_device import NAME, SimulatedDevice
 from tests.harness import (
     Chain,
@@ -38,6 +41,15 @@ class _Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = x + self.back(torch.tanh(self.wide(x)))
         return out
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.block, x, use_reentrant=False)
 
 
 def _model(blocks: int = 8) -> nn.Module:
@@ -262,3 +274,38 @@ def test_without_accumulation_every_step_after_the_first_shows_it(make_offloader
         optimizer.zero_grad()
         offloader.statistics()
     assert settled == [False, True, True]
+
+
+@pytest.mark.simulated
+def test_what_a_recomputation_holds_is_a_part_of_what_is_saved(device: SimulatedDevice) -> None:
+    """With the number that checkpointing takes, what is left for saved tensors is what checkpointing saves."""
+    model = nn.Sequential(*(_Checkpointed(_Block()) for _ in range(4))).to(NAME)
+    optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+
+    def step(offloader: Offloader | None = None) -> int:
+        torch.accelerator.reset_peak_memory_stats()
+        _step(model, ROWS, offloader)
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.accelerator.max_memory_allocated()
+
+    number = [step() for _ in range(2)][-1]
+    with _offloader(device_memory=number) as offloader:
+        offloader.use(model)
+        for _ in range(6):
+            step(offloader)
+        budget = autopilot_of(offloader).limits.device_budget
+        assert budget is not None
+        assert budget >= 0.7 * offloader.statistics().baseline_peak_bytes
+
+
+def test_what_a_step_needs_beside_saved_tensors_is_as_where_all_regions_ran_again() -> None:
+    held = Storage(index=None, nbytes=50, birth_s=0.0, need_s=None, last_need_s=1.0, kept=RECOMPUTED)
+    some, none = Profile(storages=(held,), backward_s=1.0), Profile(storages=(), backward_s=1.0)
+    shape = Shape(())
+    shape.needs_beside(some, 100, 10, settled=True)
+    shape.once = frozenset({1})
+    shape.needs_beside(some, 180, 20, settled=False)
+    assert (shape.other_bytes, shape.began_bytes, shape.settled) == (100, 10, True)
+    shape.needs_beside(none, 180, 20, settled=False)
+    assert (shape.other_bytes, shape.began_bytes, shape.settled) == (180, 20, False), "nothing keeps room free"

@@ -172,6 +172,20 @@ def test_without_a_budget_regions_take_no_more_than_they_did() -> None:
     assert propose(random_profile(1), Limits()).once == frozenset(), "there is no region"
 
 
+@pytest.mark.parametrize("gb_s", [12, 26, 40, 52])
+def test_a_link_has_something_to_move_from_the_first_region_to_the_last(gb_s: float) -> None:
+    base = _llama(gb_s)
+    budget = int(1.05 * base.baseline_peak_bytes)
+    found = propose(base, Limits(device_budget=budget))
+    for count in range(2, 16):
+        spread = {round(n * 15 / (count - 1)) for n in range(count)}
+        try:
+            step_s = _step_s(plan(with_regions(base, spread), Limits(device_budget=budget)))
+        except BudgetError:
+            continue
+        assert found.step_s <= 1.01 * step_s, f"{sorted(found.once)}, not {sorted(spread)}"
+
+
 def test_the_last_region_is_nearly_free() -> None:
     """All that it saves is there anyway as backward begins: with no link at all it is the first to run once."""
     base = replace(_llama(1, vocabulary=100), host=None)

@@ -158,7 +158,7 @@ def _again_profile(**changes: Any) -> Profile:
 def test_what_a_recomputation_holds_is_at_the_peak() -> None:
     seen = _seen(_again_profile(), "kk")
     assert (seen.step_s, seen.peak_bytes, seen.moved_bytes) == (7.5, 230, 0)
-    assert seen.timeline == ((0.0, 30), (1.0, 130), (2.5, 30), (3.0, 230), (6.5, 200), (6.5, 0))
+    assert seen.timeline == ((0.0, 30), (1.0, 130), (2.5, 30), (3.0, 230), (6.5, 30), (6.5, 0))
     assert seen.peak is not None
     assert (seen.peak.phase, seen.peak.bytes_by_kind["recomputed"]) == ("recompute", 200)
 
@@ -172,6 +172,13 @@ def test_a_recomputation_holds_its_storages_when_the_region_before_has_let_go_of
         seen = simulate(profile, conditions=Conditions(device_budget=peak))
         assert (profile.baseline_peak_bytes, seen.peak_bytes, seen.wait_s) == (peak, peak, 0.0)
         assert seen.timeline[-1][1] == 0
+
+
+def test_what_is_read_ahead_may_take_the_room_of_the_region_that_backward_has_just_left() -> None:
+    moved, needed = _storage(0, 0.0, 4.0, nbytes=40), _storage(1, 2.0, 3.5, nbytes=10)
+    held = _storage(None, 3.0, None, nbytes=200, last_s=3.5, kept=RECOMPUTED)  # at one moment with the need after it
+    seen = _seen(_profile(moved, needed, held), "dk", Conditions(device_budget=260))
+    assert (seen.disk_read_bytes, seen.backward_wait_s, seen.peak_bytes) == (40, 0.0, 210)
 
 
 def test_a_recomputation_waits_for_its_input() -> None:
