@@ -46,10 +46,7 @@ from .budgets import Budgets
 from .following import Following
 from .making import Making, loss
 from .observations import Recording, StepsUnderPlan, Watch, surprise
-from .shapes import Shape, Shapes, Tried
-
-AGAIN: frozenset[int] = frozenset()
-"""No region runs once: all run again, as the program says."""
+from .shapes import AGAIN, Shape, Shapes, Tried
 
 
 class Autopilot:
@@ -294,7 +291,8 @@ class Autopilot:
             plan: Plan | None = self.making.plan(shape, profile)
         except BudgetError as error:
             plan = None
-            if self._shared.config.device_memory is not None and self._shared.config.device_budget is None:
+            config = self._shared.config
+            if config.device_memory is not None and config.device_budget is None and not self._budgets.passed_bytes:
                 # The step as it was recorded kept the number: a simulation that says otherwise is too careful.
                 _, plan = self.making.least(shape, profile, error.floor_bytes)
         if plan is not None:
@@ -304,7 +302,7 @@ class Autopilot:
     def _try(self, shape: Shape, plan: Plan, profile: Profile, measured_s: float | None = None) -> None:
         """Know how long a step with these regions is."""
         budget = self._budgets.of(shape, self._shapes)
-        shape.tried[shape.once] = Tried(plan, profile, budget, shape.other_bytes, shape.began_bytes, measured_s)
+        shape.know(Tried(plan, profile, budget, shape.other_bytes, shape.began_bytes, measured_s))
 
     def _follows_other_regions(self, shape: Shape, than_s: float) -> bool:
         """Whether a step with other regions run once is shorter than this, on paper; the next step then shows it."""

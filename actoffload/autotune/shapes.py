@@ -7,13 +7,16 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..planning.constants import MOST_SHAPES, PROBE_SHARE
+from ..planning.constants import MOST_SHAPES, MOST_TRIED, PROBE_SHARE
 from ..planning.explain import format_time
 from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..runtime.decision import InputShapes
 from ..sizes import format_size
 from .observations import StepsUnderPlan
+
+AGAIN: frozenset[int] = frozenset()
+"""No region runs once: all run again, as the program says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +133,13 @@ class Shape:
         smallest = min(kept, key=lambda entry: entry.nbytes, default=None) if found is None else found
         return None if smallest is None else smallest.index
 
+    def know(self, tried: Tried) -> None:
+        """Know the steps in which these regions run once. Of too many choices the longest step is forgotten."""
+        self.tried[self.once] = tried
+        others = [once for once in self.tried if once not in (self.once, AGAIN)]
+        if len(self.tried) > MOST_TRIED:
+            del self.tried[max(others, key=lambda once: self.tried[once].step_s)]
+
     def fewer(self) -> None:
         """Let half as many regions run once from now on."""
         self.most_once = (len(self.once) if self.most_once is None else min(self.most_once, len(self.once))) // 2
@@ -144,7 +154,7 @@ class Shape:
         assert self.plan is not None, "there is a plan to tell of"
         assert self.base is not None, "it has regions"
         told = f"{self.regions} checkpointed regions: {len(self.once)} no longer run again"
-        peak, again = self.plan.predicted_peak_bytes or 0, self.tried.get(frozenset())
+        peak, again = self.plan.predicted_peak_bytes or 0, self.tried.get(AGAIN)
         base_s = (again.plan.predicted_step_s if again is not None else None) or self.base.step_s
         if self.predicted_s and base_s:
             told += f", predicted {self.predicted_s / base_s:.2f} x the step"

@@ -101,6 +101,8 @@ ROOM_TO_KEEP = 1.5
 """A step that keeps all is tried only where so many times its peak is free."""
 MOST_SHAPES = 8
 """Shapes that have a plan of their own, the last that were used; profiles of a large model take a few MB each."""
+MOST_TRIED = 8
+"""Choices of regions of a shape that are remembered with their plans and profiles, likewise."""
 MOST_REASONS = 100
 """Reasons for plans that are remembered."""
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from actoffload import Offloader, Plan
 from actoffload.autograd.offloader import _stores
+from actoffload.autotune.shapes import Shape, Tried
 from actoffload.errors import BudgetError
-from actoffload.planning.constants import WARM_UP
+from actoffload.planning.constants import MOST_TRIED, WARM_UP
 from actoffload.planning.plan import PlanEntry
 from actoffload.planning.profile import Profile, Region
 from actoffload.planning.search import Limits, Proposal
@@ -396,6 +397,18 @@ def test_measured_steps_decide_at_last(make_offloader: MakeOffloader, monkeypatc
     assert 4 in seen
     assert 0 in seen[seen.index(4) :]
     assert any("4 regions run once takes" in reason for reason in pilot.history)
+
+
+def test_of_many_choices_of_regions_the_longest_steps_are_forgotten(make_offloader: MakeOffloader) -> None:
+    offloader = make_offloader(policy="auto")
+    pilot = autopilot_of(offloader)
+    _steps(offloader, WARM_UP + 3)
+    shape = Shape(())
+    for once, seconds in [(0, 9.0), (1, 1.0), *((n, 2.0 + n) for n in range(2, 30))]:
+        shape.once = frozenset(range(once))
+        shape.know(Tried(pilot.plan, pilot.profile, None, None, 0, seconds))
+    assert {0, 1, 2, 3, 29} <= {len(once) for once in shape.tried}, "the base, the shortest ones and the last"
+    assert len(shape.tried) == MOST_TRIED
 
 
 @pytest.mark.usefixtures("regions")
