@@ -270,8 +270,9 @@ class Autopilot:
                 self._make_plan(shape, profile, observed)
 
     def _may_plan(self, shape: Shape) -> bool:
-        late_enough = self._recording.steps > WARM_UP and now() >= self.making.rest_until_s
-        return late_enough and self._budgets.all_is_there(shape, self._count)
+        # Regions that were just chosen are planned for at once: until then the step moves everything.
+        rested = bool(shape.once) or now() >= self.making.rest_until_s
+        return self._recording.steps > WARM_UP and rested and self._budgets.all_is_there(shape, self._count)
 
     def _can_try_keeping(self, profile: Profile) -> bool:
         """Whether a step moves nothing first: only that shows what moving costs, and only ``max_slowdown`` asks."""

@@ -301,8 +301,8 @@ class Profiler:
 
     @property
     def has_no_record(self) -> bool:
-        """Whether all that the step saved stays without a record, so that no plan moves any of it."""
-        return all(entry.index is None for entry in self._saved)
+        """Whether no plan moves any of what the step saved, nor what a region would save if it ran once."""
+        return not self._regions and all(entry.index is None for entry in self._saved)
 
     @property
     def useful(self) -> bool:

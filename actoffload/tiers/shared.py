@@ -128,6 +128,8 @@ class Reporter:
 class Shared:
     """The state that an activation store and its tiers share. The lock guards all of it.
 
+    It has more than fifteen attributes, as a store and each of its tiers look at one state.
+
     Attributes:
         config: the options.
         lock: see `actoffload.locks`.
