@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from ..errors import BudgetError
 from ..planning.constants import MEMORY_MARGIN, UNSEEN_STEPS
-from ..planning.search import Limits
+from ..planning.search import Limits, own_budget
 from ..runtime.store import ActivationStore
 from ..sizes import format_size, parse_share
 from .agreement import several_ranks
@@ -56,7 +56,7 @@ class Budgets:
         if self._config.device_memory is not None:
             bounds.append(self._left_bytes(shape, known))
         elif self._config.device_budget is None and shape.once and shape.base is not None:
-            bounds.append(shape.base.baseline_peak_bytes)
+            bounds.append(own_budget(shape.base))
         return min((nbytes for nbytes in bounds if nbytes is not None), default=None)
 
     def limits(self, device_budget: int | None) -> Limits:

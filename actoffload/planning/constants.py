@@ -83,7 +83,8 @@ MAX_COST_SHARE = 2.0
 """Share of a step. Bytes are never taken to cost more compute time, however late a step was: 9 to 29 % were seen."""
 
 MEMORY_MARGIN = 0.03
-"""Share of a device's free memory that a plan leaves free: an allocator's blocks do not fit each other exactly."""
+"""Share of a device's free memory, or of what a checkpointed step saves, that a plan leaves free: an allocator's blocks
+do not fit each other exactly. The scaled Llama had 1.010 × checkpointing's peak without, 0.992 × with it."""
 
 # -- from step to step ------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from .constants import (
     HOST_SHARE,
     LEAST_GAIN,
     LEAST_GAIN_BYTES,
+    MEMORY_MARGIN,
     NO_LOSS,
     SAFETY,
     SHARES_AHEAD,
@@ -102,7 +103,15 @@ def bounded(base: Profile, limits: Limits) -> Limits:
     """The limits of a step with checkpointed regions: without a budget it may take as much memory as it does."""
     if limits.device_budget is not None or not choosable(base):
         return limits
-    return replace(limits, device_budget=base.baseline_peak_bytes)
+    return replace(limits, device_budget=own_budget(base))
+
+
+def own_budget(base: Profile) -> int:
+    """What a step with checkpointed regions may save without a budget: as much as it does, less a margin.
+
+    Moving has memory of its own, as that of a storage whose copy has just ended.
+    """
+    return int((1 - MEMORY_MARGIN) * base.baseline_peak_bytes)
 
 
 def best(profile: Profile, limits: Limits) -> tuple[Profile, Plan]:

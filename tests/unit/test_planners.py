@@ -167,7 +167,7 @@ def test_without_a_budget_regions_take_no_more_than_they_did() -> None:
     assert found.step_s < 0.95 * base.step_s
     assert found.peak_bytes <= base.baseline_peak_bytes
     _, made = best(base, Limits())
-    assert _peak(made) <= base.baseline_peak_bytes
+    assert _peak(made) <= 0.97 * base.baseline_peak_bytes, "moving has memory of its own"
     assert propose(_llama(0.01), Limits()).once == frozenset(), "nothing is gained"
     assert propose(random_profile(1), Limits()).once == frozenset(), "there is no region"
 
