@@ -125,8 +125,6 @@ class Series:
             counted = offloader.statistics()
             self.baseline_bytes = counted.baseline_peak_bytes
             report = offloader.report()
-            import sys; print("DBG", name, self.spec["untimed"], offloader.autopilot and (offloader.autopilot._count, offloader.autopilot._gave_up, list(offloader.autopilot.history), vars(offloader.autopilot._shape) if hasattr(offloader.autopilot._shape,'__dict__') else '', offloader.autopilot.limits, offloader.store.regions.once), offloader.explain()[:1500], file=open("/tmp/dbg.txt","a"))
-            import sys; print("DBG", name, self.spec["untimed"], offloader.autopilot and (offloader.autopilot._count, offloader.autopilot._gave_up, list(offloader.autopilot.history), vars(offloader.autopilot._shape) if hasattr(offloader.autopilot._shape,'__dict__') else '', offloader.autopilot.limits, offloader.store.regions.once), offloader.explain()[:1500], file=open("/tmp/dbg.txt","a"))
             result |= {"statistics": counted.as_dict(), "report": report}
             plan = None if offloader.autopilot is None else offloader.autopilot.plan
             if plan is not None:

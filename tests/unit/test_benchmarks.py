@@ -386,7 +386,7 @@ def test_the_suite_on_the_simulated_device(
 ) -> None:
     pytest.importorskip("transformers")
     monkeypatch.setenv("OUT", str(tmp_path))
-    budgets = ("recompute's peak", "budget 35 %")
+    budgets = ("recompute's peak",)  # in small, what one block holds as it runs again is above 35 %
     modes = ("recompute", "default", "selective", "TRL", *budgets, "transformers offload", "host, all")
     gpt = next(case for case in cases(True) if case.name.startswith("gpt2"))
     case = replace(gpt, modes=modes, optimizer=True)
