@@ -377,17 +377,17 @@ class Offloader:
         return contextlib.nullcontext() if trace is None else trace.region(name, link, nbytes)
 
     def agree(self, group: Any = None) -> bool:
-        """Have all ranks of a group follow one plan, so that blocks can be recomputed where ranks communicate.
+        """Have all ranks of a group run the same checkpointed regions once: those that the first rank has chosen.
 
-        Without it each rank plans for itself and none recomputes. A collective: every rank calls it between the same
-        steps. From then on the plan stays until the next call.
+        Without it a region in which ranks communicate runs again on each of them. A collective: every rank calls it
+        between the same steps. The choice holds, in every step and shape, until the next call.
 
         Args:
             group: ranks that run the same model on batches of one shape; None for all.
 
         Returns:
-            Whether they follow one plan now; False, on all of them, while one has no plan of its own (the first ones
-            come with the third step), or where they save different tensors, which is said once.
+            Whether they agree now; False, on all of them, while one has no plan of its own (the first ones come with
+            the third step), or where they save different tensors, which one line of the report names.
 
         Raises:
             StateError: a rank, which it names, is in the middle of a step, or has another policy; on all of them.
