@@ -128,6 +128,8 @@ class Reporter:
 class Shared:
     """What an activation store and its tiers share. The lock guards all of it.
 
+    It has more than fifteen attributes: all that one lock guards.
+
     Attributes:
         config: the options.
         lock: see `actoffload.locks`.
