@@ -402,13 +402,14 @@ class Autopilot:
         known = shape.tried.get(AGAIN)
         return float("inf") if known is None else known.step_s
 
-    def _follow_base(self, shape: Shape, reason: str) -> None:
-        """Let all regions run again."""
+    def _follow_base(self, shape: Shape, reason: str, due: str = "") -> None:
+        """Let all regions run again; ``due``: why the next step is recorded."""
         known = shape.tried.get(AGAIN)
         if known is None:
             self._run_once(shape, AGAIN, reason)
         else:
             self._follow_known(shape, AGAIN, known, reason)
+            shape.due = due
 
     def _follow_known(self, shape: Shape, once: frozenset[int], known: Tried, reason: str) -> None:
         shape.other_bytes, shape.began_bytes = known.other_bytes, known.began_bytes
@@ -495,6 +496,11 @@ class Autopilot:
         profile = self._recording.on_links(recorded)
         if shape.regions and not shape.once:
             shape.base = recorded
+        elif shape.regions and not on_paper and self._agreed is None and _differ(recorded, before):
+            base = shape.tried.get(AGAIN)
+            shape.tried = {} if base is None else {AGAIN: base}
+            self._follow_base(shape, reason, due="what is known of other regions is of another machine")
+            return
         try:
             plan = self.making.plan(shape, profile)
         except BudgetError:
@@ -580,3 +586,9 @@ class Autopilot:
 def _passed(observed: Observed, budget: int | None) -> bool:
     """Whether a step had more on the device than a budget allows."""
     return budget is not None and (observed.peak_bytes or 0) > budget
+
+
+def _differ(one: Profile, other: Profile) -> bool:
+    """Whether steps compute for another time. What comes after backward is left out: not all micro-batches have it."""
+    seconds = [profile.forward_s + profile.backward_s for profile in (one, other)]
+    return abs(seconds[0] - seconds[1]) > STEP_CHANGE * seconds[1]

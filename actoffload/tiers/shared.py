@@ -130,6 +130,8 @@ class Shared:
 
     It has more than fifteen attributes, as a store and each of its tiers look at one state.
 
+    It has more than fifteen attributes: all that one lock guards.
+
     Attributes:
         config: the options.
         lock: see `actoffload.locks`.
