@@ -92,7 +92,7 @@ class OffloadDecision:
             record.name = self._late_names.get((record.index, record.nbytes))
         if record.name is not None:
             self._names.add(record.name)
-        if not self._filter.allows(record.module, record.name):
+        if self.uses_names and not self._filter.allows(record.module, record.name):
             return KeepReason.EXCLUDED
         if self._policy is not None and self._answer(_facts(record, tensor)) is Decision.KEEP:
             return KeepReason.POLICY

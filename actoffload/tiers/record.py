@@ -131,11 +131,12 @@ class Record:
         Plain PyTorch holds a reference, and reads it as it is by then. So a copy stands for a storage that has died
         alone, as nobody can fill that again.
         """
-        if self.identity is None or self.identity.gone():
+        identity = self.identity
+        if identity is None or identity.gone():
             return None
-        if self.data is not None and self.data._cdata == self.identity.cdata:
+        if self.data is not None and self.data._cdata == identity.cdata:
             return None
-        storage = self.identity.lock()
+        storage = identity.lock()
         return storage if storage is not None and storage.nbytes() >= self.end else None
 
     def held_elsewhere(self) -> bool:

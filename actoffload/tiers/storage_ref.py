@@ -29,7 +29,7 @@ class StorageRef:
 
     def gone(self) -> bool:
         """Whether the storage has died."""
-        return bool(_expired(self.cdata))
+        return _expired(self.cdata)  # type: ignore[no-any-return]
 
     def held_by(self) -> int:
         """How many hold the storage: its tensors, and Python's objects for it as one."""
