@@ -86,7 +86,7 @@ class CopyStreams:
         """Notes every copy, and every wait of a compute stream, while somebody traces."""
         self.inert = False
         """In a forked child: the device is the parent's, and is asked nothing."""
-        self._seen: tuple[int, ...] = ()
+        self._seen: dict[int, None] = {}
         """The devices whose tensors were seen."""
         self._numbers: dict[tuple[str, int], int] = {}
         self._awaited: dict[tuple[str, int, str, int], int] = {}
@@ -226,10 +226,10 @@ class CopyStreams:
         """
         if self.inert:
             return False
-        if index is not None and index not in self._seen:
-            self._seen = (*self._seen, index)  # replaced as a whole: another thread may be looking through it
+        if index is not None:
+            self._seen[index] = None  # atomic: hooks on several threads note their devices without a lock
         capturing = self.device.capturing
-        for seen in self._seen:  # noqa: SIM110 - asked several times for each tensor: a generator costs more
+        for seen in tuple(self._seen):  # noqa: SIM110 - asked several times for each tensor: a generator costs more
             if capturing(seen):
                 return True
         return False
@@ -239,7 +239,7 @@ class CopyStreams:
 
         A program may use device 1 while device 0 is current, where it must not be given a context.
         """
-        current, seen = self.device.current_index(), self._seen
+        current, seen = self.device.current_index(), tuple(self._seen)
         if current in seen or (not seen and any(allocated_bytes((self.device.type,), current) or ())):
             return current
         return next(iter(seen), None)
@@ -455,8 +455,7 @@ class ReleaseWindow:
 
     def advance(self, limit_bytes: int) -> None:
         """Release the oldest copies' memory, in stream order, until at most ``limit_bytes`` are held."""
-        if self.held_bytes > limit_bytes:
-            self._release_oldest(lambda: self.held_bytes > limit_bytes)
+        self._release_oldest(lambda: self.held_bytes > limit_bytes)
 
     def _find_due(self) -> None:
         self.due = next((batch.due for batch in self._batches if batch.due), 0)

@@ -234,10 +234,7 @@ class StreamWaits:
 
     def moment(self, stream: Stream) -> Event | None:
         """A moment of ``stream``, just before it is made to wait or after a copy; None when that is not timed."""
-        open_waits = 0
-        for _, waits in self._open:  # mostly one stream; a generator costs more than the wait that is timed
-            open_waits += len(waits)
-        if self._refused or open_waits >= MOST_OPEN:
+        if self._refused or sum(len(waits) for _, waits in self._open) >= MOST_OPEN:
             return None
         try:
             return self._device.timestamp(stream)
