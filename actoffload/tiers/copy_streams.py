@@ -86,7 +86,7 @@ class CopyStreams:
         """Notes every copy, and every wait of a compute stream, while tracing is on."""
         self.inert = False
         """In a forked child: the device is the parent's, and gets no calls."""
-        self._seen: tuple[int, ...] = ()
+        self._seen: dict[int, None] = {}
         """The devices of the tensors seen so far."""
         self._numbers: dict[tuple[str, int], int] = {}
         self._awaited: dict[tuple[str, int, str, int], int] = {}
@@ -226,10 +226,10 @@ class CopyStreams:
         """
         if self.inert:
             return False
-        if index is not None and index not in self._seen:
-            self._seen = (*self._seen, index)  # replaced as a whole: another thread may be looking through it
+        if index is not None:
+            self._seen[index] = None  # atomic: hooks on several threads note their devices without a lock
         capturing = self.device.capturing
-        for seen in self._seen:  # noqa: SIM110 - asked several times for each tensor: a generator costs more
+        for seen in tuple(self._seen):  # noqa: SIM110 - asked several times for each tensor: a generator costs more
             if capturing(seen):
                 return True
         return False

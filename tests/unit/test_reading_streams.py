@@ -17,6 +17,7 @@ from tests.harness import same_bits, simulated
 pytestmark = pytest.mark.simulated
 
 WIDTH, SEEDS = 64, 8
+TRIES = 10
 X = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
@@ -79,4 +80,4 @@ def test_what_the_page_says_helps(device: SimulatedDevice, read: Callable[[Tenso
 
 def test_without_it_the_gap_is_there(device: SimulatedDevice) -> None:
     """Where this fails the gap is closed: then docs/streams.md and section 4 of the design are to say so."""
-    assert _wrong(device, _read) > 0
+    assert any(_wrong(device, _read) for _ in range(TRIES)), "it is a race, which a busy machine may hide for a while"
