@@ -17,7 +17,7 @@ pytest.importorskip("megatron.core.package_info")
 from actoffload.integrations.megatron import add_actoffload_args, arguments, microbatches, wrap_forward_step
 from actoffload.integrations.megatron.forward_step import row
 
-from actoffload import OffloadConfig, Statistics
+from actoffload import OffloadConfig, Plan, Statistics
 from actoffload.errors import ConfigError
 
 pytestmark = [
@@ -102,7 +102,7 @@ def test_off_by_default() -> None:
 
 def test_every_flag_reaches_the_offloader(tmp_path: Path) -> None:
     (tmp_path / "second").mkdir()
-    (tmp_path / "plan.json").write_text('{"version": 1, "entries": []}', encoding="utf-8")
+    (tmp_path / "plan.json").write_text(Plan(()).to_json(), encoding="utf-8")
     step = wrap_forward_step(
         no_step,
         parse(
