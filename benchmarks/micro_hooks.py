@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import actoffload
-from actoffload.planning.plan import PlanEntry
 from actoffload.testing.gpt import GPT, GPTConfig
 
 KINDS = {
@@ -187,8 +186,9 @@ def make_offloader(kind: str, tensors: int, path: str, device: NullDevice) -> ac
     """An offloader that does with every tensor of the forward what ``kind`` says."""
     options: dict[str, Any] = {"min_bytes": 1 << 20 if kind == "small" else 1, "policy": "all"}
     if REASONS[kind] == "policy":
-        entries = (PlanEntry(index=index, nbytes=ELEMENTS * 4, action="keep") for index in range(tensors))
-        options["policy"] = actoffload.Plan(tuple(entries))
+        kept = [{"index": index, "nbytes": ELEMENTS * 4, "action": "keep"} for index in range(tensors)]
+        none = json.loads(actoffload.Plan(()).to_json())
+        options["policy"] = actoffload.Plan.from_json(json.dumps({**none, "entries": kept}))
     if kind.startswith("device"):
         # The window lets memory go once so much waits, after four batches of 16 copies.
         window = 4 * 16 * ELEMENTS * 4

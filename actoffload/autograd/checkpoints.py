@@ -165,6 +165,7 @@ class Checkpoints:
         """What stands for a region: the qualified name of its module, else the name of its class or function."""
         while isinstance(function, functools.partial):
             function = function.func
+        function = inspect.unwrap(function)
         owner = getattr(function, "__self__", function)
         if isinstance(owner, nn.Module):
             return self._names.name_of(owner) or type(owner).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -115,6 +116,7 @@ class Checkpointed:
         others = [None if id(value) in place else value for value in values]
         places = [place.get(id(value)) for value in values]
 
+        @functools.wraps(self.forward)  # reports name the region by its module
         def run(*given: Any) -> Any:
             full = [other if at is None else given[at] for other, at in zip(others, places, strict=True)]
             return self.forward(*full[:count], **dict(zip(names, full[count:], strict=True)))

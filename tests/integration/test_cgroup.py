@@ -75,7 +75,6 @@ def _train(group: Path | None, memory: str, keeps: bool, path: Path) -> tuple[in
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="issue 40: there is no device_memory yet")
 def test_a_hard_limit_kills_nothing_that_knows_it(tmp_path: Path) -> None:
     _, plain = _train(None, "", False, tmp_path)
     limit = plain["before"] + ROOM_BYTES

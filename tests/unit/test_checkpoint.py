@@ -548,6 +548,16 @@ def test_the_blocks_that_are_named_run_as_regions(make_offloader: MakeOffloader,
     assert_same_gradients(train_step(model, batch()), expected)
 
 
+def test_a_region_is_named_by_its_block(make_offloader: MakeOffloader) -> None:
+    model = Unchecked()
+    offloader = make_offloader(recompute=True, policy="auto").use(model)
+    for _ in range(6):
+        train_step(model, batch(), offloader)
+    assert offloader.autopilot is not None
+    assert offloader.autopilot.profile is not None
+    assert [region.name for region in offloader.autopilot.profile.regions] == ["layers.a", "layers.b", "layers.c"]
+
+
 @pytest.mark.parametrize(
     ("wanted", "told"), [("layers.d", "'layers.d' matches no module"), (["head", "x*"], "'x*' matches no module")]
 )
