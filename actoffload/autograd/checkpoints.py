@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from contextlib import nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from ..runtime.regions import Recomputation, Region
 from ..runtime.store import ActivationStore
 from ..tiers.storage_ref import StorageRef
 from .exclusions import Exclusions
+from .handles import sharing_counters, version_probe
 from .hook_stack import top
 from .module_names import ModuleScopes
 from .packing import Forwards, Packer
@@ -123,8 +124,14 @@ class Checkpoints:
         try:
             if region.once:
                 yield
-            else:
+            elif region.recorded is None:
                 yield from self.counted(region, False, given, options)
+            else:
+                with closing(self.counted(region, False, given, options)) as body:
+                    next(body)
+                    with _seeing(functools.partial(_note_version, region.recorded.versions)):
+                        yield
+                    yield from body
         finally:  # also where the region raises, or where the collector closes this generator, in any thread
             entry.region = None
             self._regions.end(region)
@@ -188,24 +195,11 @@ class _Counted:
         self._is_static, self._note = is_static, note
 
     def __enter__(self) -> None:
-        # Only the innermost hooks are called.
-        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
-
-        def counted(tensor: Tensor) -> Any:
-            self._count(tensor)
-            return pack(tensor)
-
-        # As on a checkpoint's own hooks: whoever looks for the user's (PyTorch, from 2.14 on) has to look behind them.
-        # Only while they are active, as a graph keeps them.
-        self._counted: Any = counted
-        counted._checkpoint_internal = True  # type: ignore[attr-defined]
-        counted._user_hooks = getattr(pack, "_user_hooks", None)  # type: ignore[attr-defined]
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(counted, unpack)
+        self._hooks = _seeing(self._count)
         self._hooks.__enter__()
 
-    def __exit__(self, *error: object) -> None:  # also when the checkpoint ends the second run early
+    def __exit__(self, *error: Any) -> None:  # also when the checkpoint ends the second run early
         self._hooks.__exit__(*error)
-        del self._counted._user_hooks
 
     def _count(self, tensor: Tensor) -> None:
         saved = self._recomputation.saved
@@ -217,6 +211,34 @@ class _Counted:
             saved[ref.cdata] = ref, nbytes
             if self._note is not None:
                 self._note(self._recomputation.region, tensor, nbytes)
+
+
+@contextmanager
+def _seeing(see: Callable[[Tensor], None]) -> Iterator[None]:
+    """A context in which ``see`` is called with each tensor that a checkpoint's hooks take, which are there."""
+    # Only the innermost hooks are called.
+    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+    def seen(tensor: Tensor) -> Any:
+        see(tensor)
+        return pack(tensor)
+
+    # As on a checkpoint's own hooks: whoever looks for the user's (PyTorch, from 2.14 on) has to look behind them.
+    # Only while they are active, as a graph keeps them.
+    seen._checkpoint_internal = True  # type: ignore[attr-defined]
+    seen._user_hooks = getattr(pack, "_user_hooks", None)  # type: ignore[attr-defined]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(seen, unpack):
+            yield
+    finally:
+        del seen._user_hooks  # type: ignore[attr-defined]
+
+
+def _note_version(versions: list[tuple[Tensor, int]], tensor: Tensor) -> None:
+    """Note what tells, when the region runs again, whether a tensor that its first run saved was changed since."""
+    if _is_strided(tensor) and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        with _disable_current_modes(), sharing_counters():  # it is no operation of the region's
+            versions.append((version_probe(tensor.detach()), tensor._version))
 
 
 def _is_strided(tensor: Tensor) -> bool:
@@ -252,7 +274,7 @@ def _with_contexts(given: tuple[Any, ...], options: dict[str, Any]) -> tuple[tup
         return contexts
 
     given, options = (given, {**options, "context_fn": made}) if named else ((*given[:2], made, *given[3:]), options)
-    return given, options, isinstance(contexts[0], (nullcontext, *CACHING_MODES))
+    return given, options, type(contexts[0]) in (nullcontext, *CACHING_MODES)
 
 
 # -- in PyTorch's place -----------------------------------------------------------------------------------------------

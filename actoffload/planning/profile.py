@@ -82,6 +82,7 @@ class Region:
         backward_end_s: when backward had left the region; None if that is unknown.
         saves: the storages that the recomputation saved, without those that existed before; () if the region ran once.
         communicates: whether a collective ran inside of it, so that all ranks must decide alike.
+        changed: whether what its first run saved was changed in place before its second run, which computed it anew.
     """
 
     place: int
@@ -94,6 +95,7 @@ class Region:
     backward_end_s: float | None = None
     saves: tuple[RegionSave, ...] = ()
     communicates: bool = False
+    changed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

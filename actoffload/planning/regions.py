@@ -18,10 +18,13 @@ from .profile import RECOMPUTED, ROUNDING, Profile, Region, RegionSave, Storage
 
 
 def choosable(base: Profile) -> list[int]:
-    """The places of the regions that can run once: in every forward their recomputation was seen, and its end."""
+    """The places of the regions that can run once: in every forward their recomputation was seen, and its end.
+
+    Where backward has to compute anew what the program has changed, a region runs again.
+    """
     places = {region.place for region in base.regions}
-    unknown = {region.place for region in base.regions if region.again_s is None or region.backward_end_s is None}
-    return sorted(places - unknown)
+    barred = {r.place for r in base.regions if r.again_s is None or r.backward_end_s is None or r.changed}
+    return sorted(places - barred)
 
 
 def with_regions(base: Profile, once: Collection[int]) -> Profile:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+
 from ..planning.profile import Profile, Region, RegionSave, Storage
 from ..policy import KeepReason
 from ..tiers.record import Record
@@ -54,6 +56,8 @@ class RunRegion:
         again_end: when that second run had ended.
         saves: when each storage was saved again, its bytes, and why it would stay.
         communicates: a collective ran in it, or may have.
+        versions: of each tensor that its first run saved, a tensor that shares its version counter, and the version.
+        changed: one of them was changed in place before the region ran again.
     """
 
     place: int
@@ -66,6 +70,8 @@ class RunRegion:
     again_end: Stamp = None
     saves: list[tuple[Stamp, int, str]] = field(default_factory=list)
     communicates: bool = False
+    versions: list[tuple[Tensor, int]] = field(default_factory=list)
+    changed: bool = False
     collectives: int | None = 0
     """That had been enqueued when it began to run, or to run again."""
 
@@ -236,6 +242,8 @@ class Profiler:
         self._recomputations.append(held)
         if not nested and region.held is None:
             region.held, region.collectives = held, collectives()
+            region.changed = any(probe._version != version for probe, version in region.versions)
+            region.versions.clear()
         self._reach(region.tape, stamp)
         return held
 
@@ -362,6 +370,7 @@ class Profiler:
             begin_s=begin_s,
             end_s=end_s,
             communicates=run.communicates,
+            changed=run.changed,
         )
         if run.once and run.tape in self._in_backward:
             mine = run.place, run.tape

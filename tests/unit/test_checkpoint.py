@@ -22,8 +22,10 @@ from torch.utils.checkpoint import checkpoint
 import actoffload
 from actoffload import Offloader, Plan, no_offload
 from actoffload.autograd import checkpoints
+from actoffload.autograd.hook_stack import top
 from actoffload.autotune.blocks import find_blocks
 from actoffload.errors import ConfigError, SavedTensorModifiedError
+from actoffload.planning.regions import choosable
 from actoffload.testing.gpt import GPT, GPTConfig
 from tests.harness import (
     Chain,
@@ -213,7 +215,7 @@ def test_a_region_that_raises_or_whose_generator_is_closed_is_left(make_offloade
         assert offloader.statistics().regions == 3
 
 
-class Own(contextlib.AbstractContextManager):  # type: ignore[type-arg]
+class Own(contextlib.nullcontext):  # type: ignore[type-arg]  # it may be a child of the one that does nothing
     """A context of the program's, which may swallow errors."""
 
     def __init__(self, entered: list[str], word: str, swallows: bool = False) -> None:
@@ -222,7 +224,7 @@ class Own(contextlib.AbstractContextManager):  # type: ignore[type-arg]
     def __enter__(self) -> None:
         self.entered.append(self.word)
 
-    def __exit__(self, *error: object) -> bool:
+    def __exit__(self, *error: object) -> bool:  # type: ignore[override]
         return self.swallows
 
 
@@ -340,6 +342,54 @@ def test_an_output_that_is_changed_in_place_is_an_error_that_names_the_option(ma
     loss_of(checkpoints="leave").backward()
     with pytest.raises(SavedTensorModifiedError, match=r"modified by an inplace operation.*checkpoints='leave'"):
         loss_of().backward()
+
+
+def add_to_output(y: Tensor, layer: nn.Module) -> None:
+    """As a network with skips does."""
+    y.add_(1)
+
+
+def fill_output(y: Tensor, layer: nn.Module) -> None:
+    """As a mask does."""
+    y.detach()[0] = 0
+
+
+def change_weight(y: Tensor, layer: nn.Module) -> None:
+    """As an optimizer does that steps in between."""
+    with torch.no_grad():
+        next(layer.parameters()).mul_(2)
+
+
+@pytest.mark.parametrize("change", [add_to_output, fill_output, change_weight])
+@pytest.mark.parametrize("selective", [False, True], ids=["plain", "selective"])
+@pytest.mark.parametrize("raises", [False, True], ids=["", "after one that raises"])
+def test_a_region_whose_saves_are_changed_in_place_goes_on_running_again(
+    make_offloader: MakeOffloader, change: Callable[[Tensor, nn.Module], None], selective: bool, raises: bool
+) -> None:
+    """Its program trains without an error, so no plan may bring one."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+    options: dict[str, Any] = {"use_reentrant": False}
+    if selective:
+        options["context_fn"] = partial(plain.create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+    offloader = make_offloader()
+    offloader.store.profiler.begin()
+    with offloader:
+        kept = batch().requires_grad_().exp()  # a forward of which nothing is alive is over
+        if raises:
+            with pytest.raises(ZeroDivisionError):
+                checkpoint(lambda x: x.exp().sum() / (1 // 0), kept, **options)
+        x = kept
+        for place, layer in enumerate(layers):
+            x = checkpoint(lambda x, layer=layer: torch.tanh(layer(x)), x, **options)
+            if place == 1:
+                change(x, layer)
+    assert top() is None
+    x.square().sum().backward()
+    offloader.store.profiler.finish()
+    profile = offloader.store.profiler.profile()
+    assert profile is not None
+    assert choosable(profile) == [raises, raises + 2]
 
 
 class OneProcess:
