@@ -57,21 +57,35 @@ def memory(options: argparse.Namespace, results: harness.Results) -> tuple[str, 
     def sample(spec: dict[str, Any]) -> Row:
         found: Row = harness.run_sample("tests.limited_memory", spec, timeout_s=LIMIT_S)
         said = found.get("error") or found.get("failed") or "done"
-        print({name: value for name, value in spec.items() if name not in ("what", "steps")}, said, flush=True)
+        print({name: value for name, value in spec.items() if name not in ("steps", "by_hand")}, said, flush=True)
         return found
 
     with ThreadPoolExecutor(options.jobs) as pool:
         by_hand = dict(zip(pairs, pool.map(sample, mixes), strict=True))
         checkpointed = dict(zip(pairs, pool.map(sample, alone), strict=True))
+        places = list(dict.fromkeys((model, link, share) for model, link, _, share in wanted))
+        again = [
+            {"what": "within", "name": model, "link": LINKS[link], "share": share, "by_hand": by_hand[model, link]}
+            for model, link, share in places
+            if "mixes" in by_hand[model, link]
+        ]
+        inside = dict(zip(places, pool.map(sample, again), strict=False))
         found = dict(zip(wanted, pool.map(sample, limited), strict=True))
     results.write(
-        memory={str(key): row for key, row in found.items()}, mixes={str(key): r for key, r in by_hand.items()}
+        memory={str(key): row for key, row in found.items()},
+        mixes={str(key): r for key, r in by_hand.items()},
+        within={str(key): r for key, r in inside.items()},
     )
     rows = {}
     bounds: list[Bound] = []
     for (model, link, target, share), row in found.items():
         name = f"{model}, {target}, {link}, {share:.0%}"
-        rows[name] = judged = _judge(row, by_hand[model, link], checkpointed[model, link])
+        rows[name] = judged = _judge(
+            row,
+            by_hand[model, link],
+            checkpointed[model, link],
+            inside.get((model, link, share), {"error": "no mixes"}),
+        )
         bounds.append(Bound(what=f"{name}: ends with an error", measured=float("why" in judged), bound=0.0))
         if "high" in judged:
             bounds.append(Bound(what=f"{name}: highest peak × its limit", measured=judged["high"], bound=1.0))
@@ -87,9 +101,9 @@ def memory(options: argparse.Namespace, results: harness.Results) -> tuple[str, 
     return harness.table_of(f"{ACCUMULATION} micro-batches, shapes in turns", rows, COLUMNS), bounds
 
 
-def _judge(row: Row, by_hand: Row, alone: Row) -> Row:
+def _judge(row: Row, by_hand: Row, alone: Row, within: Row) -> Row:
     """The numbers of one run."""
-    errors = [one["error"] for one in (row, by_hand, alone) if "error" in one]
+    errors = [one["error"] for one in (row, by_hand, alone, within) if "error" in one]
     if errors:
         return {"why": errors[0]}
     judged: Row = {"once": row.get("once")}
@@ -97,7 +111,7 @@ def _judge(row: Row, by_hand: Row, alone: Row) -> Row:
         judged["high"] = max(row["peaks"]) / row["limit_bytes"]
     if "failed" in row:
         judged["why"] = row["failed"]
-    fitting = [mix for mix in by_hand["mixes"] if mix["peak"] <= row["limit_bytes"]]
+    fitting = within["mixes"]
     if not fitting or len(row["seconds"]) <= SETTLED:
         return judged
     # Each shape has its own best mix; a plan is for one shape.

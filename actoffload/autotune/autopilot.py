@@ -45,7 +45,7 @@ from .agreement import Brought
 from .budgets import Budgets
 from .following import Following
 from .making import Making, loss
-from .observations import Recording, StepsUnderPlan, Watch, surprise
+from .observations import Recording, StepsUnderPlan, Watch, link_change, surprise
 from .shapes import AGAIN, Shape, Shapes, Tried
 
 
@@ -177,14 +177,18 @@ class Autopilot:
         self._shared.budget.limit_bytes = self._budgets.of(shape, self._shapes)
         if shape.plan is not None:
             due = bool(shape.due) and (self._run.is_settled or not shape.settled)
+        elif shape.hopeless or (shape.base is None and self._count < self._record_from):
+            due = False
         else:
-            due = not shape.hopeless and (shape.base is not None or self._count >= self._record_from)
+            warm = self._recording.steps > WARM_UP
+            due = not warm or self._run.is_settled or self._budgets.all_is_there(shape)
+            shape.unsettled += not due
         if self._profiler.finished:
             return  # a step that nobody could look at yet, as the device had not come to its end
         if due:
             self._recorded_shape, self._settled = shape, self._run.is_settled
             if not self._profiler.active:
-                self._profiler.begin()
+                self._recording.begin()
         else:
             self._profiler.forget()
 
@@ -218,16 +222,13 @@ class Autopilot:
         if not ran_out and not (passed and limit):
             return False
         most = peak if limit is None else min(peak, limit)
+        shape.tried.clear()  # they were for a larger budget
         if ran_out:
             shape.at_most(TIGHTER * most)
-            shape.tried.clear()
             self._run_once(shape, AGAIN, "the step ran out of memory")
         else:
             shape.at_most(most - passed)
-            shape.tried.pop(shape.once, None)
-            told = f"the step passed device_memory by {format_size(passed)}"
-            if not self._runs_fewer(shape, told):
-                self._run_once(shape, AGAIN, told)
+            self._choose(shape, f"the step passed device_memory by {format_size(passed)}")
         return True
 
     def _is_another(self, shape: Shape) -> bool:
@@ -254,8 +255,11 @@ class Autopilot:
         if profile is None:
             return
         shape.needs_beside(profile, self._run.beside_bytes, self._run.began_bytes, settled=self._settled)
+        if shape.on_paper:
+            self._make_real(shape, profile)
+            return
         if shape.plan is not None:
-            self._correct(shape, profile, observed, moved_bytes)
+            self._correct(shape, profile, moved_bytes)
             return
         if self._recording.steps <= WARM_UP:
             self._refuse_if_too_low(profile, observed)
@@ -272,7 +276,7 @@ class Autopilot:
     def _may_plan(self, shape: Shape) -> bool:
         # Regions that were just chosen are planned for at once: until then the step moves everything.
         rested = bool(shape.once) or now() >= self.making.rest_until_s
-        return self._recording.steps > WARM_UP and rested and self._budgets.all_is_there(shape, self._count)
+        return self._recording.steps > WARM_UP and rested and self._budgets.all_is_there(shape)
 
     def _can_try_keeping(self, profile: Profile) -> bool:
         """Whether a step moves nothing first: only that shows what moving costs, and only ``max_slowdown`` asks."""
@@ -282,60 +286,96 @@ class Autopilot:
         return available_bytes() >= ROOM_TO_KEEP * profile.baseline_peak_bytes
 
     def _chooses_regions(self, shape: Shape, profile: Profile) -> bool:
-        """Whether regions should run once that ran again in the step that was recorded; the next one shows it."""
+        """Whether regions may run once that ran again in the step that was recorded: then follow the best choice."""
         if shape.once or not profile.regions:
             return False
         shape.base, shape.own_bytes = profile, shape.own_bytes or self._budgets.peak_bytes
-        if self._agreed is not None:
+        return self._agreed is None and self._choose(shape, "first plan")
+
+    def _choose(self, shape: Shape, reason: str) -> bool:
+        """Whether a plan with all regions run again, or with others on paper, is followed from the next step on.
+
+        Else all regions run again and all moves, and the next step is recorded.
+        """
+        base = None if shape.base is None else self._recording.on_links(shape.base)
+        if base is None or self._agreed is not None:
+            self._run_once(shape, AGAIN, reason)
             return False
+        before, shape.once = shape.once, AGAIN  # for the budget
         try:
-            plan: Plan | None = self.making.plan(shape, profile)
+            plan: Plan | None = self.making.plan(shape, base)
         except BudgetError as error:
-            plan = None
-            config = self._shared.config
+            plan, config = None, self._shared.config
             if config.device_memory is not None and config.device_budget is None and not self._budgets.passed_bytes:
                 # The step as it was recorded kept the number: a simulation that says otherwise is too careful.
-                _, plan = self.making.least(shape, profile, error.floor_bytes)
+                _, plan = self.making.least(shape, base, error.floor_bytes)
         if plan is not None:
-            self._try(shape, plan, profile)
-        return self._follows_other_regions(shape, float("inf") if plan is None else plan.predicted_step_s or 0.0)
+            self._know(shape, plan, base)
+        shape.once = before
+        sure = self._recording.calm or plan is None
+        if sure and self._tries_others(shape, plan.predicted_step_s or 0.0 if plan else float("inf"), reason):
+            return True
+        if plan is None:
+            if shape.plan is not None:
+                self._run_once(shape, AGAIN, reason)
+            return False
+        self._follow(shape, plan, base, reason, AGAIN)
+        shape.due = "" if sure else "the allocator had to give its cache back in the step that was recorded"
+        return True
 
-    def _try(self, shape: Shape, plan: Plan, profile: Profile, measured_s: float | None = None) -> None:
-        """Know how long a step with these regions is."""
+    def _know(self, shape: Shape, plan: Plan, profile: Profile, measured_s: float | None = None) -> None:
+        """Know how long a step with these regions is, under this plan."""
         budget = self._budgets.of(shape, self._shapes)
-        shape.know(Tried(plan, profile, budget, shape.other_bytes, shape.began_bytes, measured_s))
+        shape.know(Tried(shape.once, plan, profile, budget, shape.other_bytes, shape.began_bytes, measured_s))
 
-    def _follows_other_regions(self, shape: Shape, than_s: float) -> bool:
+    def _tries_others(self, shape: Shape, than_s: float, reason: str) -> bool:
         """Whether a step with other regions run once is shorter than this, on paper; the next step then shows it."""
         if shape.base is None or self._agreed is not None:
             return False
-        base = self._recording.on_links(shape.base)
+        base, budget = self._recording.on_links(shape.base), self._budgets.of(shape, self._shapes)
         try:
-            once = shape.latest(self.making.propose(shape, base).once)
+            once = self.making.propose(shape, base).once
         except BudgetError:
             return False  # not even as they are: the plan says by how much
-        known, budget = shape.tried.get(once), self._budgets.of(shape, self._shapes)
         if once in (shape.once, AGAIN):
             return False
-        if known is not None and (budget is None or budget <= (1 + PEAK_CHANGE) * (known.budget or 0)):
+        budgets = (tried.budget or 0 for tried in shape.tried if tried.once == once)
+        if any(budget is None or budget <= (1 + PEAK_CHANGE) * before for before in budgets):
             return False  # it was no better
-        return self._follows_on_paper(shape, once, than_s, "other regions run once")
-
-    def _follows_on_paper(self, shape: Shape, once: frozenset[int], than_s: float, reason: str) -> bool:
-        """Whether there is a plan, for a step that nobody has seen, that is shorter than this."""
-        assert shape.base is not None, "the step is made from it"
-        profile, before = with_regions(self._recording.on_links(shape.base), once), shape.once
+        profile, before = with_regions(base, once), shape.once
         shape.once = once  # for the budget
         try:
             plan = self.making.plan(shape, profile)
-            good = (plan.predicted_step_s or 0.0) < (1 - PLAN_GAIN) * than_s
         except BudgetError:
-            good = False
-        shape.once = before
-        if good:
-            self._follow(shape, plan, profile, reason, once)
-            shape.due, shape.on_paper = reason, True
-        return good
+            return False
+        finally:
+            shape.once = before
+        if (plan.predicted_step_s or 0.0) >= (1 - PLAN_GAIN) * than_s:
+            return False
+        self._follow(shape, plan, profile, reason, once)
+        shape.due, shape.on_paper = "other regions run once", True
+        return True
+
+    def _make_real(self, shape: Shape, recorded: Profile) -> None:
+        """A step was recorded under a plan that was made on paper: plan once more, for what it really saves.
+
+        Where that is as on paper the times are as well: they come from a calmer step. An allocator that has to give
+        its cache back, as it does once under every new plan near the device's end, has the device idle meanwhile.
+        """
+        assert shape.profile is not None, "a plan was made from it"
+        profile = self._recording.on_links(recorded if self._following.placement.mismatched_bytes else shape.profile)
+        try:
+            plan = self.making.plan(shape, profile)
+        except BudgetError:
+            shape.at_most(TIGHTER * (self._budgets.of(shape, self._shapes) or 0))
+            self._choose(shape, "no plan keeps the budget")
+            return
+        best = min(shape.tried, key=lambda tried: tried.step_s, default=None)
+        if self._recording.calm and best and (plan.predicted_step_s or 0.0) > (1 - PLAN_GAIN) * best.step_s:
+            self._know(shape, plan, profile)
+            self._follow_known(shape, best, f"a step with {len(shape.once)} regions run once is no shorter")
+            return
+        self._follow(shape, plan, profile, shape.due)
 
     def _refuse_if_too_low(self, profile: Profile, observed: Observed) -> None:
         """Raise before another step passes a budget in bytes that the first one did not keep and no plan will.
@@ -367,8 +407,6 @@ class Autopilot:
         try:
             plan = self.making.plan(shape, profile)
         except BudgetError as error:
-            if self._runs_fewer(shape, "no plan keeps the budget"):
-                return
             found, number = None, bool(self._budgets.device_bytes)
             if number or _passed(observed, budget):  # else the last step did keep it: go on as it was
                 assert budget is not None, "no plan keeps it"
@@ -384,36 +422,9 @@ class Autopilot:
             plan = found
         self._follow(shape, plan, profile, "first plan")
 
-    def _runs_fewer(self, shape: Shape, reason: str) -> bool:
-        """Whether fewer regions run once from the next step on, as so many take too much."""
-        if not shape.once or self._agreed is not None:
-            return False
-        shape.tried.pop(shape.once, None)
-        while shape.most_once != 0:
-            shape.fewer()
-            once = shape.latest(shape.once)
-            if once and shape.base is not None and self._follows_on_paper(shape, once, float("inf"), reason):
-                return True
-        self._follow_base(shape, reason)
-        return True
-
-    def _base_s(self, shape: Shape) -> float:
-        """The step in which all regions run again, within the budget; infinite if none is."""
-        known = shape.tried.get(AGAIN)
-        return float("inf") if known is None else known.step_s
-
-    def _follow_base(self, shape: Shape, reason: str, due: str = "") -> None:
-        """Let all regions run again; ``due``: why the next step is recorded."""
-        known = shape.tried.get(AGAIN)
-        if known is None:
-            self._run_once(shape, AGAIN, reason)
-        else:
-            self._follow_known(shape, AGAIN, known, reason)
-            shape.due = due
-
-    def _follow_known(self, shape: Shape, once: frozenset[int], known: Tried, reason: str) -> None:
+    def _follow_known(self, shape: Shape, known: Tried, reason: str) -> None:
         shape.other_bytes, shape.began_bytes = known.other_bytes, known.began_bytes
-        self._follow(shape, known.plan, known.profile, reason, once)
+        self._follow(shape, replace(known.plan, predicted_step_s=known.step_s), known.profile, reason, known.once)
 
     def _run_once(self, shape: Shape, once: frozenset[int], reason: str = "") -> None:
         """Run these regions once from the next step on, which is recorded. Until there is a plan, all may move."""
@@ -459,69 +470,79 @@ class Autopilot:
         reason = surprise(shape.plan, seen, shape.profile, self._recording.on_links(shape.profile), loss(self.limits))
         if not reason:
             self._changes = 0
-        elif self._may_change:
+        # What is known of other plans says nothing where this one is not any more as it was measured once.
+        if (not reason or not shape.has_measured(shape.plan)) and self._goes_back(shape, seen):
+            return
+        if reason and self._may_change:
             shape.due = reason
             self._rest()
-            return
-        self._compare(shape, seen)
 
     @property
     def _may_change(self) -> bool:
         return now() >= self.making.rest_until_s and self._count >= self._record_from
 
-    def _compare(self, shape: Shape, seen: Observed) -> None:
-        """Follow the plan with other regions run once that was tried before, if that step was shorter."""
+    def _goes_back(self, shape: Shape, seen: Observed) -> bool:
+        """Whether a plan that was followed before is followed again, as its steps were shorter."""
         if self._agreed is not None or not shape.regions:
-            return
+            return False
         assert shape.plan is not None, "these steps followed it"
         assert shape.profile is not None, "it was made from it"
-        self._try(shape, shape.plan, shape.profile, seen.step_s)
-        once, best = min(shape.tried.items(), key=lambda entry: entry[1].step_s)
-        if once != shape.once and best.step_s < (1 - PLAN_GAIN) * seen.step_s and self._may_change:
-            told = f"a step with {len(shape.once)} regions run once takes {seen.step_s:.3g} s"
-            self._rest()
-            self._follow_known(shape, once, best, f"{told}, with {len(once)} {best.step_s:.3g} s")
+        self._know(shape, shape.plan, shape.profile, seen.step_s)
+        best = min(shape.tried, key=lambda tried: tried.step_s)
+        if best.step_s >= (1 - PLAN_GAIN) * seen.step_s or not self._may_change:
+            return False
+        told = f"a step with {len(shape.once)} regions run once takes {seen.step_s:.3g} s"
+        self._rest()
+        self._follow_known(shape, best, f"{told}, with {len(best.once)} {best.step_s:.3g} s")
+        return True
 
-    def _correct(self, shape: Shape, recorded: Profile, observed: Observed, moved_bytes: int) -> None:
+    def _correct(self, shape: Shape, recorded: Profile, moved_bytes: int) -> None:
         """Follow another plan if one is better now; else know the old one better."""
         assert shape.plan is not None, "it is corrected"
         assert shape.profile is not None, "it was made from a profile"
-        old, before, reason, seen = shape.plan, shape.profile, shape.due, shape.steps.seen or observed
-        on_paper, shape.on_paper, shape.due = shape.on_paper, False, ""
-        if not on_paper and self.limits.device_budget is None and recorded.step_s > (1 - STEP_CHANGE) * before.step_s:
+        old, before, reason, seen = shape.plan, shape.profile, shape.due, shape.steps.seen
+        shape.due = ""
+        if not self._recording.calm and recorded.step_s > before.step_s:
+            recorded = before  # its waits for the allocator look like compute
+        elif self.limits.device_budget is None and recorded.step_s > (1 - STEP_CHANGE) * before.step_s:
             # What moving costs looks like compute, and would make room for more of itself without end.
             if self._shared.config.max_slowdown is not None and recorded.device == "cpu":
                 self._recording.learn_cost(recorded.step_s - before.step_s, moved_bytes, before.step_s)
             recorded = before
         profile = self._recording.on_links(recorded)
-        if shape.regions and not shape.once:
-            shape.base = recorded
-        elif shape.regions and not on_paper and self._agreed is None and _differ(recorded, before):
-            base = shape.tried.get(AGAIN)
-            shape.tried = {} if base is None else {AGAIN: base}
-            self._follow_base(shape, reason, due="what is known of other regions is of another machine")
-            return
+        if shape.regions and self._agreed is None:
+            again = next((tried for tried in shape.tried if tried.once == AGAIN), None)
+            other = self._recording.calm and _differ(recorded, before)
+            if other and shape.once and shape.base is not None:  # else it is the recording before that was disturbed
+                other = _differ(recorded, with_regions(shape.base, shape.once))
+            if other or link_change(before, profile):
+                shape.tried.clear()  # they are of another machine
+            if not shape.once:
+                shape.base = recorded
+            elif other and again is not None:
+                self._follow_known(shape, again, reason)
+                shape.due = "what is known of other regions is of another machine"
+                return
         try:
             plan = self.making.plan(shape, profile)
         except BudgetError:
-            if self._runs_fewer(shape, "no plan keeps the budget"):
+            if shape.once and self._agreed is None:
+                shape.at_most(TIGHTER * (self._budgets.of(shape, self._shapes) or 0))
+                self._choose(shape, "no plan keeps the budget")
                 return
             plan = old  # that keeps the budget, as far as anything does
-        better = on_paper or (plan is not old and self.making.gains(shape, profile, plan, old))
+        better = plan is not old and self.making.gains(shape, profile, plan, old)
         if shape.regions and self._agreed is None:
             known = plan if better else replace(old, predicted_step_s=simulate(profile, old, self.limits).step_s)
-            self._try(shape, known, profile)
-            least_s = min(tried.step_s for once, tried in shape.tried.items() if once in (shape.once, AGAIN))
-            if self._follows_other_regions(shape, least_s):
-                return
-            if shape.once and (known.predicted_step_s or 0.0) > (1 - PLAN_GAIN) * self._base_s(shape):
-                self._follow_base(shape, f"a step with {len(shape.once)} regions run once is no shorter")
+            self._know(shape, known, profile, None if better or seen is None else seen.step_s)
+            if self._tries_others(shape, min(tried.step_s for tried in shape.tried), reason):
                 return
         if better:
             self._follow(shape, plan, profile, reason)
             return
         shape.profile = profile
-        shape.plan = replace(old, predicted_step_s=seen.step_s, predicted_peak_bytes=seen.peak_bytes)
+        if seen is not None:
+            shape.plan = replace(old, predicted_step_s=seen.step_s, predicted_peak_bytes=seen.peak_bytes)
 
     def _rest(self) -> None:
         """Record again: the next step at first, then after more and more steps."""
@@ -541,7 +562,7 @@ class Autopilot:
             found = self.making.planner.propose(self._recording.on_links(base), replace(self.limits, agreed=True))
         except BudgetError:
             return Brought(once=(), fits=fits)
-        return Brought(once=tuple(sorted(shape.latest(found.once))), fits=fits)
+        return Brought(once=tuple(sorted(found.once)), fits=fits)
 
     def agreed(self, once: frozenset[int] | None, told: str) -> None:
         """Run these regions once, as all ranks do, until the next call; None: they do not agree, or not any more."""

@@ -16,7 +16,7 @@ from actoffload import Offloader, Plan
 from actoffload.autograd.offloader import _stores
 from actoffload.autotune.shapes import Shape, Tried
 from actoffload.errors import BudgetError
-from actoffload.planning.constants import MOST_TRIED, WARM_UP
+from actoffload.planning.constants import MOST_TRIED, TIGHTER, WARM_UP
 from actoffload.planning.plan import PlanEntry
 from actoffload.planning.profile import Profile, Region
 from actoffload.planning.search import Limits, Proposal, own_budget
@@ -342,20 +342,20 @@ def test_a_step_with_all_regions_again_says_which_run_once_and_the_next_one_is_p
 
 
 @pytest.mark.usefixtures("regions")
-def test_where_no_plan_keeps_the_budget_half_as_many_regions_run_once(make_offloader: MakeOffloader) -> None:
+def test_where_no_plan_keeps_the_budget_others_are_chosen_for_less(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(policy="auto", device_budget="1GiB")
-    planner = _Scripted(lambda *_: True, frozenset({0, 1, 2, 3}))
+    planner = _Scripted(lambda *_: True, frozenset({0, 1, 2, 3}), frozenset({3}))
     pilot = plan_with(offloader, planner)
     _steps(offloader, WARM_UP + 2)
     assert set(_once(offloader)) == {0, 1, 2, 3}
-    planner.error, planner.errors_left = BudgetError(1 << 30, 1 << 31), 2
+    planner.error, planner.errors_left = BudgetError(1 << 30, 1 << 31), 1
     _steps(offloader, 1)
-    assert set(_once(offloader)) == {3}, "there was none for the step as recorded, nor for two on paper"
-    planner.errors_left = 1
+    assert set(_once(offloader)) == {3}, "there was none for the step as recorded"
+    assert planner.limits[-1].device_budget == int(TIGHTER * (1 << 30))
+    planner.errors_left = 2
     _steps(offloader, 1)
-    assert set(_once(offloader)) == set()
-    _steps(offloader, 6)
-    assert pilot.plan.once == (), "and no proposal runs as many again"
+    assert set(_once(offloader)) == set(), "nor for these, nor for all again on paper: all moves"
+    assert pilot.plan is None, "and the next step is recorded"
 
 
 @pytest.mark.usefixtures("regions")
@@ -408,8 +408,8 @@ def test_of_many_choices_of_regions_the_longest_steps_are_forgotten(make_offload
     shape = Shape(())
     for once, seconds in [(0, 9.0), (1, 1.0), *((n, 2.0 + n) for n in range(2, 30))]:
         shape.once = frozenset(range(once))
-        shape.know(Tried(pilot.plan, pilot.profile, None, None, 0, seconds))
-    assert {0, 1, 2, 3, 29} <= {len(once) for once in shape.tried}, "the base, the shortest ones and the last"
+        shape.know(Tried(shape.once, pilot.plan, pilot.profile, None, None, 0, seconds))
+    assert {0, 1, 2, 3, 29} <= {len(tried.once) for tried in shape.tried}, "the base, the shortest ones and the last"
     assert len(shape.tried) == MOST_TRIED
 
 
