@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
@@ -34,6 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shares", nargs="+", type=float, default=list(SHARES), help="memory: of keep's peak")
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS), help="memory: only these")
     parser.add_argument("--rates", nargs="+", choices=list(LINKS), default=list(LINKS), help="memory: only these links")
+    parser.add_argument("--known", type=Path, help="memory: a result whose mixes say which ones to try again")
     parser.add_argument("--jobs", type=int, default=2, help="memory: processes at a time; times are virtual")
 
 
@@ -61,7 +64,10 @@ def memory(options: argparse.Namespace, results: harness.Results) -> tuple[str, 
         return found
 
     with ThreadPoolExecutor(options.jobs) as pool:
-        by_hand = dict(zip(pairs, pool.map(sample, mixes), strict=True))
+        known = {} if options.known is None else json.loads(options.known.read_text())["mixes"]
+        by_hand = {pair: known[str(pair)] for pair in pairs if str(pair) in known}
+        new = [spec for pair, spec in zip(pairs, mixes, strict=True) if pair not in by_hand]
+        by_hand |= zip([pair for pair in pairs if pair not in by_hand], pool.map(sample, new), strict=True)
         checkpointed = dict(zip(pairs, pool.map(sample, alone), strict=True))
         places = list(dict.fromkeys((model, link, share) for model, link, _, share in wanted))
         again = [
