@@ -1,9 +1,10 @@
 """Plans from what the steps show, follows the plan, and corrects it: what ``policy="auto"`` does from step to step.
 
-For each shape of inputs: a step is recorded in which every checkpointed region runs again, the base; `propose` says
-which regions should run once. The next step follows a plan for them that was made on paper, and is recorded; `plan`
-says what leaves. Regions run once only while the step is shorter than the base's, first as predicted, then as measured.
-Where the last steps are not as the plan has it, another step is recorded and planned from.
+Each shape of inputs is in one `Stage`. A step is recorded in which every checkpointed region runs again, the base;
+`propose` says which regions should run once. The next step follows a plan for them that was made on paper, and is
+recorded; `plan` says what leaves. From then on plans are judged by the steps under them: the one with the shortest is
+followed again, predicted ones only until they are measured. Where the last steps are not as the plan has it, another
+step is recorded and planned from.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from .budgets import Budgets
 from .following import Following
 from .making import Making, loss
 from .observations import Recording, StepsUnderPlan, Watch, link_change, surprise
-from .shapes import AGAIN, Shape, Shapes, Tried
+from .shapes import AGAIN, Shape, Shapes, Stage, Tried
 
 
 class Autopilot:
@@ -129,7 +130,7 @@ class Autopilot:
                 raise
             self._give_up(error)
         shape = self._shape
-        if shape.regions and shape.plan is not None and not shape.on_paper and not self._said:
+        if shape.regions and shape.plan is not None and shape.stage is not Stage.PAPER and not self._said:
             self._said = True  # and said without the lock, on a thread of the user's
             say(self._shared.config, f"actoffload: {shape.in_words(self._budgets.device_bytes)}")
 
@@ -169,28 +170,30 @@ class Autopilot:
     def _begin_shape(self) -> None:
         """A step of this shape begins: record it or not, and move something to measure a link or not."""
         shape, placement = self._shape, self._following.placement
-        placement.keep_all = shape.tries_keeping
+        placement.keep_all = shape.stage is Stage.KEEPING
         placement.probe = shape.probe if shape.steps.measures else None
-        self._shared.watches_host = (
-            shape.plan is not None and placement.probe is None and shape.steps.measures and not shape.due
-        )
+        followed = shape.stage is Stage.FOLLOWED
+        self._shared.watches_host = followed and placement.probe is None and shape.steps.measures
         self._shared.budget.limit_bytes = self._budgets.of(shape, self._shapes)
-        if shape.plan is not None:
-            due = bool(shape.due) and (self._run.is_settled or not shape.settled)
-        elif shape.hopeless or (shape.base is None and self._count < self._record_from):
-            due = False
-        else:
-            warm = self._recording.steps > WARM_UP
-            due = not warm or self._run.is_settled or self._budgets.all_is_there(shape)
-            shape.unsettled += not due
         if self._profiler.finished:
             return  # a step that nobody could look at yet, as the device had not come to its end
-        if due:
+        if self._is_recorded(shape):
             self._recorded_shape, self._settled = shape, self._run.is_settled
             if not self._profiler.active:
                 self._recording.begin()
         else:
             self._profiler.forget()
+
+    def _is_recorded(self, shape: Shape) -> bool:
+        """Whether the step that begins is recorded."""
+        settled = self._run.is_settled
+        if shape.stage in (Stage.PAPER, Stage.DUE):
+            return settled or not shape.settled
+        if shape.stage in (Stage.FOLLOWED, Stage.HOPELESS) or (shape.base is None and self._count < self._record_from):
+            return False
+        found = settled or self._recording.steps <= WARM_UP or self._budgets.all_is_there(shape)
+        shape.unsettled += not found
+        return found
 
     def _finish_step(self) -> None:
         watch = self._watch
@@ -233,7 +236,7 @@ class Autopilot:
 
     def _is_another(self, shape: Shape) -> bool:
         """Whether the forward saved something else than the plan was made for: then it begins anew."""
-        if shape.plan is None or shape.profile is None or shape.on_paper:  # on paper places are guessed
+        if shape.plan is None or shape.profile is None or shape.stage is Stage.PAPER:  # places are guessed
             return False
         if self._following.placement.mismatched_bytes <= SHAPES_CHANGED * max(1, shape.profile.saved_bytes):
             return False
@@ -255,7 +258,7 @@ class Autopilot:
         if profile is None:
             return
         shape.needs_beside(profile, self._run.beside_bytes, self._run.began_bytes, settled=self._settled)
-        if shape.on_paper:
+        if shape.stage is Stage.PAPER:
             self._make_real(shape, profile)
             return
         if shape.plan is not None:
@@ -263,14 +266,14 @@ class Autopilot:
             return
         if self._recording.steps <= WARM_UP:
             self._refuse_if_too_low(profile, observed)
-        if shape.tries_keeping:
-            shape.tries_keeping = False
+        if shape.stage is Stage.KEEPING:
+            shape.stage = Stage.SAFE
             self._recording.learn_cost(shape.moving[0] - profile.step_s, shape.moving[1], profile.step_s)
             self._make_plan(shape, self._recording.on_links(profile), observed)
         elif self._may_plan(shape):
-            shape.tries_keeping = self._can_try_keeping(profile)
-            shape.moving = observed.step_s - observed.wait_s, moved_bytes
-            if not shape.tries_keeping and not self._chooses_regions(shape, profile):
+            if self._can_try_keeping(profile):
+                shape.stage, shape.moving = Stage.KEEPING, (observed.step_s - observed.wait_s, moved_bytes)
+            elif not self._chooses_regions(shape, profile):
                 self._make_plan(shape, profile, observed)
 
     def _may_plan(self, shape: Shape) -> bool:
@@ -289,7 +292,7 @@ class Autopilot:
         """Whether regions may run once that ran again in the step that was recorded: then follow the best choice."""
         if shape.once or not profile.regions:
             return False
-        shape.base, shape.own_bytes = profile, shape.own_bytes or self._budgets.peak_bytes
+        shape.base = profile
         return self._agreed is None and self._choose(shape, "first plan")
 
     def _choose(self, shape: Shape, reason: str) -> bool:
@@ -320,7 +323,8 @@ class Autopilot:
                 self._run_once(shape, AGAIN, reason)
             return False
         self._follow(shape, plan, base, reason, AGAIN)
-        shape.due = "" if sure else "the allocator had to give its cache back in the step that was recorded"
+        if not sure:
+            shape.have_recorded("the allocator had to give its cache back in the step that was recorded")
         return True
 
     def _know(self, shape: Shape, plan: Plan, profile: Profile, measured_s: float | None = None) -> None:
@@ -353,7 +357,7 @@ class Autopilot:
         if (plan.predicted_step_s or 0.0) >= (1 - PLAN_GAIN) * than_s:
             return False
         self._follow(shape, plan, profile, reason, once)
-        shape.due, shape.on_paper = "other regions run once", True
+        shape.have_recorded("other regions run once", on_paper=True)
         return True
 
     def _make_real(self, shape: Shape, recorded: Profile) -> None:
@@ -375,7 +379,7 @@ class Autopilot:
             self._know(shape, plan, profile)
             self._follow_known(shape, best, f"a step with {len(shape.once)} regions run once is no shorter")
             return
-        self._follow(shape, plan, profile, shape.due)
+        self._follow(shape, plan, profile, shape.why)
 
     def _refuse_if_too_low(self, profile: Profile, observed: Observed) -> None:
         """Raise before another step passes a budget in bytes that the first one did not keep and no plan will.
@@ -417,7 +421,7 @@ class Autopilot:
                     self.making.take_floor(least, budget)
             if found is None:
                 self.history.append(f"no plan: {error}")
-                shape.hopeless = True
+                shape.stage = Stage.HOPELESS
                 return
             plan = found
         self._follow(shape, plan, profile, "first plan")
@@ -432,7 +436,7 @@ class Autopilot:
             self.history.append(reason)
         if self._agreed is None:  # else all ranks decide that together
             shape.once = once
-        shape.plan, shape.due, shape.on_paper = None, "", False
+        shape.plan, shape.stage = None, Stage.SAFE
         shape.steps = StepsUnderPlan()
         self._shared.accounts.begin_plan()
         self._profiler.forget()
@@ -447,7 +451,7 @@ class Autopilot:
         self.history.append(f"{reason} (inputs {shape})" if len(self._shapes) > 1 else reason)
         shape.steps = StepsUnderPlan(REVIEW_STEPS if shape.profile is None else AFTER_A_CHANGE)
         shape.plan = replace(plan, once=tuple(sorted(shape.once)), regions=shape.regions)
-        shape.profile, shape.due, shape.on_paper = profile, "", False
+        shape.profile, shape.stage = profile, Stage.FOLLOWED
         shape.recorded_at = self._count
         self._shared.accounts.begin_plan()
         shape.predicted_s = plan.predicted_step_s
@@ -462,7 +466,7 @@ class Autopilot:
         assert shape.plan is not None, "there is a plan to look at"
         assert shape.profile is not None, "a plan was made from a profile"
         seen = shape.steps.add(observed)
-        if seen is None or shape.due:
+        if seen is None or shape.stage is not Stage.FOLLOWED:
             return
         late_s = seen.step_s - (shape.plan.predicted_step_s or seen.step_s)
         self._recording.learn_idle(shape.plan, seen)
@@ -474,7 +478,7 @@ class Autopilot:
         if (not reason or not shape.has_measured(shape.plan)) and self._goes_back(shape, seen):
             return
         if reason and self._may_change:
-            shape.due = reason
+            shape.have_recorded(reason)
             self._rest()
 
     @property
@@ -500,8 +504,8 @@ class Autopilot:
         """Follow another plan if one is better now; else know the old one better."""
         assert shape.plan is not None, "it is corrected"
         assert shape.profile is not None, "it was made from a profile"
-        old, before, reason, seen = shape.plan, shape.profile, shape.due, shape.steps.seen
-        shape.due = ""
+        old, before, reason, seen = shape.plan, shape.profile, shape.why, shape.steps.seen
+        shape.stage = Stage.FOLLOWED
         if not self._recording.calm and recorded.step_s > before.step_s:
             recorded = before  # its waits for the allocator look like compute
         elif self.limits.device_budget is None and recorded.step_s > (1 - STEP_CHANGE) * before.step_s:
@@ -521,7 +525,7 @@ class Autopilot:
                 shape.base = recorded
             elif other and again is not None:
                 self._follow_known(shape, again, reason)
-                shape.due = "what is known of other regions is of another machine"
+                shape.have_recorded("what is known of other regions is of another machine")
                 return
         try:
             plan = self.making.plan(shape, profile)

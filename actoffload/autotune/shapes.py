@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 
 from ..planning.constants import MOST_SHAPES, MOST_TRIED, PROBE_SHARE
 from ..planning.explain import format_time
@@ -17,6 +18,17 @@ from .observations import StepsUnderPlan
 
 AGAIN: frozenset[int] = frozenset()
 """No region runs once: all run again, as the program says."""
+
+
+class Stage(Enum):
+    """What the next step of a shape is for."""
+
+    SAFE = "there is no plan, so what may move moves; it is recorded"
+    KEEPING = "nothing moves, to show what moving costs; it is recorded"
+    HOPELESS = "as SAFE, but no plan was found, and none is looked for"
+    PAPER = "it follows a plan that was made for a step that nobody has seen; it is recorded"
+    FOLLOWED = "it follows the plan, and is compared with it"
+    DUE = "likewise, and is recorded: the last ones were not as the plan has it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +65,12 @@ class Shape:
     Attributes:
         key: the shape.
         base: a recorded step in which every checkpointed region ran again; None before there is one.
-        own_bytes: the most that the device had had by then, with the program's own checkpoints.
         once: the regions that run once, by their places.
         profile: the recorded step that the plan was made from.
         plan: what these steps follow; None before there is a plan.
         steps: what the steps under the plan were like.
-        due: the next step is recorded, although there is a plan: why.
-        tries_keeping: the next step moves nothing, to show what moving costs.
+        stage: what the next step is for; ``why``: why it is recorded, although there is a plan.
         moving: seconds that a step which moved all computed, and the bytes that it moved both ways.
-        hopeless: no plan was found, and none is looked for.
         most_bytes: what these steps may save at most, beside what the options say; None where nothing bounds it.
         other_bytes: what else the device had at most in a recorded step; None before there is one.
         began_bytes: what it had as that step began; ``settled``: optimizer states and gradients were there by then.
@@ -69,19 +78,16 @@ class Shape:
         recorded_at: the step that the plan was made from, by its number.
         predicted_s: the step as it was predicted when the plan was made.
         tried: what is known of steps under other choices, and under this one.
-        on_paper: the plan was made for a step that nobody has seen yet.
     """
 
     def __init__(self, key: InputShapes) -> None:
         self.key = key
         self.base: Profile | None = None
-        self.own_bytes = 0
         self.once: frozenset[int] = frozenset()
         self.profile: Profile | None = None
         self.plan: Plan | None = None
         self.steps = StepsUnderPlan()
-        self.due = ""
-        self.tries_keeping = self.hopeless = False
+        self.stage, self.why = Stage.SAFE, ""
         self.moving = 0.0, 0
         self.most_bytes: int | None = None
         self.other_bytes: int | None = None
@@ -91,7 +97,10 @@ class Shape:
         self.recorded_at = 0
         self.predicted_s: float | None = None
         self.tried: list[Tried] = []
-        self.on_paper = False
+
+    def have_recorded(self, why: str, *, on_paper: bool = False) -> None:
+        """Have the next step under the plan recorded; ``on_paper``: nobody has seen one yet."""
+        self.stage, self.why = Stage.PAPER if on_paper else Stage.DUE, why
 
     @property
     def elements(self) -> int:
