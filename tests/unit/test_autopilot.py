@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -411,6 +413,24 @@ def test_of_many_choices_of_regions_the_longest_steps_are_forgotten(make_offload
         shape.know(Tried(shape.once, pilot.plan, pilot.profile, None, None, 0, seconds))
     assert {0, 1, 2, 3, 29} <= {len(tried.once) for tried in shape.tried}, "the base, the shortest ones and the last"
     assert len(shape.tried) == MOST_TRIED
+
+
+@pytest.mark.usefixtures("regions")
+def test_a_base_during_which_the_allocator_gave_its_cache_back_is_recorded_again(
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offloader = make_offloader(policy="auto", device_budget="1GiB")
+    flushes = itertools.count()
+    count = partial(next, flushes)
+    monkeypatch.setattr(offloader.store.tiers, "allocator_count", lambda n: count() if n == "num_alloc_retries" else 0)
+    planner = _Scripted(lambda *_: True, frozenset({1, 3}))
+    pilot = plan_with(offloader, planner)
+    _steps(offloader, WARM_UP + 2)
+    assert (_once(offloader), pilot.plan.once, planner.bases) == (ALL_AGAIN, (), []), "its times choose no regions"
+    planner.scale = 1e-9  # what is simulated for the plan that is followed is no shorter
+    count = partial(int, 99)
+    _steps(offloader, 1)
+    assert _once(offloader) == {1, 3}
 
 
 @pytest.mark.usefixtures("regions")
