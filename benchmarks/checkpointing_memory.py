@@ -92,19 +92,20 @@ def memory(options: argparse.Namespace, results: harness.Results) -> tuple[str, 
             checkpointed[model, link],
             inside.get((model, link, share), {"error": "no mixes"}),
         )
-        bounds.append(Bound(what=f"{name}: ends with an error", measured=float("why" in judged), bound=0.0))
-        if "high" in judged:
-            bounds.append(Bound(what=f"{name}: highest peak × its limit", measured=judged["high"], bound=1.0))
-        if target != "NVMe" and "late" in judged:
-            bounds.append(Bound(what=f"{name}: step × the best mix's", measured=judged["late"], bound=NEAR))
-        if "differs" in judged:
-            bounds.append(Bound(what=f"{name}: trained weights differ", measured=judged["differs"], bound=0.0))
-        if "predicted" in judged:
-            bounds.append(
-                Bound(what=f"{name}: peak is not as predicted", measured=judged["predicted"], bound=PREDICTED)
-            )
+        bounds += _bounds(name, judged, timed=target != "NVMe")
     results.write(memory_rows=rows)
     return harness.table_of(f"{ACCUMULATION} micro-batches, shapes in turns", rows, COLUMNS), bounds
+
+
+def _bounds(name: str, judged: Row, *, timed: bool) -> list[Bound]:
+    """What must hold of a row."""
+    found = [Bound(what=f"{name}: ends with an error", measured=float("why" in judged), bound=0.0)]
+    parts = {"high": ("highest peak × its limit", 1.0), "late": ("step × the best mix's", NEAR)}
+    parts |= {"differs": ("trained weights differ", 0.0), "predicted": ("peak is not as predicted", PREDICTED)}
+    for key, (what, bound) in parts.items():
+        if key in judged and (timed or key != "late"):
+            found.append(Bound(what=f"{name}: {what}", measured=judged[key], bound=bound))
+    return found
 
 
 def _judge(row: Row, by_hand: Row, alone: Row, within: Row) -> Row:

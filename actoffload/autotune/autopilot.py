@@ -16,7 +16,6 @@ from dataclasses import replace
 from ..errors import BudgetError
 from ..events import now
 from ..interrupts import is_interrupt
-from ..memory.process_memory import available_bytes
 from ..planning.constants import (
     AFTER_A_CHANGE,
     MOST_REASONS,
@@ -24,7 +23,6 @@ from ..planning.constants import (
     PEAK_CHANGE,
     PLAN_GAIN,
     REVIEW_STEPS,
-    ROOM_TO_KEEP,
     SHAPES_CHANGED,
     STEP_CHANGE,
     TIGHTER,
@@ -45,7 +43,7 @@ from ..sizes import format_size
 from .agreement import Brought
 from .budgets import Budgets
 from .following import Following
-from .making import Making, loss
+from .making import Making, loss, passed
 from .observations import Recording, StepsUnderPlan, Watch, link_change, surprise
 from .shapes import AGAIN, Shape, Shapes, Stage, Tried
 
@@ -265,13 +263,13 @@ class Autopilot:
             self._correct(shape, profile, moved_bytes)
             return
         if self._recording.steps <= WARM_UP:
-            self._refuse_if_too_low(profile, observed)
+            self.making.refuse_if_too_low(self._recorded_shape, profile, observed)
         if shape.stage is Stage.KEEPING:
             shape.stage = Stage.SAFE
             self._recording.learn_cost(shape.moving[0] - profile.step_s, shape.moving[1], profile.step_s)
             self._make_plan(shape, self._recording.on_links(profile), observed)
         elif self._may_plan(shape):
-            if self._can_try_keeping(profile):
+            if self.making.can_try_keeping(profile):
                 shape.stage, shape.moving = Stage.KEEPING, (observed.step_s - observed.wait_s, moved_bytes)
             elif not self._chooses_regions(shape, profile):
                 self._make_plan(shape, profile, observed)
@@ -280,13 +278,6 @@ class Autopilot:
         # Regions that were just chosen are planned for at once: until then the step moves everything.
         rested = bool(shape.once) or now() >= self.making.rest_until_s
         return self._recording.steps > WARM_UP and rested and self._budgets.all_is_there(shape)
-
-    def _can_try_keeping(self, profile: Profile) -> bool:
-        """Whether a step moves nothing first: only that shows what moving costs, and only ``max_slowdown`` asks."""
-        config = self._shared.config
-        if config.max_slowdown is None or config.is_limited or profile.device != "cpu" or profile.regions:
-            return False
-        return available_bytes() >= ROOM_TO_KEEP * profile.baseline_peak_bytes
 
     def _chooses_regions(self, shape: Shape, profile: Profile) -> bool:
         """Whether regions may run once that ran again in the step that was recorded: then follow the best choice."""
@@ -381,24 +372,6 @@ class Autopilot:
             return
         self._follow(shape, plan, profile, shape.why)
 
-    def _refuse_if_too_low(self, profile: Profile, observed: Observed) -> None:
-        """Raise before another step passes a budget in bytes that the first one did not keep and no plan will.
-
-        Raises:
-            BudgetError: of the budget; it names the least that a plan keeps.
-        """
-        budget, config = self.limits.device_budget, self._shared.config
-        if config.device_budget is None or config.device_share is not None or not _passed(observed, budget):
-            return  # a share is known from now on: the next step shows whether it can be kept
-        if any(region.again_s is not None for region in profile.regions):
-            return  # what these hold then may leave if they run once: the choice of regions comes first
-        if profile.host is None and profile.disk is None:
-            return
-        assert budget is not None, "it was passed"
-        least, _ = self.making.least(self._recorded_shape, profile, budget)
-        if least > budget:
-            raise BudgetError(budget, least)
-
     # -- plans --------------------------------------------------------------------------------------------------------
 
     def _make_plan(self, shape: Shape, profile: Profile, observed: Observed) -> None:
@@ -412,7 +385,7 @@ class Autopilot:
             plan = self.making.plan(shape, profile)
         except BudgetError as error:
             found, number = None, bool(self._budgets.device_bytes)
-            if number or _passed(observed, budget):  # else the last step did keep it: go on as it was
+            if number or passed(observed, budget):  # else the last step did keep it: go on as it was
                 assert budget is not None, "no plan keeps it"
                 least, found = self.making.least(self._recorded_shape, profile, budget)
                 if self._shared.config.device_budget is not None and self._shared.config.device_share is None:
@@ -514,19 +487,8 @@ class Autopilot:
                 self._recording.learn_cost(recorded.step_s - before.step_s, moved_bytes, before.step_s)
             recorded = before
         profile = self._recording.on_links(recorded)
-        if shape.regions and self._agreed is None:
-            again = next((tried for tried in shape.tried if tried.once == AGAIN), None)
-            other = self._recording.calm and _differ(recorded, before)
-            if other and shape.once and shape.base is not None:  # else it is the recording before that was disturbed
-                other = _differ(recorded, with_regions(shape.base, shape.once))
-            if other or link_change(before, profile):
-                shape.tried.clear()  # they are of another machine
-            if not shape.once:
-                shape.base = recorded
-            elif other and again is not None:
-                self._follow_known(shape, again, reason)
-                shape.have_recorded("what is known of other regions is of another machine")
-                return
+        if self._begins_anew(shape, before, profile):
+            return
         try:
             plan = self.making.plan(shape, profile)
         except BudgetError:
@@ -547,6 +509,24 @@ class Autopilot:
         shape.profile = profile
         if seen is not None:
             shape.plan = replace(old, predicted_step_s=seen.step_s, predicted_peak_bytes=seen.peak_bytes)
+
+    def _begins_anew(self, shape: Shape, before: Profile, profile: Profile) -> bool:
+        """Whether the machine is another one by now, so that all regions run again in the next step, the new base."""
+        if not shape.regions or self._agreed is not None:
+            return False
+        again = next((tried for tried in shape.tried if tried.once == AGAIN), None)
+        other = self._recording.calm and _differ(profile, before)
+        if other and shape.once and shape.base is not None:  # else it is the recording before that was disturbed
+            other = _differ(profile, with_regions(shape.base, shape.once))
+        if other or link_change(before, profile):
+            shape.tried.clear()  # they are of another machine
+        if not shape.once:
+            shape.base = profile
+        elif other and again is not None:
+            self._follow_known(shape, again, shape.why)
+            shape.have_recorded("what is known of other regions is of another machine")
+            return True
+        return False
 
     def _rest(self) -> None:
         """Record again: the next step at first, then after more and more steps."""
@@ -606,11 +586,6 @@ class Autopilot:
         return "\n".join(
             [render_plan(shape.profile, shape.plan, self.limits, seen=shape.steps.seen), *regions, age, *lines]
         )
-
-
-def _passed(observed: Observed, budget: int | None) -> bool:
-    """Whether a step had more on the device than a budget allows."""
-    return budget is not None and (observed.peak_bytes or 0) > budget
 
 
 def _differ(one: Profile, other: Profile) -> bool:
