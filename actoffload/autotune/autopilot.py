@@ -1,9 +1,10 @@
 """Plans from what the steps show, follows the plan, and corrects it: what ``policy="auto"`` does from step to step.
 
-For each shape of inputs: a step is recorded in which every checkpointed region runs again, the base; `propose` says
-which regions should run once. The next step follows a plan for them that was made on paper, and is recorded; `plan`
-says what leaves. Regions run once only while the step is shorter than the base's, first as predicted, then as measured.
-Where the last steps are not as the plan has it, another step is recorded and planned from.
+Each shape of inputs is in one `Stage`. A step is recorded in which every checkpointed region runs again, the base;
+`propose` says which regions should run once. The next step follows a plan for them that was made on paper, and is
+recorded; `plan` says what leaves. From then on plans are judged by the steps under them: the one with the shortest is
+followed again, predicted ones only until they are measured. Where the last steps are not as the plan has it, another
+step is recorded and planned from.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from dataclasses import replace
 from ..errors import BudgetError
 from ..events import now
 from ..interrupts import is_interrupt
-from ..memory.process_memory import available_bytes
 from ..planning.constants import (
     AFTER_A_CHANGE,
     MOST_REASONS,
@@ -23,7 +23,6 @@ from ..planning.constants import (
     PEAK_CHANGE,
     PLAN_GAIN,
     REVIEW_STEPS,
-    ROOM_TO_KEEP,
     SHAPES_CHANGED,
     STEP_CHANGE,
     TIGHTER,
@@ -44,9 +43,9 @@ from ..sizes import format_size
 from .agreement import Brought
 from .budgets import Budgets
 from .following import Following
-from .making import Making, loss
-from .observations import Recording, StepsUnderPlan, Watch, surprise
-from .shapes import AGAIN, Shape, Shapes, Tried
+from .making import Making, loss, passed
+from .observations import Recording, StepsUnderPlan, Watch, link_change, surprise
+from .shapes import AGAIN, Shape, Shapes, Stage, Tried
 
 
 class Autopilot:
@@ -129,7 +128,7 @@ class Autopilot:
                 raise
             self._give_up(error)
         shape = self._shape
-        if shape.regions and shape.plan is not None and not shape.on_paper and not self._said:
+        if shape.regions and shape.plan is not None and shape.stage is not Stage.PAPER and not self._said:
             self._said = True  # and said without the lock, on a thread of the user's
             say(self._shared.config, f"actoffload: {shape.in_words(self._budgets.device_bytes)}")
 
@@ -169,24 +168,30 @@ class Autopilot:
     def _begin_shape(self) -> None:
         """A step of this shape begins: record it or not, and move something to measure a link or not."""
         shape, placement = self._shape, self._following.placement
-        placement.keep_all = shape.tries_keeping
+        placement.keep_all = shape.stage is Stage.KEEPING
         placement.probe = shape.probe if shape.steps.measures else None
-        self._shared.watches_host = (
-            shape.plan is not None and placement.probe is None and shape.steps.measures and not shape.due
-        )
+        followed = shape.stage is Stage.FOLLOWED
+        self._shared.watches_host = followed and placement.probe is None and shape.steps.measures
         self._shared.budget.limit_bytes = self._budgets.of(shape, self._shapes)
-        if shape.plan is not None:
-            due = bool(shape.due) and (self._run.is_settled or not shape.settled)
-        else:
-            due = not shape.hopeless and (shape.base is not None or self._count >= self._record_from)
         if self._profiler.finished:
             return  # a step that nobody could look at yet, as the device had not come to its end
-        if due:
+        if self._is_recorded(shape):
             self._recorded_shape, self._settled = shape, self._run.is_settled
             if not self._profiler.active:
-                self._profiler.begin()
+                self._recording.begin()
         else:
             self._profiler.forget()
+
+    def _is_recorded(self, shape: Shape) -> bool:
+        """Whether the step that begins is recorded."""
+        settled = self._run.is_settled
+        if shape.stage in (Stage.PAPER, Stage.DUE):
+            return settled or not shape.settled
+        if shape.stage in (Stage.FOLLOWED, Stage.HOPELESS) or (shape.base is None and self._count < self._record_from):
+            return False
+        found = settled or self._recording.steps <= WARM_UP or self._budgets.all_is_there(shape)
+        shape.unsettled += not found
+        return found
 
     def _finish_step(self) -> None:
         watch = self._watch
@@ -218,21 +223,18 @@ class Autopilot:
         if not ran_out and not (passed and limit):
             return False
         most = peak if limit is None else min(peak, limit)
+        shape.tried.clear()  # they were for a larger budget
         if ran_out:
             shape.at_most(TIGHTER * most)
-            shape.tried.clear()
             self._run_once(shape, AGAIN, "the step ran out of memory")
         else:
             shape.at_most(most - passed)
-            shape.tried.pop(shape.once, None)
-            told = f"the step passed device_memory by {format_size(passed)}"
-            if not self._runs_fewer(shape, told):
-                self._run_once(shape, AGAIN, told)
+            self._choose(shape, f"the step passed device_memory by {format_size(passed)}")
         return True
 
     def _is_another(self, shape: Shape) -> bool:
         """Whether the forward saved something else than the plan was made for: then it begins anew."""
-        if shape.plan is None or shape.profile is None or shape.on_paper:  # on paper places are guessed
+        if shape.plan is None or shape.profile is None or shape.stage is Stage.PAPER:  # places are guessed
             return False
         if self._following.placement.mismatched_bytes <= SHAPES_CHANGED * max(1, shape.profile.saved_bytes):
             return False
@@ -254,106 +256,121 @@ class Autopilot:
         if profile is None:
             return
         shape.needs_beside(profile, self._run.beside_bytes, self._run.began_bytes, settled=self._settled)
+        if shape.stage is Stage.PAPER:
+            self._make_real(shape, profile)
+            return
         if shape.plan is not None:
-            self._correct(shape, profile, observed, moved_bytes)
+            self._correct(shape, profile, moved_bytes)
             return
         if self._recording.steps <= WARM_UP:
-            self._refuse_if_too_low(profile, observed)
-        if shape.tries_keeping:
-            shape.tries_keeping = False
+            self.making.refuse_if_too_low(self._recorded_shape, profile, observed)
+        if shape.stage is Stage.KEEPING:
+            shape.stage = Stage.SAFE
             self._recording.learn_cost(shape.moving[0] - profile.step_s, shape.moving[1], profile.step_s)
             self._make_plan(shape, self._recording.on_links(profile), observed)
         elif self._may_plan(shape):
-            shape.tries_keeping = self._can_try_keeping(profile)
-            shape.moving = observed.step_s - observed.wait_s, moved_bytes
-            if not shape.tries_keeping and not self._chooses_regions(shape, profile):
+            if self.making.can_try_keeping(profile):
+                shape.stage, shape.moving = Stage.KEEPING, (observed.step_s - observed.wait_s, moved_bytes)
+            elif not self._chooses_regions(shape, profile):
                 self._make_plan(shape, profile, observed)
 
     def _may_plan(self, shape: Shape) -> bool:
         # Regions that were just chosen are planned for at once: until then the step moves everything.
         rested = bool(shape.once) or now() >= self.making.rest_until_s
-        return self._recording.steps > WARM_UP and rested and self._budgets.all_is_there(shape, self._count)
-
-    def _can_try_keeping(self, profile: Profile) -> bool:
-        """Whether a step moves nothing first: only that shows what moving costs, and only ``max_slowdown`` asks."""
-        config = self._shared.config
-        if config.max_slowdown is None or config.is_limited or profile.device != "cpu" or profile.regions:
-            return False
-        return available_bytes() >= ROOM_TO_KEEP * profile.baseline_peak_bytes
+        return self._recording.steps > WARM_UP and rested and self._budgets.all_is_there(shape)
 
     def _chooses_regions(self, shape: Shape, profile: Profile) -> bool:
-        """Whether regions should run once that ran again in the step that was recorded; the next one shows it."""
+        """Whether regions may run once that ran again in the step that was recorded: then follow the best choice."""
         if shape.once or not profile.regions:
             return False
-        shape.base, shape.own_bytes = profile, shape.own_bytes or self._budgets.peak_bytes
-        if self._agreed is not None:
+        shape.base = profile
+        return self._agreed is None and self._choose(shape, "first plan")
+
+    def _choose(self, shape: Shape, reason: str) -> bool:
+        """Whether a plan with all regions run again, or with others on paper, is followed from the next step on.
+
+        Else all regions run again and all moves, and the next step is recorded.
+        """
+        base = None if shape.base is None else self._recording.on_links(shape.base)
+        if base is None or self._agreed is not None:
+            self._run_once(shape, AGAIN, reason)
             return False
+        before, shape.once = shape.once, AGAIN  # for the budget
         try:
-            plan: Plan | None = self.making.plan(shape, profile)
+            plan: Plan | None = self.making.plan(shape, base)
         except BudgetError as error:
-            plan = None
-            config = self._shared.config
+            plan, config = None, self._shared.config
             if config.device_memory is not None and config.device_budget is None and not self._budgets.passed_bytes:
                 # The step as it was recorded kept the number: a simulation that says otherwise is too careful.
-                _, plan = self.making.least(shape, profile, error.floor_bytes)
+                _, plan = self.making.least(shape, base, error.floor_bytes)
         if plan is not None:
-            self._try(shape, plan, profile)
-        return self._follows_other_regions(shape, float("inf") if plan is None else plan.predicted_step_s or 0.0)
+            self._know(shape, plan, base)
+        shape.once = before
+        sure = self._recording.calm or plan is None
+        if sure and self._tries_others(shape, plan.predicted_step_s or 0.0 if plan else float("inf"), reason):
+            return True
+        if plan is None:
+            if shape.plan is not None:
+                self._run_once(shape, AGAIN, reason)
+            return False
+        self._follow(shape, plan, base, reason, AGAIN)
+        if not sure:
+            shape.have_recorded("the allocator had to give its cache back in the step that was recorded")
+        return True
 
-    def _try(self, shape: Shape, plan: Plan, profile: Profile, measured_s: float | None = None) -> None:
-        """Know how long a step with these regions is."""
+    def _know(self, shape: Shape, plan: Plan, profile: Profile, measured_s: float | None = None) -> None:
+        """Know how long a step with these regions is, under this plan."""
         budget = self._budgets.of(shape, self._shapes)
-        shape.know(Tried(plan, profile, budget, shape.other_bytes, shape.began_bytes, measured_s))
+        shape.know(Tried(shape.once, plan, profile, budget, shape.other_bytes, shape.began_bytes, measured_s))
 
-    def _follows_other_regions(self, shape: Shape, than_s: float) -> bool:
+    def _tries_others(self, shape: Shape, than_s: float, reason: str) -> bool:
         """Whether a step with other regions run once is shorter than this, on paper; the next step then shows it."""
         if shape.base is None or self._agreed is not None:
             return False
-        base = self._recording.on_links(shape.base)
+        base, budget = self._recording.on_links(shape.base), self._budgets.of(shape, self._shapes)
         try:
-            once = shape.latest(self.making.propose(shape, base).once)
+            once = self.making.propose(shape, base).once
         except BudgetError:
             return False  # not even as they are: the plan says by how much
-        known, budget = shape.tried.get(once), self._budgets.of(shape, self._shapes)
         if once in (shape.once, AGAIN):
             return False
-        if known is not None and (budget is None or budget <= (1 + PEAK_CHANGE) * (known.budget or 0)):
+        budgets = (tried.budget or 0 for tried in shape.tried if tried.once == once)
+        if any(budget is None or budget <= (1 + PEAK_CHANGE) * before for before in budgets):
             return False  # it was no better
-        return self._follows_on_paper(shape, once, than_s, "other regions run once")
-
-    def _follows_on_paper(self, shape: Shape, once: frozenset[int], than_s: float, reason: str) -> bool:
-        """Whether there is a plan, for a step that nobody has seen, that is shorter than this."""
-        assert shape.base is not None, "the step is made from it"
-        profile, before = with_regions(self._recording.on_links(shape.base), once), shape.once
+        profile, before = with_regions(base, once), shape.once
         shape.once = once  # for the budget
         try:
             plan = self.making.plan(shape, profile)
-            good = (plan.predicted_step_s or 0.0) < (1 - PLAN_GAIN) * than_s
         except BudgetError:
-            good = False
-        shape.once = before
-        if good:
-            self._follow(shape, plan, profile, reason, once)
-            shape.due, shape.on_paper = reason, True
-        return good
+            return False
+        finally:
+            shape.once = before
+        if (plan.predicted_step_s or 0.0) >= (1 - PLAN_GAIN) * than_s:
+            return False
+        self._follow(shape, plan, profile, reason, once)
+        shape.have_recorded("other regions run once", on_paper=True)
+        return True
 
-    def _refuse_if_too_low(self, profile: Profile, observed: Observed) -> None:
-        """Raise before another step passes a budget in bytes that the first one did not keep and no plan will.
+    def _make_real(self, shape: Shape, recorded: Profile) -> None:
+        """A step was recorded under a plan that was made on paper: plan once more, for what it really saves.
 
-        Raises:
-            BudgetError: of the budget; it names the least that a plan keeps.
+        Where that is as on paper the times are as well: they come from a calmer step. An allocator that has to give
+        its cache back, as it does once under every new plan near the device's end, has the device idle meanwhile.
         """
-        budget, config = self.limits.device_budget, self._shared.config
-        if config.device_budget is None or config.device_share is not None or not _passed(observed, budget):
-            return  # a share is known from now on: the next step shows whether it can be kept
-        if any(region.again_s is not None for region in profile.regions):
-            return  # what these hold then may leave if they run once: the choice of regions comes first
-        if profile.host is None and profile.disk is None:
+        assert shape.profile is not None, "a plan was made from it"
+        profile = self._recording.on_links(recorded if self._following.placement.mismatched_bytes else shape.profile)
+        try:
+            plan = self.making.plan(shape, profile)
+        except BudgetError:
+            shape.at_most(TIGHTER * (self._budgets.of(shape, self._shapes) or 0))
+            self._choose(shape, "no plan keeps the budget")
             return
-        assert budget is not None, "it was passed"
-        least, _ = self.making.least(self._recorded_shape, profile, budget)
-        if least > budget:
-            raise BudgetError(budget, least)
+        best = min(shape.tried, key=lambda tried: tried.step_s, default=None)
+        if self._recording.calm and best and (plan.predicted_step_s or 0.0) > (1 - PLAN_GAIN) * best.step_s:
+            self._know(shape, plan, profile)
+            self._follow_known(shape, best, f"a step with {len(shape.once)} regions run once is no shorter")
+            return
+        self._follow(shape, plan, profile, shape.why)
 
     # -- plans --------------------------------------------------------------------------------------------------------
 
@@ -367,10 +384,8 @@ class Autopilot:
         try:
             plan = self.making.plan(shape, profile)
         except BudgetError as error:
-            if self._runs_fewer(shape, "no plan keeps the budget"):
-                return
             found, number = None, bool(self._budgets.device_bytes)
-            if number or _passed(observed, budget):  # else the last step did keep it: go on as it was
+            if number or passed(observed, budget):  # else the last step did keep it: go on as it was
                 assert budget is not None, "no plan keeps it"
                 least, found = self.making.least(self._recorded_shape, profile, budget)
                 if self._shared.config.device_budget is not None and self._shared.config.device_share is None:
@@ -379,41 +394,14 @@ class Autopilot:
                     self.making.take_floor(least, budget)
             if found is None:
                 self.history.append(f"no plan: {error}")
-                shape.hopeless = True
+                shape.stage = Stage.HOPELESS
                 return
             plan = found
         self._follow(shape, plan, profile, "first plan")
 
-    def _runs_fewer(self, shape: Shape, reason: str) -> bool:
-        """Whether fewer regions run once from the next step on, as so many take too much."""
-        if not shape.once or self._agreed is not None:
-            return False
-        shape.tried.pop(shape.once, None)
-        while shape.most_once != 0:
-            shape.fewer()
-            once = shape.latest(shape.once)
-            if once and shape.base is not None and self._follows_on_paper(shape, once, float("inf"), reason):
-                return True
-        self._follow_base(shape, reason)
-        return True
-
-    def _base_s(self, shape: Shape) -> float:
-        """The step in which all regions run again, within the budget; infinite if none is."""
-        known = shape.tried.get(AGAIN)
-        return float("inf") if known is None else known.step_s
-
-    def _follow_base(self, shape: Shape, reason: str, due: str = "") -> None:
-        """Let all regions run again; ``due``: why the next step is recorded."""
-        known = shape.tried.get(AGAIN)
-        if known is None:
-            self._run_once(shape, AGAIN, reason)
-        else:
-            self._follow_known(shape, AGAIN, known, reason)
-            shape.due = due
-
-    def _follow_known(self, shape: Shape, once: frozenset[int], known: Tried, reason: str) -> None:
+    def _follow_known(self, shape: Shape, known: Tried, reason: str) -> None:
         shape.other_bytes, shape.began_bytes = known.other_bytes, known.began_bytes
-        self._follow(shape, known.plan, known.profile, reason, once)
+        self._follow(shape, replace(known.plan, predicted_step_s=known.step_s), known.profile, reason, known.once)
 
     def _run_once(self, shape: Shape, once: frozenset[int], reason: str = "") -> None:
         """Run these regions once from the next step on, which is recorded. Until there is a plan, all may move."""
@@ -421,7 +409,7 @@ class Autopilot:
             self.history.append(reason)
         if self._agreed is None:  # else all ranks decide that together
             shape.once = once
-        shape.plan, shape.due, shape.on_paper = None, "", False
+        shape.plan, shape.stage = None, Stage.SAFE
         shape.steps = StepsUnderPlan()
         self._shared.accounts.begin_plan()
         self._profiler.forget()
@@ -436,7 +424,7 @@ class Autopilot:
         self.history.append(f"{reason} (inputs {shape})" if len(self._shapes) > 1 else reason)
         shape.steps = StepsUnderPlan(REVIEW_STEPS if shape.profile is None else AFTER_A_CHANGE)
         shape.plan = replace(plan, once=tuple(sorted(shape.once)), regions=shape.regions)
-        shape.profile, shape.due, shape.on_paper = profile, "", False
+        shape.profile, shape.stage = profile, Stage.FOLLOWED
         shape.recorded_at = self._count
         self._shared.accounts.begin_plan()
         shape.predicted_s = plan.predicted_step_s
@@ -451,7 +439,7 @@ class Autopilot:
         assert shape.plan is not None, "there is a plan to look at"
         assert shape.profile is not None, "a plan was made from a profile"
         seen = shape.steps.add(observed)
-        if seen is None or shape.due:
+        if seen is None or shape.stage is not Stage.FOLLOWED:
             return
         late_s = seen.step_s - (shape.plan.predicted_step_s or seen.step_s)
         self._recording.learn_idle(shape.plan, seen)
@@ -459,69 +447,86 @@ class Autopilot:
         reason = surprise(shape.plan, seen, shape.profile, self._recording.on_links(shape.profile), loss(self.limits))
         if not reason:
             self._changes = 0
-        elif self._may_change:
-            shape.due = reason
-            self._rest()
+        # What is known of other plans says nothing where this one is not any more as it was measured once.
+        if (not reason or not shape.has_measured(shape.plan)) and self._goes_back(shape, seen):
             return
-        self._compare(shape, seen)
+        if reason and self._may_change:
+            shape.have_recorded(reason)
+            self._rest()
 
     @property
     def _may_change(self) -> bool:
         return now() >= self.making.rest_until_s and self._count >= self._record_from
 
-    def _compare(self, shape: Shape, seen: Observed) -> None:
-        """Follow the plan with other regions run once that was tried before, if that step was shorter."""
+    def _goes_back(self, shape: Shape, seen: Observed) -> bool:
+        """Whether a plan that was followed before is followed again, as its steps were shorter."""
         if self._agreed is not None or not shape.regions:
-            return
+            return False
         assert shape.plan is not None, "these steps followed it"
         assert shape.profile is not None, "it was made from it"
-        self._try(shape, shape.plan, shape.profile, seen.step_s)
-        once, best = min(shape.tried.items(), key=lambda entry: entry[1].step_s)
-        if once != shape.once and best.step_s < (1 - PLAN_GAIN) * seen.step_s and self._may_change:
-            told = f"a step with {len(shape.once)} regions run once takes {seen.step_s:.3g} s"
-            self._rest()
-            self._follow_known(shape, once, best, f"{told}, with {len(once)} {best.step_s:.3g} s")
+        self._know(shape, shape.plan, shape.profile, seen.step_s)
+        best = min(shape.tried, key=lambda tried: tried.step_s)
+        if best.step_s >= (1 - PLAN_GAIN) * seen.step_s or not self._may_change:
+            return False
+        told = f"a step with {len(shape.once)} regions run once takes {seen.step_s:.3g} s"
+        self._rest()
+        self._follow_known(shape, best, f"{told}, with {len(best.once)} {best.step_s:.3g} s")
+        return True
 
-    def _correct(self, shape: Shape, recorded: Profile, observed: Observed, moved_bytes: int) -> None:
+    def _correct(self, shape: Shape, recorded: Profile, moved_bytes: int) -> None:
         """Follow another plan if one is better now; else know the old one better."""
         assert shape.plan is not None, "it is corrected"
         assert shape.profile is not None, "it was made from a profile"
-        old, before, reason, seen = shape.plan, shape.profile, shape.due, shape.steps.seen or observed
-        on_paper, shape.on_paper, shape.due = shape.on_paper, False, ""
-        if not on_paper and self.limits.device_budget is None and recorded.step_s > (1 - STEP_CHANGE) * before.step_s:
+        old, before, reason, seen = shape.plan, shape.profile, shape.why, shape.steps.seen
+        shape.stage = Stage.FOLLOWED
+        if not self._recording.calm and recorded.step_s > before.step_s:
+            recorded = before  # its waits for the allocator look like compute
+        elif self.limits.device_budget is None and recorded.step_s > (1 - STEP_CHANGE) * before.step_s:
             # What moving costs looks like compute, and would make room for more of itself without end.
             if self._shared.config.max_slowdown is not None and recorded.device == "cpu":
                 self._recording.learn_cost(recorded.step_s - before.step_s, moved_bytes, before.step_s)
             recorded = before
         profile = self._recording.on_links(recorded)
-        if shape.regions and not shape.once:
-            shape.base = recorded
-        elif shape.regions and not on_paper and self._agreed is None and _differ(recorded, before):
-            base = shape.tried.get(AGAIN)
-            shape.tried = {} if base is None else {AGAIN: base}
-            self._follow_base(shape, reason, due="what is known of other regions is of another machine")
+        if self._begins_anew(shape, before, profile):
             return
         try:
             plan = self.making.plan(shape, profile)
         except BudgetError:
-            if self._runs_fewer(shape, "no plan keeps the budget"):
+            if shape.once and self._agreed is None:
+                shape.at_most(TIGHTER * (self._budgets.of(shape, self._shapes) or 0))
+                self._choose(shape, "no plan keeps the budget")
                 return
             plan = old  # that keeps the budget, as far as anything does
-        better = on_paper or (plan is not old and self.making.gains(shape, profile, plan, old))
+        better = plan is not old and self.making.gains(shape, profile, plan, old)
         if shape.regions and self._agreed is None:
             known = plan if better else replace(old, predicted_step_s=simulate(profile, old, self.limits).step_s)
-            self._try(shape, known, profile)
-            least_s = min(tried.step_s for once, tried in shape.tried.items() if once in (shape.once, AGAIN))
-            if self._follows_other_regions(shape, least_s):
-                return
-            if shape.once and (known.predicted_step_s or 0.0) > (1 - PLAN_GAIN) * self._base_s(shape):
-                self._follow_base(shape, f"a step with {len(shape.once)} regions run once is no shorter")
+            self._know(shape, known, profile, None if better or seen is None else seen.step_s)
+            if self._tries_others(shape, min(tried.step_s for tried in shape.tried), reason):
                 return
         if better:
             self._follow(shape, plan, profile, reason)
             return
         shape.profile = profile
-        shape.plan = replace(old, predicted_step_s=seen.step_s, predicted_peak_bytes=seen.peak_bytes)
+        if seen is not None:
+            shape.plan = replace(old, predicted_step_s=seen.step_s, predicted_peak_bytes=seen.peak_bytes)
+
+    def _begins_anew(self, shape: Shape, before: Profile, profile: Profile) -> bool:
+        """Whether the machine is another one by now, so that all regions run again in the next step, the new base."""
+        if not shape.regions or self._agreed is not None:
+            return False
+        again = next((tried for tried in shape.tried if tried.once == AGAIN), None)
+        other = self._recording.calm and _differ(profile, before)
+        if other and shape.once and shape.base is not None:  # else it is the recording before that was disturbed
+            other = _differ(profile, with_regions(shape.base, shape.once))
+        if other or link_change(before, profile):
+            shape.tried.clear()  # they are of another machine
+        if not shape.once:
+            shape.base = profile
+        elif other and again is not None:
+            self._follow_known(shape, again, shape.why)
+            shape.have_recorded("what is known of other regions is of another machine")
+            return True
+        return False
 
     def _rest(self) -> None:
         """Record again: the next step at first, then after more and more steps."""
@@ -541,7 +546,7 @@ class Autopilot:
             found = self.making.planner.propose(self._recording.on_links(base), replace(self.limits, agreed=True))
         except BudgetError:
             return Brought(once=(), fits=fits)
-        return Brought(once=tuple(sorted(shape.latest(found.once))), fits=fits)
+        return Brought(once=tuple(sorted(found.once)), fits=fits)
 
     def agreed(self, once: frozenset[int] | None, told: str) -> None:
         """Run these regions once, as all ranks do, until the next call; None: they do not agree, or not any more."""
@@ -581,11 +586,6 @@ class Autopilot:
         return "\n".join(
             [render_plan(shape.profile, shape.plan, self.limits, seen=shape.steps.seen), *regions, age, *lines]
         )
-
-
-def _passed(observed: Observed, budget: int | None) -> bool:
-    """Whether a step had more on the device than a budget allows."""
-    return budget is not None and (observed.peak_bytes or 0) > budget
 
 
 def _differ(one: Profile, other: Profile) -> bool:

@@ -111,9 +111,9 @@ class Budgets:
         """By how much the last step has passed ``device_memory`` in forward or backward."""
         return max(0, self._run.passed_bytes - self.device_bytes) if self.device_bytes else 0
 
-    def all_is_there(self, shape: Shape, steps: int) -> bool:
-        """Whether optimizer states take their part of ``device_memory`` by now, if there ever are any."""
-        return self._config.device_memory is None or shape.settled or steps >= UNSEEN_STEPS
+    def all_is_there(self, shape: Shape) -> bool:
+        """Whether a step showed what any needs: optimizer states and gradients, if there ever are any."""
+        return self._config.device_memory is None or shape.settled or shape.unsettled >= UNSEEN_STEPS
 
     def _left_bytes(self, shape: Shape, known: Iterable[Shape]) -> int:
         """What is left of ``device_memory`` for saved tensors; 0 where nothing has shown yet what else a step needs."""

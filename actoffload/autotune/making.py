@@ -9,8 +9,10 @@ from typing import Any, TypeVar
 from ..errors import BudgetError
 from ..events import now
 from ..interrupts import expected
+from ..memory.process_memory import available_bytes
 from ..planning import search
-from ..planning.constants import LEAST_TRIES, NO_LOSS, PLAN_GAIN, PLANNING_SHARE
+from ..planning.constants import LEAST_TRIES, NO_LOSS, PLAN_GAIN, PLANNING_SHARE, ROOM_TO_KEEP
+from ..planning.observed import Observed
 from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..planning.search import Limits, Proposal
@@ -70,6 +72,29 @@ class Making:
                 budget = max(budget, error.floor_bytes)
         return profile.baseline_peak_bytes, None
 
+    def refuse_if_too_low(self, shape: Shape, profile: Profile, observed: Observed) -> None:
+        """Raise before another step passes a budget in bytes that the first one did not keep and no plan will.
+
+        Raises:
+            BudgetError: of the budget; it names the least that a plan keeps.
+        """
+        budget, config = self.limits(shape).device_budget, self._shared.config
+        if budget is None or config.device_budget is None or config.device_share is not None:
+            return  # a share is known from now on: the next step shows whether it can be kept
+        if any(region.again_s is not None for region in profile.regions):
+            return  # what these hold then may leave if they run once: the choice of regions comes first
+        if passed(observed, budget) and not (profile.host is None and profile.disk is None):
+            least, _ = self.least(shape, profile, budget)
+            if least > budget:
+                raise BudgetError(budget, least)
+
+    def can_try_keeping(self, profile: Profile) -> bool:
+        """Whether a step moves nothing first: only that shows what moving costs, and only ``max_slowdown`` asks."""
+        config = self._shared.config
+        if config.max_slowdown is None or config.is_limited or profile.device != "cpu" or profile.regions:
+            return False
+        return available_bytes() >= ROOM_TO_KEEP * profile.baseline_peak_bytes
+
     def gains(self, shape: Shape, profile: Profile, new: Plan, old: Plan) -> bool:
         """Whether a plan that was made just now is better than the one that is followed by enough to change."""
         limits = self.limits(shape)
@@ -127,3 +152,8 @@ def loss(limits: Limits) -> float:
     if limits.max_slowdown is not None:
         return limits.max_slowdown
     return NO_LOSS if limits.device_budget is None else float("inf")
+
+
+def passed(observed: Observed, budget: int | None) -> bool:
+    """Whether a step had more on the device than a budget allows."""
+    return budget is not None and (observed.peak_bytes or 0) > budget

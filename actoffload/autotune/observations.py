@@ -117,14 +117,21 @@ class Recording:
 
     Attributes:
         steps: steps that were recorded.
+        calm: the allocator had memory enough in the last one. Else it has given its cache back meanwhile, for which the
+            device idles: times are those of that step alone.
     """
 
     def __init__(self, store: ActivationStore) -> None:
-        self.steps = 0
+        self.steps, self.calm, self._flushes = 0, True, 0
         self._profiler, self._tiers, self._prefetch = store.profiler, store.tiers, store.prefetch
         self._rates: dict[tuple[str, str], float] = {}
         self._cost_s_per_byte = self._cost_s_each = 0.0
         """As `Link` has them: of the nearest link."""
+
+    def begin(self) -> None:
+        """Record the step that begins."""
+        self._profiler.begin()
+        self._flushes = self._tiers.allocator_count("num_alloc_retries")
 
     def profile(self) -> Profile | None:
         """The recorded step; None for a forward without a backward, or while the device has not come to its end."""
@@ -134,6 +141,7 @@ class Recording:
         if profile is None:
             return None
         self.steps += 1
+        self.calm = self._tiers.allocator_count("num_alloc_retries") == self._flushes
         self.look_at_links()
         return self.on_links(replace(profile, prefetch_bytes=self._prefetch.window.nbytes))
 
@@ -229,6 +237,18 @@ def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, idle_s
     """
     if seen.idle_s > idle_share * seen.step_s:
         return f"the device idled for {seen.idle_s:.3g} of {seen.step_s:.3g} s while hooks kept the host busy"
+    if change := link_change(before, after):
+        return change
+    predicted_s, predicted_bytes = plan.predicted_step_s, plan.predicted_peak_bytes
+    if predicted_s and abs(seen.step_s - predicted_s) > STEP_CHANGE * predicted_s:
+        return f"the step takes {seen.step_s:.3g} s, not {predicted_s:.3g} s"
+    if predicted_bytes and abs((seen.peak_bytes or 0) - predicted_bytes) > PEAK_CHANGE * predicted_bytes:
+        return f"the peak is {format_size(seen.peak_bytes or 0)}, not {format_size(predicted_bytes)}"
+    return ""
+
+
+def link_change(before: Profile, after: Profile) -> str:
+    """Say which link is not as it was, or nothing."""
     for name in LINKS:
         old, new = getattr(before, name), getattr(after, name)
         if old is None and new is not None:
@@ -237,9 +257,4 @@ def surprise(plan: Plan, seen: Observed, before: Profile, after: Profile, idle_s
             was, now = (getattr(link, f"{way}_bytes_per_s") for link in (old, new))
             if abs(now / was - 1) > LINK_CHANGE:
                 return f"{name} {way} bandwidth went from {was / 1e9:.3g} to {now / 1e9:.3g} GB/s"
-    predicted_s, predicted_bytes = plan.predicted_step_s, plan.predicted_peak_bytes
-    if predicted_s and abs(seen.step_s - predicted_s) > STEP_CHANGE * predicted_s:
-        return f"the step takes {seen.step_s:.3g} s, not {predicted_s:.3g} s"
-    if predicted_bytes and abs((seen.peak_bytes or 0) - predicted_bytes) > PEAK_CHANGE * predicted_bytes:
-        return f"the peak is {format_size(seen.peak_bytes or 0)}, not {format_size(predicted_bytes)}"
     return ""

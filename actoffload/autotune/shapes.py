@@ -6,6 +6,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Enum
 
 from ..planning.constants import MOST_SHAPES, MOST_TRIED, PROBE_SHARE
 from ..planning.explain import format_time
@@ -19,17 +20,30 @@ AGAIN: frozenset[int] = frozenset()
 """No region runs once: all run again, as the program says."""
 
 
+class Stage(Enum):
+    """What the next step of a shape is for."""
+
+    SAFE = "there is no plan, so what may move moves; it is recorded"
+    KEEPING = "nothing moves, to show what moving costs; it is recorded"
+    HOPELESS = "as SAFE, but no plan was found, and none is looked for"
+    PAPER = "it follows a plan that was made for a step that nobody has seen; it is recorded"
+    FOLLOWED = "it follows the plan, and is compared with it"
+    DUE = "likewise, and is recorded: the last ones were not as the plan has it"
+
+
 @dataclass(frozen=True, slots=True)
 class Tried:
     """What is known of the steps of a shape under one choice of regions.
 
     Attributes:
+        once: the regions.
         plan: what these steps followed, or would; ``profile``: what it was made from.
         budget: what they might save at most.
         other_bytes: as of `Shape`; ``began_bytes``: likewise.
         measured_s: how long a step was; None where that is only predicted.
     """
 
+    once: frozenset[int]
     plan: Plan
     profile: Profile
     budget: int | None
@@ -51,45 +65,42 @@ class Shape:
     Attributes:
         key: the shape.
         base: a recorded step in which every checkpointed region ran again; None before there is one.
-        own_bytes: the most that the device had had by then, with the program's own checkpoints.
         once: the regions that run once, by their places.
         profile: the recorded step that the plan was made from.
         plan: what these steps follow; None before there is a plan.
         steps: what the steps under the plan were like.
-        due: the next step is recorded, although there is a plan: why.
-        tries_keeping: the next step moves nothing, to show what moving costs.
+        stage: what the next step is for; ``why``: why it is recorded, although there is a plan.
         moving: seconds that a step which moved all computed, and the bytes that it moved both ways.
-        hopeless: no plan was found, and none is looked for.
         most_bytes: what these steps may save at most, beside what the options say; None where nothing bounds it.
         other_bytes: what else the device had at most in a recorded step; None before there is one.
-        began_bytes: what it had as that step began; ``settled``: optimizer states were there by then.
+        began_bytes: what it had as that step began; ``settled``: optimizer states and gradients were there by then.
+        unsettled: how many steps began without, in which only such were waited for.
         recorded_at: the step that the plan was made from, by its number.
         predicted_s: the step as it was predicted when the plan was made.
-        tried: by the regions that run once, what is known of such steps.
-        on_paper: the plan was made for a step that nobody has seen yet.
-        most_once: how many regions may run once, after a plan for more of them kept no budget; None for all.
+        tried: what is known of steps under other choices, and under this one.
     """
 
     def __init__(self, key: InputShapes) -> None:
         self.key = key
         self.base: Profile | None = None
-        self.own_bytes = 0
         self.once: frozenset[int] = frozenset()
         self.profile: Profile | None = None
         self.plan: Plan | None = None
         self.steps = StepsUnderPlan()
-        self.due = ""
-        self.tries_keeping = self.hopeless = False
+        self.stage, self.why = Stage.SAFE, ""
         self.moving = 0.0, 0
         self.most_bytes: int | None = None
         self.other_bytes: int | None = None
         self.began_bytes = 0
         self.settled = False
+        self.unsettled = 0
         self.recorded_at = 0
-        self.most_once: int | None = None
         self.predicted_s: float | None = None
-        self.tried: dict[frozenset[int], Tried] = {}
-        self.on_paper = False
+        self.tried: list[Tried] = []
+
+    def have_recorded(self, why: str, *, on_paper: bool = False) -> None:
+        """Have the next step under the plan recorded; ``on_paper``: nobody has seen one yet."""
+        self.stage, self.why = Stage.PAPER if on_paper else Stage.DUE, why
 
     @property
     def elements(self) -> int:
@@ -135,26 +146,22 @@ class Shape:
 
     def know(self, tried: Tried) -> None:
         """Know the steps in which these regions run once. Of too many choices the longest step is forgotten."""
-        self.tried[self.once] = tried
-        others = [once for once in self.tried if once not in (self.once, AGAIN)]
-        if len(self.tried) > MOST_TRIED:
-            del self.tried[max(others, key=lambda once: self.tried[once].step_s)]
+        self.tried = [t for t in self.tried if t.once != tried.once or t.plan.entries != tried.plan.entries]
+        if len(self.tried) >= MOST_TRIED:
+            self.tried.remove(max((t for t in self.tried if t.once != AGAIN), key=lambda t: t.step_s))
+        self.tried.append(tried)
 
-    def fewer(self) -> None:
-        """Let half as many regions run once from now on."""
-        self.most_once = (len(self.once) if self.most_once is None else min(self.most_once, len(self.once))) // 2
-
-    def latest(self, once: frozenset[int]) -> frozenset[int]:
-        """As many of these regions as may run once: the last of a forward, whose tensors live the shortest."""
-        most = len(once) if self.most_once is None else self.most_once
-        return frozenset(sorted(once)[max(0, len(once) - most) :])
+    def has_measured(self, plan: Plan) -> bool:
+        """Whether it is known how long steps under a plan are."""
+        same = (tried for tried in self.tried if tried.once == self.once and tried.plan.entries == plan.entries)
+        return any(tried.measured_s is not None for tried in same)
 
     def in_words(self, device_bytes: int) -> str:
         """The regions, and what is predicted against the step in which all run again; ``device_bytes``: the number."""
         assert self.plan is not None, "there is a plan to tell of"
         assert self.base is not None, "it has regions"
         told = f"{self.regions} checkpointed regions: {len(self.once)} no longer run again"
-        peak, again = self.plan.predicted_peak_bytes or 0, self.tried.get(AGAIN)
+        peak, again = self.plan.predicted_peak_bytes or 0, next((t for t in self.tried if t.once == AGAIN), None)
         base_s = (again.plan.predicted_step_s if again is not None else None) or self.base.step_s
         if self.predicted_s and base_s:
             told += f", predicted {self.predicted_s / base_s:.2f} x the step"

@@ -110,8 +110,9 @@ MOST_REASONS = 100
 # -- one number for the whole device ----------------------------------------------------------------------------------
 
 UNSEEN_STEPS = 8
-"""Steps with ``device_memory`` in which no optimizer of PyTorch's has stepped: then none is waited for any more. With
-fewer, gradients that are accumulated over as many micro-batches would leave no room for the states that come after."""
+"""Steps of a shape with ``device_memory`` that began without optimizer states, or without the gradients that others
+accumulate: then neither is waited for any more. With fewer, gradients that are accumulated over as many micro-batches
+would leave no room for the states that come after."""
 TIGHTER = 0.9
 """Share of what a step had saved that ran out of memory, which the next one of its shape may."""
 

@@ -18,7 +18,6 @@ class Observed:
         peak_bytes: the most activation bytes on the device; None when nobody looked.
         hooks_s: what hooks took of the host to move tensors, without waits; 0 where nobody looked.
         idle_s: how much of that an accelerator has waited for, as it had caught up with the host later on.
-        blocks: each block's name and the seconds of its forward and backward, without waits; empty if nobody looked.
     """
 
     step_s: float
@@ -27,7 +26,6 @@ class Observed:
     peak_bytes: int | None = None
     hooks_s: float = 0.0
     idle_s: float = 0.0
-    blocks: tuple[tuple[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.step_s < float("inf"):

@@ -25,7 +25,7 @@ class OutOfMemory:
     def __init__(self, config: OffloadConfig, accounts: Accounts, tiers: Tiers) -> None:
         self._config, self._accounts, self._tiers = config, accounts, tiers
         self._seen = False
-        self._counted = tiers.out_of_memory()
+        self._counted = tiers.allocator_count("num_ooms")
 
     def note(self, error: BaseException, saves: Iterable[tuple[int, object, str | None]]) -> None:
         """Note in an error what was resident, the modules that save the most, and the option that takes less.
@@ -46,7 +46,7 @@ class OutOfMemory:
 
     def happened(self) -> bool:
         """Whether there was an error since the last call."""
-        before, self._counted = self._counted, self._tiers.out_of_memory()
+        before, self._counted = self._counted, self._tiers.allocator_count("num_ooms")
         seen, self._seen = self._seen or self._counted > before, False
         return seen
 

@@ -183,10 +183,10 @@ class Accelerator:
         except (AttributeError, RuntimeError):
             return None
 
-    def out_of_memory(self, index: int) -> int:
-        """How often PyTorch's allocator has found no memory on device ``index``; 0 where nobody counts that."""
+    def allocator_count(self, index: int, name: str) -> int:
+        """A count of PyTorch's allocator for device ``index``; 0 where nobody counts that."""
         try:
-            return int(torch.accelerator.memory_stats(index).get("num_ooms", 0))
+            return int(torch.accelerator.memory_stats(index).get(name, 0))
         except (AttributeError, RuntimeError):
             return 0
 

@@ -135,11 +135,15 @@ class Tiers:
                 self._peak_bytes = max(self._peak_bytes, memory[1])
                 copies.device.reset_peak(index)
 
-    def out_of_memory(self) -> int:
-        """How often the accelerator whose tensors move had no memory; an error in backward is seen by nothing else."""
+    def allocator_count(self, name: str) -> int:
+        """A count of PyTorch's allocator, by its name, for the accelerator whose tensors move.
+
+        ``"num_ooms"``: how often it had no memory; an error in backward is seen by nothing else.
+        ``"num_alloc_retries"``: how often it has given its cache back to find some, for which the device idles.
+        """
         for copies in self._copies:
             index = copies.current_index()
-            return 0 if index is None or copies.inert else copies.device.out_of_memory(index)
+            return 0 if index is None or copies.inert else copies.device.allocator_count(index, name)
         return 0
 
     def unneeded_bytes(self) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from actoffload import Offloader, Plan
 from actoffload.autograd.offloader import _stores
 from actoffload.autotune.shapes import Shape, Tried
 from actoffload.errors import BudgetError
-from actoffload.planning.constants import MOST_TRIED, WARM_UP
+from actoffload.planning.constants import MOST_TRIED, TIGHTER, WARM_UP
 from actoffload.planning.plan import PlanEntry
 from actoffload.planning.profile import Profile, Region
 from actoffload.planning.search import Limits, Proposal, own_budget
@@ -342,20 +344,20 @@ def test_a_step_with_all_regions_again_says_which_run_once_and_the_next_one_is_p
 
 
 @pytest.mark.usefixtures("regions")
-def test_where_no_plan_keeps_the_budget_half_as_many_regions_run_once(make_offloader: MakeOffloader) -> None:
+def test_where_no_plan_keeps_the_budget_others_are_chosen_for_less(make_offloader: MakeOffloader) -> None:
     offloader = make_offloader(policy="auto", device_budget="1GiB")
-    planner = _Scripted(lambda *_: True, frozenset({0, 1, 2, 3}))
+    planner = _Scripted(lambda *_: True, frozenset({0, 1, 2, 3}), frozenset({3}))
     pilot = plan_with(offloader, planner)
     _steps(offloader, WARM_UP + 2)
     assert set(_once(offloader)) == {0, 1, 2, 3}
-    planner.error, planner.errors_left = BudgetError(1 << 30, 1 << 31), 2
+    planner.error, planner.errors_left = BudgetError(1 << 30, 1 << 31), 1
     _steps(offloader, 1)
-    assert set(_once(offloader)) == {3}, "there was none for the step as recorded, nor for two on paper"
-    planner.errors_left = 1
+    assert set(_once(offloader)) == {3}, "there was none for the step as recorded"
+    assert planner.limits[-1].device_budget == int(TIGHTER * (1 << 30))
+    planner.errors_left = 2
     _steps(offloader, 1)
-    assert set(_once(offloader)) == set()
-    _steps(offloader, 6)
-    assert pilot.plan.once == (), "and no proposal runs as many again"
+    assert set(_once(offloader)) == set(), "nor for these, nor for all again on paper: all moves"
+    assert pilot.plan is None, "and the next step is recorded"
 
 
 @pytest.mark.usefixtures("regions")
@@ -408,9 +410,27 @@ def test_of_many_choices_of_regions_the_longest_steps_are_forgotten(make_offload
     shape = Shape(())
     for once, seconds in [(0, 9.0), (1, 1.0), *((n, 2.0 + n) for n in range(2, 30))]:
         shape.once = frozenset(range(once))
-        shape.know(Tried(pilot.plan, pilot.profile, None, None, 0, seconds))
-    assert {0, 1, 2, 3, 29} <= {len(once) for once in shape.tried}, "the base, the shortest ones and the last"
+        shape.know(Tried(shape.once, pilot.plan, pilot.profile, None, None, 0, seconds))
+    assert {0, 1, 2, 3, 29} <= {len(tried.once) for tried in shape.tried}, "the base, the shortest ones and the last"
     assert len(shape.tried) == MOST_TRIED
+
+
+@pytest.mark.usefixtures("regions")
+def test_a_base_during_which_the_allocator_gave_its_cache_back_is_recorded_again(
+    make_offloader: MakeOffloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offloader = make_offloader(policy="auto", device_budget="1GiB")
+    flushes = itertools.count()
+    count = partial(next, flushes)
+    monkeypatch.setattr(offloader.store.tiers, "allocator_count", lambda n: count() if n == "num_alloc_retries" else 0)
+    planner = _Scripted(lambda *_: True, frozenset({1, 3}))
+    pilot = plan_with(offloader, planner)
+    _steps(offloader, WARM_UP + 2)
+    assert (_once(offloader), pilot.plan.once, planner.bases) == (ALL_AGAIN, (), []), "its times choose no regions"
+    planner.scale = 1e-9  # what is simulated for the plan that is followed is no shorter
+    count = partial(int, 99)
+    _steps(offloader, 1)
+    assert _once(offloader) == {1, 3}
 
 
 @pytest.mark.usefixtures("regions")
