@@ -12,6 +12,7 @@ from ..planning.constants import BUDGET_SHARES
 from ..planning.explain import format_time
 from ..planning.profile import Profile
 from ..planning.search import Limits, best
+from ..policy import KeepReason
 from ..sizes import format_size
 
 MOST_STEPS = 3
@@ -20,13 +21,6 @@ WORTH_SAYING = 0.05
 LOWER = 0.9
 """Another budget is named to save memory where it lowers the peak to this share at least."""
 MIB = 1 << 20
-
-_LETS_MOVE = {
-    "below min_bytes": "min_bytes=0",
-    "module excluded": "exclude=None and include=None",
-    "last saved layer": "keep_last_bytes=0",
-}
-"""What lets move what stayed for a reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +152,11 @@ def _without_a_plan(
 
 def _what_could_move(statistics: Mapping[str, Any], steps: float) -> list[str]:
     found = []
-    for reason, option in _LETS_MOVE.items():
-        nbytes, all_bytes = statistics["kept_bytes"].get(reason, 0), statistics["activation_bytes"]
-        if nbytes > WORTH_SAYING * all_bytes:
+    for reason in KeepReason:
+        nbytes, all_bytes = statistics["kept_bytes"].get(reason.value, 0), statistics["activation_bytes"]
+        if reason.option and nbytes > WORTH_SAYING * all_bytes:
             each = format_size(nbytes / steps)
-            found.append(f"{option} lets up to {each} more leave in a step, {nbytes / all_bytes:.0%} of what it saves.")
+            found.append(
+                f"{reason.option} lets up to {each} more leave in a step, {nbytes / all_bytes:.0%} of what it saves."
+            )
     return found

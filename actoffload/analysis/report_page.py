@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..planning.explain import format_time
-from ..runtime.report import KEPT_MEANINGS
+from ..policy import KeepReason
 from ..sizes import format_size
 from .trace_file import PHASES, Moved, Phase, Span, Wait
 from .traced_run import KINDS, LABELS, MOST_WAITS, SAVED, Run, format_number
@@ -93,8 +93,9 @@ def predictions_table(run: Run) -> list[tuple[str, ...]]:
 def kept_table(run: Run) -> list[tuple[str, ...]]:
     """What stayed and why, as rows of text, under a heading."""
     rows: list[tuple[str, ...]] = [("", "bytes", "why")]
+    meanings = {reason.value: reason.meaning for reason in KeepReason}
     for reason, nbytes in run.kept().items():
-        rows.append((reason, format_size(nbytes), KEPT_MEANINGS.get(reason, "")))
+        rows.append((reason, format_size(nbytes), meanings.get(reason, "")))
     return rows
 
 

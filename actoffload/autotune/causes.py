@@ -29,27 +29,15 @@ from ..planning.observed import Observed
 from ..planning.plan import Plan
 from ..planning.profile import Link, Profile
 from ..planning.search import Limits
-from ..policy import STATIC, KeepReason
+from ..policy import KeepReason, Kind, reasons
 from ..sizes import format_size
 from ..statistics import Statistics
 from ..tiers.accounts import Accounts
 
-_WHEN_IT_STAYS = {
-    "below min_bytes": "lower min_bytes",
-    "other device": "CPU tensors move to disk alone: give target='nvme' and path=; for other devices pass devices=",
-    "no time to move": "set device_budget, so that a step may wait for what leaves",
-    "pressure": "set device_budget, so that forward waits for what leaves; or raise pending_bytes",
-    "last saved layer": "pass keep_last_bytes=0; a deeper model has more that can leave",
-    "module excluded": "widen include=, or name less in exclude=",
-    "policy": "have the policy decide Decision.OFFLOAD for larger tensors",
-    "fits the budget": "lower device_budget",
-}
 CHECKPOINT = (
     "checkpoint the model's blocks, as recompute=True with model= does: those run again for which that takes less than "
     "waiting"
 )
-_AS_ASKED = ("module excluded", "policy", "fits the budget")
-"""Reasons that are told only where nothing moves."""
 _WHEN_DEGRADED = {
     "no room on disk": "free room under path=, raise nvme_budget, or give another path=",
     "write failed": "look at the disk under path= (dmesg), or give another path=",
@@ -231,13 +219,14 @@ def nothing_reached(f: Facts) -> Cause | None:
 def stays(f: Facts) -> Cause | None:
     """Nothing moves, or most of what is saved stays, for a reason."""
     s, planned = f.counts, f.planned
-    kept = {reason: nbytes // f.steps for reason, nbytes in s.kept_bytes.items() if reason not in STATIC}
+    kept = {why: nbytes // f.steps for why, nbytes in reasons(s.kept_bytes).items() if why.kind is not Kind.STATIC}
     if f.accounts.refused_bytes:
-        kept["pressure"] = kept.get("pressure", 0) - f.accounts.refused_bytes // f.steps  # see `host_memory_full`
-    reason, saved_bytes = max(kept, key=lambda name: kept[name], default=""), s.activation_bytes // f.steps
-    remedies = [_WHEN_IT_STAYS[reason]] if reason in _WHEN_IT_STAYS else []
+        pressure = kept.get(KeepReason.PRESSURE, 0)
+        kept[KeepReason.PRESSURE] = pressure - f.accounts.refused_bytes // f.steps  # see `host_memory_full`
+    reason, saved_bytes = max(kept, key=lambda why: kept[why], default=None), s.activation_bytes // f.steps
+    remedies = [reason.remedy] if reason is not None and reason.remedy else []
     if saved_bytes and not (s.moved_bytes or s.forwarded_bytes or s.cancelled_bytes):
-        why = (planned.plan.declined if planned is not None else "") or reason or "see above"
+        why = (planned.plan.declined if planned is not None else "") or (reason.value if reason else "see above")
         return Cause(sum(kept.values()), f"nothing moves ({why})", remedies)
     if planned is not None:
         if planned.limits.device_budget is not None or s.plan_peak_bytes < MUCH_KEPT * s.baseline_peak_bytes:
@@ -245,9 +234,11 @@ def stays(f: Facts) -> Cause | None:
         why, share = planned.plan.declined or "no more can be moved in time", s.plan_peak_bytes / s.baseline_peak_bytes
         told = f"{share:.0%} of the activations' peak stays: {why}"
         return Cause(s.plan_peak_bytes, told, _predicted(planned, s.plan_peak_bytes // 2))
-    if not remedies or reason in _AS_ASKED or kept[reason] < MUCH_KEPT * saved_bytes:
+    if reason is None or not remedies or kept[reason] < MUCH_KEPT * saved_bytes:
         return None
-    told = f"{format_size(kept[reason])} of {format_size(saved_bytes)} that a step saves stay ({reason})"
+    if reason.kind is Kind.ASKED or reason is KeepReason.FITS:
+        return None  # the user wants it so
+    told = f"{format_size(kept[reason])} of {format_size(saved_bytes)} that a step saves stay ({reason.value})"
     return Cause(kept[reason], told, remedies)
 
 

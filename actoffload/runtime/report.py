@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from ..config import OffloadConfig
 from ..interrupts import expected
-from ..policy import STATIC
+from ..policy import STATIC, reasons
 from ..sizes import format_size
 from ..statistics import Statistics
 from ..storage.endurance import Rating, render_wear
@@ -17,33 +17,6 @@ from ..storage.spool import Spool
 from .store import ActivationStore
 from .trace import rank_and_ranks
 
-KEPT_MEANINGS = {
-    "parameter": "a parameter or a view of one",
-    "buffer": "a module's buffer or a view of one",
-    "input": "lives anyway: the caller holds it",
-    "below min_bytes": "too small to be worth moving",
-    "keep()": "you said so",
-    "no_offload()": "you said so",
-    "policy": "the policy said so",
-    "fits the budget": "the plan keeps device_budget with it",
-    "no time to move": "moving it would have made the step wait, by the plan",
-    "plan": "one step keeps everything, to see what moving costs",
-    "module excluded": "saved in a module that `exclude` names, or that `include` does not",
-    "last saved layer": "its backward follows at once",
-    "pressure": "could not have been moved in time",
-    "saved during backward": "by a recomputation; it is used at once",
-    "recomputed": "by a checkpointed region that runs again in backward; it is used at once",
-    "unknown tensor subclass": "how to take it apart is not known",
-    "not strided": "sparse, or another layout without plain memory",
-    "filled after it was saved": "its operator (rrelu) saves it before it is computed",
-    "other device": "on a device that is not offloaded",
-    "resized": "its owner freed its memory while it was being moved, to fill it again later",
-    "held elsewhere": "the program itself held it until backward: moving it freed nothing",
-    "graph capture": "a captured graph replays on fixed memory",
-    "degraded": "something below failed; see there",
-    "forked process": "a child of the process that owns the spool",
-}
-"""What a reason means; a reason that is not here is shown by its name."""
 TOLD_AS_CAUSES = ("burst", "page-locking")
 """Advice that a report does not repeat, as the causes that it names say the same with this run's figures."""
 
@@ -222,13 +195,14 @@ def _tiers(s: Statistics, spool: Spool | None) -> list[str]:
 
 
 def _kept(s: Statistics) -> list[str]:
-    kept = sorted(((nbytes, reason) for reason, nbytes in s.kept_bytes.items() if nbytes), reverse=True)
+    kept = sorted(
+        ((nbytes, reason) for reason, nbytes in reasons(s.kept_bytes).items() if nbytes), key=lambda pair: -pair[0]
+    )
     if not kept:
         return []
     lines = ["kept where they were:"]
     for nbytes, reason in kept:
-        meaning = KEPT_MEANINGS.get(reason, "")
-        lines.append(f"  {format_size(nbytes):>10}  {reason:<24} {meaning}".rstrip())
+        lines.append(f"  {format_size(nbytes):>10}  {reason.value:<24} {reason.meaning}")
     return lines
 
 

@@ -13,7 +13,7 @@ import torch
 from actoffload import Offloader
 from actoffload.config import make_config
 from actoffload.policy import KeepReason
-from actoffload.runtime.report import KEPT_MEANINGS, Report, render_report
+from actoffload.runtime.report import Report, render_report
 from actoffload.statistics import Statistics
 from actoffload.tiers.accounts import Accounts
 from tests.harness import Chain, MakeOffloader, batch, train_step
@@ -206,8 +206,13 @@ def test_the_report_begins_with_what_matters_and_shows_only_what_is_in_use() -> 
     assert "saved nothing" in render_report(make_config({}), Statistics())
 
 
-def test_every_reason_to_keep_has_a_meaning() -> None:
-    assert set(KEPT_MEANINGS) == {reason.value for reason in KeepReason}
+@pytest.mark.parametrize("reason", KeepReason, ids=lambda reason: reason.name)
+def test_every_reason_to_keep_has_a_meaning_and_is_found_by_its_text(reason: KeepReason) -> None:
+    assert reason.meaning
+    assert KeepReason(reason.value) is reason
+    report = render_report(make_config({}), _statistics(kept_bytes={reason.value: MIB, "of another release": MIB}))
+    assert f"{reason.value:<24} {reason.meaning}" in report
+    assert bool(reason.option) <= bool(reason.remedy), "an option is a remedy, too"
 
 
 def test_the_report_says_what_went_wrong_and_the_notes() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from actoffload import OffloadConfig, Offloader
-from actoffload.analysis.next_steps import _LETS_MOVE, next_steps
+from actoffload.analysis.next_steps import next_steps
 from actoffload.analysis.report_page import predictions_table
 from actoffload.analysis.trace_file import Counter, Moved, Note, Phase, TraceFile, Wait, load
 from actoffload.analysis.traced_run import LABELS, Run, look_at
@@ -23,6 +23,7 @@ from actoffload.planning.explain import format_time
 from actoffload.planning.profile import Profile
 from actoffload.planning.search import Limits, plan
 from actoffload.planning.simulator import simulate
+from actoffload.policy import KeepReason
 from actoffload.sizes import format_size, parse_size
 from tests.browser import PROGRAM, Page, browser
 from tests.commands import answer, invoke
@@ -219,11 +220,10 @@ def test_no_budget_is_proposed_that_holds_more_than_now() -> None:
     assert not next_steps({"statistics": {**STATISTICS, "kept_bytes": {}}, "config": {"policy": "all"}}, numbers)[1:]
 
 
-@pytest.mark.parametrize("reason", _LETS_MOVE)
-def test_what_lets_more_move_can_be_asked_for(reason: str) -> None:
-    (told,) = next_steps({"statistics": {**STATISTICS, "kept_bytes": {reason: 40 * MIB}}}, {**NUMBERS, "wait_s": 0.0})[
-        -1:
-    ]
+@pytest.mark.parametrize("reason", [reason for reason in KeepReason if reason.option])
+def test_what_lets_more_move_can_be_asked_for(reason: KeepReason) -> None:
+    kept = {"kept_bytes": {reason.value: 40 * MIB}}
+    (told,) = next_steps({"statistics": {**STATISTICS, **kept}}, {**NUMBERS, "wait_s": 0.0})[-1:]
     words = told.partition(" lets up to")[0].replace(" and ", ", ")
     assert eval(f"OffloadConfig({words})")
 
