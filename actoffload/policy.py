@@ -30,7 +30,9 @@ class KeepReason(Enum):
 
     __hash__ = object.__hash__  # members are singletons, and Enum's own hash is a Python function
 
-    def __new__(cls, value: str, kind: Kind, meaning: str, remedy: str = "", option: str = "") -> KeepReason:
+    def __new__(
+        cls, value: str, kind: Kind = Kind.FIXED, meaning: str = "", remedy: str = "", option: str = ""
+    ) -> KeepReason:
         """A member whose value is the text alone, so that ``KeepReason("buffer")`` finds it."""
         member = object.__new__(cls)
         member._value_ = value

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..planning.explain import format_time
 from ..policy import KeepReason
-from ..sizes import format_size
+from ..sizes import format_size, format_time
 from .trace_file import PHASES, Moved, Phase, Span, Wait
 from .traced_run import KINDS, LABELS, MOST_WAITS, SAVED, Run, format_number
 

@@ -17,8 +17,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from actoffload import Decision, Offloader, TensorFacts
-from actoffload.autotune.causes import CHECKPOINT, Facts, Planned
-from actoffload.autotune.diagnosis import diagnose, facts_of
 from actoffload.config import make_config
 from actoffload.events import EventKind
 from actoffload.planning import search
@@ -28,6 +26,9 @@ from actoffload.planning.profile import Profile
 from actoffload.planning.search import Limits
 from actoffload.sizes import format_size
 from actoffload.statistics import Statistics
+from actoffload.tell.causes import CHECKPOINT
+from actoffload.tell.facts import Facts, Planned, facts_of
+from actoffload.tell.report import diagnose
 from actoffload.testing.faults import FullEngine
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers.accounts import Accounts

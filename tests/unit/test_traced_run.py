@@ -14,17 +14,16 @@ import pytest
 import torch
 
 from actoffload import OffloadConfig, Offloader
-from actoffload.analysis.next_steps import next_steps
 from actoffload.analysis.report_page import predictions_table
 from actoffload.analysis.trace_file import Counter, Moved, Note, Phase, TraceFile, Wait, load
 from actoffload.analysis.traced_run import LABELS, Run, look_at
 from actoffload.errors import TraceFileError
-from actoffload.planning.explain import format_time
 from actoffload.planning.profile import Profile
 from actoffload.planning.search import Limits, plan
 from actoffload.planning.simulator import simulate
 from actoffload.policy import KeepReason
-from actoffload.sizes import format_size, parse_size
+from actoffload.sizes import format_size, format_time, parse_size
+from actoffload.tell.causes import next_steps
 from tests.browser import PROGRAM, Page, browser
 from tests.commands import answer, invoke
 from tests.harness import Chain, batch

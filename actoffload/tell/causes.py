@@ -1,22 +1,21 @@
-"""Why a step is slower, and why memory did not fall: each cause with the figures of this run and what to do. Pure.
+"""Why a step is slower and why memory did not fall: causes with this run's figures, each with remedies. And options.
 
-Each cause is one function of the facts, which returns None where they are no evidence of it.
+Each cause is a function of the facts that returns None where they are no evidence of it. No torch, no clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ..config import OffloadConfig
 from ..planning.constants import (
     HELD,
     LARGE_FIRST,
     LEAST_GAIN_BYTES,
     LEAST_LATE,
     LEAST_OTHERS,
-    MORE_BUDGET,
+    LOWER,
+    MOST_CAUSES,
     MUCH_KEPT,
     MUCH_LATE,
     PART_OF_WAITS,
@@ -24,89 +23,20 @@ from ..planning.constants import (
     SMALL_PART,
     WORTH_SAYING,
 )
-from ..planning.explain import budget_rows, format_time
-from ..planning.observed import Observed
-from ..planning.plan import Plan
-from ..planning.profile import Link, Profile
-from ..planning.search import Limits
 from ..policy import KeepReason, Kind, reasons
-from ..sizes import format_size
-from ..statistics import Statistics
-from ..tiers.accounts import Accounts
+from ..sizes import format_size, format_time
+from .facts import Facts, Planned
+from .parts import BudgetRow, priced
 
 CHECKPOINT = (
     "checkpoint the model's blocks, as recompute=True with model= does: those run again for which that takes less than "
     "waiting"
 )
+FASTER_DISK = "give path= on a faster disk ('actoffload bench' measures one), or several to stripe over"
 _WHEN_DEGRADED = {
     "no room on disk": "free room under path=, raise nvme_budget, or give another path=",
     "write failed": "look at the disk under path= (dmesg), or give another path=",
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planned:
-    """What ``policy="auto"`` knows: what it planned from, the plan, and the steps that were seen under it."""
-
-    profile: Profile
-    plan: Plan
-    limits: Limits
-    seen: Observed | None
-    unit: str = "a step"
-    """What was planned, as `Profile.unit` names it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What is known of a run, in bytes and seconds.
-
-    Attributes:
-        config: the options of the offloader.
-        counts: what it counted; ``accounts``: what else it did.
-        planned: its plan, where it has one: budgets are only named with what they are predicted to give.
-        step: a step as it is under the plan, else without the first one; None where that alone was seen.
-        first_wait_s: what backward waits in a step for what it asks for first.
-        disk: how fast the disk was.
-        cached_by: the engine that writes through the page cache; empty where none does.
-        host_bytes: most host memory; ``pageable``: some of it could not be page-locked.
-        before_bytes: memory of the device or the process before the first forward; None where the peak was before that.
-        held_bytes: tensors that autograd functions hold as attributes, by the function's name.
-    """
-
-    config: OffloadConfig
-    counts: Statistics
-    accounts: Accounts = field(default_factory=Accounts)
-    planned: Planned | None = None
-    step: Observed | None = None
-    first_wait_s: float = 0.0
-    disk: Link | None = None
-    cached_by: str = ""
-    host_bytes: int = 0
-    pageable: bool = False
-    before_bytes: int | None = None
-    held_bytes: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def steps(self) -> int:
-        """Steps so far."""
-        return max(1, self.counts.optimizer_steps or self.counts.microbatches or self.counts.steps)
-
-    @property
-    def units(self) -> float:
-        """How many steps there were, or units of the plan where there is one: what `step` is a measurement of."""
-        planned = self.planned
-        if planned is None or planned.seen is None:
-            return self.steps
-        return max(1.0, self.counts.microbatches / planned.profile.forwards)
-
-    @property
-    def wait_s(self) -> float:
-        """What a step waits."""
-        return 0.0 if self.step is None else self.step.wait_s
-
-    def share(self, seconds: float) -> float:
-        """A time as a share of a step; where the host and a stream wait at once, the step is no shorter than that."""
-        return 0.0 if self.step is None else seconds / max(self.step.step_s, self.wait_s)
 
 
 class Cause(NamedTuple):
@@ -147,7 +77,7 @@ def slow_link(f: Facts) -> Cause | None:
         rate += f" and needs more than {needed:.2g}" if needed > found else ""
     remedies: list[str] = []
     if planned is not None and planned.limits.device_budget is not None:
-        remedies += _another_budget(planned)
+        remedies += _faster(planned)
         if not planned.profile.regions:
             remedies.append(CHECKPOINT)
     elif config.policy != "auto" and config.device_budget is not None:
@@ -157,10 +87,10 @@ def slow_link(f: Facts) -> Cause | None:
     elif config.device_budget is not None:
         remedies.append("raise device_budget: forward waits until what is above it has left")
     if disk:
-        remedies.append("give path= on a faster disk ('actoffload bench' measures one), or several to stripe over")
+        remedies.append(FASTER_DISK)
     medium, part = "the disk" if disk else "host memory", "forward" if writes else "backward"
-    told = f"{f.share(waited_s):.0%} of a step waits for {medium}, mostly in {part}{rate}"
-    return Cause(waited_s, told, remedies or ["set max_slowdown=0.02: what would take longer stays"])
+    evidence = f"{f.share(waited_s):.0%} of a step waits for {medium}, mostly in {part}{rate}"
+    return Cause(waited_s, evidence, remedies or ["set max_slowdown=0.02: what would take longer stays"])
 
 
 def _first_wait_s(f: Facts) -> float:
@@ -176,8 +106,8 @@ def first_moves(f: Facts) -> Cause | None:
     if f.share(f.wait_s) < SLOW or waited_s < PART_OF_WAITS * f.wait_s:
         return None
     keeps = f"keep_last_bytes={size!r}" if f.config.policy in ("auto", "greedy") else "policy='auto'"
-    told = f"{f.share(waited_s):.0%} of a step waits as backward begins: the last {size} that forward saves move"
-    return Cause(waited_s, told, [f"{keeps} keeps them", "or name the last module, such as the head, in exclude="])
+    evidence = f"{f.share(waited_s):.0%} of a step waits as backward begins: the last {size} that forward saves move"
+    return Cause(waited_s, evidence, [f"{keeps} keeps them", "or name the last module, such as the head, in exclude="])
 
 
 def host_bound(f: Facts) -> Cause | None:
@@ -185,9 +115,9 @@ def host_bound(f: Facts) -> Cause | None:
     if f.step is None or f.share(f.step.idle_s) < SLOW:
         return None
     share = f"{f.share(f.step.idle_s):.0%}"
-    told = f"for {share} of a step the device has no work, as hooks that move tensors keep the host busy"
+    evidence = f"for {share} of a step the device has no work, as hooks that move tensors keep the host busy"
     remedy = "raise min_bytes, so that fewer and larger tensors move; or take larger batches"
-    return Cause(f.step.idle_s, told, [*(_another_budget(f.planned) if f.planned else []), remedy])
+    return Cause(f.step.idle_s, evidence, [*(_faster(f.planned) if f.planned else []), remedy])
 
 
 def pageable_copies(f: Facts) -> Cause | None:
@@ -198,9 +128,9 @@ def pageable_copies(f: Facts) -> Cause | None:
     link = None if f.planned is None else f.planned.profile.host
     seconds = 0.0 if link is None else written / link.write_bytes_per_s + read / link.read_bytes_per_s
     size = format_size(int(written + read))
-    told = f"host memory could not be page-locked: the host waits for each copy, of {size} a step"
+    evidence = f"host memory could not be page-locked: the host waits for each copy, of {size} a step"
     return Cause(
-        seconds, told, ["lower host_budget (ulimit -l has no say; under WSL 2 the driver locks little memory)"]
+        seconds, evidence, ["lower host_budget (ulimit -l has no say; under WSL 2 the driver locks little memory)"]
     )
 
 
@@ -211,9 +141,9 @@ def nothing_reached(f: Facts) -> Cause | None:
     """Autograd saved nothing inside the context."""
     if f.counts.packed_tensors or not f.counts.steps:
         return None
-    told = f"autograd saved nothing inside the context in {f.counts.steps} forward passes"
+    evidence = f"autograd saved nothing inside the context in {f.counts.steps} forward passes"
     remedy = "run the forward inside it and in its thread, with gradients, and inside no other saved_tensors_hooks"
-    return Cause(0 if f.before_bytes is None else _peak(f)[0] - f.before_bytes, told, [remedy])
+    return Cause(0 if f.before_bytes is None else _peak(f)[0] - f.before_bytes, evidence, [remedy])
 
 
 def stays(f: Facts) -> Cause | None:
@@ -232,14 +162,15 @@ def stays(f: Facts) -> Cause | None:
         if planned.limits.device_budget is not None or s.plan_peak_bytes < MUCH_KEPT * s.baseline_peak_bytes:
             return None
         why, share = planned.plan.declined or "no more can be moved in time", s.plan_peak_bytes / s.baseline_peak_bytes
-        told = f"{share:.0%} of the activations' peak stays: {why}"
-        return Cause(s.plan_peak_bytes, told, _predicted(planned, s.plan_peak_bytes // 2))
+        evidence = f"{share:.0%} of the activations' peak stays: {why}"
+        half = next((row for row in planned.budgets if row.step_s and 2 * row.device_budget <= s.plan_peak_bytes), None)
+        return Cause(s.plan_peak_bytes, evidence, [] if half is None else [_priced(planned, half)])
     if reason is None or not remedies or kept[reason] < MUCH_KEPT * saved_bytes:
         return None
     if reason.kind is Kind.ASKED or reason is KeepReason.FITS:
         return None  # the user wants it so
-    told = f"{format_size(kept[reason])} of {format_size(saved_bytes)} that a step saves stay ({reason.value})"
-    return Cause(kept[reason], told, remedies)
+    evidence = f"{format_size(kept[reason])} of {format_size(saved_bytes)} that a step saves stay ({reason.value})"
+    return Cause(kept[reason], evidence, remedies)
 
 
 def leaves_too_late(f: Facts) -> Cause | None:
@@ -251,14 +182,14 @@ def leaves_too_late(f: Facts) -> Cause | None:
         return None
     disk = bool(f.counts.nvme_peak_bytes)
     rate = f": it writes {f.disk.write_bytes_per_s / 1e9:.2g} GB/s" if disk and f.disk is not None else ""
-    told = (
+    evidence = (
         f"{format_size(nbytes)} of what a forward saves had not left when backward asked for it, as "
         f"{'the disk' if disk else 'the way to host memory'} is too slow{rate}"
     )
     remedies = ["set device_budget, so that forward waits for what leaves"]
     if disk:
-        remedies.append("give path= on a faster disk ('actoffload bench' measures one), or several to stripe over")
-    return Cause(nbytes, told, remedies)
+        remedies.append(FASTER_DISK)
+    return Cause(nbytes, evidence, remedies)
 
 
 def degraded(f: Facts) -> Cause | None:
@@ -266,9 +197,9 @@ def degraded(f: Facts) -> Cause | None:
     reasons = f.counts.degraded
     if not reasons:
         return None
-    told = ", ".join(f"{count} × {reason}" for reason, count in sorted(reasons.items()))
+    evidence = ", ".join(f"{count} × {reason}" for reason, count in sorted(reasons.items()))
     remedies = [remedy for reason, remedy in _WHEN_DEGRADED.items() if reason in reasons]
-    return Cause(f.accounts.degraded_bytes / f.steps, f"memory is not saved as it could be: {told}", remedies)
+    return Cause(f.accounts.degraded_bytes / f.steps, f"memory is not saved as it could be: {evidence}", remedies)
 
 
 def held_by_functions(f: Facts) -> Cause | None:
@@ -276,9 +207,11 @@ def held_by_functions(f: Facts) -> Cause | None:
     nbytes, names = sum(f.held_bytes.values()), sorted(f.held_bytes, key=lambda name: -f.held_bytes[name])[:3]
     if not nbytes or nbytes < HELD * f.counts.baseline_peak_bytes:
         return None
-    told = f"{format_size(nbytes)} of tensors are attributes of ctx in custom autograd functions ({', '.join(names)})"
+    evidence = (
+        f"{format_size(nbytes)} of tensors are attributes of ctx in custom autograd functions ({', '.join(names)})"
+    )
     remedy = "save them by ctx.save_for_backward(...), and read them from ctx.saved_tensors"
-    return Cause(nbytes, f"{told}, alive as long as the loss", [remedy])
+    return Cause(nbytes, f"{evidence}, alive as long as the loss", [remedy])
 
 
 def held_elsewhere(f: Facts) -> Cause | None:
@@ -290,25 +223,29 @@ def held_elsewhere(f: Facts) -> Cause | None:
     # The program holds a step's inputs, which are few bytes, until the step has ended.
     if nbytes < max(HELD * f.counts.baseline_peak_bytes, LEAST_GAIN_BYTES):
         return None
-    told = f"{format_size(nbytes)} that a step saves are held by the program until backward: moving them frees nothing"
+    evidence = (
+        f"{format_size(nbytes)} that a step saves are held by the program until backward: moving them frees nothing"
+    )
     remedy = "let go of what forward hooks, lists and variables hold before backward begins, or hold less of it"
-    return Cause(nbytes, told, [remedy])
+    return Cause(nbytes, evidence, [remedy])
 
 
 def compiled_whole(f: Facts) -> Cause | None:
     """One autograd node saves most of a forward at once, as a whole model under ``torch.compile`` does."""
     nbytes = f.accounts.at_once_bytes
-    told = f"one autograd node saves {format_size(nbytes)} at once, as a compiled model does; the peak stays above that"
+    evidence = (
+        f"one autograd node saves {format_size(nbytes)} at once, as a compiled model does; the peak stays above that"
+    )
     remedy = "compile block by block (for block in model.blocks: block.compile())"
-    return Cause(nbytes, told, [remedy]) if nbytes else None
+    return Cause(nbytes, evidence, [remedy]) if nbytes else None
 
 
 def page_cache(f: Facts) -> Cause | None:
     """What is written to disk stays in the machine's memory, as the engine writes through the page cache."""
     nbytes = f.counts.nvme_peak_bytes if f.cached_by else 0
-    told = f"up to {format_size(nbytes)} on disk are in the machine's memory too: {f.cached_by} uses the page cache"
+    evidence = f"up to {format_size(nbytes)} on disk are in the machine's memory too: {f.cached_by} uses the page cache"
     remedy = "give path= on a file system with direct I/O (ext4, XFS), and leave engine= out"
-    return Cause(nbytes, told, [remedy]) if nbytes else None
+    return Cause(nbytes, evidence, [remedy]) if nbytes else None
 
 
 def host_memory_full(f: Facts) -> Cause | None:
@@ -316,9 +253,9 @@ def host_memory_full(f: Facts) -> Cause | None:
     nbytes, size = f.accounts.refused_bytes // f.steps, format_size(f.host_bytes)
     if not nbytes or nbytes < HELD * f.counts.baseline_peak_bytes:
         return None
-    told = f"{format_size(nbytes)} a step stay on the device, as the {size} of host memory are full"
+    evidence = f"{format_size(nbytes)} a step stay on the device, as the {size} of host memory are full"
     more = f"host_budget={format_size(f.host_bytes + nbytes)!r}, if the machine has that"
-    return Cause(nbytes, told, [more, "or target='tiered' with path=, so that the rest goes to disk"])
+    return Cause(nbytes, evidence, [more, "or target='tiered' with path=, so that the rest goes to disk"])
 
 
 def peak_of_others(f: Facts) -> Cause | None:
@@ -330,12 +267,12 @@ def peak_of_others(f: Facts) -> Cause | None:
     others = transient if of == "process" else transient + before  # a process has Python and libraries before
     if s.baseline_peak_bytes >= SMALL_PART * (others + s.baseline_peak_bytes) or others < LEAST_OTHERS:
         return None
-    told = (
+    evidence = (
         f"of the {of}'s peak, {format_size(peak)}, saved activations are at most {format_size(s.resident_peak_bytes)}; "
         f"{format_size(before)} were there before the first forward, and {format_size(transient)} are gradients, "
         "optimizer states and temporaries"
     )
-    return Cause(others, told, ["look for those first: moving activations lowers the peak by no more than it has"])
+    return Cause(others, evidence, ["look for those first: moving activations lowers the peak by no more than it has"])
 
 
 def _peak(f: Facts) -> tuple[int, str]:
@@ -359,24 +296,103 @@ MEMORY = (
 )
 
 
-# -- budgets ----------------------------------------------------------------------------------------------------------
+# -- options: what a budget, a disk or another option would change ----------------------------------------------------
 
 
-def _another_budget(planned: Planned) -> list[str]:
-    """What a budget `MORE_BUDGET` times as large is predicted to give."""
-    budget = planned.limits.device_budget
-    if budget is None:
+def next_steps(metadata: Mapping[str, Any], numbers: Mapping[str, float]) -> list[str]:
+    """The options that would change the most, as at most `MOST_CAUSES` sentences with figures.
+
+    Args:
+        metadata: the end of a trace, see `Facts.as_dict`.
+        numbers: of the run, as `Run.numbers` returns them.
+    """
+    statistics, config = metadata.get("statistics"), metadata.get("config", {})
+    if not statistics:
         return []
-    more = min(int(MORE_BUDGET * budget), planned.profile.baseline_peak_bytes)
-    return _predicted(planned, more, WORTH_SAYING)
+    planned = Planned.from_trace(metadata)
+    if planned is None:
+        found = _without_a_plan(config, statistics, numbers)
+    else:
+        found = [*dict.fromkeys([*_faster(planned), *_lower(planned)]), *_faster_disk(planned)]
+    return [*found, *_could_move(statistics, numbers["steps"])][:MOST_CAUSES]
 
 
-def _predicted(planned: Planned, budget: int, gain: float = float("-inf")) -> list[str]:
-    """What a budget is predicted to give, where that is known and the step is shorter by a share of ``gain``."""
-    (row,) = budget_rows(planned.profile, planned.limits, [budget])
-    now_s = planned.plan.predicted_step_s or planned.profile.step_s
-    if row.step_s is None or row.peak_bytes is None or row.step_s > (1 - gain) * now_s:
+def _priced(planned: Planned, row: BudgetRow, option: str = "") -> str:
+    """An option, by default the row's budget, with the predicted peak and time beside those of the plan."""
+    peak, step = format_size(row.peak_bytes or 0), format_time(row.step_s or 0.0)
+    before = format_size(planned.plan.predicted_peak_bytes or 0), format_time(planned.step_s)
+    size = f"{peak} instead of {before[0]}" if peak != before[0] else f"{peak}, as now"
+    time = f"{step} instead of {before[1]}" if step != before[1] else f"{step}, as now,"
+    budget = row.device_budget
+    option = option or f"device_budget='{f'{budget >> 20}MiB' if budget % (1 << 20) == 0 else f'{budget >> 10}KiB'}'"
+    return f"{option} is predicted to peak at {size}, and to take {time} for {planned.unit}"
+
+
+def _faster(planned: Planned) -> list[str]:
+    """The lowest budget with nearly the shortest step, if that step is shorter by `WORTH_SAYING`."""
+    rows = [row for row in planned.budgets if row.step_s and row.step_s <= (1 - WORTH_SAYING) * planned.step_s]
+    enough_s = (1 + WORTH_SAYING / 5) * min((row.step_s or 0.0 for row in rows), default=0.0)
+    lowest = min(
+        (row for row in rows if (row.step_s or 0.0) <= enough_s), key=lambda row: row.device_budget, default=None
+    )
+    return [] if lowest is None else [_priced(planned, lowest)]
+
+
+def _lower(planned: Planned) -> list[str]:
+    """The budget with the lowest peak, if that is worth naming and the step is hardly longer."""
+    rows = [row for row in planned.budgets if row.step_s and row.step_s <= (1 + WORTH_SAYING) * planned.step_s]
+    lowest = min(rows, key=lambda row: (row.peak_bytes or 0, row.device_budget), default=None)
+    if lowest is None or (lowest.peak_bytes or 0) > LOWER * (planned.plan.predicted_peak_bytes or 0):
         return []
-    peak, step = format_size(row.peak_bytes), format_time(row.step_s)
-    told = f"device_budget={format_size(budget)!r} is predicted to peak at {peak} and to take {step} for {planned.unit}"
-    return [f"{told} instead of {format_time(now_s)}"]
+    return [_priced(planned, lowest)]
+
+
+def _faster_disk(planned: Planned) -> list[str]:
+    """A second drive, if it makes the step shorter, or the peak lower in a step that is hardly longer."""
+    profile, limits, disk = planned.profile, planned.limits, planned.profile.disk
+    if disk is None:
+        return []
+    row = priced(profile.with_links(disk=disk.scaled(2)), limits)
+    step_s, before = row.step_s or float("inf"), planned.plan.predicted_peak_bytes or 0
+    gains = step_s <= (1 - WORTH_SAYING) * planned.step_s or (row.peak_bytes or 0) <= LOWER * before
+    if not gains or step_s > (1 + WORTH_SAYING) * planned.step_s:
+        return []
+    return [_priced(planned, row, "path= with a second drive as fast as this one")]
+
+
+def _without_a_plan(
+    config: Mapping[str, Any], statistics: Mapping[str, Any], numbers: Mapping[str, float]
+) -> list[str]:
+    """Upper bounds that follow from counts alone."""
+    found = []
+    policy, saved = config.get("policy"), statistics["kept_bytes"].get(KeepReason.POLICY.value, 0)
+    if policy != "auto" and numbers["wait_s"] > WORTH_SAYING * numbers["step_s"]:
+        found.append(
+            f"policy='auto' keeps what cannot be back in time: of {format_time(numbers['step_s'])} a step it can save "
+            f"up to the {format_time(numbers['wait_s'])} that are waited."
+        )
+    peak, whole = numbers["saved_peak_without_bytes"], numbers["peak_without_bytes"]
+    if policy == "keep" and saved:
+        found.append(
+            f"policy='auto' moves what costs no time: up to {format_size(saved / numbers['steps'])} a step can "
+            f"leave, and at its peak {format_size(peak)} of saved activations are {peak / whole:.0%} of the memory."
+        )
+    lowers = peak / 2 <= LOWER * numbers["saved_peak_bytes"]
+    if policy != "auto" and lowers and peak > WORTH_SAYING * whole and config.get("device_budget") is None:
+        found.append(
+            f"device_budget='50%' with policy='auto' holds saved activations at {format_size(peak / 2)} instead of "
+            f"{format_size(numbers['saved_peak_bytes'])}; after three steps its report predicts what a step takes."
+        )
+    return found
+
+
+def _could_move(statistics: Mapping[str, Any], steps: float) -> list[str]:
+    """The options that let tensors move which stay for one reason."""
+    found, all_bytes = [], statistics["activation_bytes"]
+    for reason, nbytes in reasons(statistics["kept_bytes"]).items():
+        if reason.option and nbytes > WORTH_SAYING * all_bytes:
+            each = format_size(nbytes / steps)
+            found.append(
+                f"{reason.option} lets up to {each} more leave in a step, {nbytes / all_bytes:.0%} of what it saves."
+            )
+    return found
