@@ -45,9 +45,9 @@ class Cause(NamedTuple):
     weight: float
     """Seconds of a step, or bytes: causes are ranked by it."""
     evidence: str
-    """What was seen in this run."""
+    """The figures of this run."""
     remedies: Sequence[str]
-    """What to do, the best first."""
+    """The remedies, the best first."""
 
 
 def causes(facts: Facts) -> tuple[list[Cause], list[Cause]]:
@@ -94,14 +94,14 @@ def slow_link(f: Facts) -> Cause | None:
 
 
 def _first_wait_s(f: Facts) -> float:
-    """What backward waits for what it asks for first; 0 where that is little, or a plan has weighed it."""
+    """The wait for the first tensor that backward needs; 0 if the tensor is small, or a plan has weighed the wait."""
     weighed = f.planned is not None and f.planned.seen is not None
     little = f.accounts.first_bytes < LARGE_FIRST * f.counts.baseline_peak_bytes
     return 0.0 if weighed or little else f.first_wait_s
 
 
 def first_moves(f: Facts) -> Cause | None:
-    """What forward saves last moves, as a loss's logits, and backward waits for it as it begins."""
+    """The last tensors of forward, such as a loss's logits, move, and backward waits for them as it begins."""
     waited_s, size = _first_wait_s(f), format_size(f.accounts.first_bytes)
     if f.share(f.wait_s) < SLOW or waited_s < PART_OF_WAITS * f.wait_s:
         return None
@@ -147,7 +147,7 @@ def nothing_reached(f: Facts) -> Cause | None:
 
 
 def stays(f: Facts) -> Cause | None:
-    """Nothing moves, or most of what is saved stays, for a reason."""
+    """Nothing moves, or most saved tensors stay, for a reason."""
     s, planned = f.counts, f.planned
     kept = {why: nbytes // f.steps for why, nbytes in reasons(s.kept_bytes).items() if why.kind is not Kind.STATIC}
     if f.accounts.refused_bytes:
@@ -168,13 +168,13 @@ def stays(f: Facts) -> Cause | None:
     if reason is None or not remedies or kept[reason] < MUCH_KEPT * saved_bytes:
         return None
     if reason.kind is Kind.ASKED or reason is KeepReason.FITS:
-        return None  # the user wants it so
+        return None  # the user chose this, so it is no cause unless nothing moves
     evidence = f"{format_size(kept[reason])} of {format_size(saved_bytes)} that a step saves stay ({reason.value})"
     return Cause(kept[reason], evidence, remedies)
 
 
 def leaves_too_late(f: Facts) -> Cause | None:
-    """Backward asks for what is still being written, so that it never leaves; a budget or a plan takes care of that."""
+    """Backward needs tensors that are still being written, so they never leave. A budget or a plan prevents that."""
     nbytes = f.accounts.late_bytes // max(1, f.counts.microbatches)
     if f.planned is not None or f.config.device_budget is not None:
         return None
@@ -215,10 +215,10 @@ def held_by_functions(f: Facts) -> Cause | None:
 
 
 def held_elsewhere(f: Facts) -> Cause | None:
-    """The program itself holds what autograd saves until backward asks for it."""
+    """The program itself holds saved tensors until backward needs them."""
     alive, planned = KeepReason.ALIVE.value, f.planned
     nbytes = f.counts.kept_bytes.get(alive, 0) // f.steps
-    if planned is not None:  # which does not move it
+    if planned is not None:  # the plan keeps these tensors, so their reason stands in its profile
         nbytes = max(nbytes, sum(one.nbytes for one in planned.profile.storages if one.kept == alive))
     # The program holds a step's inputs, which are few bytes, until the step has ended.
     if nbytes < max(HELD * f.counts.baseline_peak_bytes, LEAST_GAIN_BYTES):
@@ -241,7 +241,7 @@ def compiled_whole(f: Facts) -> Cause | None:
 
 
 def page_cache(f: Facts) -> Cause | None:
-    """What is written to disk stays in the machine's memory, as the engine writes through the page cache."""
+    """Bytes on disk stay in the machine's memory, because the engine writes through the page cache."""
     nbytes = f.counts.nvme_peak_bytes if f.cached_by else 0
     evidence = f"up to {format_size(nbytes)} on disk are in the machine's memory too: {f.cached_by} uses the page cache"
     remedy = "give path= on a file system with direct I/O (ext4, XFS), and leave engine= out"
@@ -259,7 +259,7 @@ def host_memory_full(f: Facts) -> Cause | None:
 
 
 def peak_of_others(f: Facts) -> Cause | None:
-    """The peak is set by what autograd does not save."""
+    """Memory that autograd does not save sets the peak."""
     (peak, of), s, before = _peak(f), f.counts, f.before_bytes
     if before is None or not s.packed_tensors:
         return None
@@ -276,7 +276,7 @@ def peak_of_others(f: Facts) -> Cause | None:
 
 
 def _peak(f: Facts) -> tuple[int, str]:
-    """The peak of the device or the process, and which of them it is."""
+    """The peak, and whether it is the device's or the process's."""
     s = f.counts
     return (s.device_peak_bytes, "device") if s.device_peak_bytes else (s.process_peak_bytes, "process")
 
@@ -296,7 +296,7 @@ MEMORY = (
 )
 
 
-# -- options: what a budget, a disk or another option would change ----------------------------------------------------
+# -- the effect of a budget, a disk or another option ------------------------------------------------------------------
 
 
 def next_steps(metadata: Mapping[str, Any], numbers: Mapping[str, float]) -> list[str]:

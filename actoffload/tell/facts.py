@@ -65,7 +65,7 @@ class PlanFacts:
         history: why each of the last plans was made, oldest first.
         limits: the limits of a plan for the recorded shape.
         shape: the shape that runs; ``others``: the other known shapes.
-        recorded_ago: steps since the recorded step, which counts too.
+        recorded_ago: steps since the recorded step, which is counted as one.
         probes: whether one storage moves now and then, only to measure a link.
         stuck: no step has ended, because a tensor that a forward saved is always alive.
     """
@@ -136,7 +136,7 @@ class Facts:
         host_bytes: the most host memory; ``pageable``: some of it could not be page-locked.
         before_bytes: memory of the device or the process before the first forward; None if the peak was before that.
         held_bytes: tensors that autograd functions hold as attributes, by the function's name.
-        notes: remarks and advice that was given during the run.
+        notes: remarks and advice from the run.
         elapsed_s: seconds since the first forward began, which the wear of the drives is computed from.
     """
 
@@ -210,6 +210,7 @@ def facts_of(store: ActivationStore, pilot: Autopilot | None, held_bytes: Mappin
     before, peak_before = store.run.memory_before
     cached = spool is not None and not spool.direct and spool.engines[0].capabilities.needs_file
     step, first_wait_s = _step(store)
+    # Advice with a cause of the same meaning would tell the user twice, and once without this run's figures.
     advice = (text for key, text in store.shared.reporter.advice.items() if key not in CAUSES_TOO)
     return Facts(
         config=store.shared.config,

@@ -1,4 +1,4 @@
-"""A plan in numbers: each part of the model with its treatment, what sets the peak, and the step with other budgets.
+"""A plan in numbers: each part of the model with its treatment, the peak, and the step with other budgets.
 
 No torch, no clock: simulations of recorded steps.
 """

@@ -1,4 +1,4 @@
-"""A plan explained in text: its parts, what sets the peak, what more memory would buy; and why plans were made."""
+"""A plan explained in text: its parts, its peak, and the gain of more memory; and the reasons for the last plans."""
 
 from __future__ import annotations
 
