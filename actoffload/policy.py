@@ -3,45 +3,108 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol, runtime_checkable
 
 
+class Kind(Enum):
+    """The kinds of reasons for which a saved tensor stays."""
+
+    STATIC = "lives anyway, and is no activation"
+    CHOSEN = "could move: another plan or another moment may move it"
+    ASKED = "the program's options or calls keep it"
+    FIXED = "cannot move in this run"
+
+
 class KeepReason(Enum):
-    """Why a saved tensor stayed on its device; the keys of ``Statistics.kept_bytes``."""
+    """Why a saved tensor stayed on its device; the values are the keys of ``Statistics.kept_bytes``.
+
+    Attributes:
+        kind: the kind of reason.
+        meaning: what the reason means, for a person.
+        remedy: how to let such tensors move, for a person; empty if nothing does.
+        option: options of `OffloadConfig` that let all of them move; empty if none does.
+    """
 
     __hash__ = object.__hash__  # members are singletons, and Enum's own hash is a Python function
 
-    PARAMETER = "parameter"
-    BUFFER = "buffer"
-    INPUT = "input"
-    SMALL = "below min_bytes"
-    MARKED = "keep()"
-    REGION = "no_offload()"
-    POLICY = "policy"
-    FITS = "fits the budget"
-    NO_TIME = "no time to move"
-    PLAN = "plan"
-    EXCLUDED = "module excluded"
-    LAST = "last saved layer"
-    PRESSURE = "pressure"
-    IN_BACKWARD = "saved during backward"
-    RECOMPUTED = "recomputed"
-    SUBCLASS = "unknown tensor subclass"
-    LAYOUT = "not strided"
-    FILLED_LATER = "filled after it was saved"
-    DEVICE = "other device"
-    RESIZED = "resized"
-    ALIVE = "held elsewhere"
-    CAPTURE = "graph capture"
-    DEGRADED = "degraded"
-    FORKED = "forked process"
+    def __new__(
+        cls, value: str, kind: Kind = Kind.FIXED, meaning: str = "", remedy: str = "", option: str = ""
+    ) -> KeepReason:
+        """A member whose value is the text alone, so that ``KeepReason("buffer")`` finds it."""
+        member = object.__new__(cls)
+        member._value_ = value
+        member.kind, member.meaning, member.remedy, member.option = kind, meaning, remedy, option
+        return member
+
+    kind: Kind
+    meaning: str
+    remedy: str
+    option: str
+
+    PARAMETER = "parameter", Kind.STATIC, "a parameter or a view of one"
+    BUFFER = "buffer", Kind.STATIC, "a module's buffer or a view of one"
+    INPUT = "input", Kind.STATIC, "lives anyway: the caller holds it"
+    SMALL = "below min_bytes", Kind.FIXED, "too small to be worth moving", "lower min_bytes", "min_bytes=0"
+    MARKED = "keep()", Kind.ASKED, "you said so"
+    REGION = "no_offload()", Kind.ASKED, "you said so"
+    POLICY = "policy", Kind.ASKED, "the policy said so", "have the policy decide Decision.OFFLOAD for larger tensors"
+    FITS = "fits the budget", Kind.CHOSEN, "the plan keeps device_budget with it", "lower device_budget"
+    NO_TIME = (
+        "no time to move",
+        Kind.CHOSEN,
+        "moving it would have made the step wait, by the plan",
+        "set device_budget, so that a step may wait for what leaves",
+    )
+    PLAN = "plan", Kind.CHOSEN, "one step keeps everything, to see what moving costs"
+    EXCLUDED = (
+        "module excluded",
+        Kind.ASKED,
+        "saved in a module that `exclude` names, or that `include` does not",
+        "widen include=, or name less in exclude=",
+        "exclude=None and include=None",
+    )
+    LAST = (
+        "last saved layer",
+        Kind.CHOSEN,
+        "its backward follows at once",
+        "pass keep_last_bytes=0; a deeper model has more that can leave",
+        "keep_last_bytes=0",
+    )
+    PRESSURE = (
+        "pressure",
+        Kind.CHOSEN,
+        "could not have been moved in time",
+        "set device_budget, so that forward waits for what leaves; or raise pending_bytes",
+    )
+    IN_BACKWARD = "saved during backward", Kind.FIXED, "by a recomputation; it is used at once"
+    RECOMPUTED = "recomputed", Kind.FIXED, "by a checkpointed region that runs again in backward; it is used at once"
+    SUBCLASS = "unknown tensor subclass", Kind.FIXED, "how to take it apart is not known"
+    LAYOUT = "not strided", Kind.FIXED, "sparse, or another layout without plain memory"
+    FILLED_LATER = "filled after it was saved", Kind.FIXED, "its operator (rrelu) saves it before it is computed"
+    DEVICE = (
+        "other device",
+        Kind.FIXED,
+        "on a device that is not offloaded",
+        "CPU tensors move to disk alone: give target='nvme' and path=; for other devices pass devices=",
+    )
+    RESIZED = "resized", Kind.FIXED, "its owner freed its memory while it was being moved, to fill it again later"
+    ALIVE = "held elsewhere", Kind.FIXED, "the program itself held it until backward: moving it freed nothing"
+    CAPTURE = "graph capture", Kind.FIXED, "a captured graph replays on fixed memory"
+    DEGRADED = "degraded", Kind.FIXED, "something below failed; see there"
+    FORKED = "forked process", Kind.FIXED, "a child of the process that owns the spool"
 
 
-STATIC = ("parameter", "buffer", "input")
-"""Reasons of what lives anyway, and is no activation."""
+STATIC = tuple(reason.value for reason in KeepReason if reason.kind is Kind.STATIC)
+"""Reasons of tensors that live anyway and are no activations."""
+
+
+def reasons(kept_bytes: Mapping[str, int]) -> dict[KeepReason, int]:
+    """The reasons that an offloader counted; reasons of another release, as an old trace has them, are left out."""
+    known = {reason.value: reason for reason in KeepReason}
+    return {known[name]: nbytes for name, nbytes in kept_bytes.items() if name in known}
 
 
 class Decision(Enum):

@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write and read them."""
+"""Sizes in bytes and times, as people write and read them."""
 
 from __future__ import annotations
 
@@ -87,3 +87,10 @@ def format_size(nbytes: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     raise AssertionError("unreachable")
+
+
+def format_time(time_s: float) -> str:
+    """A time for a person: ``"12.3 ms"``, from one second on ``"1.23 s"``."""
+    if time_s >= 999.5:
+        return f"{time_s:.0f} s"
+    return f"{time_s:.3g} s" if time_s >= 0.9995 or not time_s else f"{1e3 * time_s:.3g} ms"

@@ -120,7 +120,7 @@ class NullDevice:
     def total_bytes(self, index: int) -> None:
         return None
 
-    def out_of_memory(self, index: int) -> int:
+    def allocator_count(self, index: int, name: str) -> int:
         return 0
 
     def reset_peak(self, index: int) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from actoffload.planning.explain import part_of
 from actoffload.planning.profile import Link, Profile, Region, Storage
 from actoffload.planning.regions import run_again
+from actoffload.tell.parts import part_of
 
 SAVED_PER_BLOCK = (
     ("norm1", 1.0, 0.00),

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from ..planning.explain import format_time
-from ..runtime.report import KEPT_MEANINGS
-from ..sizes import format_size
+from ..policy import KeepReason
+from ..sizes import format_size, format_time
 from .trace_file import PHASES, Moved, Phase, Span, Wait
 from .traced_run import KINDS, LABELS, MOST_WAITS, SAVED, Run, format_number
 
@@ -27,7 +26,7 @@ COLOURS = {
 SCHEMES = {"light": ("#1b1b1b", "#e2e2e2", "#ffffff"), "dark": ("#ececec", "#3d3d3d", "#262626")}
 """Colours of text, of the grid and of the labels under the pointer."""
 MOST_SPANS = 3000
-"""So many bars are drawn at most: the longest ones."""
+"""The most bars that are drawn; the longest ones come first."""
 LEGEND = {"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}
 
 Drawn = tuple[Any, int]
@@ -74,7 +73,7 @@ def comparison(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def waits_table(run: Run) -> list[tuple[str, ...]]:
-    """The dearest waits as rows of text, under a heading."""
+    """The most expensive waits as rows of text, under a heading."""
     rows: list[tuple[str, ...]] = [("module", "for", "waited", "times", "tensor")]
     for wait in run.dearest_waits():
         rows.append((wait.module, wait.reason, format_time(wait.total_s), str(wait.count), format_size(wait.nbytes)))
@@ -82,7 +81,7 @@ def waits_table(run: Run) -> list[tuple[str, ...]]:
 
 
 def predictions_table(run: Run) -> list[tuple[str, ...]]:
-    """What was predicted and seen, as rows of text, under a heading."""
+    """Predicted and seen numbers, as rows of text, under a heading."""
     names = {"step_s": run.planned_for, "peak_bytes": "saved activations, peak"}
     rows: list[tuple[str, ...]] = [("", "predicted", "seen")]
     for name, predicted, seen in run.predictions():
@@ -91,10 +90,11 @@ def predictions_table(run: Run) -> list[tuple[str, ...]]:
 
 
 def kept_table(run: Run) -> list[tuple[str, ...]]:
-    """What stayed and why, as rows of text, under a heading."""
+    """Bytes that stayed, by reason, as rows of text, under a heading."""
     rows: list[tuple[str, ...]] = [("", "bytes", "why")]
+    meanings = {reason.value: reason.meaning for reason in KeepReason}
     for reason, nbytes in run.kept().items():
-        rows.append((reason, format_size(nbytes), KEPT_MEANINGS.get(reason, "")))
+        rows.append((reason, format_size(nbytes), meanings.get(reason, "")))
     return rows
 
 
@@ -110,7 +110,7 @@ class _Page:
         self._top = 1.1 * peak / self._unit
 
     def sections(self) -> list[dict[str, Any]]:
-        """What the template shows; a section of which no run has anything says so."""
+        """The sections of the template. A section without any data has a sentence about that."""
         over_time = "Of the step of median length after the last plan; shaded: its phases."
         return [
             self._section("What to do next", "Predicted by the planner from this run, or counted in it.", _next_steps),
@@ -255,7 +255,7 @@ def _rows(rows: Sequence[Sequence[str]], nothing: str) -> dict[str, Any]:
 
 
 def _shade(figure: Any, phases: Sequence[Phase], length_ms: float, **place: int) -> None:
-    """Mark phases behind what is drawn; those that are long enough by name."""
+    """Mark phases behind the lines. Only long phases have room for their names."""
     for phase in phases:
         x0, x1 = _ms([phase.begin_s, phase.end_s])
         name = phase.name if x1 - x0 > 0.15 * length_ms else ""
@@ -290,7 +290,7 @@ def _ms(times_s: Iterable[float]) -> list[float]:
 
 
 def _templates() -> dict[str, Any]:
-    """What makes plotly's figures light or dark."""
+    """The light and the dark templates of plotly's figures."""
     found = {}
     for scheme, (text, grid, label) in SCHEMES.items():
         axis = {"gridcolor": grid, "linecolor": grid, "zerolinecolor": grid, "tickcolor": grid}

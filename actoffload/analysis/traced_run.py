@@ -10,10 +10,9 @@ from statistics import median_low
 from typing import Any
 
 from ..errors import TraceFileError
-from ..planning.explain import format_time
-from ..sizes import format_size
+from ..sizes import format_size, format_time
 from ..storage.endurance import Rating, render_wear
-from .next_steps import next_steps
+from ..tell.causes import next_steps
 from .trace_file import Counter, Moved, Phase, Span, TraceFile, Wait
 
 SAVED = "saved activations"

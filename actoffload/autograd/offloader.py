@@ -9,7 +9,7 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from types import TracebackType
 from typing import Any, Literal
 
@@ -20,24 +20,24 @@ from torch.autograd import graph
 from ..autotune.agreement import agree
 from ..autotune.autopilot import Autopilot
 from ..autotune.blocks import find_blocks
-from ..autotune.diagnosis import diagnose, explain_causes, facts_of, known_at_the_end
 from ..autotune.following import Following
 from ..config import OffloadConfig
 from ..errors import ConfigError, OffloaderClosedError, StateError
 from ..interrupts import expected
-from ..planning.explain import render_decisions
 from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..policy import module_patterns
 from ..runtime.pipeline import Direction, Hint, check_phase
 from ..runtime.regions import Region
-from ..runtime.report import Report, announce, passes, report_of
 from ..runtime.saved_by_node import advice
 from ..runtime.store import ActivationStore
 from ..runtime.strict import MovedSince
 from ..runtime.tape import Tape
 from ..runtime.untraced import untraced
 from ..statistics import Statistics
+from ..tell.facts import Facts, facts_of
+from ..tell.plans import explain_plans, render_decisions
+from ..tell.report import Report, announcement, diagnose, explain_causes, passes, render_report, say
 from ..tiers.accelerator import Accelerator
 from ..tiers.record import Record
 from ..tiers.tiers import Tiers
@@ -329,7 +329,8 @@ class Offloader:
                 store.prefetch.after_forward(entry.tape)
         if not self._announced and store.shared.accounts.packed_tensors:
             self._announced = True
-            announce(store)
+            if self.config.announce != "none":
+                say(self.config, announcement(self._facts()))
         if self.config.strict and entry.hooks is not None:
             entry.moved.check(store.shared.accounts, with_gradients=torch.is_grad_enabled())
 
@@ -409,16 +410,20 @@ class Offloader:
 
     def report(self) -> Report:
         """Return what was done and why, as text; a notebook shows a table. Last: what limits the run, what to do."""
-        return Report("\n".join([report_of(self.store), *diagnose(facts_of(self.store, self.autopilot))]))
+        facts = self._facts()
+        return Report("\n".join([render_report(facts), *diagnose(facts)]))
+
+    def _facts(self, held_bytes: Mapping[str, int] | None = None) -> Facts:
+        return facts_of(self.store, self.autopilot, held_bytes)
 
     def _known(self) -> dict[str, Any]:
-        """What a trace has of the whole run."""
+        """The facts of the whole run that a trace stores."""
+        facts = self._facts()
         return {
-            "statistics": self.store.statistics().as_dict(),
+            **facts.as_dict(None if self.autopilot is None else self.autopilot.facts()),
             "plan": json.loads(self.plan.to_json()),
-            "report": report_of(self.store),
-            "elapsed_s": self.store.run.elapsed_s,
-            **known_at_the_end(facts_of(self.store, self.autopilot), self.autopilot),
+            "report": render_report(facts),
+            "diagnosis": diagnose(facts),
         }
 
     def explain(self) -> str:
@@ -428,9 +433,9 @@ class Offloader:
         if plan.entries:
             found.append(f"forward and backward waited {s.wait_s:.3f} s in {passes(s)}")
         if self.autopilot is not None:
-            found.insert(0, self.autopilot.explain())
+            found.insert(0, explain_plans(self.autopilot.facts()))
         held = held_by_functions(self.exclusions.static.by_number, self.store.tiers.by_device)
-        return "\n".join([*found, *explain_causes(facts_of(self.store, self.autopilot, held))])
+        return "\n".join([*found, *explain_causes(self._facts(held))])
 
     @property
     def plan(self) -> Plan:

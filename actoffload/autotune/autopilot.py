@@ -29,7 +29,6 @@ from ..planning.constants import (
     WAIT_SHARE,
     WARM_UP,
 )
-from ..planning.explain import render_plan
 from ..planning.observed import Observed
 from ..planning.plan import Plan
 from ..planning.profile import Profile
@@ -37,9 +36,11 @@ from ..planning.regions import with_regions
 from ..planning.search import Limits
 from ..planning.simulator import simulate
 from ..runtime.decision import InputShapes
-from ..runtime.report import say
 from ..runtime.store import ActivationStore
 from ..sizes import format_size
+from ..tell.facts import PlanFacts
+from ..tell.plans import regions
+from ..tell.report import say
 from .agreement import Brought
 from .budgets import Budgets
 from .following import Following
@@ -130,7 +131,7 @@ class Autopilot:
         shape = self._shape
         if shape.regions and shape.plan is not None and shape.stage is not Stage.PAPER and not self._said:
             self._said = True  # and said without the lock, on a thread of the user's
-            say(self._shared.config, f"actoffload: {shape.in_words(self._budgets.device_bytes)}")
+            say(self._shared.config, f"actoffload: {regions(shape.facts(self._budgets.device_bytes))}")
 
     def _give_up(self, error: Exception) -> None:
         self._gave_up = True
@@ -564,27 +565,17 @@ class Autopilot:
 
     # -- for people ---------------------------------------------------------------------------------------------------
 
-    def explain(self) -> str:
-        """The plan that is followed, by block, with what was predicted beside what was seen; and why it was made."""
-        lines = [f"plan {number}: {reason}" for number, reason in enumerate(self.history, start=1)]
-        shape = self._shape
-        if len(self._shapes) > 1:
-            lines[:0] = [f"inputs {other.summary()}" for other in self._shapes if other is not shape]
-        if shape.plan is None or shape.profile is None:
-            first = f"no plan yet: it is made from what the first {WARM_UP + 1} steps show"
-            if not self._count and self._shared.accounts.optimizer_steps > WARM_UP + 1:
-                first = "no plan yet: no step has ended, as something that a forward saved is alive all the time, such "
-                first += "as a loss that somebody keeps: keep loss.detach() or loss.item() instead"
-            elif len(self._shapes) > 1:
-                first = f"no plan yet for inputs {shape}: it is made from what a step shows"
-            return "\n".join([first, *lines])
-        ago = self._count - shape.recorded_at + 1
-        age = f"measured: in the step recorded {ago} step{'s' * (ago != 1)} ago"
-        if shape.probe is not None:
-            age += f"; one storage in {REVIEW_STEPS} steps moves only to be measured"
-        regions = [shape.in_words(self._budgets.device_bytes)] if shape.regions else []
-        return "\n".join(
-            [render_plan(shape.profile, shape.plan, self.limits, seen=shape.steps.seen), *regions, age, *lines]
+    def facts(self) -> PlanFacts:
+        """The plans of all shapes, for an explanation."""
+        shape, nbytes = self._shape, self._budgets.device_bytes
+        return PlanFacts(
+            history=list(self.history),
+            limits=self.limits,
+            shape=shape.facts(nbytes),
+            others=[other.facts(nbytes) for other in self._shapes if other is not shape],
+            recorded_ago=self._count - shape.recorded_at + 1,
+            probes=shape.probe is not None,
+            stuck=not self._count and self._shared.accounts.optimizer_steps > WARM_UP + 1,
         )
 
 

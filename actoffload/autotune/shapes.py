@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from enum import Enum
 
 from ..planning.constants import MOST_SHAPES, MOST_TRIED, PROBE_SHARE
-from ..planning.explain import format_time
 from ..planning.plan import Plan
 from ..planning.profile import Profile
 from ..runtime.decision import InputShapes
-from ..sizes import format_size
+from ..tell.facts import ShapeFacts
 from .observations import StepsUnderPlan
 
 AGAIN: frozenset[int] = frozenset()
@@ -156,35 +155,26 @@ class Shape:
         same = (tried for tried in self.tried if tried.once == self.once and tried.plan.entries == plan.entries)
         return any(tried.measured_s is not None for tried in same)
 
-    def in_words(self, device_bytes: int) -> str:
-        """The regions, and what is predicted against the step in which all run again; ``device_bytes``: the number."""
-        assert self.plan is not None, "there is a plan to tell of"
-        assert self.base is not None, "it has regions"
-        told = f"{self.regions} checkpointed regions: {len(self.once)} no longer run again"
-        peak, again = self.plan.predicted_peak_bytes or 0, next((t for t in self.tried if t.once == AGAIN), None)
-        base_s = (again.plan.predicted_step_s if again is not None else None) or self.base.step_s
-        if self.predicted_s and base_s:
-            told += f", predicted {self.predicted_s / base_s:.2f} x the step"
-        if device_bytes:
-            return f"{told}, peak {format_size(peak + (self.other_bytes or 0))} of {format_size(device_bytes)}"
-        own = format_size(self.base.baseline_peak_bytes)
-        return f"{told}, peak of saved tensors {format_size(peak)} of {own} that the program's own checkpoints hold"
+    def facts(self, device_bytes: int) -> ShapeFacts:
+        """The facts of these steps for an explanation; ``device_bytes``: the most of everything on the device."""
+        again = next((tried for tried in self.tried if tried.once == AGAIN), None)
+        base_s = None if again is None else again.plan.predicted_step_s
+        return ShapeFacts(
+            inputs=str(self),
+            profile=self.profile,
+            plan=self.plan,
+            seen=self.steps.seen,
+            regions=self.regions,
+            once=len(self.once),
+            base_s=base_s or (0.0 if self.base is None else self.base.step_s),
+            base_bytes=0 if self.base is None else self.base.baseline_peak_bytes,
+            predicted_s=self.predicted_s,
+            other_bytes=self.other_bytes or 0,
+            device_bytes=device_bytes,
+        )
 
     def __str__(self) -> str:
         return ", ".join("×".join(map(str, shape)) for shape in self.key)
-
-    def summary(self) -> str:
-        """The plan in one line."""
-        if self.plan is None:
-            return f"{self}: no plan yet"
-        parts = [f"{self}: {format_size(self.plan.offloaded_bytes)} leave, {format_size(self.plan.kept_bytes)} stay"]
-        if self.regions:
-            parts.append(f"{len(self.once)} of {self.regions} checkpointed regions run once")
-        if self.plan.predicted_step_s is not None:
-            parts.append(f"a step is predicted to take {format_time(self.plan.predicted_step_s)}")
-        if self.steps.seen is not None:
-            parts.append(f"takes {format_time(self.steps.seen.step_s)}")
-        return ", ".join(parts)
 
 
 class Shapes:

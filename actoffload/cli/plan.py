@@ -17,19 +17,12 @@ from ..analysis.environment import find_device
 from ..analysis.plots import Look, Style, draw_plan
 from ..errors import ConfigError
 from ..planning.constants import GIB
-from ..planning.explain import (
-    Analysis,
-    BudgetRow,
-    analyse,
-    budget_table,
-    one_more,
-    render_budgets,
-    render_plan,
-)
 from ..planning.plan import Plan
 from ..planning.profile import Link, Profile
 from ..planning.search import Limits, best, bounded
 from ..sizes import parse_share, parse_size
+from ..tell.parts import Analysis, BudgetRow, analyse, budget_table, one_more
+from ..tell.plans import render_budgets, render_plan
 from .console import (
     LEAST,
     DarkOption,

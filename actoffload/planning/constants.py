@@ -131,6 +131,8 @@ LEAST_LATE = 1 << 20
 """Bytes. Less is late by the disk's latency alone, in steps of milliseconds."""
 WORTH_SAYING = 0.05
 """Share of a step that another budget is predicted to save where it is named."""
+LOWER = 0.9
+"""Share of the peak. Another budget is named to save memory if it lowers the peak to this share at least."""
 PART_OF_WAITS = 0.25
 """Share of a slow step's waits from which on what they are for is a cause."""
 LARGE_FIRST = 0.1
@@ -144,8 +146,6 @@ MOST_CAUSES = 3
 """Causes that a report names, each with one thing to do."""
 NO_GAIN = 1e-4
 """Share of a step. What a larger budget saves is nothing if it is less."""
-MORE_BUDGET = 1.5
-"""So many times the budget is tried."""
 BUDGET_SHARES = (1.0, 0.75, 0.5, 0.35, 0.25, 0.15)
 """Shares of keep's peak that a table of budgets has."""
 NEARLY_ALL = 0.98

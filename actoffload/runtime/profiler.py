@@ -11,16 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from ..planning.profile import Profile, Region, RegionSave, Storage
-from ..policy import KeepReason
+from ..policy import KeepReason, Kind
 from ..tiers.record import Record
 from ..tiers.timers import Stamp, Stopwatch
 from .backward_end import BackwardEnd
 from .regions import collectives
 from .tape import Tape
-
-FREE_TO_MOVE = (KeepReason.LAST, KeepReason.PRESSURE, KeepReason.PLAN, KeepReason.FITS, KeepReason.NO_TIME)
-"""Reasons of one step only: what stayed for one of them may move in the next."""
-
 
 STAMP_BYTES = 1 << 20
 """Of storages that no plan moves, so many bytes at most share one moment."""
@@ -171,7 +167,7 @@ class Profiler:
             return
         birth = self.stopwatch.stamp()
         tape = self._tape_of(record.tape, birth)
-        kept = "" if reason is None or reason in FREE_TO_MOVE else reason.value
+        kept = "" if reason is None or reason.kind is Kind.CHOSEN else reason.value
         self._number_of[record] = len(self._saved)
         region = self._running()
         place = None if region is None else region.place

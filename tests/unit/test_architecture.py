@@ -22,7 +22,7 @@ FLOORS = {
     4: "config",
     5: "tiers tiers.* runtime.untraced",
     6: "runtime runtime.*",
-    7: "autotune autotune.*",
+    7: "autotune autotune.* tell tell.*",
     8: "autograd autograd.*",
     9: "api",
     10: "__init__ __main__ analysis analysis.* cli cli.* testing testing.* integrations integrations.*",

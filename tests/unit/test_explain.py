@@ -8,7 +8,13 @@ import pytest
 
 from actoffload.errors import BudgetError
 from actoffload.planning.constants import MOST_ROWS
-from actoffload.planning.explain import (
+from actoffload.planning.observed import Observed
+from actoffload.planning.plan import Plan, PlanEntry
+from actoffload.planning.profile import Link, Profile, Storage
+from actoffload.planning.search import Limits, best
+from actoffload.planning.search import plan as make
+from actoffload.planning.simulator import simulate
+from actoffload.tell.parts import (
     OUTSIDE,
     BudgetRow,
     Row,
@@ -16,15 +22,8 @@ from actoffload.planning.explain import (
     budget_table,
     one_more,
     part_of,
-    render_budgets,
-    render_plan,
 )
-from actoffload.planning.observed import Observed
-from actoffload.planning.plan import Plan, PlanEntry
-from actoffload.planning.profile import Link, Profile, Storage
-from actoffload.planning.search import Limits, best
-from actoffload.planning.search import plan as make
-from actoffload.planning.simulator import simulate
+from actoffload.tell.plans import render_budgets, render_plan
 from tests.profiles import Accelerator, checkpointed, link, random_profile, transformer_profile
 
 GIB = 1 << 30

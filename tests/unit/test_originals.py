@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from actoffload import Offloader
-from actoffload.autotune import causes
+from actoffload.tell import causes
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from tests.harness import (
     ADVERSARIES,

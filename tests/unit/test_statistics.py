@@ -10,11 +10,12 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from actoffload import Offloader
+from actoffload import OffloadConfig, Offloader
 from actoffload.config import make_config
 from actoffload.policy import KeepReason
-from actoffload.runtime.report import KEPT_MEANINGS, Report, render_report
 from actoffload.statistics import Statistics
+from actoffload.tell.facts import Facts
+from actoffload.tell.report import Report, render_report
 from actoffload.tiers.accounts import Accounts
 from tests.harness import Chain, MakeOffloader, batch, train_step
 
@@ -189,8 +190,12 @@ def test_the_peak_of_the_process_stands_beside_that_of_what_was_saved(make_offlo
 # -- the report --------------------------------------------------------------------------------------------------------
 
 
+def written(config: OffloadConfig, statistics: Statistics, **known: Any) -> str:
+    return render_report(Facts(config=config, counts=statistics, **known))
+
+
 def test_the_report_begins_with_what_matters_and_shows_only_what_is_in_use() -> None:
-    report = render_report(make_config({"target": "nvme"}), _statistics())
+    report = written(make_config({"target": "nvme"}), _statistics())
     lines = report.splitlines()
     assert lines[0] == (
         "actoffload (target nvme): in 3 steps (6 micro-batches), moved 90.0 MiB of 92.0 MiB saved activations (98%); "
@@ -203,31 +208,36 @@ def test_the_report_begins_with_what_matters_and_shows_only_what_is_in_use() -> 
     assert "forwarded 10.0 MiB" in report
     assert "  host  " not in report
     assert "degraded" not in report
-    assert "saved nothing" in render_report(make_config({}), Statistics())
+    assert "saved nothing" in written(make_config({}), Statistics())
 
 
-def test_every_reason_to_keep_has_a_meaning() -> None:
-    assert set(KEPT_MEANINGS) == {reason.value for reason in KeepReason}
+@pytest.mark.parametrize("reason", KeepReason, ids=lambda reason: reason.name)
+def test_every_reason_to_keep_has_a_meaning_and_is_found_by_its_text(reason: KeepReason) -> None:
+    assert reason.meaning
+    assert KeepReason(reason.value) is reason
+    report = written(make_config({}), _statistics(kept_bytes={reason.value: MIB, "of another release": MIB}))
+    assert f"{reason.value:<24} {reason.meaning}" in report
+    assert bool(reason.option) <= bool(reason.remedy), "an option is a remedy, too"
 
 
 def test_the_report_says_what_went_wrong_and_the_notes() -> None:
     statistics = _statistics(degraded={"disk full": 2})
-    report = render_report(make_config({}), statistics, notes=["engine posix: direct I/O works"])
+    report = written(make_config({}), statistics, notes=["engine posix: direct I/O works"])
     assert "degraded" in report
     assert "     2 × disk full" in report
     assert report.endswith("note: engine posix: direct I/O works")
-    assert "degraded" not in render_report(make_config({}), _statistics())
+    assert "degraded" not in written(make_config({}), _statistics())
 
 
 def test_the_report_says_what_a_day_of_this_costs_the_drive() -> None:
     statistics = Statistics(nvme_written_bytes=10**12, packed_tensors=1, steps=1)
-    report = render_report(make_config({"drive_tbw": "600TB"}), statistics, elapsed_s=3600)
+    report = written(make_config({"drive_tbw": "600TB"}), statistics, elapsed_s=3600)
     assert "1.0 TB written in 60.0 min, 24.0 TB a day at this rate; 25.0 days of writing" in report
     assert "600.0 TB of the drive" in report
     two = make_config({"drive_tbw": "600TB", "path": ["/one", "/two"]})
-    assert "50.0 days of writing" in render_report(two, statistics, elapsed_s=3600)
-    assert "set drive_tbw=" in render_report(make_config({}), statistics, elapsed_s=3600)
-    assert "wear" not in render_report(make_config({}), Statistics(packed_tensors=1, steps=1), elapsed_s=3600)
+    assert "50.0 days of writing" in written(two, statistics, elapsed_s=3600)
+    assert "set drive_tbw=" in written(make_config({}), statistics, elapsed_s=3600)
+    assert "wear" not in written(make_config({}), Statistics(packed_tensors=1, steps=1), elapsed_s=3600)
 
 
 def test_metrics_tell_what_was_done_since_and_the_peaks() -> None:

@@ -14,16 +14,16 @@ import pytest
 import torch
 
 from actoffload import OffloadConfig, Offloader
-from actoffload.analysis.next_steps import _LETS_MOVE, next_steps
 from actoffload.analysis.report_page import predictions_table
 from actoffload.analysis.trace_file import Counter, Moved, Note, Phase, TraceFile, Wait, load
 from actoffload.analysis.traced_run import LABELS, Run, look_at
 from actoffload.errors import TraceFileError
-from actoffload.planning.explain import format_time
 from actoffload.planning.profile import Profile
 from actoffload.planning.search import Limits, plan
 from actoffload.planning.simulator import simulate
-from actoffload.sizes import format_size, parse_size
+from actoffload.policy import KeepReason
+from actoffload.sizes import format_size, format_time, parse_size
+from actoffload.tell.causes import next_steps
 from tests.browser import PROGRAM, Page, browser
 from tests.commands import answer, invoke
 from tests.harness import Chain, batch
@@ -219,11 +219,10 @@ def test_no_budget_is_proposed_that_holds_more_than_now() -> None:
     assert not next_steps({"statistics": {**STATISTICS, "kept_bytes": {}}, "config": {"policy": "all"}}, numbers)[1:]
 
 
-@pytest.mark.parametrize("reason", _LETS_MOVE)
-def test_what_lets_more_move_can_be_asked_for(reason: str) -> None:
-    (told,) = next_steps({"statistics": {**STATISTICS, "kept_bytes": {reason: 40 * MIB}}}, {**NUMBERS, "wait_s": 0.0})[
-        -1:
-    ]
+@pytest.mark.parametrize("reason", [reason for reason in KeepReason if reason.option])
+def test_what_lets_more_move_can_be_asked_for(reason: KeepReason) -> None:
+    kept = {"kept_bytes": {reason.value: 40 * MIB}}
+    (told,) = next_steps({"statistics": {**STATISTICS, **kept}}, {**NUMBERS, "wait_s": 0.0})[-1:]
     words = told.partition(" lets up to")[0].replace(" and ", ", ")
     assert eval(f"OffloadConfig({words})")
 

@@ -1,55 +1,28 @@
-"""What a person reads: the report, the announcement after the first forward, and what was decided in the last one."""
+"""The text about a run: the report, the lines that are announced, and the causes that were found."""
 
 from __future__ import annotations
 
 import html
 import re
 import sys
-from collections.abc import Sequence
+from itertools import zip_longest
 
 from ..config import OffloadConfig
 from ..interrupts import expected
-from ..policy import STATIC
-from ..sizes import format_size
+from ..planning.constants import MOST_CAUSES
+from ..policy import STATIC, reasons
+from ..runtime.trace import rank_and_ranks
+from ..sizes import format_size, format_time
 from ..statistics import Statistics
 from ..storage.endurance import Rating, render_wear
-from ..storage.spool import Spool
-from .store import ActivationStore
-from .trace import rank_and_ranks
+from .causes import causes
+from .facts import Facts
 
-KEPT_MEANINGS = {
-    "parameter": "a parameter or a view of one",
-    "buffer": "a module's buffer or a view of one",
-    "input": "lives anyway: the caller holds it",
-    "below min_bytes": "too small to be worth moving",
-    "keep()": "you said so",
-    "no_offload()": "you said so",
-    "policy": "the policy said so",
-    "fits the budget": "the plan keeps device_budget with it",
-    "no time to move": "moving it would have made the step wait, by the plan",
-    "plan": "one step keeps everything, to see what moving costs",
-    "module excluded": "saved in a module that `exclude` names, or that `include` does not",
-    "last saved layer": "its backward follows at once",
-    "pressure": "could not have been moved in time",
-    "saved during backward": "by a recomputation; it is used at once",
-    "recomputed": "by a checkpointed region that runs again in backward; it is used at once",
-    "unknown tensor subclass": "how to take it apart is not known",
-    "not strided": "sparse, or another layout without plain memory",
-    "filled after it was saved": "its operator (rrelu) saves it before it is computed",
-    "other device": "on a device that is not offloaded",
-    "resized": "its owner freed its memory while it was being moved, to fill it again later",
-    "held elsewhere": "the program itself held it until backward: moving it freed nothing",
-    "graph capture": "a captured graph replays on fixed memory",
-    "degraded": "something below failed; see there",
-    "forked process": "a child of the process that owns the spool",
-}
-"""What a reason means; a reason that is not here is shown by its name."""
-TOLD_AS_CAUSES = ("burst", "page-locking")
-"""Advice that a report does not repeat, as the causes that it names say the same with this run's figures."""
+KEEPS = "nothing moves, as policy='keep' says"
 
 
 class Report(str):
-    """The text of a report. A notebook shows it as a table, whose columns two spaces or more lie between."""
+    """The text of a report. A notebook shows it as a table: two spaces or more separate columns."""
 
     __slots__ = ()
 
@@ -64,55 +37,64 @@ class Report(str):
         return "<table>" + "".join(f"<tr>{row}</tr>" for row in rows) + "</table>"
 
 
-def report_of(store: ActivationStore) -> str:
-    """Return what was done and why, for a person."""
-    spool = store.tiers.spool
-    advice = (text for key, text in store.shared.reporter.advice.items() if key not in TOLD_AS_CAUSES)
-    return render_report(
-        store.shared.config, store.statistics(), spool, [*store.tiers.remarks, *advice], store.run.elapsed_s
-    )
-
-
-def render_report(
-    config: OffloadConfig,
-    statistics: Statistics,
-    spool: Spool | None = None,
-    notes: Sequence[str] = (),
-    elapsed_s: float = 0.0,
-) -> str:
-    """What was done and why, for a person.
-
-    Args:
-        config: the options of the offloader.
-        statistics: what it counted.
-        spool: the disk, or None when there is none.
-        notes: further sentences, such as why an engine could not be used.
-        elapsed_s: seconds since the first forward began, by which the wear of the drives is told.
+def render_report(facts: Facts) -> str:
+    """The work that was done and the reasons, without a diagnosis.
 
     Returns:
-        Several lines: a paragraph to read first, then what moved, what was kept and why, and what went wrong.
+        Several lines: first a sentence with the sum, then peaks, tiers, reasons to stay, and failures.
     """
+    config, counts = facts.config, facts.counts
     sections = [
-        _headline(config, statistics),
-        _peaks(statistics),
-        _regions(statistics),
-        _tiers(statistics, spool),
-        _kept(statistics),
-        _degraded(statistics),
-        _wear(config, statistics, elapsed_s),
-        [f"note: {note}" for note in notes],
+        _headline(config, counts),
+        _peaks(counts),
+        _regions(counts),
+        _tiers(facts),
+        _kept(counts),
+        _degraded(counts),
+        _wear(config, counts, facts.elapsed_s),
+        [f"note: {note}" for note in facts.notes],
     ]
     return "\n".join(line for section in sections for line in section)
 
 
-def announce(store: ActivationStore) -> None:
-    """Say in one line what the first forward saved, to whom the configuration says."""
-    if store.shared.config.announce != "none":
-        say(store.shared.config, _announcement(store))
+def diagnose(facts: Facts) -> list[str]:
+    """The heaviest causes as lines, each with one remedy; no line before the first step."""
+    if not facts.counts.steps:
+        return []
+    if facts.config.policy == "keep":
+        return [f"diagnosis: {KEEPS}"]
+    ranked = [cause for pair in zip_longest(*causes(facts)) for cause in pair if cause is not None]
+    lines: list[str] = []
+    for _, evidence, remedies in ranked[:MOST_CAUSES]:
+        lines += [f"diagnosis: {evidence}", *(f"  next: {remedy}" for remedy in remedies[:1])]
+    return lines or [f"diagnosis: OK: {_waits(facts)}"]
+
+
+def explain_causes(facts: Facts) -> list[str]:
+    """All causes as lines, each with all remedies; one line if there is none, no line before the first step."""
+    if not facts.counts.steps:
+        return []
+    if facts.config.policy == "keep":
+        return [KEEPS]
+    slower, memory = causes(facts)
+    if not slower and not memory:
+        return [f"nothing slows the step, and nothing keeps memory from falling: {_waits(facts)}"]
+    lines: list[str] = []
+    for title, found in (("why is a step slower:", slower), ("why did memory not fall:", memory)):
+        lines.append(title if found else f"{title} nothing was found")
+        for weight, evidence, remedies in found:
+            size = f"{format_time(weight)} a step" if found is slower else format_size(int(weight))
+            lines += [f"  {size}: {evidence}", *(f"    next: {remedy}" for remedy in remedies)]
+    return lines
+
+
+def _waits(facts: Facts) -> str:
+    waited = f"{facts.share(facts.wait_s):.1%} of the time was spent waiting"
+    return "one step was seen" if facts.step is None else waited
 
 
 def say(config: OffloadConfig, line: str) -> None:
-    """Say a line to whom the configuration says."""
+    """Write a line where ``announce`` of the options directs it."""
     rank, world = rank_and_ranks()
     if config.announce == "none" or (config.announce == "first" and rank != 0):
         return
@@ -123,13 +105,14 @@ def say(config: OffloadConfig, line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _announcement(store: ActivationStore) -> str:
-    config, s, spool = store.shared.config, store.statistics(), store.tiers.spool
+def announcement(facts: Facts) -> str:
+    """One line on the first forward: the tensors that it saved, and those that move."""
+    config, s = facts.config, facts.counts
     target = f"target {config.target}"
-    if spool is not None:
-        directness = "direct" if spool.direct else "buffered"
-        target += f" ({', '.join(config.paths)}: {spool.engine_name} engine, {directness} I/O)"
-    moving_bytes = store.shared.accounts.moved_bytes
+    if facts.engine:
+        directness = "direct" if facts.direct else "buffered"
+        target += f" ({', '.join(config.paths)}: {facts.engine} engine, {directness} I/O)"
+    moving_bytes = facts.accounts.moved_bytes
     static = sum(s.kept_bytes.get(reason, 0) for reason in STATIC)
     stays = sorted(
         ((nbytes, reason) for reason, nbytes in s.kept_bytes.items() if nbytes and reason not in STATIC),
@@ -139,15 +122,15 @@ def _announcement(store: ActivationStore) -> str:
     seen = f"the first forward saved {format_size(s.activation_bytes)} of activations in {s.packed_tensors} tensors"
     if moving_bytes:
         moves = f"{format_size(moving_bytes)} moves, {format_size(sum(n for n, _ in stays))} stays"
-        told = f"{moves} ({why})" if why else moves
+        text = f"{moves} ({why})" if why else moves
     elif config.policy == "keep":
-        told = "nothing moves, as policy='keep' says"
+        text = KEEPS
     else:
-        told = (
+        text = (
             f"nothing moves ({why or 'no activation was saved'}): lower min_bytes, or check target, devices and policy"
         )
     never = f"; {format_size(static)} of parameters, buffers and inputs never moves" if static else ""
-    return f"actoffload: {target}: {seen}; {told}{never}"
+    return f"actoffload: {target}: {seen}; {text}{never}"
 
 
 def _headline(config: OffloadConfig, s: Statistics) -> list[str]:
@@ -161,7 +144,7 @@ def _headline(config: OffloadConfig, s: Statistics) -> list[str]:
 
 
 def passes(s: Statistics) -> str:
-    """How much was done: optimizer steps, and the micro-batches in them, where an optimizer was seen to step."""
+    """The amount of work: optimizer steps and their micro-batches, or forward passes if no optimizer stepped."""
     if not s.optimizer_steps:
         return _count(s.steps, "forward pass", "forward passes")
     steps = _count(s.optimizer_steps, "step", "steps")
@@ -173,7 +156,7 @@ def _count(number: int, one: str, many: str) -> str:
 
 
 def _peaks(s: Statistics) -> list[str]:
-    """The peak of what autograd saved beside that of the device or process, which has more in it."""
+    """The peak of saved tensors beside the peak of the whole device or process."""
     if not s.packed_tensors:
         return []
     lines = [
@@ -191,7 +174,7 @@ def _peaks(s: Statistics) -> list[str]:
 
 
 def _regions(s: Statistics) -> list[str]:
-    """Which checkpointed regions ran again, and what that took of memory."""
+    """The checkpointed regions that ran again, and the memory that this took."""
     if not s.regions:
         return []
     again = s.regions - s.regions_once
@@ -200,7 +183,8 @@ def _regions(s: Statistics) -> list[str]:
     return [line + (f" and held up to {format_size(s.recompute_peak_bytes)}" if s.recompute_peak_bytes else "")]
 
 
-def _tiers(s: Statistics, spool: Spool | None) -> list[str]:
+def _tiers(facts: Facts) -> list[str]:
+    s = facts.counts
     rows = []
     if s.host_written_bytes or s.host_peak_bytes:
         rows.append(("host", s.host_written_bytes, s.host_read_bytes, s.host_peak_bytes))
@@ -215,20 +199,21 @@ def _tiers(s: Statistics, spool: Spool | None) -> list[str]:
             f"  forwarded {format_size(s.forwarded_bytes)} from memory; {format_size(s.cancelled_bytes)} of writes "
             "cancelled before they began"
         )
-    if spool is not None:
-        directness = "direct I/O" if spool.direct else "buffered I/O (through the page cache)"
-        lines.append(f"  storage engine {spool.engine_name}, {directness}, alignment {spool.alignment} B")
+    if facts.engine:
+        directness = "direct I/O" if facts.direct else "buffered I/O (through the page cache)"
+        lines.append(f"  storage engine {facts.engine}, {directness}, alignment {facts.alignment} B")
     return lines
 
 
 def _kept(s: Statistics) -> list[str]:
-    kept = sorted(((nbytes, reason) for reason, nbytes in s.kept_bytes.items() if nbytes), reverse=True)
+    kept = sorted(
+        ((nbytes, reason) for reason, nbytes in reasons(s.kept_bytes).items() if nbytes), key=lambda pair: -pair[0]
+    )
     if not kept:
         return []
     lines = ["kept where they were:"]
     for nbytes, reason in kept:
-        meaning = KEPT_MEANINGS.get(reason, "")
-        lines.append(f"  {format_size(nbytes):>10}  {reason:<24} {meaning}".rstrip())
+        lines.append(f"  {format_size(nbytes):>10}  {reason.value:<24} {reason.meaning}")
     return lines
 
 

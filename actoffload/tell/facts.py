@@ -1,0 +1,256 @@
+"""The facts of a run as plain data. Causes, reports and explanations are made from them, and a trace stores them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ..config import OffloadConfig
+from ..errors import BudgetError, ConfigError
+from ..events import now
+from ..planning.observed import Observed
+from ..planning.plan import Plan
+from ..planning.profile import Link, Profile
+from ..planning.search import Limits, best
+from ..statistics import Statistics
+from ..storage.engines.base import IoKind
+from ..tiers.accounts import Accounts
+from .parts import BudgetRow, budget_table
+
+if TYPE_CHECKING:
+    from ..autotune.autopilot import Autopilot
+    from ..runtime.store import ActivationStore
+    from ..storage.spool import Spool
+
+CAUSES_TOO = ("burst", "page-locking")
+"""Advice that a report leaves out, because a cause has the same meaning and this run's figures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeFacts:
+    """Steps of one shape of inputs, as ``policy="auto"`` knows them.
+
+    Attributes:
+        inputs: the shape, as text.
+        profile: the recorded step that the plan was made from; None before there is one.
+        plan: the plan that these steps follow; None before there is one.
+        seen: the median of the last steps under the plan; None before there are any.
+        regions: checkpointed regions of a forward; ``once``: how many of them run once.
+        base_s: the step in which every region runs again; ``base_bytes``: the peak of saved tensors in it.
+        predicted_s: the step as it was predicted when the plan was made.
+        other_bytes: other memory of the device; ``device_bytes``: the most of all of it, 0 without ``device_memory``.
+    """
+
+    inputs: str
+    profile: Profile | None
+    plan: Plan | None
+    seen: Observed | None
+    regions: int = 0
+    once: int = 0
+    base_s: float = 0.0
+    base_bytes: int = 0
+    predicted_s: float | None = None
+    other_bytes: int = 0
+    device_bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanFacts:
+    """The plans of ``policy="auto"``.
+
+    Attributes:
+        history: why each of the last plans was made, oldest first.
+        limits: the limits of a plan for the recorded shape.
+        shape: the shape that runs; ``others``: the other known shapes.
+        recorded_ago: steps since the recorded step, which is counted as one.
+        probes: whether one storage moves now and then, only to measure a link.
+        stuck: no step has ended, because a tensor that a forward saved is always alive.
+    """
+
+    history: Sequence[str]
+    limits: Limits
+    shape: ShapeFacts
+    others: Sequence[ShapeFacts] = ()
+    recorded_ago: int = 0
+    probes: bool = False
+    stuck: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """A planned step: the profile that it was planned from, the plan, and the steps that ran under it.
+
+    Attributes:
+        unit: the planned part of training, as `Profile.unit` names it: a step or a micro-batch.
+    """
+
+    profile: Profile
+    plan: Plan
+    limits: Limits
+    seen: Observed | None
+    unit: str = "a step"
+
+    @classmethod
+    def from_trace(cls, metadata: Mapping[str, Any]) -> Planned | None:
+        """The planned step that a trace stores, with the best plan for it; None where nothing was planned."""
+        if not metadata.get("profile") or not metadata.get("limits"):
+            return None
+        known = {limit.name for limit in fields(Limits)}
+        limits = Limits(**{name: value for name, value in metadata["limits"].items() if name in known})
+        limits = replace(limits, tiers=tuple(limits.tiers))
+        try:
+            profile = Profile.from_json(json.dumps(metadata["profile"]))
+            _, plan = best(profile, limits)
+        except (ConfigError, BudgetError):  # another release wrote it, or no plan keeps the budget
+            return None
+        return cls(profile=profile, plan=plan, limits=limits, seen=None, unit=metadata.get("planned_for") or "a step")
+
+    @cached_property
+    def budgets(self) -> list[BudgetRow]:
+        """The step with other budgets. Each search takes time, so all text about this plan shares one table."""
+        return budget_table(self.profile, self.limits)
+
+    @property
+    def step_s(self) -> float:
+        """The predicted step."""
+        return self.plan.predicted_step_s or self.profile.step_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """The facts of a run, in bytes and seconds.
+
+    Attributes:
+        config: the options of the offloader.
+        counts: its statistics; ``accounts``: the counts that no statistic shows.
+        planned: its plan, if there is one.
+        step: a step under the plan, else the mean of all steps but the first; None if the first one alone was seen.
+        first_wait_s: how long backward waits in a step for the first tensor that it needs.
+        disk: the measured rates of the disk.
+        engine: how the disk is used, in a few words; empty without a disk.
+        alignment: of direct I/O, in bytes; 0 without a disk; ``direct``: whether I/O is direct.
+        cached_by: the engine that writes through the page cache; empty if none does.
+        host_bytes: the most host memory; ``pageable``: some of it could not be page-locked.
+        before_bytes: memory of the device or the process before the first forward; None if the peak was before that.
+        held_bytes: tensors that autograd functions hold as attributes, by the function's name.
+        notes: remarks and advice from the run.
+        elapsed_s: seconds since the first forward began, which the wear of the drives is computed from.
+    """
+
+    config: OffloadConfig
+    counts: Statistics
+    accounts: Accounts = field(default_factory=Accounts)
+    planned: Planned | None = None
+    step: Observed | None = None
+    first_wait_s: float = 0.0
+    disk: Link | None = None
+    engine: str = ""
+    direct: bool = True
+    alignment: int = 0
+    cached_by: str = ""
+    host_bytes: int = 0
+    pageable: bool = False
+    before_bytes: int | None = None
+    held_bytes: Mapping[str, int] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    elapsed_s: float = 0.0
+
+    @property
+    def steps(self) -> int:
+        """Steps so far."""
+        return max(1, self.counts.optimizer_steps or self.counts.microbatches or self.counts.steps)
+
+    @property
+    def units(self) -> float:
+        """Steps so far, or units of the plan if `step` measures one of those."""
+        planned = self.planned
+        if planned is None or planned.seen is None:
+            return self.steps
+        return max(1.0, self.counts.microbatches / planned.profile.forwards)
+
+    @property
+    def wait_s(self) -> float:
+        """The waits of a step."""
+        return 0.0 if self.step is None else self.step.wait_s
+
+    def share(self, seconds: float) -> float:
+        """A time as a share of a step. Host and stream can wait at once, so waits may add up to more than the step."""
+        return 0.0 if self.step is None else seconds / max(self.step.step_s, self.wait_s)
+
+    def as_dict(self, plans: PlanFacts | None) -> dict[str, Any]:
+        """The part of the facts that a trace stores at its end, ready for JSON."""
+        found: dict[str, Any] = dict.fromkeys(("profile", "limits", "predicted", "seen", "planned_for"))
+        found |= {
+            "statistics": self.counts.as_dict(),
+            "elapsed_s": self.elapsed_s,
+            "plans": [] if plans is None else list(plans.history),
+        }
+        planned = self.planned
+        if planned is not None:
+            plan, seen = planned.plan, planned.seen
+            found["planned_for"] = planned.unit
+            found["profile"] = json.loads(planned.profile.to_json())
+            found["limits"] = asdict(planned.limits)
+            found["predicted"] = {"step_s": plan.predicted_step_s, "peak_bytes": plan.predicted_peak_bytes}
+            if seen is not None:
+                found["seen"] = {"step_s": seen.step_s, "wait_s": seen.wait_s, "peak_bytes": seen.peak_bytes}
+        return found
+
+
+def facts_of(store: ActivationStore, pilot: Autopilot | None, held_bytes: Mapping[str, int] | None = None) -> Facts:
+    """The facts of a run so far; ``held_bytes``: see `Facts`."""
+    counts, spool, pools = store.statistics(), store.tiers.spool, store.tiers.pools
+    planned = None
+    if pilot is not None and pilot.profile is not None and pilot.plan is not None:
+        unit = pilot.profile.unit(counts.microbatches, counts.optimizer_steps)
+        planned = Planned(profile=pilot.profile, plan=pilot.plan, limits=pilot.limits, seen=pilot.seen, unit=unit)
+    before, peak_before = store.run.memory_before
+    cached = spool is not None and not spool.direct and spool.engines[0].capabilities.needs_file
+    step, first_wait_s = _step(store)
+    # Advice with a cause of the same meaning would tell the user twice, and once without this run's figures.
+    advice = (text for key, text in store.shared.reporter.advice.items() if key not in CAUSES_TOO)
+    return Facts(
+        config=store.shared.config,
+        counts=counts,
+        accounts=store.shared.accounts,
+        planned=planned,
+        step=planned.seen if planned is not None and planned.seen is not None else step,
+        first_wait_s=first_wait_s,
+        disk=planned.profile.disk if planned is not None else _disk(spool),
+        engine="" if spool is None else spool.engine_name,
+        direct=spool is None or spool.direct,
+        alignment=0 if spool is None else spool.alignment,
+        cached_by=spool.engine_name if spool is not None and cached else "",
+        host_bytes=sum(pool.capacity_bytes for pool in pools),
+        pageable=any(pool.pin_failed for pool in pools),
+        before_bytes=before if peak_before < (counts.device_peak_bytes or counts.process_peak_bytes) else None,
+        held_bytes=held_bytes or {},
+        notes=[*store.tiers.remarks, *advice],
+        elapsed_s=store.run.elapsed_s,
+    )
+
+
+def _step(store: ActivationStore) -> tuple[Observed | None, float]:
+    """The mean of all steps but the first, and its wait for the first tensor that backward needs."""
+    if store.run.first_step is None:
+        return None, 0.0
+    accounts, (began_s, before) = store.shared.accounts, store.run.first_step
+    steps = max(1, accounts.optimizer_steps - before.optimizer_steps or accounts.microbatches - before.microbatches)
+    step = Observed(
+        step_s=max(1e-9, now() - began_s) / steps,
+        forward_wait_s=(accounts.pack_wait_s - before.pack_wait_s) / steps,
+        backward_wait_s=(accounts.unpack_wait_s - before.unpack_wait_s) / steps,
+    )
+    return step, (accounts.first_wait_s - before.first_wait_s) / steps
+
+
+def _disk(spool: Spool | None) -> Link | None:
+    """The measured rates of the disk. A direction without a measurement counts as fast as the other one."""
+    if spool is None:
+        return None
+    write, read = (spool.meters[kind].bytes_per_s for kind in (IoKind.WRITE, IoKind.READ))
+    known = write or read
+    return None if known is None else Link(write_bytes_per_s=write or known, read_bytes_per_s=read or known)
