@@ -75,6 +75,8 @@ def test_what_cannot_work_is_refused_by_its_flag_before_training(found: Found, c
 
 
 def test_a_missing_torchtitan_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("torchtitan.")]:
+        monkeypatch.delitem(sys.modules, name)  # another test of this process may have imported it
     monkeypatch.setitem(sys.modules, "torchtitan", None)
     monkeypatch.delitem(sys.modules, "actoffload.integrations.torchtitan", raising=False)
     with pytest.raises(ImportError, match=r"pip install actoffload\[torchtitan\]"):
