@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
+from actoffload.planning.plan import Plan
 from actoffload.planning.profile import Link, Profile, Region, Storage
 from actoffload.planning.regions import run_again
 from actoffload.tell.parts import part_of
@@ -221,3 +222,15 @@ def regions_once(profile: Profile) -> tuple[Profile, dict[int, int]]:
 def checkpointed(profile: Profile) -> Profile:
     """The step with each block checkpointed, all of them run again."""
     return run_again(*regions_once(profile))
+
+
+def predicted_s(plan: Plan) -> float:
+    """The step under a plan, which has it."""
+    assert plan.predicted_step_s is not None
+    return plan.predicted_step_s
+
+
+def predicted_peak(plan: Plan) -> int:
+    """The peak under a plan, which has it, in bytes."""
+    assert plan.predicted_peak_bytes is not None
+    return plan.predicted_peak_bytes

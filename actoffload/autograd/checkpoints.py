@@ -119,7 +119,8 @@ class Checkpoints:
             given: the arguments of PyTorch's generator function; ``options``: those by name.
         """
         entry, function = self.forwards.stack[-1], given[0]
-        region = self._regions.begin(self._packer.tape(), self._name(function))
+        name = self._name(function) if self._profiler.running else ""  # only a recorded step shows it
+        region = self._regions.begin(self._packer.tape(), name)
         entry.region = region
         try:
             if region.once:
@@ -132,9 +133,12 @@ class Checkpoints:
                     with _seeing(functools.partial(_note_version, region.recorded.versions)):
                         yield
                     yield from body
-        finally:  # also where the region raises, or where the collector closes this generator, in any thread
+        finally:
+            # Where the region raised, a finalizer may close this generator, in any thread: it takes no lock.
             entry.region = None
-            self._regions.end(region)
+            if region.recorded is not None:
+                region.recorded.over = True
+        self._regions.end(region)
 
     def counted(self, region: Region, nested: bool, given: tuple[Any, ...], options: dict[str, Any]) -> Body:
         """PyTorch's own generator, but what the second run holds is counted.

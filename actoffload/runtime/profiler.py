@@ -47,7 +47,8 @@ class RunRegion:
         place: its number in its forward; ``tape``: the number of that forward.
         name: of its function.
         once: it does not run again.
-        begin: when its forward began; ``end``: when that ended.
+        begin: when its forward began; ``end``: when that ended; None if it raised.
+        over: its forward has ended, or raised; a finalizer may set this.
         held: what it held when it ran again; None before that.
         again_end: when that second run had ended.
         saves: when each storage was saved again, its bytes, and why it would stay.
@@ -62,6 +63,7 @@ class RunRegion:
     once: bool
     begin: Stamp
     end: Stamp = None
+    over: bool = False
     held: SavedStorage | None = None
     again_end: Stamp = None
     saves: list[tuple[Stamp, int, str]] = field(default_factory=list)
@@ -212,14 +214,12 @@ class Profiler:
         begin = self.stopwatch.stamp()
         region = RunRegion(place, self._tape_of(tape, begin), name, once, begin, collectives=collectives())
         self._regions.append(region)
+        self._running()  # drops those that are over
         self._stack().append(region)
         return region
 
     def region_ended(self, region: RunRegion) -> None:
         """Its forward has ended."""
-        stack = self._stack()
-        if region in stack:  # else a thread that only closes its generator
-            stack.remove(region)
         if region in self._regions:
             region.end = self.stopwatch.stamp()
             region.count_collectives()
@@ -291,6 +291,8 @@ class Profiler:
     def _running(self) -> RunRegion | None:
         """The region that runs in this thread, if it runs once: its checkpoint's own hooks take what others save."""
         stack = self._stack()
+        while stack and stack[-1].over:
+            stack.pop()
         return stack[-1] if stack and stack[-1].once else None
 
     # -- afterwards ---------------------------------------------------------------------------------------------------

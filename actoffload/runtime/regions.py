@@ -125,7 +125,7 @@ class Regions:
 
     @aborts_when_interrupted
     def end(self, region: Region) -> None:
-        """Its forward has ended, or raised."""
+        """The forward of a region has ended."""
         if region.recorded is not None:
             with self._shared.lock:
                 self._profiler.region_ended(region.recorded)

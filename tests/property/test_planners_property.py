@@ -11,13 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from actoffload.planning.plan import Plan
 from actoffload.planning.profile import Link, Profile
 from actoffload.planning.search import Limits, Search, best, floor, plan
 from actoffload.planning.simulator import Conditions, simulate
 from tests.exhaustive import every_choice, every_mix
 from tests.planner_baselines import predict_cut
-from tests.profiles import checkpointed, random_profile
+from tests.profiles import checkpointed, predicted_peak, predicted_s, random_profile
 
 PROFILES = 160
 CHUNK = 16
@@ -31,16 +30,6 @@ def _any_gain() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("actoffload.planning.search.LEAST_GAIN_BYTES", 0)
         yield
-
-
-def _step_s(made: Plan) -> float:
-    assert made.predicted_step_s is not None
-    return made.predicted_step_s
-
-
-def _peak(made: Plan) -> int:
-    assert made.predicted_peak_bytes is not None
-    return made.predicted_peak_bytes
 
 
 def _check_without_budget(profile: Profile) -> None:
@@ -92,8 +81,8 @@ def test_what_real_models_did(file: Path, speed: float) -> None:
     for more in (1.0, 1.5):
         limits = Limits(device_budget=int(more * base.baseline_peak_bytes))
         _, made = best(base, limits)
-        assert _peak(made) <= more * base.baseline_peak_bytes
-        assert _step_s(made) <= base.step_s
+        assert predicted_peak(made) <= more * base.baseline_peak_bytes
+        assert predicted_s(made) <= base.step_s
 
 
 HALF = {"bert": 0.67, "gpt": 0.61, "gpt-small": 0.42, "t5": 0.43}
@@ -139,11 +128,11 @@ def test_near_the_best_plan_that_there_is() -> None:
             assert over == 0
             made = plan(profile, limits)
             if limits.device_budget is not None:
-                assert _peak(made) <= budget or search.kept.peak_bytes <= budget
-                ratios.append(_step_s(made) / least)
+                assert predicted_peak(made) <= budget or search.kept.peak_bytes <= budget
+                ratios.append(predicted_s(made) / least)
             else:
-                assert _step_s(made) <= 1.05 * profile.step_s
-                ratios.append(_peak(made) / least)
+                assert predicted_s(made) <= 1.05 * profile.step_s
+                ratios.append(predicted_peak(made) / least)
     for ratios in (times, peaks):
         assert sum(ratio > 1.10 for ratio in ratios) <= 0.05 * EXHAUSTIVE, sorted(ratios)[-5:]
         assert max(ratios) <= 1.30
@@ -162,8 +151,8 @@ def test_within_five_percent_of_the_best_mix(speed: float, share: float) -> None
         shortest = every_mix(base, limits)
         if shortest < float("inf"):
             _, made = best(base, limits)
-            assert _peak(made) <= budget
-            assert _step_s(made) <= 1.05 * shortest
+            assert predicted_peak(made) <= budget
+            assert predicted_s(made) <= 1.05 * shortest
 
 
 # -- found by Hypothesis ----------------------------------------------------------------------------------------------
@@ -175,10 +164,10 @@ def test_profiles_that_hypothesis_finds(seed: int, storages: int, share: float) 
     profile = random_profile(seed, storages=storages)
     lowest = floor(profile, Limits())
     budget = int(lowest + share * (profile.baseline_peak_bytes - lowest))
-    assert _peak(plan(profile, Limits(device_budget=budget))) <= budget
+    assert predicted_peak(plan(profile, Limits(device_budget=budget))) <= budget
     free = plan(profile, Limits())
-    assert _step_s(free) <= 1.01 * profile.step_s
-    assert _peak(free) <= profile.baseline_peak_bytes
+    assert predicted_s(free) <= 1.01 * profile.step_s
+    assert predicted_peak(free) <= profile.baseline_peak_bytes
     assert Profile.from_json(profile.to_json()) == profile
 
 

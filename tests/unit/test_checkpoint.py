@@ -392,6 +392,28 @@ def test_a_region_whose_saves_are_changed_in_place_goes_on_running_again(
     assert choosable(profile) == [raises, raises + 2]
 
 
+def raised(x: Tensor) -> list[Any]:
+    """The generator of a region that has raised, as releases before 2.13 leave it: nothing but its death closes it."""
+    generator = getattr(plain, checkpoints.NAME)(torch.exp, True, plain.noop_context_fn, "default", False, True, x)
+    next(generator)
+    return [generator]
+
+
+def test_a_region_that_raised_is_forgotten_without_a_lock(make_offloader: MakeOffloader) -> None:
+    """A finalizer closes its generator, in any thread, while a step is recorded."""
+    offloader = following(make_offloader(), 0, 1)
+    offloader.store.profiler.begin()
+    with offloader:
+        x = batch().requires_grad_().exp()
+        left = raised(x)
+        with offloader.store.shared.lock:
+            run_in_threads(left.clear)
+        checkpoint(torch.tanh, x.sin().cos(), use_reentrant=False).sum().backward()
+    profile = offloader.store.profiler.profile()
+    assert profile is not None
+    assert [storage.region for storage in profile.storages] == [None, None, 1], "what exp, sin and tanh return"
+
+
 class OneProcess:
     """A group of one process whose size is said to be two."""
 

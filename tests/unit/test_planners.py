@@ -14,7 +14,16 @@ from actoffload.planning.profile import Link, Profile, Storage
 from actoffload.planning.regions import choosable, with_regions
 from actoffload.planning.search import Limits, best, floor, plan, propose
 from actoffload.planning.simulator import Conditions, simulate
-from tests.profiles import Accelerator, checkpointed, link, random_profile, slow_profile, transformer_profile
+from tests.profiles import (
+    Accelerator,
+    checkpointed,
+    link,
+    predicted_peak,
+    predicted_s,
+    random_profile,
+    slow_profile,
+    transformer_profile,
+)
 
 A100_FLOPS = 90e12
 """What an A100 at its base clock reaches, as SSDTrain's evaluation ran it."""
@@ -35,16 +44,6 @@ def _llama(host_gb_s: float, layers: int = 16, vocabulary: int = 32_000) -> Prof
     accelerator = Accelerator(name="H100", flops=300e12, host=link(host_gb_s), disk=None)
     model = transformer_profile(4096, layers, 4, sequence=2048, vocabulary=vocabulary, accelerator=accelerator)
     return checkpointed(model)
-
-
-def _step_s(made: Plan) -> float:
-    assert made.predicted_step_s is not None
-    return made.predicted_step_s
-
-
-def _peak(made: Plan) -> int:
-    assert made.predicted_peak_bytes is not None
-    return made.predicted_peak_bytes
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -69,8 +68,8 @@ def test_what_is_planned_is_what_is_seen(seed: int) -> None:
 def test_the_shapes_of_ssdtrain_with_enough_bandwidth(width: int, layers: int) -> None:
     profile = _ssdtrain_profile(width, layers, write_gb_s=24.0)  # four drives of 6 GB/s
     made = plan(profile, Limits())
-    assert _step_s(made) <= 1.01 * profile.step_s
-    assert _peak(made) <= 0.72 * profile.baseline_peak_bytes  # the paper: 28 to 40 % less
+    assert predicted_s(made) <= 1.01 * profile.step_s
+    assert predicted_peak(made) <= 0.72 * profile.baseline_peak_bytes  # the paper: 28 to 40 % less
     assert made.offloaded_bytes > 0.3 * profile.saved_bytes
 
 
@@ -78,19 +77,19 @@ def test_the_shapes_of_ssdtrain_with_enough_bandwidth(width: int, layers: int) -
 def test_without_enough_bandwidth_a_part_moves_and_the_tail_stays(width: int, layers: int) -> None:
     profile = _ssdtrain_profile(width, layers, write_gb_s=3.0)
     made = plan(profile, Limits())
-    assert _step_s(made) <= 1.01 * profile.step_s
+    assert predicted_s(made) <= 1.01 * profile.step_s
     assert 0 < made.offloaded_bytes < profile.saved_bytes
     assert made.entries[-1].action == "keep"
     tight = plan(profile, Limits(device_budget=profile.baseline_peak_bytes // 4))
-    assert _step_s(tight) > 1.2 * profile.step_s  # what the plan without a budget avoids
+    assert predicted_s(tight) > 1.2 * profile.step_s  # what the plan without a budget avoids
 
 
 def test_a_drive_that_reads_slowly_is_asked_early_enough() -> None:
     drive = Accelerator(name="one drive", flops=140e12, host=None, disk=link(3, 1.5))
     profile = transformer_profile(8192, 25, 1, accelerator=drive)
     made = plan(profile, Limits())
-    assert _step_s(made) <= 1.01 * profile.step_s
-    assert _peak(made) <= 0.9 * profile.baseline_peak_bytes
+    assert predicted_s(made) <= 1.01 * profile.step_s
+    assert predicted_peak(made) <= 0.9 * profile.baseline_peak_bytes
 
 
 def test_tiers_are_chosen() -> None:
@@ -118,8 +117,8 @@ def test_more_slow_down_frees_more() -> None:
     peaks = []
     for slowdown in (None, 0.02, 0.1, 0.3):
         made = plan(profile, Limits(max_slowdown=slowdown))
-        assert _step_s(made) <= profile.step_s * (1 + (slowdown or 0.01))
-        peaks.append(_peak(made))
+        assert predicted_s(made) <= profile.step_s * (1 + (slowdown or 0.01))
+        peaks.append(predicted_peak(made))
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[-1] < 0.8 * peaks[0]
 
@@ -147,8 +146,8 @@ def test_a_checkpointed_step_gets_shorter_in_the_memory_that_there_is(gb_s: floa
     base = _llama(gb_s)
     limits = Limits(device_budget=int(share * base.baseline_peak_bytes))
     chosen, made = best(base, limits)
-    assert _step_s(made) <= most * base.step_s
-    assert _peak(made) <= share * base.baseline_peak_bytes
+    assert predicted_s(made) <= most * base.step_s
+    assert predicted_peak(made) <= share * base.baseline_peak_bytes
     assert made.once == chosen.once
     assert 0 < len(made.once) < made.regions == 16
 
@@ -167,7 +166,7 @@ def test_without_a_budget_regions_take_no_more_than_they_did() -> None:
     assert found.step_s < 0.95 * base.step_s
     assert found.peak_bytes <= base.baseline_peak_bytes
     _, made = best(base, Limits())
-    assert _peak(made) <= 0.97 * base.baseline_peak_bytes, "moving has memory of its own"
+    assert predicted_peak(made) <= 0.97 * base.baseline_peak_bytes, "moving has memory of its own"
     assert propose(_llama(0.01), Limits()).once == frozenset(), "nothing is gained"
     assert propose(random_profile(1), Limits()).once == frozenset(), "there is no region"
 
@@ -180,7 +179,7 @@ def test_a_link_has_something_to_move_from_the_first_region_to_the_last(gb_s: fl
     for count in range(2, 16):
         spread = {round(n * 15 / (count - 1)) for n in range(count)}
         try:
-            step_s = _step_s(plan(with_regions(base, spread), Limits(device_budget=budget)))
+            step_s = predicted_s(plan(with_regions(base, spread), Limits(device_budget=budget)))
         except BudgetError:
             continue
         assert found.step_s <= 1.01 * step_s, f"{sorted(found.once)}, not {sorted(spread)}"
@@ -257,7 +256,7 @@ def test_a_budget_that_cannot_be_met_names_the_floor() -> None:
     assert error.budget_bytes == 1 << 20
     assert 1 << 20 < error.floor_bytes < profile.baseline_peak_bytes
     assert f"the floor is {error.floor_bytes} bytes" in str(error)
-    assert _peak(plan(profile, Limits(device_budget=error.floor_bytes))) <= error.floor_bytes
+    assert predicted_peak(plan(profile, Limits(device_budget=error.floor_bytes))) <= error.floor_bytes
     with pytest.raises(BudgetError, match="floor"):
         plan(replace(profile, disk=None), Limits(device_budget=1))
 
