@@ -34,6 +34,8 @@ from benchmarks.modes import MODES
 BUDGET_S = 510
 """Nine minutes, less what it takes to begin and to end a process with much page-locked memory."""
 TESTS_LIMIT_S, CASE_LIMIT_S = 120, 300
+HANG_S = 60
+"""A test that takes longer has its threads' stacks shown, before all tests are stopped."""
 PEERS = ("megatron", "peft", "transformers", "trl")
 """Packages without which the suite does not say what it is to say."""
 ALLOCATOR = "PYTORCH_ALLOC_CONF"
@@ -109,7 +111,7 @@ class Suite:
     def run_tests(self) -> None:
         """The tests marked ``gpu``."""
         # Warnings are not errors here: this machine's versions are not the ones that are pinned.
-        options = ["-m", "gpu", "-q", "-W", "default", "-p", "no:cacheprovider"]
+        options = ["-m", "gpu", "-q", "-W", "default", "-p", "no:cacheprovider", "-o", f"faulthandler_timeout={HANG_S}"]
         command = [sys.executable, "-m", "pytest", *options, "tests/gpu"]
         limit = max(1.0, min(TESTS_LIMIT_S, self.remaining_s()))
         try:
@@ -117,7 +119,8 @@ class Suite:
             print(done.stdout, end="")
             lines = done.stdout.strip().splitlines()
             self.tests = {"status": done.returncode, "summary": lines[-1] if lines else done.stderr[-500:]}
-        except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired as error:
+            print((error.stdout or b"").decode(errors="replace"), (error.stderr or b"").decode(errors="replace"))
             self.tests = {"status": -1, "summary": f"stopped after {limit:.0f} s"}
         self.write()
 
