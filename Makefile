@@ -27,7 +27,8 @@ SIMULATED_ARGS ?=
 GPU_ARGS ?=
 # What a machine with PyTorch, Transformers, Accelerate, PEFT and pytest lacks.
 GPU_WHEELS ?= trl datasets dill multiprocess megatron-core einops psutil expecttest pytest-timeout \
-  rich markdown-it-py mdurl pygments typer click shellingham annotated-doc
+  rich markdown-it-py mdurl pygments typer click shellingham annotated-doc pydantic pydantic-core annotated-types \
+  typing-inspection msgspec
 
 BIN := $(VENV)/bin
 # Python compiles what it imports, once; pip would compile all that it brings, which takes longer than installing it.

@@ -229,6 +229,7 @@ def test_a_copy_that_is_waited_for_ends_no_capture(make_offloader: MakeOffloader
         time.sleep(0.2)
         graph.capture_end()
     graph.replay()
+    offloader.synchronize()  # else backward takes the originals, and nothing is written
     loss.backward()
     torch.cuda.synchronize()
     assert doubled.tolist() == [1.0] * 8

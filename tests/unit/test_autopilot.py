@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from actoffload import Offloader, Plan
 from actoffload.autograd.offloader import _stores
+from actoffload.autotune.observations import surprise
 from actoffload.autotune.shapes import Shape, Tried
 from actoffload.errors import BudgetError
 from actoffload.planning.constants import MOST_TRIED, TIGHTER, WARM_UP
+from actoffload.planning.observed import Observed
 from actoffload.planning.plan import PlanEntry
 from actoffload.planning.profile import Profile, Region
 from actoffload.planning.search import Limits, Proposal, own_budget
@@ -401,6 +403,15 @@ def test_measured_steps_decide_at_last(make_offloader: MakeOffloader, monkeypatc
     assert 4 in seen
     assert 0 in seen[seen.index(4) :]
     assert any("4 regions run once takes" in reason for reason in pilot.history)
+
+
+@pytest.mark.parametrize(("wait_s", "late"), [(0.16, True), (0.01, False)])
+def test_a_recorded_step_that_was_late_is_found_by_what_a_step_computes(wait_s: float, late: bool) -> None:
+    """A plan without a budget fills all the time that the recorded step took: no step is shorter than predicted."""
+    recorded = Profile(storages=(), forward_s=0.33, backward_s=0.31)
+    plan = Plan((), predicted_step_s=0.64, predicted_peak_bytes=1)
+    seen = Observed(step_s=0.64, forward_wait_s=wait_s, peak_bytes=1)
+    assert surprise(plan, seen, recorded, recorded, 0.01).startswith("a step computes for 0.48 s") == late
 
 
 def test_of_many_choices_of_regions_the_longest_steps_are_forgotten(make_offloader: MakeOffloader) -> None:
