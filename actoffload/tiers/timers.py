@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
@@ -75,6 +76,8 @@ class DeviceStopwatch(Stopwatch):
         self._index = 0
         self._origin: Stamp = None
         self._last: Stamp = None
+        self._last_of: dict[int, Stamp] = {}
+        """The last stamp of each thread: of two that stamp at once, the one that was made first may be noted last."""
         self.running = False
         """Whether a step is being timed: waits count then."""
         self._waits: list[tuple[Stamp, Stamp]] = []
@@ -86,6 +89,7 @@ class DeviceStopwatch(Stopwatch):
         self._copies = {"write": [], "read": []}
         self.running = True
         self._origin = self._last = None
+        self._last_of = {}
         self.stamp()
 
     def stamp(self) -> Stamp:
@@ -96,9 +100,10 @@ class DeviceStopwatch(Stopwatch):
             self._index = index
         elif self._device.capturing(self._index):
             return self._last  # no event may be added to a graph that is being captured
-        self._last = self._device.timestamp(self._device.current_stream(self._index))
-        self._origin = self._origin or self._last
-        return self._last
+        self._last = stamp = self._device.timestamp(self._device.current_stream(self._index))
+        self._last_of[threading.get_ident()] = stamp
+        self._origin = self._origin or stamp
+        return stamp
 
     def waited(self, begin: Stamp, end: Stamp, index: int) -> None:
         """A compute stream of device ``index`` waited from a moment of its own for the end of a copy of ours."""
@@ -117,7 +122,7 @@ class DeviceStopwatch(Stopwatch):
 
     def end(self) -> bool:
         self.running = False
-        stamps = [self._last, *(stamp for wait in self._waits for stamp in wait)]
+        stamps = [*tuple(self._last_of.values()), *(stamp for wait in self._waits for stamp in wait)]
         return all(stamp is None or self._device.done(stamp) for stamp in stamps)
 
     def seconds(self, stamp: Stamp) -> float:
