@@ -399,8 +399,8 @@ def allocated_bytes(device_types: Iterable[str], index: int | None = None) -> tu
         return None
     try:
         if device.type == "cuda":
-            # A recorded step queries this twice for each storage. `torch.accelerator` flattens and sorts all counts,
-            # 0.1 ms each time. With two such calls a host fell behind its H200, and the idle time looked like compute.
+            # A recorded step looks here twice for each storage, and the device may catch up with its host. So one call
+            # for both numbers, and not `torch.accelerator`'s, which flattens and sorts all counts each time.
             counts = torch.cuda.memory_stats_as_nested_dict(index).get("allocated_bytes", {}).get("all", {})
             return int(counts.get("current", 0)), int(counts.get("peak", 0))
         flat = torch.accelerator.memory_stats(index)

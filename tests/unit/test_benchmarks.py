@@ -241,9 +241,10 @@ def test_the_goals_of_the_gpu_suite() -> None:
     assert gpu_report.verdicts(points(results)) == [f"s: at this peak (5.00 GiB), {verdict}."]
     results["selective"]["activation_peak_bytes"] = 5 * GIB
     assert "(selective) by 1.188 ×" in gpu_report.verdicts(points(results))[0]
-    results[gpu_report.CHECKPOINTED] = _result(1.2, 5.2 * GIB)
+    # Measured on another machine, where all steps are half as long: only ratios to the steps beside it say anything.
+    results[gpu_report.CHECKPOINTED] = _result(1.2, 5.2 * GIB) | {"median_step_s": 0.6}
     goals = {goal.what: goal for goal in gpu_report.goals(points(results))}
-    assert goals["s, checkpointed: step time / alone"].holds is True
+    assert goals["s, checkpointed: step time / alone"].measured == pytest.approx(1.2 / 1.3)
     assert goals["s, checkpointed: activation peak / alone"].holds is False
     del results["host"], results[gpu_report.CHECKPOINTED]
     assert "the lowest of its peaks is 8.00 GiB" in gpu_report.verdicts(points(results))[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import nn
 from actoffload import Offloader
 from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
 from actoffload.tiers.copy_streams import CopyStreams
-from actoffload.tiers.timers import StreamWaits, WaitFor
+from actoffload.tiers.timers import DeviceStopwatch, StreamWaits, WaitFor
 from tests.harness import (
     Chain,
     after_fork_in_child,
@@ -239,3 +240,42 @@ def test_a_stream_that_waits_for_data_widens_the_window(
             _step(offloader, model)
         assert offloader.statistics().unpack_wait_s > 0
         assert (offloader.store.prefetch.window.nbytes > first) is not fixed
+
+
+class _TwoEvents:
+    """A device on which the first event has happened and later ones have not; a thread may be held as it stamps."""
+
+    def __init__(self) -> None:
+        self.made: list[int] = []
+        self.held, self.go_on = threading.Event(), threading.Event()
+
+    def current_stream(self, index: int) -> str:
+        return "compute"
+
+    def capturing(self, index: int) -> bool:
+        return False
+
+    def timestamp(self, stream: str) -> int:
+        event = len(self.made)
+        self.made.append(event)
+        if event == 1:  # made before another thread's, and noted after it
+            self.held.set()
+            assert self.go_on.wait(10)
+        return event
+
+    def done(self, event: int) -> bool:
+        return event <= 1
+
+
+def test_a_step_is_not_over_before_the_last_stamp_of_every_thread() -> None:
+    """Two threads stamp at once: the stamp that was made first is noted last."""
+    device = _TwoEvents()
+    watch = DeviceStopwatch(device, lambda: 0)  # type: ignore[arg-type]
+    watch.begin()
+    other = threading.Thread(target=watch.stamp)
+    other.start()
+    assert device.held.wait(10)
+    watch.stamp()
+    device.go_on.set()
+    other.join()
+    assert not watch.end(), "the third event has not happened"
