@@ -230,17 +230,19 @@ struct Machine {
     return moment->done;
   }
 
+  // Waits for the tasks that were there when it was called. Another thread may add some meanwhile: a lazy stream would
+  // run those for nobody, so a wait for an empty queue could last for ever.
   void synchronize(int device, const c10::Stream* only = nullptr) {
     std::unique_lock<std::mutex> lock(mutex);
-    std::vector<Queue*> chosen;
+    std::vector<std::pair<const Queue*, uint64_t>> chosen;
     for (auto& [key, queue] : queues) {
       if (key.first == device && (only == nullptr || key.second == only->id())) {
-        chosen.push_back(queue);
+        chosen.emplace_back(queue, queue->given);
         queue->want(queue->given);
       }
     }
-    for (const Queue* queue : chosen) {
-      changed.wait(lock, [&] { return queue->tasks.empty() && !queue->busy; });
+    for (const auto& [queue, given] : chosen) {
+      changed.wait(lock, [queue = queue, given = given] { return queue->ran >= given; });
       host_clock = std::max(host_clock, queue->clock);
     }
     raise(lock);

@@ -5,12 +5,14 @@ What the library does on it is in test_ordering.py, and in each test that asks f
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 
-from actoffload.testing.simulated_device import NAME, SimulatedDevice
-from tests.harness import on_stream
+from actoffload.testing.simulated_device import NAME, SimulatedAccelerator, SimulatedDevice
+from tests.harness import WAIT_S, on_stream, wait_until
 
 pytestmark = pytest.mark.simulated
 
@@ -86,6 +88,23 @@ def test_a_matrix_product_takes_its_operations(device: SimulatedDevice) -> None:
         what()
         device.synchronize()
         assert device.clock_s - before_s == pytest.approx(products * 2 * 16 * 64 * 32 / 1e9, rel=1e-3)
+
+
+def test_a_wait_for_the_device_ends_though_another_thread_gives_it_work(device: SimulatedDevice) -> None:
+    """As on CUDA, where unregistering memory waits for the device too: for what was enqueued by then."""
+    stream, accelerator = torch.accelerator.current_stream(), SimulatedAccelerator()
+    x = torch.zeros(8, device=NAME)
+    device.synchronize()
+    device.lazy(stream)
+    device.sleep(0.2)
+    before = device.calls(0)
+    waiter = threading.Thread(target=accelerator.unpin, args=[0], daemon=True)
+    waiter.start()
+    wait_until(lambda: device.calls(0) > before)
+    x.add_(1)  # which nobody waits for: a lazy stream leaves it be
+    waiter.join(WAIT_S)
+    assert not waiter.is_alive()
+    assert not stream.query()
 
 
 def test_an_error_of_a_kernel_is_raised_by_the_next_synchronization(device: SimulatedDevice) -> None:
