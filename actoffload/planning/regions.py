@@ -52,7 +52,6 @@ def with_regions(base: Profile, once: Collection[int]) -> Profile:
     born = accumulate((s.birth_s for s in kept), max)  # in the order of saving, also where moments are shared
     placed = list(zip(born, kept, strict=True))
     placed += [(s.birth_s, s) for region in chosen for s in _saved_once(region, sooner)]
-    end_s = base.forward_s + base.backward_s
     regions = []
     for region in base.regions:
         region = _moved_region(region, sooner)
@@ -61,7 +60,9 @@ def with_regions(base: Profile, once: Collection[int]) -> Profile:
         base,
         storages=_numbered([storage for _, storage in sorted(placed, key=lambda pair: pair[0])]),
         regions=tuple(regions),
-        backward_s=base.backward_s - (end_s - sooner(end_s)),
+        # By the end of the step: between micro-batches lies what is neither forward nor backward, so that a
+        # recomputation of the last one may begin later than both of them last together.
+        backward_s=base.backward_s - (base.step_s - sooner(base.step_s)),
     )
 
 

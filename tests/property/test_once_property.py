@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from actoffload.errors import ConfigError
@@ -53,8 +53,13 @@ def subset(base: Profile, mask: int) -> frozenset[int]:
     return frozenset(place for place in choosable(base) if mask >> place & 1)
 
 
+LATE = twice(checkpointed(random_profile(417, storages=40, blocks=6)))
+"""Its last recomputation begins after ``forward_s + backward_s``, as there is time between its micro-batches."""
+
+
 @settings(max_examples=150, deadline=None)
 @given(base=bases(), mask=st.integers(0, 63))
+@example(base=LATE, mask=63)
 def test_what_holds_for_every_choice_of_regions(base: Profile, mask: int) -> None:
     once = subset(base, mask)
     other = with_regions(base, once)
