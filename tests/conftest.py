@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -84,6 +85,16 @@ def pytest_collection_finish() -> None:
     """What has been imported by now stays: no test has to look at it in search of garbage, or of live modules."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _ctrl_c_interrupts() -> Iterator[None]:
+    """As in a terminal: a shell starts a job in the background with the signal ignored, and children inherit that."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True, scope="module")
