@@ -236,10 +236,12 @@ def test_nothing_is_proposed_where_nothing_is_known() -> None:
 
 def test_the_report_of_a_real_run(traces: dict[str, Path]) -> None:
     said = invoke("report", str(traces["budget"]), columns=120)
-    for words in ("a step (median)", "disk write", "Predicted and seen", "last saved layer", "SSD wear", "policy auto"):
+    statistics = load(traces["budget"]).metadata["statistics"]
+    stayed = [reason for reason, nbytes in statistics["kept_bytes"].items() if nbytes]  # which ones: as the plan has it
+    assert "parameter" in stayed
+    for words in ("a step (median)", "disk write", "Predicted and seen", "SSD wear", "policy auto", *stayed):
         assert words in said
     (found,) = answer("report", str(traces["budget"]))
-    statistics = load(traces["budget"]).metadata["statistics"]
     assert found["saved_peak_bytes"] == statistics["plan_peak_bytes"] < found["saved_peak_without_bytes"]
     links = {link["name"]: link["nbytes"] for link in found["links"]}
     assert links == {"disk write": statistics["nvme_written_bytes"], "disk read": statistics["nvme_read_bytes"]}
