@@ -93,7 +93,7 @@ def _peaks(run: Run, peaks: list[int]) -> list[tuple[float, float, float]]:
 
     A trace looks at the memory now and then. On a loaded machine it may miss the peak of a step, but not of every one.
     """
-    found = []
+    found: list[tuple[float, float, float]] = []
     for number, (begin_s, end_s) in list(enumerate(run.trace.steps()))[2:]:
         numbers = replace(run, shown=number, begin_s=begin_s, end_s=end_s).numbers()
         found.append((peaks[number], numbers["peak_bytes"], numbers["peak_without_bytes"]))
