@@ -8,8 +8,8 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
 
-from actoffload.analysis.bench import DIRECTIONS, Direction, Rig
 from actoffload.errors import ActOffloadError
+from actoffload.tools.disk import DIRECTIONS, Direction, Rig
 from benchmarks.harness import Sample
 
 ENGINES = ("posix", "uring")

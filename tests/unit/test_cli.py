@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from actoffload.analysis.bench import DIRECTIONS, REGION_BYTES
-from actoffload.analysis.process_usage import block_io
-from actoffload.cli import demo, demo_worker, doctor
 from actoffload.planning.profile import Profile
 from actoffload.storage.spool import Extent, Spool
+from actoffload.tools import demo, demo_worker, doctor
+from actoffload.tools.disk import DIRECTIONS, REGION_BYTES
+from actoffload.tools.process import block_io
 from actoffload.version import __version__
 from tests.commands import answer, invoke
 
@@ -88,7 +88,7 @@ def test_bad_options_end_with_2_and_say_why(line: str, message: str, tmp_path: P
 
 def test_the_command_line_starts_without_what_few_commands_need() -> None:
     heavy = {"matplotlib", "transformers", "accelerate", "deepspeed", "kvikio", "aiofiles"}
-    program = f"import sys, actoffload.cli.app; print(*({heavy} & set(sys.modules)))"
+    program = f"import sys, actoffload.tools.app; print(*({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240)
     assert done.stdout.strip() == ""
 

@@ -16,8 +16,11 @@ from typing import Any
 
 import pytest
 
-from actoffload.analysis import bench
-from actoffload.analysis.bench import (
+from actoffload.storage.engines.base import IoKind
+from actoffload.storage.engines.posix import PosixEngine
+from actoffload.tools import disk as bench
+from actoffload.tools.bench import advice
+from actoffload.tools.disk import (
     DIRECTIONS,
     Rates,
     Rig,
@@ -27,9 +30,6 @@ from actoffload.analysis.bench import (
     rates_of,
     training_facts,
 )
-from actoffload.cli.bench import advice
-from actoffload.storage.engines.base import IoKind
-from actoffload.storage.engines.posix import PosixEngine
 from tests import commands
 
 KIB, MIB = 1 << 10, 1 << 20

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from actoffload.analysis.estimate_presets import BUILT_IN, MODELS, PUBLISHED
-from actoffload.cli import estimate as estimate_command
+from actoffload.tools import estimate as estimate_command
+from actoffload.tools.presets import BUILT_IN, MODELS, PUBLISHED
 from tests import commands
 from tests.commands import invoke
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from actoffload.analysis.plots import has_matplotlib
-from actoffload.analysis.rok import Preset, Variant, points_of
-from actoffload.analysis.rok_run import RokRun, load_results
-from actoffload.cli import models, rok_worker
-from actoffload.cli import rok as rok_command
 from actoffload.errors import ActOffloadError, BudgetError, ConfigError
+from actoffload.tools import models, rok_worker
+from actoffload.tools import rok as rok_command
+from actoffload.tools.plots import has_matplotlib
+from actoffload.tools.rok_points import Preset, Variant, points_of
+from actoffload.tools.rok_run import RokRun, load_results
 from tests import commands
 from tests.rok_samples import CASE, MACHINE, PRESET, all_points, failed, sample
 

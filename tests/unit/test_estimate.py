@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from actoffload.analysis.estimate import Activations, Hardware, Parallelism, estimate
-from actoffload.analysis.estimate_presets import DRIVES, GIB
 from actoffload.errors import ConfigError
 from actoffload.storage.endurance import (
     DAY_S,
@@ -19,6 +17,8 @@ from actoffload.storage.endurance import (
     render_wear,
     written_per_day,
 )
+from actoffload.tools.estimates import Activations, Hardware, Parallelism, estimate
+from actoffload.tools.presets import DRIVES, GIB
 
 ONE = Parallelism()
 DRIVE = DRIVES["980pro-1tb"]

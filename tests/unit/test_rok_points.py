@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from actoffload.analysis.plots import Look, Style, draw_rok
-from actoffload.analysis.rok import points_of
+from actoffload.tools.plots import Look, Style, draw_rok
+from actoffload.tools.rok_points import points_of
 from tests.rok_samples import all_points, failed, sample
 
 # -- numbers ----------------------------------------------------------------------------------------------------------

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from actoffload.analysis.estimate_presets import GPUS
-from actoffload.analysis.rok import PRESETS, Case, Variant, points_of
-from actoffload.analysis.rok_run import load_results
-from actoffload.cli import models
-from actoffload.cli.rok_prediction import predict
+from actoffload.tools import models
+from actoffload.tools.presets import GPUS
+from actoffload.tools.rok_points import PRESETS, Case, Variant, points_of
+from actoffload.tools.rok_prediction import predict
+from actoffload.tools.rok_run import load_results
 from tests.commands import invoke
 
 CASE = Case(model="gpt-small", hidden=2048, layers=4, batch=8, seq=512, vocab=1024, dtype="bfloat16")

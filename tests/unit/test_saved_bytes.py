@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from actoffload import OffloadConfig, Offloader
-from actoffload.analysis.saved_bytes import SavedBytes, count_saved
-from actoffload.cli.models import build_gpt, build_transformers, configuration, count, read_configuration
 from actoffload.errors import ConfigError
 from actoffload.testing.gpt import GPTConfig
+from actoffload.tools.models import build_gpt, build_transformers, configuration, count, read_configuration
+from actoffload.tools.saved_bytes import SavedBytes, count_saved
 
 META = torch.device("meta")
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 100}

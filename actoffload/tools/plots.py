@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..planning.simulator import Prediction
-from . import rok
-from .estimate import Memory
+from . import rok_points as rok
+from .estimates import Memory
 
 MIB, GIB = 1 << 20, 1 << 30
 MARKERS = {"keep": "s", "recompute": "^", "offload": "D", "hybrid": "oPX*hv"}

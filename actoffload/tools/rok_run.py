@@ -12,10 +12,10 @@ from typing import Any
 
 from ..errors import ConfigError
 from .environment import BUSY_SHARE, find_device, write_json
-from .rok import Case, Preset
+from .rok_points import Case, Preset
 from .workers import run_worker
 
-WORKER = "actoffload.cli.rok_worker"
+WORKER = "actoffload.tools.rok_worker"
 VERSION = 2
 
 LIMIT_S = 3600.0

@@ -14,21 +14,6 @@ from rich.markup import escape
 from rich.table import Table
 from torch import nn
 
-from ..analysis.estimate import Activations, Estimate, Hardware, Memory, Parallelism, estimate
-from ..analysis.estimate_presets import (
-    BUILT_IN,
-    DRIVES,
-    GPUS,
-    LINK_SOURCE,
-    MODELS,
-    PUBLISHED,
-    TB,
-    UNITS,
-    ModelPreset,
-    preset,
-)
-from ..analysis.plots import Look, Style, draw_estimate
-from ..analysis.saved_bytes import SavedBytes
 from ..errors import ConfigError
 from ..sizes import format_size, parse_size
 from ..storage.endurance import format_decimal, format_duration
@@ -44,6 +29,7 @@ from .console import (
     print_facts,
     print_json,
 )
+from .estimates import Activations, Estimate, Hardware, Memory, Parallelism, estimate
 from .models import (
     Workload,
     build_gpt,
@@ -54,6 +40,20 @@ from .models import (
     is_own,
     read_configuration,
 )
+from .plots import Look, Style, draw_estimate
+from .presets import (
+    BUILT_IN,
+    DRIVES,
+    GPUS,
+    LINK_SOURCE,
+    MODELS,
+    PUBLISHED,
+    TB,
+    UNITS,
+    ModelPreset,
+    preset,
+)
+from .saved_bytes import SavedBytes
 
 _SPLIT = "Model and its split; default: the preset's"
 Count = Annotated[int | None, typer.Option(min=1, rich_help_panel=_SPLIT)]

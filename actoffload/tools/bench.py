@@ -14,7 +14,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-from ..analysis.bench import (
+from ..config import default_paths
+from ..errors import ConfigError
+from ..sizes import format_size, parse_size
+from ..storage.engines import ENGINES
+from .console import JsonOption, PathOption, explained_errors, print_json, progress_bar, strings
+from .disk import (
     BLOCK_BYTES,
     DIRECTIONS,
     DISK_ENGINES,
@@ -30,11 +35,6 @@ from ..analysis.bench import (
     rates_of,
     training_facts,
 )
-from ..config import default_paths
-from ..errors import ConfigError
-from ..sizes import format_size, parse_size
-from ..storage.engines import ENGINES
-from .console import JsonOption, PathOption, explained_errors, print_json, progress_bar, strings
 
 SIZES = ("256KiB", "1MiB", format_size(BLOCK_BYTES))
 

@@ -13,10 +13,6 @@ from rich.markup import escape
 from rich.progress import TimeElapsedColumn
 from rich.table import Table
 
-from ..analysis.environment import describe_environment
-from ..analysis.plots import Look, Style, draw_rok
-from ..analysis.rok import OWN, PREDICTED, PRESETS, SERIES, SIMULATED, Case, Point, Preset, points_of
-from ..analysis.rok_run import RokRun, busy_share, in_a_process, load_results
 from ..errors import ConfigError
 from ..sizes import format_size
 from .console import (
@@ -29,8 +25,12 @@ from .console import (
     progress_bar,
     strings,
 )
+from .environment import describe_environment
 from .models import import_function, is_own
+from .plots import Look, Style, draw_rok
+from .rok_points import OWN, PREDICTED, PRESETS, SERIES, SIMULATED, Case, Point, Preset, points_of
 from .rok_prediction import describe_gpu, predict
+from .rok_run import RokRun, busy_share, in_a_process, load_results
 
 Count = Annotated[int | None, typer.Option(min=1, help="Default: the preset's.")]
 INTERRUPTED = 130

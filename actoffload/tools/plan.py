@@ -13,8 +13,6 @@ import torch
 import typer
 
 from .. import OffloadConfig, Offloader
-from ..analysis.environment import find_device
-from ..analysis.plots import Look, Style, draw_plan
 from ..errors import ConfigError
 from ..planning.constants import GIB
 from ..planning.plan import Plan
@@ -36,8 +34,10 @@ from .console import (
     print_json,
     strings,
 )
+from .environment import find_device
 from .models import build_own, is_own
-from .training import prepare_process
+from .plots import Look, Style, draw_plan
+from .process import prepare_process
 
 RECORDED_STEPS = 3
 """The second is recorded; the profile is there in the third."""

@@ -14,9 +14,6 @@ from typing import Any
 
 import torch
 
-from ..analysis.estimate import Hardware
-from ..analysis.rok import BACKWARD_FACTOR, SERIES, Case, Variant
-from ..analysis.saved_bytes import MIN_BYTES, WatchedStep
 from ..errors import ActOffloadError
 from ..planning.profile import Link, Profile, Region, Storage
 from ..planning.regions import choosable, run_again, with_regions
@@ -26,7 +23,10 @@ from ..planning.workload import KEEP, NVME, Choice, Workload
 from ..policy import KeepReason
 from . import models
 from .estimate import hardware_of
+from .estimates import Hardware
+from .rok_points import BACKWARD_FACTOR, SERIES, Case, Variant
 from .rok_worker import FAILURES, NO_BLOCKS, OFFLOAD_READS_AHEAD, failure
+from .saved_bytes import MIN_BYTES, WatchedStep
 
 DRIVES = {"drive": "980pro-1tb", "drives": 4}
 """The SSDs of a GPU, as `estimate` takes them."""

@@ -12,12 +12,12 @@ from rich.markup import escape
 from rich.progress import TextColumn
 from rich.table import Column, Table
 
-from ..analysis.environment import BUSY_SHARE, find_device
-from ..analysis.workers import spread, take_turns, turn_ratios
 from ..sizes import format_size
 from .console import fail, progress_bar
+from .environment import BUSY_SHARE, find_device
+from .workers import spread, take_turns, turn_ratios
 
-WORKER = "actoffload.cli.demo_worker"
+WORKER = "actoffload.tools.demo_worker"
 STEP_LIMIT_S = 3600.0
 """A step that takes longer is taken for a hang."""
 PLANNING_STEPS = 3

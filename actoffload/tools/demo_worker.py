@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from .. import OffloadConfig, Offloader, errors
-from ..analysis.environment import find_device
-from ..analysis.process_usage import block_io, peak_rss_bytes
 from ..testing.gpt import GPT, GPTConfig
-from .training import prepare_process, say, synchronize
+from .environment import find_device
+from .process import block_io, peak_rss_bytes, prepare_process, say, synchronize
 
 TEXT_BYTES = 4 << 20
 """How much of the standard library's text is read: enough that a short run sees no byte twice."""

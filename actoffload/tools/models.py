@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..analysis.rok import Case
-from ..analysis.saved_bytes import MIN_BYTES, SavedBytes, call, count_saved
 from ..autotune.blocks import find_blocks
 from ..errors import ConfigError
 from ..testing.gpt import GPT, GPTConfig
+from .rok_points import Case
+from .saved_bytes import MIN_BYTES, SavedBytes, call, count_saved
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,8 +23,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from ..analysis.plots import Style
 from ..errors import ActOffloadError, ConfigError, SpoolPathError, printable
+from .plots import Style
 
 PathOption = Annotated[
     list[Path] | None,

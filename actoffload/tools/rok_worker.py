@@ -29,14 +29,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from .. import OffloadConfig, Offloader
-from ..analysis.process_usage import peak_rss_bytes
-from ..analysis.rok import BACKWARD_FACTOR, SERIES, SIMULATED, Case, Variant
 from ..errors import ActOffloadError, BudgetError
 from ..memory import cpu_allocator
 from ..testing import simulated_device
 from ..tiers.accelerator import Accelerator
 from .models import Workload, build
-from .training import prepare_process, say, synchronize
+from .process import peak_rss_bytes, prepare_process, say, synchronize
+from .rok_points import BACKWARD_FACTOR, SERIES, SIMULATED, Case, Variant
 
 OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "Cannot allocate memory")
 NO_BLOCKS = "there are no blocks to recompute: layers of one class in a ModuleList or Sequential"

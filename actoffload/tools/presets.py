@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from ..errors import ConfigError
 from ..storage.endurance import Drive, bytes_of_dwpd
-from .estimate import Parallelism
+from .estimates import Parallelism
 
 TB = 10**12
 GIB = 1 << 30

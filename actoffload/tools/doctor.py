@@ -14,8 +14,6 @@ from typing import Any
 import psutil
 import typer
 
-from ..analysis.bench import BLOCK_BYTES, DIRECTIONS, REGION_BYTES, ROUNDS, SECONDS, Rig, rates_of
-from ..analysis.environment import find_device
 from ..autograd import native
 from ..config import default_paths
 from ..errors import ActOffloadError
@@ -26,6 +24,8 @@ from ..storage.engines.gds import why_compat
 from ..storage.spool import Spool
 from ..storage.spool_files import filesystem_type
 from .console import print_facts
+from .disk import BLOCK_BYTES, DIRECTIONS, REGION_BYTES, ROUNDS, SECONDS, Rig, rates_of
+from .environment import find_device
 
 LINK_BYTES = 256 << 20
 LINK_WAYS = ("host_to_device", "device_to_host")
