@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from actoffload.tools.estimates import RESERVED_BYTES
 from actoffload.tools.models import unpacked_sequences
+from actoffload.tools.on_paper import RESERVED_BYTES
 from actoffload.tools.saved_bytes import WatchedStep
 from benchmarks.gpu_cases import GpuCase, cases
 from benchmarks.harness import markdown_table

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 
 from actoffload.errors import ActOffloadError
-from actoffload.tools.disk import DIRECTIONS, Direction, Rig
+from actoffload.tools.bench import DIRECTIONS, Direction, Rig
 from benchmarks.harness import Sample
 
 ENGINES = ("posix", "uring")

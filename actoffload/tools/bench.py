@@ -1,42 +1,95 @@
-"""``actoffload bench``: how fast a path writes, reads and does both, and what training could hide behind it."""
+"""``actoffload bench``: measures a path through the spool: writing, reading and both at once.
+
+The rule is SSDTrain's (arXiv 2408.10013): a step of ``t`` seconds writes its saved bytes in one half and reads them
+back in the other, so ``S`` bytes hide if ``S / (t/2)`` is at most the rate that the disk sustains. As writes and reads
+overlap in a real step, that rate is the slowest of writing, reading and both at once (their bytes added up).
+"""
 
 from __future__ import annotations
 
+import errno
+import os
+import queue
+import shutil
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import product
-from typing import Annotated, Any
+from statistics import median
+from typing import Annotated, Any, Literal, get_args
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
 from ..config import default_paths
-from ..errors import ConfigError
+from ..errors import ActOffloadError, ChecksumError, ConfigError, SpoolFullError, SpoolPathError
+from ..memory.process_memory import map_private
 from ..sizes import format_size, parse_size
 from ..storage.engines import ENGINES
+from ..storage.engines.base import EngineCapabilities
+from ..storage.spool import Extent, Spool, Transfer
+from ..storage.spool_files import MAX_BLOCK_BYTES
 from .console import JsonOption, PathOption, explained_errors, print_json, progress_bar, strings
-from .disk import (
-    BLOCK_BYTES,
-    DIRECTIONS,
-    DISK_ENGINES,
-    REGION_BYTES,
-    ROUNDS,
-    SECONDS,
-    Failure,
-    Rates,
-    Sample,
-    Setting,
-    best_of,
-    measure_all,
-    rates_of,
-    training_facts,
-)
 
+Direction = Literal["write", "read", "mixed"]
+DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
+DISK_ENGINES = tuple(name for name in ENGINES if name != "memory")
+"""The engines that work on a disk, in the order of ``ENGINES``."""
+NEARLY = 0.97
+"""A setting that reaches this share of the best one does as well."""
+REGION_BYTES, BLOCK_BYTES, SECONDS, ROUNDS = 128 << 20, 8 << 20, 0.3, 2
+"""The defaults, in `bench` and in `doctor` alike."""
 SIZES = ("256KiB", "1MiB", format_size(BLOCK_BYTES))
+_RANDOM_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """A way to use the disk. ``depth``: transfers at the same time, in each directory; None: the engine's choice."""
+
+    engine: str
+    block_bytes: int
+    depth: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One timed run of one direction; of ``"mixed"``, bytes written and read together."""
+
+    setting: Setting
+    direction: Direction
+    bytes_per_s: float
+    direct: bool
+    """Whether the transfers bypassed the page cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A setting that could not be measured."""
+
+    setting: Setting
+    problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """The medians of one setting, bytes a second."""
+
+    setting: Setting
+    direct: bool
+    write: float
+    read: float
+    mixed: float
+
+    @property
+    def sustained(self) -> float:
+        """The slowest: a step can count on it."""
+        return min(self.write, self.read, self.mixed)
 
 
 def command(
@@ -54,9 +107,6 @@ def command(
     seconds: Annotated[float, typer.Option(min=0.01, help="Of each sample.")] = SECONDS,
     rounds: Annotated[int, typer.Option(min=1, help="Samples of each kind, taken in turns; medians count.")] = ROUNDS,
     region: Annotated[str, typer.Option(help="How much of the disk to use meanwhile.")] = format_size(REGION_BYTES),
-    limit: Annotated[float, typer.Option(min=0, help="Seconds after which no sample is begun.")] = 25,
-    step_time: Annotated[float | None, typer.Option(min=1e-6, help="Seconds of your training step.")] = None,
-    saved_bytes: Annotated[str | None, typer.Option(help='What your step saves for backward: "8GiB".')] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure a path: write, read and both at once, by engine, block size and depth, and what training could hide.
@@ -64,37 +114,37 @@ def command(
     S bytes that a step of T seconds saves hide where S / (T/2) is at most the slowest of write, read and mixed.
     """
     with explained_errors():
-        saved = None if saved_bytes is None else parse_size("saved_bytes", saved_bytes)
         settings = settings_of(engine, size, depth)
         paths, region_bytes = strings(path) or list(default_paths()), parse_size("region", region)
         results = measure_all(paths, settings, region_bytes=region_bytes, seconds=seconds, rounds=rounds)
-        samples, failures = collect(results, len(settings), len(DIRECTIONS) * rounds, limit, quiet=as_json)
+        samples: list[Sample] = []
+        failures: list[Failure] = []
+        each = len(DIRECTIONS) * rounds
+        with progress_bar(quiet=as_json) as progress, closing(results):
+            bar = progress.add_task("opening", total=len(settings) * each)
+            for one in results:
+                (failures if isinstance(one, Failure) else samples).append(one)  # type: ignore[attr-defined]
+                name = f"{one.setting.engine} {format_size(one.setting.block_bytes)}"
+                progress.update(bar, advance=each if isinstance(one, Failure) else 1, description=name)
     rates = rates_of(samples)
     best = best_of(rates)
-    training = training_facts(best, step_time, saved)
-    missing = (len(settings) - len(failures)) * len(DIRECTIONS) * rounds - len(samples)
     if as_json:
-        print_json(
-            {
-                "samples": [asdict(one) for one in samples],
-                "failures": [asdict(one) for one in failures],
-                "rates": [asdict(one) | {"sustained": one.sustained} for one in rates],
-                "best": None if best is None else asdict(best) | {"sustained": best.sustained},
-                "training": training,
-                "missing_samples": missing,
-            }
-        )
+        rows = [asdict(one) | {"sustained": one.sustained} for one in rates]
+        found: dict[str, Any] = {"samples": [asdict(one) for one in samples], "rates": rows}
+        found |= {"failures": [asdict(one) for one in failures], "best": None, "training": None}
+        if best is not None:
+            found["best"] = rows[rates.index(best)]
+            found["training"] = {"step_s": 1.0, "hidden_bytes": best.sustained / 2}
+        print_json(found)
     else:
-        show(rates, failures, best, training)
-        if missing:
-            typer.echo(f"Stopped after {limit:g} s: {missing} samples are missing; a larger --limit takes them, too.")
+        show(rates, failures, best)
     raise typer.Exit(0 if best is not None else 1)
 
 
 def settings_of(
     engines: Sequence[str] | None, sizes: Sequence[str] | None, depths: Sequence[int] | None
 ) -> list[Setting]:
-    """Return every combination of what was named, each once.
+    """Return every combination of the named values, each once.
 
     Raises:
         ConfigError: there is no such engine, or a size is none.
@@ -108,68 +158,282 @@ def settings_of(
     return list(dict.fromkeys(Setting(engine=e, block_bytes=b, depth=d) for e, d, b in combinations))
 
 
-def collect(
-    results: Generator[Sample | Failure], settings: int, each: int, limit_s: float, *, quiet: bool
-) -> tuple[list[Sample], list[Failure]]:
-    """Take ``each`` results of every setting behind a progress bar, until the limit."""
-    samples: list[Sample] = []
-    failures: list[Failure] = []
-    deadline_s = time.monotonic() + limit_s
-    with progress_bar(quiet=quiet) as progress, closing(results):
-        bar = progress.add_task("opening", total=settings * each)
-        for one in results:
-            name = f"{one.setting.engine} {format_size(one.setting.block_bytes)}"
-            if isinstance(one, Failure):
-                failures.append(one)
-                progress.update(bar, advance=each, description=name)
-            else:
-                samples.append(one)
-                progress.update(bar, advance=1, description=name)
-            if time.monotonic() >= deadline_s:
-                break
-    return samples, failures
+def rates_of(samples: Iterable[Sample]) -> list[Rates]:
+    """Return the medians of each setting, in the order in which settings first appear."""
+    direct: dict[Setting, bool] = {}
+    found: dict[tuple[Setting, Direction], list[float]] = {}
+    for one in samples:
+        direct[one.setting] = one.direct
+        found.setdefault((one.setting, one.direction), []).append(one.bytes_per_s)
+    middle = {key: median(rates) for key, rates in found.items()}
+    return [Rates(setting=one, direct=direct[one], **{way: middle[one, way] for way in DIRECTIONS}) for one in direct]
 
 
-def show(
-    rates: Sequence[Rates], failures: Sequence[Failure], best: Rates | None, training: dict[str, Any] | None
-) -> None:
-    """Print the table, what could not run and why, and what training could hide."""
+def best_of(rates: Sequence[Rates]) -> Rates | None:
+    """Return the setting that hides most; of those that are nearly as good, the one with the least in flight.
+
+    Rates through the page cache are also those of memory, so such a setting is chosen only if nothing else runs.
+    """
+    usable = [one for one in rates if one.direct] or rates
+    top = max((one.sustained for one in usable), default=0.0)
+    good = (one for one in usable if one.sustained >= NEARLY * top)
+    return min(good, key=lambda one: (one.setting.depth or 1) * one.setting.block_bytes, default=None)
+
+
+def show(rates: Sequence[Rates], failures: Sequence[Failure], best: Rates | None) -> None:
+    """Print the table, the engines that could not run with the reasons, and what training could hide."""
     console = Console()
     names = ("block", "at once", *DIRECTIONS, "both ways")
     table = Table("engine", *(Column(name, justify="right") for name in names), title="GB/s", title_justify="left")
     for one in rates:
         setting = one.setting
         name = setting.engine if one.direct else f"{setting.engine} (page cache)"
-        numbers = ("-" if r is None else f"{r / 1e9:.2f}" for r in (one.write, one.read, one.mixed, one.sustained))
+        numbers = (f"{rate / 1e9:.2f}" for rate in (one.write, one.read, one.mixed, one.sustained))
         cells = (name, format_size(setting.block_bytes), str(setting.depth), *numbers)
         table.add_row(*cells, style="bold" if one == best else None)
     if rates:
         console.print(table)
     lines = dict.fromkeys(f"{one.setting.engine} was not measured: {one.problem}" for one in failures)
-    for line in (*lines, *(advice(best, training) if best is not None and training is not None else ())):
+    for line in (*lines, *(() if best is None else advice(best))):
         console.print(escape(line), soft_wrap=True)
 
 
-def advice(best: Rates, training: dict[str, Any]) -> list[str]:
-    """Return sentences on what training could hide, by what `training_facts` says."""
-    setting, rate, saved = best.setting, _gb(training["sustained_bytes_per_s"]), training["saved_bytes"]
+def advice(best: Rates) -> list[str]:
+    """Return sentences on what training could hide."""
+    setting, rate = best.setting, f"{best.sustained / 1e9:.2f} GB/s"
     lines = [
         f"Best: {setting.engine}, blocks of {format_size(setting.block_bytes)}, {setting.depth} at once: "
         f"{rate} both ways (the slowest of write, read and mixed).",
-        f"A step of {training['step_s']:g} s hides {format_size(training['hidden_bytes'])} written and read back: "
+        f"A step of 1 s hides {format_size(best.sustained / 2)} written and read back: "
         f"half of the step at {rate}, as far as the disk goes.",
     ]
-    if training["share_hidden"] is not None:
-        lines.append(
-            f"Of {format_size(saved)} saved in a step of {training['step_s']:g} s, {training['share_hidden']:.0%} "
-            f"hides: all of it would need {_gb(2 * saved / training['step_s'])} both ways."
-        )
-    if saved is not None:
-        lines.append(f"{format_size(saved)} hide in a step of {training['hiding_step_s']:.3g} s or more.")
     if not best.direct:
         lines.append("No engine went past the page cache here: these rates are also those of memory.")
     return lines
 
 
-def _gb(rate: float) -> str:
-    return f"{rate / 1e9:.2f} GB/s"
+# -- measuring --------------------------------------------------------------------------------------------------------
+
+
+def measure_all(
+    paths: Sequence[str], settings: Iterable[Setting], *, region_bytes: int, seconds: float, rounds: int
+) -> Generator[Sample | Failure]:
+    """Measure every setting in every direction, in turns (A B A B) if there are several rounds.
+
+    Yields:
+        Each sample when it is taken. A setting whose engine cannot run here gives one `Failure`, in the first round.
+
+    Raises:
+        ConfigError: a block size cannot work.
+        StorageError: a directory cannot hold a spool, has too little room, or failed.
+    """
+    blocks: dict[tuple[str, int | None], list[int]] = {}
+    for each in settings:
+        blocks.setdefault((each.engine, each.depth), []).append(each.block_bytes)
+    for number in range(rounds):
+        for (engine, depth), sizes in list(blocks.items()):
+            try:
+                rig = Rig(paths, engine, depth, max(sizes), region_bytes)
+            except (ConfigError, SpoolPathError, SpoolFullError):
+                raise
+            except (ActOffloadError, OSError) as error:
+                if number:
+                    raise
+                del blocks[engine, depth]
+                yield from (Failure(Setting(engine=engine, block_bytes=n, depth=depth), str(error)) for n in sizes)
+                continue
+            with rig:
+                for size in sizes:
+                    rig.prepare(size)
+                    for direction in DIRECTIONS:
+                        yield rig.measure(direction, seconds)
+
+
+class Rig:
+    """An open spool to measure, with one engine and one depth. A context manager; leaves nothing on the disk.
+
+    Args:
+        paths: directories; blocks go to them in turns.
+        engine: one of ``ENGINES``, or ``"auto"``.
+        depth: transfers at the same time, in each directory; None: the engine's own choice.
+        largest_block_bytes: the largest block that will be measured.
+        region_bytes: how much disk is used, in all directories together.
+
+    Raises:
+        ConfigError: an argument cannot work.
+        EngineUnavailableError: the engine cannot run here.
+        StorageError: the spool cannot be made, has too little room, or does not give back what was written.
+    """
+
+    def __init__(
+        self, paths: Sequence[str], engine: str, depth: int | None, largest_block_bytes: int, region_bytes: int
+    ) -> None:
+        self._region_bytes = region_bytes // len(paths)
+        _check(paths, largest_block_bytes, self._region_bytes)
+        self._slots: list[_Slot] = []
+        self.spool = Spool(
+            paths,
+            engine=engine,
+            threads=depth,
+            capacity_bytes=region_bytes,
+            grow_bytes=region_bytes,
+            request_bytes=largest_block_bytes,
+        )
+        try:
+            # Twice as many slots as transfers that run, so that an engine always finds the next one waiting.
+            self._most_slots = 2 * self.capabilities.threads * len(paths)
+            self._random = np.frombuffer(os.urandom(_RANDOM_BYTES), np.uint8)
+            pieces = -(-min(self._most_slots * largest_block_bytes, region_bytes) // _RANDOM_BYTES)
+            memory = np.frombuffer(map_private(pieces * _RANDOM_BYTES), np.uint8)  # as the host pool's
+            self._memory = memory.reshape(pieces, _RANDOM_BYTES)
+            self._memory[:] = self._random
+            self.prepare(largest_block_bytes)
+            self._run("write", None)  # the first write to reserved room is slower than any later one
+            self._check_content()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """Of the engine."""
+        return self.spool.engines[0].capabilities
+
+    @property
+    def file(self) -> str:
+        """A path that opens the first directory's file in another process, while the rig is open (Linux)."""
+        return f"/proc/{os.getpid()}/fd/{self.spool.files[0].fd}"
+
+    def prepare(self, block_bytes: int) -> None:
+        """Measure blocks of this size from now on. They cover the whole region and are dealt out to slots in turns.
+
+        Raises:
+            ConfigError: the size cannot work.
+        """
+        _check((), block_bytes, self._region_bytes)
+        for slot in self._slots:
+            for extent in slot.extents:
+                self.spool.free(extent)
+        self._block_bytes = block_bytes
+        blocks = self._region_bytes // block_bytes * len(self.spool.engines)
+        extents = [self.spool.allocate(block_bytes) for _ in range(blocks)]
+        count = min(self._most_slots, len(extents))
+        addresses = range(self._memory.ctypes.data, self._memory.ctypes.data + count * block_bytes, block_bytes)
+        self._slots = [_Slot(address, extents[i::count], i % 2) for i, address in enumerate(addresses)]
+
+    def measure(self, direction: Direction, seconds: float) -> Sample:
+        """Time one direction; reading and mixed go over the blocks written since `prepare`.
+
+        An engine that works through the page cache makes one pass at most; its writes are forced to the disk within
+        the time, and the blocks that it reads are dropped from the cache before.
+
+        Raises:
+            StorageError: a transfer failed.
+        """
+        moved, elapsed_s = self._run(direction, seconds)
+        about = self.capabilities
+        setting = Setting(engine=about.name, block_bytes=self._block_bytes, depth=about.threads)
+        return Sample(setting=setting, direction=direction, bytes_per_s=moved / elapsed_s, direct=about.direct)
+
+    def close(self) -> None:
+        """Stop, and give the disk space back. Idempotent."""
+        self.spool.abort()
+
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _run(self, direction: Direction, seconds: float | None) -> tuple[int, float]:
+        """Move blocks for some seconds, None: for one pass; return the bytes that moved and the seconds."""
+        cached = self.capabilities.needs_file and not self.capabilities.direct
+        files = [file.fd for file in self.spool.files] if cached else []
+        for fd in files:
+            os.fdatasync(fd)  # dirty pages cannot be dropped
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        begin_s = time.perf_counter()
+        deadline_s = None if seconds is None else begin_s + seconds
+        blocks = self._move(direction, deadline_s, one_pass=cached or seconds is None)
+        for fd in files:
+            os.fdatasync(fd)
+        return blocks * self._block_bytes, time.perf_counter() - begin_s
+
+    def _move(self, direction: Direction, deadline_s: float | None, *, one_pass: bool) -> int:
+        """Keep every slot under way until the deadline, or for one pass over its extents; return the blocks moved."""
+        free: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
+        errors: list[BaseException] = []
+
+        def done(slot: _Slot, transfer: Transfer) -> None:
+            if transfer.error is not None:
+                errors.append(transfer.error)
+            free.put(slot)
+
+        for slot in self._slots:
+            slot.turn = 0
+            free.put(slot)
+        moved, active = 0, len(self._slots)
+        while active:
+            slot = free.get()
+            late = deadline_s is not None and time.perf_counter() >= deadline_s
+            if errors or late or (slot.turn == slot.length(direction) and (one_pass or not slot.turn)):
+                active -= 1
+                continue
+            extent, writes = slot.next(direction)
+            start = self.spool.write if writes else self.spool.read
+            start(extent, slot.address, self._block_bytes, on_done=partial(done, slot))
+            moved += 1
+        if errors:
+            raise errors[0]
+        return moved
+
+    def _check_content(self) -> None:
+        """Read a block of each slot back: an engine that is fast because it moves nothing must not win."""
+        block, random = self._block_bytes, self._random
+        self._memory[:] = 0
+        for transfer in [self.spool.read(slot.extents[-1], slot.address, block) for slot in self._slots]:
+            transfer.wait()
+            if transfer.error is not None:
+                raise transfer.error
+        used = self._memory.reshape(-1)[: len(self._slots) * block]
+        pieces = (used[i : i + len(random)] for i in range(0, len(used), len(random)))
+        if not all(np.array_equal(piece, random[: len(piece)]) for piece in pieces):
+            raise ChecksumError(errno.EBADMSG, "what was read back is not what was written", self.spool.files[0].path)
+
+
+class _Slot:
+    """Memory of one block, and the extents that it goes through one after the other."""
+
+    def __init__(self, address: int, extents: list[Extent], parity: int) -> None:
+        self.address, self.extents, self.parity = address, extents, parity
+        self.turn = 0
+        self.written = 0
+        """How many of its extents, from the first on, hold something to read."""
+
+    def length(self, direction: Direction) -> int:
+        """Return how many extents there are to go through."""
+        return len(self.extents) if direction == "write" else self.written
+
+    def next(self, direction: Direction) -> tuple[Extent, bool]:
+        """Return the next extent, and whether to write it."""
+        turn, count = self.turn, self.length(direction)
+        self.turn += 1
+        if direction == "write":
+            self.written = max(self.written, turn % count + 1)
+        if direction != "mixed":
+            return self.extents[turn % count], direction == "write"
+        reads = (turn + self.parity) % 2  # a block that was written a while ago
+        return self.extents[(turn + reads * count) // 2 % count], not reads
+
+
+def _check(paths: Sequence[str], block: int, region: int) -> None:
+    """Refuse blocks that cannot work and room that no disk has: to reserve that would fill the disk for a moment."""
+    if block < 1 or block % MAX_BLOCK_BYTES:
+        raise ConfigError("size", block, f"give a multiple of {MAX_BLOCK_BYTES} bytes, as direct transfers need it")
+    if block > region:
+        raise ConfigError("size", block, f"is larger than the {format_size(region)} that each directory is measured on")
+    for path in filter(os.path.isdir, paths):  # the spool refuses what is no directory
+        if (free := shutil.disk_usage(path).free) < region:
+            problem = f"too little room for {format_size(region)} ({format_size(free)} free)"
+            raise SpoolFullError(errno.ENOSPC, f"{path}: {problem}; use a smaller region or another path")

@@ -1,13 +1,16 @@
-"""What the commands share: options, errors, tables, a progress bar and JSON."""
+"""Shared by the commands: options, errors, tables, a progress bar and JSON."""
 
 from __future__ import annotations
 
+import inspect
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
+from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 from rich.console import Console
@@ -23,24 +26,60 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from ..config import OffloadConfig
 from ..errors import ActOffloadError, ConfigError, SpoolPathError, printable
-from .plots import Style
 
 PathOption = Annotated[
     list[Path] | None,
     typer.Option(help="Directory of the spool; repeat to stripe. Default: $ACTOFFLOAD_PATH, else the temporary one."),
 ]
-LEAST = 1e-6
-"""The least of an option that must be above 0."""
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 PictureOption = Annotated[Path | None, typer.Option(help="Draw it here (PNG, SVG).")]
-StyleOption = Annotated[Style, typer.Option(help="Draw for a column of a paper, 3.3 inches, or for a slide, 16:9.")]
-DarkOption = Annotated[bool, typer.Option("--dark", help="Draw on black.")]
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take dataclasses in place of many parameters: their fields with an option become its options.
+
+    A parameter of type ``D``, a dataclass, gets an object. One of type ``Annotated[dict[str, Any], D]`` gets a dict of
+    the options that the user gave; a preset has the other values.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, tuple[Any, list[str]]] = {}
+
+    def add(name: str, hint: Any, default: Any) -> None:
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint))
+
+    for name, parameter in inspect.signature(command).parameters.items():
+        hint = hints[name]
+        kind: Any = next((part for part in (hint, *getattr(hint, "__metadata__", ())) if is_dataclass(part)), None)
+        if kind is None:
+            add(name, hint, parameter.default)
+            continue
+        options = get_type_hints(kind, include_extras=True).items()
+        inner: dict[str, Any] = {field: option for field, option in options if hasattr(option, "__metadata__")}
+        groups[name] = (kind if kind is hint else None, list(inner))
+        for field, option in inner.items():
+            if kind is hint:
+                add(field, option, getattr(kind, field))
+            else:
+                add(field, Annotated[option.__origin__ | None, *option.__metadata__], None)
+
+    @wraps(command)
+    def flat(**options: Any) -> None:
+        for name, (kind, fields) in groups.items():
+            values = {field: options.pop(field) for field in fields}
+            options[name] = kind(**values) if kind else {k: v for k, v in values.items() if v is not None}
+        command(**options)
+
+    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    flat.__annotations__ = {each.name: each.annotation for each in parameters}
+    return flat
 
 
 @contextmanager
 def explained_errors() -> Iterator[None]:
-    """Say what went wrong instead of showing a traceback.
+    """Print an error as one line instead of a traceback.
 
     Exit status 2 for an option that cannot work, 1 for anything else that this library or the system refuses.
     """
@@ -58,14 +97,25 @@ def fail(message: str, cause: BaseException | None = None) -> NoReturn:
     raise typer.Exit(1) from cause
 
 
-def draw_or_fail(draw: Callable[[], bool]) -> None:
-    """Draw a picture, or say why not and leave with exit status 1."""
+@contextmanager
+def written() -> Iterator[None]:
+    """Exit with status 1 and the reason if a file inside cannot be written, or matplotlib is not installed."""
     try:
-        drawn = draw()
+        yield
+    except ImportError as error:
+        fail("--picture needs matplotlib: pip install actoffload[plots]", error)
     except (OSError, ValueError) as error:
         fail(f"nothing could be written: {error}", error)
-    if not drawn:
-        fail("--picture needs matplotlib: pip install actoffload[plots]")
+
+
+def check_paths(paths: list[Path] | None, target: str = "auto") -> None:
+    """Refuse options that cannot work before anything is measured."""
+    with explained_errors():
+        OffloadConfig(target=target, path=paths)  # type: ignore[arg-type]
+    for directory in paths or ():
+        if not directory.is_dir():
+            problem = "is a file" if directory.exists() else "does not exist"
+            raise typer.BadParameter(f"path={str(directory)!r}: {problem}; give a directory on a local disk")
 
 
 def strings(paths: list[Path] | None) -> list[str] | None:
@@ -74,7 +124,7 @@ def strings(paths: list[Path] | None) -> list[str] | None:
 
 
 def plain(text: str) -> str:
-    """Return a text, perhaps from elsewhere, as one that rich prints as it is and no terminal obeys."""
+    """Return a text, perhaps from elsewhere, that rich prints as it is and that no terminal obeys."""
     return escape(printable(text))
 
 
@@ -83,21 +133,21 @@ def print_json(payload: object) -> None:
     typer.echo(json.dumps(payload, indent=2))
 
 
-def print_facts(title: str, rows: Iterable[tuple[str, str]]) -> None:
-    """Print a table of names and values."""
-    table = Table(title=plain(title), show_header=False, title_justify="left")
+def print_rows(rows: Iterable[Iterable[str]], *head: str, title: str | None = None) -> None:
+    """Print a table; without a head, of names and values."""
+    table = Table(*head, title=title and plain(title), show_header=bool(head), title_justify="left")
     for row in rows:
         table.add_row(*map(plain, row))
     Console().print(table)
 
 
 class _LinesOrBar(Progress):
-    """A progress bar; where standard error is no terminal, a line at most every second instead."""
+    """A progress bar; if standard error is no terminal, a line at most every second instead."""
 
     _line_s = 0.0
 
     def update(self, task_id: TaskID, **changes: Any) -> None:
-        """Update the bar, or print what is done."""
+        """Update the bar, or print the progress."""
         super().update(task_id, **changes)
         task = self.tasks[task_id]
         late = task.finished or time.monotonic() >= self._line_s + 1

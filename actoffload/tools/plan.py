@@ -1,11 +1,11 @@
-"""``actoffload plan``: what the planner does with a recorded step: by part what and why, its time and its peak."""
+"""``actoffload plan``: the plan for a recorded step, by part of the model, with reasons, time and peak."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,55 +21,86 @@ from ..planning.search import Limits, best, bounded
 from ..sizes import parse_share, parse_size
 from ..tell.parts import Analysis, BudgetRow, analyse, budget_table, one_more
 from ..tell.plans import render_budgets, render_plan
-from .console import (
-    LEAST,
-    DarkOption,
-    JsonOption,
-    PathOption,
-    PictureOption,
-    StyleOption,
-    draw_or_fail,
-    explained_errors,
-    fail,
-    print_json,
-    strings,
-)
+from .console import JsonOption, PathOption, PictureOption, explained_errors, grouped, print_json, strings, written
 from .environment import find_device
 from .models import build_own, is_own
-from .plots import Look, Style, draw_plan
+from .plots import Look, draw_plan
 from .process import prepare_process
 
 RECORDED_STEPS = 3
 """The second is recorded; the profile is there in the third."""
 TARGETS = {"host": ("host",), "nvme": ("nvme",), "tiered": ("host", "nvme"), "auto": ("host", "nvme")}
 _LINKS = "Links; default: what the profile measured"
-Rate = Annotated[float | None, typer.Option(help="GB/s.", min=LEAST, rich_help_panel=_LINKS)]
+Rate = Annotated[float | None, typer.Option(help="GB/s.", min=1e-6, rich_help_panel=_LINKS)]
 Bytes = Annotated[str | None, typer.Option(help='Bytes, or text such as "8GiB".')]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """Rates of links in place of the profile's, GB/s."""
+
+    host_write: Rate = None
+    host_read: Rate = None
+    disk_write: Rate = None
+    disk_read: Rate = None
+
+    def of(self, profile: Profile) -> Profile:
+        """Return the profile with these links; a new one is as fast both ways unless two rates are given."""
+        changed = {}
+        for name, write, read in (("host", self.host_write, self.host_read), ("disk", self.disk_write, self.disk_read)):
+            known = getattr(profile, name)
+            first, second = write or read, read or write
+            if known is None and first and second:
+                changed[name] = Link(write_bytes_per_s=1e9 * first, read_bytes_per_s=1e9 * second)
+            elif known is not None and first:
+                given = {"write_bytes_per_s": write, "read_bytes_per_s": read}
+                changed[name] = replace(known, **{way: 1e9 * rate for way, rate in given.items() if rate is not None})
+        return profile.with_links(**changed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """The limits of a plan, as text."""
+
+    device_budget: Annotated[
+        str | None, typer.Option(help='Most saved bytes on the device: "8GiB", or "40%" of the peak with all kept.')
+    ] = None
+    host_budget: Bytes = None
+    nvme_budget: Bytes = None
+    max_slowdown: Annotated[float | None, typer.Option(help="As a share: 0.02 is 2 %.")] = None
+    target: Annotated[str, typer.Option(help="Where bytes may go: host, nvme, tiered or auto.")] = "auto"
+
+    def of(self, profile: Profile) -> Limits:
+        """Return the limits for a step.
+
+        Raises:
+            ConfigError: a value cannot work.
+        """
+        if self.target not in TARGETS:
+            raise ConfigError("target", self.target, f"choose one of {', '.join(map(repr, TARGETS))}")
+        sizes = {}
+        for name in ("device_budget", "host_budget", "nvme_budget"):
+            text = getattr(self, name)
+            share = parse_share(name, text) if name == "device_budget" and text is not None else None
+            if text is not None:
+                sizes[name] = parse_size(name, text) if share is None else int(share * profile.baseline_peak_bytes)
+        return bounded(profile, Limits(**sizes, max_slowdown=self.max_slowdown, tiers=TARGETS[self.target]))
+
+
+@grouped
 def command(
     profile: Annotated[
         Path,
         typer.Argument(help="A recorded step, as `actoffload demo --profile FILE` writes it; or FILE.py:FUNCTION."),
     ],
-    device_budget: Annotated[
-        str | None, typer.Option(help='Most saved bytes on the device: "8GiB", or "40%" of the peak with all kept.')
-    ] = None,
-    host_budget: Bytes = None,
-    nvme_budget: Bytes = None,
-    max_slowdown: Annotated[float | None, typer.Option(help="As a share: 0.02 is 2 %.")] = None,
-    target: Annotated[str, typer.Option(help="Where bytes may go: host, nvme, tiered or auto.")] = "auto",
+    budget: Budget,
+    links: Links,
+    look: Look,
     more: Annotated[str, typer.Option(help="How much more budget to price.")] = "1GiB",
-    host_write: Rate = None,
-    host_read: Rate = None,
-    disk_write: Rate = None,
-    disk_read: Rate = None,
     batch: Annotated[int, typer.Option(min=1, help="Samples of FUNCTION's batch.")] = 1,
     path: PathOption = None,
     plan_out: Annotated[Path | None, typer.Option(help="Write the plan here; Plan.from_json reads it.")] = None,
     picture: PictureOption = None,
-    style: StyleOption = Style.PAPER,
-    dark: DarkOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Plan a recorded step: which checkpointed regions run once, what stays and leaves, why, its time and its peak.
@@ -78,28 +109,19 @@ def command(
     """
     with explained_errors():
         recorded = record(str(profile), batch, strings(path)) if is_own(str(profile)) else read_profile(profile)
-        step = with_rates(recorded, {"host": (host_write, host_read), "disk": (disk_write, disk_read)})
-        if target not in TARGETS:
-            raise ConfigError("target", target, f"choose one of {', '.join(map(repr, TARGETS))}")
-        limits = Limits(
-            device_budget=_budget(step, device_budget),
-            host_budget=None if host_budget is None else parse_size("host_budget", host_budget),
-            nvme_budget=None if nvme_budget is None else parse_size("nvme_budget", nvme_budget),
-            max_slowdown=max_slowdown,
-            tiers=TARGETS[target],
-        )
-        limits = bounded(step, limits)
+        recorded = links.of(recorded)
+        limits = budget.of(recorded)
         extra = parse_size("more", more)
-        budgets = budget_table(step, limits)
-        recorded, (step, plan) = step, best(step, limits)
+        budgets = budget_table(recorded, limits)
+        step, plan = best(recorded, limits)
         analysis = analyse(step, plan, limits, more=one_more(recorded, plan, limits, extra or GIB))
-    if plan_out is not None:
-        try:
+    with written():
+        if plan_out is not None:
             plan_out.write_text(plan.to_json() + "\n", encoding="utf-8")
-        except OSError as error:
-            fail(f"nothing could be written: {error}", error)
-    if picture is not None:
-        _draw(step, plan, limits, analysis, picture, Look(style, dark))
+        if picture is not None:
+            title = f"plan of {plan.planner} on {step.device}, as predicted" + (" (declined)" if plan.declined else "")
+            options: dict[str, Any] = {"forward_s": step.forward_s, "device_budget": limits.device_budget}
+            draw_plan(analysis.keep, analysis.prediction, picture, title, look=look, **options)
     if as_json:
         print_json(as_dict(step, plan, analysis, budgets))
     else:
@@ -142,33 +164,6 @@ def record(source: str, batch: int, path: list[str] | None) -> Profile:
         if offloader.profile is None:
             raise ConfigError("batch", batch, "nothing that its step saves may move; give a larger one")
         return offloader.profile
-
-
-def with_rates(profile: Profile, rates: dict[str, tuple[float | None, float | None]]) -> Profile:
-    """Return a profile, with other links where rates in GB/s (write, read) are given."""
-    changed = {}
-    for name, (write, read) in rates.items():
-        known = getattr(profile, name)
-        first, second = write or read, read or write
-        if known is None and first and second:  # as fast both ways unless told otherwise
-            changed[name] = Link(write_bytes_per_s=1e9 * first, read_bytes_per_s=1e9 * second)
-        elif known is not None and first:
-            given = {"write_bytes_per_s": write, "read_bytes_per_s": read}
-            changed[name] = replace(known, **{way: 1e9 * rate for way, rate in given.items() if rate is not None})
-    return profile.with_links(**changed)
-
-
-def _budget(profile: Profile, text: str | None) -> int | None:
-    if text is None:
-        return None
-    share = parse_share("device_budget", text)
-    return parse_size("device_budget", text) if share is None else int(share * profile.baseline_peak_bytes)
-
-
-def _draw(profile: Profile, plan: Plan, limits: Limits, analysis: Analysis, picture: Path, look: Look) -> None:
-    title = f"plan of {plan.planner} on {profile.device}, as predicted" + (" (declined)" if plan.declined else "")
-    options: dict[str, Any] = {"forward_s": profile.forward_s, "device_budget": limits.device_budget, "look": look}
-    draw_or_fail(lambda: draw_plan(analysis.keep, analysis.prediction, picture, title, **options))
 
 
 def as_dict(profile: Profile, plan: Plan, analysis: Analysis, budgets: Sequence[BudgetRow]) -> dict[str, Any]:

@@ -18,10 +18,13 @@ from typing import Any
 
 import psutil
 
+from ..errors import ActOffloadError, BudgetError
 from .environment import without_paths
 
 _KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
-_NO_MEMORY = ("MemoryError", "can't allocate memory", "Cannot allocate memory", "OutOfMemoryError")
+_NO_MEMORY = ("MemoryError", "can't allocate memory", "Cannot allocate memory", "OutOfMemoryError", "out of memory")
+FAILURES = (ActOffloadError, MemoryError, RuntimeError, OSError)
+"""Errors that are a result of a measurement."""
 
 
 def run_worker(module: str, spec: dict[str, Any], *, limit_s: float, cwd: Path | None = None) -> dict[str, Any]:
@@ -171,8 +174,17 @@ def spread(found: Sequence[float]) -> str:
     return text if len(found) == 1 else f"{text} ({min(found):.2f} to {max(found):.2f})"
 
 
+def failure(error: BaseException) -> dict[str, Any]:
+    """Return an error as a result."""
+    line = next(iter(str(error).splitlines()), type(error).__name__)
+    text, below_floor = f"{type(error).__name__}: {error}", isinstance(error, BudgetError)
+    if not below_floor and any(part in text for part in _NO_MEMORY):
+        return {"error": f"out of memory: {line}", "oom": True}
+    return {"error": f"{type(error).__name__}: {line}", "oom": False, "below_floor": below_floor}
+
+
 def _failure(status: int, errors: str) -> dict[str, Any]:
-    """Return what is said of a worker that ended with ``status`` and wrote ``errors``."""
+    """Return the end of a worker with ``status``, which wrote ``errors``, as a result."""
     if status in _KILLED:
         return {"error": "out of memory: killed by the system (signal 9)", "oom": True}
     sys.stderr.write(errors)

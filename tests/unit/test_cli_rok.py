@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,8 @@ import torch
 from actoffload.errors import ActOffloadError, BudgetError, ConfigError
 from actoffload.tools import models, rok_worker
 from actoffload.tools import rok as rok_command
-from actoffload.tools.plots import has_matplotlib
-from actoffload.tools.rok_points import Preset, Variant, points_of
-from actoffload.tools.rok_run import RokRun, load_results
+from actoffload.tools.rok import Preset, RokRun, Variant, load_results, points_of
+from actoffload.tools.workers import failure
 from tests import commands
 from tests.rok_samples import CASE, MACHINE, PRESET, all_points, failed, sample
 
@@ -42,7 +42,7 @@ class Launcher:
 
 
 def make_run(file: Path, launch: Any, preset: Preset = PRESET, **options: Any) -> RokRun:
-    return RokRun(preset, file, environment=dict(MACHINE), command="rok", launch=launch, **options)
+    return RokRun(preset, file, {"environment": dict(MACHINE), "command": "rok"}, launch, **options)
 
 
 def worker_spec(*variants: Variant, **changes: Any) -> dict[str, Any]:
@@ -101,7 +101,7 @@ def test_ctrl_c_ends_the_command_with_that(tmp_path: Path, monkeypatch: pytest.M
     def interrupted(run: RokRun, *, quiet: bool) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(rok_command, "measure", interrupted)
+    monkeypatch.setattr(rok_command, "take_rounds", interrupted)
     assert "Interrupted." in invoke("--preset", "tiny", "--out", str(tmp_path / "r.json"), status=130)
 
 
@@ -164,10 +164,10 @@ def test_the_worker_turns_failures_into_results(capsys: pytest.CaptureFixture[st
     assert "model='abacus': choose one of 'gpt-small', 'gpt'" in result["error"]
     assert result["oom"] is False
     text = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 5 bytes"
-    assert rok_worker.failure(RuntimeError(text))["oom"] is True
-    assert rok_worker.failure(torch.OutOfMemoryError("CUDA out of memory"))["oom"] is True
-    assert rok_worker.failure(ActOffloadError("x"))["oom"] is False
-    assert rok_worker.failure(BudgetError(1, 2, "floor"))["below_floor"] is True
+    assert failure(RuntimeError(text))["oom"] is True
+    assert failure(torch.OutOfMemoryError("CUDA out of memory"))["oom"] is True
+    assert failure(ActOffloadError("x"))["oom"] is False
+    assert failure(BudgetError(1, 2, "floor"))["below_floor"] is True
 
 
 def test_models_need_sizes_that_fit_and_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +280,7 @@ def test_redraw_prints_what_dominates_and_draws(tmp_path: Path) -> None:
     for said in ("out of memory", "hybrid 60%", "slower", "A/A noise", "Losses and gradients are equal"):
         assert said in text
     assert "busy" not in text
-    assert (tmp_path / "r.png").exists() == has_matplotlib()
+    assert (tmp_path / "r.png").exists() == (find_spec("matplotlib") is not None)
     data = json.loads(invoke("--redraw", str(file), "--json"))
     assert [row["verdict"] for row in data["points"]] == ["A/A noise", "slower", "slower", "slower", ""]
 
@@ -300,10 +300,10 @@ def test_redraw_fails_when_bits_differ_or_a_point_failed(tmp_path: Path) -> None
 
 def test_options_select_from_the_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[RokRun] = []
-    monkeypatch.setattr(rok_command, "measure", lambda run, *, quiet: chosen.append(run))
+    monkeypatch.setattr(rok_command, "take_rounds", lambda run, *, quiet: chosen.append(run))
     monkeypatch.setattr(rok_command, "finish", lambda *_: 0)
     invoke("--out", str(tmp_path / "r.json"), "--model", "bert", "--batch", "4", "--repeats", "3")
-    assert [(job.case.model, job.case.batch, job.repeat) for job in chosen[0].missing()] == [
+    assert [(case.model, case.batch, repeat) for case, repeat in chosen[0].missing()] == [
         ("bert", 4, repeat) for repeat in range(3)
     ]
 
@@ -312,14 +312,14 @@ def test_a_model_of_ones_own_takes_the_place_of_the_presets_cases(
     own: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chosen: list[RokRun] = []
-    monkeypatch.setattr(rok_command, "measure", lambda run, *, quiet: chosen.append(run))
+    monkeypatch.setattr(rok_command, "take_rounds", lambda run, *, quiet: chosen.append(run))
     monkeypatch.setattr(rok_command, "finish", lambda *_: 0)
     monkeypatch.chdir(tmp_path)
     invoke("--model", "mine.py:build", "--batch", "3", "--repeats", "1")
     invoke("--model", "mine.py:build", "--preset", "tiny")
     assert [run.file.name for run in chosen] == ["rok_mine.json"] * 2
-    assert [job.label for job in chosen[0].missing()] == ["mine.py:build, batch 3, round 1"]
-    assert [job.case.batch for job in chosen[1].missing()] == [1, 2, 4]
+    assert [case.name for case, _ in chosen[0].missing()] == ["mine.py:build, batch 3"]
+    assert [case.batch for case, _ in chosen[1].missing()] == [1, 2, 4]
 
 
 @pytest.mark.slow

@@ -17,9 +17,9 @@ from actoffload.storage.endurance import (
     render_wear,
     written_per_day,
 )
-from actoffload.tools.estimates import Activations, Hardware, Parallelism, estimate
-from actoffload.tools.presets import DRIVES, GIB
+from actoffload.tools.on_paper import DRIVES, Activations, Hardware, Parallelism, estimate
 
+GIB = 1 << 30
 ONE = Parallelism()
 DRIVE = DRIVES["980pro-1tb"]
 
