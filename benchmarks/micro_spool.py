@@ -40,14 +40,13 @@ def against_fio(
         does not.
     """
     for engine in ENGINES:
-        try:
-            rig = Rig([path], engine, depth, max(blocks), region)
-        except (ActOffloadError, OSError) as error:
-            yield {"mode": engine, "error": str(error).replace(path, "PATH")}
-            continue
-        with rig:
-            for block in blocks:
-                rig.prepare(block)
+        for block in blocks:
+            try:
+                rig = Rig([path], engine, depth, block, region)
+            except (ActOffloadError, OSError) as error:
+                yield {"mode": engine, "error": str(error).replace(path, "PATH")}
+                break
+            with rig:
                 for _ in range(rounds):
                     for way in WAYS:
                         setting = {"region": region // block * block, "block": block, "depth": depth}

@@ -114,7 +114,7 @@ def command(
     S bytes that a step of T seconds saves hide where S / (T/2) is at most the slowest of write, read and mixed.
     """
     with explained_errors():
-        settings = settings_of(engine, size, depth)
+        settings = settings_of(engine or DISK_ENGINES, size or SIZES, depth or [None])
         paths, region_bytes = strings(path) or list(default_paths()), parse_size("region", region)
         results = measure_all(paths, settings, region_bytes=region_bytes, seconds=seconds, rounds=rounds)
         samples: list[Sample] = []
@@ -123,8 +123,11 @@ def command(
         with progress_bar(quiet=as_json) as progress, closing(results):
             bar = progress.add_task("opening", total=len(settings) * each)
             for one in results:
-                (failures if isinstance(one, Failure) else samples).append(one)  # type: ignore[attr-defined]
                 name = f"{one.setting.engine} {format_size(one.setting.block_bytes)}"
+                if isinstance(one, Failure):
+                    failures.append(one)
+                else:
+                    samples.append(one)
                 progress.update(bar, advance=each if isinstance(one, Failure) else 1, description=name)
     rates = rates_of(samples)
     best = best_of(rates)
@@ -141,21 +144,19 @@ def command(
     raise typer.Exit(0 if best is not None else 1)
 
 
-def settings_of(
-    engines: Sequence[str] | None, sizes: Sequence[str] | None, depths: Sequence[int] | None
-) -> list[Setting]:
-    """Return every combination of the named values, each once.
+def settings_of(engines: Sequence[str], sizes: Sequence[str], depths: Sequence[int | None]) -> list[Setting]:
+    """Return every combination, each once.
 
     Raises:
         ConfigError: there is no such engine, or a size is none.
     """
-    for name in engines or ():
+    for name in engines:
         if name not in ENGINES:
             raise ConfigError("engine", name, f"choose one of {', '.join(ENGINES)}")
-    blocks = [parse_size("size", text) for text in sizes or SIZES]
-    known_depths: Sequence[int | None] = depths or [None]
-    combinations = product(engines or DISK_ENGINES, known_depths, blocks)
-    return list(dict.fromkeys(Setting(engine=e, block_bytes=b, depth=d) for e, d, b in combinations))
+    blocks = [parse_size("size", text) for text in sizes]
+    return list(
+        dict.fromkeys(Setting(engine=e, block_bytes=b, depth=d) for e, d, b in product(engines, depths, blocks))
+    )
 
 
 def rates_of(samples: Iterable[Sample]) -> list[Rates]:
@@ -227,67 +228,57 @@ def measure_all(
         ConfigError: a block size cannot work.
         StorageError: a directory cannot hold a spool, has too little room, or failed.
     """
-    blocks: dict[tuple[str, int | None], list[int]] = {}
-    for each in settings:
-        blocks.setdefault((each.engine, each.depth), []).append(each.block_bytes)
+    able = list(settings)
     for number in range(rounds):
-        for (engine, depth), sizes in list(blocks.items()):
+        for setting in list(able):
             try:
-                rig = Rig(paths, engine, depth, max(sizes), region_bytes)
+                rig = Rig(paths, setting.engine, setting.depth, setting.block_bytes, region_bytes)
             except (ConfigError, SpoolPathError, SpoolFullError):
                 raise
             except (ActOffloadError, OSError) as error:
                 if number:
                     raise
-                del blocks[engine, depth]
-                yield from (Failure(Setting(engine=engine, block_bytes=n, depth=depth), str(error)) for n in sizes)
+                able.remove(setting)
+                yield Failure(setting, str(error))
                 continue
             with rig:
-                for size in sizes:
-                    rig.prepare(size)
-                    for direction in DIRECTIONS:
-                        yield rig.measure(direction, seconds)
+                yield from (rig.measure(direction, seconds) for direction in DIRECTIONS)
 
 
 class Rig:
-    """An open spool to measure, with one engine and one depth. A context manager; leaves nothing on the disk.
+    """An open spool to measure, with one engine, depth and block size. A context manager; leaves nothing on the disk.
 
     Args:
         paths: directories; blocks go to them in turns.
         engine: one of ``ENGINES``, or ``"auto"``.
         depth: transfers at the same time, in each directory; None: the engine's own choice.
-        largest_block_bytes: the largest block that will be measured.
-        region_bytes: how much disk is used, in all directories together.
+        block_bytes: bytes of a transfer.
+        region_bytes: disk space, in all directories together. Its blocks are dealt out to slots in turns.
 
     Raises:
         ConfigError: an argument cannot work.
         EngineUnavailableError: the engine cannot run here.
-        StorageError: the spool cannot be made, has too little room, or does not give back what was written.
+        StorageError: the spool cannot be made, has too little room, or does not give back the bytes written.
     """
 
     def __init__(
-        self, paths: Sequence[str], engine: str, depth: int | None, largest_block_bytes: int, region_bytes: int
+        self, paths: Sequence[str], engine: str, depth: int | None, block_bytes: int, region_bytes: int
     ) -> None:
-        self._region_bytes = region_bytes // len(paths)
-        _check(paths, largest_block_bytes, self._region_bytes)
-        self._slots: list[_Slot] = []
-        self.spool = Spool(
-            paths,
-            engine=engine,
-            threads=depth,
-            capacity_bytes=region_bytes,
-            grow_bytes=region_bytes,
-            request_bytes=largest_block_bytes,
-        )
+        self._block_bytes, region = block_bytes, region_bytes // len(paths)
+        _check(paths, block_bytes, region)
+        space = {"capacity_bytes": region_bytes, "grow_bytes": region_bytes, "request_bytes": block_bytes}
+        self.spool = Spool(paths, engine=engine, threads=depth, **space)
         try:
+            extents = [self.spool.allocate(block_bytes) for _ in range(region // block_bytes * len(paths))]
             # Twice as many slots as transfers that run, so that an engine always finds the next one waiting.
-            self._most_slots = 2 * self.capabilities.threads * len(paths)
+            count = min(2 * self.capabilities.threads * len(paths), len(extents))
             self._random = np.frombuffer(os.urandom(_RANDOM_BYTES), np.uint8)
-            pieces = -(-min(self._most_slots * largest_block_bytes, region_bytes) // _RANDOM_BYTES)
+            pieces = -(-count * block_bytes // _RANDOM_BYTES)
             memory = np.frombuffer(map_private(pieces * _RANDOM_BYTES), np.uint8)  # as the host pool's
             self._memory = memory.reshape(pieces, _RANDOM_BYTES)
             self._memory[:] = self._random
-            self.prepare(largest_block_bytes)
+            begin = self._memory.ctypes.data
+            self._slots = [_Slot(begin + i * block_bytes, extents[i::count], i % 2) for i in range(count)]
             self._run("write", None)  # the first write to reserved room is slower than any later one
             self._check_content()
         except BaseException:
@@ -304,25 +295,8 @@ class Rig:
         """A path that opens the first directory's file in another process, while the rig is open (Linux)."""
         return f"/proc/{os.getpid()}/fd/{self.spool.files[0].fd}"
 
-    def prepare(self, block_bytes: int) -> None:
-        """Measure blocks of this size from now on. They cover the whole region and are dealt out to slots in turns.
-
-        Raises:
-            ConfigError: the size cannot work.
-        """
-        _check((), block_bytes, self._region_bytes)
-        for slot in self._slots:
-            for extent in slot.extents:
-                self.spool.free(extent)
-        self._block_bytes = block_bytes
-        blocks = self._region_bytes // block_bytes * len(self.spool.engines)
-        extents = [self.spool.allocate(block_bytes) for _ in range(blocks)]
-        count = min(self._most_slots, len(extents))
-        addresses = range(self._memory.ctypes.data, self._memory.ctypes.data + count * block_bytes, block_bytes)
-        self._slots = [_Slot(address, extents[i::count], i % 2) for i, address in enumerate(addresses)]
-
     def measure(self, direction: Direction, seconds: float) -> Sample:
-        """Time one direction; reading and mixed go over the blocks written since `prepare`.
+        """Time one direction; reading and mixed go over the blocks written before.
 
         An engine that works through the page cache makes one pass at most; its writes are forced to the disk within
         the time, and the blocks that it reads are dropped from the cache before.
@@ -409,10 +383,10 @@ class _Slot:
         self.address, self.extents, self.parity = address, extents, parity
         self.turn = 0
         self.written = 0
-        """How many of its extents, from the first on, hold something to read."""
+        """The number of its extents, from the first on, that hold something to read."""
 
     def length(self, direction: Direction) -> int:
-        """Return how many extents there are to go through."""
+        """Return the number of extents to go through."""
         return len(self.extents) if direction == "write" else self.written
 
     def next(self, direction: Direction) -> tuple[Extent, bool]:
@@ -428,12 +402,12 @@ class _Slot:
 
 
 def _check(paths: Sequence[str], block: int, region: int) -> None:
-    """Refuse blocks that cannot work and room that no disk has: to reserve that would fill the disk for a moment."""
+    """Refuse blocks that cannot work, and room that the disk lacks: to reserve it would fill the disk for a moment."""
     if block < 1 or block % MAX_BLOCK_BYTES:
         raise ConfigError("size", block, f"give a multiple of {MAX_BLOCK_BYTES} bytes, as direct transfers need it")
     if block > region:
         raise ConfigError("size", block, f"is larger than the {format_size(region)} that each directory is measured on")
-    for path in filter(os.path.isdir, paths):  # the spool refuses what is no directory
+    for path in filter(os.path.isdir, paths):  # the spool refuses other files
         if (free := shutil.disk_usage(path).free) < region:
             problem = f"too little room for {format_size(region)} ({format_size(free)} free)"
             raise SpoolFullError(errno.ENOSPC, f"{path}: {problem}; use a smaller region or another path")

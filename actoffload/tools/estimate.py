@@ -47,7 +47,7 @@ from .on_paper import (
 )
 from .plots import Look, draw_estimate
 
-COUNTED = {"sequence": 2048, "micro_batch": 1, "gpu": "h100-sxm"}
+COUNTED: dict[str, Any] = {"sequence": 2048, "micro_batch": 1, "gpu": "h100-sxm"}
 """The preset for ``--from-model``."""
 UNITS = {"s": 1.0, "GB": 1e9, "GB/s": 1e9, "GiB": float(1 << 30)}
 

@@ -269,9 +269,8 @@ def build(case: Case, device: torch.device | None = None) -> Workload:
         raise ConfigError("hidden", case.hidden, f"must be a multiple of head_width={case.head_width}")
     dtype = getattr(torch, case.dtype)
     if case.model == "gpt-small":
-        shape = {"layers": case.layers, "width": case.hidden, "seq": case.seq}
-        sizes = GPTConfig(**shape, head_width=case.head_width, vocab=case.vocab)
-        return build_gpt(sizes, dtype=dtype, device=device)
+        sizes = {"layers": case.layers, "width": case.hidden, "seq": case.seq, "head_width": case.head_width}
+        return build_gpt(GPTConfig(**sizes, vocab=case.vocab), dtype=dtype, device=device)  # type: ignore[arg-type]
     if case.model not in TRANSFORMERS:
         raise ConfigError("model", case.model, f"choose one of 'gpt-small', {', '.join(map(repr, TRANSFORMERS))}")
     model_type, block, _, changes = TRANSFORMERS[case.model]

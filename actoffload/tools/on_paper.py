@@ -403,8 +403,8 @@ def profile_of(workload: Workload, batch: int, hardware: Hardware) -> tuple[Prof
             continue
         sources[place] = index = len(storages)
         last_s = max((s.last_need_s for s in storages if s.region == place), default=block.end / rate)
-        times = {"birth_s": block.begin / rate, "need_s": None, "last_need_s": last_s}
-        storages.append(Storage(index=index, nbytes=block.input_bytes, module=block.name, **times))
+        common: dict[str, Any] = {"nbytes": block.input_bytes, "module": block.name}
+        storages.append(Storage(index=index, birth_s=block.begin / rate, need_s=None, last_need_s=last_s, **common))
     plain = Profile(
         storages=tuple(storages),
         regions=tuple(

@@ -78,7 +78,7 @@ class Budget:
         """
         if self.target not in TARGETS:
             raise ConfigError("target", self.target, f"choose one of {', '.join(map(repr, TARGETS))}")
-        sizes = {}
+        sizes: dict[str, Any] = {}
         for name in ("device_budget", "host_budget", "nvme_budget"):
             text = getattr(self, name)
             share = parse_share(name, text) if name == "device_budget" and text is not None else None

@@ -72,7 +72,6 @@ def test_half_of_the_step_writes_and_half_reads() -> None:
 def test_both_at_once_moves_as_much_each_way(engine: str, tmp_path: Path) -> None:
     pytest.importorskip("aiofiles")
     with Rig([str(tmp_path)], engine, 2, 64 * KIB, 2 * MIB) as rig:
-        rig.prepare(64 * KIB)
         rig.measure("write", 0.01)
         (lane,) = rig.spool.engines
         before = lane.written_bytes, lane.read_bytes
