@@ -111,7 +111,7 @@ def command(
 ) -> None:
     """Measure a path: write, read and both at once, by engine, block size and depth, and what training could hide.
 
-    S bytes that a step of T seconds saves hide where S / (T/2) is at most the slowest of write, read and mixed.
+    S bytes that a step of T seconds saves hide if S / (T/2) is at most the slowest of write, read and mixed.
     """
     with explained_errors():
         settings = settings_of(engine or DISK_ENGINES, size or SIZES, depth or [None])
@@ -182,7 +182,7 @@ def best_of(rates: Sequence[Rates]) -> Rates | None:
 
 
 def show(rates: Sequence[Rates], failures: Sequence[Failure], best: Rates | None) -> None:
-    """Print the table, the engines that could not run with the reasons, and what training could hide."""
+    """Print the table, the engines that could not run with the reasons, and the advice."""
     console = Console()
     names = ("block", "at once", *DIRECTIONS, "both ways")
     table = Table("engine", *(Column(name, justify="right") for name in names), title="GB/s", title_justify="left")
@@ -200,7 +200,7 @@ def show(rates: Sequence[Rates], failures: Sequence[Failure], best: Rates | None
 
 
 def advice(best: Rates) -> list[str]:
-    """Return sentences on what training could hide."""
+    """Return sentences on the best setting, and on the bytes that a step hides with it."""
     setting, rate = best.setting, f"{best.sustained / 1e9:.2f} GB/s"
     lines = [
         f"Best: {setting.engine}, blocks of {format_size(setting.block_bytes)}, {setting.depth} at once: "

@@ -1,4 +1,4 @@
-"""``actoffload estimate``: what offloading a model would need, hide, wear out and cost, on paper."""
+"""``actoffload estimate``: the needs of offloading a model, on paper: memory, links, drives, cost."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def command(
 ) -> None:
     """Say on paper what offloading needs: memory, bandwidth, the share that hides, the SSDs' life on rated TBW, cost.
 
-    FUNCTION returns a model and make_batch(size), which returns the model's arguments for so many samples.
+    FUNCTION returns a model and make_batch(size), which returns the model's arguments for that many samples.
     """
     if presets or check:
         rows = list_presets() if presets else list_published()

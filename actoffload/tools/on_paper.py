@@ -1,4 +1,4 @@
-"""What offloading needs and costs, on paper: memory, bandwidth, the share that hides, an SSD's life, dollars.
+"""The needs and costs of offloading, on paper: memory, bandwidth, the share that hides, an SSD's life, dollars.
 
 The model is SSDTrain's (arXiv 2408.10013, its section on modelling): a step of ``t`` seconds that saves ``S`` bytes on
 a GPU writes them in one half and reads them in the other, so it needs ``S / (t/2)`` each way; a drive lives
@@ -112,7 +112,7 @@ class Hardware:
     ssd_read_bytes_per_s: Annotated[float | None, _parsed("--ssd-read", "GB/S", _giga)] = None
     """SSDs to host, likewise."""
     source: str = ""
-    """Where the numbers are from."""
+    """The origin of the numbers."""
 
     def __post_init__(self) -> None:
         check_positive(self, "peak_flops", "utilisation", "link_bytes_per_s", "memory_bytes")

@@ -30,7 +30,7 @@ from .process import prepare_process
 RECORDED_STEPS = 3
 """The second is recorded; the profile is there in the third."""
 TARGETS = {"host": ("host",), "nvme": ("nvme",), "tiered": ("host", "nvme"), "auto": ("host", "nvme")}
-_LINKS = "Links; default: what the profile measured"
+_LINKS = "Links; default: as the profile measured"
 Rate = Annotated[float | None, typer.Option(help="GB/s.", min=1e-6, rich_help_panel=_LINKS)]
 Bytes = Annotated[str | None, typer.Option(help='Bytes, or text such as "8GiB".')]
 
@@ -132,7 +132,7 @@ def read_profile(path: Path) -> Profile:
     """Return the profile of a file.
 
     Raises:
-        ConfigError: the file cannot be read or holds no profile; it says what writes one.
+        ConfigError: the file cannot be read or holds no profile; it names the commands that write one.
     """
     try:
         return Profile.load(path)
@@ -146,7 +146,7 @@ def record(source: str, batch: int, path: list[str] | None) -> Profile:
     """Return the profile of a user's own model: three steps without an optimizer, each of the same batch.
 
     Raises:
-        ConfigError: the function or what it returns is not as `models` asks for, or nothing that is saved may move.
+        ConfigError: the function or what it returns is not as `models` asks for, or no saved tensor may move.
     """
     device = find_device()
     prepare_process(device, None, seed=0)
@@ -167,7 +167,7 @@ def record(source: str, batch: int, path: list[str] | None) -> Profile:
 
 
 def as_dict(profile: Profile, plan: Plan, analysis: Analysis, budgets: Sequence[BudgetRow]) -> dict[str, Any]:
-    """Return everything, ready for JSON; ``plan`` is what `Plan.from_json` takes."""
+    """Return everything, ready for JSON; ``plan`` is for `Plan.from_json`."""
     return {
         "profile": {
             "device": profile.device,

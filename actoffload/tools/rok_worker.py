@@ -204,7 +204,7 @@ class Round:
             peak = torch.accelerator.max_memory_allocated() - static
         elif mode.offloader is not None:
             step_s = self._step(mode)
-            mode.offloader.statistics()  # counts what finalizers have noted
+            mode.offloader.statistics()  # counts the notes of finalizers
             peak = mode.counted_peak_bytes = mode.offloader.store.shared.accounts.step_peak_bytes
         else:
             step_s, peak = self._step(mode), mode.counted_peak_bytes or 0

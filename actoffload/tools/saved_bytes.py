@@ -131,7 +131,7 @@ class WatchedStep:
         static = (*model.parameters(), *model.buffers(), *tree_leaves(inputs))
         self._static = {tensor.untyped_storage()._cdata for tensor in static if isinstance(tensor, Tensor)}
         self._watched = blocks
-        self._held: list[torch.UntypedStorage] = []  # an address in use is not given to another storage
+        self._held: list[torch.UntypedStorage] = []  # an address in use belongs to no other storage
         self._running: list[int] = []
 
     def now(self) -> int:
@@ -208,7 +208,7 @@ class AsOnAccelerator(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Replace the two where they are given meta tensors."""
+        """Replace the two for meta tensors."""
         kwargs, functional = kwargs or {}, nn.functional
         first = args[0] if args else kwargs.get("query", kwargs.get("input"))
         if not isinstance(first, Tensor) or first.device.type != "meta":
