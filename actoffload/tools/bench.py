@@ -266,7 +266,11 @@ class Rig:
     ) -> None:
         self._block_bytes, region = block_bytes, region_bytes // len(paths)
         _check(paths, block_bytes, region)
-        space = {"capacity_bytes": region_bytes, "grow_bytes": region_bytes, "request_bytes": block_bytes}
+        space: dict[str, Any] = {
+            "capacity_bytes": region_bytes,
+            "grow_bytes": region_bytes,
+            "request_bytes": block_bytes,
+        }
         self.spool = Spool(paths, engine=engine, threads=depth, **space)
         try:
             extents = [self.spool.allocate(block_bytes) for _ in range(region // block_bytes * len(paths))]

@@ -193,7 +193,7 @@ def _size(nbytes: int | None) -> str:
 def train(spec: dict[str, Any]) -> None:
     """Take a training step for every line of standard input; print a line for each, and at the end the result."""
     device = find_device()
-    training = Training(**{name: spec[name] for name in Training.__dataclass_fields__})
+    training = Training(**{name: spec[name] for name in Training.__dataclass_fields__ if name in spec})
     prepare_process(device, training.threads, training.seed)
     library = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     text = torch.frombuffer(bytearray(b"".join(map(Path.read_bytes, library))[:TEXT_BYTES]), dtype=torch.uint8)

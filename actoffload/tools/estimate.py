@@ -25,7 +25,6 @@ from .models import (
     configuration,
     count,
     is_own,
-    read_configuration,
 )
 from .on_paper import (
     BUILT_IN,
@@ -179,7 +178,7 @@ def _build(question: Question, sequence: int, tensor: int) -> tuple[Workload, st
             raise ConfigError("tensor", tensor, str(error).partition(": ")[2]) from error
         label = f"GPT of {sizes.layers} layers × {sizes.width}, sequence {sequence}"
         return build_gpt(sizes, dtype=torch.bfloat16, device=meta), label
-    config = read_configuration(source) if source is not None else configuration(start.kind, start.config)
+    config = configuration(source or start.kind, **start.config)
     label = f"{config.model_type}, sequence {sequence}"
     return build_transformers(config, sequence=sequence, dtype=torch.bfloat16, device=meta), label
 

@@ -212,33 +212,20 @@ def import_transformers(model: str) -> Any:
     return library
 
 
-def read_configuration(source: str) -> Any:
-    """Return the configuration in a ``config.json`` (or in a directory that has one), or a type's default one.
+def configuration(source: str, **changes: Any) -> Any:
+    """Return the configuration in a ``config.json`` (or in a directory that has one), or a type's with some changes.
 
     Raises:
         ConfigError: it is neither, or Transformers is not installed.
     """
     auto = import_transformers(source).AutoConfig
-    if Path(source).exists():
-        try:
-            return auto.from_pretrained(source, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise ConfigError("from_model", source, f"holds no configuration of a model: {error}") from error
     try:
-        return auto.for_model(source)
-    except ValueError as error:
+        if not changes and Path(source).exists():
+            return auto.from_pretrained(source, local_files_only=True)
+        return auto.for_model(source, **changes)
+    except (OSError, ValueError) as error:
         remedy = "give FILE.py:FUNCTION, a config.json, or a model type of Transformers, such as 'llama'"
-        raise ConfigError("from_model", source, remedy) from error
-
-
-def configuration(model_type: str, changes: Mapping[str, Any]) -> Any:
-    """Return the default configuration of a type of model with some fields changed.
-
-    Raises:
-        ConfigError: Transformers is not installed.
-        ValueError: it has no such type.
-    """
-    return import_transformers(model_type).AutoConfig.for_model(model_type, **changes)
+        raise ConfigError("from_model", source, f"{remedy} ({error})" if Path(source).exists() else remedy) from error
 
 
 def count(workload: Workload, size: int, *, min_bytes: int = MIN_BYTES) -> SavedBytes:
@@ -274,7 +261,7 @@ def build(case: Case, device: torch.device | None = None) -> Workload:
     if case.model not in TRANSFORMERS:
         raise ConfigError("model", case.model, f"choose one of 'gpt-small', {', '.join(map(repr, TRANSFORMERS))}")
     model_type, block, _, changes = TRANSFORMERS[case.model]
-    config = configuration(model_type, _shape(case) | changes)
+    config = configuration(model_type, **_shape(case), **changes)
     built = build_transformers(config, sequence=case.seq, dtype=dtype, device=device)
     # `find_blocks` does not see a decoder of one layer: it is no container of equals.
     names = (name for name, module in built.model.named_modules() if type(module).__name__ == block)

@@ -96,7 +96,6 @@ def command(
     budget: Budget,
     links: Links,
     look: Look,
-    more: Annotated[str, typer.Option(help="How much more budget to price.")] = "1GiB",
     batch: Annotated[int, typer.Option(min=1, help="Samples of FUNCTION's batch.")] = 1,
     path: PathOption = None,
     plan_out: Annotated[Path | None, typer.Option(help="Write the plan here; Plan.from_json reads it.")] = None,
@@ -111,10 +110,9 @@ def command(
         recorded = record(str(profile), batch, strings(path)) if is_own(str(profile)) else read_profile(profile)
         recorded = links.of(recorded)
         limits = budget.of(recorded)
-        extra = parse_size("more", more)
         budgets = budget_table(recorded, limits)
         step, plan = best(recorded, limits)
-        analysis = analyse(step, plan, limits, more=one_more(recorded, plan, limits, extra or GIB))
+        analysis = analyse(step, plan, limits, more=one_more(recorded, plan, limits, GIB))
     with written():
         if plan_out is not None:
             plan_out.write_text(plan.to_json() + "\n", encoding="utf-8")

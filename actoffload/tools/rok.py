@@ -484,20 +484,11 @@ def command(
         try:
             take_rounds(rok, quiet=as_json)
         except KeyboardInterrupt:
-            typer.echo(f"Interrupted. {how_to_go_on(rok)}", err=True)
+            left = f"{len(rok.missing())} rounds are left; the same command goes on"
+            drawn = f"; actoffload rok --redraw {rok.file} draws the others" if rok.payload["samples"] else ""
+            typer.echo(f"Interrupted. {left}{drawn}.", err=True)
             raise typer.Exit(INTERRUPTED) from None
         raise typer.Exit(finish(rok.payload, rok.file, look, as_json))
-
-
-def how_to_go_on(run: RokRun) -> str:
-    """Return the next command after an interrupt."""
-    left = len(run.missing())
-    if not run.file.exists():
-        return f"No round was finished; {left} are left. Begin again with the same command."
-    return (
-        f"{left} rounds are left; the others are in {run.file}. Go on with the same command and --out {run.file}; "
-        f"draw what is there with: actoffload rok --redraw {run.file}"
-    )
 
 
 def take_rounds(run: RokRun, *, quiet: bool) -> None:

@@ -69,7 +69,6 @@ BAD_OPTIONS = [
     ("plan PROFILE --device-budget -4%", "device_budget='-4%': give a share"),
     ("plan PROFILE --max-slowdown -1", "max_slowdown=-1"),
     ("plan PROFILE --disk-write 0", "--disk-write"),
-    ("plan PROFILE --more x", "more='x': not a size"),
     ("rok --preset huge", "preset='huge': choose one of 'ssdtrain', 'ssdtrain-batches', 'cpu', 'simulated'"),
     ("rok --gpu abacus", "gpu='abacus': no such preset; there are a100-pcie"),
     ("rok --redraw /no/such/file", "no results of `actoffload rok`"),

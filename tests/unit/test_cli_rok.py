@@ -16,12 +16,14 @@ import torch
 from actoffload.errors import ActOffloadError, BudgetError, ConfigError
 from actoffload.tools import models, rok_worker
 from actoffload.tools import rok as rok_command
-from actoffload.tools.rok import Preset, RokRun, Variant, load_results, points_of
+from actoffload.tools.rok import PRESETS, Preset, RokRun, Variant, load_results, points_of
 from actoffload.tools.workers import failure
 from tests import commands
 from tests.rok_samples import CASE, MACHINE, PRESET, all_points, failed, sample
 
 invoke = partial(commands.invoke, "rok")
+TINY = {name: getattr(PRESETS["tiny"], name) for name in ("device", "threads", "warm_up", "steps")}
+TINY["variants"] = [asdict(variant) for variant in PRESETS["tiny"].variants]
 
 
 class Launcher:
@@ -87,22 +89,17 @@ def test_results_of_other_options_are_not_mixed(tmp_path: Path) -> None:
         make_run(file, Launcher())
 
 
-def test_an_interrupt_says_how_to_go_on(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "r.json", Launcher())
-    assert "Begin again" in rok_command.how_to_go_on(run)
-    next(run.run())
-    text = rok_command.how_to_go_on(run)
-    assert "3 rounds are left" in text
-    assert f"--out {run.file}" in text
-    assert f"--redraw {run.file}" in text
-
-
-def test_ctrl_c_ends_the_command_with_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_the_command_and_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(run: RokRun, *, quiet: bool) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(rok_command, "take_rounds", interrupted)
-    assert "Interrupted." in invoke("--preset", "tiny", "--out", str(tmp_path / "r.json"), status=130)
+    file = tmp_path / "r.json"
+    assert "2 rounds are left; the same command goes on." in invoke("--preset", "tiny", "--out", str(file), status=130)
+    write(file, [])
+    left = json.loads(file.read_text())
+    file.write_text(json.dumps(left | {"measured_with": TINY, "samples": [sample("keep")]}))
+    assert f"goes on; actoffload rok --redraw {file}" in invoke("--preset", "tiny", "--out", str(file), status=130)
 
 
 # -- the worker -------------------------------------------------------------------------------------------------------

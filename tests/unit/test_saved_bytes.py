@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from actoffload import OffloadConfig, Offloader
 from actoffload.errors import ConfigError
 from actoffload.testing.gpt import GPTConfig
-from actoffload.tools.models import build_gpt, build_transformers, configuration, count, read_configuration
+from actoffload.tools.models import build_gpt, build_transformers, configuration, count
 from actoffload.tools.saved_bytes import SavedBytes, count_saved
 
 META = torch.device("meta")
@@ -41,7 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def count_family(model_type: str, dtype: torch.dtype = torch.bfloat16) -> SavedBytes:
-    config = configuration(model_type, FAMILIES[model_type])
+    config = configuration(model_type, **FAMILIES[model_type])
     return count(build_transformers(config, sequence=64, dtype=dtype, device=META), 2, min_bytes=1)
 
 
@@ -52,7 +52,7 @@ def test_meta_tensors_count_what_a_real_step_saves(model_type: str, tmp_path: Pa
     # Experts run in bfloat16 alone. In it, the CPU's layer norm keeps its statistics in bfloat16, too, unlike a GPU's.
     dtype = torch.float32 if model_type in ("gpt2", "bert") else torch.bfloat16
     made = build_transformers(
-        configuration(model_type, FAMILIES[model_type]), sequence=64, dtype=dtype, device=torch.device("cpu")
+        configuration(model_type, **FAMILIES[model_type]), sequence=64, dtype=dtype, device=torch.device("cpu")
     )
     batch = made.batch(2)
     with Offloader(OffloadConfig(path=str(tmp_path), policy="keep", min_bytes=1)).use(made.model) as offloader:
@@ -156,14 +156,14 @@ def test_configurations_are_files_or_types(tmp_path: Path, monkeypatch: pytest.M
     pytest.importorskip("transformers")
     file = tmp_path / "config.json"
     file.write_text('{"model_type": "llama", "num_hidden_layers": 3}')
-    assert read_configuration(str(file)).num_hidden_layers == 3
-    assert read_configuration(str(tmp_path)).num_hidden_layers == 3
-    assert read_configuration("gpt2").n_layer == 12
+    assert configuration(str(file)).num_hidden_layers == 3
+    assert configuration(str(tmp_path)).num_hidden_layers == 3
+    assert configuration("gpt2").n_layer == 12
     file.write_text("{}")
-    with pytest.raises(ConfigError, match="holds no configuration"):
-        read_configuration(str(file))
+    with pytest.raises(ConfigError, match=r"give FILE.py:FUNCTION, a config.json"):
+        configuration(str(file))
     with pytest.raises(ConfigError, match=r"from_model='gpt9': give FILE.py:FUNCTION, a config.json"):
-        read_configuration("gpt9")
+        configuration("gpt9")
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(ConfigError, match=r"pip install actoffload\[hf\]"):
-        read_configuration("gpt2")
+        configuration("gpt2")
